@@ -1,0 +1,13 @@
+// The native core: das_adapter._native.
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_keyed_noise(nb::module_& m);
+void bind_suffix_index(nb::module_& m);
+
+NB_MODULE(_native, m) {
+  m.doc() = "Native core of das-adapter: keyed-noise sampling and the suffix index.";
+  bind_keyed_noise(m);
+  bind_suffix_index(m);
+}

@@ -1,0 +1,3 @@
+"""Lossless speculative rollouts for veRL and NeMo-RL, drafted from the run's own history."""
+
+__version__ = "0.1.0"

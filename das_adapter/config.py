@@ -1,0 +1,173 @@
+"""The `das:` block as frozen dataclasses. Importing this costs nothing: no torch, no vLLM, no host framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from das_adapter.errors import ConfigError
+
+Drafter = Literal["none", "history", "ngram"]
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(frozen=True)
+class HistoryConfig:
+    scope: Literal["problem", "global", "request"] = "problem"
+    """Whose text a request drafts from: its own problem's rollouts, all problems' rollouts, or only its own text."""
+    window: int = 16
+    """Weight versions a trajectory stays in the history (one version per weight sync). At least 1."""
+    max_bytes: int = 8 * 2**30
+    """Bytes the sealed history may take per engine; the oldest versions go first. Accepts 512MiB, 8GiB, ..."""
+
+    def __post_init__(self) -> None:
+        _at_least("history.window", self.window, 1)
+        _at_least("history.max_bytes", self.max_bytes, 2**16)
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    policy: Literal["uniform"] = "uniform"
+    """How draft tokens are shared out: `uniform` gives every request the same maximum."""
+    max_draft_tokens: int = 16
+    """Most draft tokens per request and decode step (vLLM's num_speculative_tokens). 1 to 128."""
+    min_chance: float = 0.15
+    """A draft is cut where the estimated chance that it survives so far falls under this. 0 to 1."""
+
+    def __post_init__(self) -> None:
+        _at_least("budget.max_draft_tokens", self.max_draft_tokens, 1, 128)
+        _at_least("budget.min_chance", self.min_chance, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    policy: Literal["host", "least_loaded"] = "host"
+    """Which replica a request goes to: the host's own balancer, or the one with the fewest requests in flight."""
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    noise: Literal["keyed", "stock"] | None = None
+    """Sampling noise: `keyed` makes tokens independent of the drafter, `stock` keeps vLLM's sampler.
+    None: keyed where a drafter drafts, stock for `drafter: none`."""
+    seed: int = 0
+    """Run seed of the keyed noise; runs with equal seeds draw equal tokens. 0 to 2^63 - 1."""
+
+    def __post_init__(self) -> None:
+        _at_least("verify.seed", self.seed, 0, 2**63 - 1)
+
+
+@dataclass(frozen=True)
+class DasConfig:
+    drafter: Drafter = "history"
+    """Where draft tokens come from: nothing, the run's own history, or vLLM's prompt look-up (`ngram`)."""
+    history: HistoryConfig = field(default_factory=HistoryConfig)
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+
+    @property
+    def keyed(self) -> bool:
+        """Whether tokens are sampled with keyed noise."""
+        return self.verify.noise == "keyed" or (self.verify.noise is None and self.drafter != "none")
+
+    @property
+    def active(self) -> bool:
+        """False: the host must behave as if das-adapter were not installed."""
+        return self.drafter != "none" or self.keyed
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers that `parse` reads back to an equal config."""
+        return dataclasses.asdict(self)
+
+
+def parse(block: Any) -> DasConfig | None:
+    """Read a `das:` block.
+
+    Args:
+        block: None (no block), a mapping (an OmegaConf node too) or a `DasConfig`.
+
+    Returns:
+        The config; None when there is no block or when it leaves the host as it is (`drafter: none` without
+        keyed noise).
+
+    Raises:
+        ConfigError: an unknown or ill-typed key, a value out of range, or keys that contradict each other.
+    """
+    if block is None:
+        return None
+    config = block if isinstance(block, DasConfig) else _build(DasConfig, _plain(block), "das")
+    if config.drafter != "none" and config.history.scope == "request" and config.history != HistoryConfig("request"):
+        raise ConfigError("das.history.window / max_bytes have no effect with das.history.scope='request': remove them")
+    return config if config.active else None
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        return {str(k): _plain(v) for k, v in node.items()}
+    if hasattr(node, "items"):  # an OmegaConf node that is no Mapping
+        return {str(k): _plain(v) for k, v in node.items()}
+    return node
+
+
+def _build(cls: type, found: Any, where: str) -> Any:
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: found {found!r}, expected a block with the keys {_names(cls)}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in found.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
+            hint = f"; did you mean '{near[0]}'?" if near else ""
+            raise ConfigError(f"{where}.{key}: unknown key{hint} Allowed: {_names(cls)}")
+        values[key] = _value(hints[key], value, f"{where}.{key}")
+    try:
+        return cls(**values)
+    except ConfigError as e:
+        raise ConfigError(f"das.{e}") from None
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    if value is None and type(None) in options:
+        return None
+    kind = next(o for o in options if o is not type(None))
+    if typing.get_origin(kind) is Literal:
+        allowed = typing.get_args(kind)
+        if value not in allowed:
+            near = difflib.get_close_matches(str(value), allowed, n=1)
+            hint_ = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{where}: found {value!r}{hint_} Allowed: {', '.join(map(repr, allowed))}")
+        return value
+    if where.endswith("_bytes") and isinstance(value, str):
+        return _bytes(value, where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{where}: found {value!r} ({type(value).__name__}), expected {kind.__name__}")
+    return value
+
+
+def _bytes(text: str, where: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(f"{where}: found {text!r}, expected a size such as 512MiB or 8GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _at_least(key: str, value: float, low: float, high: float | None = None) -> None:
+    if value < low or (high is not None and value > high):
+        raise ConfigError(f"{key}: found {value}, allowed: {low} to {high}" if high is not None
+                          else f"{key}: found {value}, allowed: {low} or more")  # fmt: skip
+
+
+def _names(cls: type) -> str:
+    return ", ".join(f.name for f in dataclasses.fields(cls))

@@ -1,0 +1,49 @@
+"""What a host must pass to vLLM so that an engine speculates as a `das:` block says. Imports no vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from das_adapter.config import DasConfig
+
+SETTINGS_KEY = "das"
+"""Key of vLLM's `additional_config` under which every engine process finds the `das:` block."""
+
+PROBLEM_ARG, SEED_ARG, RECORD_ARG = "das_problem", "das_seed", "das_record"
+"""Keys of `SamplingParams.extra_args`: 64-bit identity of the problem, seed of the keyed noise, and whether the
+text may serve as history (0 for validation). Flat integers, so that the OpenAI server's `vllm_xargs` can carry them."""
+
+
+def engine_args(config: DasConfig | None) -> dict[str, Any]:
+    """Engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a `das:` block.
+
+    Args:
+        config: what `das_adapter.config.parse` returned; None gives no arguments: stock vLLM.
+
+    Returns:
+        `additional_config`, and `speculative_config` where a drafter drafts. The engine's process must have the
+        environment `engine_env(config)`.
+    """
+    if config is None:
+        return {}
+    args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict()}}
+    tokens = config.budget.max_draft_tokens
+    if config.drafter == "history":
+        args["speculative_config"] = {
+            "method": "custom_class",
+            "model": f"das_adapter.engine.proposer.{'Keyed' if config.keyed else ''}HistoryProposer",
+            "num_speculative_tokens": tokens,
+        }
+    elif config.drafter == "ngram":
+        args["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": tokens,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 5,
+        }
+    return args
+
+
+def engine_env(config: DasConfig | None) -> dict[str, str]:
+    """Environment of the engine processes: samplers and drafters of das-adapter live in vLLM's V1 model runner."""
+    return {} if config is None else {"VLLM_USE_V2_MODEL_RUNNER": "0"}

@@ -1,0 +1,84 @@
+"""What an engine worker counts between two weight syncs; the same figures for every drafter, and for none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass
+class Counters:
+    """Counts since the last `take`. A request forward is one request's share of one decode step of the target."""
+
+    steps: int = 0
+    request_forwards: int = 0
+    drafted_forwards: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    tokens: int = 0
+    propose_seconds: list[float] = field(default_factory=list)
+    error: str | None = None
+    """What the drafter raised; from then on the engine decodes without it. Survives `take`."""
+
+    def step(self, sampled: Sequence[Sequence[int]], drafts: Sequence[int]) -> None:
+        """Count one decode step.
+
+        Args:
+            sampled: tokens each request of the batch got; empty where its prompt is still being read.
+            drafts: draft tokens each request carried into the step.
+        """
+        self.steps += 1
+        for tokens, drafted in zip(sampled, drafts, strict=True):
+            if not tokens:
+                continue
+            self.request_forwards += 1
+            self.tokens += len(tokens)
+            if drafted:
+                self.drafted_forwards += 1
+                self.draft_tokens += drafted
+                self.accepted_tokens += len(tokens) - 1
+
+    def take(self) -> dict[str, Any]:
+        """The counts as plain numbers (`merge` adds them up over workers), and start again at zero."""
+        counts = {name: value for name, value in vars(self).items()}
+        self.__init__(error=self.error)  # type: ignore[misc]
+        return counts
+
+
+def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Figures of one training step from the counts of all engines, under the names the trainer logs.
+
+    `das/tokens_per_forward`: tokens per request forward, drafted or not. `das/draft_coverage`: share of request
+    forwards that carried a draft. `das/acceptance_length`: tokens per drafted request forward (accepted + 1; vLLM's
+    mean acceptance length). `das/health`: 1 healthy, 0 if a drafter raised or acceptance collapsed.
+    """
+    total = {name: sum(p[name] for p in parts) for name in
+             ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens")}  # fmt: skip
+    forwards, drafted = total["request_forwards"], total["drafted_forwards"]
+    seconds = np.concatenate([np.asarray(p["propose_seconds"], dtype=float) for p in parts] or [np.zeros(0)])
+    metrics = {
+        "das/tokens_per_forward": total["tokens"] / max(1, forwards),
+        "das/draft_coverage": drafted / max(1, forwards),
+        "das/acceptance_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
+        "das/health": float(not any(p["error"] for p in parts) and not collapsed(total)),
+        "rollout/spec_accept_rate": total["accepted_tokens"] / max(1, total["draft_tokens"]),
+        "rollout/spec_accept_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
+        "rollout/spec_num_draft_tokens": float(total["draft_tokens"]),
+        "rollout/spec_num_accepted_tokens": float(total["accepted_tokens"]),
+        "rollout/spec_num_verify_steps": float(drafted),
+    }
+    if len(seconds):
+        p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
+        metrics |= {"das/propose_ms/p50": float(p50), "das/propose_ms/p99": float(p99)}
+    return metrics
+
+
+COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
+
+
+def collapsed(total: Mapping[str, float]) -> bool:
+    """Whether drafting has stopped paying: of many draft tokens, next to none is accepted."""
+    return total["draft_tokens"] >= COLLAPSE_TOKENS and total["accepted_tokens"] < COLLAPSE_RATE * total["draft_tokens"]

@@ -1,0 +1,99 @@
+"""The `vllm.general_plugins` entry point: brings das-adapter into every engine process whose config asks for it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from das_adapter.config import DasConfig, parse
+from das_adapter.engine.args import SETTINGS_KEY
+from das_adapter.errors import UnsupportedHost
+
+_MARK = "_das_adapter"
+
+
+def register() -> None:
+    """Hook vLLM's worker start and its request check; idempotent, and inert in an engine without a `das:` block.
+
+    Called by vLLM in the front end, the engine core and every worker, before anything is built.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
+
+    if hasattr(WorkerBase, "das_rpc"):
+        return
+    WorkerBase.das_rpc = _das_rpc
+    WorkerWrapperBase.init_device = _hook_init_device(WorkerWrapperBase.init_device)
+    _allow_row_processors()
+
+
+def settings(vllm_config: Any) -> DasConfig | None:
+    """The `das:` block of an engine, None where it has none."""
+    additional = vllm_config.additional_config
+    return parse(additional.get(SETTINGS_KEY)) if isinstance(additional, dict) else None
+
+
+def _das_rpc(self: Any, command: str, payload: dict[str, Any]) -> Any:
+    worker = getattr(self, _MARK, None)
+    if worker is None:
+        raise UnsupportedHost("das_rpc: this engine runs without a das: block")
+    return worker.call(command, payload)
+
+
+def _hook_init_device(stock: Any) -> Any:
+    """The model runner, its samplers and drafter are built by `init_device`; the model is loaded after it."""
+
+    @functools.wraps(stock)
+    def init_device(self: Any) -> None:
+        config = settings(self.vllm_config)
+        for_verl = os.environ.get("VERL_PLATFORM") == "cpu"
+        if self.vllm_config.device_config.device_type == "cpu" and (config is not None or for_verl):
+            from das_adapter.engine import cpu
+
+            cpu.apply(reload_weights=for_verl)
+        if config is None:
+            return stock(self)
+        from das_adapter import compat
+        from das_adapter.engine.worker import DasWorker
+
+        compat.require("vllm")
+        if config.keyed:
+            _keep_row_processors()
+        stock(self)
+        setattr(self.worker, _MARK, DasWorker(self.worker.model_runner, config))
+
+    return init_device
+
+
+def _allow_row_processors() -> None:
+    """vLLM refuses min_p and logit_bias beside any drafter, because its rejection sampler does not apply them to
+    drafted positions. Keyed verification does, so beside our drafter they are let through (front end)."""
+    from vllm.sampling_params import SamplingParams
+
+    stock = SamplingParams._validate_spec_decode
+
+    @functools.wraps(stock)
+    def validate(self: Any, speculative_config: Any) -> None:
+        if not str(getattr(speculative_config, "model", "")).endswith(".KeyedHistoryProposer"):
+            stock(self, speculative_config)
+
+    SamplingParams._validate_spec_decode = validate
+
+
+def _keep_row_processors() -> None:
+    """The other half (worker): vLLM does not even build the processors of min_p and logit_bias beside a drafter."""
+    from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+    from vllm.v1.worker import gpu_model_runner
+
+    stock = gpu_model_runner.build_logitsprocs
+    if hasattr(stock, _MARK):
+        return
+
+    @functools.wraps(stock)
+    def build(vllm_config: Any, device: Any, pin_memory: bool, is_pooling_model: bool, custom: Any = ()) -> Any:
+        if is_pooling_model or custom or not vllm_config.speculative_config or not settings(vllm_config):
+            return stock(vllm_config, device, pin_memory, is_pooling_model, custom)
+        return LogitsProcessors(kind(vllm_config, device, pin_memory) for kind in BUILTIN_LOGITS_PROCESSORS)
+
+    setattr(build, _MARK, True)
+    gpu_model_runner.build_logitsprocs = build

@@ -1,0 +1,161 @@
+"""vLLM's proposer for the history drafter (`speculative_config.method: custom_class`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+
+from das_adapter.config import parse
+from das_adapter.core.index import SuffixIndex
+from das_adapter.core.noise import prompt_identity
+from das_adapter.engine.args import PROBLEM_ARG, SETTINGS_KEY
+from das_adapter.engine.metrics import Counters
+
+logger = logging.getLogger("das_adapter")
+
+
+class HistoryProposer:
+    """Drafts each request's continuation from its problem's rollouts, its live siblings and its own text.
+
+    The runner is bound by `engine.worker.attach`, before the first step. The class has no attribute `model`, by
+    which vLLM and the hosts would take it for a drafter with weights.
+    """
+
+    def __init__(self, vllm_config: VllmConfig):
+        config = parse(vllm_config.additional_config[SETTINGS_KEY])
+        assert config is not None and vllm_config.speculative_config is not None
+        self.config = config
+        self.index = SuffixIndex()
+        self.counters = Counters()
+        self.runner: Any = None
+        self._max_draft = vllm_config.speculative_config.num_speculative_tokens
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._live: dict[str, _Live] = {}
+        self._unique = 0
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to load; vLLM's CPU runner calls it on every drafter."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for every request of the batch.
+
+        Args:
+            sampled_token_ids: tokens each request got in this step; empty while its prompt is read.
+            num_tokens_no_spec: int [max_batch], tokens known of each request.
+            token_ids_cpu: int32 [max_batch, max_model_len], the tokens.
+            slot_mappings: not used.
+
+        Returns:
+            Per request at most `num_speculative_tokens` draft tokens; none of them after a drafter's failure.
+        """
+        if self.counters.error is None:
+            begin = time.perf_counter()
+            try:
+                return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            except Exception as error:
+                self.counters.error = repr(error)
+                logger.exception("das: the history drafter failed and is off; decoding goes on without drafts")
+            finally:
+                self.counters.propose_seconds.append(time.perf_counter() - begin)
+        return [[] for _ in sampled_token_ids]
+
+    def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        requests, req_ids = self.runner.requests, self.runner.input_batch.req_ids
+        self._close_finished(requests, len(sampled))
+        rows, handles, budgets, grown, new = [], [], [], [], []
+        for row, (req_id, got) in enumerate(zip(req_ids, sampled, strict=False)):
+            if not got:
+                continue
+            length = int(lengths[row])
+            live = self._live.get(req_id)
+            if live is None or live.length > length:
+                live = self._open(req_id, requests[req_id], tokens[row, :length])
+            else:
+                grown.append(live.handle)
+                new.append(tokens[row, live.length : length])
+            live.length = length
+            rows.append(row)
+            handles.append(live.handle)
+            # The next step writes the draft and one token more: neither may pass the request's end.
+            budgets.append(min(self._max_draft, live.end - length - 1))
+        if grown:
+            offsets = np.cumsum([0, *map(len, new)], dtype=np.int64)
+            self.index.extend_many(grown, np.concatenate(new), offsets)
+        drafts: list[list[int]] = [[] for _ in sampled]
+        if handles:
+            flat, _, offsets = self.index.draft_flat(
+                handles, np.maximum(budgets, 0), self.config.budget.min_chance
+            )
+            ids, at = flat.tolist(), offsets.tolist()
+            for row, begin, end in zip(rows, at, at[1:], strict=False):
+                drafts[row] = ids[begin:end]
+        return drafts
+
+    def _open(self, req_id: str, request: Any, tokens: np.ndarray) -> _Live:
+        self._close([req_id])
+        prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
+        handle = self.index.open(self._problem(request, prompt), prompt)
+        self.index.extend(handle, tokens[len(prompt) :])
+        end = min(self._max_model_len, len(prompt) + (request.sampling_params.max_tokens or self._max_model_len))
+        live = self._live[req_id] = _Live(handle, len(tokens), end)
+        return live
+
+    def _problem(self, request: Any, prompt: np.ndarray) -> int:
+        if self.config.history.scope == "global":
+            return 0
+        if self.config.history.scope == "request":
+            self._unique += 1
+            return self._unique
+        extra = request.sampling_params.extra_args or {}
+        return int(extra[PROBLEM_ARG]) if PROBLEM_ARG in extra else prompt_identity(prompt)
+
+    def _close_finished(self, requests: dict[str, Any], batch: int) -> None:
+        if len(self._live) > batch:
+            self._close([req_id for req_id in self._live if req_id not in requests])
+
+    def _close(self, req_ids: Iterable[str]) -> None:
+        keep = self.config.history.scope != "request"
+        for req_id in req_ids:
+            if live := self._live.pop(req_id, None):
+                self.index.close(live.handle, keep=keep)
+
+    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> None:
+        """Take the finished trajectories of all replicas over at a weight sync (DAS, section 4.1).
+
+        Args:
+            version: weight version from now on.
+            trajectories: (problem, int32 token ids of the response, weight version that wrote it).
+
+        History older than the window goes, then the oldest versions until `history.max_bytes` is kept.
+        """
+        self._close([req_id for req_id in self._live if req_id not in self.runner.requests])
+        scope = self.config.history.scope
+        if scope != "request":
+            for problem, tokens, written in trajectories:
+                self.index.add(problem if scope == "problem" else 0, np.frombuffer(tokens, dtype=np.int32), written)
+            self.index.seal()
+            self.index.expire(version - self.config.history.window)
+            self.index.shrink(self.config.history.max_bytes)
+        self.index.clear_live()
+
+
+class KeyedHistoryProposer(HistoryProposer):
+    """The same drafts, verified with keyed noise: its name tells vLLM's front end that any sampling parameter goes."""
+
+
+class _Live:
+    __slots__ = ("end", "handle", "length")
+
+    def __init__(self, handle: int, length: int, end: int):
+        self.handle, self.length, self.end = handle, length, end

@@ -1,0 +1,137 @@
+"""das-adapter inside one vLLM worker: what is bound to its model runner, and the calls the host can make."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from das_adapter import __version__
+from das_adapter.config import DasConfig
+from das_adapter.core.noise import row_keys
+from das_adapter.engine.args import SEED_ARG
+from das_adapter.engine.metrics import Counters
+from das_adapter.errors import DasError, UnsupportedHost
+
+if TYPE_CHECKING:
+    from das_adapter.engine.verification import KeyedSampler
+
+logger = logging.getLogger("das_adapter")
+
+
+class DasWorker:
+    """The state of one worker. `call` is reached from the host by `collective_rpc("das_rpc", (command, payload))`."""
+
+    def __init__(self, runner: Any, config: DasConfig):
+        self.config = config
+        self.runner = runner
+        self.drafter: Any = getattr(runner, "drafter", None) if config.drafter == "history" else None
+        self.counters: Counters = self.drafter.counters if self.drafter else Counters()
+        self._seeds: dict[str, int] = {}
+        if self.drafter:
+            self.drafter.runner = runner
+        # vLLM skips the drafter, and pads the whole batch with junk drafts, when one request comes within
+        # num_speculative_tokens of max_model_len. Our drafts end before it, and the scheduler clips as well.
+        if hasattr(runner, "effective_drafter_max_model_len"):
+            runner.effective_drafter_max_model_len += config.budget.max_draft_tokens + 1
+        self._watch_steps(self._install_keyed_samplers() if config.keyed else None)
+
+    def call(self, command: str, payload: dict[str, Any]) -> Any:
+        """Run a command of the host: `hello`, `refresh` or `stats`. Raises nothing but on an unknown command:
+        a worker that raises during a weight sync would leave the trainer waiting for ever."""
+        if command not in ("hello", "refresh", "stats"):
+            raise DasError(f"das_rpc: found command {command!r}, allowed: hello, refresh, stats")
+        try:
+            return getattr(self, f"_{command}")(**payload)
+        except Exception as error:
+            self.counters.error = repr(error)
+            logger.exception("das: %s failed; decoding goes on without drafts", command)
+            return {"error": repr(error)}
+
+    def _hello(self) -> dict[str, Any]:
+        return {
+            "version": __version__,
+            "drafter": type(self.drafter).__name__ if self.drafter else self.config.drafter,
+            "sampler": type(self.runner.sampler).__name__,
+        }
+
+    def _refresh(self, version: int, trajectories: list[tuple[int, bytes, int]]) -> dict[str, Any]:
+        if self.drafter:
+            self.drafter.refresh(version, trajectories)
+        self._seeds = {req_id: seed for req_id, seed in self._seeds.items() if req_id in self.runner.requests}
+        return {}
+
+    def _stats(self) -> dict[str, Any]:
+        stats = self.counters.take()
+        if self.drafter:
+            index = self.drafter.index
+            stats |= {"history_tokens": index.tokens, "history_bytes": index.nbytes}
+        return stats
+
+    def _install_keyed_samplers(self) -> KeyedSampler:
+        from das_adapter.engine.verification import KeyedRejectionSampler, KeyedSampler
+
+        runner, stock = self.runner, getattr(self.runner, "sampler", None)
+        if stock is None or not hasattr(runner.input_batch, "num_tokens_no_spec"):
+            raise UnsupportedHost(
+                "das.verify.noise='keyed' needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0 "
+                f"in the engine's environment (found {type(runner).__module__}.{type(runner).__name__})"
+            )
+        runner.sampler = sampler = KeyedSampler(logprobs_mode=stock.logprobs_mode)
+        if hasattr(runner, "rejection_sampler"):
+            runner.rejection_sampler = KeyedRejectionSampler(sampler, runner.speculative_config, runner.device)
+        return sampler
+
+    def _watch_steps(self, sampler: KeyedSampler | None) -> None:
+        """Wrap the two halves of a decode step: `_sample` gets the keys of its rows, `sample_tokens` is counted."""
+        runner, counters = self.runner, self.counters
+        sample, sample_tokens = runner._sample, runner.sample_tokens
+        drafts: list[int] | None = None
+
+        @functools.wraps(sample)
+        def keyed(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+            nonlocal drafts
+            drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+            if sampler is not None:
+                keys = torch.from_numpy(self._keys(drafts).view(np.int64))
+                sampler.keys = keys.to(logits.device, non_blocking=True)
+            return sample(logits, spec_decode_metadata)
+
+        @functools.wraps(sample_tokens)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal drafts
+            output, drafted, drafts = sample_tokens(*args, **kwargs), drafts, None
+            if sampled := getattr(output, "sampled_token_ids", None):
+                counters.step(sampled, drafted or [0] * len(sampled))
+            elif runner.use_async_scheduling:  # the tokens are still on the device: one per request
+                unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+                counters.step([[] if skip else [0] for skip in unread], [0] * len(unread))
+            return output
+
+        runner._sample, runner.sample_tokens = keyed, counted
+
+    def _keys(self, drafts: list[int] | None) -> np.ndarray:
+        """uint64 [rows]: request after request, its drafted positions and one more."""
+        batch = self.runner.input_batch
+        seeds = np.fromiter(map(self._seed, batch.req_ids), dtype=np.uint64, count=batch.num_reqs)
+        positions = batch.num_tokens_no_spec[: batch.num_reqs].astype(np.int64)
+        if drafts is not None:
+            counts = np.asarray(drafts, dtype=np.int64) + 1
+            first = np.cumsum(counts) - counts
+            seeds, positions = np.repeat(seeds, counts), np.repeat(positions - first, counts)
+            positions += np.arange(len(positions))
+        return row_keys(seeds, positions)
+
+    def _seed(self, req_id: str) -> int:
+        seed = self._seeds.get(req_id)
+        if seed is None:
+            params = self.runner.requests[req_id].sampling_params
+            seed = (params.extra_args or {}).get(SEED_ARG, params.seed)
+            if seed is None:  # asked for no particular tokens
+                seed = random.getrandbits(63)
+            self._seeds[req_id] = seed = int(seed) & (2**64 - 1)
+        return seed

@@ -1,0 +1,226 @@
+"""The tiny arithmetic task, its data files and the policy shipped with it."""
+
+import importlib.util
+import json
+import random
+import re
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pandas as pd
+import pytest
+
+TINY_MATH = Path(__file__).parents[2] / "examples" / "tiny_math"
+POLICY = TINY_MATH / "policy"
+
+
+def load(name: str) -> ModuleType:
+    """Import a file of the example by path, as veRL imports a reward function."""
+    spec = importlib.util.spec_from_file_location(name, TINY_MATH / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+task = load("task")
+
+
+@pytest.fixture
+def prepare_data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The data script; it imports ``task`` from its own directory."""
+    monkeypatch.setitem(sys.modules, "task", task)
+    return load("prepare_data")
+
+
+def score(problem: str, response: str) -> dict[str, float]:
+    return task.compute_score("tiny_math", response, task.answer(problem), {"problem": problem})
+
+
+# The task
+
+
+def test_the_answer_chains_the_operations_modulo_100():
+    assert task.answer("17 a+5 b*3 c-4") == "62"
+    assert task.answer("03 a-5") == "98"
+    assert task.answer("99 a*9 b+9") == "00"
+
+
+def test_working_without_slips_is_the_documented_text():
+    assert task.write_solution("17 a+5 b*3 c-4") == "a:17+5=22\nb:22*3=66\nc:66-4=62\n#### 62"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 20, task.MAX_STEPS])
+def test_right_working_of_any_length_scores_one(steps: int):
+    rng = random.Random(steps)
+    for _ in range(20):
+        problem = task.make_problem(rng, steps)
+        assert score(problem, task.write_solution(problem, rng, check=0.3)) == {"score": 1.0, "acc": 1.0}
+
+
+def test_a_slip_shifts_a_result_by_ten_and_the_working_goes_on_from_it():
+    assert task.write_solution("17 a+5 b+1", random.Random(0), slip=1.0) in {
+        f"a:17+5={22 + i}\nb:{22 + i}+1={23 + i + j}\n#### {23 + i + j}" for i in (-10, 10) for j in (-10, 10)
+    }
+
+
+def test_slips_cost_accuracy_at_about_their_rate():
+    rng = random.Random(0)
+    problems = [task.make_problem(rng, 5) for _ in range(2000)]
+    accuracy = statistics.mean(score(p, task.write_solution(p, rng, slip=0.1))["acc"] for p in problems)
+    assert 0.9**5 - 0.03 < accuracy < 0.9**5 + 0.06
+
+
+def test_the_last_statement_of_a_double_checked_line_counts():
+    problem = "17 a+5 b*3"
+    assert score(problem, "a:17+5=32?17+5=22\nb:22*3=66\n#### 66")["score"] == 1.0
+    assert score(problem, "a:17+5=22?17+5=32\nb:32*3=96\n#### 96") == {"score": pytest.approx(0.05), "acc": 0.0}
+
+
+def test_right_steps_earn_a_tenth_and_the_answer_the_rest():
+    problem = "17 a+5 b*3"
+    assert score(problem, "a:17+5=22\nb:22*3=76\n#### 76")["score"] == pytest.approx(0.05)
+    assert score(problem, "a:17+5=22\nb:22*3=66\n#### 67")["score"] == pytest.approx(0.1)
+    assert score(problem, "#### 66")["score"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("response", ["", "66", "#### 6", "#### 166", "#### 66 or so", "a:17+5=", "\n\n", "a\nb\n####"])
+def test_a_response_without_a_final_answer_line_scores_no_accuracy(response: str):
+    assert score("17 a+5 b*3", response)["acc"] == 0.0
+
+
+def test_the_reward_needs_no_problem_text():
+    assert task.compute_score("tiny_math", "#### 66", "66") == {"score": 1.0, "acc": 1.0}
+    assert task.compute_score(data_source="x", solution_str="#### 67", ground_truth="66", extra_info=None, other=1) == {
+        "score": 0.0,
+        "acc": 0.0,
+    }
+
+
+# The data
+
+
+def test_every_full_chunk_of_16_covers_each_stratum_once(prepare_data: ModuleType):
+    rows = prepare_data.make_rows("train", 48, seed=3)
+    for i in range(0, 48, 16):
+        steps = sorted(row["extra_info"]["difficulty"] for row in rows[i : i + 16])
+        assert all(low <= n <= high for n, (low, high) in zip(steps, sorted(task.STRATA), strict=True))
+
+
+def test_rows_are_distinct_reproducible_and_depend_on_split_and_seed(prepare_data: ModuleType):
+    def problems(*args: object) -> list[str]:
+        return [row["extra_info"]["problem"] for row in prepare_data.make_rows(*args)]
+
+    train = problems("train", 48, 0)
+    assert len(set(train)) == 48
+    assert train == problems("train", 48, 0)
+    assert not set(train) & set(problems("test", 48, 0))
+    assert train != problems("train", 48, 1)
+    assert not set(train) & set(problems("train", 48, 0, frozenset(train)))
+
+
+def test_lengths_of_right_solutions_are_heavy_tailed(prepare_data: ModuleType):
+    rows = prepare_data.make_rows("train", 48, seed=0)
+    lengths = sorted(len(task.write_solution(row["extra_info"]["problem"])) for row in rows)
+    assert 50 <= statistics.median(lengths) <= 100
+    assert statistics.quantiles(lengths, n=20)[-1] >= 3 * statistics.median(lengths)
+    assert 500 <= lengths[-1] <= 768
+
+
+def test_the_script_writes_the_columns_that_verl_reads(
+    prepare_data: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "argv", ["prepare_data.py", "--out", str(tmp_path)])
+    prepare_data.main()
+    frames = {split: pd.read_parquet(tmp_path / f"{split}.parquet") for split in ("train", "test")}
+    assert {split: len(frame) for split, frame in frames.items()} == {"train": 48, "test": 32}
+    for split, frame in frames.items():
+        for i, row in enumerate(frame.to_dict("records")):
+            problem = row["extra_info"]["problem"]
+            assert list(row["prompt"]) == [{"role": "user", "content": problem}]
+            assert row["data_source"] == "tiny_math" and row["extra_info"]["split"] == split
+            assert row["extra_info"]["index"] == i
+            solution = task.write_solution(problem)
+            reward = task.compute_score(
+                row["data_source"], solution, row["reward_model"]["ground_truth"], row["extra_info"]
+            )
+            assert reward["score"] == 1.0
+
+
+# The shipped policy
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(POLICY)
+
+
+def test_the_policy_directory_is_small_and_names_no_machine_path():
+    files = [path for path in POLICY.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 6_000_000
+    for path in files:
+        if path.suffix != ".safetensors":
+            assert not re.search(r"/(work|home|root|tmp|Users)/", path.read_text()), path.name
+
+
+def test_the_weights_are_float16_and_between_two_and_three_million():
+    with (POLICY / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+    assert Counter(entry["dtype"] for entry in tensors) == {"F16": len(tensors)}
+    parameters = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors) // 2
+    assert 2_000_000 <= parameters <= 3_000_000
+
+
+def test_the_config_fits_vllm_on_cpu_and_agrees_with_the_tokenizer(tokenizer):
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(POLICY)
+    assert config.architectures == ["Qwen2ForCausalLM"]
+    assert config.hidden_size // config.num_attention_heads == 64
+    assert config.vocab_size == len(tokenizer)
+    generation = GenerationConfig.from_pretrained(POLICY)
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert None not in ids and ids[0] != ids[1]
+    assert (config.pad_token_id, config.eos_token_id) == ids
+    assert (generation.pad_token_id, generation.eos_token_id) == ids
+    longest = 3 + 4 * task.MAX_STEPS + 768
+    assert config.max_position_embeddings >= longest
+
+
+def test_the_tokenizer_round_trips_problems_and_solutions(tokenizer):
+    rng = random.Random(0)
+    for steps in (1, 5, task.MAX_STEPS):
+        problem = task.make_problem(rng, steps)
+        solution = task.write_solution(problem, rng, slip=0.1, check=0.3)
+        for text in (problem, solution):
+            ids = tokenizer.encode(text)
+            assert len(ids) == len(text) and tokenizer.unk_token_id not in ids
+            assert tokenizer.decode(ids, skip_special_tokens=True) == text
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == solution
+
+
+def test_the_chat_template_opens_the_answer_and_adds_no_system_prompt(tokenizer):
+    user = {"role": "user", "content": "17 a+5"}
+    prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
+    assert prompt == "<|user|>17 a+5<|assistant|>"
+    assert len(tokenizer.encode(prompt)) == len("17 a+5") + 2
+    whole = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "#### 22"}], tokenize=False)
+    assert whole == f"{prompt}#### 22{tokenizer.eos_token}"
+
+
+def test_the_provenance_tells_how_to_make_the_policy_and_meets_the_criteria():
+    provenance = json.loads((POLICY / "PROVENANCE.json").read_text())
+    assert provenance["command"].startswith("python train_policy.py ")
+    assert {"seed", "settings", "versions", "parameters", "train_seconds"} <= provenance.keys()
+    figures = provenance["temperature_1_train"]
+    assert 0.25 <= figures["acc"] <= 0.55
+    assert 50 <= figures["length_p50"] <= 100
+    assert figures["length_p95"] >= 3 * figures["length_p50"]
+    assert figures["length_max"] >= 500
+    assert figures["capped"] <= 0.01 * figures["responses"]
