@@ -17,7 +17,7 @@ import numpy.typing as npt
 UInt64 = npt.NDArray[np.uint64]
 
 
-def request_seed(run_seed: int, problem: int, step: int, sample: int) -> int:
+def request_seed(run_seed: int, problem: int, step: int, sample: int, row: int = 0) -> int:
     """Seed of one request: the same in every run that draws this sample of this problem in this step.
 
     Args:
@@ -25,11 +25,12 @@ def request_seed(run_seed: int, problem: int, step: int, sample: int) -> int:
         problem: 64-bit identity of the problem (`prompt_identity`).
         step: training step (weight version) the rollout belongs to.
         sample: index of the sample within its group; turns of a conversation differ by position, not by seed.
+        row: index of the prompt in the data set: two rows with the same prompt draw different samples.
 
     Returns:
         An integer in [0, 2^63).
     """
-    text = f"{run_seed}/{problem}/{step}/{sample}".encode()
+    text = f"{run_seed}/{problem}/{step}/{sample}/{row}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 

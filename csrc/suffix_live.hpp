@@ -1,0 +1,143 @@
+// Text that still grows: the responses of one problem's live requests, found again by hashes of their last tokens.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "suffix_segment.hpp"
+#include "suffix_text.hpp"
+
+namespace das {
+
+// One request: kStart and its response so far. Its prompt is searched for this request only.
+struct Stream {
+  Text text{kStart};
+  std::shared_ptr<const Segment> prompt;
+  Text prompt_tail;  // the prompt's last tokens, the left context of a short response
+  enum { kOpen, kClosed, kForgotten } state = kOpen;
+};
+
+// Places of the growing responses, chained from the latest to earlier ones with the same last kGrams[i] tokens.
+class Live {
+ public:
+  static constexpr std::array<uint32_t, 3> kGrams{8, 3, 1};
+  static constexpr uint32_t kWalk = 16;  // places looked at per chain
+
+  std::vector<std::unique_ptr<Stream>> streams;
+
+  // Appends tokens to one of the streams. A place enters the chains once its next token is known.
+  void extend(Stream& stream, const Token* tokens, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      insert(stream, static_cast<uint32_t>(stream.text.size() - 1));
+      stream.text.push_back(tokens[i]);
+    }
+  }
+
+  // Forgets a stream's text; its places stay in the chains, unseen, until they outnumber the others.
+  void forget(Stream& stream) {
+    stream.state = Stream::kForgotten;
+    forgotten_ += stream.text.size() - 1;
+    if (2 * forgotten_ > log_.size()) sweep();
+  }
+
+  void forget_closed() {
+    for (auto& s : streams)
+      if (s->state == Stream::kClosed) s->state = Stream::kForgotten;
+    sweep();
+  }
+
+  // Visits places whose last tokens equal the context's: longer grams first, in each chain the latest first.
+  // visit(stream, position, match length)
+  template <class Visit>
+  void search(Context context, uint32_t depth, Visit&& visit) const {
+    if (slots_.empty()) return;
+    for (size_t level = 0; level < kGrams.size(); ++level) {
+      uint32_t place = head(gram(context, level));
+      for (uint32_t walked = 0; place != kNone && walked < kWalk; place = log_[place].previous[level]) {
+        const Place& p = log_[place];
+        if (p.stream->state == Stream::kForgotten) continue;
+        ++walked;
+        const Match m = match(context, &p.stream->text[p.position], depth);
+        if (level == 0 || !(m.ended || m.length >= kGrams[level - 1])) visit(*p.stream, p.position, m.length);
+      }
+    }
+  }
+
+ private:
+  static constexpr uint32_t kNone = UINT32_MAX;
+  struct Place {
+    const Stream* stream;
+    uint32_t position;
+    std::array<uint32_t, kGrams.size()> previous;
+  };
+  struct Slot {
+    uint64_t gram = 0;  // 0: empty
+    uint32_t latest = kNone;
+  };
+
+  // Rebuilds the chains without forgotten streams.
+  void sweep() {
+    const std::vector<Place> log = std::move(log_);
+    log_.clear(), slots_.clear(), used_ = 0, forgotten_ = 0;
+    for (const Place& p : log)
+      if (p.stream->state != Stream::kForgotten) insert(*p.stream, p.position);
+    streams.erase(std::remove_if(streams.begin(), streams.end(),
+                                 [](const auto& s) { return s->state == Stream::kForgotten; }),
+                  streams.end());
+  }
+
+  // Hash of the last kGrams[level] tokens; before kStart there is more of the same.
+  static uint64_t gram(Context context, size_t level) {
+    uint64_t h = 0x9e3779b97f4a7c15ull * (level + 1);
+    for (uint32_t i = 0; i < kGrams[level]; ++i) {
+      const Token token = i < context.size ? context[i] : kStart;
+      h = (h ^ static_cast<uint32_t>(token)) * 0xd6e8feb86659fd93ull;
+      h ^= h >> 32;
+    }
+    return h | 1;
+  }
+
+  uint32_t head(uint64_t gram) const {
+    for (size_t i = gram >> 1;; ++i) {
+      const Slot& slot = slots_[i & (slots_.size() - 1)];
+      if (slot.gram == gram || !slot.gram) return slot.latest;
+    }
+  }
+
+  Slot& slot(uint64_t gram) {
+    for (size_t i = gram >> 1;; ++i) {
+      Slot& slot = slots_[i & (slots_.size() - 1)];
+      if (!slot.gram) slot.gram = gram, ++used_;
+      if (slot.gram == gram) return slot;
+    }
+  }
+
+  void insert(const Stream& stream, uint32_t position) {
+    if (2 * (used_ + kGrams.size()) > slots_.size()) grow();
+    Place place{&stream, position, {}};
+    const Context context{&stream.text[position] + 1, position + 1};
+    for (size_t level = 0; level < kGrams.size(); ++level) {
+      Slot& found = slot(gram(context, level));
+      place.previous[level] = found.latest;
+      found.latest = static_cast<uint32_t>(log_.size());
+    }
+    log_.push_back(place);
+  }
+
+  void grow() {
+    std::vector<Slot> old(slots_.empty() ? 64 : 2 * slots_.size());
+    old.swap(slots_);
+    used_ = 0;
+    for (const Slot& s : old)
+      if (s.gram) slot(s.gram).latest = s.latest;
+  }
+
+  std::vector<Place> log_;  // in the order of their arrival
+  std::vector<Slot> slots_;  // open addressing; a power of two
+  size_t used_ = 0, forgotten_ = 0;
+};
+
+}  // namespace das

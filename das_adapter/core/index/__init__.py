@@ -1,0 +1,235 @@
+"""Suffix index: drafts a request's next tokens from its problem's history, its live siblings and its own text.
+
+`SuffixIndex` is the native index, `das_adapter.core.index.reference.ReferenceIndex` the same in plain Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.core.index.errors import IndexFileError, UnknownHandle
+from das_adapter.core.index.values import Float32, Int32, Int64, Tokens, check_knobs, integers, problem_id, token_ids
+
+__all__ = ["IndexFileError", "SuffixIndex", "UnknownHandle"]
+
+
+def _native() -> Any:
+    from das_adapter import _native
+
+    return _native
+
+
+class SuffixIndex:
+    """Per problem: sealed trajectories in flat arrays (12 bytes per token), and the text that is growing now.
+
+    Equal calls give equal drafts on every process. One thread uses an index at a time; `seal`, `expire`, `shrink`,
+    `save`, `load`, `extend_many` and `draft_flat` release the GIL.
+
+    What is drafted: the longest matches of the request's context in each source, and the places that match it but for
+    one differing token, vote on the continuation. Beside the tokens stands the estimated chance that they survive
+    verification; it is learned from what requests went on with after earlier drafts.
+    """
+
+    def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
+        """
+        Args:
+            max_depth: tokens of left context that are compared; longer matches count as this long. 8 to 255.
+            half_life: weight versions after which a trajectory's vote has lost half its weight. Above 0.
+
+        Raises:
+            ValueError: a knob out of range.
+        """
+        check_knobs(max_depth, half_life)
+        self._core: Any = _native().SuffixIndex(max_depth, half_life)
+
+    # History
+
+    def add(self, problem: int, tokens: Tokens, version: int) -> None:
+        """Stage one finished trajectory; it is drafted from after the next `seal`.
+
+        Args:
+            problem: identity of the problem, 0 to 2^64 - 1.
+            tokens: response token ids (the prompt excluded), shape (n,), int32, >= 0. May be empty.
+            version: weight version that wrote it; later ones count more.
+
+        Raises:
+            ValueError: a negative or too large token id, or an array that is not one-dimensional integers.
+        """
+        self._core.add(problem_id(problem), token_ids(tokens), version)
+
+    def seal(self) -> None:
+        """End of a step: what was added becomes history."""
+        self._core.seal()
+
+    def expire(self, before_version: int) -> int:
+        """Drop the trajectories of versions < `before_version`, staged ones too; returns the number of their tokens."""
+        return int(self._core.expire(before_version))
+
+    def shrink(self, max_bytes: int) -> int:
+        """Drop the oldest versions until `nbytes` <= `max_bytes`; returns the number of tokens dropped."""
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes: found {max_bytes}, allowed: 0 or more")
+        return int(self._core.shrink(max_bytes))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sealed history to a file, all or nothing (temporary file beside it, then renamed).
+
+        Staged trajectories, live requests and the learned chances are not written.
+
+        Raises:
+            OSError: the file can't be written; an older file of that name is then left as it was.
+        """
+        target = os.fspath(path)
+        handle, temporary = tempfile.mkstemp(prefix=os.path.basename(target) + ".", dir=os.path.dirname(target) or ".")
+        try:
+            os.close(handle)
+            self._core.save(temporary)
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
+        """Read an index back; `max_depth` comes from the file.
+
+        Raises:
+            IndexFileError: not an index file, of another format version, truncated or damaged.
+            OSError: the file can't be read.
+        """
+        index = cls(half_life=half_life)
+        try:
+            index._core.load(os.fspath(path))
+        except _native().SuffixFileError as error:
+            raise IndexFileError(f"suffix index file {os.fspath(path)!r}: {error}") from None
+        return index
+
+    # Live requests
+
+    def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens | None = None) -> int:
+        """Start a request.
+
+        Args:
+            problem: identity of the problem; requests of one problem are siblings and draft from each other.
+            prompt_ids: prompt token ids, shape (n,), int32, >= 0; searched for this request only. May be empty.
+            prefix: response token ids that exist already (a resumed request); None: none.
+
+        Returns:
+            A handle > 0 that is never used again.
+
+        Raises:
+            ValueError: as in `add`.
+        """
+        prefix_ids = token_ids(() if prefix is None else prefix)
+        return int(self._core.open(problem_id(problem), token_ids(prompt_ids), prefix_ids))
+
+    def extend(self, handle: int, ids: Tokens) -> None:
+        """Append accepted token ids, shape (n,), int32, to a request's response.
+
+        Raises:
+            UnknownHandle: the request is not open.
+            ValueError: as in `add`.
+        """
+        with _known():
+            self._core.extend(handle, token_ids(ids))
+
+    def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
+        """`extend` for a batch; nothing is appended when anything is wrong.
+
+        Args:
+            handles: shape (b,), int64.
+            flat_tokens: token ids of all requests, one after the other, shape (n,), int32.
+            offsets: shape (b + 1,), int64; request i gets `flat_tokens[offsets[i]:offsets[i + 1]]`.
+
+        Raises:
+            UnknownHandle: a request is not open.
+            ValueError: as in `add`, or offsets that don't fit.
+        """
+        with _known():
+            self._core.extend_many(
+                integers(handles, np.int64, "handles"), token_ids(flat_tokens), integers(offsets, np.int64, "offsets")
+            )
+
+    def draft(
+        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
+    ) -> tuple[list[Int32], list[Float32]]:
+        """`draft_flat`, as one array of tokens and one of chances per request."""
+        tokens, chances, offsets = self.draft_flat(handles, budgets, min_chance)
+        bounds = offsets[1:-1].tolist() if len(offsets) > 1 else []
+        if len(offsets) == 1:
+            return [], []
+        return np.split(tokens, bounds), np.split(chances, bounds)
+
+    def draft_flat(
+        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
+    ) -> tuple[Int32, Float32, Int64]:
+        """Draft for a batch of requests.
+
+        Args:
+            handles: shape (b,), int64.
+            budgets: most tokens to draft per request, shape (b,); 0 (or less): none, at no cost.
+            min_chance: a draft ends before the token whose chance falls under this. 0: never.
+
+        Returns:
+            tokens: shape (n,), int32, the drafts one after the other.
+            chances: shape (n,), float32, in (0, 1], not increasing within a draft: the estimated chance that this
+                token and all before it in the draft are accepted.
+            offsets: shape (b + 1,), int64; request i's draft is `tokens[offsets[i]:offsets[i + 1]]`.
+
+        Raises:
+            UnknownHandle: a request is not open.
+            ValueError: budgets and handles differ in length.
+        """
+        with _known():
+            drafted: tuple[Int32, Float32, Int64] = self._core.draft_flat(
+                integers(handles, np.int64, "handles"), integers(budgets, np.int64, "budgets"), min_chance
+            )
+        return drafted
+
+    def close(self, handle: int, keep: bool = True) -> None:
+        """End a request. `keep`: its response stays available to its siblings until `clear_live`; else it is forgotten.
+
+        Raises:
+            UnknownHandle: the request is not open.
+        """
+        with _known():
+            self._core.close(handle, keep)
+
+    def clear_live(self) -> None:
+        """Forget the closed requests' responses (at a weight sync, once they are added and sealed); open ones stay."""
+        self._core.clear_live()
+
+    @property
+    def max_depth(self) -> int:
+        """Tokens of left context that are compared."""
+        return int(self._core.max_depth)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sealed history."""
+        return int(self._core.nbytes)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the sealed history."""
+        return int(self._core.tokens)
+
+    @property
+    def problems(self) -> int:
+        """Problems with sealed history."""
+        return int(self._core.problems)
+
+
+class _known(contextlib.AbstractContextManager[None]):
+    """Turns the native core's KeyError into `UnknownHandle`."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyError):
+            raise UnknownHandle(error.args[0]) from None

@@ -1,0 +1,111 @@
+"""The run's history: a Ray actor to which engines send finished trajectories, and from which they catch up at each
+weight sync. It also adds the engines' counts up to one set of figures per training step."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from das_adapter.engine.metrics import merge
+
+logger = logging.getLogger("das_adapter")
+
+NAME = "das_history"
+Trajectory = tuple[int, bytes, int]
+"""(problem, int32 token ids of the response, weight version that wrote it)."""
+
+
+class HistoryService:
+    """Keeps the trajectories of the window, in the order in which they arrived, and the figures of recent steps."""
+
+    def __init__(self, window: int):
+        self._window = window
+        self._trajectories: deque[Trajectory] = deque()
+        self._dropped = 0
+        self._reports: dict[int, list[dict[str, Any]]] = {}
+
+    def add(self, trajectories: Sequence[Trajectory]) -> None:
+        """Take finished trajectories; those older than the window of the newest version go."""
+        self._trajectories.extend(trajectories)
+        newest = self._trajectories[-1][2] if self._trajectories else 0
+        while self._trajectories and self._trajectories[0][2] < newest - self._window:
+            self._trajectories.popleft()
+            self._dropped += 1
+
+    def since(self, cursor: int) -> tuple[int, list[Trajectory]]:
+        """What arrived after `cursor` (0: all that is kept), and the cursor to ask with next."""
+        start = max(0, cursor - self._dropped)
+        return self._dropped + len(self._trajectories), list(self._trajectories)[start:]
+
+    def report(self, step: int, engine: dict[str, Any], rollout: dict[str, Any]) -> None:
+        """Take one replica's counts of a step: `engine` from `Counters.take`, `rollout` from `RolloutClock.take`."""
+        self._reports.setdefault(step, []).append({**engine, **rollout})
+        for old in [s for s in self._reports if s < step - 8]:
+            del self._reports[old]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Figures of a step over all replicas, under the names the trainer logs; empty if nobody reported."""
+        reports = self._reports.get(step, [])
+        if not reports:
+            return {}
+        begin = min((r["begin"] for r in reports if r["ends"]), default=0.0)
+        ends = np.sort(np.concatenate([np.asarray(r["ends"], dtype=float) for r in reports]))
+        late = ends[max(0, int(np.ceil(0.8 * len(ends))) - 1)] if len(ends) else 0.0
+        return {
+            **merge(reports),
+            "das/rollout_s": float(ends[-1] - begin) if len(ends) else 0.0,
+            "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
+            "das/history_tokens": float(max(r.get("history_tokens", 0) for r in reports)),
+            "das/history_bytes": float(max(r.get("history_bytes", 0) for r in reports)),
+            "das/token_hash": float(sum(r["token_hash"] for r in reports) % 2**48),
+        }
+
+
+class RolloutClock:
+    """When a replica's rollouts of one step began and ended, and a hash of what they say."""
+
+    def __init__(self) -> None:
+        self._begin = float("inf")
+        self._ends: list[float] = []
+        self._hash = 0
+
+    def finished(self, begin: float, end: float, seed: int, tokens: bytes) -> None:
+        """Count one response.
+
+        Args:
+            begin, end: seconds since the epoch.
+            seed: of the request.
+            tokens: int32 token ids.
+        """
+        self._begin = min(self._begin, begin)
+        self._ends.append(end)
+        digest = hashlib.blake2b(tokens, key=seed.to_bytes(8, "little"), digest_size=6).digest()
+        self._hash += int.from_bytes(digest, "little")
+
+    def take(self) -> dict[str, Any]:
+        """Begin, ends and the hash, which does not depend on the order; and start again."""
+        taken = {"begin": self._begin, "ends": self._ends, "token_hash": self._hash % 2**48}
+        self.__init__()  # type: ignore[misc]
+        return taken
+
+
+def service(window: int) -> Any:
+    """The run's history service, started if need be. It lives as long as the process that started it."""
+    actor = ray.remote(HistoryService).options(name=NAME, get_if_exists=True, num_cpus=0, max_concurrency=1)
+    return actor.remote(window)
+
+
+def metrics(step: int) -> dict[str, float]:
+    """Figures of a step, for the trainer's logger; empty, with one warning, if the service does not answer."""
+    try:
+        figures: dict[str, float] = ray.get(ray.get_actor(NAME).metrics.remote(step), timeout=10)
+        return figures
+    except (ValueError, ray.exceptions.RayError) as error:
+        logger.warning("das: no rollout figures for step %s: %r", step, error)
+        return {}

@@ -1,0 +1,134 @@
+"""veRL on a machine without an accelerator: the platform `VERL_PLATFORM=cpu`.
+
+For trying a config on a laptop and for tests. Training runs on FSDP2 over gloo, rollouts on vLLM's CPU build, and
+weights travel through shared memory. Needs the environment of `cpu_env`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+
+def cpu_env() -> dict[str, str]:
+    """Environment of every process of a veRL run on CPU."""
+    return {
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine is registered under this name; it runs on CPU as it is
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _memory(*_: Any, **__: Any) -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+def _complete_torch_cpu() -> None:
+    """veRL calls these on the device module of whatever platform it runs on; `torch.cpu` lacks them."""
+    lacking = {
+        **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats"), _nothing),
+        **dict.fromkeys(("reset_accumulated_memory_stats",), _nothing),
+        **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _memory),
+        "manual_seed": torch.manual_seed,
+        "manual_seed_all": torch.manual_seed,
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+    }
+    for name, function in lacking.items():
+        if not hasattr(torch.cpu, name):
+            setattr(torch.cpu, name, function)
+
+
+def _accept_gloo_twice() -> None:
+    """veRL asks for "cpu:gloo,<device>:<backend>", which on this platform names the CPU twice; torch refuses that."""
+    stock = torch.distributed.init_process_group
+    if getattr(stock, "_das_adapter", False):
+        return
+
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        return stock("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+
+    init_process_group._das_adapter = True  # type: ignore[attr-defined]
+    torch.distributed.init_process_group = init_process_group
+
+
+_complete_torch_cpu()
+_accept_gloo_twice()
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    """One CPU device. Ray's resource "GPU" stands for it: `ray.init(num_gpus=N)` needs no hardware."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module: ModuleType = torch.cpu
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> Any:
+        return torch.device("cpu")
+
+    def set_device(self, device_index: int) -> None: ...
+
+    def synchronize(self, device_index: int | None = None) -> None: ...
+
+    def set_allocator_settings(self, settings: str) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def profiler_start(self) -> None: ...
+
+    def profiler_stop(self) -> None: ...
+
+    def cudart(self) -> None: ...
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False
+
+    def rollout_env_vars(self) -> dict[str, str]:
+        names = (*cpu_env(), "VLLM_LOGGING_LEVEL")
+        return {name: os.environ[name] for name in names if name in os.environ}
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield

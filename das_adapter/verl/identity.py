@@ -1,0 +1,77 @@
+"""Who asks: the identity of a sample, carried from the agent loop through the client into `extra_args`.
+
+Works with any agent loop: the identity rides in a context variable of the sample's asyncio task, so neither the
+loop nor its tools need to know of it.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from das_adapter.config import DasConfig
+from das_adapter.core.noise import prompt_identity, request_seed
+from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
+from das_adapter.verl import settings
+
+
+@dataclass
+class Sample:
+    """One trajectory in the making."""
+
+    row: int
+    """Index of the prompt in the data set; 0 where it has none."""
+    step: int
+    sample: int
+    validate: bool
+    problem: int | None = None
+    """Identity of the problem: the first turn's prompt. Later turns and resumed fragments keep it."""
+
+
+_current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
+
+
+async def around_agent_loop(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps `AgentLoopWorker._run_agent_loop(sampling_params, trajectory, *, agent_name, ...)`."""
+    trajectory = kwargs["trajectory"] if "trajectory" in kwargs else args[1]
+    token = _current.set(
+        Sample(
+            row=_integer(trajectory.get("sample_index")),
+            step=_integer(trajectory.get("step")),
+            sample=_integer(kwargs.get("session_id", trajectory.get("rollout_n"))),
+            validate=bool(trajectory.get("validate")),
+        )
+    )
+    try:
+        return await stock(*args, **kwargs)
+    finally:
+        _current.reset(token)
+
+
+async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps `LLMServerClient.generate(request_id, *, prompt_ids, sampling_params, ...)`."""
+    if not hasattr(instance, "_das"):
+        instance._das = settings.of_run(instance.config)
+    sample = _current.get()
+    if instance._das is not None and sample is not None:
+        params = dict(kwargs["sampling_params"])
+        params["extra_args"] = {**(params.get("extra_args") or {}), **label(instance._das, sample, kwargs["prompt_ids"])}
+        kwargs = {**kwargs, "sampling_params": params}
+    return await stock(*args, **kwargs)
+
+
+def label(das: DasConfig, sample: Sample, prompt_ids: Any) -> dict[str, int]:
+    """The entries of `extra_args` that tell the engine who asks."""
+    if sample.problem is None:
+        sample.problem = prompt_identity(prompt_ids)
+    number = -1 - sample.sample if sample.validate else sample.sample
+    seed = request_seed(das.verify.seed, sample.problem, sample.step, number, sample.row)
+    return {PROBLEM_ARG: sample.problem, SEED_ARG: seed, RECORD_ARG: int(not sample.validate)}
+
+
+def _integer(value: Any) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):  # no number, or none at all
+        return 0

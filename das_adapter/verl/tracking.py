@@ -1,0 +1,28 @@
+"""The rollouts' figures in veRL's own logger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from das_adapter.verl import settings
+
+
+def around_init(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps `Tracking.__init__(project_name, experiment_name, default_backend, config)`."""
+    config = kwargs.get("config", args[3] if len(args) > 3 else None)
+    instance._das = settings.of_run(config)
+    return stock(*args, **kwargs)
+
+
+def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Wraps `Tracking.log(data, step, backend)`: adds the step's figures to the trainer's."""
+    if getattr(instance, "_das", None) is not None:
+        from das_adapter.service import history
+
+        data = kwargs.pop("data", args[0] if args else None)
+        rest = args[1:]
+        step = kwargs.get("step", rest[0] if rest else None)
+        if "training/global_step" in data or "timing_s/gen" in data:  # not the log of a validation alone
+            data = {**data, **history.metrics(step)}
+        args = (data, *rest)
+    return stock(*args, **kwargs)
