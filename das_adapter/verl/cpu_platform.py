@@ -17,16 +17,7 @@ import torch
 import torch.distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-
-def cpu_env() -> dict[str, str]:
-    """Environment of every process of a veRL run on CPU."""
-    return {
-        "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine is registered under this name; it runs on CPU as it is
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-    }
+from das_adapter.verl.cpu_env import cpu_env
 
 
 def _memory(*_: Any, **__: Any) -> int:

@@ -1,15 +1,14 @@
 """Chained arithmetic modulo 100: problem generator, solution writer, checker and reward.
 
 A problem is one line of text, ``"17 a+5 b*3 c-4"``: a two-digit start value and up to 52 labelled operations
-(``+``, ``-`` or ``*`` with a digit).  The answer writes one line per operation, with the value before and after it,
-and ends with the result::
+(``+``, ``-`` or ``*`` with a digit).  The answer writes one line per operation and ends with the result::
 
-    a+5:17>22
-    b*3:22>66
-    c-4:66>62
+    a:17+5=22
+    b:22*3=66
+    c:66-4=62
     #### 62
 
-A line may state its step twice (``a+5:17>22?17>22``, a "double-check"); the last statement counts.
+A line may state its sum twice (``a:17+5=22?17+5=22``, a "double-check"); the last statement counts.
 This file uses only the standard library, so it can be loaded by path as a reward function.
 """
 
@@ -72,8 +71,8 @@ def write_solution(problem: str, rng: random.Random | None = None, slip: float =
         for _ in range(2 if rng.random() < check else 1):
             mistake = rng.choice((-10, 10)) if rng.random() < slip else 0
             result = (apply(value, op) + mistake) % MODULUS
-            statements.append(f"{value:02d}>{result:02d}")
-        lines.append(f"{label}{op}:{'?'.join(statements)}")
+            statements.append(f"{value:02d}{op}={result:02d}")
+        lines.append(f"{label}:{'?'.join(statements)}")
         value = result
     return "\n".join([*lines, f"#### {value:02d}"])
 
@@ -90,8 +89,8 @@ def step_score(solution: str, problem: str) -> float:
     right = 0
     for line, label, op in zip(solution.split("\n"), LABELS, ops, strict=False):
         result = line[-2:]
-        expected = f"{value:02d}>{apply(value, op):02d}"
-        right += line.startswith(f"{label}{op}:") and re.split("[:?]", line)[-1] == expected
+        expected = f"{value:02d}{op}={apply(value, op):02d}"
+        right += line.startswith(f"{label}:") and re.split("[:?]", line)[-1] == expected
         if not result.isdecimal():
             break
         value = int(result)

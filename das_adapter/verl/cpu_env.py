@@ -1,0 +1,14 @@
+"""The environment of a veRL run on a machine without an accelerator. Imports nothing."""
+
+from __future__ import annotations
+
+
+def cpu_env() -> dict[str, str]:
+    """Environment of every process of a veRL run on CPU."""
+    return {
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine is registered under this name; it runs on CPU as it is
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+    }
