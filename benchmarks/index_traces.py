@@ -61,9 +61,7 @@ def read(path: Path, every: int) -> list[Group]:
         prompt = d["prompt_ids"][d["prompt_offsets"][problem] : d["prompt_offsets"][problem + 1]]
         for (step, _run), rows in sorted(policies.items()):
             texts = [ids[offsets[i] : offsets[i + 1]] for i in rows]
-            earlier = [
-                (s, ids[offsets[i] : offsets[i + 1]]) for (s, _), r in policies.items() if s < step for i in r
-            ]
+            earlier = [(s, ids[offsets[i] : offsets[i + 1]]) for (s, _), r in policies.items() if s < step for i in r]
             for c in range(min(CHUNKS, len(texts) // samples)):
                 chunk = texts[c * samples : (c + 1) * samples]
                 groups.append(Group(len(groups), prompt, chunk[-1], chunk[:-1], earlier))
@@ -164,7 +162,9 @@ def speed(groups: list[Group], batch: int = 256, samples: int = 16) -> None:
             index.draft_flat(handles, budgets)
             steps.append(time.perf_counter() - start)
         low, high = np.percentile(steps, [50, 99])
-        print(f"batch {size}: {low * 1e3:.3f} ms per step (p99 {high * 1e3:.3f}), {low / size * 1e6:.2f} us per request")
+        print(
+            f"batch {size}: {low * 1e3:.3f} ms per step (p99 {high * 1e3:.3f}), {low / size * 1e6:.2f} us per request"
+        )
         index.clear_live()
 
 

@@ -18,7 +18,7 @@ namespace das {
 namespace {
 constexpr uint32_t kExact = 16;  // places taken per source with the context itself
 constexpr uint32_t kSkip = 8;    // places looked at per source with the context less its last token
-constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 128;
+constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;
 }  // namespace
 
 SuffixIndex::SuffixIndex(uint32_t max_depth, double half_life) : depth_(max_depth), fading_(256) {
@@ -320,6 +320,14 @@ void bind_suffix_index(nb::module_& m) {
   using das::SuffixIndex;
   using Tokens = das::Array<das::Token>;
   nb::exception<das::FileError>(m, "SuffixFileError");
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const std::system_error& e) {
+      errno = e.code().value();
+      PyErr_SetFromErrno(PyExc_OSError);
+    }
+  });
   nb::class_<SuffixIndex>(m, "SuffixIndex")
       .def(nb::init<uint32_t, double>())
       .def("add", [](SuffixIndex& index, uint64_t problem, const Tokens& tokens, int64_t version) {

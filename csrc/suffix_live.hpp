@@ -23,7 +23,7 @@ struct Stream {
 // Places of the growing responses, chained from the latest to earlier ones with the same last kGrams[i] tokens.
 class Live {
  public:
-  static constexpr std::array<uint32_t, 3> kGrams{8, 3, 1};
+  static constexpr std::array<uint32_t, 3> kGrams{4, 2, 1};
   static constexpr uint32_t kWalk = 16;  // places looked at per chain
 
   std::vector<std::unique_ptr<Stream>> streams;

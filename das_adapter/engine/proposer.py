@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from das_adapter.config import parse
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.noise import prompt_identity
-from das_adapter.engine.args import PROBLEM_ARG, SETTINGS_KEY
+from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY
 from das_adapter.engine.metrics import Counters
 
 logger = logging.getLogger("das_adapter")
@@ -72,7 +72,8 @@ class HistoryProposer:
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         requests, req_ids = self.runner.requests, self.runner.input_batch.req_ids
-        self._close_finished(requests, len(sampled))
+        if len(self._live) > len(sampled) or any(req_id not in self._live for req_id in req_ids):
+            self._close([req_id for req_id in self._live if req_id not in requests])
         rows, handles, budgets, grown, new = [], [], [], [], []
         for row, (req_id, got) in enumerate(zip(req_ids, sampled, strict=False)):
             if not got:
@@ -108,7 +109,9 @@ class HistoryProposer:
         handle = self.index.open(self._problem(request, prompt), prompt)
         self.index.extend(handle, tokens[len(prompt) :])
         end = min(self._max_model_len, len(prompt) + (request.sampling_params.max_tokens or self._max_model_len))
-        live = self._live[req_id] = _Live(handle, len(tokens), end)
+        recorded = (request.sampling_params.extra_args or {}).get(RECORD_ARG, 1)
+        keep = bool(recorded) and self.config.history.scope != "request"
+        live = self._live[req_id] = _Live(handle, len(tokens), end, keep)
         return live
 
     def _problem(self, request: Any, prompt: np.ndarray) -> int:
@@ -120,15 +123,10 @@ class HistoryProposer:
         extra = request.sampling_params.extra_args or {}
         return int(extra[PROBLEM_ARG]) if PROBLEM_ARG in extra else prompt_identity(prompt)
 
-    def _close_finished(self, requests: dict[str, Any], batch: int) -> None:
-        if len(self._live) > batch:
-            self._close([req_id for req_id in self._live if req_id not in requests])
-
     def _close(self, req_ids: Iterable[str]) -> None:
-        keep = self.config.history.scope != "request"
         for req_id in req_ids:
             if live := self._live.pop(req_id, None):
-                self.index.close(live.handle, keep=keep)
+                self.index.close(live.handle, keep=live.keep)
 
     def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> None:
         """Take the finished trajectories of all replicas over at a weight sync (DAS, section 4.1).
@@ -155,7 +153,9 @@ class KeyedHistoryProposer(HistoryProposer):
 
 
 class _Live:
-    __slots__ = ("end", "handle", "length")
+    """A request that is being drafted for: `end` is the length at which it stops, `keep` whether it is history."""
 
-    def __init__(self, handle: int, length: int, end: int):
-        self.handle, self.length, self.end = handle, length, end
+    __slots__ = ("end", "handle", "keep", "length")
+
+    def __init__(self, handle: int, length: int, end: int, keep: bool):
+        self.handle, self.length, self.end, self.keep = handle, length, end, keep

@@ -34,10 +34,7 @@ class DasWorker:
         self._seeds: dict[str, int] = {}
         if self.drafter:
             self.drafter.runner = runner
-        # vLLM skips the drafter, and pads the whole batch with junk drafts, when one request comes within
-        # num_speculative_tokens of max_model_len. Our drafts end before it, and the scheduler clips as well.
-        if hasattr(runner, "effective_drafter_max_model_len"):
-            runner.effective_drafter_max_model_len += config.budget.max_draft_tokens + 1
+        self._draft_up_to_the_end()
         self._watch_steps(self._install_keyed_samplers() if config.keyed else None)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:
@@ -71,6 +68,12 @@ class DasWorker:
             index = self.drafter.index
             stats |= {"history_tokens": index.tokens, "history_bytes": index.nbytes}
         return stats
+
+    def _draft_up_to_the_end(self) -> None:
+        """When one request comes within num_speculative_tokens of max_model_len, vLLM skips the drafter and gives the
+        whole batch junk drafts. Ours end before it, and the scheduler clips as well: raise that limit."""
+        if hasattr(self.runner, "effective_drafter_max_model_len"):
+            self.runner.effective_drafter_max_model_len += self.config.budget.max_draft_tokens + 1
 
     def _install_keyed_samplers(self) -> KeyedSampler:
         from das_adapter.engine.verification import KeyedRejectionSampler, KeyedSampler

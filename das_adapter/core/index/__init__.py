@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import tempfile
 from typing import Any
@@ -20,9 +21,7 @@ __all__ = ["IndexFileError", "SuffixIndex", "UnknownHandle"]
 
 
 def _native() -> Any:
-    from das_adapter import _native
-
-    return _native
+    return importlib.import_module("das_adapter._native")
 
 
 class SuffixIndex:

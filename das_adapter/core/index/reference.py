@@ -1,0 +1,300 @@
+"""The suffix index in plain Python: what `SuffixIndex` must draft, for the tests. Quadratic, and has no files."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.core.index.errors import UnknownHandle
+from das_adapter.core.index.values import Float32, Int32, Int64, Tokens, check_knobs, integers, problem_id, token_ids
+
+START = -1  # stands before the first token of every response
+EXACT, SKIP = 16, 8  # places per source: with the context itself, and with the context less its last token
+BEYOND = 8  # agreement beyond a differing token is counted this far
+GRAMS, WALK = (8, 3, 1), 16  # live text: places looked at for each number of equal last tokens
+OWN, SIBLING, PROMPT = 512, 256, 128
+VOTES = [(i + 1) ** 6 for i in range(200)]
+
+
+@dataclass
+class Trajectory:
+    text: list[int]  # START, then the response
+    version: int
+
+
+@dataclass(eq=False)
+class Request:
+    problem: int
+    prompt: list[int]
+    text: list[int] = field(default_factory=lambda: [START])
+    drafted: list[tuple[int, tuple[int, int, int]]] = field(default_factory=list)
+    is_open: bool = True
+
+
+@dataclass
+class Candidate:
+    following: Sequence[int]
+    strength: int
+    weight: int
+
+
+class ReferenceIndex:
+    """See `SuffixIndex`: the same calls give the same drafts and chances."""
+
+    def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
+        check_knobs(max_depth, half_life)
+        self.max_depth = max_depth
+        self._fading = [max(1, int(SIBLING * 2.0 ** (-age / half_life) + 0.5)) for age in range(256)]
+        self._staged: dict[int, list[Trajectory]] = {}
+        self._history: dict[int, list[Trajectory]] = {}
+        self._newest: int | None = None
+        self._live: dict[int, list[tuple[Request, int]]] = {}  # places in the order of their arrival
+        self._requests: dict[int, Request] = {}
+        self._next_handle = 1
+        self._kinds: dict[tuple[int, int, int], list[int]] = {}  # [accepted, tried]
+
+    # History
+
+    def add(self, problem: int, tokens: Tokens, version: int) -> None:
+        ids = _checked(tokens)
+        if ids:
+            self._staged.setdefault(problem_id(problem), []).append(Trajectory([START, *ids], version))
+
+    def seal(self) -> None:
+        for problem, trajectories in self._staged.items():
+            self._history.setdefault(problem, []).extend(trajectories)
+            self._newest = max([t.version for t in trajectories] + ([] if self._newest is None else [self._newest]))
+        self._staged = {}
+
+    def expire(self, before_version: int) -> int:
+        dropped = 0
+        for store in (self._history, self._staged):
+            for problem, trajectories in list(store.items()):
+                dropped += sum(len(t.text) - 1 for t in trajectories if t.version < before_version)
+                store[problem] = [t for t in trajectories if t.version >= before_version]
+                if not store[problem]:
+                    del store[problem]
+        return dropped
+
+    def shrink(self, max_bytes: int) -> int:
+        dropped = 0
+        while self.nbytes > max_bytes:
+            dropped += self.expire(min(t.version for ts in self._history.values() for t in ts) + 1)
+        return dropped
+
+    @property
+    def nbytes(self) -> int:
+        """12 bytes per token, 20 per trajectory and 4 per problem."""
+        return 12 * self.tokens + sum(20 * len(ts) + 4 for ts in self._history.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(t.text) - 1 for ts in self._history.values() for t in ts)
+
+    @property
+    def problems(self) -> int:
+        return len(self._history)
+
+    # Live requests
+
+    def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens | None = None) -> int:
+        request = Request(problem_id(problem), _checked(prompt_ids))
+        ids = _checked(() if prefix is None else prefix)
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._requests[handle] = request
+        self.extend(handle, ids)
+        return handle
+
+    def extend(self, handle: int, ids: Tokens) -> None:
+        request, tokens = self._request(handle), _checked(ids)
+        for token, (drafted, kind) in zip(tokens, request.drafted, strict=False):
+            self._learn(kind, token == drafted)
+            if token != drafted:
+                break
+        if tokens:
+            request.drafted = []
+        for token in tokens:
+            self._live.setdefault(request.problem, []).append((request, len(request.text) - 1))
+            request.text.append(token)
+
+    def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
+        ends = integers(offsets, np.int64, "offsets").tolist()
+        for i, handle in enumerate(integers(handles, np.int64, "handles").tolist()):
+            self.extend(handle, flat_tokens[ends[i] : ends[i + 1]])
+
+    def close(self, handle: int, keep: bool = True) -> None:
+        request = self._request(handle)
+        del self._requests[handle]
+        request.is_open = False
+        if not keep:
+            self._forget(lambda r: r is not request)
+
+    def clear_live(self) -> None:
+        self._forget(lambda r: r.is_open)
+
+    # Drafting
+
+    def draft(
+        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
+    ) -> tuple[list[Int32], list[Float32]]:
+        requests = [self._request(h) for h in integers(handles, np.int64, "handles").tolist()]
+        limits = integers(budgets, np.int64, "budgets").tolist()
+        drafts = [self._draft(r, limit, min_chance) for r, limit in zip(requests, limits, strict=True)]
+        return [np.array(d[0], np.int32) for d in drafts], [np.array(d[1], np.float32) for d in drafts]
+
+    def draft_flat(
+        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
+    ) -> tuple[Int32, Float32, Int64]:
+        drafts, chances = self.draft(handles, budgets, min_chance)
+        offsets = np.cumsum([0] + [len(d) for d in drafts])
+        return (
+            np.concatenate([np.zeros(0, np.int32), *drafts]),
+            np.concatenate([np.zeros(0, np.float32), *chances]),
+            offsets.astype(np.int64),
+        )
+
+    def _draft(self, request: Request, budget: int, min_chance: float) -> tuple[list[int], list[float]]:
+        request.drafted = []
+        tokens: list[int] = []
+        chances: list[float] = []
+        if budget <= 0:
+            return tokens, chances
+        candidates = [c for source in (self._sealed, self._growing, self._prompt) for c in source(request)]
+        chance = 1.0
+        for step in range(budget + 1):
+            candidates = [c for c in candidates if len(c.following) > step]
+            polls: dict[int, list[tuple[int, int]]] = {}  # token: (votes, strength) of each occurrence
+            for c in candidates:
+                strength = min(c.strength + 2 * step, len(VOTES) - 1)
+                polls.setdefault(c.following[step], []).append((VOTES[strength] * c.weight, strength))
+            if not polls:
+                break
+            votes = {token: sum(v for v, _ in poll) for token, poll in polls.items()}
+            token = min(votes, key=lambda t: (-votes[t], t))
+            kind = _kind(votes[token] / sum(votes.values()), max(s for _, s in polls[token]), len(polls[token]))
+            request.drafted.append((token, kind))
+            accepted, tried = self._kinds.get(kind, (20, 40))
+            chance *= (accepted + 1) / (tried + 2)
+            if step == budget or chance < min_chance:
+                break
+            tokens.append(token)
+            chances.append(max(chance, float(np.finfo(np.float32).tiny)))
+            candidates = [c for c in candidates if c.following[step] == token]
+        return tokens, chances
+
+    def _sealed(self, request: Request) -> Iterator[Candidate]:
+        trajectories = self._history.get(request.problem, [])
+        places = [(t, i) for t in trajectories for i in range(len(t.text) - 1)]
+
+        def weight(t: Trajectory) -> int:
+            assert self._newest is not None
+            return self._fading[min(self._newest - t.version, len(self._fading) - 1)]
+
+        yield from self._ordered([(t.text, i, weight(t)) for t, i in places], request.text)
+
+    def _prompt(self, request: Request) -> Iterator[Candidate]:
+        text = [START, *request.prompt]
+        yield from self._ordered([(text, i, PROMPT) for i in range(len(text) - 1)], request.prompt + request.text[1:])
+
+    def _ordered(self, places: list[tuple[list[int], int, int]], context: list[int]) -> Iterator[Candidate]:
+        """Candidates among places (text, position of the last context token, weight), given in the order of age."""
+
+        def nearest(context: list[int], most: int) -> list[tuple[int, tuple[list[int], int, int]]]:
+            keys = [tuple(text[i::-1][: self.max_depth]) for text, i, _ in places]
+            order = sorted(range(len(places)), key=lambda p: (keys[p], -p))
+            here = bisect.bisect_left([keys[p] for p in order], tuple(context[::-1][: self.max_depth]))
+            found = []
+            for rank, p in enumerate(order):
+                length = _agreement(context, places[p][0][: places[p][1] + 1], self.max_depth)
+                distance = rank - here if rank >= here else here - 1 - rank
+                found.append((-length, rank < here, distance, p))
+            return [(-minus, places[p]) for minus, _, _, p in sorted(found)[:most] if minus]
+
+        for length, (text, i, weight) in nearest(context, EXACT):
+            yield Candidate(text[i + 1 :], self._strength(context, text[: i + 1], length), weight)
+        if len(context) >= 2:
+            for length, (text, i, weight) in nearest(context[:-1], SKIP):
+                if text[i + 1] != context[-1]:
+                    yield Candidate(text[i + 2 :], min(length, BEYOND) - 1, weight)
+
+    def _growing(self, request: Request) -> Iterator[Candidate]:
+        def visited(context: list[int]) -> Iterator[tuple[int, Request, int]]:
+            above = None
+            for size in GRAMS:
+                gram = _gram(context, size)
+                alike = [(r, i) for r, i in reversed(places) if _gram(r.text[: i + 1], size) == gram]
+                for r, i in alike[:WALK]:
+                    if above is None or _gram(r.text[: i + 1], above) != _gram(context, above):
+                        yield _agreement(context, r.text[: i + 1], self.max_depth), r, i
+                above = size
+
+        places = self._live.get(request.problem, [])
+        context = request.text
+        for length, r, i in visited(context):
+            weight = OWN if r is request else SIBLING
+            yield Candidate(r.text[i + 1 :], self._strength(context, r.text[: i + 1], length), weight)
+        if len(context) >= 2:
+            for length, r, i in visited(context[:-1]):
+                weight = OWN if r is request else SIBLING
+                if r.text[i + 1] != context[-1]:
+                    yield Candidate(r.text[i + 2 :], min(length, BEYOND) - 1, weight)
+
+    def _strength(self, context: list[int], place: list[int], length: int) -> int:
+        beyond = 0
+        if length < min(self.max_depth, len(context), len(place)):
+            if context[-1 - length] != START and place[-1 - length] != START:
+                beyond = _agreement(context[: -1 - length], place[: -1 - length], BEYOND)
+        return 2 * length + beyond
+
+    # What happened to earlier drafts
+
+    def _learn(self, kind: tuple[int, int, int], accepted: bool) -> None:
+        cell = self._kinds.setdefault(kind, [20, 40])
+        cell[0] += accepted
+        cell[1] += 1
+        if cell[1] >= 2**13:
+            cell[:] = [cell[0] // 2, cell[1] // 2]
+
+    # Housekeeping
+
+    def _request(self, handle: int) -> Request:
+        if handle not in self._requests:
+            raise UnknownHandle(handle)
+        return self._requests[handle]
+
+    def _forget(self, kept: object) -> None:
+        assert callable(kept)
+        for problem, places in list(self._live.items()):
+            self._live[problem] = [(r, i) for r, i in places if kept(r)]
+
+
+def _checked(tokens: Tokens) -> list[int]:
+    ids: list[int] = token_ids(tokens).tolist()
+    for i, token in enumerate(ids):
+        if token < 0:
+            raise ValueError(f"token id {token} at position {i}: token ids are >= 0")
+    return ids
+
+
+def _agreement(context: list[int], place: list[int], most: int) -> int:
+    """Equal tokens at the ends of two texts."""
+    length = 0
+    while length < min(len(context), len(place), most) and context[-1 - length] == place[-1 - length]:
+        length += 1
+    return length
+
+
+def _gram(text: list[int], size: int) -> list[int]:
+    return [START] * (size - len(text)) + text[-size:]
+
+
+def _kind(share: float, strength: int, count: int) -> tuple[int, int, int]:
+    return (
+        sum(share >= s for s in (0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0)),
+        sum(strength >= s for s in (3, 5, 8, 12, 18, 32, 64)),
+        (count > 1) + (count > 3),
+    )

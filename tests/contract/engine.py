@@ -1,0 +1,109 @@
+"""One vLLM engine in a process of its own: reads a job as JSON, runs it, prints the result as JSON.
+
+Job: `das` (the block, or null), `engine` (further vLLM arguments), `rounds` (each `requests` with `prompt` and
+`params`, and optionally `refresh`: the weight version to go to afterwards), `sabotage` (see `sabotage`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+)
+
+
+def sabotage(kind: str) -> None:
+    """Break a part of das-adapter, to see that it is needed or that nothing depends on it."""
+    from das_adapter.engine import cpu, proposer
+
+    def garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
+        rng = random.Random(len(sampled))
+        return [[rng.randrange(90) for _ in range(rng.randrange(17))] if tokens else [] for tokens in sampled]
+
+    def failing(self: Any, sampled: list[list[int]], *args: Any) -> list[list[int]]:
+        if self.index.tokens or max(args[0][: len(sampled)]) > 60:
+            raise RuntimeError("the drafter is broken on purpose")
+        return garbage(self, sampled)
+
+    if kind == "garbage drafts":
+        proposer.HistoryProposer._propose = garbage
+    elif kind == "failing drafter":
+        proposer.HistoryProposer._propose = failing
+    elif kind == "no CPU fix":
+        cpu._expand_batch_to_tokens = lambda: None
+    elif kind == "no room near max_model_len":
+        from das_adapter.engine.worker import DasWorker
+
+        DasWorker._draft_up_to_the_end = lambda self: None
+    else:
+        raise ValueError(kind)
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    from das_adapter.config import parse
+    from das_adapter.engine.args import engine_args, engine_env
+
+    das = parse(job.get("das"))
+    os.environ.update(engine_env(das))
+    if job.get("sabotage"):
+        sabotage(job["sabotage"])
+    from vllm import LLM, SamplingParams
+
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0}
+    llm = LLM(str(POLICY), **{**settings, **engine_args(das), **job.get("engine", {})})
+    results = []
+    for part in job["rounds"]:
+        requests = part["requests"] * part.get("copies", 1)
+        outputs = llm.generate(
+            [{"prompt_token_ids": r["prompt"]} for r in requests],
+            [SamplingParams(**_params(r["params"])) for r in requests],
+            use_tqdm=False,
+        )
+        texts = [list(o.outputs[0].token_ids) for o in outputs]
+        logprobs = [[step[t].logprob for t, step in zip(text, o.outputs[0].logprobs or [], strict=False)]
+                    for text, o in zip(texts, outputs, strict=True)]  # fmt: skip
+        result = {"tokens": texts, "logprobs": [] if part.get("brief") else logprobs}
+        if das is not None:
+            result["stats"] = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+            result["hello"] = llm.collective_rpc("das_rpc", args=("hello", {}))[0]
+        if "refresh" in part:
+            keep = [(r["params"].get("extra_args", {}).get("das_problem", 0), t) for r, t in zip(requests, texts, strict=True)]
+            trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
+            payload = {"version": part["refresh"], "trajectories": trajectories}
+            llm.collective_rpc("das_rpc", args=("refresh", payload))
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        result["samplers"] = [type(runner.sampler).__module__, type(getattr(runner, "rejection_sampler", None)).__module__]
+        results.append(result)
+    print("RESULT " + json.dumps(results), flush=True)
+    os._exit(0)  # vLLM's own teardown adds seconds and nothing to the test
+
+
+def _params(params: dict[str, Any]) -> dict[str, Any]:
+    if "logit_bias" in params:  # JSON has no integer keys
+        params = {**params, "logit_bias": {int(token): bias for token, bias in params["logit_bias"].items()}}
+    return {"logprobs": 0, **params}
+
+
+def _bytes(tokens: list[int]) -> bytes:
+    import numpy as np
+
+    return np.asarray(tokens, dtype=np.int32).tobytes()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""The table of required symbols tells a missing one before it is needed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from das_adapter import compat
+from das_adapter.errors import UnsupportedHost
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    root = tmp_path / "hostpkg"
+    root.mkdir()
+    (root / "__init__.py").write_text("")
+    (root / "part.py").write_text(
+        "try:\n    from x import Imported\nexcept ImportError:\n    Imported = None\n"
+        "LEVEL: int = 3\n"
+        "class Thing:\n    field: int\n    def method(self):\n        self.later = 1\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sys.modules.pop("hostpkg", None)
+    return "hostpkg.part"
+
+
+@pytest.mark.parametrize("name", ["Imported", "LEVEL", "Thing", "Thing.method", "Thing.field", "Thing.later"])
+def test_every_kind_of_definition_is_found_without_importing(package: str, name: str) -> None:
+    assert compat._defined(compat.Symbol(package, name, ""))
+    assert package not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["Other", "Thing.other", "LEVEL.x"])
+def test_what_is_not_there_is_missing(package: str, name: str) -> None:
+    assert not compat._defined(compat.Symbol(package, name, ""))
+
+
+def test_a_missing_symbol_names_itself_and_the_oldest_version(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = compat.Host(("hostpkg",), "2.0", ("2.1",), (compat.Symbol(package, "Thing.gone", "sampling"),))
+    monkeypatch.setitem(compat.HOSTS, "hostpkg", host)
+    with pytest.raises(UnsupportedHost, match=r"hostpkg\.part\.Thing\.gone \(sampling\).*hostpkg >= 2\.0"):
+        compat.require("hostpkg")
+
+
+@pytest.mark.parametrize("host", compat.HOSTS)
+def test_the_installed_hosts_have_every_symbol(host: str) -> None:
+    if compat.version(host) is None:
+        pytest.skip(f"{host} is not installed")
+    compat.require(host)

@@ -1,0 +1,78 @@
+"""The das: block: what is accepted, what is refused, and how the refusal reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from das_adapter.config import DasConfig, parse
+from das_adapter.errors import ConfigError
+
+
+@pytest.mark.parametrize("block", [None, {"drafter": "none"}, {"drafter": "none", "verify": {"noise": "stock"}}])
+def test_nothing_to_do_leaves_the_host_alone(block: Any) -> None:
+    assert parse(block) is None
+
+
+def test_the_empty_block_is_the_history_drafter_with_keyed_noise() -> None:
+    config = parse({})
+    assert config == DasConfig()
+    assert config.drafter == "history"
+    assert config.keyed
+
+
+def test_noise_follows_the_drafter_unless_it_is_named() -> None:
+    assert not DasConfig(drafter="none").keyed
+    keyed_off = parse({"drafter": "none", "verify": {"noise": "keyed"}})
+    assert keyed_off is not None
+    assert keyed_off.keyed
+    stock = parse({"drafter": "history", "verify": {"noise": "stock"}})
+    assert stock is not None
+    assert not stock.keyed
+
+
+def test_an_omegaconf_block_reads_like_a_dict() -> None:
+    block = {"history": {"window": 3, "max_bytes": "512MiB"}, "budget": {"min_chance": 1}}
+    assert parse(OmegaConf.create(block)) == parse(block)
+    assert parse(block).history.max_bytes == 512 * 2**20
+    assert parse(block).budget.min_chance == 1.0
+
+
+def test_to_dict_reads_back_equal() -> None:
+    config = parse({"drafter": "ngram", "budget": {"max_draft_tokens": 3}})
+    assert parse(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"drafter": "histroy"}, ["das.drafter", "'histroy'", "'history'", "'ngram'"]),
+        ({"drafer": "history"}, ["das.drafer", "drafter", "unknown key"]),
+        ({"history": {"windw": 3}}, ["das.history.windw", "window"]),
+        ({"history": {"window": 0}}, ["das.history.window", "0", "1 or more"]),
+        ({"history": {"window": "many"}}, ["das.history.window", "'many'", "int"]),
+        ({"history": {"window": True}}, ["das.history.window", "True", "int"]),
+        ({"history": {"max_bytes": "8 gigs"}}, ["das.history.max_bytes", "'8 gigs'", "8GiB"]),
+        ({"history": {"scope": "request", "window": 4}}, ["das.history", "scope='request'"]),
+        ({"history": []}, ["das.history", "[]", "scope, window, max_bytes"]),
+        ({"budget": {"max_draft_tokens": 200}}, ["das.budget.max_draft_tokens", "200", "1 to 128"]),
+        ({"budget": {"min_chance": -0.1}}, ["das.budget.min_chance", "-0.1"]),
+        ({"routing": {"policy": "random"}}, ["das.routing.policy", "'random'", "'least_loaded'"]),
+        ({"verify": {"seed": -1}}, ["das.verify.seed", "-1"]),
+        ("history", ["das", "'history'", "drafter, history"]),
+    ],
+)
+def test_bad_input_is_named_with_what_was_found_and_what_is_allowed(block: Any, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(block)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_importing_the_config_costs_no_framework() -> None:
+    code = "import sys, das_adapter.config; print(sorted({'torch','vllm','ray','verl','numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -1,0 +1,347 @@
+"""What a caller of the suffix index may rely on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from das_adapter.core.index import SuffixIndex, UnknownHandle
+from das_adapter.core.index.reference import ReferenceIndex
+from das_adapter.errors import DasError
+
+Index = type[SuffixIndex] | type[ReferenceIndex]
+POEM = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
+
+
+@pytest.fixture(params=[SuffixIndex, ReferenceIndex])
+def make(request: pytest.FixtureRequest) -> Index:
+    return request.param
+
+
+def drafted(index: SuffixIndex | ReferenceIndex, handle: int, budget: int = 8, min_chance: float = 0.0) -> list[int]:
+    return index.draft([handle], [budget], min_chance)[0][0].tolist()
+
+
+def sealed(make: Index, *trajectories: list[int], problem: int = 1) -> SuffixIndex | ReferenceIndex:
+    index = make()
+    for ids in trajectories:
+        index.add(problem, ids, 0)
+    index.seal()
+    return index
+
+
+# What is drafted
+
+
+def test_an_earlier_response_is_drafted_from_its_first_token(make: Index) -> None:
+    index = sealed(make, POEM)
+    assert drafted(index, index.open(1, [3, 4])) == POEM[:8]
+
+
+def test_a_repeated_sequence_is_drafted_again(make: Index) -> None:
+    index = make()
+    handle = index.open(1, [], prefix=POEM + POEM[:3])
+    assert drafted(index, handle, 5) == POEM[3:8]
+
+
+def test_a_loop_is_drafted_as_far_as_it_was_written(make: Index) -> None:
+    index = make()
+    handle = index.open(1, [], prefix=[5, 6, 7] * 10)
+    assert drafted(index, handle, 12) == [5, 6, 7] * 4
+
+
+def test_the_prompt_is_drafted_from(make: Index) -> None:
+    index = make()
+    handle = index.open(1, POEM, prefix=[99, 13, 14])
+    assert drafted(index, handle, 4) == [15, 16, 17, 18]
+
+
+def test_a_match_may_begin_in_the_prompt_and_end_in_the_response(make: Index) -> None:
+    index = make()
+    handle = index.open(1, [21, 22, 23, 24, 30, 22, 23, 25, 40, 21, 22], prefix=[23])
+    assert drafted(index, handle, 1) == [24]
+
+
+def test_the_longest_match_decides(make: Index) -> None:
+    index = sealed(make, [1, 2, 3, 4, 50], [9, 4, 60], [8, 4, 60], [7, 4, 60])
+    assert drafted(index, index.open(1, [], prefix=[2, 3, 4]), 1) == [50]
+
+
+def test_the_majority_decides_among_equal_matches(make: Index) -> None:
+    index = sealed(make, [3, 4, 50], [3, 4, 60], [3, 4, 50])
+    assert drafted(index, index.open(1, [], prefix=[3, 4]), 1) == [50]
+
+
+def test_newer_versions_count_more(make: Index) -> None:
+    index = make(half_life=1.0)
+    for version, token in ((0, 50), (0, 50), (9, 60)):
+        index.add(1, [3, 4, token], version)
+    index.seal()
+    assert drafted(index, index.open(1, [], prefix=[3, 4]), 1) == [60]
+
+
+def test_one_differing_token_does_not_lose_the_place(make: Index) -> None:
+    index = sealed(make, POEM)
+    handle = index.open(1, [], prefix=[11, 12, 13, 99])  # 99 was never followed by anything
+    assert drafted(index, handle, 3) == [15, 16, 17]
+
+
+def test_a_live_sibling_is_drafted_from_as_it_grows(make: Index) -> None:
+    index = make()
+    first, second = index.open(1, [3]), index.open(1, [3])
+    assert drafted(index, second) == []
+    index.extend(first, [11, 12, 13])
+    index.extend(second, [11])
+    assert drafted(index, second) == [12, 13]
+    index.extend(first, [14])
+    assert drafted(index, second) == [12, 13, 14]
+
+
+def test_siblings_do_not_draft_from_each_others_prompts(make: Index) -> None:
+    index = make()
+    index.open(1, POEM)
+    handle = index.open(1, [], prefix=[13, 14])
+    assert drafted(index, handle) == []
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_closed_request_is_drafted_from_only_if_kept(make: Index, keep: bool) -> None:
+    index = make()
+    first, second = index.open(1, []), index.open(1, [])
+    index.extend(first, POEM)
+    index.close(first, keep=keep)
+    assert drafted(index, second, 20) == (POEM if keep else [])
+
+
+def test_clear_live_forgets_the_closed_and_keeps_the_open(make: Index) -> None:
+    index = make()
+    closed, still_open, third = (index.open(1, []) for _ in range(3))
+    index.extend(closed, [1, 2, 3])
+    index.extend(still_open, [4, 5, 6])
+    index.close(closed)
+    index.clear_live()
+    assert drafted(index, third, 20) == [4, 5, 6]
+    index.extend(still_open, [7])
+    assert drafted(index, third, 20) == [4, 5, 6, 7]
+    assert drafted(index, index.open(1, [], prefix=[1, 2]), 20) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=6),
+    st.lists(st.lists(st.integers(10, 13), max_size=20), min_size=1, max_size=6),
+)
+def test_another_problems_text_is_never_drafted(low: list[list[int]], high: list[list[int]]) -> None:
+    index = SuffixIndex()
+    for ids_low, ids_high in zip(low, high, strict=False):
+        index.add(1, ids_low, 0)
+        index.add(2, ids_high, 0)
+    index.seal()
+    requests = [index.open(1, low[0], low[-1]), index.open(2, high[0], high[-1])]
+    in_low, in_high = index.draft(requests, [30, 30], 0.0)[0]
+    assert (in_low < 10).all()
+    assert (in_high >= 10).all()
+
+
+def test_staged_trajectories_are_drafted_from_after_the_seal(make: Index) -> None:
+    index = make()
+    index.add(1, POEM, 0)
+    handle = index.open(1, [])
+    assert drafted(index, handle) == []
+    index.seal()
+    assert drafted(index, handle) == POEM[:8]
+
+
+# Budgets and chances
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=8),
+    st.lists(st.integers(-1, 40), min_size=3, max_size=3),
+    st.sampled_from([0.0, 0.05, 0.3]),
+)
+def test_budgets_are_kept_and_chances_fall(history: list[list[int]], budgets: list[int], min_chance: float) -> None:
+    index = SuffixIndex()
+    for ids in history:
+        index.add(1, ids, 0)
+    index.seal()
+    handles = [index.open(1, history[0], ids[: len(ids) // 2]) for ids in (history * 3)[:3]]
+    tokens, chances, offsets = index.draft_flat(handles, budgets, min_chance)
+    assert (tokens.dtype, chances.dtype, offsets.dtype) == (np.int32, np.float32, np.int64)
+    assert offsets[0] == 0 and offsets[-1] == len(tokens) == len(chances)
+    for budget, a, b in zip(budgets, offsets, offsets[1:], strict=False):
+        assert 0 <= b - a <= max(budget, 0)
+        assert (np.diff(chances[a:b]) <= 0).all()
+        assert ((chances[a:b] > 0) & (chances[a:b] <= 1) & (chances[a:b] >= np.float32(min_chance))).all()
+
+
+def test_ragged_and_flat_drafts_are_the_same(make: Index) -> None:
+    index = sealed(make, POEM)
+    handles = [index.open(1, []), index.open(2, []), index.open(1, [], prefix=[12])]
+    tokens, chances, offsets = index.draft_flat(handles, [3, 3, 2], 0.0)
+    drafts, ragged = index.draft(handles, [3, 3, 2], 0.0)
+    assert [d.tolist() for d in drafts] == [[11, 12, 13], [], [13, 14]]
+    assert offsets.tolist() == [0, 3, 3, 5]
+    assert np.concatenate(drafts).tolist() == tokens.tolist()
+    assert np.concatenate(ragged).tolist() == chances.tolist()
+
+
+@pytest.mark.parametrize(("right", "low", "high"), [(True, 0.9, 1.0), (False, 0.0, 0.1)])
+def test_chances_follow_what_requests_went_on_with(make: Index, right: bool, low: float, high: float) -> None:
+    index = sealed(make, POEM)
+    for _ in range(600):
+        handle = index.open(1, [])
+        index.draft([handle], [1], 0.0)
+        index.extend(handle, [11 if right else 12])
+        index.close(handle, keep=False)
+    chance = index.draft([index.open(1, [])], [1], 0.0)[1][0][0]
+    assert low <= chance <= high
+
+
+def test_equal_calls_give_equal_drafts() -> None:
+    def run() -> list[list[float]]:
+        rng = np.random.default_rng(0)
+        index = SuffixIndex()
+        out: list[list[float]] = []
+        for step in range(5):
+            handles = [index.open(p, rng.integers(0, 4, 5)) for p in (1, 1, 2)]
+            for _ in range(20):
+                tokens, chances, _ = index.draft_flat(handles, [6, 6, 6])
+                out += [tokens.tolist(), chances.tolist()]
+                for handle in handles:
+                    index.extend(handle, rng.integers(0, 4, 3))
+            for handle in handles:
+                index.close(handle)
+            index.add(1, rng.integers(0, 4, 50), step)
+            index.seal()
+            index.clear_live()
+        return out
+
+    assert run() == run()
+
+
+# Window and bytes
+
+
+def test_expiry_drops_old_versions_and_counts_their_tokens(make: Index) -> None:
+    index = make()
+    for version in range(4):
+        index.add(version % 2, [version * 10 + i for i in range(5)], version)
+    index.seal()
+    index.add(0, [1, 2, 3], 1)
+    assert index.expire(before_version=2) == 13
+    assert (index.tokens, index.problems) == (10, 2)
+    assert drafted(index, index.open(0, [])) == [20, 21, 22, 23, 24]
+    assert index.expire(before_version=100) == 10
+    assert (index.tokens, index.problems, index.nbytes) == (0, 0, 0)
+
+
+def test_shrinking_drops_the_oldest_versions_first(make: Index) -> None:
+    index = make()
+    for version in range(8):
+        index.add(1, [version] * 100, version)
+    index.seal()
+    half = index.nbytes // 2 + 10
+    assert index.shrink(half) == 400
+    assert index.nbytes <= half
+    assert drafted(index, index.open(1, [], prefix=[99, 3])) == []
+    assert drafted(index, index.open(1, [], prefix=[99, 4]))[0] == 4
+    assert index.shrink(0) == 400
+
+
+def test_sealed_text_takes_at_most_16_bytes_per_token() -> None:
+    rng = np.random.default_rng(0)
+    index = SuffixIndex()
+    for problem in range(10):
+        for _ in range(8):
+            index.add(problem, rng.integers(0, 1000, 200), 0)
+    index.seal()
+    assert index.tokens == 16000
+    assert index.nbytes <= 16 * index.tokens
+
+
+# Odd input
+
+
+def test_empty_things_are_fine(make: Index) -> None:
+    index = make()
+    index.add(1, [], 0)
+    index.seal()
+    index.seal()
+    assert (index.tokens, index.problems, index.nbytes, index.expire(9), index.shrink(0)) == (0, 0, 0, 0, 0)
+    handle = index.open(1, [])
+    index.extend(handle, [])
+    assert drafted(index, handle) == []
+    assert drafted(index, index.open(2, [5, 6])) == []
+    assert index.draft([handle], [0])[0][0].tolist() == []
+    assert index.draft([], []) == ([], [])
+    tokens, chances, offsets = index.draft_flat([], [])
+    assert (len(tokens), len(chances), offsets.tolist()) == (0, 0, [0])
+    index.close(handle)
+    index.clear_live()
+
+
+def test_an_unknown_handle_is_named(make: Index) -> None:
+    index = make()
+    handle = index.open(1, [])
+    index.close(handle)
+    calls = [
+        lambda: index.extend(handle, [1]),
+        lambda: index.extend_many([handle], np.array([1], np.int32), [0, 1]),
+        lambda: index.draft([handle], [1]),
+        lambda: index.draft_flat([handle], [1]),
+        lambda: index.close(handle),
+    ]
+    for call in calls:
+        with pytest.raises(UnknownHandle, match=f"request handle {handle}: not open") as caught:
+            call()
+        assert isinstance(caught.value, DasError) and isinstance(caught.value, KeyError)
+
+
+def test_a_refused_batch_changes_nothing() -> None:
+    index = SuffixIndex()
+    first, second = index.open(1, []), index.open(1, [])
+    with pytest.raises(UnknownHandle):
+        index.extend_many([first, 99], np.array([1, 2], np.int32), [0, 1, 2])
+    with pytest.raises(ValueError, match="-7"):
+        index.extend_many([first, second], np.array([1, -7], np.int32), [0, 1, 2])
+    for offsets in ([0, 2], [0, 2, 1], [1, 1, 2], [0, 1, 3]):
+        with pytest.raises(ValueError, match="offsets"):
+            index.extend_many([first, second], np.array([1, 2], np.int32), offsets)
+    assert drafted(index, second) == []
+
+
+@pytest.mark.parametrize("tokens", [[1, -2], [2**31], [2**40], [0.5], [[1, 2]], np.array([3, -1], np.int32)])
+def test_what_is_no_token_id_is_refused(make: Index, tokens: list[int]) -> None:
+    index = make()
+    with pytest.raises(ValueError, match="token id"):
+        index.add(1, tokens, 0)
+    with pytest.raises(ValueError, match="token id"):
+        index.open(1, tokens)
+    with pytest.raises(ValueError, match="token id"):
+        index.open(1, [], prefix=tokens)
+    with pytest.raises(ValueError, match="token id"):
+        index.extend(index.open(1, []), tokens)
+
+
+@pytest.mark.parametrize("problem", [-1, 2**64])
+def test_a_problem_id_is_64_bits(make: Index, problem: int) -> None:
+    with pytest.raises(ValueError, match=str(problem)):
+        make().add(problem, [1], 0)
+    with pytest.raises(ValueError, match=str(problem)):
+        make().open(problem, [1])
+
+
+@pytest.mark.parametrize("knobs", [{"max_depth": 7}, {"max_depth": 256}, {"half_life": 0.0}, {"half_life": -1.0}])
+def test_a_knob_out_of_range_is_named(make: Index, knobs: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(knobs))):
+        make(**knobs)
+
+
+def test_budgets_and_handles_must_pair_up() -> None:
+    index = SuffixIndex()
+    with pytest.raises(ValueError, match="budgets"):
+        index.draft_flat([index.open(1, [])], [1, 2])

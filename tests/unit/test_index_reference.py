@@ -1,0 +1,160 @@
+"""The native index drafts what the plain Python reference drafts, whatever is called in whatever order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.reference import ReferenceIndex
+
+ALPHABETS = st.sampled_from([2, 3, 6])
+PROBLEMS = st.sampled_from([0, 2**64 - 1])
+
+
+def texts(size: int = 14) -> st.SearchStrategy[list[int]]:
+    """Token ids over a small alphabet, some of them loops."""
+    words = ALPHABETS.flatmap(lambda a: st.lists(st.integers(0, a - 1), max_size=size))
+    return words | st.builds(lambda word, n: (word * n)[:60], words, st.integers(2, 12))
+
+
+class SameDrafts(RuleBasedStateMachine):
+    @initialize(depth=st.sampled_from([8, 9, 64]), half_life=st.sampled_from([0.5, 2.0, 8.0]))
+    def start(self, depth: int, half_life: float) -> None:
+        self.both = SuffixIndex(depth, half_life), ReferenceIndex(depth, half_life)
+        self.handles: list[int] = []
+        self.version = 0
+
+    def each(self, call) -> object:
+        native, reference = (call(index) for index in self.both)
+        assert native == reference
+        return native
+
+    @rule(problem=PROBLEMS, ids=texts(), newer=st.booleans())
+    def add(self, problem: int, ids: list[int], newer: bool) -> None:
+        self.version += newer
+        self.each(lambda index: index.add(problem, ids, self.version))
+
+    @rule()
+    def seal(self) -> None:
+        self.each(lambda index: index.seal())
+
+    @rule(back=st.integers(0, 3))
+    def expire(self, back: int) -> None:
+        self.each(lambda index: index.expire(self.version - back))
+
+    @rule(max_bytes=st.integers(0, 2000))
+    def shrink(self, max_bytes: int) -> None:
+        self.each(lambda index: index.shrink(max_bytes))
+
+    @rule(problem=PROBLEMS, prompt=texts(), prefix=st.none() | texts())
+    def open(self, problem: int, prompt: list[int], prefix: list[int] | None) -> None:
+        self.handles.append(self.each(lambda index: index.open(problem, prompt, prefix)))
+
+    @precondition(lambda self: self.handles)
+    @rule(data=st.data(), ids=texts())
+    def extend(self, data: st.DataObject, ids: list[int]) -> None:
+        handle = data.draw(st.sampled_from(self.handles))
+        self.each(lambda index: index.extend(handle, ids))
+
+    @precondition(lambda self: self.handles)
+    @rule(ids=st.lists(texts(4), min_size=1, max_size=5))
+    def extend_many(self, ids: list[list[int]]) -> None:
+        ids = ids[: len(self.handles)]
+        offsets = np.cumsum([0] + [len(i) for i in ids])
+        flat = np.array([token for i in ids for token in i], dtype=np.int32)
+        self.each(lambda index: index.extend_many(self.handles[: len(ids)], flat, offsets))
+
+    @precondition(lambda self: self.handles)
+    @rule(data=st.data(), keep=st.booleans())
+    def close(self, data: st.DataObject, keep: bool) -> None:
+        handle = data.draw(st.sampled_from(self.handles))
+        self.handles.remove(handle)
+        self.each(lambda index: index.close(handle, keep))
+
+    @rule()
+    def clear_live(self) -> None:
+        self.each(lambda index: index.clear_live())
+
+    @rule(budget=st.integers(0, 12), min_chance=st.sampled_from([0.0, 0.01, 0.15]))
+    def draft(self, budget: int, min_chance: float) -> None:
+        budgets = [max(0, budget - i) for i in range(len(self.handles))]
+
+        def drafted(index: SuffixIndex | ReferenceIndex) -> list[list[list[float]]]:
+            return [[a.tolist() for a in arrays] for arrays in index.draft(self.handles, budgets, min_chance)]
+
+        self.each(drafted)
+
+    @rule()
+    def sizes(self) -> None:
+        self.each(lambda index: (index.nbytes, index.tokens, index.problems))
+
+
+def test_native_and_reference_agree_on_any_sequence_of_calls() -> None:
+    run_state_machine_as_test(SameDrafts, settings=settings(max_examples=120, stateful_step_count=40, deadline=None))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(texts(30), max_size=8), texts(30), st.integers(1, 4))
+def test_sealing_in_steps_gives_the_drafts_of_sealing_at_once(
+    trajectories: list[list[int]], response: list[int], steps: int
+) -> None:
+    at_once, in_steps = SuffixIndex(), SuffixIndex()
+    for i, ids in enumerate(trajectories):
+        at_once.add(1, ids, 0)
+        in_steps.add(1, ids, 0)
+        if i % steps == 0:
+            in_steps.seal()
+    drafts = []
+    for index in (at_once, in_steps):
+        index.seal()
+        handle = index.open(1, [], prefix=response)
+        drafts.append([a.tolist() for (a,) in index.draft([handle], [20], 0.0)])
+    assert drafts[0] == drafts[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(texts(30), st.integers(0, 5)), max_size=8), texts(30), st.integers(0, 6))
+def test_after_expiry_nothing_of_the_old_versions_shows(
+    trajectories: list[tuple[list[int], int]], response: list[int], before: int
+) -> None:
+    trajectories = [([*ids, 7], version) for ids, version in trajectories] + [([8, 9], 5)]  # the newest one stays
+    expired, never = SuffixIndex(), SuffixIndex()
+    for ids, version in trajectories:
+        expired.add(1, ids, version)
+        if version >= before:
+            never.add(1, ids, version)
+    expired.seal()
+    dropped = sum(len(ids) for ids, version in trajectories if version < before)
+    assert expired.expire(before) == dropped
+    never.seal()
+    assert (expired.tokens, expired.nbytes) == (never.tokens, never.nbytes)
+    if before <= 5:
+        drafts = [
+            [a.tolist() for (a,) in index.draft([index.open(1, [], prefix=response)], [20], 0.0)]
+            for index in (expired, never)
+        ]
+        assert drafts[0] == drafts[1]
+
+
+@pytest.mark.parametrize("tokens", [150, 5000])
+def test_long_random_texts_with_loops_agree_with_the_reference(tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    text = np.concatenate([np.tile(rng.integers(0, 50, rng.integers(1, 40)), rng.integers(1, 5)) for _ in range(200)])
+    text = text[:tokens].astype(np.int32)
+    native, reference = SuffixIndex(), ReferenceIndex()
+    for index in (native, reference):
+        index.add(3, text[: tokens // 2], 0)
+        index.seal()
+        index.add(3, text[tokens // 4 :], 1)
+        index.seal()
+    for cut in (10, tokens // 3, tokens - 7):
+        drafts = [
+            [a.tolist() for (a,) in index.draft([index.open(3, text[:5], prefix=text[5:cut])], [12], 0.0)]
+            for index in (native, reference)
+        ]
+        assert drafts[0] == drafts[1]
+        assert len(drafts[0][0]) > 0

@@ -1,0 +1,86 @@
+"""Counting decode steps, adding replicas up, and the run's history service."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from das_adapter.engine.metrics import Counters, merge
+from das_adapter.service.history import HistoryService, RolloutClock
+
+
+def counted(*steps: tuple[list[list[int]], list[int]]) -> dict:
+    counters = Counters()
+    for sampled, drafts in steps:
+        counters.step(sampled, drafts)
+    return counters.take()
+
+
+def test_figures_of_a_hand_counted_step() -> None:
+    # One request still reads its prompt, one decodes plainly, one drafted 4 and kept 2, one drafted 3 and kept none.
+    figures = merge([counted(([[], [5], [1, 2, 3], [9]], [0, 0, 4, 3]))])
+    assert figures["das/tokens_per_forward"] == pytest.approx(5 / 3)
+    assert figures["das/draft_coverage"] == pytest.approx(2 / 3)
+    assert figures["das/acceptance_length"] == pytest.approx(1 + 2 / 2)
+    assert figures["rollout/spec_accept_rate"] == pytest.approx(2 / 7)
+    assert figures["das/health"] == 1.0
+
+
+def test_replicas_add_up() -> None:
+    a, b = counted(([[1, 2]], [1])), counted(([[1]], [0]), ([[1]], [0]))
+    assert merge([a, b])["das/tokens_per_forward"] == pytest.approx(4 / 3)
+
+
+def test_taking_starts_again_but_remembers_a_failure() -> None:
+    counters = Counters(error="boom")
+    counters.step([[1]], [0])
+    assert counters.take()["tokens"] == 1
+    assert counters.take() == {**Counters().take(), "error": "boom"}
+
+
+def test_health_falls_with_a_failed_drafter_and_with_collapsed_acceptance() -> None:
+    assert merge([{**Counters().take(), "error": "boom"}])["das/health"] == 0.0
+    assert merge([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 5}])["das/health"] == 0.0
+    assert merge([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 2500}])["das/health"] == 1.0
+
+
+def test_the_token_hash_depends_on_tokens_and_seeds_but_not_on_order() -> None:
+    def hashed(*responses: tuple[int, list[int]]) -> int:
+        clock = RolloutClock()
+        for seed, tokens in responses:
+            clock.finished(0.0, 1.0, seed, np.asarray(tokens, dtype=np.int32).tobytes())
+        return clock.take()["token_hash"]
+
+    assert hashed((1, [5, 6]), (2, [7])) == hashed((2, [7]), (1, [5, 6]))
+    assert hashed((1, [5, 6]), (2, [7])) != hashed((1, [5, 6]), (2, [8]))
+    assert hashed((1, [5]), (2, [7])) != hashed((2, [5]), (1, [7]))
+
+
+def report(begin: float, ends: list[float], tokens: int = 10) -> tuple[dict, dict]:
+    engine = {**Counters(tokens=tokens, request_forwards=5).take(), "history_tokens": 3, "history_bytes": 40}
+    return engine, {"begin": begin, "ends": ends, "token_hash": 7}
+
+
+def test_a_step_lasts_from_the_first_request_to_the_last_response_of_all_replicas() -> None:
+    service = HistoryService(window=4)
+    service.report(3, *report(10.0, [11.0, 12.0, 13.0, 14.0]))
+    service.report(3, *report(10.5, [11.5, 12.5, 13.5, 20.0, 12.0, 12.0]))
+    figures = service.metrics(3)
+    assert figures["das/rollout_s"] == pytest.approx(10.0)
+    assert figures["das/tail_s"] == pytest.approx(20.0 - 13.5)  # eight of ten were done at 13.5
+    assert figures["das/tokens_per_forward"] == pytest.approx(2.0)
+    assert figures["das/token_hash"] == 14
+    assert service.metrics(4) == {}
+
+
+def test_history_is_delivered_once_in_order_and_expires() -> None:
+    service = HistoryService(window=2)
+    service.add([(1, b"a", 0), (2, b"b", 0)])
+    cursor, first = service.since(0)
+    assert [t[1] for t in first] == [b"a", b"b"]
+    service.add([(1, b"c", 1)])
+    cursor, second = service.since(cursor)
+    assert [t[1] for t in second] == [b"c"]
+    service.add([(1, b"d", 3)])  # versions before 1 are out of the window
+    assert [t[1] for t in service.since(0)[1]] == [b"c", b"d"]
+    assert service.since(cursor)[1] == [(1, b"d", 3)]
