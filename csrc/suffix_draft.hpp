@@ -12,8 +12,8 @@ namespace das {
 
 // Strength of a match in half tokens: its length, and what agrees beyond a single differing token. With no equal token
 // at all (`length` 0) it is the agreement before the last token that counts.
-constexpr uint32_t kBeyond = 3;  // agreement beyond the differing token is counted this far
-inline uint32_t strength(uint32_t length, uint32_t beyond) { return length ? 2 * length + beyond : beyond - 1; }
+constexpr uint32_t kBeyond = 8;  // agreement beyond the differing token is counted this far
+inline uint32_t strength(uint32_t length, uint32_t beyond) { return length ? 2*length+std::min(beyond,2u) : std::min(beyond,3u)-1; }
 
 // One occurrence and what follows it there.
 struct Candidate {

@@ -1,0 +1,97 @@
+"""Every shipped veRL config and launch script fits veRL's own config classes, and its das: block is sound."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+verl = pytest.importorskip("verl")
+from hydra import compose, initialize_config_dir  # noqa: E402
+from verl.utils.config import omega_conf_to_dataclass, validate_config  # noqa: E402
+
+from das_adapter.config import DasConfig  # noqa: E402
+from das_adapter.errors import ConfigError  # noqa: E402
+from das_adapter.verl import settings  # noqa: E402
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "verl"
+
+
+def composed(name: str, overrides: list[str]) -> Any:
+    with initialize_config_dir(str(EXAMPLES), version_base=None):
+        return compose(name, overrides=overrides)
+
+
+def checked(config: Any) -> DasConfig | None:
+    """What `main_ppo` does with a config before it starts anything; our hook is in `validate_config`."""
+    validate_config(config=config, use_reference_policy=False, use_critic=False)
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert settings.of_rollout(rollout) == settings.of_run(config)
+    return settings.of_run(config)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_shipped_configs_parse(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    das = checked(composed(path.stem, []))
+    assert das is not None
+    assert das.drafter == "history"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda p: p.stem)
+def test_one_line_turns_it_off(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert checked(composed(path.stem, ["actor_rollout_ref.rollout.custom.das.drafter=none"])) is None
+
+
+def test_the_launch_script_needs_nothing_but_overrides() -> None:
+    text = (EXAMPLES / "run_qwen2_5_7b_gsm8k.sh").read_text()
+    overrides = re.findall(r"^  (\S+=\S+) \\$", text, re.MULTILINE)
+    assert len(overrides) > 15
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        das = checked(compose("ppo_trainer", overrides=[o.replace('"', "").replace("$HOME", "/home/x") for o in overrides]))
+    assert das is not None
+    assert das.budget.max_draft_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["+{das}.histroy.window=4"], "histroy: unknown key; did you mean 'history'"),
+        (["+{das}.history.window=0"], "history.window: found 0, allowed: 1 or more"),
+        (["{das}.drafter=suffix"], "drafter: found 'suffix'"),
+        (["actor_rollout_ref.rollout.name=sglang"], "found actor_rollout_ref.rollout.name='sglang', allowed: 'vllm'"),
+        (["+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram"], "both choose a drafter"),
+        (["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.enable_rollout=true"], "both choose"),
+        (["actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded"], "refuses speculative decoding"),
+    ],
+)
+def test_contradictions_stop_the_run_at_start(overrides: list[str], words: str) -> None:
+    config = composed("grpo_tiny_math_cpu", [o.format(das="actor_rollout_ref.rollout.custom.das") for o in overrides])
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        checked(config)
+
+
+def server_class(overrides: list[str], **kind: bool) -> str:
+    """Name of the server class that veRL would start for the example's rollout."""
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    config = omega_conf_to_dataclass(composed("grpo_tiny_math_cpu", overrides).actor_rollout_ref.rollout)
+    replica = RolloutReplicaRegistry.get("vllm")(0, config, None, gpus_per_node=1, **kind)
+    name: str = replica.server_class.__ray_metadata__.class_name
+    return name
+
+
+@pytest.mark.parametrize(
+    "override", ["~actor_rollout_ref.rollout.custom", "actor_rollout_ref.rollout.custom.das.drafter=none"]
+)
+def test_without_an_active_block_verl_gets_its_own_server(override: str) -> None:
+    assert server_class([override]) == "vLLMHttpServer"
+
+
+def test_only_the_policy_gets_our_server() -> None:
+    assert server_class([]) == "DasVLLMHttpServer"
+    assert server_class([], is_reward_model=True) == "vLLMHttpServer"
+    assert server_class([], is_teacher_model=True) == "vLLMHttpServer"
