@@ -1,14 +1,16 @@
 """Chained arithmetic modulo 100: problem generator, solution writer, checker and reward.
 
 A problem is one line of text, ``"17 a+5 b*3 c-4"``: a two-digit start value and up to 52 labelled operations
-(``+``, ``-`` or ``*`` with a digit).  The answer writes one line per operation and ends with the result::
+(``+``, ``-`` or ``*`` with a digit).  The answer writes one line per operation, with the value before and after it,
+and ends with the result::
 
-    a:17+5=22
-    b:22*3=66
-    c:66-4=62
+    a+5:17>22
+    b*3:22>66
+    c-4:66>62
     #### 62
 
-A line may state its sum twice (``a:17+5=22?17+5=22``, a "double-check"); the last statement counts.
+A line may state its step twice (``a+5:17>22?17>22``, a "double-check"); the last statement counts.  A ``~`` in the
+place of ``>`` admits a guess; the checker looks at the values only.
 This file uses only the standard library, so it can be loaded by path as a reward function.
 """
 
@@ -21,7 +23,7 @@ LABELS = string.ascii_letters
 MAX_STEPS = len(LABELS)
 MODULUS = 100
 
-# One chunk of 16 problems: the range of step counts of each problem; one problem in eight is long.
+# One chunk of 16 problems: the range of step counts of each problem; one problem in four is long.
 STRATA = (
     *((3, 3), (4, 4), (5, 5), (5, 5), (6, 6), (6, 6), (7, 7), (7, 7), (8, 8), (8, 8), (9, 9), (10, 10)),
     *((11, 14), (15, 20), (21, 34), (40, MAX_STEPS)),
@@ -57,11 +59,14 @@ def answer(problem: str) -> str:
     return f"{value:02d}"
 
 
-def write_solution(problem: str, rng: random.Random | None = None, slip: float = 0.0, check: float = 0.0) -> str:
-    """Write the working of a problem; with ``slip`` and ``check``, as a fallible writer would.
+def write_solution(
+    problem: str, rng: random.Random | None = None, slip: float = 0.0, guess: float = 0.0, check: float = 0.0
+) -> str:
+    """Write the working of a problem; with the probabilities above 0, as a fallible writer would.
 
-    With probability ``slip`` a stated result is 10 too low or too high (a lost or an extra carry), and the working
-    goes on from it; each line is stated a second time with probability ``check``.
+    With probability ``guess`` a result is guessed, which writes ``~``, and otherwise it is wrong with probability
+    ``slip``.  A wrong or guessed result is 10 too low or too high (a lost or an extra carry), and the working goes on
+    from it.  Each line is stated a second time with probability ``check``.
     """
     rng = rng or random.Random(0)
     value, ops = parse(problem)
@@ -69,10 +74,11 @@ def write_solution(problem: str, rng: random.Random | None = None, slip: float =
     for label, op in zip(LABELS, ops, strict=False):
         statements = []
         for _ in range(2 if rng.random() < check else 1):
-            mistake = rng.choice((-10, 10)) if rng.random() < slip else 0
+            guessed = rng.random() < guess if guess else False
+            mistake = rng.choice((-10, 10)) if guessed or rng.random() < slip else 0
             result = (apply(value, op) + mistake) % MODULUS
-            statements.append(f"{value:02d}{op}={result:02d}")
-        lines.append(f"{label}:{'?'.join(statements)}")
+            statements.append(f"{value:02d}{'~' if guessed else '>'}{result:02d}")
+        lines.append(f"{label}{op}:{'?'.join(statements)}")
         value = result
     return "\n".join([*lines, f"#### {value:02d}"])
 
@@ -89,8 +95,8 @@ def step_score(solution: str, problem: str) -> float:
     right = 0
     for line, label, op in zip(solution.split("\n"), LABELS, ops, strict=False):
         result = line[-2:]
-        expected = f"{value:02d}{op}={apply(value, op):02d}"
-        right += line.startswith(f"{label}:") and re.split("[:?]", line)[-1] == expected
+        expected = f"{value:02d}>{apply(value, op):02d}"
+        right += line.startswith(f"{label}{op}:") and re.split("[:?]", line)[-1].replace("~", ">") == expected
         if not result.isdecimal():
             break
         value = int(result)

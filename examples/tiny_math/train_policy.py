@@ -2,9 +2,10 @@
 
 The policy is a small Qwen2 trained by supervised next-token cross-entropy (on the response only) on generated
 solutions.  The demonstrations are deliberately noisy: each stated result is 10 too low or too high with probability
-``--slip``.  A sample at temperature 1 therefore errs at about that rate per step, although the policy knows the right
-result: this is the head-room which reinforcement learning can sharpen away.  With probability ``--check`` a line is
-stated twice, which makes lengths differ between samples of one prompt.
+``--slip``, and replaced by such a number and a ``~`` with probability ``--guess``.  A sample at temperature 1 therefore
+errs at about that rate per step, although the policy knows the right result: this is the head-room which reinforcement
+learning can sharpen away.  With probability ``--check`` a line is stated twice, which makes lengths differ between
+samples of one prompt.  ``--init`` goes on from a checkpoint this script wrote.
 """
 
 import argparse
@@ -27,7 +28,7 @@ PAD, END, USER, ASSISTANT, UNKNOWN = "<|pad|>", "<|end|>", "<|user|>", "<|assist
 VOCAB_SIZE = 96
 MAX_NEW_TOKENS = 768
 BUCKETS = ((1, 2), (3, 4), (5, 7), (8, 12), (13, 20), (21, 34), (35, MAX_STEPS))
-BUCKET_WEIGHTS = (1, 3, 4, 2, 1, 1, 1)
+BUCKET_WEIGHTS = (1, 3, 4, 3, 2, 2, 2)
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ '<|assistant|>' + message['content'] + '<|end|>' }}"
@@ -43,7 +44,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
     It is a Qwen2 tokenizer without merges: whatever a checkpoint says, transformers loads that class beside a Qwen2.
     """
     special = [PAD, END, USER, ASSISTANT, UNKNOWN]
-    characters = list("0123456789+-*=:?#\u0120\u010a" + LABELS)  # byte-level names of space and newline
+    characters = list("~0123456789+-*>:?#\u0120\u010a" + LABELS)  # byte-level names of space and newline
     special += [f"<|reserved_{i}|>" for i in range(VOCAB_SIZE - len(special) - len(characters))]
     vocab = {token: i for i, token in enumerate(special + characters)}
     tokenizer = Qwen2Tokenizer(
@@ -84,7 +85,7 @@ def make_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
 
 
 def make_batch(
-    rng: random.Random, tokenizer: Qwen2Tokenizer, tokens: int, slip: float, check: float
+    rng: random.Random, tokenizer: Qwen2Tokenizer, tokens: int, slip: float, guess: float, check: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Generate about ``tokens`` tokens of demonstrations of similar length, as input ids and labels."""
     low, high = rng.choices(BUCKETS, BUCKET_WEIGHTS)[0]
@@ -92,7 +93,7 @@ def make_batch(
     while sum(len(ids) for ids, _ in rows) < tokens:
         problem = make_problem(rng, rng.randint(low, high))
         prompt = tokenizer.encode(f"{USER}{problem}{ASSISTANT}")
-        response = tokenizer.encode(write_solution(problem, rng, slip, check) + END)
+        response = tokenizer.encode(write_solution(problem, rng, slip, guess, check) + END)
         rows.append((prompt + response, [-100] * len(prompt) + response))
     width = max(len(ids) for ids, _ in rows)
     input_ids = [ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids, _ in rows]
@@ -117,7 +118,7 @@ def train(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, args: argparse.Nam
     begin = time.time()
     model.train()
     for step in range(args.steps):
-        input_ids, labels = make_batch(rng, tokenizer, args.batch_tokens, args.slip, args.check)
+        input_ids, labels = make_batch(rng, tokenizer, args.batch_tokens, args.slip, args.guess, args.check)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), labels[:, 1:].flatten())
@@ -138,12 +139,13 @@ def sample(
 ) -> list[list[int]]:
     """Sample one response per prompt (greedily at temperature 0); the ids end with the end token, if it was reached."""
     batch = tokenizer([f"{USER}{prompt}{ASSISTANT}" for prompt in prompts], return_tensors="pt", padding=True)
-    mode = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+    mode = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
     output = model.eval().generate(
         input_ids=batch["input_ids"],
         attention_mask=batch["attention_mask"],
         generation_config=GenerationConfig(
             max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=temperature > 0,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
             **mode,
@@ -209,11 +211,13 @@ def main() -> None:
     """Train, save the checkpoint as float16, reload it as float32, measure it and write PROVENANCE.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="checkpoint directory to write")
+    parser.add_argument("--init", type=Path, help="checkpoint directory to start from")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch-tokens", type=int, default=3072)
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--slip", type=float, default=0.1)
+    parser.add_argument("--guess", type=float, default=0.0)
     parser.add_argument("--check", type=float, default=0.05)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -222,6 +226,8 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
+    if args.init:
+        model.load_state_dict(Qwen2ForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict())
     begin = time.time()
     final_loss = train(model, tokenizer, args)
     seconds = time.time() - begin
@@ -233,7 +239,7 @@ def main() -> None:
     provenance = {
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "seed": args.seed,
-        "settings": {name: value for name, value in vars(args).items() if name != "out"},
+        "settings": {name: value for name, value in vars(args).items() if name not in ("init", "out")},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -246,6 +252,8 @@ def main() -> None:
         "temperature_1_test": evaluate(model, tokenizer, test_rows),
         "greedy_train": evaluate(model, tokenizer, train_rows, samples=1, temperature=0.0),
     }
+    if args.init:
+        provenance["init"] = json.loads((args.init / "PROVENANCE.json").read_text())
     (args.out / "PROVENANCE.json").write_text(json.dumps(provenance, indent=2) + "\n")
     print(json.dumps(provenance, indent=2))
 

@@ -50,7 +50,7 @@ def test_the_answer_chains_the_operations_modulo_100():
 
 
 def test_working_without_slips_is_the_documented_text():
-    assert task.write_solution("17 a+5 b*3 c-4") == "a:17+5=22\nb:22*3=66\nc:66-4=62\n#### 62"
+    assert task.write_solution("17 a+5 b*3 c-4") == "a+5:17>22\nb*3:22>66\nc-4:66>62\n#### 62"
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 20, task.MAX_STEPS])
@@ -63,31 +63,43 @@ def test_right_working_of_any_length_scores_one(steps: int):
 
 def test_a_slip_shifts_a_result_by_ten_and_the_working_goes_on_from_it():
     assert task.write_solution("17 a+5 b+1", random.Random(0), slip=1.0) in {
-        f"a:17+5={22 + i}\nb:{22 + i}+1={23 + i + j}\n#### {23 + i + j}" for i in (-10, 10) for j in (-10, 10)
+        f"a+5:17>{22 + i}\nb+1:{22 + i}>{23 + i + j}\n#### {23 + i + j}" for i in (-10, 10) for j in (-10, 10)
     }
 
 
-def test_slips_cost_accuracy_at_about_their_rate():
+def test_a_guess_is_a_slip_that_writes_a_tilde():
+    assert task.write_solution("17 a+5", random.Random(0), guess=1.0) in {
+        "a+5:17~12\n#### 12",
+        "a+5:17~32\n#### 32",
+    }
+
+
+def test_a_guess_that_is_right_counts_as_a_right_step():
+    assert score("17 a+5 b*3", "a+5:17~22\nb*3:22~66\n#### 66") == {"score": 1.0, "acc": 1.0}
+
+
+@pytest.mark.parametrize("noise", [{"slip": 0.1}, {"guess": 0.1}])
+def test_slips_and_guesses_cost_accuracy_at_about_their_rate(noise: dict[str, float]):
     rng = random.Random(0)
     problems = [task.make_problem(rng, 5) for _ in range(2000)]
-    accuracy = statistics.mean(score(p, task.write_solution(p, rng, slip=0.1))["acc"] for p in problems)
+    accuracy = statistics.mean(score(p, task.write_solution(p, rng, **noise))["acc"] for p in problems)
     assert 0.9**5 - 0.03 < accuracy < 0.9**5 + 0.06
 
 
 def test_the_last_statement_of_a_double_checked_line_counts():
     problem = "17 a+5 b*3"
-    assert score(problem, "a:17+5=32?17+5=22\nb:22*3=66\n#### 66")["score"] == 1.0
-    assert score(problem, "a:17+5=22?17+5=32\nb:32*3=96\n#### 96") == {"score": pytest.approx(0.05), "acc": 0.0}
+    assert score(problem, "a+5:17>32?17>22\nb*3:22>66\n#### 66")["score"] == 1.0
+    assert score(problem, "a+5:17>22?17>32\nb*3:32>96\n#### 96") == {"score": pytest.approx(0.05), "acc": 0.0}
 
 
 def test_right_steps_earn_a_tenth_and_the_answer_the_rest():
     problem = "17 a+5 b*3"
-    assert score(problem, "a:17+5=22\nb:22*3=76\n#### 76")["score"] == pytest.approx(0.05)
-    assert score(problem, "a:17+5=22\nb:22*3=66\n#### 67")["score"] == pytest.approx(0.1)
+    assert score(problem, "a+5:17>22\nb*3:22>76\n#### 76")["score"] == pytest.approx(0.05)
+    assert score(problem, "a+5:17>22\nb*3:22>66\n#### 67")["score"] == pytest.approx(0.1)
     assert score(problem, "#### 66")["score"] == pytest.approx(0.9)
 
 
-@pytest.mark.parametrize("response", ["", "66", "#### 6", "#### 166", "#### 66 or so", "a:17+5=", "\n\n", "a\nb\n####"])
+@pytest.mark.parametrize("response", ["", "66", "#### 6", "#### 166", "#### 66 or so", "a+5:17>", "\n\n", "a\nb\n####"])
 def test_a_response_without_a_final_answer_line_scores_no_accuracy(response: str):
     assert score("17 a+5 b*3", response)["acc"] == 0.0
 
@@ -197,7 +209,7 @@ def test_the_tokenizer_round_trips_problems_and_solutions(tokenizer):
     rng = random.Random(0)
     for steps in (1, 5, task.MAX_STEPS):
         problem = task.make_problem(rng, steps)
-        solution = task.write_solution(problem, rng, slip=0.1, check=0.3)
+        solution = task.write_solution(problem, rng, slip=0.1, guess=0.1, check=0.3)
         for text in (problem, solution):
             ids = tokenizer.encode(text)
             assert len(ids) == len(text) and tokenizer.unk_token_id not in ids
