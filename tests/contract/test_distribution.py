@@ -11,7 +11,7 @@ import torch
 from engine import POLICY
 from scipy import stats
 
-PROMPT = [random.Random(0).choice([26, 27, 35, 38]) for _ in range(28)]
+PROMPT = random.Random(0).choices([25, 26, 27, 28], k=28)
 """Over so few tokens that almost any two of them are repeated, so that prompt look-up drafts at every step."""
 SAMPLES = 4000
 
@@ -25,7 +25,7 @@ def law() -> Any:
     firsts = sorted(set(PROMPT))
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + [t] for t in firsts])).logits[:, -1]
-    return {t: torch.softmax(row[firsts] / TEMPERATURE, dim=-1).numpy() for t, row in zip(firsts, logits, strict=True)}
+    return {t: torch.softmax(row[firsts].double() / TEMPERATURE, dim=-1).numpy() for t, row in zip(firsts, logits, strict=True)}
 
 
 TEMPERATURE = 2.0
