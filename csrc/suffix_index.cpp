@@ -16,9 +16,8 @@ namespace nb = nanobind;
 namespace das {
 
 namespace {
-constexpr uint32_t kExact = 16;  // places taken per source with the context itself
-constexpr uint32_t kSkip = 8;    // places looked at per source with the context less its last token
-constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;
+constexpr uint32_t kSure = 8;  // strength of a match from which on places that differ in the last token don't matter
+constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;  // weights; newest history weighs as much as a sibling
 }  // namespace
 
 SuffixIndex::SuffixIndex(uint32_t max_depth, double half_life) : depth_(max_depth), fading_(256) {
@@ -77,13 +76,14 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count) {
   Problem& problem = problems_[id];
   auto stream = std::make_unique<Stream>();
   if (count) {
-    const Text& known = problem.prompt ? problem.prompt->tokens() : Text{};
-    if (known.size() != count + 2 || !std::equal(prompt, prompt + count, known.begin() + 1)) {
+    stream->prompt = problem.prompt.lock();
+    const Text* known = stream->prompt ? &stream->prompt->tokens() : nullptr;  // kStart, the prompt, kStart
+    if (!known || !std::equal(known->begin() + 1, known->end() - 1, prompt, prompt + count)) {
       auto segment = std::make_shared<Segment>();
       segment->append({{0, Text(prompt, prompt + count)}}, depth_);
-      problem.prompt = std::move(segment);
+      stream->prompt = std::move(segment);
     }
-    stream->prompt = problem.prompt;
+    problem.prompt = stream->prompt;
   }
   requests_[next_handle_] = {&problem, stream.get(), id, {}, {}};
   problem.live.streams.push_back(std::move(stream));
@@ -119,55 +119,65 @@ void SuffixIndex::clear_live() {
   each_problem([](Problem& problem) { problem.live.forget_closed(); });
 }
 
-void SuffixIndex::gather(const Request& request) {
-  candidates_.clear();
-  const auto exact = [&](Context context, const Text& text, uint32_t position, uint32_t length, uint32_t weight) {
-    const uint32_t beyond = length < depth_ ? match_beyond(context, &text[position], length, kBeyond) : 0;
-    candidates_.push_back({&text[position] + 1, text.data() + text.size(), strength(length, beyond), weight});
-  };
-  const auto skip = [&](Token last, const Text& text, uint32_t position, uint32_t length, uint32_t weight) {
-    if (text[position + 1] == last) return;  // an exact match
-    const uint32_t beyond = std::min(length, kBeyond);
-    candidates_.push_back({&text[position] + 2, text.data() + text.size(), strength(0, beyond), weight});
-  };
-  const auto segment = [&](const Segment& segment, Context context, auto&& weight) {
-    const Text& text = segment.tokens();
-    segment.search(context, depth_, kExact, [&](const Segment::Place& p, uint32_t length) {
-      exact(context, text, p.position, length, weight(p));
-    });
-    if (context.size < 2) return;
-    segment.search(context.without_last(), depth_, kSkip, [&](const Segment::Place& p, uint32_t length) {
-      skip(context[0], text, p.position, length, weight(p));
-    });
-  };
-
-  const Stream& own = *request.stream;
-  const Context context{own.text.data() + own.text.size(), static_cast<uint32_t>(own.text.size())};
+template <class Visit>
+void SuffixIndex::search(const Request& request, Context response, Context whole, Visit&& visit) const {
   const Segment& history = request.problem->history;
-  segment(history, context, [&](const Segment::Place& p) {
+  history.search(response, depth_, [&](const Segment::Place& p, uint32_t length) {
     const int64_t age = newest_ - history.trajectories()[p.trajectory].version;
-    return fading_[std::min<uint64_t>(age, fading_.size() - 1)];
+    visit(response, history.tokens(), p.position, length, fading_[std::min<uint64_t>(age, fading_.size() - 1)]);
   });
-  const Live& live = request.problem->live;
-  const auto weight = [&](const Stream& stream) { return &stream == &own ? kOwn : kSibling; };
-  live.search(context, depth_, [&](const Stream& stream, uint32_t position, uint32_t length) {
-    exact(context, stream.text, position, length, weight(stream));
+  request.problem->live.search(response, depth_, [&](const Stream& stream, uint32_t position, uint32_t length) {
+    visit(response, stream.text, position, length, &stream == request.stream ? kOwn : kSibling);
   });
-  if (context.size >= 2)
-    live.search(context.without_last(), depth_, [&](const Stream& stream, uint32_t position, uint32_t length) {
-      skip(context[0], stream.text, position, length, weight(stream));
+  if (const Segment* prompt = request.stream->prompt.get())
+    prompt->search(whole, depth_, [&](const Segment::Place& p, uint32_t length) {
+      visit(whole, prompt->tokens(), p.position, length, kPrompt);
     });
-  if (!own.prompt) return;
-  // The prompt is searched with the request's whole text, prompt included, in place of kStart.
-  const uint32_t window = depth_ + kBeyond + 2, written = context.size - 1;
-  const Text& prompt = own.prompt->tokens();
-  context_.assign(context.end - std::min(written, window), context.end);
-  if (written < window) {
-    const auto tail = std::min<size_t>(window - written, prompt.size() - 2);
-    context_.insert(context_.begin(), prompt.end() - 1 - tail, prompt.end() - 1);
+}
+
+void SuffixIndex::gather(const Request& request) {
+  // What can be compared of the response with its draft, and of the same with the prompt in place of kStart.
+  const size_t window = depth_ + kBeyond + 2;
+  const Text& text = request.stream->text;
+  response_.assign(text.end() - std::min(text.size(), window), text.end());
+  response_.insert(response_.end(), request.drafted.begin(), request.drafted.end());
+  whole_.clear();
+  if (request.stream->prompt) {
+    const Text& prompt = request.stream->prompt->tokens();
+    if (text.size() <= window) whole_.assign(prompt.end() - 1 - std::min(prompt.size() - 2, window), prompt.end() - 1);
+    whole_.insert(whole_.end(), response_.begin() + (response_.front() == kStart), response_.end());
   }
-  segment(*own.prompt, {context_.data() + context_.size(), static_cast<uint32_t>(context_.size())},
-          [](const Segment::Place&) { return kPrompt; });
+  const Context response{response_.data() + response_.size(), static_cast<uint32_t>(response_.size())};
+  const Context whole =
+      whole_.empty() ? response : Context{whole_.data() + whole_.size(), static_cast<uint32_t>(whole_.size())};
+
+  candidates_.clear();
+  uint32_t strongest = 0;
+  search(request, response, whole,
+         [&](Context context, const Text& text, uint32_t position, uint32_t length, uint32_t weight) {
+           const uint32_t beyond = length < depth_ ? match_beyond(context, &text[position], length, kBeyond) : 0;
+           candidates_.push_back({&text[position] + 1, text.data() + text.size(), strength(length, beyond), weight});
+           strongest = std::max(strongest, candidates_.back().strength);
+         });
+  if (strongest >= kSure || response.size < 2) return;
+  const Token last = response[0];
+  search(request, response.without_last(), whole.without_last(),
+         [&](Context, const Text& text, uint32_t position, uint32_t length, uint32_t weight) {
+           if (text[position + 1] == last) return;  // matches as it is
+           const uint32_t known = strength(0, std::min(length, kBeyond));
+           candidates_.push_back({&text[position] + 2, text.data() + text.size(), known, weight});
+         });
+}
+
+void SuffixIndex::poll(uint32_t step) {
+  votes_.clear();
+  for (const Candidate& c : candidates_) {
+    if (c.over()) continue;
+    const uint32_t strength = std::min<uint32_t>(c.strength + 2 * step, vote_table().size() - 1);
+    auto it = std::find_if(votes_.begin(), votes_.end(), [&](const Vote& v) { return v.token == *c.next; });
+    if (it == votes_.end()) it = votes_.insert(it, {*c.next, 0, 0, 0});
+    it->votes += vote_table()[strength] * c.weight, ++it->count, it->strength = std::max(it->strength, strength);
+  }
 }
 
 void SuffixIndex::draft(int64_t handle, int64_t budget, double min_chance, Text& tokens, std::vector<float>& chances) {
@@ -175,27 +185,18 @@ void SuffixIndex::draft(int64_t handle, int64_t budget, double min_chance, Text&
   r.drafted.clear(), r.kinds.clear();
   if (budget <= 0) return;
   gather(r);
-  struct Vote {
-    Token token;
-    uint32_t count, strength;
-    uint64_t votes;
-  };
-  static thread_local std::vector<Vote> poll;
   double chance = 1;
-  for (uint32_t step = 0;; ++step) {
-    poll.clear();
-    uint64_t all = 0;
-    for (const Candidate& c : candidates_) {
-      if (c.over()) continue;
-      const uint32_t strength = std::min<uint32_t>(c.strength + 2 * step, votes().size() - 1);
-      const uint64_t vote = votes()[strength] * c.weight;
-      all += vote;
-      auto it = std::find_if(poll.begin(), poll.end(), [&](const Vote& v) { return v.token == *c.next; });
-      if (it == poll.end()) it = poll.insert(it, {*c.next, 0, 0, 0});
-      it->votes += vote, ++it->count, it->strength = std::max(it->strength, strength);
+  for (uint32_t step = 0, searched = 0;; ++step) {
+    poll(step - searched);
+    if (votes_.empty() && step > searched) {  // every occurrence ended here: look for others of what is drafted now
+      gather(r);
+      poll(0);
+      searched = step;
     }
-    if (poll.empty()) return;
-    const Vote best = *std::min_element(poll.begin(), poll.end(), [](const Vote& a, const Vote& b) {
+    if (votes_.empty()) return;
+    uint64_t all = 0;
+    for (const Vote& v : votes_) all += v.votes;
+    const Vote best = *std::min_element(votes_.begin(), votes_.end(), [](const Vote& a, const Vote& b) {
       return a.votes != b.votes ? a.votes > b.votes : a.token < b.token;
     });
     const uint16_t kind = Acceptance::kind(best.votes, all, best.strength, best.count);

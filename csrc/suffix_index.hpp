@@ -45,7 +45,7 @@ class SuffixIndex {
     Segment history;
     Live live;
     std::vector<std::pair<int64_t, Text>> staged;
-    std::shared_ptr<const Segment> prompt;  // of the request opened last: siblings share it
+    std::weak_ptr<const Segment> prompt;  // of the request opened last: siblings share it
     bool empty() const { return history.empty() && live.streams.empty() && staged.empty(); }
   };
   struct Request {
@@ -57,7 +57,10 @@ class SuffixIndex {
   };
 
   Request& request(int64_t handle);
-  void gather(const Request& request);
+  template <class Visit>
+  void search(const Request& request, Context response, Context whole, Visit&& visit) const;
+  void gather(const Request& request);  // candidates for what follows its text and its draft
+  void poll(uint32_t step);             // their votes, `step` tokens after the place they were found at
   template <class Function>
   void each_problem(Function&& function);  // dropping those that it left empty
 
@@ -69,7 +72,8 @@ class SuffixIndex {
   std::vector<uint32_t> fading_;  // weight of a trajectory by its age in versions
   Acceptance acceptance_;
   std::vector<Candidate> candidates_;
-  Text context_;
+  std::vector<Vote> votes_;
+  Text response_, whole_;
 };
 
 }  // namespace das

@@ -16,7 +16,6 @@ namespace das {
 struct Stream {
   Text text{kStart};
   std::shared_ptr<const Segment> prompt;
-  Text prompt_tail;  // the prompt's last tokens, the left context of a short response
   enum { kOpen, kClosed, kForgotten } state = kOpen;
 };
 
@@ -24,7 +23,6 @@ struct Stream {
 class Live {
  public:
   static constexpr std::array<uint32_t, 3> kGrams{4, 2, 1};
-  static constexpr uint32_t kWalk = 16;  // places looked at per chain
 
   std::vector<std::unique_ptr<Stream>> streams;
 
@@ -39,29 +37,39 @@ class Live {
   // Forgets a stream's text; its places stay in the chains, unseen, until they outnumber the others.
   void forget(Stream& stream) {
     stream.state = Stream::kForgotten;
-    forgotten_ += stream.text.size() - 1;
-    if (2 * forgotten_ > log_.size()) sweep();
+    forgotten_ += stream.text.size();
+    if (2 * forgotten_ > log_.size() + streams.size()) sweep();
   }
 
   void forget_closed() {
+    bool any = false;
     for (auto& s : streams)
-      if (s->state == Stream::kClosed) s->state = Stream::kForgotten;
-    sweep();
+      if (s->state == Stream::kClosed) s->state = Stream::kForgotten, any = true;
+    if (any) sweep();
   }
 
-  // Visits places whose last tokens equal the context's: longer grams first, in each chain the latest first.
+  // Visits places whose last tokens equal the context's, the latest first: up to kMost per chain, those of the longest
+  // grams first, those of shorter grams only while fewer than half of kMost are found.
   // visit(stream, position, match length)
   template <class Visit>
   void search(Context context, uint32_t depth, Visit&& visit) const {
     if (slots_.empty()) return;
-    for (size_t level = 0; level < kGrams.size(); ++level) {
-      uint32_t place = head(gram(context, level));
-      for (uint32_t walked = 0; place != kNone && walked < kWalk; place = log_[place].previous[level]) {
-        const Place& p = log_[place];
+    uint32_t found = 0;
+    for (size_t level = 0; level < kGrams.size() && 2 * found < kMost; ++level) {
+      std::array<const Place*, kMost> walked;
+      uint32_t count = 0;
+      for (uint32_t i = head(gram(context, level)); i != kNone && count < kMost; i = log_[i].previous[level]) {
+        const Place& p = log_[i];
         if (p.stream->state == Stream::kForgotten) continue;
-        ++walked;
-        const Match m = match(context, &p.stream->text[p.position], depth);
-        if (level == 0 || !(m.ended || m.length >= kGrams[level - 1])) visit(*p.stream, p.position, m.length);
+        __builtin_prefetch(&p.stream->text[p.position]);
+        walked[count++] = &p;
+      }
+      for (uint32_t i = 0; i < count; ++i) {
+        const Stream& stream = *walked[i]->stream;
+        const Match m = match(context, &stream.text[walked[i]->position], depth);
+        if (level && (m.ended || m.length >= kGrams[level - 1])) continue;  // seen in the chain before
+        visit(stream, walked[i]->position, m.length);
+        ++found;
       }
     }
   }
@@ -81,7 +89,7 @@ class Live {
   // Rebuilds the chains without forgotten streams.
   void sweep() {
     const std::vector<Place> log = std::move(log_);
-    log_.clear(), slots_.clear(), used_ = 0, forgotten_ = 0;
+    log_ = {}, slots_ = {}, used_ = 0, forgotten_ = 0;
     for (const Place& p : log)
       if (p.stream->state != Stream::kForgotten) insert(*p.stream, p.position);
     streams.erase(std::remove_if(streams.begin(), streams.end(),
@@ -137,7 +145,8 @@ class Live {
 
   std::vector<Place> log_;  // in the order of their arrival
   std::vector<Slot> slots_;  // open addressing; a power of two
-  size_t used_ = 0, forgotten_ = 0;
+  size_t used_ = 0;       // slots that are taken
+  size_t forgotten_ = 0;  // tokens of forgotten streams, kStart included
 };
 
 }  // namespace das

@@ -86,18 +86,27 @@ class Segment {
     return before_count - token_count();
   }
 
-  // Visits up to `most` places by match length, longest first; equal lengths: places after the context's own place in
+  // Visits up to kMost places by match length, longest first; equal lengths: places after the context's own place in
   // the order before those in front of it, nearest first. visit(place, match length); lengths are >= 1.
   template <class Visit>
-  void search(Context context, uint32_t depth, uint32_t most, Visit&& visit) const {
-    const auto first = std::lower_bound(places_.begin(), places_.end(), context, [&](const Place& p, Context c) {
-      return sorts_before(p, c, depth);
-    });
+  void search(Context context, uint32_t depth, Visit&& visit) const {
+    auto first = places_.begin();
+    for (size_t left = places_.size(); left;) {  // a lower bound that fetches both places it may look at next
+      const size_t half = left / 2;
+      __builtin_prefetch(&first[half / 2]);
+      __builtin_prefetch(&first[half + 1 + (left - half - 1) / 2]);
+      const bool behind = sorts_before(first[half], context, depth);
+      first += behind ? half + 1 : 0;
+      left = behind ? left - half - 1 : half;
+    }
+    const auto near = std::min<ptrdiff_t>(kMost / 2, first - places_.begin());
+    for (auto p = first - near; p != places_.end() && p != first - near + kMost; ++p)
+      __builtin_prefetch(&tokens_[p->position]);
     auto after = first, before = first;
     const auto length_at = [&](const Place& p) { return match(context, &tokens_[p.position], depth).length; };
     uint32_t right = after != places_.end() ? length_at(*after) : 0;
     uint32_t left = before != places_.begin() ? length_at(*(before - 1)) : 0;
-    for (; most && (right || left); --most) {
+    for (uint32_t visited = 0; visited < kMost && (right || left); ++visited) {
       if (right >= left) {
         visit(*after, right);
         right = ++after != places_.end() ? std::min<uint32_t>(right, after->lcp) : 0;

@@ -9,6 +9,7 @@ namespace das {
 
 using Token = int32_t;                // real tokens are >= 0
 constexpr Token kStart = -1;          // stands before the first token of every response
+constexpr uint32_t kMost = 16;        // places that one search of a text visits (live text: per chain)
 using Text = std::vector<Token>;
 
 // The last `size` tokens before `end`, last one first.
@@ -38,7 +39,7 @@ inline Match match(Context context, const Token* last, uint32_t depth, uint32_t 
 // Equal tokens beyond a single differing one at `length` (a substitution), at most `limit`.
 inline uint32_t match_beyond(Context context, const Token* last, uint32_t length, uint32_t limit) {
   const Token* place = last - length;
-  if (length >= context.size || context[length] == kStart || *place == kStart) return 0;
+  if (length >= context.size || *place == kStart) return 0;
   return match({context.end - length - 1, context.size - length - 1}, place - 1, limit).length;
 }
 

@@ -164,4 +164,6 @@ def _names(node: ast.stmt) -> set[str]:
 
 
 def _assigned_on_self(scope: ast.AST, name: str) -> bool:
-    return any(isinstance(n, ast.Attribute) and n.attr == name and isinstance(n.ctx, ast.Store) for n in ast.walk(scope))
+    return any(
+        isinstance(n, ast.Attribute) and n.attr == name and isinstance(n.ctx, ast.Store) for n in ast.walk(scope)
+    )

@@ -31,9 +31,7 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """
     if logits.device.type == "cpu":
         out = torch.empty(logits.shape[0], dtype=torch.int64)
-        _native_sample(
-            logits.detach().contiguous().numpy(), keys.contiguous().numpy().view(np.uint64), out.numpy()
-        )
+        _native_sample(logits.detach().contiguous().numpy(), keys.contiguous().numpy().view(np.uint64), out.numpy())
         return out
     if triton is not None:
         return _triton_sample(logits.contiguous(), keys)

@@ -95,9 +95,7 @@ class HistoryProposer:
             self.index.extend_many(grown, np.concatenate(new), offsets)
         drafts: list[list[int]] = [[] for _ in sampled]
         if handles:
-            flat, _, offsets = self.index.draft_flat(
-                handles, np.maximum(budgets, 0), self.config.budget.min_chance
-            )
+            flat, _, offsets = self.index.draft_flat(handles, np.maximum(budgets, 0), self.config.budget.min_chance)
             ids, at = flat.tolist(), offsets.tolist()
             for row, begin, end in zip(rows, at, at[1:], strict=False):
                 drafts[row] = ids[begin:end]
@@ -106,8 +104,7 @@ class HistoryProposer:
     def _open(self, req_id: str, request: Any, tokens: np.ndarray) -> _Live:
         self._close([req_id])
         prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
-        handle = self.index.open(self._problem(request, prompt), prompt)
-        self.index.extend(handle, tokens[len(prompt) :])
+        handle = self.index.open(self._problem(request, prompt), prompt, prefix=tokens[len(prompt) :])
         end = min(self._max_model_len, len(prompt) + (request.sampling_params.max_tokens or self._max_model_len))
         recorded = (request.sampling_params.extra_args or {}).get(RECORD_ARG, 1)
         keep = bool(recorded) and self.config.history.scope != "request"

@@ -163,9 +163,7 @@ class Rows:
         return torch.where(offsets < self.count[:, None], first[:, None] + offsets, nothing)
 
 
-def _row_metadata(
-    per_request: SamplingMetadata, metadata: SpecDecodeMetadata, rows: Rows
-) -> SamplingMetadata | None:
+def _row_metadata(per_request: SamplingMetadata, metadata: SpecDecodeMetadata, rows: Rows) -> SamplingMetadata | None:
     """The sampling metadata with one entry per row instead of one per request; None where that can't be expressed
     (thinking budgets, log-probabilities of chosen tokens)."""
     holder = getattr(per_request, "thinking_budget_state_holder", None)

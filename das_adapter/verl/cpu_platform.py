@@ -33,7 +33,9 @@ def _complete_torch_cpu() -> None:
     lacking = {
         **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats"), _nothing),
         **dict.fromkeys(("reset_accumulated_memory_stats",), _nothing),
-        **dict.fromkeys(("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _memory),
+        **dict.fromkeys(
+            ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _memory
+        ),
         "manual_seed": torch.manual_seed,
         "manual_seed_all": torch.manual_seed,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),

@@ -56,7 +56,10 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
     sample = _current.get()
     if instance._das is not None and sample is not None:
         params = dict(kwargs["sampling_params"])
-        params["extra_args"] = {**(params.get("extra_args") or {}), **label(instance._das, sample, kwargs["prompt_ids"])}
+        params["extra_args"] = {
+            **(params.get("extra_args") or {}),
+            **label(instance._das, sample, kwargs["prompt_ids"]),
+        }
         kwargs = {**kwargs, "sampling_params": params}
     return await stock(*args, **kwargs)
 

@@ -51,9 +51,7 @@ def _route_and_label_requests(module: Any) -> None:
     from das_adapter.verl import identity, router
 
     wrapt.wrap_function_wrapper(module, "LLMServerClient.generate", identity.around_generate)
-    wrapt.wrap_function_wrapper(
-        module, "LLMServerManager._init_global_load_balancer", router.around_init_load_balancer
-    )
+    wrapt.wrap_function_wrapper(module, "LLMServerManager._init_global_load_balancer", router.around_init_load_balancer)
 
 
 @wrapt.when_imported("verl.utils.tracking")

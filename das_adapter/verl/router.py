@@ -1,4 +1,4 @@
-"""`routing.policy: least_loaded`: the replica with the fewest requests in flight, siblings together where that is a tie."""
+"""`routing.policy: least_loaded`: fewest requests in flight first, siblings together where that is a tie."""
 
 from __future__ import annotations
 

@@ -57,9 +57,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console()
     begin = time.time()
-    subprocess.run(
-        [sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, stdout=subprocess.DEVNULL
-    )
+    subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, stdout=subprocess.DEVNULL)
     with Progress(
         TextColumn("{task.description:8}"), BarColumn(), TextColumn("step {task.completed}/{task.total}"),
         TextColumn("{task.fields[note]}"), TimeElapsedColumn(), console=console,

@@ -82,12 +82,18 @@ def main() -> None:
             result["stats"] = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
             result["hello"] = llm.collective_rpc("das_rpc", args=("hello", {}))[0]
         if "refresh" in part:
-            keep = [(r["params"].get("extra_args", {}).get("das_problem", 0), t) for r, t in zip(requests, texts, strict=True)]
+            keep = [
+                (r["params"].get("extra_args", {}).get("das_problem", 0), t)
+                for r, t in zip(requests, texts, strict=True)
+            ]
             trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
             payload = {"version": part["refresh"], "trajectories": trajectories}
             llm.collective_rpc("das_rpc", args=("refresh", payload))
         runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        result["samplers"] = [type(runner.sampler).__module__, type(getattr(runner, "rejection_sampler", None)).__module__]
+        result["samplers"] = [
+            type(runner.sampler).__module__,
+            type(getattr(runner, "rejection_sampler", None)).__module__,
+        ]
         results.append(result)
     print("RESULT " + json.dumps(results), flush=True)
     os._exit(0)  # vLLM's own teardown adds seconds and nothing to the test

@@ -24,8 +24,11 @@ def law() -> Any:
     model = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     firsts = sorted(set(PROMPT))
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPT + [t] for t in firsts])).logits[:, -1]
-    return {t: torch.softmax(row[firsts].double() / TEMPERATURE, dim=-1).numpy() for t, row in zip(firsts, logits, strict=True)}
+        logits = model(torch.tensor([[*PROMPT, t] for t in firsts])).logits[:, -1]
+    return {
+        t: torch.softmax(row[firsts].double() / TEMPERATURE, dim=-1).numpy()
+        for t, row in zip(firsts, logits, strict=True)
+    }
 
 
 TEMPERATURE = 2.0

@@ -51,7 +51,9 @@ def test_the_launch_script_needs_nothing_but_overrides() -> None:
     overrides = re.findall(r"^  (\S+=\S+) \\$", text, re.MULTILINE)
     assert len(overrides) > 15
     with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-        das = checked(compose("ppo_trainer", overrides=[o.replace('"', "").replace("$HOME", "/home/x") for o in overrides]))
+        das = checked(
+            compose("ppo_trainer", overrides=[o.replace('"', "").replace("$HOME", "/home/x") for o in overrides])
+        )
     assert das is not None
     assert das.budget.max_draft_tokens == 8
 

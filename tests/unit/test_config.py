@@ -75,4 +75,6 @@ def test_bad_input_is_named_with_what_was_found_and_what_is_allowed(block: Any, 
 
 def test_importing_the_config_costs_no_framework() -> None:
     code = "import sys, das_adapter.config; print(sorted({'torch','vllm','ray','verl','numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

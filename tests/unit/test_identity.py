@@ -48,7 +48,12 @@ def test_later_turns_keep_problem_and_seed() -> None:
 
 
 def test_steps_rows_and_validation_draw_anew() -> None:
-    variants = [TRAJECTORY, {**TRAJECTORY, "step": 6}, {**TRAJECTORY, "sample_index": 4}, {**TRAJECTORY, "validate": True}]
+    variants = [
+        TRAJECTORY,
+        {**TRAJECTORY, "step": 6},
+        {**TRAJECTORY, "sample_index": 4},
+        {**TRAJECTORY, "validate": True},
+    ]
     labels = [requests(ON, t, [[1, 2]], session_id=0)[0]["extra_args"] for t in variants]
     assert len({label[SEED_ARG] for label in labels}) == 4
     assert [label[RECORD_ARG] for label in labels] == [1, 1, 1, 0]

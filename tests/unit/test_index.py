@@ -74,6 +74,17 @@ def test_the_majority_decides_among_equal_matches(make: Index) -> None:
     assert drafted(index, index.open(1, [], prefix=[3, 4]), 1) == [50]
 
 
+@pytest.mark.parametrize("seals", [1, 3])
+def test_of_many_equal_matches_the_latest_are_looked_at(make: Index, seals: int) -> None:
+    index = make()
+    for i, token in enumerate([50] * 20 + [60] * 16):
+        index.add(1, [3, 4, token], 0)
+        if i % (36 // seals) == 36 // seals - 1:
+            index.seal()
+    index.seal()
+    assert drafted(index, index.open(1, [], prefix=[3, 4]), 1) == [60]
+
+
 def test_newer_versions_count_more(make: Index) -> None:
     index = make(half_life=1.0)
     for version, token in ((0, 50), (0, 50), (9, 60)):
@@ -113,6 +124,15 @@ def test_a_closed_request_is_drafted_from_only_if_kept(make: Index, keep: bool) 
     index.extend(first, POEM)
     index.close(first, keep=keep)
     assert drafted(index, second, 20) == (POEM if keep else [])
+
+
+def test_a_forgotten_request_is_not_drafted_from_while_its_siblings_go_on(make: Index) -> None:
+    index = make()
+    siblings = [index.open(1, [], prefix=[100 + i, *range(200, 220)]) for i in range(4)]
+    forgotten = index.open(1, [], prefix=POEM)
+    index.close(forgotten, keep=False)
+    index.extend(siblings[0], [11])
+    assert drafted(index, siblings[0]) == []
 
 
 def test_clear_live_forgets_the_closed_and_keeps_the_open(make: Index) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -62,8 +64,8 @@ def test_keys_differ_by_seed_and_position() -> None:
 def test_seeds_differ_by_everything_they_are_derived_from() -> None:
     values = {
         request_seed(run, problem, step, sample, row)
-        for run in range(3) for problem in (1, 2**64 - 1) for step in range(3) for sample in (-1, 0, 1) for row in (0, 1)
-    }  # fmt: skip
+        for run, problem, step, sample, row in product(range(3), (1, 2**64 - 1), range(3), (-1, 0, 1), (0, 1))
+    }
     assert len(values) == 3 * 2 * 3 * 3 * 2
     assert all(0 <= value < 2**63 for value in values)
     assert request_seed(0, 1, 2, 3) == request_seed(0, 1, 2, 3)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import tempfile
 from typing import Any
 
 import numpy as np
@@ -30,9 +29,9 @@ class SuffixIndex:
     Equal calls give equal drafts on every process. One thread uses an index at a time; `seal`, `expire`, `shrink`,
     `save`, `load`, `extend_many` and `draft_flat` release the GIL.
 
-    What is drafted: the longest matches of the request's context in each source, and the places that match it but for
-    one differing token, vote on the continuation. Beside the tokens stands the estimated chance that they survive
-    verification; it is learned from what requests went on with after earlier drafts.
+    What is drafted: the longest matches of the request's context in each source, and where those are short the places
+    that match but for the last token, vote on the continuation. Beside the tokens stands the estimated chance that they
+    survive verification; it is learned from what requests went on with after their last draft.
     """
 
     def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
@@ -85,9 +84,8 @@ class SuffixIndex:
             OSError: the file can't be written; an older file of that name is then left as it was.
         """
         target = os.fspath(path)
-        handle, temporary = tempfile.mkstemp(prefix=os.path.basename(target) + ".", dir=os.path.dirname(target) or ".")
+        temporary = f"{target}.{os.getpid()}.tmp"
         try:
-            os.close(handle)
             self._core.save(temporary)
             os.replace(temporary, target)
         except BaseException:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,10 +14,11 @@ from das_adapter.core.index.errors import UnknownHandle
 from das_adapter.core.index.values import Float32, Int32, Int64, Tokens, check_knobs, integers, problem_id, token_ids
 
 START = -1  # stands before the first token of every response
-EXACT, SKIP = 16, 8  # places per source: with the context itself, and with the context less its last token
-BEYOND = 8  # agreement beyond a differing token is counted this far
-GRAMS, WALK = (8, 3, 1), 16  # live text: places looked at for each number of equal last tokens
-OWN, SIBLING, PROMPT = 512, 256, 128
+MOST = 16  # places that one search of a text visits (live text: per gram size)
+SURE = 8  # strength of a match from which on places that differ in the last token are not looked for
+BEYOND = 3  # agreement beyond a differing token is counted this far
+GRAMS = (4, 2, 1)  # live text is searched for this many equal last tokens
+OWN, SIBLING, PROMPT = 512, 256, 64  # weights of the sources; newest history weighs as much as a sibling
 VOTES = [(i + 1) ** 6 for i in range(200)]
 
 
@@ -37,9 +39,12 @@ class Request:
 
 @dataclass
 class Candidate:
-    following: Sequence[int]
+    following: list[int]
     strength: int
     weight: int
+
+
+Found = tuple[list[int], list[int], int, int, int]  # context, text, position of its last token there, match, weight
 
 
 class ReferenceIndex:
@@ -163,97 +168,97 @@ class ReferenceIndex:
         chances: list[float] = []
         if budget <= 0:
             return tokens, chances
-        candidates = [c for source in (self._sealed, self._growing, self._prompt) for c in source(request)]
+        candidates, searched = self._gather(request), 0
         chance = 1.0
         for step in range(budget + 1):
-            candidates = [c for c in candidates if len(c.following) > step]
-            polls: dict[int, list[tuple[int, int]]] = {}  # token: (votes, strength) of each occurrence
-            for c in candidates:
-                strength = min(c.strength + 2 * step, len(VOTES) - 1)
-                polls.setdefault(c.following[step], []).append((VOTES[strength] * c.weight, strength))
+            polls = _poll(candidates, step - searched)
+            if not polls and step > searched:
+                candidates, searched = self._gather(request), step
+                polls = _poll(candidates, 0)
             if not polls:
                 break
             votes = {token: sum(v for v, _ in poll) for token, poll in polls.items()}
             token = min(votes, key=lambda t: (-votes[t], t))
             kind = _kind(votes[token] / sum(votes.values()), max(s for _, s in polls[token]), len(polls[token]))
             request.drafted.append((token, kind))
-            accepted, tried = self._kinds.get(kind, (20, 40))
+            accepted, tried = self._kinds.get(kind) or _prior(kind)
             chance *= (accepted + 1) / (tried + 2)
             if step == budget or chance < min_chance:
                 break
             tokens.append(token)
             chances.append(max(chance, float(np.finfo(np.float32).tiny)))
-            candidates = [c for c in candidates if c.following[step] == token]
+            candidates = [c for c in candidates if c.following[step - searched : step - searched + 1] == [token]]
         return tokens, chances
 
-    def _sealed(self, request: Request) -> Iterator[Candidate]:
-        trajectories = self._history.get(request.problem, [])
-        places = [(t, i) for t in trajectories for i in range(len(t.text) - 1)]
+    def _gather(self, request: Request) -> list[Candidate]:
+        draft = [token for token, _ in request.drafted]
+        response, whole = request.text + draft, request.prompt + request.text[1:] + draft
+        candidates = [
+            Candidate(text[i + 1 :], self._strength(context, text[: i + 1], length), weight)
+            for context, text, i, length, weight in self._search(request, response, whole)
+        ]
+        if len(response) >= 2 and all(c.strength < SURE for c in candidates):
+            candidates += [
+                Candidate(text[i + 2 :], min(length, BEYOND) - 1, weight)
+                for _, text, i, length, weight in self._search(request, response[:-1], whole[:-1])
+                if text[i + 1] != response[-1]
+            ]
+        return candidates
 
-        def weight(t: Trajectory) -> int:
-            assert self._newest is not None
-            return self._fading[min(self._newest - t.version, len(self._fading) - 1)]
+    def _search(self, request: Request, response: list[int], whole: list[int]) -> Iterator[Found]:
+        sealed = [(t.text, i, self._weight(t)) for t in self._history.get(request.problem, []) for i in _places(t.text)]
+        yield from self._nearest(sealed, response)
+        yield from self._latest(request, response)
+        prompt = [START, *request.prompt]
+        yield from self._nearest([(prompt, i, PROMPT) for i in _places(prompt)], whole)
 
-        yield from self._ordered([(t.text, i, weight(t)) for t, i in places], request.text)
+    def _nearest(self, places: list[tuple[list[int], int, int]], context: list[int]) -> Iterator[Found]:
+        """The longest matches among places (text, position of the last context token, weight), oldest place first."""
+        keys = [tuple(text[i::-1][: self.max_depth]) for text, i, _ in places]
+        order = sorted(range(len(places)), key=lambda p: (keys[p], -p))
+        here = bisect.bisect_left([keys[p] for p in order], tuple(context[::-1][: self.max_depth]))
+        found = []
+        for rank, p in enumerate(order):
+            length = _agreement(context, places[p][0][: places[p][1] + 1], self.max_depth)
+            distance = rank - here if rank >= here else here - 1 - rank
+            found.append((-length, rank < here, distance, p))
+        for minus, _, _, p in sorted(found)[:MOST]:
+            if minus:
+                text, i, weight = places[p]
+                yield context, text, i, -minus, weight
 
-    def _prompt(self, request: Request) -> Iterator[Candidate]:
-        text = [START, *request.prompt]
-        yield from self._ordered([(text, i, PROMPT) for i in range(len(text) - 1)], request.prompt + request.text[1:])
+    def _latest(self, request: Request, context: list[int]) -> Iterator[Found]:
+        """The latest live places with equal last tokens, more of them first."""
+        found, above = 0, None
+        for size in GRAMS:
+            if 2 * found >= MOST:
+                break
+            gram = _gram(context, size)
+            alike = [
+                p for p in reversed(self._live.get(request.problem, [])) if _gram(p[0].text[: p[1] + 1], size) == gram
+            ]
+            for r, i in alike[:MOST]:
+                if above is None or _gram(r.text[: i + 1], above) != _gram(context, above):
+                    found += 1
+                    length = _agreement(context, r.text[: i + 1], self.max_depth)
+                    yield context, r.text, i, length, OWN if r is request else SIBLING
+            above = size
 
-    def _ordered(self, places: list[tuple[list[int], int, int]], context: list[int]) -> Iterator[Candidate]:
-        """Candidates among places (text, position of the last context token, weight), given in the order of age."""
-
-        def nearest(context: list[int], most: int) -> list[tuple[int, tuple[list[int], int, int]]]:
-            keys = [tuple(text[i::-1][: self.max_depth]) for text, i, _ in places]
-            order = sorted(range(len(places)), key=lambda p: (keys[p], -p))
-            here = bisect.bisect_left([keys[p] for p in order], tuple(context[::-1][: self.max_depth]))
-            found = []
-            for rank, p in enumerate(order):
-                length = _agreement(context, places[p][0][: places[p][1] + 1], self.max_depth)
-                distance = rank - here if rank >= here else here - 1 - rank
-                found.append((-length, rank < here, distance, p))
-            return [(-minus, places[p]) for minus, _, _, p in sorted(found)[:most] if minus]
-
-        for length, (text, i, weight) in nearest(context, EXACT):
-            yield Candidate(text[i + 1 :], self._strength(context, text[: i + 1], length), weight)
-        if len(context) >= 2:
-            for length, (text, i, weight) in nearest(context[:-1], SKIP):
-                if text[i + 1] != context[-1]:
-                    yield Candidate(text[i + 2 :], min(length, BEYOND) - 1, weight)
-
-    def _growing(self, request: Request) -> Iterator[Candidate]:
-        def visited(context: list[int]) -> Iterator[tuple[int, Request, int]]:
-            above = None
-            for size in GRAMS:
-                gram = _gram(context, size)
-                alike = [(r, i) for r, i in reversed(places) if _gram(r.text[: i + 1], size) == gram]
-                for r, i in alike[:WALK]:
-                    if above is None or _gram(r.text[: i + 1], above) != _gram(context, above):
-                        yield _agreement(context, r.text[: i + 1], self.max_depth), r, i
-                above = size
-
-        places = self._live.get(request.problem, [])
-        context = request.text
-        for length, r, i in visited(context):
-            weight = OWN if r is request else SIBLING
-            yield Candidate(r.text[i + 1 :], self._strength(context, r.text[: i + 1], length), weight)
-        if len(context) >= 2:
-            for length, r, i in visited(context[:-1]):
-                weight = OWN if r is request else SIBLING
-                if r.text[i + 1] != context[-1]:
-                    yield Candidate(r.text[i + 2 :], min(length, BEYOND) - 1, weight)
+    def _weight(self, trajectory: Trajectory) -> int:
+        assert self._newest is not None
+        return self._fading[min(self._newest - trajectory.version, len(self._fading) - 1)]
 
     def _strength(self, context: list[int], place: list[int], length: int) -> int:
         beyond = 0
         if length < min(self.max_depth, len(context), len(place)):
-            if context[-1 - length] != START and place[-1 - length] != START:
+            if place[-1 - length] != START:
                 beyond = _agreement(context[: -1 - length], place[: -1 - length], BEYOND)
         return 2 * length + beyond
 
     # What happened to earlier drafts
 
     def _learn(self, kind: tuple[int, int, int], accepted: bool) -> None:
-        cell = self._kinds.setdefault(kind, [20, 40])
+        cell = self._kinds.setdefault(kind, _prior(kind))
         cell[0] += accepted
         cell[1] += 1
         if cell[1] >= 2**13:
@@ -266,8 +271,7 @@ class ReferenceIndex:
             raise UnknownHandle(handle)
         return self._requests[handle]
 
-    def _forget(self, kept: object) -> None:
-        assert callable(kept)
+    def _forget(self, kept: Callable[[Request], bool]) -> None:
         for problem, places in list(self._live.items()):
             self._live[problem] = [(r, i) for r, i in places if kept(r)]
 
@@ -298,3 +302,23 @@ def _kind(share: float, strength: int, count: int) -> tuple[int, int, int]:
         sum(strength >= s for s in (3, 5, 8, 12, 18, 32, 64)),
         (count > 1) + (count > 3),
     )
+
+
+def _prior(kind: tuple[int, int, int]) -> list[int]:
+    share, strength, count = kind
+    return [int(40 / (1 + math.exp(3 - 0.4 * share - 0.3 * strength - 0.65 * count)) + 0.5), 40]
+
+
+def _places(text: list[int]) -> range:
+    """Positions whose next token is a continuation."""
+    return range(len(text) - 1)
+
+
+def _poll(candidates: list[Candidate], step: int) -> dict[int, list[tuple[int, int]]]:
+    """For each token that candidates go on with at `step`: (votes, strength) of each of them."""
+    polls: dict[int, list[tuple[int, int]]] = {}
+    for c in candidates:
+        if len(c.following) > step:
+            strength = min(c.strength + 2 * step, len(VOTES) - 1)
+            polls.setdefault(c.following[step], []).append((VOTES[strength] * c.weight, strength))
+    return polls

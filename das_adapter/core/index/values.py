@@ -35,6 +35,8 @@ def integers(values: npt.ArrayLike, dtype: type[np.int64], name: str) -> Int64:
     Raises:
         ValueError: not one-dimensional integers.
     """
+    if isinstance(values, np.ndarray) and values.dtype == dtype and values.ndim == 1:
+        return np.ascontiguousarray(values)
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: found {array.dtype} of shape {array.shape}, expected integers of shape (n,)")

@@ -1,0 +1,92 @@
+"""Whole runs of the veRL trainer: real Ray, real vLLM, real training, with and without speculation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl")
+pytest.importorskip("vllm")
+from das_adapter.verl.cpu_env import cpu_env  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.e2e
+
+
+def train(out: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Run `main_ppo` on the CPU example; metrics go to `out`."""
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-path", str(ROOT / "examples/verl"),
+               "--config-name", "grpo_tiny_math_cpu", *overrides]  # fmt: skip
+    env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1"}
+    env.pop("CUDA_VISIBLE_DEVICES", None)
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900)
+
+
+def steps(out: Path) -> list[dict[str, Any]]:
+    return [row["data"] for row in map(json.loads, out.read_text().splitlines())]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Three steps over the same four problems, with a validation after each; off, then with the history."""
+    subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
+    das = "actor_rollout_ref.rollout.custom.das"
+    small = ["trainer.total_training_steps=3", "trainer.test_freq=1", "data.train_batch_size=4", "data.train_max_samples=4",
+             "data.val_max_samples=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_response_length=256"]  # fmt: skip
+    result = {}
+    for arm, overrides in {
+        "off": [f"{das}.drafter=none", f"+{das}.verify.noise=keyed"],
+        "history": [f"{das}.drafter=history", f"+{das}.routing.policy=least_loaded"],
+    }.items():
+        out = tmp_path_factory.mktemp("verl") / f"{arm}.jsonl"
+        run = train(out, *small, *overrides)
+        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+        result[arm] = steps(out)
+    return result
+
+
+def test_training_is_the_same_to_the_last_token_and_the_last_gradient(runs: Any) -> None:
+    off, history = runs["off"], runs["history"]
+    assert len(off) == len(history) == 3
+    for a, b in zip(off, history, strict=True):
+        for key in ("das/token_hash", "critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/max"):
+            assert a[key] == b[key], key
+
+
+def test_the_history_is_drafted_from_and_accepted(runs: Any) -> None:
+    first, *_, last = runs["history"]
+    assert last["das/tokens_per_forward"] > 1.3 * first["das/tokens_per_forward"] > 1.3
+    assert last["das/acceptance_length"] > 2
+    assert all(step["das/tokens_per_forward"] == 1 for step in runs["off"])
+
+
+def test_validation_never_enters_the_history(runs: Any) -> None:
+    samples = 16  # of the four training problems; the validation after step 1 would come on top
+    means = [step["response_length/mean"] for step in runs["history"]]
+    assert runs["history"][0]["das/history_tokens"] == 0
+    assert runs["history"][-1]["das/history_tokens"] == round(samples * (means[0] + means[1]))
+
+
+def test_metrics_are_filled(runs: Any) -> None:
+    for step in runs["history"]:
+        assert 0 < step["das/draft_coverage"] <= 1
+        assert 0 < step["rollout/spec_accept_rate"] <= 1
+        assert step["rollout/spec_accept_length"] == step["das/acceptance_length"]
+        assert 0 < step["das/propose_ms/p50"] <= step["das/propose_ms/p99"]
+        assert 0 <= step["das/tail_s"] <= step["das/rollout_s"] <= step["timing_s/gen"] + 1
+        assert step["das/health"] == 1
+        assert step["training/rollout_probs_diff_max"] < 1e-3  # the log-probabilities are the trainer's own
+    assert runs["history"][-1]["das/history_bytes"] > 0
+
+
+def test_a_misspelt_key_stops_the_run_before_anything_starts(tmp_path: Path) -> None:
+    run = train(tmp_path / "x.jsonl", "+actor_rollout_ref.rollout.custom.das.histroy.window=4")
+    assert run.returncode != 0
+    assert "das.histroy: unknown key; did you mean 'history'?" in run.stderr
+    assert "Started a local Ray instance" not in run.stdout + run.stderr
