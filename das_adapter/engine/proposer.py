@@ -15,6 +15,7 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.core.noise import prompt_identity
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY
 from das_adapter.engine.metrics import Counters
+from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
 
@@ -35,6 +36,7 @@ class HistoryProposer:
         self.runner: Any = None
         self._max_draft = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
+        self._vocab = vllm_config.model_config.get_vocab_size()
         self._live: dict[str, _Live] = {}
         self._unique = 0
 
@@ -137,8 +139,12 @@ class HistoryProposer:
         self._close([req_id for req_id in self._live if req_id not in self.runner.requests])
         scope = self.config.history.scope
         if scope != "request":
-            for problem, tokens, written in trajectories:
-                self.index.add(problem if scope == "problem" else 0, np.frombuffer(tokens, dtype=np.int32), written)
+            for problem, text, written in trajectories:
+                tokens = np.frombuffer(text, dtype=np.int32)
+                if len(tokens) and tokens.max() >= self._vocab:
+                    raise DasError(f"history: found token {tokens.max()}, the policy's vocabulary has {self._vocab}: "
+                                   "the history was written with another tokenizer")  # fmt: skip
+                self.index.add(problem if scope == "problem" else 0, tokens, written)
             self.index.seal()
             self.index.expire(version - self.config.history.window)
             self.index.shrink(self.config.history.max_bytes)

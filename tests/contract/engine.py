@@ -86,6 +86,8 @@ def main() -> None:
                 (r["params"].get("extra_args", {}).get("das_problem", 0), t)
                 for r, t in zip(requests, texts, strict=True)
             ]
+            if "foreign_token" in part:
+                keep.append((0, [part["foreign_token"]]))
             trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
             payload = {"version": part["refresh"], "trajectories": trajectories}
             llm.collective_rpc("das_rpc", args=("refresh", payload))

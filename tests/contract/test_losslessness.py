@@ -92,6 +92,14 @@ def test_a_failing_drafter_is_switched_off_and_named(engine: Any) -> None:
     assert result[0]["log"].count("the history drafter failed and is off") == 1
 
 
+def test_history_of_another_vocabulary_is_refused_and_decoding_goes_on(engine: Any) -> None:
+    asked = requests(PLAIN)
+    foreign = [{"requests": asked, "refresh": 1, "foreign_token": 5000}, {"requests": asked}]
+    result = engine(das=HISTORY, rounds=foreign)
+    assert "found token 5000, the policy's vocabulary has 96" in result[1]["stats"]["error"]
+    assert result[1]["tokens"] == result[0]["tokens"]
+
+
 def test_validation_text_does_not_stay(engine: Any) -> None:
     validation = requests(PLAIN)
     for r in validation:

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
-from das_adapter.verl.cpu_env import cpu_env  # noqa: E402
+from das_adapter.verl.cpu_env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
@@ -37,8 +37,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     """Three steps over the same four problems, with a validation after each; off, then with the history."""
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
     das = "actor_rollout_ref.rollout.custom.das"
-    small = ["trainer.total_training_steps=3", "trainer.test_freq=1", "data.train_batch_size=4", "data.train_max_samples=4",
-             "data.val_max_samples=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4", "data.max_response_length=256"]  # fmt: skip
+    small = [
+        *("trainer.total_training_steps=3", "trainer.test_freq=1", "data.max_response_length=256"),
+        *("data.train_batch_size=4", "data.train_max_samples=4", "data.val_max_samples=4"),
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    ]
     result = {}
     for arm, overrides in {
         "off": [f"{das}.drafter=none", f"+{das}.verify.noise=keyed"],

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
 
 import numpy as np
@@ -31,6 +34,28 @@ def test_samplers_agree_with_the_definition(vocab: int) -> None:
     expected = (logits.astype(np.float64) + gumbel(keys(rows), np.arange(vocab))).argmax(axis=1)
     assert keyed_sample(torch.from_numpy(logits), bits(keys(rows))).tolist() == expected.tolist()
     assert torch_sample(torch.from_numpy(logits), bits(keys(rows))).tolist() == expected.tolist()
+
+
+_INTERPRETED = """
+import numpy as np, torch
+from das_adapter.core.noise import gumbel, row_keys
+from das_adapter.engine import noise
+keys = row_keys(np.arange(5, dtype=np.uint64) * 77, np.arange(5))
+logits = np.random.default_rng(0).normal(scale=3, size=(5, 2500)).astype(np.float32)
+expected = (logits.astype(np.float64) + gumbel(keys, np.arange(2500))).argmax(1)
+drawn = noise._triton_sample(torch.from_numpy(logits), torch.from_numpy(keys.view(np.int64)))
+assert drawn.tolist() == expected.tolist()
+"""
+
+
+def test_the_gpu_kernel_agrees_with_the_definition() -> None:
+    """Under Triton's interpreter, which needs no GPU."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", _INTERPRETED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
