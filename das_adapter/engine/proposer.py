@@ -14,7 +14,7 @@ from das_adapter.config import parse
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.noise import prompt_identity
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY
-from das_adapter.engine.metrics import Counters
+from das_adapter.engine.metrics import Counters, collapsed
 from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
@@ -39,6 +39,7 @@ class HistoryProposer:
         self._vocab = vllm_config.model_config.get_vocab_size()
         self._live: dict[str, _Live] = {}
         self._unique = 0
+        self._paused = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Nothing to load; vLLM's CPU runner calls it on every drafter."""
@@ -61,16 +62,28 @@ class HistoryProposer:
         Returns:
             Per request at most `num_speculative_tokens` draft tokens; none of them after a drafter's failure.
         """
-        if self.counters.error is None:
+        if self.counters.error is None and not self._paused:
             begin = time.perf_counter()
             try:
-                return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                self._pause_if_collapsed()
+                return drafts
             except Exception as error:
                 self.counters.error = repr(error)
                 logger.exception("das: the history drafter failed and is off; decoding goes on without drafts")
             finally:
                 self.counters.propose_seconds.append(time.perf_counter() - begin)
         return [[] for _ in sampled_token_ids]
+
+    def _pause_if_collapsed(self) -> None:
+        """Drafts that are all rejected cost time and bring nothing: leave them until the next weight sync."""
+        if collapsed(vars(self.counters)):
+            self._paused = True
+            logger.error(
+                "das: acceptance collapsed (%d of %d draft tokens); no drafts until the next weight sync",
+                self.counters.accepted_tokens,
+                self.counters.draft_tokens,
+            )
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         requests, req_ids = self.runner.requests, self.runner.input_batch.req_ids
@@ -136,6 +149,7 @@ class HistoryProposer:
 
         History older than the window goes, then the oldest versions until `history.max_bytes` is kept.
         """
+        self._paused = False
         self._close([req_id for req_id in self._live if req_id not in self.runner.requests])
         scope = self.config.history.scope
         if scope != "request":

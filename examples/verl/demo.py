@@ -27,8 +27,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DAS = "actor_rollout_ref.rollout.custom.das"
 ARMS = {
     "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
-    "ngram": [f"{DAS}.drafter=ngram"],
+    "ngram": [f"{DAS}.drafter=ngram", f"{DAS}.budget.max_draft_tokens=4"],
     "history": [f"{DAS}.drafter=history"],
+    # vLLM's own suffix decoding, under our noise: for benchmarks, needs arctic-inference.
+    "suffix": [
+        *(f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"),
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method:suffix,num_speculative_tokens:32}",
+    ],
 }
 COLUMNS = {
     "rollout_s": "das/rollout_s",
@@ -49,8 +54,8 @@ COLUMNS = {
 def main() -> None:
     """Run the arms, print the table, write the summary and the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["off", "ngram", "history"])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     parser.add_argument("overrides", nargs="*", help="further hydra overrides, for every arm")
     args = parser.parse_args()

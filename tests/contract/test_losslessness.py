@@ -92,6 +92,15 @@ def test_a_failing_drafter_is_switched_off_and_named(engine: Any) -> None:
     assert result[0]["log"].count("the history drafter failed and is off") == 1
 
 
+def test_collapsed_acceptance_pauses_the_drafter_until_the_next_weight_sync(engine: Any) -> None:
+    long = [{**r, "params": {**r["params"], "max_tokens": 150, "ignore_eos": True}} for r in requests(PLAIN)]
+    rounds = [{"requests": long, "refresh": 1}, {"requests": long}]
+    result = engine(das=HISTORY, sabotage="garbage drafts", rounds=rounds)
+    assert result[0]["log"].count("acceptance collapsed") == 2  # once a round
+    for r in result:
+        assert 2000 <= r["stats"]["draft_tokens"] < 2600  # then it drafts no more; unpaused it would be 10 000
+
+
 def test_history_of_another_vocabulary_is_refused_and_decoding_goes_on(engine: Any) -> None:
     asked = requests(PLAIN)
     foreign = [{"requests": asked, "refresh": 1, "foreign_token": 5000}, {"requests": asked}]
