@@ -6,6 +6,8 @@ loop nor its tools need to know of it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -32,21 +34,28 @@ class Sample:
 _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
 
 
-async def around_agent_loop(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps `AgentLoopWorker._run_agent_loop(sampling_params, trajectory, *, agent_name, ...)`."""
-    trajectory = kwargs["trajectory"] if "trajectory" in kwargs else args[1]
-    token = _current.set(
-        Sample(
-            row=_integer(trajectory.get("sample_index")),
-            step=_integer(trajectory.get("step")),
-            sample=_integer(kwargs.get("session_id", trajectory.get("rollout_n"))),
-            validate=bool(trajectory.get("validate")),
+def around_agent_loop(stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """Wraps `AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, *, agent_name, ...)`.
+
+    A plain function: Ray ships the methods of an actor class by pickle, which strips a wrapt proxy off.
+    """
+
+    @functools.wraps(stock)
+    async def run(self: Any, sampling_params: Any, trajectory: dict[str, Any], **kwargs: Any) -> Any:
+        token = _current.set(
+            Sample(
+                row=_integer(trajectory.get("sample_index")),
+                step=_integer(trajectory.get("step")),
+                sample=_integer(kwargs.get("session_id", trajectory.get("rollout_n"))),
+                validate=bool(trajectory.get("validate")),
+            )
         )
-    )
-    try:
-        return await stock(*args, **kwargs)
-    finally:
-        _current.reset(token)
+        try:
+            return await stock(self, sampling_params, trajectory, **kwargs)
+        finally:
+            _current.reset(token)
+
+    return run
 
 
 async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -42,7 +42,8 @@ def _follow_samples(module: Any) -> None:
     """Every agent loop, the user's own too, runs under the identity of the sample it works on."""
     from das_adapter.verl import identity
 
-    wrapt.wrap_function_wrapper(module, "AgentLoopWorker._run_agent_loop", identity.around_agent_loop)
+    worker = module.AgentLoopWorker
+    worker._run_agent_loop = identity.around_agent_loop(worker._run_agent_loop)
 
 
 @wrapt.when_imported("verl.workers.rollout.llm_server")

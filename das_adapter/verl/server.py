@@ -38,6 +38,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._cursor = 0
         self._clock = RolloutClock()
         self._seen: Counter[int] = Counter()
+        self._strangers = 0
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
@@ -76,7 +77,11 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self, prompt_ids: list[int], sampling_params: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, int]]:
         extra = dict(sampling_params.get("extra_args") or {})
-        if PROBLEM_ARG not in extra:  # a request from elsewhere than an agent loop
+        if PROBLEM_ARG not in extra:
+            if not self._strangers:
+                logger.warning("das: a request came without identity, not from veRL's agent loop: it counts as training "
+                               "and its seed depends on the order of arrival")  # fmt: skip
+            self._strangers += 1
             problem, version = prompt_identity(prompt_ids), int(self.global_steps or 0)
             seed = request_seed(self._das.verify.seed, problem, version, self._seen[problem])
             self._seen[problem] += 1

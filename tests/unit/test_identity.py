@@ -25,7 +25,7 @@ def requests(config: dict, trajectory: dict, prompts: list[list[int]], **kwargs:
             call = {"prompt_ids": prompt, "sampling_params": {"temperature": 1.0}}
             await identity.around_generate(server, client, ("id",), call)
 
-    asyncio.run(identity.around_agent_loop(loop, None, ({}, trajectory), kwargs))
+    asyncio.run(identity.around_agent_loop(loop)(None, {}, trajectory, **kwargs))
     return sent
 
 
