@@ -79,8 +79,10 @@ class DasVLLMHttpServer(vLLMHttpServer):
         extra = dict(sampling_params.get("extra_args") or {})
         if PROBLEM_ARG not in extra:
             if not self._strangers:
-                logger.warning("das: a request came without identity, not from veRL's agent loop: it counts as training "
-                               "and its seed depends on the order of arrival")  # fmt: skip
+                logger.warning(
+                    "das: a request came without identity, not from veRL's agent loop: it counts as training and its "
+                    "seed depends on the order of arrival"
+                )
             self._strangers += 1
             problem, version = prompt_identity(prompt_ids), int(self.global_steps or 0)
             seed = request_seed(self._das.verify.seed, problem, version, self._seen[problem])
