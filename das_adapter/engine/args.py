@@ -9,9 +9,11 @@ from das_adapter.config import DasConfig
 SETTINGS_KEY = "das"
 """Key of vLLM's `additional_config` under which every engine process finds the `das:` block."""
 
-PROBLEM_ARG, SEED_ARG, RECORD_ARG = "das_problem", "das_seed", "das_record"
-"""Keys of `SamplingParams.extra_args`: 64-bit identity of the problem, seed of the keyed noise, and whether the
-text may serve as history (0 for validation). Flat integers, so that the OpenAI server's `vllm_xargs` can carry them."""
+PROBLEM_ARG, SEED_ARG, RECORD_ARG, START_ARG = "das_problem", "das_seed", "das_record", "das_start"
+"""Keys of `SamplingParams.extra_args`: 64-bit identity of the problem, seed of the keyed noise, whether the text may
+serve as history (0 for validation), and where the trajectory's text begins that is in no history yet, in tokens of the
+prompt: what a resumed request has written already and a tool's answer lie behind it (default: the prompt's end).
+Flat integers, so that the OpenAI server's `vllm_xargs` can carry them."""
 
 
 def engine_args(config: DasConfig | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from das_adapter.config import parse
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.noise import prompt_identity
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY
+from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY, START_ARG
 from das_adapter.engine.metrics import Counters, collapsed
 from das_adapter.errors import DasError
 
@@ -119,9 +119,11 @@ class HistoryProposer:
     def _open(self, req_id: str, request: Any, tokens: np.ndarray) -> _Live:
         self._close([req_id])
         prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
-        handle = self.index.open(self._problem(request, prompt), prompt, prefix=tokens[len(prompt) :])
+        extra = request.sampling_params.extra_args or {}
+        start = min(int(extra.get(START_ARG, len(prompt))), len(prompt))
+        handle = self.index.open(self._problem(request, prompt), prompt[:start], prefix=tokens[start:])
         end = min(self._max_model_len, len(prompt) + (request.sampling_params.max_tokens or self._max_model_len))
-        recorded = (request.sampling_params.extra_args or {}).get(RECORD_ARG, 1)
+        recorded = extra.get(RECORD_ARG, 1)
         keep = bool(recorded) and self.config.history.scope != "request"
         live = self._live[req_id] = _Live(handle, len(tokens), end, keep)
         return live

@@ -14,8 +14,11 @@ from typing import Any
 
 from das_adapter.config import DasConfig
 from das_adapter.core.noise import prompt_identity, request_seed
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
+from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG
 from das_adapter.verl import settings
+
+ABORTED = ("aborted", "abort")
+"""Stop reasons of a request that was interrupted by a weight sync; the client resumes it."""
 
 
 @dataclass
@@ -29,6 +32,9 @@ class Sample:
     validate: bool
     problem: int | None = None
     """Identity of the problem: the first turn's prompt. Later turns and resumed fragments keep it."""
+    start: int = 0
+    """Tokens of the conversation that are prompt or already in the history: a resumed request keeps it, the next turn
+    begins behind this one's answer."""
 
 
 _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
@@ -70,16 +76,25 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
             **label(instance._das, sample, kwargs["prompt_ids"]),
         }
         kwargs = {**kwargs, "sampling_params": params}
+        output = await stock(*args, **kwargs)
+        if output.stop_reason not in ABORTED:
+            sample.start = len(kwargs["prompt_ids"]) + len(output.token_ids)
+        return output
     return await stock(*args, **kwargs)
 
 
 def label(das: DasConfig, sample: Sample, prompt_ids: Any) -> dict[str, int]:
     """The entries of `extra_args` that tell the engine who asks."""
     if sample.problem is None:
-        sample.problem = prompt_identity(prompt_ids)
+        sample.problem, sample.start = prompt_identity(prompt_ids), len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
     seed = request_seed(das.verify.seed, sample.problem, sample.step, number, sample.row)
-    return {PROBLEM_ARG: sample.problem, SEED_ARG: seed, RECORD_ARG: int(not sample.validate)}
+    return {
+        PROBLEM_ARG: sample.problem,
+        SEED_ARG: seed,
+        RECORD_ARG: int(not sample.validate),
+        START_ARG: sample.start,
+    }
 
 
 def _integer(value: Any) -> int:

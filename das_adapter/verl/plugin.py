@@ -1,68 +1,11 @@
-"""The `verl.plugins` entry point: hooks veRL where, and only where, the config has an active `das:` block.
-
-Loaded at the end of every `import verl`, so nothing of veRL is imported here: each hook waits until veRL itself
-imports the module it changes. Nothing of veRL is edited; without a `das:` block every hook calls the stock code.
-"""
+"""The `verl.plugins` entry point, loaded at the end of every `import verl`."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
+import logging
 
-import wrapt
-
-
-@wrapt.when_imported("verl.utils.config")
-def _check_at_start(module: Any) -> None:
-    """A wrong `das:` block stops the run before anything is launched."""
-    from das_adapter.verl.settings import check
-
-    @wrapt.decorator
-    def validate_config(stock: Any, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check(kwargs.get("config", args[0] if args else None))
-        return stock(*args, **kwargs)
-
-    module.validate_config = validate_config(module.validate_config)
-
-
-@wrapt.when_imported("verl.workers.rollout.replica")
-def _register_replica(module: Any) -> None:
-    """Rollout replicas whose server harvests trajectories and refreshes the drafter at each weight sync."""
-
-    def load() -> type:
-        from das_adapter.verl.server import DasVLLMReplica
-
-        return DasVLLMReplica
-
-    module.RolloutReplicaRegistry.register("vllm", load)
-
-
-@wrapt.when_imported("verl.experimental.agent_loop.agent_loop")
-def _follow_samples(module: Any) -> None:
-    """Every agent loop, the user's own too, runs under the identity of the sample it works on."""
-    from das_adapter.verl import identity
-
-    worker = module.AgentLoopWorker
-    worker._run_agent_loop = identity.around_agent_loop(worker._run_agent_loop)
-
-
-@wrapt.when_imported("verl.workers.rollout.llm_server")
-def _route_and_label_requests(module: Any) -> None:
-    """Requests carry their identity to the engine, and the `routing:` policy picks their replica."""
-    from das_adapter.verl import identity, router
-
-    wrapt.wrap_function_wrapper(module, "LLMServerClient.generate", identity.around_generate)
-    wrapt.wrap_function_wrapper(module, "LLMServerManager._init_global_load_balancer", router.around_init_load_balancer)
-
-
-@wrapt.when_imported("verl.utils.tracking")
-def _log_metrics(module: Any) -> None:
-    """The figures of the rollouts join the trainer's own."""
-    from das_adapter.verl import tracking
-
-    wrapt.wrap_function_wrapper(module, "Tracking.__init__", tracking.around_init)
-    wrapt.wrap_function_wrapper(module, "Tracking.log", tracking.around_log)
-
-
-if os.environ.get("VERL_PLATFORM") == "cpu":
-    from das_adapter.verl import cpu_platform  # noqa: F401
+try:
+    from das_adapter.verl import hooks  # noqa: F401
+except Exception:  # veRL swallows what a plug-in raises
+    logging.getLogger("das_adapter").exception("das: the hooks are not in; this veRL process runs without das-adapter")
+    raise

@@ -15,10 +15,11 @@ import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from das_adapter.core.noise import prompt_identity, request_seed
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, engine_args, engine_env
+from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG, engine_args, engine_env
 from das_adapter.errors import UnsupportedHost
 from das_adapter.service.history import RolloutClock, Trajectory, service
 from das_adapter.verl import settings
+from das_adapter.verl.identity import ABORTED
 
 logger = logging.getLogger("das_adapter")
 
@@ -63,12 +64,14 @@ class DasVLLMHttpServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> Any:
-        """Generate as the stock server does; a finished training response goes into the history."""
+        """Generate as the stock server does; a finished training response goes into the history, with what it had
+        written before it was interrupted and what tools answered since the turn before."""
         sampling_params, extra = self._labelled(prompt_ids, sampling_params)
         begin = time.time()
         output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        if extra[RECORD_ARG] and output.stop_reason != "aborted":
-            tokens = np.asarray(output.token_ids, dtype=np.int32).tobytes()
+        if extra[RECORD_ARG] and output.stop_reason not in ABORTED:
+            text = [*prompt_ids[extra[START_ARG] :], *output.token_ids]
+            tokens = np.asarray(text, dtype=np.int32).tobytes()
             self._clock.finished(begin, time.time(), extra[SEED_ARG], tokens)
             self._history.add.remote([(extra[PROBLEM_ARG], tokens, int(self.global_steps or 0))])
         return output
@@ -87,7 +90,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
             problem, version = prompt_identity(prompt_ids), int(self.global_steps or 0)
             seed = request_seed(self._das.verify.seed, problem, version, self._seen[problem])
             self._seen[problem] += 1
-            extra |= {PROBLEM_ARG: problem, SEED_ARG: seed, RECORD_ARG: 1}
+            extra |= {PROBLEM_ARG: problem, SEED_ARG: seed, RECORD_ARG: 1, START_ARG: len(prompt_ids)}
         return {**sampling_params, "extra_args": extra}, extra
 
     async def set_global_steps(self, global_steps: int) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
+from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG
 from das_adapter.verl import identity
 
 ON = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "history"}}}}}
 OFF = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "none"}}}}}
 
 
-def requests(config: dict, trajectory: dict, prompts: list[list[int]], **kwargs: Any) -> list[dict]:
+def requests(
+    config: dict, trajectory: dict, prompts: list[list[int]], stops: Sequence[str] = (), **kwargs: Any
+) -> list[dict]:
     """The sampling parameters that reach the server when an agent loop asks for one turn per prompt."""
     client, sent = SimpleNamespace(config=config), []
 
-    async def server(request_id: str, *, sampling_params: dict, **_: Any) -> None:
+    async def server(request_id: str, *, sampling_params: dict, **_: Any) -> SimpleNamespace:
         sent.append(sampling_params)
+        return SimpleNamespace(token_ids=[7, 7], stop_reason=stops[len(sent) - 1] if stops else "completed")
 
     async def loop(*_: Any, **__: Any) -> None:
         for prompt in prompts:
@@ -43,8 +47,15 @@ def test_the_same_sample_has_the_same_seed_in_every_run() -> None:
 
 
 def test_later_turns_keep_problem_and_seed() -> None:
-    first, second = requests(ON, TRAJECTORY, [[1, 2], [1, 2, 9, 9, 4]], session_id=0)
-    assert first["extra_args"] == second["extra_args"]
+    first, second = (r["extra_args"] for r in requests(ON, TRAJECTORY, [[1, 2], [1, 2, 7, 7, 4]], session_id=0))
+    assert [first.pop(START_ARG), second.pop(START_ARG)] == [2, 4]  # the tool's answer is text that is not known yet
+    assert first == second
+
+
+def test_a_resumed_request_begins_where_it_began() -> None:
+    prompts, stops = [[1, 2], [1, 2, 7, 7], [1, 2, 7, 7, 7, 7, 4]], ("aborted", "completed", "completed")
+    sent = requests(ON, TRAJECTORY, prompts, stops=stops, session_id=0)
+    assert [r["extra_args"][START_ARG] for r in sent] == [2, 2, 6]
 
 
 def test_steps_rows_and_validation_draw_anew() -> None:
@@ -66,4 +77,4 @@ def test_without_an_active_block_requests_are_untouched() -> None:
 
 def test_a_loop_without_index_or_session_still_works() -> None:
     sent = requests(ON, {"step": -1, "sample_index": None, "rollout_n": 2, "validate": False}, [[1]])
-    assert set(sent[0]["extra_args"]) == {PROBLEM_ARG, SEED_ARG, RECORD_ARG}
+    assert set(sent[0]["extra_args"]) == {PROBLEM_ARG, SEED_ARG, RECORD_ARG, START_ARG}
