@@ -1,0 +1,348 @@
+"""How many draft tokens, for whom: asked by a drafter at every decode step.
+
+An accepted token saves a request one token. What that is worth depends on whether the request decides when the rollout
+ends: the chance of that, times a round of the batch that will be left then, plus the request's own share of a round.
+A draft token costs what it adds to the step. Where requests keep arriving nobody decides the end, and a token is worth
+the engine's time per token.
+
+Everything here follows from what it is told, step times included; it reads no clock. In a tensor-parallel engine
+vLLM takes the drafts of one rank and hands them to all, so that what the others decide does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.core.acceptance import AcceptanceCurves, Calibration
+from das_adapter.core.budget import allocate, class_budgets, makespan_weights, plan
+from das_adapter.core.latency import StepModel, StepTimes
+from das_adapter.core.length import LengthClass, LengthModel, classes, expected_remaining
+from das_adapter.core.toggle import Savings, Toggle
+
+Ints = npt.NDArray[np.int64]
+Chances = npt.NDArray[np.float32]
+
+LOOK = 16
+"""While it rests, the controller looks every so many steps whether drafts would pay."""
+REPLAN = 32
+"""Steps after which the worth of a token is computed anew, at the latest."""
+PROBE = 128
+"""Every so many steps one is taken the other way (plain, or drafted), so that both kinds of step stay known."""
+GUARD = 64
+"""Steps between two looks at the time saved."""
+
+
+@dataclass
+class Tally:
+    """What was decided since the last `take`."""
+
+    rounds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(LengthClass)))
+    """Request forwards by length class."""
+    drafts: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(LengthClass)))
+    """Draft tokens by length class."""
+
+
+class Controller:
+    """The decisions of one engine. A live request has a slot from `open` to `close`."""
+
+    def __init__(
+        self, budget: BudgetConfig, toggle: ToggleConfig, limit: int, window: int = 16, prior: StepModel | None = None
+    ) -> None:
+        """
+        Args:
+            budget, toggle: the blocks of the config.
+            limit: longest response there can be, tokens.
+            window: weight versions that lengths are remembered for.
+            prior: latency model until the engine's own steps give one.
+        """
+        self.budget = budget
+        self.times = StepTimes(prior)
+        self.lengths = LengthModel(limit, window)
+        self.curves = AcceptanceCurves()
+        self.calibration = Calibration()
+        self.toggle = Toggle(toggle.mode, toggle.margin, toggle.threshold)
+        self.savings = Savings()
+        self.stopped: str | None = None
+        """Why speculation is off until the next weight sync; None while it may go on."""
+        self.tally = Tally()
+        self._problems: list[int] = []
+        self._free: list[int] = []
+        self._cdf = np.zeros((0, LengthModel.GRID))
+        self._state = np.zeros((10, 0))  # rows as `_grow` names them, a column for each slot
+        self._steps = 0
+        self._arrived = 0
+        self._last_end = self._last_refill = -(2**30)
+        self._idle = 0
+        self._planned_at = -(2**30)
+        self._planned_for = 0
+        self._drafted_steps = self._drafted_seconds = 0.0
+        self._since_plain = self._since_draft = 0
+        self._pending: tuple[Ints, Chances, Ints, Ints] | None = None
+        self._next_fit = 16
+        self._grow()
+
+    # Requests
+
+    def open(self, problem: int, written: int, most: int) -> int:
+        """A request joined: tokens of its response that are there already, and the most there can be."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        self._problems[slot] = problem
+        cdf = self._cdf[slot]
+        cdf[:] = self.lengths.cdf(problem)
+        cdf[np.searchsorted(self.lengths.edges, most) :] = 1.0
+        alpha, k = self.curves.of(problem)
+        self._state[:, slot] = 0.0
+        self._written[slot], self._alpha[slot], self._k[slot] = written, alpha, k
+        self._class[slot] = LengthClass.MEDIUM
+        self._arrived += 1
+        if self._last_end >= 0:
+            self._last_refill = self._steps
+        return slot
+
+    def close(self, slot: int) -> None:
+        """A request left."""
+        tokens = int(self._counted[slot])
+        self.savings.finished.append(tokens)
+        drafted, accepted = int(self._drafted[slot]), int(self._accepted[slot])
+        if tokens:
+            self.curves.observe(
+                self._problems[slot], tokens, drafted, accepted, int(self._first_tried[slot]), int(self._first[slot])
+            )
+        self._last_end = self._steps
+        self._free.append(slot)
+
+    def sync(self, version: int, responses: Iterable[tuple[int, int, int]]) -> None:
+        """A weight sync: learn the lengths of finished responses (problem, tokens, weight version), and start anew."""
+        for problem, length, written in responses:
+            self.lengths.observe(problem, length, written)
+        self.lengths.refit(version)
+        self.curves.forget()
+        self.calibration.refit()
+        self.times.fit()
+        self.toggle.reset()
+        self.savings = Savings()
+        self.stopped = None
+        self._last_end = self._last_refill = -(2**30)
+        self._idle = 0
+        self._drafted_steps = self._drafted_seconds = 0.0
+        self._counted[:] = 0.0
+
+    # A decode step
+
+    def verified(self, slots: Ints, got: Ints, carried: Ints | None) -> None:
+        """What the step brought.
+
+        Args:
+            slots: requests that decoded in it, shape (b,).
+            got: tokens each got, shape (b,).
+            carried: draft tokens each carried into it, shape (b,); None if nobody did.
+        """
+        self._steps += 1
+        self._written[slots] += got
+        pending, self._pending = self._pending, None
+        if carried is None:
+            return
+        kept = got - 1
+        self._drafted[slots] += carried
+        self._accepted[slots] += np.where(carried > 0, kept, 0)
+        self._first_tried[slots] += carried > 0
+        self._first[slots] += (carried > 0) & (kept > 0)
+        if pending is not None and self._steps % 4 == 0:
+            self._learn(pending, slots, carried, kept)
+
+    def looks(self, running: int) -> bool:
+        """Whether to draft at all after this step, if only to see whether it would pay."""
+        if self.stopped or not running:
+            return False
+        resting = self._idle >= LOOK or not self.toggle.on
+        return not resting or self._steps % LOOK == 0
+
+    def caps(self, slots: Ints, room: Ints) -> Ints:
+        """Most draft tokens of each request, shape (b,), before it is known what there is to draft.
+
+        Args:
+            slots: requests to draft for, shape (b,).
+            room: draft tokens that still fit before each one's end, shape (b,).
+        """
+        running = len(slots)
+        if self._arrived or self._steps - self._planned_at >= REPLAN or running < 0.9 * self._planned_for:
+            self._replan(slots)
+        most: Ints = np.minimum(room, self.budget.max_draft_tokens)
+        if self.budget.policy == "classes":
+            by_class = class_budgets(self._class[slots].astype(np.int64), self.budget.max_draft_tokens)
+            np.minimum(most, by_class, out=most)
+        elif self.budget.policy == "optimal":
+            model = self.times.model
+            if model is None:  # short drafts, for the first measurements
+                np.minimum(most, (1, 4, self.budget.max_draft_tokens)[self._steps // 2 % 3], out=most)
+            else:
+                most[self._worth[slots] <= model.slope(running)] = 0
+        return np.maximum(most, 0)
+
+    @property
+    def floor(self) -> float:
+        """Chance under which the drafter need not go on."""
+        return {"optimal": 0.01, "unlimited": 0.0}.get(self.budget.policy, self.budget.min_chance)
+
+    def cut(self, slots: Ints, chances: Chances, offsets: Ints) -> Ints:
+        """How many tokens of each draft to verify, shape (b,).
+
+        Args:
+            slots: the requests of `caps`, shape (b,).
+            chances: survival chance of each draft token as the drafter states it, shape (n,).
+            offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
+        """
+        running, arrived, self._arrived = len(slots), self._arrived > 0, 0
+        keep: Ints = np.diff(offsets)
+        model, probe = self.times.model, self._probe()
+        if model is None:
+            if self.budget.policy == "optimal" and self._steps % 2:
+                keep = np.zeros_like(keep)
+            self.toggle.update(running, 1.0 + self.toggle.margin, arrived)
+        else:
+            calibrated = self.calibration(chances)
+            worth = self._worth[slots]
+            if self.budget.policy == "optimal":
+                found = allocate(calibrated, offsets, worth, model)
+                keep, gain = found.keep, found.gain
+                total = running + int(keep.sum())
+                drafting = model.step(total, running, total > running)
+            else:
+                total = running + len(chances)
+                drafting = model.step(total, running, total > running)
+                gain = float(np.repeat(worth, keep) @ calibrated) + model.step(running, running, False) - drafting
+            on = self.toggle.update(running, 1.0 + gain / drafting if total > running else 0.0, arrived)
+            if not on or probe == "plain":
+                keep = np.zeros_like(keep)
+            if probe == "drafted" and len(chances):
+                keep = np.minimum(np.diff(offsets), 4)
+        drafted = bool(keep.any())
+        self._idle = 0 if drafted else self._idle + 1
+        self._count(slots, keep)
+        self._pending = (slots, chances, offsets, keep) if drafted else None
+        return keep
+
+    def step(self, slots: Ints, got: Ints, tokens: int, drafted: bool, seconds: float) -> None:
+        """How long a decode step took; not for steps that also read prompts.
+
+        Args:
+            slots: its requests, shape (b,).
+            got: tokens each got, shape (b,).
+            tokens: in the forward pass.
+            drafted: whether anything was.
+            seconds: from its start to the next step's.
+        """
+        running = len(slots)
+        self.times.add(tokens, running, drafted, seconds)
+        self._since_plain = self._since_plain + 1 if drafted else 0
+        self._since_draft = 0 if drafted else self._since_draft + 1
+        if self.times.observed >= self._next_fit:
+            self._next_fit = min(2 * self._next_fit, self._next_fit + 1024)
+            self.times.fit()
+            self.calibration.refit()
+        model = self.times.model
+        if model is None:
+            return
+        self._counted[slots] += got
+        self.savings.step(seconds, running, int(got.sum()), model)
+        self._drafted_steps += drafted
+        self._drafted_seconds += seconds if drafted else 0.0
+        if self._refilling:
+            self.savings.refilled()
+        if drafted and self._drafted_steps % GUARD == 0:
+            self._guard(slots, model)
+
+    # Figures
+
+    def time_saved(self, slots: Ints) -> float:
+        """Seconds saved since the last weight sync; `slots` of the requests in the batch, shape (b,)."""
+        model = self.times.model
+        return 0.0 if model is None else self.savings.saved(self._counted[slots], model)
+
+    def take(self, slots: Ints) -> dict[str, Any]:
+        """Figures since the last call, as plain numbers."""
+        tally, self.tally = self.tally, Tally()
+        return {
+            "class_rounds": tally.rounds.tolist(),
+            "class_drafts": tally.drafts.tolist(),
+            "time_saved_s": self.time_saved(slots),
+            "latency_model_error": self.times.take_error(),
+            "stopped": self.stopped,
+        }
+
+    # Inside
+
+    @property
+    def _refilling(self) -> bool:
+        """Requests still arrive while others end."""
+        return self._steps - self._last_refill < 2 * REPLAN
+
+    def _probe(self) -> str:
+        """Whether this step is taken the other way, to see what it costs: "plain", "drafted" or ""."""
+        if self._since_plain >= PROBE:
+            self._since_plain = 0
+            return "plain"
+        if self._since_draft >= PROBE and self.toggle.mode != "threshold":
+            self._since_draft = 0
+            return "drafted"
+        return ""
+
+    def _replan(self, slots: Ints) -> None:
+        """The worth in seconds of an accepted token of each request, and the requests' classes."""
+        self._planned_at, self._planned_for = self._steps, len(slots)
+        cdf, written, edges = self._cdf[slots], self._written[slots], self.lengths.edges
+        self._class[slots] = classes(cdf, edges, written, self.lengths.bounds)
+        model, running = self.times.model, len(slots)
+        if model is None:
+            return
+        slope = model.slope(running)
+        base = max(1e-9, model.step(running, running, False) - slope * running)
+        remaining = expected_remaining(cdf, edges, written)
+        rounds = plan(remaining, self._alpha[slots], self._k[slots], base, max(slope, 1e-9)).rounds
+        pace = np.maximum(1.0, remaining / rounds)
+        if self._refilling:
+            last = np.full(running, 1.0 / running)
+        else:
+            last = makespan_weights(cdf, edges, written, pace)
+        left = round(1.0 / float(last @ last))
+        tail = max(0.0, model.step(left, left, False) - (model.slope(left) + model.request) * left)
+        self._worth[slots] = (last * tail + slope + model.request) / pace
+
+    def _learn(self, pending: tuple[Ints, Chances, Ints, Ints], slots: Ints, carried: Ints, kept: Ints) -> None:
+        drafted, chances, offsets, _ = pending
+        by_slot = np.zeros((2, len(self._problems)), dtype=np.int64)
+        by_slot[0, slots], by_slot[1, slots] = carried, kept
+        counts = np.diff(offsets)
+        place = np.arange(len(chances)) - np.repeat(offsets[:-1], counts)
+        seen = place < np.repeat(by_slot[0, drafted], counts)
+        survived = place < np.repeat(by_slot[1, drafted], counts)
+        self.calibration.learn(chances[seen], survived[seen])
+
+    def _count(self, slots: Ints, keep: Ints) -> None:
+        kind = self._class[slots].astype(np.int64)
+        self.tally.rounds += np.bincount(kind, minlength=len(LengthClass))
+        self.tally.drafts += np.bincount(kind, weights=keep, minlength=len(LengthClass))
+
+    def _guard(self, slots: Ints, model: StepModel) -> None:
+        """Speculation that costs more than it saves stops until the next weight sync. The estimate is as good as the
+        latency model, so the loss must be beyond a tenth of what the drafted steps took."""
+        saved = self.savings.saved(self._counted[slots], model)
+        if saved < -0.1 * self._drafted_seconds:
+            self.stopped = f"speculation cost {-saved:.2f} s in {self._drafted_seconds:.2f} s of drafted steps"
+
+    def _grow(self) -> None:
+        old, more = len(self._problems), max(64, len(self._problems))
+        self._problems += [0] * more
+        self._free += range(old + more - 1, old - 1, -1)
+        self._cdf = np.concatenate([self._cdf, np.zeros((more, LengthModel.GRID))])
+        self._state = np.concatenate([self._state, np.zeros((10, more))], axis=1)
+        self._written, self._counted, self._worth, self._class, self._alpha, self._k = self._state[:6]
+        self._drafted, self._accepted, self._first_tried, self._first = self._state[6:]
