@@ -20,20 +20,22 @@ import numpy.typing as npt
 
 from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.acceptance import AcceptanceCurves, Calibration
-from das_adapter.core.budget import allocate, class_budgets, makespan_weights, plan
+from das_adapter.core.budget import allocate, class_budgets, makespan_weights
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.length import LengthClass, LengthModel, classes, expected_remaining
+from das_adapter.core.length import LengthClass, LengthModel, classes
 from das_adapter.core.toggle import Savings, Toggle
 
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
 
 LOOK = 16
-"""While it rests, the controller looks every so many steps whether drafts would pay."""
+"""While drafts don't pay, the controller looks again after 1, 2, 4, ... steps, at most this many."""
 REPLAN = 32
 """Steps after which the worth of a token is computed anew, at the latest."""
 PROBE = 128
 """Every so many steps one is taken the other way (plain, or drafted), so that both kinds of step stay known."""
+PACE = 16
+"""Steps over which a request's tokens per step are averaged."""
 GUARD = 64
 """Steps between two looks at the time saved."""
 
@@ -74,11 +76,11 @@ class Controller:
         self._problems: list[int] = []
         self._free: list[int] = []
         self._cdf = np.zeros((0, LengthModel.GRID))
-        self._state = np.zeros((10, 0))  # rows as `_grow` names them, a column for each slot
+        self._state = np.zeros((11, 0))  # rows as `_grow` names them, a column for each slot
         self._steps = 0
         self._arrived = 0
         self._last_end = self._last_refill = -(2**30)
-        self._idle = 0
+        self._gap, self._next_look, self._looked_for = 1, 0, 0
         self._planned_at = -(2**30)
         self._planned_for = 0
         self._drafted_steps = self._drafted_seconds = 0.0
@@ -98,9 +100,8 @@ class Controller:
         cdf = self._cdf[slot]
         cdf[:] = self.lengths.cdf(problem)
         cdf[np.searchsorted(self.lengths.edges, most) :] = 1.0
-        alpha, k = self.curves.of(problem)
         self._state[:, slot] = 0.0
-        self._written[slot], self._alpha[slot], self._k[slot] = written, alpha, k
+        self._written[slot], self._pace[slot] = written, 1.0
         self._class[slot] = LengthClass.MEDIUM
         self._arrived += 1
         if self._last_end >= 0:
@@ -131,7 +132,7 @@ class Controller:
         self.savings = Savings()
         self.stopped = None
         self._last_end = self._last_refill = -(2**30)
-        self._idle = 0
+        self._gap, self._next_look = 1, 0
         self._drafted_steps = self._drafted_seconds = 0.0
         self._counted[:] = 0.0
 
@@ -147,6 +148,8 @@ class Controller:
         """
         self._steps += 1
         self._written[slots] += got
+        self._pace[slots] += (got - self._pace[slots]) / PACE
+        self._load[slots] += ((0 if carried is None else carried) - self._load[slots]) / PACE
         pending, self._pending = self._pending, None
         if carried is None:
             return
@@ -162,8 +165,7 @@ class Controller:
         """Whether to draft at all after this step, if only to see whether it would pay."""
         if self.stopped or not running:
             return False
-        resting = self._idle >= LOOK or not self.toggle.on
-        return not resting or self._steps % LOOK == 0
+        return self._steps >= self._next_look or running < 0.9 * self._looked_for
 
     def caps(self, slots: Ints, room: Ints) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft.
@@ -204,11 +206,12 @@ class Controller:
         keep: Ints = np.diff(offsets)
         model, probe = self.times.model, self._probe()
         if model is None:
-            if self.budget.policy == "optimal" and self._steps % 2:
+            if self._steps % (2 if self.budget.policy == "optimal" else 4) == 0:
                 keep = np.zeros_like(keep)
             self.toggle.update(running, 1.0 + self.toggle.margin, arrived)
         else:
             calibrated = self.calibration(chances)
+            self._note_offer(slots, calibrated, offsets)
             worth = self._worth[slots]
             if self.budget.policy == "optimal":
                 found = allocate(calibrated, offsets, worth, model)
@@ -223,9 +226,10 @@ class Controller:
             if not on or probe == "plain":
                 keep = np.zeros_like(keep)
             if probe == "drafted" and len(chances):
-                keep = np.minimum(np.diff(offsets), 4)
+                keep = np.where(np.arange(running) % 4 == 0, np.minimum(np.diff(offsets), 1), 0)
         drafted = bool(keep.any())
-        self._idle = 0 if drafted else self._idle + 1
+        self._gap = 1 if drafted or model is None else min(2 * self._gap, LOOK)
+        self._next_look, self._looked_for = self._steps + self._gap, running
         self._count(slots, keep)
         self._pending = (slots, chances, offsets, keep) if drafted else None
         return keep
@@ -304,17 +308,29 @@ class Controller:
         if model is None:
             return
         slope = model.slope(running)
-        base = max(1e-9, model.step(running, running, False) - slope * running)
-        remaining = expected_remaining(cdf, edges, written)
-        rounds = plan(remaining, self._alpha[slots], self._k[slots], base, max(slope, 1e-9)).rounds
-        pace = np.maximum(1.0, remaining / rounds)
+        pace = self._pace[slots]
+        # Who ends last is judged by what each could do if it were drafted for: judged by its present pace, whoever is
+        # drafted for would look done and lose its drafts again.
+        potential = 1.0 + self._offer[slots]
         if self._refilling:
             last = np.full(running, 1.0 / running)
         else:
-            last = makespan_weights(cdf, edges, written, pace)
+            last = makespan_weights(cdf, edges, written, potential)
+        # A round that is not needed saves what its tokens cost, drafts included, and the last ones what a step costs
+        # that nobody else is in.
+        own = slope * (1.0 + self._load[slots]) + model.request
         left = round(1.0 / float(last @ last))
         tail = max(0.0, model.step(left, left, False) - (model.slope(left) + model.request) * left)
-        self._worth[slots] = (last * tail + slope + model.request) / pace
+        self._worth[slots] = last * tail / float(last @ pace) + own / pace
+
+    def _note_offer(self, slots: Ints, chances: Chances, offsets: Ints) -> None:
+        """Average the tokens that each request's drafts would bring if they were verified in full."""
+        if self._steps % 4:
+            return
+        summed = np.concatenate([[0.0], np.cumsum(chances)])
+        offered = summed[offsets[1:]] - summed[offsets[:-1]]
+        some = offsets[1:] > offsets[:-1]  # who was not asked says nothing
+        self._offer[slots[some]] += (offered[some] - self._offer[slots[some]]) / 4
 
     def _learn(self, pending: tuple[Ints, Chances, Ints, Ints], slots: Ints, carried: Ints, kept: Ints) -> None:
         drafted, chances, offsets, _ = pending
@@ -343,6 +359,6 @@ class Controller:
         self._problems += [0] * more
         self._free += range(old + more - 1, old - 1, -1)
         self._cdf = np.concatenate([self._cdf, np.zeros((more, LengthModel.GRID))])
-        self._state = np.concatenate([self._state, np.zeros((10, more))], axis=1)
-        self._written, self._counted, self._worth, self._class, self._alpha, self._k = self._state[:6]
-        self._drafted, self._accepted, self._first_tried, self._first = self._state[6:]
+        self._state = np.concatenate([self._state, np.zeros((11, more))], axis=1)
+        self._written, self._counted, self._pace, self._load, self._offer, self._worth, self._class = self._state[:7]
+        self._drafted, self._accepted, self._first_tried, self._first = self._state[7:]
