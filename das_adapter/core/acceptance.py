@@ -27,7 +27,8 @@ class Calibration:
         self._tried = np.zeros(self.BINS)
         self._kept = np.zeros(self.BINS)
         self._sum = np.zeros(self.BINS)
-        self._shift = np.zeros(self.BINS, dtype=np.float32)
+        self.shift: Chances = np.zeros(self.BINS, dtype=np.float32)
+        """What to add to a stated chance, by its bin, shape (BINS,)."""
 
     def learn(self, chances: Chances, survived: npt.NDArray[np.bool_]) -> None:
         """Take verified draft tokens: the chance each was stated with, and whether it and all before it were accepted.
@@ -48,12 +49,12 @@ class Calibration:
         weight = self._tried + self.PRIOR
         stated = (self._sum + self.PRIOR * self._stated) / weight
         observed = isotonic((self._kept + self.PRIOR * self._stated) / weight, weight)
-        self._shift = (observed - stated).astype(np.float32)
+        self.shift = (observed - stated).astype(np.float32)
 
     def __call__(self, chances: Chances) -> Chances:
         """Calibrated chances, shape and order as given."""
         at = (chances * self.BINS).astype(np.int64)
-        shifted = chances + self._shift.take(at, mode="clip")
+        shifted = chances + self.shift.take(at, mode="clip")
         return np.clip(shifted, 1e-3, 1.0, out=shifted)
 
 

@@ -3,7 +3,9 @@ the same trade for one decode step."""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +15,13 @@ from das_adapter.core.length import LengthClass, beyond
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Chances = npt.NDArray[np.float32]
 CLASS_SHARE = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: 1 / 3, LengthClass.LONG: 1.0}
 """Share of the largest budget that a class gets. DAS: none, moderate, aggressive, without numbers."""
+
+
+def _native() -> Any:
+    return importlib.import_module("das_adapter._native")
 
 
 def accepted(drafted: Floats, lengths: Floats, alpha: Floats, k: Floats) -> Floats:
@@ -75,47 +82,43 @@ def class_budgets(classes: npt.NDArray[np.int64], most: int) -> Ints:
 
 @dataclass(frozen=True)
 class Allocation:
-    """One step's draft tokens: how many of each request's draft are kept, and what that is expected to save."""
+    """One step's draft tokens."""
 
     keep: Ints
+    """How many of each request's draft to verify, shape (b,)."""
+    offer: Floats
+    """How many would be accepted of each draft if all of it were verified, expected, shape (b,)."""
     gain: float
     """Seconds: worth of the kept tokens minus what verifying them costs."""
 
 
-def allocate(chances: npt.NDArray[np.float32], offsets: Ints, worth: Floats, model: StepModel) -> Allocation:
+_AS_STATED: Chances = np.zeros(1, dtype=np.float32)
+
+
+def allocate(
+    chances: Chances, offsets: Ints, worth: Floats, model: StepModel, shift: Chances = _AS_STATED, cut: bool = True
+) -> Allocation:
     """Keep the draft tokens that are worth more than they cost, each at the step size that all of them make.
 
     A request's chances don't increase along its draft, so the tokens of greatest worth are always a prefix of each
-    draft, and the best set of m tokens is the m of greatest worth: the optimum over all m is exact for any cost.
+    draft, and the best set of m tokens is the m of greatest worth: the best m gives the optimum for any cost.
 
     Args:
         chances: survival chance of each draft token, shape (n,), requests one after the other.
         offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
         worth: seconds that an accepted token of each request saves, shape (b,).
         model: what the step costs.
+        shift: `Calibration.shift`.
+        cut: False: keep everything, and say what that gains.
     """
-    requests, n = len(worth), len(chances)
-    counts = np.diff(offsets)
-    if n == 0:
-        return Allocation(counts, 0.0)
-    value = np.repeat(worth.astype(np.float32), counts) * chances
-    best = np.sort(value)[::-1]
-    m = np.arange(1, n + 1, dtype=np.float32)
-    cost = np.float32(model.token) * m
-    if model.bend:
-        start = requests - model.knee
-        cost += np.float32(model.bend) * (np.maximum(m + np.float32(start), 0.0) - np.float32(max(start, 0.0)))
-    gains = np.cumsum(best)
-    gains -= cost
-    top = int(np.argmax(gains))
-    gain = float(gains[top]) - model.draft
-    if gain <= 0.0:
-        return Allocation(np.zeros_like(counts), min(gain, 0.0))
-    kept = np.concatenate([[0], np.cumsum(value >= best[top])])
-    return Allocation(kept[offsets[1:]] - kept[offsets[:-1]], gain)
+    requests = len(worth)
+    keep, offer = np.empty(requests, dtype=np.int64), np.empty(requests)
+    slope, bend, room = model.token, model.bend, model.knee - requests
+    gain = _native().allocate(chances, offsets, worth, shift, slope, bend, room, model.draft, cut, keep, offer)
+    return Allocation(keep, offer, float(gain))
 
 
-def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, pace: Floats, points: int = 48) -> Floats:
+def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, pace: Floats, points: int = 32) -> Floats:
     """Chance of each request to be the last one of the batch, shape (b,), summing to 1.
 
     It is the derivative of the expected number of rounds left with respect to that request's own.

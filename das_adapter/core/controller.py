@@ -11,6 +11,7 @@ vLLM takes the drafts of one rank and hands them to all, so that what the others
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,14 +31,21 @@ Chances = npt.NDArray[np.float32]
 
 LOOK = 16
 """While drafts don't pay, the controller looks again after 1, 2, 4, ... steps, at most this many."""
-REPLAN = 32
+_NONE: Ints = np.zeros(0, dtype=np.int64)
+REPLAN = 64
 """Steps after which the worth of a token is computed anew, at the latest."""
 PROBE = 128
 """Every so many steps one is taken the other way (plain, or drafted), so that both kinds of step stay known."""
+REFILL = 64
+"""Steps for which a request that took another's place makes the batch one that refills."""
 PACE = 16
 """Steps over which a request's tokens per step are averaged."""
 GUARD = 64
 """Steps between two looks at the time saved."""
+
+
+def _native() -> Any:
+    return importlib.import_module("das_adapter._native")
 
 
 @dataclass
@@ -76,7 +84,8 @@ class Controller:
         self._problems: list[int] = []
         self._free: list[int] = []
         self._cdf = np.zeros((0, LengthModel.GRID))
-        self._state = np.zeros((11, 0))  # rows as `_grow` names them, a column for each slot
+        self._state = np.zeros((10, 0))  # rows as `_grow` names them, a column for each slot
+        self._class: Ints = np.zeros(0, dtype=np.int64)
         self._steps = 0
         self._arrived = 0
         self._last_end = self._last_refill = -(2**30)
@@ -85,6 +94,7 @@ class Controller:
         self._planned_for = 0
         self._drafted_steps = self._drafted_seconds = 0.0
         self._since_plain = self._since_draft = 0
+        self._plain = [0] * 32  # plain steps seen, by the power of two of their batch
         self._pending: tuple[Ints, Chances, Ints, Ints] | None = None
         self._next_fit = 16
         self._grow()
@@ -120,6 +130,16 @@ class Controller:
         self._last_end = self._steps
         self._free.append(slot)
 
+    def written(self, slots: Ints) -> npt.NDArray[np.float64]:
+        """Tokens of each request's response, shape (b,)."""
+        written: npt.NDArray[np.float64] = self._written[slots]
+        return written
+
+    def history(self, slot: int) -> tuple[int, int, int, int, int]:
+        """Problem, length class, tokens, draft tokens and accepted ones of a request."""
+        counts = (self._class[slot], self._written[slot], self._drafted[slot], self._accepted[slot])
+        return (self._problems[slot], *map(int, counts))  # type: ignore[return-value]
+
     def sync(self, version: int, responses: Iterable[tuple[int, int, int]]) -> None:
         """A weight sync: learn the lengths of finished responses (problem, tokens, weight version), and start anew."""
         for problem, length, written in responses:
@@ -147,19 +167,14 @@ class Controller:
             carried: draft tokens each carried into it, shape (b,); None if nobody did.
         """
         self._steps += 1
-        self._written[slots] += got
-        self._pace[slots] += (got - self._pace[slots]) / PACE
-        self._load[slots] += ((0 if carried is None else carried) - self._load[slots]) / PACE
         pending, self._pending = self._pending, None
-        if carried is None:
-            return
-        kept = got - 1
-        self._drafted[slots] += carried
-        self._accepted[slots] += np.where(carried > 0, kept, 0)
-        self._first_tried[slots] += carried > 0
-        self._first[slots] += (carried > 0) & (kept > 0)
-        if pending is not None and self._steps % 4 == 0:
-            self._learn(pending, slots, carried, kept)
+        _native().advance(self._state, slots, got, _NONE if carried is None else carried, PACE)
+        kinds = self._class[slots]
+        self.tally.rounds += np.bincount(kinds, minlength=len(LengthClass))
+        if carried is not None:
+            self.tally.drafts += np.bincount(kinds, weights=carried, minlength=len(LengthClass))
+            if pending is not None and self._steps % 8 == 0:
+                self._learn(pending, slots, carried, got - 1)
 
     def looks(self, running: int) -> bool:
         """Whether to draft at all after this step, if only to see whether it would pay."""
@@ -179,7 +194,7 @@ class Controller:
             self._replan(slots)
         most: Ints = np.minimum(room, self.budget.max_draft_tokens)
         if self.budget.policy == "classes":
-            by_class = class_budgets(self._class[slots].astype(np.int64), self.budget.max_draft_tokens)
+            by_class = class_budgets(self._class[slots], self.budget.max_draft_tokens)
             np.minimum(most, by_class, out=most)
         elif self.budget.policy == "optimal":
             model = self.times.model
@@ -204,24 +219,19 @@ class Controller:
         """
         running, arrived, self._arrived = len(slots), self._arrived > 0, 0
         keep: Ints = np.diff(offsets)
-        model, probe = self.times.model, self._probe()
+        model, probe = self.times.model, self._probe(running)
         if model is None:
             if self._steps % (2 if self.budget.policy == "optimal" else 4) == 0:
                 keep = np.zeros_like(keep)
             self.toggle.update(running, 1.0 + self.toggle.margin, arrived)
         else:
-            calibrated = self.calibration(chances)
-            self._note_offer(slots, calibrated, offsets)
             worth = self._worth[slots]
-            if self.budget.policy == "optimal":
-                found = allocate(calibrated, offsets, worth, model)
-                keep, gain = found.keep, found.gain
-                total = running + int(keep.sum())
-                drafting = model.step(total, running, total > running)
-            else:
-                total = running + len(chances)
-                drafting = model.step(total, running, total > running)
-                gain = float(np.repeat(worth, keep) @ calibrated) + model.step(running, running, False) - drafting
+            found = allocate(chances, offsets, worth, model, self.calibration.shift, self.budget.policy == "optimal")
+            keep, gain = found.keep, found.gain
+            total = running + int(keep.sum())
+            drafting = model.step(total, running, total > running)
+            asked = found.offer > 0.0  # who was not drafted for says nothing
+            self._offer[slots] += asked * (found.offer - self._offer[slots]) / PACE
             on = self.toggle.update(running, 1.0 + gain / drafting if total > running else 0.0, arrived)
             if not on or probe == "plain":
                 keep = np.zeros_like(keep)
@@ -230,7 +240,6 @@ class Controller:
         drafted = bool(keep.any())
         self._gap = 1 if drafted or model is None else min(2 * self._gap, LOOK)
         self._next_look, self._looked_for = self._steps + self._gap, running
-        self._count(slots, keep)
         self._pending = (slots, chances, offsets, keep) if drafted else None
         return keep
 
@@ -246,6 +255,7 @@ class Controller:
         """
         running = len(slots)
         self.times.add(tokens, running, drafted, seconds)
+        self._plain[running.bit_length()] += not drafted
         self._since_plain = self._since_plain + 1 if drafted else 0
         self._since_draft = 0 if drafted else self._since_draft + 1
         if self.times.observed >= self._next_fit:
@@ -287,11 +297,12 @@ class Controller:
     @property
     def _refilling(self) -> bool:
         """Requests still arrive while others end."""
-        return self._steps - self._last_refill < 2 * REPLAN
+        return self._steps - self._last_refill < REFILL
 
-    def _probe(self) -> str:
+    def _probe(self, running: int) -> str:
         """Whether this step is taken the other way, to see what it costs: "plain", "drafted" or ""."""
-        if self._since_plain >= PROBE:
+        unknown = self._plain[running.bit_length()] < 3
+        if self._since_plain >= (8 if unknown else PROBE):
             self._since_plain = 0
             return "plain"
         if self._since_draft >= PROBE and self.toggle.mode != "threshold":
@@ -323,15 +334,6 @@ class Controller:
         tail = max(0.0, model.step(left, left, False) - (model.slope(left) + model.request) * left)
         self._worth[slots] = last * tail / float(last @ pace) + own / pace
 
-    def _note_offer(self, slots: Ints, chances: Chances, offsets: Ints) -> None:
-        """Average the tokens that each request's drafts would bring if they were verified in full."""
-        if self._steps % 4:
-            return
-        summed = np.concatenate([[0.0], np.cumsum(chances)])
-        offered = summed[offsets[1:]] - summed[offsets[:-1]]
-        some = offsets[1:] > offsets[:-1]  # who was not asked says nothing
-        self._offer[slots[some]] += (offered[some] - self._offer[slots[some]]) / 4
-
     def _learn(self, pending: tuple[Ints, Chances, Ints, Ints], slots: Ints, carried: Ints, kept: Ints) -> None:
         drafted, chances, offsets, _ = pending
         by_slot = np.zeros((2, len(self._problems)), dtype=np.int64)
@@ -341,11 +343,6 @@ class Controller:
         seen = place < np.repeat(by_slot[0, drafted], counts)
         survived = place < np.repeat(by_slot[1, drafted], counts)
         self.calibration.learn(chances[seen], survived[seen])
-
-    def _count(self, slots: Ints, keep: Ints) -> None:
-        kind = self._class[slots].astype(np.int64)
-        self.tally.rounds += np.bincount(kind, minlength=len(LengthClass))
-        self.tally.drafts += np.bincount(kind, weights=keep, minlength=len(LengthClass))
 
     def _guard(self, slots: Ints, model: StepModel) -> None:
         """Speculation that costs more than it saves stops until the next weight sync. The estimate is as good as the
@@ -359,6 +356,9 @@ class Controller:
         self._problems += [0] * more
         self._free += range(old + more - 1, old - 1, -1)
         self._cdf = np.concatenate([self._cdf, np.zeros((more, LengthModel.GRID))])
-        self._state = np.concatenate([self._state, np.zeros((11, more))], axis=1)
-        self._written, self._counted, self._pace, self._load, self._offer, self._worth, self._class = self._state[:7]
-        self._drafted, self._accepted, self._first_tried, self._first = self._state[7:]
+        self._state = np.concatenate([self._state, np.zeros((10, more))], axis=1)
+        # The first seven rows are brought forward by the native `advance`.
+        self._written, self._pace, self._load = self._state[:3]
+        self._drafted, self._accepted, self._first_tried, self._first = self._state[3:7]
+        self._counted, self._offer, self._worth = self._state[7:]
+        self._class = np.concatenate([self._class, np.full(more, LengthClass.MEDIUM, dtype=np.int64)])

@@ -104,8 +104,8 @@ class StepTimes:
         return error / judged if judged else 0.0
 
     def fit(self) -> StepModel | None:
-        """Fit the model anew. None, or the prior, while fewer than two kinds of step were seen three times."""
-        cells = [(c, drafted) for (_, _, drafted), c in self._cells.items() if len(c.seconds) >= 3]
+        """Fit the model anew. None, or the prior, while fewer than two kinds of step were seen twice."""
+        cells = [(c, drafted) for (_, _, drafted), c in self._cells.items() if len(c.seconds) >= 2]
         if len(cells) >= 2:
             self.model = fit(
                 np.array([c.tokens for c, _ in cells]),
@@ -145,17 +145,17 @@ def fit(
     weight = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
     one = np.ones_like(n)
     shapes: list[tuple[tuple[str, ...], float]] = [(("base", "token"), 0.0)]
-    for knee in KNEES:
+    for knee in map(float, KNEES):
         if n.min() < knee < n.max():
-            shapes += [(("base", "bend"), float(knee)), (("base", "token", "bend"), float(knee))]
+            shapes += [(("base", "bend"), knee), (("base", "token", "bend"), knee)]
     extras: list[tuple[str, ...]] = [()]
     if 0 < d.sum() < len(d):
         extras.append(("draft",))
     if d.any() and np.any(n != b) and np.ptp(b) > 0:
         extras += [(*e, "request") for e in extras]
     best, least = None, np.inf
-    for names, knee in shapes:
-        columns = {"base": one, "token": n, "bend": np.maximum(0.0, n - knee), "request": b, "draft": d}
+    for names, bends_at in shapes:
+        columns = {"base": one, "token": n, "bend": np.maximum(0.0, n - bends_at), "request": b, "draft": d}
         for extra in extras:
             chosen = (*names, *extra)
             if len(chosen) >= len(t) and len(chosen) > 2:
@@ -163,7 +163,7 @@ def fit(
             found, loss = _robust(chosen, columns, t, weight)
             score = len(t) * np.log(loss + 1e-6) + len(found) * np.log(len(t))
             if score < least:
-                best, least = StepModel(**{"base": 0.0, "token": 0.0, "knee": knee, **found}), score
+                best, least = StepModel(**{"base": 0.0, "token": 0.0, "knee": bends_at, **found}), score
     assert best is not None
     return best if best.bend else replace(best, knee=0.0)
 
