@@ -161,5 +161,22 @@ def cpu_env() -> None:
         click.echo(f"{name}={value}")
 
 
+@main.command()
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Where the plots go; default: RUN_DIR/report.")
+@click.option("--version", type=int, help="Weight version whose rollout is shown over time; default: the last.")
+def report(run_dir: Path, out: Path | None, version: int | None) -> None:
+    """Turn the decision logs of a run (das.log_dir) into plots: timeline, steps, acceptance, latency."""
+    from das_adapter import report as logs
+
+    try:
+        rollouts = logs.read(run_dir)
+        written = logs.write(rollouts, out or run_dir / "report", version)
+    except DasError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(json.dumps(logs.summary(rollouts), indent=2))
+    click.echo("\n".join(map(str, written)))
+
+
 if __name__ == "__main__":
     main()
