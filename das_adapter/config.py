@@ -57,6 +57,8 @@ class ToggleConfig:
     """Predicted speed-up above 1 at which `roofline` turns speculation on; it turns off at 1. 0 to 1."""
     threshold: int = 32
     """Running requests of an engine up to which `threshold` speculates. At least 1."""
+    calibration: str | None = None
+    """File of `das-adapter calibrate` to start from; None: the first decode steps are the calibration."""
 
     def __post_init__(self) -> None:
         _at_least("toggle.margin", self.margin, 0.0, 1.0)

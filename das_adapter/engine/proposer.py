@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
+from das_adapter import calibrate
 from das_adapter.config import parse
 from das_adapter.core.controller import Controller
 from das_adapter.core.index import SuffixIndex
@@ -40,7 +41,8 @@ class HistoryProposer:
         self._max_draft = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab = vllm_config.model_config.get_vocab_size()
-        self.controller = Controller(config.budget, config.toggle, self._max_model_len, config.history.window)
+        prior = calibrate.read(config.toggle.calibration) if config.toggle.calibration else None
+        self.controller = Controller(config.budget, config.toggle, self._max_model_len, config.history.window, prior)
         self.carried: list[int] | None = None
         """Draft tokens that each request of the batch carried into the step being sampled; set by `DasWorker`."""
         self.log = DecisionLog(config.log_dir) if config.log_dir else None

@@ -89,6 +89,7 @@ def test_to_dict_reads_back_equal() -> None:
         ({"toggle": {"mode": "threshold", "threshold": 0}}, ["das.toggle.threshold", "0", "1 or more"]),
         ({"toggle": {"treshold": 3}}, ["das.toggle.treshold", "did you mean 'threshold'"]),
         ({"toggle": {"threshold": 8}}, ["das.toggle.threshold=8", "das.toggle.mode='threshold'", "'roofline'"]),
+        ({"toggle": {"calibration": 1}}, ["das.toggle.calibration", "1", "str"]),
         ({"log_dir": 5}, ["das.log_dir", "5", "str"]),
         ({"routing": {"policy": "random"}}, ["das.routing.policy", "'random'", "'least_loaded'"]),
         ({"verify": {"seed": -1}}, ["das.verify.seed", "-1"]),
