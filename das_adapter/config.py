@@ -52,7 +52,7 @@ class BudgetConfig:
 class ToggleConfig:
     mode: Literal["off", "threshold", "roofline"] = "roofline"
     """When a batch is speculated on at all. `roofline`: when the latency model, fitted to the engine's own steps,
-    predicts a speed-up. `threshold`: when few enough requests are running. `off`: always."""
+    predicts a speed-up. `threshold`: when few enough requests are running. `off`: always, even at a loss."""
     margin: float = 0.05
     """Predicted speed-up above 1 at which `roofline` turns speculation on; it turns off at 1. 0 to 1."""
     threshold: int = 32

@@ -180,7 +180,7 @@ class Controller:
         """Whether to draft at all after this step, if only to see whether it would pay."""
         if self.stopped or not running:
             return False
-        return self._steps >= self._next_look or running < 0.9 * self._looked_for
+        return self._always or self._steps >= self._next_look or running < 0.9 * self._looked_for
 
     def caps(self, slots: Ints, room: Ints) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft.
@@ -219,11 +219,13 @@ class Controller:
         """
         running, arrived, self._arrived = len(slots), self._arrived > 0, 0
         keep: Ints = np.diff(offsets)
+        if self._always:
+            return keep
         model, probe = self.times.model, self._probe(running)
         if model is None:
-            if self._steps % (2 if self.budget.policy == "optimal" else 4) == 0:
+            on = self.toggle.update(running, 1.0 + self.toggle.margin, arrived)
+            if not on or self._steps % (2 if self.budget.policy == "optimal" else 4) == 0:
                 keep = np.zeros_like(keep)
-            self.toggle.update(running, 1.0 + self.toggle.margin, arrived)
         else:
             worth = self._worth[slots]
             found = allocate(chances, offsets, worth, model, self.calibration.shift, self.budget.policy == "optimal")
@@ -271,7 +273,7 @@ class Controller:
         self._drafted_seconds += seconds if drafted else 0.0
         if self._refilling:
             self.savings.refilled()
-        if drafted and self._drafted_steps % GUARD == 0:
+        if drafted and self._drafted_steps % GUARD == 0 and self.toggle.mode != "off":
             self._guard(slots, model)
 
     # Figures
@@ -293,6 +295,11 @@ class Controller:
         }
 
     # Inside
+
+    @property
+    def _always(self) -> bool:
+        """Whether nothing is asked but the fixed budgets: then no decision depends on a step time."""
+        return self.toggle.mode == "off" and self.budget.policy != "optimal"
 
     @property
     def _refilling(self) -> bool:

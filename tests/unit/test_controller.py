@@ -156,7 +156,7 @@ def test_chances_that_overstate_are_seen_through() -> None:
 
 def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:
     lengths = np.full(32, 600)
-    controller = make("unlimited", mode="off")
+    controller = make("unlimited", mode="threshold", threshold=64)
     rollout(lengths, COMPUTE_BOUND, controller, chance=0.1)
     assert controller.stopped is not None
     assert "drafted steps" in controller.stopped
@@ -164,6 +164,18 @@ def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:
     controller.sync(1, [])
     assert controller.stopped is None
     assert controller.looks(8)
+
+
+@pytest.mark.parametrize("policy", ["classes", "uniform", "unlimited"])
+def test_always_means_always_and_asks_no_clock(policy: str) -> None:
+    lengths = np.full(24, 200)
+    runs = []
+    for truth in (COMPUTE_BOUND, MEMORY_BOUND):
+        controller = make(policy, mode="off")
+        runs.append(rollout(lengths, truth, controller, chance=0.3))
+        assert controller.stopped is None
+    assert runs[0].drafted == runs[1].drafted > 1000
+    assert runs[0].steps == runs[1].steps
 
 
 def test_while_nothing_pays_it_looks_once_in_a_while() -> None:
