@@ -2,6 +2,7 @@
 
     python benchmarks/controller.py rollout --model random --out FILE.json    # long-tailed batch, every policy
     python benchmarks/controller.py batches --model random --out FILE.json    # starting batches from 1 to 64
+    python benchmarks/controller.py routing --model random --out FILE.json    # two replicas, by routing policy
     python benchmarks/controller.py off --model random --out FILE.json        # the same rollouts without a drafter
 
 Two policies. `tiny`: examples/tiny_math/policy in float32; the history is its own previous rollout of the same
@@ -199,6 +200,48 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
     }  # fmt: skip
 
 
+def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
+    """A rollout over two replicas: each replica's share runs on the engine by itself, the later end is the makespan.
+
+    Requests arrive mixed; `least_loaded` gives a burst of them to the replicas by turns.
+    """
+    from das_adapter.core.length import LengthModel
+    from das_adapter.core.routing import Spread
+
+    requests = bench.requests(count, longest)
+    order = np.random.default_rng(5).permutation(count)
+    requests = [requests[i] for i in order]
+    bench.prepare("idle", [])
+    _, texts = bench.run(requests)
+    trajectories = bench.history(requests, texts)
+    lengths = LengthModel(1024)
+    for problem, text, version in trajectories:
+        lengths.observe(problem, len(text) // 4, version)
+    lengths.refit(2)
+    expected = [lengths.expected(r["problem"]) for r in requests]
+    bound = float(np.quantile(expected, LengthModel.LONG))
+    spread = Spread("01")
+    shares = {
+        "least_loaded": [i % 2 for i in range(count)],
+        "longest_first": [int(spread.pick(n, n > bound)) for n in expected],
+    }
+    found: dict[str, Any] = {}
+    for turn in range(repeats):
+        for arm in ("idle", "optimal"):
+            for policy in list(shares) if turn % 2 == 0 else list(shares)[::-1]:
+                ends = []
+                for replica in (0, 1):
+                    mine = [r for r, s in zip(requests, shares[policy], strict=True) if s == replica]
+                    problems = {r["problem"] for r in requests}
+                    bench.prepare(arm, [t for t in trajectories if t[0] in problems], times)
+                    ends.append(bench.run(mine)[0])
+                figures = found.setdefault(f"{policy}, {arm}", {"makespan_s": float("inf"), "all": []})
+                figures["all"].append([round(e, 3) for e in ends])
+                if max(ends) < figures["makespan_s"]:
+                    figures |= {"makespan_s": max(ends), "ends_s": ends}
+    return {"requests": count, "longest": max(map(len, texts)), "arms": found}
+
+
 def warm(bench: Bench) -> Any:
     """Step times of an engine that has been rolling out for a while."""
     requests = bench.requests(48, 96)
@@ -216,7 +259,7 @@ def warm(bench: Bench) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rollout", "batches", "off"])
+    parser.add_argument("what", choices=["rollout", "batches", "routing", "off"])
     parser.add_argument("--model", choices=["tiny", "random"], default="random")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--longest", type=int, default=400)
@@ -244,7 +287,12 @@ def main() -> None:
         times = warm(bench)
         result = {"latency_model": times.model.to_dict(), "rollouts": []}
         print(times.model, flush=True)
-        for count in [args.requests] if args.what == "rollout" else args.batches:
+        if args.what == "routing":
+            result["rollouts"].append(routing(bench, args.requests, args.longest, args.repeats, times))
+            for name, figures in result["rollouts"][0]["arms"].items():
+                print(f"  {name:24} {figures['makespan_s']:7.2f} s  {figures['all']}", flush=True)
+        counts = {"rollout": [args.requests], "batches": args.batches, "routing": []}
+        for count in counts[args.what]:
             row = compare(bench, args.arms, count, args.longest, args.repeats, times)
             result["rollouts"].append(row)
             base = row["arms"][args.arms[0]]["seconds"]

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.acceptance import AcceptanceCurves, Calibration
-from das_adapter.core.budget import allocate, class_budgets, makespan_weights
+from das_adapter.core.budget import allocate, class_budgets, makespan_weights, plan
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.length import LengthClass, LengthModel, classes
+from das_adapter.core.length import LengthClass, LengthModel, classes, expected_remaining
 from das_adapter.core.toggle import Savings, Toggle
 
 Ints = npt.NDArray[np.int64]
@@ -81,12 +81,14 @@ class Controller:
         self.stopped: str | None = None
         """Why speculation is off until the next weight sync; None while it may go on."""
         self.tally = Tally()
+        self.planned_rounds = 0.0
+        """Decode steps since the weight sync after which DAS's optimum would have ended every request."""
         self._problems: list[int] = []
         self._free: list[int] = []
         self._cdf = np.zeros((0, LengthModel.GRID))
         self._state = np.zeros((10, 0))  # rows as `_grow` names them, a column for each slot
         self._class: Ints = np.zeros(0, dtype=np.int64)
-        self._steps = 0
+        self._steps = self._synced_at = 0
         self._arrived = 0
         self._last_end = self._last_refill = -(2**30)
         self._gap, self._next_look, self._looked_for = 1, 0, 0
@@ -151,6 +153,7 @@ class Controller:
         self.toggle.reset()
         self.savings = Savings()
         self.stopped = None
+        self.planned_rounds, self._synced_at = 0.0, self._steps
         self._last_end = self._last_refill = -(2**30)
         self._gap, self._next_look = 1, 0
         self._drafted_steps = self._drafted_seconds = 0.0
@@ -291,6 +294,7 @@ class Controller:
             "class_drafts": tally.drafts.tolist(),
             "time_saved_s": self.time_saved(slots),
             "latency_model_error": self.times.take_error(),
+            "planned_rounds": self.planned_rounds,
             "stopped": self.stopped,
         }
 
@@ -326,6 +330,12 @@ class Controller:
         if model is None:
             return
         slope = model.slope(running)
+        if not self.planned_rounds and not self._arrived:
+            curves = np.array([self.curves.of(self._problems[slot]) for slot in slots.tolist()])
+            remaining = expected_remaining(cdf, edges, written)
+            flat = max(1e-9, model.step(running, running, False) - slope * running)
+            planned = plan(remaining, curves[:, 0], curves[:, 1], flat, max(slope, 1e-9))
+            self.planned_rounds = self._steps - self._synced_at + planned.rounds
         pace = self._pace[slots]
         # Who ends last is judged by what each could do if it were drafted for: judged by its present pace, whoever is
         # drafted for would look done and lose its drafts again.

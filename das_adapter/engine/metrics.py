@@ -57,7 +57,8 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     rejected drafts. `das/health`: 1 healthy, 0 if a drafter raised, acceptance collapsed, or speculation cost more than
     it saved. Where a controller decides: `das/budget_short` (`medium`, `long`): draft tokens per request forward by
     length class; `das/time_saved_s`: seconds of decoding saved, over all replicas; `das/latency_model_error`: mean
-    relative error of the step times it predicted.
+    relative error of the step times it predicted; `das/planned_rounds`: decode rounds in which DAS's optimal budgets
+    would end the rollout, as far as lengths and acceptance are known (the slowest replica's).
     """
     total = {name: sum(p[name] for p in parts) for name in
              ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens")}  # fmt: skip
@@ -87,6 +88,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             f"das/budget_{name}": float(b) for name, b in zip(("short", "medium", "long"), budgets, strict=True)
         }
         metrics["das/time_saved_s"] = float(sum(p["time_saved_s"] for p in decided))
+        metrics["das/planned_rounds"] = float(max(p["planned_rounds"] for p in decided))
         metrics["das/latency_model_error"] = float(np.mean([p["latency_model_error"] for p in decided]))
     return metrics
 

@@ -45,7 +45,8 @@ class HistoryProposer:
         self.controller = Controller(config.budget, config.toggle, self._max_model_len, config.history.window, prior)
         self.carried: list[int] | None = None
         """Draft tokens that each request of the batch carried into the step being sampled; set by `DasWorker`."""
-        self.log = DecisionLog(config.log_dir) if config.log_dir else None
+        first = vllm_config.parallel_config.rank == 0
+        self.log = DecisionLog(config.log_dir) if config.log_dir and first else None
         self._step: _Step | None = None
         self._live: dict[str, _Live] = {}
         self._unique = 0

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_losslessness import OFF, PLAIN, requests, two_rounds
 
 from das_adapter import report
-from test_losslessness import OFF, PLAIN, requests, two_rounds
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
 

@@ -120,6 +120,16 @@ def test_what_is_saved_is_what_is_reported() -> None:
     assert controller.time_saved(np.zeros(0, dtype=int)) == pytest.approx(off - on, abs=0.05 * off)
 
 
+def test_the_planned_rounds_are_about_those_it_takes() -> None:
+    lengths = long_tail()
+    controller = make()
+    for version in range(1, 4):
+        result = rollout(lengths, MEMORY_BOUND, controller)
+        planned = controller.planned_rounds
+        controller.sync(version, [(i, int(n), version) for i, n in enumerate(lengths)])
+    assert planned == pytest.approx(result.steps, rel=0.5)
+
+
 def test_drafting_goes_to_those_who_decide_the_end() -> None:
     lengths = np.array([60] * 30 + [1200] * 12)
     controller = make()

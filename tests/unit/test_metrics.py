@@ -59,7 +59,7 @@ def test_the_token_hash_depends_on_tokens_and_seeds_but_not_on_order() -> None:
 def decided(rounds: list[float], drafts: list[float], saved: float, error: float, stopped: str | None = None) -> dict:
     return {**Counters(request_forwards=10, draft_tokens=6, accepted_tokens=2, drafted_forwards=3).take(),
             "class_rounds": rounds, "class_drafts": drafts, "time_saved_s": saved, "latency_model_error": error,
-            "stopped": stopped}  # fmt: skip
+            "stopped": stopped, "planned_rounds": 100.0 + saved}  # fmt: skip
 
 
 def test_decisions_of_the_replicas_come_together() -> None:
@@ -67,6 +67,7 @@ def test_decisions_of_the_replicas_come_together() -> None:
     assert [figures[f"das/budget_{c}"] for c in ("short", "medium", "long")] == pytest.approx([0.2, 1.0, 8.0])
     assert figures["das/time_saved_s"] == pytest.approx(1.0)
     assert figures["das/latency_model_error"] == pytest.approx(0.15)
+    assert figures["das/planned_rounds"] == pytest.approx(101.5)
     assert figures["das/verify_waste"] == pytest.approx(8 / 32)
     assert figures["das/health"] == 1.0
     assert merge([decided([1, 1, 1], [0, 0, 0], 0.0, 0.0, "speculation cost 2 s")])["das/health"] == 0.0
