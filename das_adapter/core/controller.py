@@ -271,7 +271,7 @@ class Controller:
         if model is None:
             return
         self._counted[slots] += got
-        self.savings.step(seconds, running, int(got.sum()), model)
+        self.savings.step(seconds, running, int(got.sum()), drafted, model)
         self._drafted_steps += drafted
         self._drafted_seconds += seconds if drafted else 0.0
         if self._refilling:
@@ -364,9 +364,12 @@ class Controller:
     def _guard(self, slots: Ints, model: StepModel) -> None:
         """Speculation that costs more than it saves stops until the next weight sync. The estimate is as good as the
         latency model, so the loss must be beyond a tenth of what the drafted steps took."""
-        saved = self.savings.saved(self._counted[slots], model)
-        if saved < -0.1 * self._drafted_seconds:
-            self.stopped = f"speculation cost {-saved:.2f} s in {self._drafted_seconds:.2f} s of drafted steps"
+        for _ in range(2):  # before it is held against the drafts, the model is brought up to date
+            saved = self.savings.saved(self._counted[slots], model)
+            if saved >= -0.1 * self._drafted_seconds:
+                return
+            model = self.times.fit() or model
+        self.stopped = f"speculation cost {-saved:.2f} s in {self._drafted_seconds:.2f} s of drafted steps"
 
     def _grow(self) -> None:
         old, more = len(self._problems), max(64, len(self._problems))

@@ -101,7 +101,8 @@ class Savings:
 
     In a synchronous rollout plain decoding takes as many rounds as the longest request has tokens, and in round r
     the requests of at least r tokens take part. Where requests arrive while others end, rounds have no common start;
-    there each step's tokens are taken at plain decoding's rate for its batch.
+    there each step's tokens are taken at plain decoding's rate for its batch. Steps without drafts count as the model
+    has them, on both sides, so that the difference is what the drafted ones made.
     """
 
     spent: float = 0.0
@@ -111,10 +112,11 @@ class Savings:
     _refilled: bool = False
     _widest: int = 1
 
-    def step(self, seconds: float, requests: int, tokens: int, model: StepModel) -> None:
-        """Take a decode step: its time, the requests in it and the tokens they got."""
-        self.spent += seconds
-        self._rate += tokens / requests * model.step(requests, requests, False)
+    def step(self, seconds: float, requests: int, tokens: int, drafted: bool, model: StepModel) -> None:
+        """Take a decode step: its time, the requests in it, the tokens they got, and whether any was drafted."""
+        plain = model.step(requests, requests, False)
+        self.spent += seconds if drafted else plain
+        self._rate += tokens / requests * plain
         self._widest = max(self._widest, requests)
 
     def refilled(self) -> None:

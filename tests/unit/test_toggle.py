@@ -67,10 +67,18 @@ def test_a_synchronous_rollout_is_credited_for_the_rounds_it_did_not_need() -> N
     model = StepModel(base=1.0, token=0.1)
     savings = Savings()
     for _ in range(5):  # two requests, 2 and 4 tokens a step
-        savings.step(1.5, 2, 6, model)
+        savings.step(1.5, 2, 6, True, model)
     savings.finished.append(10)
     plain = 10 * 1.2 + 10 * 1.1
     assert savings.saved(np.array([20]), model) == pytest.approx(plain - 5 * 1.5)
+
+
+def test_a_pause_of_the_machine_in_a_plain_step_is_nobodys_loss() -> None:
+    model = StepModel(base=1.0, token=0.1)
+    savings = Savings()
+    for pause in (0.0, 7.0):
+        savings.step(1.2 + pause, 2, 2, False, model)
+    assert savings.saved(np.array([2, 2]), model) == pytest.approx(0.0)
 
 
 def test_a_refilled_batch_is_credited_by_its_rate() -> None:
@@ -78,5 +86,5 @@ def test_a_refilled_batch_is_credited_by_its_rate() -> None:
     savings = Savings()
     savings.refilled()
     for _ in range(5):
-        savings.step(1.5, 2, 6, model)
+        savings.step(1.5, 2, 6, True, model)
     assert savings.saved(np.array([20, 10]), model) == pytest.approx(5 * (3 * 1.2 - 1.5))
