@@ -313,7 +313,7 @@ class Controller:
     def _probe(self, running: int) -> str:
         """Whether this step is taken the other way, to see what it costs: "plain", "drafted" or ""."""
         unknown = self._plain[running.bit_length()] < 3
-        if self._since_plain >= (8 if unknown else PROBE):
+        if self._since_plain >= (24 if unknown else PROBE):
             self._since_plain = 0
             return "plain"
         if self._since_draft >= PROBE and self.toggle.mode != "threshold":

@@ -102,6 +102,16 @@ def test_optimal_beats_every_fixed_length_on_a_long_tail() -> None:
     assert optimal < 0.9 * min(times.values())
 
 
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(batch: int) -> None:
+    lengths = np.clip(np.random.default_rng(batch).lognormal(3.5, 0.7, batch), 8, 200).astype(int)
+    lengths[0] = 200
+    fixed = [rollout(lengths, MEMORY_BOUND, make("unlimited", k, mode="off")).seconds for k in (1, 3, 7, 15)]
+    controller = warm(make(), np.full(48, 96), MEMORY_BOUND)
+    controller.sync(2, [(i, int(n), 1) for i, n in enumerate(lengths)])
+    assert rollout(lengths, MEMORY_BOUND, controller).seconds <= 1.05 * min(fixed)
+
+
 @pytest.mark.parametrize("truth", [MEMORY_BOUND, COMPUTE_BOUND, StepModel(base=0.03, token=0.001, draft=0.004)])
 @pytest.mark.parametrize("chance", [0.02, 0.5, 0.9])
 @pytest.mark.parametrize("batch", [1, 8, 64])
