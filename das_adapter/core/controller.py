@@ -33,13 +33,15 @@ LOOK = 16
 """While drafts don't pay, the controller looks again after 1, 2, 4, ... steps, at most this many."""
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 REPLAN = 64
-"""Steps after which the worth of a token is computed anew, at the latest."""
+"""Steps after which the worth of a token is computed anew, at the latest; after an arrival 4, 8, 16, ..."""
 PROBE = 128
 """Every so many steps one is taken the other way (plain, or drafted), so that both kinds of step stay known."""
 REFILL = 64
 """Steps for which a request that took another's place makes the batch one that refills."""
 PACE = 16
 """Steps over which a request's tokens per step are averaged."""
+SURPRISE = 0.25
+"""Relative error of recent predictions at which the latency model is fitted again at once."""
 GUARD = 64
 """Steps between two looks at the time saved."""
 
@@ -94,11 +96,12 @@ class Controller:
         self._gap, self._next_look, self._looked_for = 1, 0, 0
         self._planned_at = -(2**30)
         self._planned_for = 0
+        self._replan_gap = REPLAN
         self._drafted_steps = self._drafted_seconds = 0.0
         self._since_plain = self._since_draft = 0
         self._plain = [0] * 32  # plain steps seen, by the power of two of their batch
         self._pending: tuple[Ints, Chances, Ints, Ints] | None = None
-        self._next_fit = 16
+        self._fitted_at = 0
         self._grow()
 
     # Requests
@@ -193,7 +196,10 @@ class Controller:
             room: draft tokens that still fit before each one's end, shape (b,).
         """
         running = len(slots)
-        if self._arrived or self._steps - self._planned_at >= REPLAN or running < 0.9 * self._planned_for:
+        if self._arrived:
+            self._replan_gap = 2
+        if self._arrived or self._steps - self._planned_at >= self._replan_gap or running < 0.9 * self._planned_for:
+            self._replan_gap = min(2 * self._replan_gap, REPLAN)
             self._replan(slots)
         most: Ints = np.minimum(room, self.budget.max_draft_tokens)
         if self.budget.policy == "classes":
@@ -263,8 +269,9 @@ class Controller:
         self._plain[running.bit_length()] += not drafted
         self._since_plain = self._since_plain + 1 if drafted else 0
         self._since_draft = 0 if drafted else self._since_draft + 1
-        if self.times.observed >= self._next_fit:
-            self._next_fit = min(2 * self._next_fit, self._next_fit + 1024)
+        since, surprised = self.times.observed - self._fitted_at, self.times.surprise > SURPRISE
+        if since >= (8 if surprised else min(max(16, self._fitted_at), 1024)):
+            self._fitted_at = self.times.observed
             self.times.fit()
             self.calibration.refit()
         model = self.times.model

@@ -77,7 +77,8 @@ class StepTimes:
         """`prior`: the model until the first fit (`Roofline.line`, or a calibration's)."""
         self.model = prior
         self.observed = 0
-        self.plain = 0
+        self.surprise = 0.0
+        """Relative error of the last few predictions: large where the model has not been."""
         self._cells: dict[tuple[int, int, bool], _Cell] = {}
         self._error = 0.0
         self._judged = 0
@@ -85,10 +86,11 @@ class StepTimes:
     def add(self, tokens: int, requests: int, drafted: bool, seconds: float) -> None:
         """Take one decode step."""
         if self.model is not None and seconds > 0:
-            self._error += min(1.0, abs(self.model.step(tokens, requests, drafted) / seconds - 1.0))
+            error = min(1.0, abs(self.model.step(tokens, requests, drafted) / seconds - 1.0))
+            self._error += error
             self._judged += 1
+            self.surprise += (error - self.surprise) / 8
         self.observed += 1
-        self.plain += not drafted
         key = (_eighths(tokens), _eighths(requests), drafted)
         cell = self._cells.get(key)
         if cell is None:
@@ -151,7 +153,7 @@ def fit(
     extras: list[tuple[str, ...]] = [()]
     if 0 < d.sum() < len(d):
         extras.append(("draft",))
-    if d.any() and np.any(n != b) and np.ptp(b) > 0:
+    if d.any() and b.max() >= 4 * b.min():  # else a request's share can't be told from the base
         extras += [(*e, "request") for e in extras]
     best, least = None, np.inf
     for names, bends_at in shapes:
@@ -182,7 +184,7 @@ def _robust(
             gram[np.diag_indices_from(gram)] *= 1 + 1e-9
             found = np.linalg.solve(gram, a.T @ (t * w))
             residual = np.abs(x @ found / t - 1.0)
-            scale = max(1.5 * float(np.median(residual)), 1e-3)
+            scale = max(1.5 * float(np.median(residual)), 0.2)
             huber = np.minimum(1.0, scale / np.maximum(residual, 1e-12))
         floor = {"bend": -float(found[keep.index("token")]) if "token" in keep else 0.0}
         below = [name for name, value in zip(keep, found, strict=True) if value < floor.get(name, 0.0)]

@@ -108,7 +108,7 @@ def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(batch: i
     lengths[0] = 200
     fixed = [rollout(lengths, MEMORY_BOUND, make("unlimited", k, mode="off")).seconds for k in (1, 3, 7, 15)]
     controller = warm(make(), np.full(48, 96), MEMORY_BOUND)
-    controller.sync(2, [(i, int(n), 1) for i, n in enumerate(lengths)])
+    controller.sync(2, [(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)])  # a group of samples
     assert rollout(lengths, MEMORY_BOUND, controller).seconds <= 1.05 * min(fixed)
 
 
