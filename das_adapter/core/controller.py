@@ -90,7 +90,8 @@ class Controller:
         self._cdf = np.zeros((0, LengthModel.GRID))
         self._state = np.zeros((10, 0))  # rows as `_grow` names them, a column for each slot
         self._class: Ints = np.zeros(0, dtype=np.int64)
-        self._steps = self._synced_at = 0
+        self._steps = self._synced_at = self._running = 0
+        self._saved = 0.0
         self._arrived = 0
         self._last_end = self._last_refill = -(2**30)
         self._gap, self._next_look, self._looked_for = 1, 0, 0
@@ -119,8 +120,11 @@ class Controller:
         self._written[slot], self._pace[slot] = written, 1.0
         self._class[slot] = LengthClass.MEDIUM
         self._arrived += 1
-        if self._last_end >= 0:
+        if not self._running:  # another batch (a validation's, say), not one that refills
+            self._settle()
+        elif self._last_end >= 0:
             self._last_refill = self._steps
+        self._running += 1
         return slot
 
     def close(self, slot: int) -> None:
@@ -133,6 +137,7 @@ class Controller:
                 self._problems[slot], tokens, drafted, accepted, int(self._first_tried[slot]), int(self._first[slot])
             )
         self._last_end = self._steps
+        self._running -= 1
         self._free.append(slot)
 
     def written(self, slots: Ints) -> npt.NDArray[np.float64]:
@@ -154,12 +159,11 @@ class Controller:
         self.calibration.refit()
         self.times.fit()
         self.toggle.reset()
-        self.savings = Savings()
+        self._settle()
+        self._saved = 0.0
         self.stopped = None
         self.planned_rounds, self._synced_at = 0.0, self._steps
-        self._last_end = self._last_refill = -(2**30)
         self._gap, self._next_look = 1, 0
-        self._drafted_steps = self._drafted_seconds = 0.0
         self._counted[:] = 0.0
 
     # A decode step
@@ -291,7 +295,7 @@ class Controller:
     def time_saved(self, slots: Ints) -> float:
         """Seconds saved since the last weight sync; `slots` of the requests in the batch, shape (b,)."""
         model = self.times.model
-        return 0.0 if model is None else self.savings.saved(self._counted[slots], model)
+        return self._saved + (0.0 if model is None else self.savings.saved(self._counted[slots], model))
 
     def take(self, slots: Ints) -> dict[str, Any]:
         """Figures since the last call, as plain numbers."""
@@ -306,6 +310,14 @@ class Controller:
         }
 
     # Inside
+
+    def _settle(self) -> None:
+        """A batch is over: what follows has a beginning of its own."""
+        if self.times.model is not None:
+            self._saved += self.savings.saved((), self.times.model)
+        self.savings = Savings()
+        self._last_end = self._last_refill = -(2**30)
+        self._drafted_steps = self._drafted_seconds = 0.0
 
     @property
     def _always(self) -> bool:

@@ -80,11 +80,14 @@ class HistoryProposer:
                 self._pause_if_collapsed()
                 return drafts
             except Exception as error:
-                self.counters.error = repr(error)
-                logger.exception("das: the history drafter failed and is off; decoding goes on without drafts")
+                self._fail(error)
             finally:
                 self.counters.propose_seconds.append(time.perf_counter() - begin)
         return [[] for _ in sampled_token_ids]
+
+    def _fail(self, error: Exception) -> None:
+        self.counters.error = repr(error)
+        logger.exception("das: the history drafter failed and is off; decoding goes on without drafts")
 
     def _pause_if_collapsed(self) -> None:
         """Drafts that are all rejected cost time and bring nothing: leave them until the next weight sync."""
@@ -103,6 +106,13 @@ class HistoryProposer:
             scheduled: vLLM's `SchedulerOutput`.
             now: seconds, of a clock that only runs forward.
         """
+        if self.counters.error is None:
+            try:
+                self._begin_step(scheduled, now)
+            except Exception as error:
+                self._fail(error)
+
+    def _begin_step(self, scheduled: Any, now: float) -> None:
         step, self._step = self._step, None
         counts, new = scheduled.num_scheduled_tokens, scheduled.scheduled_new_reqs
         # A pass of new requests only may have come after a pause without any.

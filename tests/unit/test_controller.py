@@ -140,6 +140,14 @@ def test_the_planned_rounds_are_about_those_it_takes() -> None:
     assert planned == pytest.approx(result.steps, rel=0.5)
 
 
+def test_batches_without_a_weight_sync_between_them_are_credited_one_by_one() -> None:
+    lengths = long_tail()
+    off = rollout(lengths, MEMORY_BOUND, None).seconds
+    controller = warm(make(), lengths, MEMORY_BOUND)
+    on = sum(rollout(lengths, MEMORY_BOUND, controller).seconds for _ in range(3))
+    assert controller.time_saved(np.zeros(0, dtype=int)) == pytest.approx(3 * off - on, abs=0.05 * 3 * off)
+
+
 def test_drafting_goes_to_those_who_decide_the_end() -> None:
     lengths = np.array([60] * 30 + [1200] * 12)
     controller = make()
