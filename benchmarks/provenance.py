@@ -14,7 +14,7 @@ from das_adapter.calibrate import hardware
 def provenance() -> dict[str, Any]:
     """Of the process that calls it."""
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *_arguments()]),
         "versions": {name: _version(name) for name in ("das-adapter", "vllm", "torch", "numpy")},
         "revision": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
@@ -22,6 +22,12 @@ def provenance() -> dict[str, Any]:
         ).stdout.strip(),
         "hardware": hardware(),
     }  # fmt: skip
+
+
+def _arguments() -> list[str]:
+    """The command line, less where the result was written to."""
+    at = sys.argv.index("--out") if "--out" in sys.argv else len(sys.argv)
+    return [*sys.argv[:at], *sys.argv[at + 2 :]]
 
 
 def _version(name: str) -> str | None:
