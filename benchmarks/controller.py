@@ -304,8 +304,9 @@ def main() -> None:
                       f"accepted {figures['accepted_tokens']:6}  propose {figures['propose_ms_p50']:.2f} ms  "
                       f"saved {figures['time_saved_s']:.2f} s  {figures['all_seconds']}", flush=True)  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps({"provenance": provenance(), "arguments": {k: v for k, v in vars(args).items() if k != "out"},
-                                    **result}, indent=2) + "\n")  # fmt: skip
+    arguments = {name: value for name, value in vars(args).items() if name != "out"}
+    content = {"provenance": provenance(), "arguments": arguments, **result}
+    args.out.write_text(json.dumps(content, indent=2) + "\n")
     os._exit(0)  # vLLM's own teardown adds nothing
 
 
