@@ -1,4 +1,4 @@
-"""Time of all controller work in one decode step, by batch size.
+"""Processor time of all controller work in one decode step, by batch size.
 
     python benchmarks/controller_overhead.py [--steps 3000] [--out FILE.json]
 
@@ -36,23 +36,23 @@ def measure(batch: int, steps: int) -> dict[str, float]:
         total = batch + int(carried.sum())
         took = TRUTH.step(total, batch, total > batch) * rng.uniform(0.97, 1.03)
         room = np.full(batch, 1000)
-        begin = time.perf_counter()
+        begin = time.thread_time()
         controller.verified(slots, got, carried if total > batch else None)
         controller.step(slots, got, total, total > batch, took)
         keep = np.zeros(batch, dtype=np.int64)
         if controller.looks(batch):
-            middle = time.perf_counter()
+            middle = time.thread_time()
             caps = controller.caps(slots, room)
-            before = time.perf_counter() - middle
+            before = time.thread_time() - middle
             cut = np.minimum(lengths[i % 64], caps)
             at = np.repeat(np.concatenate([[0], np.cumsum(lengths[i % 64])])[:-1], cut)
             offsets = np.concatenate([[0], np.cumsum(cut)])
             stated = chances[i % 64][at + np.arange(offsets[-1]) - np.repeat(offsets[:-1], cut)]
-            after = time.perf_counter()
+            after = time.thread_time()
             keep = controller.cut(slots, stated, offsets)
-            seconds.append(middle - begin + before + time.perf_counter() - after)
+            seconds.append(middle - begin + before + time.thread_time() - after)
         else:
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.thread_time() - begin)
         drafted += int(keep.any())
     micros = np.array(seconds[steps // 10 :]) * 1e6
     return {
@@ -66,11 +66,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    from provenance import provenance
+
     rows = {batch: measure(batch, args.steps) for batch in (1, 8, 64, 256)}
     for batch, row in rows.items():
         print(f"batch {batch:4}: " + ", ".join(f"{k} {v:.2f}" for k, v in row.items()))
     if args.out:
-        args.out.write_text(json.dumps({"controller_us_per_step": rows}, indent=2) + "\n")
+        args.out.write_text(json.dumps({"provenance": provenance(), "controller_us_per_step": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
