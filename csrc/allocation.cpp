@@ -110,16 +110,23 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<d
 enum Row { kWritten, kPace, kLoad, kDrafted, kAccepted, kFirstTried, kFirst, kRows };
 
 void advance(nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> state, const In<int64_t>& slots,
-             const In<int64_t>& got, const In<int64_t>& carried, double memory) {
+             const In<int64_t>& got, const In<int64_t>& carried, double memory, const In<int64_t>& classes,
+             Out<double> rounds, Out<double> drafts) {
   const size_t width = state.shape(1);
   if (state.shape(0) < kRows || got.size() != slots.size() || (carried.size() && carried.size() != slots.size()))
     throw std::invalid_argument("advance: slots, got and carried differ in length");
+  if (classes.size() != width || rounds.size() != drafts.size())
+    throw std::invalid_argument("advance: a class per slot, and two counts per class");
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto slot = static_cast<size_t>(slots.data()[i]);
     if (slot >= width) throw std::out_of_range("advance: no such slot");
     double* x = state.data() + slot;
     const auto tokens = static_cast<double>(got.data()[i]);
     const double drafted = carried.size() ? static_cast<double>(carried.data()[i]) : 0.0;
+    const auto kind = static_cast<size_t>(classes.data()[slot]);
+    if (kind >= rounds.size()) throw std::out_of_range("advance: no such class");
+    rounds.data()[kind] += 1;
+    drafts.data()[kind] += drafted;
     x[kWritten * width] += tokens;
     x[kPace * width] += (tokens - x[kPace * width]) / memory;
     x[kLoad * width] += (drafted - x[kLoad * width]) / memory;
@@ -140,5 +147,7 @@ void bind_allocation(nb::module_& m) {
         "Draft tokens of each request to verify, into keep int64 [b]; their expected number if all were, into offer "
         "float64 [b]. Returns the expected gain in seconds.");
   m.def("advance", &advance, nb::arg("state"), nb::arg("slots"), nb::arg("got"), nb::arg("carried"),
-        nb::arg("memory"), "Bring the controller's state float64 [rows, slots] forward by one decode step.");
+        nb::arg("memory"), nb::arg("classes"), nb::arg("rounds"), nb::arg("drafts"),
+        "Bring the controller's state float64 [rows, slots] forward by one decode step, and count its request forwards "
+        "and draft tokens by length class, float64 [classes] each.");
 }

@@ -178,13 +178,11 @@ class Controller:
         """
         self._steps += 1
         pending, self._pending = self._pending, None
-        _native().advance(self._state, slots, got, _NONE if carried is None else carried, PACE)
-        kinds = self._class[slots]
-        self.tally.rounds += np.bincount(kinds, minlength=len(LengthClass))
-        if carried is not None:
-            self.tally.drafts += np.bincount(kinds, weights=carried, minlength=len(LengthClass))
-            if pending is not None and self._steps % 8 == 0:
-                self._learn(pending, slots, carried, got - 1)
+        drafted = _NONE if carried is None else carried
+        tally = self.tally
+        _native().advance(self._state, slots, got, drafted, PACE, self._class, tally.rounds, tally.drafts)
+        if carried is not None and pending is not None and self._steps % 8 == 0:
+            self._learn(pending, slots, carried, got - 1)
 
     def looks(self, running: int) -> bool:
         """Whether to draft at all after this step, if only to see whether it would pay."""
