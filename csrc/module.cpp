@@ -3,11 +3,13 @@
 
 namespace nb = nanobind;
 
+void bind_allocation(nb::module_& m);
 void bind_keyed_noise(nb::module_& m);
 void bind_suffix_index(nb::module_& m);
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of das-adapter: keyed-noise sampling and the suffix index.";
+  m.doc() = "Native core of das-adapter: keyed-noise sampling, the suffix index, the split of a step's draft tokens.";
+  bind_allocation(m);
   bind_keyed_noise(m);
   bind_suffix_index(m);
 }

@@ -161,5 +161,59 @@ def cpu_env() -> None:
         click.echo(f"{name}={value}")
 
 
+@main.command()
+@click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), help="Where the plots go; default: RUN_DIR/report.")
+@click.option("--version", type=int, help="Weight version whose rollout is shown over time; default: the last.")
+def report(run_dir: Path, out: Path | None, version: int | None) -> None:
+    """Turn the decision logs of a run (das.log_dir) into plots: timeline, steps, acceptance, latency."""
+    from das_adapter import report as logs
+
+    try:
+        rollouts = logs.read(run_dir)
+        written = logs.write(rollouts, out or run_dir / "report", version)
+    except DasError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(json.dumps(logs.summary(rollouts), indent=2))
+    click.echo("\n".join(map(str, written)))
+
+
+def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"found {text!r}, expected whole numbers such as 1,4,16") from None
+
+
+@main.command()
+@click.argument("model")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
+@click.option("--batches", default="1,2,4,8,16,32,64", callback=_numbers, show_default=True, help="Requests.")
+@click.option("--contexts", default="256,1024", callback=_numbers, show_default=True, help="Prompt tokens.")
+@click.option("--drafts", default="0,1,3,7,15", callback=_numbers, show_default=True, help="Draft tokens per request.")
+@click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
+@click.option("--engine", default="{}", help="Further arguments of vllm.LLM as JSON: dtype, tensor_parallel_size, ...")
+def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int, ...]) -> None:
+    """Measure MODEL's decode steps here, fit the latency models, judge them on held-out points, and write it all down.
+
+    MODEL is a directory or name with a Hugging Face config; its weights are not read.
+    """
+    from transformers import AutoConfig
+
+    from das_adapter import calibrate as sweep
+
+    try:
+        config = AutoConfig.from_pretrained(model).to_dict()
+        samples = sweep.measure(model, rounds=rounds, **grid, **json.loads(engine))  # type: ignore[arg-type]
+        result = sweep.analyse(samples, config)
+    except (DasError, json.JSONDecodeError) as error:
+        raise click.ClickException(str(error)) from None
+    options = " ".join(f"--{name} {','.join(map(str, values))}" for name, values in grid.items())
+    command = f"das-adapter calibrate {model} {options} --rounds {rounds} --engine '{engine}'"
+    sweep.write(out, model, samples, result, command)
+    click.echo(json.dumps(result["validation"], indent=2))
+    click.echo(str(out))
+
+
 if __name__ == "__main__":
     main()

@@ -33,12 +33,15 @@ class HistoryConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    policy: Literal["uniform"] = "uniform"
-    """How draft tokens are shared out: `uniform` gives every request the same maximum."""
+    policy: Literal["optimal", "classes", "uniform", "unlimited"] = "optimal"
+    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs.
+    `classes`: the maximum for requests that become long, a third of it for medium ones, none for short ones.
+    `uniform`: the same maximum for everyone. `unlimited`: as far as the drafter goes."""
     max_draft_tokens: int = 16
     """Most draft tokens per request and decode step (vLLM's num_speculative_tokens). 1 to 128."""
     min_chance: float = 0.15
-    """A draft is cut where the estimated chance that it survives so far falls under this. 0 to 1."""
+    """A draft is cut where the estimated chance that it survives so far falls under this (`classes`, `uniform`).
+    0 to 1."""
 
     def __post_init__(self) -> None:
         _at_least("budget.max_draft_tokens", self.max_draft_tokens, 1, 128)
@@ -46,9 +49,27 @@ class BudgetConfig:
 
 
 @dataclass(frozen=True)
+class ToggleConfig:
+    mode: Literal["off", "threshold", "roofline"] = "roofline"
+    """When a batch is speculated on at all. `roofline`: when the latency model, fitted to the engine's own steps,
+    predicts a speed-up. `threshold`: when few enough requests are running. `off`: always, even at a loss."""
+    margin: float = 0.05
+    """Predicted speed-up above 1 at which `roofline` turns speculation on; it turns off at 1. 0 to 1."""
+    threshold: int = 32
+    """Running requests of an engine up to which `threshold` speculates. At least 1."""
+    calibration: str | None = None
+    """File of `das-adapter calibrate` to start from; None: the first decode steps are the calibration."""
+
+    def __post_init__(self) -> None:
+        _at_least("toggle.margin", self.margin, 0.0, 1.0)
+        _at_least("toggle.threshold", self.threshold, 1)
+
+
+@dataclass(frozen=True)
 class RoutingConfig:
-    policy: Literal["host", "least_loaded"] = "host"
-    """Which replica a request goes to: the host's own balancer, or the one with the fewest requests in flight."""
+    policy: Literal["longest_first", "least_loaded", "host"] = "longest_first"
+    """Which replica a request goes to. `longest_first`: requests predicted to be long are spread over the replicas and
+    start first. `least_loaded`: the replica with the fewest requests in flight. `host`: the host's own balancer."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +90,11 @@ class DasConfig:
     """Where draft tokens come from: nothing, the run's own history, or vLLM's prompt look-up (`ngram`)."""
     history: HistoryConfig = field(default_factory=HistoryConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    toggle: ToggleConfig = field(default_factory=ToggleConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
+    log_dir: str | None = None
+    """Directory into which every engine writes its decisions, for `das-adapter report`; None: nowhere."""
 
     @property
     def keyed(self) -> bool:
@@ -105,6 +129,9 @@ def parse(block: Any) -> DasConfig | None:
     config = block if isinstance(block, DasConfig) else _build(DasConfig, _plain(block), "das")
     if config.drafter != "none" and config.history.scope == "request" and config.history != HistoryConfig("request"):
         raise ConfigError("das.history.window / max_bytes have no effect with das.history.scope='request': remove them")
+    if config.toggle.mode != "threshold" and config.toggle.threshold != ToggleConfig.threshold:
+        raise ConfigError(f"das.toggle.threshold={config.toggle.threshold} has an effect only with "
+                          f"das.toggle.mode='threshold' (found {config.toggle.mode!r}): remove it")  # fmt: skip
     return config if config.active else None
 
 

@@ -53,17 +53,24 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     `das/tokens_per_forward`: tokens per request forward, drafted or not. `das/draft_coverage`: share of request
     forwards that carried a draft. `das/acceptance_length`: tokens per drafted request forward (accepted + 1; vLLM's
-    mean acceptance length). `das/health`: 1 healthy, 0 if a drafter raised or acceptance collapsed.
+    mean acceptance length). `das/verify_waste`: share of the tokens in the decode steps' forward passes that were
+    rejected drafts. `das/health`: 1 healthy, 0 if a drafter raised, acceptance collapsed, or speculation cost more than
+    it saved. Where a controller decides: `das/budget_short` (`medium`, `long`): draft tokens per request forward by
+    length class; `das/time_saved_s`: seconds of decoding saved, over all replicas; `das/latency_model_error`: mean
+    relative error of the step times it predicted; `das/planned_rounds`: decode rounds in which DAS's optimal budgets
+    would end the rollout, as far as lengths and acceptance are known (the slowest replica's).
     """
     total = {name: sum(p[name] for p in parts) for name in
              ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens")}  # fmt: skip
     forwards, drafted = total["request_forwards"], total["drafted_forwards"]
+    rejected = total["draft_tokens"] - total["accepted_tokens"]
     seconds = np.concatenate([np.asarray(p["propose_seconds"], dtype=float) for p in parts] or [np.zeros(0)])
     metrics = {
         "das/tokens_per_forward": total["tokens"] / max(1, forwards),
         "das/draft_coverage": drafted / max(1, forwards),
         "das/acceptance_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
-        "das/health": float(not any(p["error"] for p in parts) and not collapsed(total)),
+        "das/verify_waste": rejected / max(1, forwards + total["draft_tokens"]),
+        "das/health": float(not any(p["error"] or p.get("stopped") for p in parts) and not collapsed(total)),
         "rollout/spec_accept_rate": total["accepted_tokens"] / max(1, total["draft_tokens"]),
         "rollout/spec_accept_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
         "rollout/spec_num_draft_tokens": float(total["draft_tokens"]),
@@ -73,6 +80,16 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if len(seconds):
         p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
         metrics |= {"das/propose_ms/p50": float(p50), "das/propose_ms/p99": float(p99)}
+    decided = [p for p in parts if "class_rounds" in p]
+    if decided:
+        rounds, drafts = (np.sum([p[name] for p in decided], axis=0) for name in ("class_rounds", "class_drafts"))
+        budgets = drafts / np.maximum(rounds, 1.0)
+        metrics |= {
+            f"das/budget_{name}": float(b) for name, b in zip(("short", "medium", "long"), budgets, strict=True)
+        }
+        metrics["das/time_saved_s"] = float(sum(p["time_saved_s"] for p in decided))
+        metrics["das/planned_rounds"] = float(max(p["planned_rounds"] for p in decided))
+        metrics["das/latency_model_error"] = float(np.mean([p["latency_model_error"] for p in decided]))
     return metrics
 
 

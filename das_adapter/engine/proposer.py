@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
 
+from das_adapter import calibrate
 from das_adapter.config import parse
+from das_adapter.core.controller import Controller
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.noise import prompt_identity
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY, START_ARG
+from das_adapter.engine.decisions import DecisionLog
 from das_adapter.engine.metrics import Counters, collapsed
 from das_adapter.errors import DasError
 
@@ -37,6 +41,13 @@ class HistoryProposer:
         self._max_draft = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab = vllm_config.model_config.get_vocab_size()
+        prior = calibrate.read(config.toggle.calibration) if config.toggle.calibration else None
+        self.controller = Controller(config.budget, config.toggle, self._max_model_len, config.history.window, prior)
+        self.carried: list[int] | None = None
+        """Draft tokens that each request of the batch carried into the step being sampled; set by `DasWorker`."""
+        first = vllm_config.parallel_config.rank == 0
+        self.log = DecisionLog(config.log_dir) if config.log_dir and first else None
+        self._step: _Step | None = None
         self._live: dict[str, _Live] = {}
         self._unique = 0
         self._paused = False
@@ -69,11 +80,14 @@ class HistoryProposer:
                 self._pause_if_collapsed()
                 return drafts
             except Exception as error:
-                self.counters.error = repr(error)
-                logger.exception("das: the history drafter failed and is off; decoding goes on without drafts")
+                self._fail(error)
             finally:
                 self.counters.propose_seconds.append(time.perf_counter() - begin)
         return [[] for _ in sampled_token_ids]
+
+    def _fail(self, error: Exception) -> None:
+        self.counters.error = repr(error)
+        logger.exception("das: the history drafter failed and is off; decoding goes on without drafts")
 
     def _pause_if_collapsed(self) -> None:
         """Drafts that are all rejected cost time and bring nothing: leave them until the next weight sync."""
@@ -85,36 +99,97 @@ class HistoryProposer:
                 self.counters.draft_tokens,
             )
 
+    def begin_step(self, scheduled: Any, now: float) -> None:
+        """The engine starts a forward pass: the one before, if it only decoded, took until now.
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput`.
+            now: seconds, of a clock that only runs forward.
+        """
+        if self.counters.error is None:
+            try:
+                self._begin_step(scheduled, now)
+            except Exception as error:
+                self._fail(error)
+
+    def _begin_step(self, scheduled: Any, now: float) -> None:
+        step, self._step = self._step, None
+        counts, new = scheduled.num_scheduled_tokens, scheduled.scheduled_new_reqs
+        # A pass of new requests only may have come after a pause without any.
+        if step is not None and step.slots is not None and (not new or any(r in counts for r in step.req_ids)):
+            self._finish_step(step, now - step.begin)
+        drafts = scheduled.scheduled_spec_decode_tokens
+        if counts and not new and scheduled.total_num_scheduled_tokens == len(counts) + sum(map(len, drafts.values())):
+            self._step = _Step(now, scheduled.total_num_scheduled_tokens, list(counts))
+
+    def _finish_step(self, step: _Step, seconds: float) -> None:
+        controller, slots, got = self.controller, step.slots, step.got
+        assert slots is not None and got is not None
+        drafted = step.tokens - len(slots)
+        if self.log is not None:
+            model = controller.times.model
+            predicted = 0.0 if model is None else model.step(step.tokens, len(slots), drafted > 0)
+            accepted = int(got.sum()) - len(slots)
+            self.log.step(time.time() - seconds, len(slots), step.tokens, drafted, accepted, seconds, predicted)
+        stopped = controller.stopped
+        controller.step(slots, got, step.tokens, drafted > 0, seconds)
+        if controller.stopped and not stopped:
+            logger.error("das: %s: no drafts until the next weight sync", controller.stopped)
+
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         requests, req_ids = self.runner.requests, self.runner.input_batch.req_ids
         if len(self._live) > len(sampled) or any(req_id not in self._live for req_id in req_ids):
             self._close([req_id for req_id in self._live if req_id not in requests])
-        rows, handles, budgets, grown, new = [], [], [], [], []
-        for row, (req_id, got) in enumerate(zip(req_ids, sampled, strict=False)):
-            if not got:
+        rows, live, got = [], [], []
+        for row, (req_id, new) in enumerate(zip(req_ids, sampled, strict=False)):
+            if not new:
                 continue
             length = int(lengths[row])
-            live = self._live.get(req_id)
-            if live is None or live.length > length:
-                live = self._open(req_id, requests[req_id], tokens[row, :length])
-            else:
-                grown.append(live.handle)
-                new.append(tokens[row, live.length : length])
-            live.length = length
+            known = self._live.get(req_id)
+            if known is None or known.length > length:
+                known = self._open(req_id, requests[req_id], tokens[row, :length])
             rows.append(row)
-            handles.append(live.handle)
-            # The next step writes the draft and one token more: neither may pass the request's end.
-            budgets.append(min(self._max_draft, live.end - length - 1))
-        if grown:
-            offsets = np.cumsum([0, *map(len, new)], dtype=np.int64)
-            self.index.extend_many(grown, np.concatenate(new), offsets)
+            live.append(known)
+            got.append(len(new))
+        slots = np.array([x.slot for x in live], dtype=np.int64)
+        self._verified(rows, slots, np.array(got, dtype=np.int64))
         drafts: list[list[int]] = [[] for _ in sampled]
-        if handles:
-            flat, _, offsets = self.index.draft_flat(handles, np.maximum(budgets, 0), self.config.budget.min_chance)
-            ids, at = flat.tolist(), offsets.tolist()
-            for row, begin, end in zip(rows, at, at[1:], strict=False):
-                drafts[row] = ids[begin:end]
+        if self.controller.looks(len(live)):
+            self._extend(rows, live, lengths, tokens)
+            # The next step writes the draft and one token more: neither may pass the request's end.
+            room = np.array([x.end - x.length - 1 for x in live], dtype=np.int64)
+            caps = self.controller.caps(slots, room)
+            handles = np.array([x.handle for x in live], dtype=np.int64)
+            flat, chances, offsets = self.index.draft_flat(handles, caps, self.controller.floor)
+            keep = self.controller.cut(slots, chances, offsets)
+            if keep.any():
+                ids = flat.tolist()
+                for row, begin, count in zip(rows, offsets.tolist(), keep.tolist(), strict=False):
+                    drafts[row] = ids[begin : begin + count]
         return drafts
+
+    def _verified(self, rows: list[int], slots: np.ndarray, got: np.ndarray) -> None:
+        carried = None if self.carried is None else np.asarray(self.carried, dtype=np.int64)[rows]
+        self.carried = None
+        if carried is not None and not carried.any():
+            carried = None
+        if self.log is not None and carried is not None:
+            self.log.verified(self.controller.written(slots), carried, np.where(carried > 0, got - 1, 0))
+        self.controller.verified(slots, got, carried)
+        if self._step is not None:
+            self._step.slots, self._step.got = slots, got
+
+    def _extend(self, rows: list[int], live: list[_Live], lengths: np.ndarray, tokens: np.ndarray) -> None:
+        """Tell the index what was written since it was last asked to draft."""
+        grown, new = [], []
+        for row, x in zip(rows, live, strict=True):
+            length = int(lengths[row])
+            if length > x.length:
+                grown.append(x.handle)
+                new.append(tokens[row, x.length : length])
+                x.length = length
+        if grown:
+            self.index.extend_many(grown, np.concatenate(new), np.cumsum([0, *map(len, new)], dtype=np.int64))
 
     def _open(self, req_id: str, request: Any, tokens: np.ndarray) -> _Live:
         self._close([req_id])
@@ -125,7 +200,8 @@ class HistoryProposer:
         end = min(self._max_model_len, len(prompt) + (request.sampling_params.max_tokens or self._max_model_len))
         recorded = extra.get(RECORD_ARG, 1)
         keep = bool(recorded) and self.config.history.scope != "request"
-        live = self._live[req_id] = _Live(handle, len(tokens), end, keep)
+        slot = self.controller.open(_identity(request, prompt), len(tokens) - start, end - start)
+        live = self._live[req_id] = _Live(handle, slot, len(tokens), end, keep)
         return live
 
     def _problem(self, request: Any, prompt: np.ndarray) -> int:
@@ -134,13 +210,15 @@ class HistoryProposer:
         if self.config.history.scope == "request":
             self._unique += 1
             return self._unique
-        extra = request.sampling_params.extra_args or {}
-        return int(extra[PROBLEM_ARG]) if PROBLEM_ARG in extra else prompt_identity(prompt)
+        return _identity(request, prompt)
 
     def _close(self, req_ids: Iterable[str]) -> None:
         for req_id in req_ids:
             if live := self._live.pop(req_id, None):
                 self.index.close(live.handle, keep=live.keep)
+                if self.log is not None:
+                    self.log.request(*self.controller.history(live.slot), live.begin)
+                self.controller.close(live.slot)
 
     def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> None:
         """Take the finished trajectories of all replicas over at a weight sync (DAS, section 4.1).
@@ -165,16 +243,56 @@ class HistoryProposer:
             self.index.expire(version - self.config.history.window)
             self.index.shrink(self.config.history.max_bytes)
         self.index.clear_live()
+        if self.log is not None:
+            controller, model = self.controller, self.controller.times.model
+            saved = controller.time_saved(self._slots())
+            self.log.sync(version, None if model is None else model.to_dict(), saved, controller.stopped)
+        self.controller.sync(version, [(problem, len(text) // 4, at) for problem, text, at in trajectories])
+
+    def stats(self) -> dict[str, Any]:
+        """Figures of the history and of the controller since the last call, as plain numbers."""
+        return {
+            "history_tokens": self.index.tokens, "history_bytes": self.index.nbytes,
+            **self.controller.take(self._slots()),
+        }  # fmt: skip
+
+    def _slots(self) -> np.ndarray:
+        return np.array([x.slot for x in self._live.values()], dtype=np.int64)
 
 
 class KeyedHistoryProposer(HistoryProposer):
     """The same drafts, verified with keyed noise: its name tells vLLM's front end that any sampling parameter goes."""
 
 
+def _identity(request: Any, prompt: np.ndarray) -> int:
+    """The problem a request asks about."""
+    extra = request.sampling_params.extra_args or {}
+    return int(extra[PROBLEM_ARG]) if PROBLEM_ARG in extra else prompt_identity(prompt)
+
+
+@dataclass(slots=True)
 class _Live:
-    """A request that is being drafted for: `end` is the length at which it stops, `keep` whether it is history."""
+    """A request that is being drafted for."""
 
-    __slots__ = ("end", "handle", "keep", "length")
+    handle: int
+    """In the index."""
+    slot: int
+    """In the controller."""
+    length: int
+    """Tokens the index knows of, prompt included."""
+    end: int
+    """Length at which it stops."""
+    keep: bool
+    """Whether its text is history."""
+    begin: float = field(default_factory=time.time)
 
-    def __init__(self, handle: int, length: int, end: int, keep: bool):
-        self.handle, self.length, self.end, self.keep = handle, length, end, keep
+
+@dataclass(slots=True)
+class _Step:
+    """A forward pass that only decodes, while it is timed; `slots` and `got` are known once it was sampled."""
+
+    begin: float
+    tokens: int
+    req_ids: list[str]
+    slots: np.ndarray | None = None
+    got: np.ndarray | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,8 +66,7 @@ class DasWorker:
     def _stats(self) -> dict[str, Any]:
         stats = self.counters.take()
         if self.drafter:
-            index = self.drafter.index
-            stats |= {"history_tokens": index.tokens, "history_bytes": index.nbytes}
+            stats |= self.drafter.stats()
         return stats
 
     def _draft_up_to_the_end(self) -> None:
@@ -90,15 +90,23 @@ class DasWorker:
         return sampler
 
     def _watch_steps(self, sampler: KeyedSampler | None) -> None:
-        """Wrap the two halves of a decode step: `_sample` gets the keys of its rows, `sample_tokens` is counted."""
-        runner, counters = self.runner, self.counters
-        sample, sample_tokens = runner._sample, runner.sample_tokens
+        """Wrap the parts of a decode step: `execute_model` is timed, `_sample` gets the keys of its rows, and
+        `sample_tokens` is counted."""
+        runner, counters, drafter = self.runner, self.counters, self.drafter
+        sample, sample_tokens, execute_model = runner._sample, runner.sample_tokens, runner.execute_model
         drafts: list[int] | None = None
+
+        @functools.wraps(execute_model)
+        def timed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            drafter.begin_step(scheduler_output, time.perf_counter())
+            return execute_model(scheduler_output, *args, **kwargs)
 
         @functools.wraps(sample)
         def keyed(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
             nonlocal drafts
             drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+            if drafter:
+                drafter.carried = drafts
             if sampler is not None:
                 keys = torch.from_numpy(self._keys(drafts).view(np.int64))
                 sampler.keys = keys.to(logits.device, non_blocking=True)
@@ -116,6 +124,8 @@ class DasWorker:
             return output
 
         runner._sample, runner.sample_tokens = keyed, counted
+        if drafter:
+            runner.execute_model = timed
 
     def _keys(self, drafts: list[int] | None) -> np.ndarray:
         """uint64 [rows]: request after request, its drafted positions and one more."""

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import ray
 
+from das_adapter.core.length import LengthModel
 from das_adapter.engine.metrics import merge
 
 logger = logging.getLogger("das_adapter")
 
 NAME = "das_history"
+_LONGEST = 2**17
+"""Tokens; longer responses are taken for this long when lengths are predicted."""
 Trajectory = tuple[int, bytes, int]
 """(problem, int32 token ids of the response, weight version that wrote it)."""
 
@@ -42,6 +45,20 @@ class HistoryService:
         """What arrived after `cursor` (0: all that is kept), and the cursor to ask with next."""
         start = max(0, cursor - self._dropped)
         return self._dropped + len(self._trajectories), list(self._trajectories)[start:]
+
+    def predictions(self) -> tuple[dict[int, float], float]:
+        """Expected response length by problem, and above which a problem is long; empty before there is history.
+
+        Distributions as the engines have them: over the versions of the window, shrunk to the population.
+        """
+        if not self._trajectories:
+            return {}, float("inf")
+        lengths = LengthModel(_LONGEST, self._window)
+        for problem, text, version in self._trajectories:
+            lengths.observe(problem, len(text) // 4, version)
+        lengths.refit(self._trajectories[-1][2])
+        expected = {problem: lengths.expected(problem) for problem in {t[0] for t in self._trajectories}}
+        return expected, float(np.quantile(list(expected.values()), LengthModel.LONG))
 
     def report(self, step: int, engine: dict[str, Any], rollout: dict[str, Any]) -> None:
         """Take one replica's counts of a step: `engine` from `Counters.take`, `rollout` from `RolloutClock.take`."""

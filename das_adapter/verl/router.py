@@ -1,19 +1,25 @@
-"""`routing.policy: least_loaded`: fewest requests in flight first, siblings together where that is a tie."""
+"""`routing:` in veRL: which replica a request goes to, and which requests start first."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable
 from typing import Any
 
+import ray
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
+from das_adapter.core.routing import Spread
 from das_adapter.engine.args import PROBLEM_ARG
+from das_adapter.service import history
 from das_adapter.verl import settings
+
+logger = logging.getLogger("das_adapter")
 
 
 class SiblingLoadBalancer(GlobalRequestLoadBalancer):
-    """veRL's balancer with its random tie-break replaced: a tie goes to the replica that has the problem's other
-    samples, whose growing text the drafter uses; then to the first."""
+    """`least_loaded`: veRL's balancer with its random tie-break replaced: a tie goes to the replica that has the
+    problem's other samples, whose growing text the drafter uses; then to the first."""
 
     def __init__(self, servers: dict[str, Any], *args: Any, **kwargs: Any):
         super().__init__(servers, *args, **kwargs)
@@ -27,16 +33,19 @@ class SiblingLoadBalancer(GlobalRequestLoadBalancer):
         """Pick a replica for a request; later turns of a trajectory stay where they are."""
         if self._request_id_to_server.get(request_id) in self._inflight_requests or not self._inflight_requests:
             return super().acquire_server(request_id)
-        problem = ((sampling_params or {}).get("extra_args") or {}).get(PROBLEM_ARG)
-        fewest = min(self._inflight_requests.values())
-        free = [server for server, count in self._inflight_requests.items() if count == fewest]
-        home = self._siblings.get(problem)
-        server = home if home in free else free[0]
+        problem = _problem(sampling_params)
+        server = self._choose(request_id, problem)
         if problem is not None:
             self._siblings[problem] = server
         self._request_id_to_server[request_id] = server
         self._inflight_requests[server] += 1
         return server, self._servers[server]
+
+    def _choose(self, request_id: str, problem: int | None) -> str:
+        fewest = min(self._inflight_requests.values())
+        free = [server for server, count in self._inflight_requests.items() if count == fewest]
+        home = self._siblings.get(problem) if problem is not None else None
+        return home if home in free else free[0]
 
     def clear_sticky_cache(self) -> dict[str, Any]:
         """Forget who is where, between phases of training."""
@@ -44,12 +53,76 @@ class SiblingLoadBalancer(GlobalRequestLoadBalancer):
         return super().clear_sticky_cache()
 
 
+class LongestFirstBalancer(SiblingLoadBalancer):
+    """`longest_first`: requests that are predicted to be long are spread over the replicas before tokens are balanced.
+
+    The lengths come from the history service, once per batch. Until it has seen a weight version every request counts
+    the same, and the tie-break above decides.
+    """
+
+    def __init__(self, servers: dict[str, Any], *args: Any, **kwargs: Any):
+        super().__init__(servers, *args, **kwargs)
+        self._spread = Spread(servers)
+        self._noted: dict[str, tuple[float, bool]] = {}
+        self._lengths: dict[int, float] = {}
+        self._long = float("inf")
+        self._acquired = 0
+
+    def require_release_fields(self) -> list[str]:
+        """Whose predicted tokens a replica no longer owes."""
+        return ["request_id"]
+
+    def _choose(self, request_id: str, problem: int | None) -> str:
+        if self._acquired % 1024 == 0 or not any(self._inflight_requests.values()):
+            self._predict()
+        self._acquired += 1
+        if not self._lengths:
+            return super()._choose(request_id, problem)
+        length = self._lengths.get(problem or 0, self._mean)
+        noted = self._noted[request_id] = (length, length > self._long)
+        return self._spread.pick(*noted)
+
+    def _predict(self) -> None:
+        try:
+            self._lengths, self._long = ray.get(ray.get_actor(history.NAME).predictions.remote(), timeout=5)
+        except (ValueError, ray.exceptions.RayError) as error:
+            logger.warning("das: no predicted lengths, requests are spread by their number: %r", error)
+            self._lengths = {}
+        self._mean = sum(self._lengths.values()) / max(1, len(self._lengths))
+
+    def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        """A request, or a turn of it, ended."""
+        super().release_server(server_id, request_id)
+        if noted := self._noted.pop(request_id or "", None):
+            self._spread.done(server_id, *noted)
+
+    def add_servers(self, servers: dict[str, Any]) -> None:
+        """Replicas joined."""
+        super().add_servers(servers)
+        for server in servers:
+            self._spread.add(server)
+
+    def remove_servers(self, server_ids: list[str]) -> None:
+        """Replicas left."""
+        super().remove_servers(server_ids)
+        for server in server_ids:
+            self._spread.remove(server)
+
+
+_BALANCERS = {"least_loaded": SiblingLoadBalancer, "longest_first": LongestFirstBalancer}
+
+
 def around_init_load_balancer(
     stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Awaitable[None]:
     """Wraps `LLMServerManager._init_global_load_balancer`."""
     das = settings.of_rollout(instance.rollout_config)
-    if das is not None and das.routing.policy == "least_loaded" and instance._load_balancer_cls is None:
-        instance._load_balancer_cls = SiblingLoadBalancer
+    if das is not None and das.routing.policy in _BALANCERS and instance._load_balancer_cls is None:
+        instance._load_balancer_cls = _BALANCERS[das.routing.policy]
     result: Awaitable[None] = stock(*args, **kwargs)
     return result
+
+
+def _problem(sampling_params: dict[str, Any] | None) -> int | None:
+    problem: int | None = ((sampling_params or {}).get("extra_args") or {}).get(PROBLEM_ARG)
+    return problem

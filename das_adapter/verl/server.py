@@ -40,6 +40,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._clock = RolloutClock()
         self._seen: Counter[int] = Counter()
         self._strangers = 0
+        self._expected: dict[int, float] = {}
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
@@ -47,6 +48,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         args = engine_args(self._das)
         additional = {**(engine_kwargs.get("additional_config") or {}), **args.pop("additional_config")}
         engine_kwargs.update(args, additional_config=additional)
+        if self._das.routing.policy == "longest_first":
+            engine_kwargs.setdefault("scheduling_policy", "priority")  # a longer queue starts with the longest, too
 
     async def run_server(self, args: Any) -> None:
         """Start the engine, and make sure that das-adapter is in it: a plugin that was left out is an error now,
@@ -67,6 +70,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         """Generate as the stock server does; a finished training response goes into the history, with what it had
         written before it was interrupted and what tools answered since the turn before."""
         sampling_params, extra = self._labelled(prompt_ids, sampling_params)
+        if self._das.routing.policy == "longest_first" and not kwargs.get("priority"):
+            kwargs["priority"] = -round(self._expected.get(extra[PROBLEM_ARG], 0.0))
         begin = time.time()
         output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         if extra[RECORD_ARG] and output.stop_reason not in ABORTED:
@@ -113,6 +118,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         trajectories: list[Trajectory] = []
         if self._das.drafter == "history":
             self._cursor, trajectories = await self._history.since.remote(self._cursor)
+        if self._das.routing.policy == "longest_first":
+            self._expected, _ = await self._history.predictions.remote()
         payload = {"version": version, "trajectories": trajectories}
         await self.engine.collective_rpc("das_rpc", args=("refresh", payload))
 

@@ -57,7 +57,7 @@ def check(config: Any) -> DasConfig | None:
     if das.routing.policy != "host" and _get(rollout, "router_config_path"):
         raise ConfigError(
             f"{BLOCK}.routing.policy={das.routing.policy!r} and actor_rollout_ref.rollout.router_config_path "
-            "both choose a router: remove one of them"
+            f"both choose a router: set {BLOCK}.routing.policy='host', or remove the other"
         )
     compat.require("vllm")
     compat.require("verl")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
-HISTORY = {"drafter": "history", "budget": {"min_chance": 0.02}}
+# Without the controller, whose decisions depend on how long steps take.
+HISTORY = {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}}
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -48,6 +49,7 @@ EVERY_PARAMETER = [
 ]
 ARMS = {
     "history": {"das": HISTORY},
+    "controlled": {"das": {}},
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
     "ngram": {"das": {"drafter": "ngram"}},
@@ -74,7 +76,8 @@ def test_tokens_and_logprobs_do_not_depend_on_the_drafter(engine: Any, arm: str,
         for tokens, a, b in zip(found["tokens"], expected["logprobs"], found["logprobs"], strict=True):
             assert len(b) == len(tokens) > 0
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
-    assert sum(r["stats"]["draft_tokens"] for r in result) > 50
+    if arm != "controlled":
+        assert sum(r["stats"]["draft_tokens"] for r in result) > 50
 
 
 def test_history_of_the_last_round_is_drafted_and_accepted(engine: Any) -> None:

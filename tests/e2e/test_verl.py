@@ -45,7 +45,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, A
     result = {}
     for arm, overrides in {
         "off": [f"{das}.drafter=none", f"+{das}.verify.noise=keyed"],
-        "history": [f"{das}.drafter=history", f"+{das}.routing.policy=least_loaded"],
+        # Without the controller, whose decisions depend on how long steps take.
+        "history": [
+            f"{das}.drafter=history",
+            f"+{das}.budget.policy=uniform",
+            f"+{das}.toggle.mode=off",
+            f"+{das}.routing.policy=least_loaded",
+        ],
     }.items():
         out = tmp_path_factory.mktemp("verl") / f"{arm}.jsonl"
         run = train(out, *small, *overrides)

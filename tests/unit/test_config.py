@@ -42,8 +42,30 @@ def test_an_omegaconf_block_reads_like_a_dict() -> None:
     assert parse(block).budget.min_chance == 1.0
 
 
+def test_the_controller_decides_by_default() -> None:
+    config = parse({})
+    assert config is not None
+    assert (config.budget.policy, config.toggle.mode, config.routing.policy) == ("optimal", "roofline", "longest_first")
+    assert config.log_dir is None
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "values"),
+    [
+        ("budget", "policy", ["optimal", "classes", "uniform", "unlimited"]),
+        ("toggle", "mode", ["off", "threshold", "roofline"]),
+        ("routing", "policy", ["longest_first", "least_loaded", "host"]),
+    ],
+)
+def test_every_policy_can_be_named(block: str, key: str, values: list[str]) -> None:
+    for value in values:
+        config = parse({block: {key: value}})
+        assert getattr(getattr(config, block), key) == value
+
+
 def test_to_dict_reads_back_equal() -> None:
-    config = parse({"drafter": "ngram", "budget": {"max_draft_tokens": 3}})
+    config = parse({"drafter": "ngram", "budget": {"max_draft_tokens": 3}, "toggle": {"mode": "threshold",
+                    "threshold": 7, "margin": 0.1}, "log_dir": "runs/decisions"})  # fmt: skip
     assert parse(config.to_dict()) == config
 
 
@@ -61,6 +83,14 @@ def test_to_dict_reads_back_equal() -> None:
         ({"history": []}, ["das.history", "[]", "scope, window, max_bytes"]),
         ({"budget": {"max_draft_tokens": 200}}, ["das.budget.max_draft_tokens", "200", "1 to 128"]),
         ({"budget": {"min_chance": -0.1}}, ["das.budget.min_chance", "-0.1"]),
+        ({"budget": {"policy": "greedy"}}, ["das.budget.policy", "'greedy'", "'optimal'", "'classes'", "'unlimited'"]),
+        ({"toggle": {"mode": "on"}}, ["das.toggle.mode", "'on'", "'off'", "'threshold'", "'roofline'"]),
+        ({"toggle": {"margin": 1.5}}, ["das.toggle.margin", "1.5", "0.0 to 1.0"]),
+        ({"toggle": {"mode": "threshold", "threshold": 0}}, ["das.toggle.threshold", "0", "1 or more"]),
+        ({"toggle": {"treshold": 3}}, ["das.toggle.treshold", "did you mean 'threshold'"]),
+        ({"toggle": {"threshold": 8}}, ["das.toggle.threshold=8", "das.toggle.mode='threshold'", "'roofline'"]),
+        ({"toggle": {"calibration": 1}}, ["das.toggle.calibration", "1", "str"]),
+        ({"log_dir": 5}, ["das.log_dir", "5", "str"]),
         ({"routing": {"policy": "random"}}, ["das.routing.policy", "'random'", "'least_loaded'"]),
         ({"verify": {"seed": -1}}, ["das.verify.seed", "-1"]),
         ("history", ["das", "'history'", "drafter, history"]),

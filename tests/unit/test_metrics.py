@@ -56,6 +56,32 @@ def test_the_token_hash_depends_on_tokens_and_seeds_but_not_on_order() -> None:
     assert hashed((1, [5]), (2, [7])) != hashed((2, [5]), (1, [7]))
 
 
+def decided(rounds: list[float], drafts: list[float], saved: float, error: float, stopped: str | None = None) -> dict:
+    return {**Counters(request_forwards=10, draft_tokens=6, accepted_tokens=2, drafted_forwards=3).take(),
+            "class_rounds": rounds, "class_drafts": drafts, "time_saved_s": saved, "latency_model_error": error,
+            "stopped": stopped, "planned_rounds": 100.0 + saved}  # fmt: skip
+
+
+def test_decisions_of_the_replicas_come_together() -> None:
+    figures = merge([decided([10, 5, 0], [0, 10, 0], 1.5, 0.1), decided([10, 5, 4], [4, 0, 32], -0.5, 0.2)])
+    assert [figures[f"das/budget_{c}"] for c in ("short", "medium", "long")] == pytest.approx([0.2, 1.0, 8.0])
+    assert figures["das/time_saved_s"] == pytest.approx(1.0)
+    assert figures["das/latency_model_error"] == pytest.approx(0.15)
+    assert figures["das/planned_rounds"] == pytest.approx(101.5)
+    assert figures["das/verify_waste"] == pytest.approx(8 / 32)
+    assert figures["das/health"] == 1.0
+    assert merge([decided([1, 1, 1], [0, 0, 0], 0.0, 0.0, "speculation cost 2 s")])["das/health"] == 0.0
+
+
+def test_predictions_follow_the_history() -> None:
+    service = HistoryService(window=4)
+    assert service.predictions() == ({}, float("inf"))
+    long, short = np.zeros(2000, dtype=np.int32).tobytes(), np.zeros(50, dtype=np.int32).tobytes()
+    service.add([(p, short, 0) for p in (1, 2, 3) for _ in range(4)] + [(9, long, 0)] * 4)
+    lengths, bound = service.predictions()
+    assert lengths[9] > bound > lengths[1]
+
+
 def report(begin: float, ends: list[float], tokens: int = 10) -> tuple[dict, dict]:
     engine = {**Counters(tokens=tokens, request_forwards=5).take(), "history_tokens": 3, "history_bytes": 40}
     return engine, {"begin": begin, "ends": ends, "token_hash": 7}

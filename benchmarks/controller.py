@@ -1,0 +1,314 @@
+"""The controller on real engines: rollout time by budget policy, against fixed draft lengths, by starting batch.
+
+    python benchmarks/controller.py rollout --model random --out FILE.json    # long-tailed batch, every policy
+    python benchmarks/controller.py batches --model random --out FILE.json    # starting batches from 1 to 64
+    python benchmarks/controller.py routing --model random --out FILE.json    # two replicas, by routing policy
+    python benchmarks/controller.py off --model random --out FILE.json        # the same rollouts without a drafter
+
+Two policies. `tiny`: examples/tiny_math/policy in float32; the history is its own previous rollout of the same
+problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its text is its own, its history
+is that text with tokens exchanged at a rate of 5 to 40 % by problem, and lengths that are off by a fifth (replayed
+acceptance). Lengths are forced; the policy's own for `tiny`.
+
+All arms run in one engine, one after the other, in turns; each starts with the same history and step times. `idle` is
+the drafter doing nothing; `off` runs in an engine without one, and must write the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_KVCACHE_SPACE="2",
+    VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
+)  # fmt: skip
+os.environ.setdefault("OMP_NUM_THREADS", "1" if "tiny" in sys.argv else "2")
+SHAPE = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 32000,
+    "max_position_embeddings": 4096, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "tie_word_embeddings": False, "eos_token_id": 0, "bos_token_id": 0,
+}  # fmt: skip
+MOST = 31
+FIXED = (1, 3, 7, 15)
+POLICIES = ("optimal", "classes", "uniform", "unlimited")
+
+
+class Bench:
+    """One engine, its requests and their history."""
+
+    def __init__(self, model: str, das: dict[str, Any], seed: int = 0):
+        from vllm import LLM
+
+        from das_adapter.config import parse
+        from das_adapter.engine.args import engine_args
+
+        self.model, self.seed = model, seed
+        settings: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 64, "seed": 0,
+                                    "enable_prefix_caching": False}  # fmt: skip
+        if model == "random":
+            directory = Path(f"/tmp/das-random-{os.getpid()}")
+            directory.mkdir(exist_ok=True)
+            (directory / "config.json").write_text(json.dumps(SHAPE))
+            settings |= {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True}
+        else:
+            directory = ROOT / "examples" / "tiny_math" / "policy"
+            settings |= {"dtype": "float32"}
+        self.llm = LLM(str(directory), **{**settings, **engine_args(parse(das))})
+        core: Any = self.llm.llm_engine.engine_core
+        self.runner = core.engine_core.model_executor.driver_worker.worker.model_runner
+        self.drafter = getattr(self.runner, "drafter", None)
+
+    def requests(self, count: int, longest: int) -> list[dict[str, Any]]:
+        """Groups of four samples a problem; in `random` with lengths of a log-normal tail."""
+        rng = np.random.default_rng(self.seed)
+        if self.model == "random":
+            scale = np.repeat(rng.lognormal(np.log(longest / 6), 0.7, -(-count // 4)), 4)[:count]
+            lengths = np.clip(scale * rng.lognormal(0, 0.25, count), 8, longest).astype(int)
+            lengths[int(np.argmax(lengths))] = longest
+            prompts = [rng.integers(1, 32000, 32).tolist() for _ in range(count)]
+        else:
+            prompts = [p for p in tiny_prompts(-(-count // 4)) for _ in range(4)][:count]
+            lengths = np.full(count, longest)
+        return [
+            {"prompt": prompt, "problem": i if self.model == "random" else i // 4, "seed": 1000 + i, "most": int(most),
+             "forced": self.model == "random"}
+            for i, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
+        ]  # fmt: skip
+
+    def run(self, requests: list[dict[str, Any]], offset: int = 0) -> tuple[float, list[list[int]]]:
+        """Seconds of a rollout and its tokens; `offset` draws others."""
+        from vllm import SamplingParams
+
+        params = [SamplingParams(temperature=1.0, max_tokens=r["most"], ignore_eos=r["forced"], detokenize=False,
+                                 extra_args={"das_problem": r["problem"], "das_seed": r["seed"] + offset})
+                  for r in requests]  # fmt: skip
+        prompts = [{"prompt_token_ids": r["prompt"]} for r in requests]
+        begin = time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
+
+    def history(self, requests: list[dict[str, Any]], texts: list[list[int]]) -> list[tuple[int, bytes, int]]:
+        """What the run is taken to have written at weight versions 0 and 1."""
+        rng = np.random.default_rng(self.seed + 1)
+        rates = rng.choice([0.05, 0.1, 0.2, 0.4], len(requests))
+        found = []
+        for version in (0, 1):
+            if self.model == "tiny":
+                texts = self.run(requests, offset=100000 * (version + 1))[1]
+            for r, text, rate in zip(requests, texts, rates, strict=True):
+                ids = np.asarray(text, dtype=np.int32)
+                if self.model == "random":
+                    other = rng.integers(1, 32000, len(ids), dtype=np.int32)
+                    ids = np.where(rng.random(len(ids)) < rate, other, ids)
+                    length = max(4, int(len(ids) * rng.lognormal(0, 0.2)))
+                    tail = rng.integers(1, 32000, max(0, length - len(ids)), dtype=np.int32)
+                    ids = np.concatenate([ids, tail])[:length]
+                found.append((r["problem"], ids.astype(np.int32).tobytes(), version))
+        return found
+
+    def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], times: Any = None) -> None:
+        """A fresh drafter and controller for an arm, with the history, and the step times measured so far."""
+        from das_adapter.config import BudgetConfig, ToggleConfig
+        from das_adapter.core.controller import Controller
+        from das_adapter.core.index import SuffixIndex
+
+        policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]) if arm[0] == "k" else MOST)
+        mode = "roofline" if arm == "optimal" else "off"
+        drafter = self.drafter
+        drafter._close(list(drafter._live))
+        drafter.index, drafter._paused, drafter._step = SuffixIndex(), False, None
+        drafter.controller = Controller(
+            BudgetConfig(policy=policy, max_draft_tokens=most), ToggleConfig(mode=mode), drafter._max_model_len
+        )
+        if times is not None:
+            drafter.controller.times = copy.deepcopy(times)
+        drafter.counters.take()
+        drafter.refresh(2, trajectories)
+        if arm == "idle":
+            drafter.controller.stopped = "idle"
+
+    def arm(self, name: str, requests: Any, trajectories: Any, times: Any) -> dict[str, Any]:
+        """One arm's rollout."""
+        self.prepare(name, trajectories, times)
+        seconds, texts = self.run(requests)
+        controller, counters = self.drafter.controller, vars(self.drafter.counters)
+        if self.drafter.counters.error:
+            sys.exit(f"{name}: {self.drafter.counters.error}")
+        return {
+            "seconds": seconds, "steps": counters["steps"], "draft_tokens": counters["draft_tokens"],
+            "accepted_tokens": counters["accepted_tokens"],
+            "propose_ms_p50": float(np.median(counters["propose_seconds"]) * 1e3),
+            "time_saved_s": controller.time_saved(self.drafter._slots()),
+            "latency_model_error": controller.times.take_error(), "hash": digest(texts),
+        }  # fmt: skip
+
+
+def tiny_prompts(count: int) -> list[list[int]]:
+    """Problems of the tiny policy's task with its ladder of lengths, as token ids: <user> 17 a+5 ... <assistant>."""
+    sys.path.insert(0, str(ROOT / "examples" / "tiny_math"))
+    from task import STRATA, make_problem
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny_math" / "policy")
+    rng = random.Random(0)
+    problems = [make_problem(rng, rng.randint(*STRATA[(5 * i + 3) % len(STRATA)])) for i in range(count)]
+    return [
+        list(tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True,
+                                           return_dict=False))
+        for p in problems
+    ]  # fmt: skip
+
+
+def digest(texts: list[list[int]]) -> str:
+    """Of all tokens, in order."""
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The repetition that took least; others on this machine only add to it."""
+    return {**min(rows, key=lambda r: float(r["seconds"])), "all_seconds": [round(r["seconds"], 3) for r in rows]}
+
+
+def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
+    """Rollouts of the same requests by every arm, in turns."""
+    requests = bench.requests(count, longest)
+    bench.prepare("idle", [])
+    _, texts = bench.run(requests)
+    trajectories = bench.history(requests, texts)
+    rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
+    for turn in range(repeats):
+        for arm in arms if turn % 2 == 0 else arms[::-1]:
+            rows[arm].append(bench.arm(arm, requests, trajectories, times))
+    found = {arm: best(r) for arm, r in rows.items()}
+    return {
+        "requests": count, "longest": max(map(len, texts)), "tokens": sum(map(len, texts)),
+        "identical_tokens": len({r["hash"] for rs in rows.values() for r in rs} | {digest(texts)}) == 1,
+        "arms": found,
+    }  # fmt: skip
+
+
+def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
+    """A rollout over two replicas: each replica's share runs on the engine by itself, the later end is the makespan.
+
+    Requests arrive mixed; `least_loaded` gives a burst of them to the replicas by turns.
+    """
+    from das_adapter.core.length import LengthModel
+    from das_adapter.core.routing import Spread
+
+    requests = bench.requests(count, longest)
+    order = np.random.default_rng(5).permutation(count)
+    requests = [requests[i] for i in order]
+    bench.prepare("idle", [])
+    _, texts = bench.run(requests)
+    trajectories = bench.history(requests, texts)
+    lengths = LengthModel(1024)
+    for problem, text, version in trajectories:
+        lengths.observe(problem, len(text) // 4, version)
+    lengths.refit(2)
+    expected = [lengths.expected(r["problem"]) for r in requests]
+    bound = float(np.quantile(expected, LengthModel.LONG))
+    spread = Spread("01")
+    shares = {
+        "least_loaded": [i % 2 for i in range(count)],
+        "longest_first": [int(spread.pick(n, n > bound)) for n in expected],
+    }
+    found: dict[str, Any] = {}
+    for turn in range(repeats):
+        for arm in ("idle", "optimal"):
+            for policy in list(shares) if turn % 2 == 0 else list(shares)[::-1]:
+                ends = []
+                for replica in (0, 1):
+                    mine = [r for r, s in zip(requests, shares[policy], strict=True) if s == replica]
+                    problems = {r["problem"] for r in requests}
+                    bench.prepare(arm, [t for t in trajectories if t[0] in problems], times)
+                    ends.append(bench.run(mine)[0])
+                figures = found.setdefault(f"{policy}, {arm}", {"makespan_s": float("inf"), "all": []})
+                figures["all"].append([round(e, 3) for e in ends])
+                if max(ends) < figures["makespan_s"]:
+                    figures |= {"makespan_s": max(ends), "ends_s": ends}
+    return {"requests": count, "longest": max(map(len, texts)), "arms": found}
+
+
+def warm(bench: Bench) -> Any:
+    """Step times of an engine that has been rolling out for a while."""
+    requests = bench.requests(48, 96)
+    bench.prepare("optimal", [])
+    _, texts = bench.run(requests)
+    trajectories = bench.history(requests, texts)
+    times = bench.drafter.controller.times
+    for arm in ("optimal", "k3", "k15", "optimal"):
+        bench.prepare(arm, trajectories, times)
+        bench.run(bench.requests(48 if arm == "optimal" else 16, 96))
+        times = bench.drafter.controller.times
+    times.fit()
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["rollout", "batches", "routing", "off"])
+    parser.add_argument("--model", choices=["tiny", "random"], default="random")
+    parser.add_argument("--requests", type=int, default=32)
+    parser.add_argument("--longest", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--arms", nargs="+", default=["idle", *POLICIES, *(f"k{k}" for k in FIXED)])
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    from provenance import provenance
+
+    keyed = {"verify": {"noise": "keyed"}}
+    if args.what == "off":
+        bench = Bench(args.model, {"drafter": "none", **keyed})
+        result: dict[str, Any] = {"rollouts": []}
+        for count in args.batches:
+            requests = bench.requests(count, args.longest)
+            rows = [bench.run(requests) for _ in range(args.repeats)]
+            seconds = [round(r[0], 3) for r in rows]
+            result["rollouts"].append(
+                {"requests": count, "seconds": min(seconds), "all_seconds": seconds, "hash": digest(rows[0][1])}
+            )
+            print(result["rollouts"][-1], flush=True)
+    else:
+        bench = Bench(args.model, {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed})
+        times = warm(bench)
+        result = {"latency_model": times.model.to_dict(), "rollouts": []}
+        print(times.model, flush=True)
+        if args.what == "routing":
+            result["rollouts"].append(routing(bench, args.requests, args.longest, args.repeats, times))
+            for name, figures in result["rollouts"][0]["arms"].items():
+                print(f"  {name:24} {figures['makespan_s']:7.2f} s  {figures['all']}", flush=True)
+        counts = {"rollout": [args.requests], "batches": args.batches, "routing": []}
+        for count in counts[args.what]:
+            row = compare(bench, args.arms, count, args.longest, args.repeats, times)
+            result["rollouts"].append(row)
+            base = row["arms"][args.arms[0]]["seconds"]
+            print(f"{count} requests, {row['tokens']} tokens, longest {row['longest']}, "
+                  f"identical tokens: {row['identical_tokens']}")  # fmt: skip
+            for arm, figures in row["arms"].items():
+                print(f"  {arm:10} {figures['seconds']:7.2f} s  {figures['seconds'] / base:5.2f}  "
+                      f"steps {figures['steps']:4}  drafted {figures['draft_tokens']:6}  "
+                      f"accepted {figures['accepted_tokens']:6}  propose {figures['propose_ms_p50']:.2f} ms  "
+                      f"saved {figures['time_saved_s']:.2f} s  {figures['all_seconds']}", flush=True)  # fmt: skip
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments = {name: value for name, value in vars(args).items() if name != "out"}
+    content = {"provenance": provenance(), "arguments": arguments, **result}
+    args.out.write_text(json.dumps(content, indent=2) + "\n")
+    os._exit(0)  # vLLM's own teardown adds nothing
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Where a result comes from: command, versions, hardware, revision. Beside every figure in results/."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from das_adapter.calibrate import hardware
+
+
+def provenance() -> dict[str, Any]:
+    """Of the process that calls it."""
+    return {
+        "command": " ".join(["python", *_arguments()]),
+        "versions": {name: _version(name) for name in ("das-adapter", "vllm", "torch", "numpy")},
+        "revision": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
+        ).stdout.strip(),
+        "hardware": hardware(),
+    }  # fmt: skip
+
+
+def _arguments() -> list[str]:
+    """The command line, less where the result was written to."""
+    at = sys.argv.index("--out") if "--out" in sys.argv else len(sys.argv)
+    return [*sys.argv[:at], *sys.argv[at + 2 :]]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

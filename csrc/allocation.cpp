@@ -1,0 +1,153 @@
+// One decode step of the controller, for a batch: das_adapter/core/budget.py and controller.py say what and why.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace {
+
+template <class T>
+using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Out = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Cost of m draft tokens on top of the batch: `slope` each, `bend` more for each beyond the first `room`.
+struct Cost {
+  double slope, bend, room;
+  double of(double m) const { return slope * m + bend * std::max(0.0, m - std::max(room, 0.0)); }
+};
+
+// The tokens of greatest value whose sum minus cost is greatest: which m, and the least value among them.
+//
+// On a straight stretch of the cost a token is kept iff its value exceeds the slope, so only the ends of the two
+// stretches and what their slopes keep can be best. The values beyond a threshold are a prefix of each draft.
+struct Best {
+  double gain = 0;
+  float threshold = 0;    // keep all above it
+  int64_t ties = 0;       // and so many that equal it
+};
+
+Best best_set(std::vector<float>& values, const Cost& cost) {
+  const int64_t n = static_cast<int64_t>(values.size());
+  Best best;
+  best.threshold = INFINITY;
+  const auto consider = [&](double threshold) {
+    double sum = 0;
+    int64_t m = 0;
+    for (const float v : values)
+      if (v > threshold) sum += v, ++m;
+    const double gain = sum - cost.of(static_cast<double>(m));
+    if (m && gain > best.gain) best = {gain, static_cast<float>(threshold), 0};
+  };
+  // A threshold must be exact in float, or rounding would let an equal value through on one side only.
+  consider(static_cast<float>(cost.slope));
+  if (cost.bend == 0) return best;
+  consider(static_cast<float>(cost.slope + cost.bend));
+  const auto knee = static_cast<int64_t>(std::floor(cost.room));
+  for (const int64_t m : {knee, knee + 1}) {
+    if (m <= 0 || m > n) continue;
+    std::nth_element(values.begin(), values.begin() + (m - 1), values.end(), std::greater<>());
+    const float least = values[m - 1];
+    double sum = 0;
+    int64_t equal = 0;
+    for (int64_t i = 0; i < m; ++i) sum += values[i], equal += values[i] == least;
+    const double gain = sum - cost.of(static_cast<double>(m));
+    if (gain > best.gain) best = {gain, least, equal};
+  }
+  return best;
+}
+
+double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, const In<float>& shift,
+                double slope, double bend, double room, double fixed, bool cut, Out<int64_t> keep, Out<double> offer) {
+  const size_t batch = worth.size();
+  const auto n = static_cast<int64_t>(chances.size()), bins = static_cast<int64_t>(shift.size());
+  if (offsets.size() != batch + 1 || keep.size() != batch || offer.size() != batch || bins == 0)
+    throw std::invalid_argument("allocate: worth, offsets, keep and offer differ in their number of requests");
+  const float* c = chances.data();
+  const int64_t* at = offsets.data();
+  if (at[0] != 0 || at[batch] != n || !std::is_sorted(at, at + batch + 1))
+    throw std::invalid_argument("allocate: offsets must rise from 0 to the number of chances");
+  std::vector<float> value(n);
+  for (size_t i = 0; i < batch; ++i) {
+    float chance = 1.0f, sum = 0.0f;
+    for (int64_t j = at[i]; j < at[i + 1]; ++j) {
+      const auto bin = std::clamp<int64_t>(static_cast<int64_t>(c[j] * static_cast<float>(bins)), 0, bins - 1);
+      chance = std::min(chance, std::clamp(c[j] + shift.data()[bin], 1e-3f, 1.0f));
+      sum += chance;
+      value[j] = chance * static_cast<float>(worth.data()[i]);
+    }
+    offer.data()[i] = sum;
+  }
+  const Cost cost{slope, bend, room};
+  int64_t* kept = keep.data();
+  if (!cut) {
+    double gain = 0;
+    for (const float v : value) gain += v;
+    for (size_t i = 0; i < batch; ++i) kept[i] = at[i + 1] - at[i];
+    return gain - cost.of(static_cast<double>(n)) - (n ? fixed : 0.0);
+  }
+  std::vector<float> scratch = value;
+  Best best = best_set(scratch, cost);
+  best.gain -= fixed;
+  if (best.gain <= 0) best.threshold = INFINITY, best.ties = 0;
+  for (size_t i = 0; i < batch; ++i) {
+    int64_t j = at[i];
+    while (j < at[i + 1] && value[j] > best.threshold) ++j;
+    for (; best.ties && j < at[i + 1] && value[j] == best.threshold; ++j) --best.ties;
+    kept[i] = j - at[i];
+  }
+  return best.gain > 0 ? best.gain : 0.0;
+}
+
+// Rows of the controller's state, a column per slot; das_adapter/core/controller.py names them in this order.
+enum Row { kWritten, kPace, kLoad, kDrafted, kAccepted, kFirstTried, kFirst, kRows };
+
+void advance(nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> state, const In<int64_t>& slots,
+             const In<int64_t>& got, const In<int64_t>& carried, double memory, const In<int64_t>& classes,
+             Out<double> rounds, Out<double> drafts) {
+  const size_t width = state.shape(1);
+  if (state.shape(0) < kRows || got.size() != slots.size() || (carried.size() && carried.size() != slots.size()))
+    throw std::invalid_argument("advance: slots, got and carried differ in length");
+  if (classes.size() != width || rounds.size() != drafts.size())
+    throw std::invalid_argument("advance: a class per slot, and two counts per class");
+  for (size_t i = 0; i < slots.size(); ++i) {
+    const auto slot = static_cast<size_t>(slots.data()[i]);
+    if (slot >= width) throw std::out_of_range("advance: no such slot");
+    double* x = state.data() + slot;
+    const auto tokens = static_cast<double>(got.data()[i]);
+    const double drafted = carried.size() ? static_cast<double>(carried.data()[i]) : 0.0;
+    const auto kind = static_cast<size_t>(classes.data()[slot]);
+    if (kind >= rounds.size()) throw std::out_of_range("advance: no such class");
+    rounds.data()[kind] += 1;
+    drafts.data()[kind] += drafted;
+    x[kWritten * width] += tokens;
+    x[kPace * width] += (tokens - x[kPace * width]) / memory;
+    x[kLoad * width] += (drafted - x[kLoad * width]) / memory;
+    if (drafted <= 0) continue;
+    x[kDrafted * width] += drafted;
+    x[kAccepted * width] += tokens - 1;
+    x[kFirstTried * width] += 1;
+    x[kFirst * width] += tokens > 1;
+  }
+}
+
+}  // namespace
+
+void bind_allocation(nb::module_& m) {
+  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("worth"), nb::arg("shift"),
+        nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("cut"), nb::arg("keep"),
+        nb::arg("offer"),
+        "Draft tokens of each request to verify, into keep int64 [b]; their expected number if all were, into offer "
+        "float64 [b]. Returns the expected gain in seconds.");
+  m.def("advance", &advance, nb::arg("state"), nb::arg("slots"), nb::arg("got"), nb::arg("carried"),
+        nb::arg("memory"), nb::arg("classes"), nb::arg("rounds"), nb::arg("drafts"),
+        "Bring the controller's state float64 [rows, slots] forward by one decode step, and count its request forwards "
+        "and draft tokens by length class, float64 [classes] each.");
+}

@@ -1,0 +1,141 @@
+"""How many draft tokens a request gets: DAS's optimum for a whole rollout (section 4.2), its three classes (4.3), and
+the same trade for one decode step."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.core.latency import StepModel
+from das_adapter.core.length import LengthClass, beyond
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Chances = npt.NDArray[np.float32]
+CLASS_SHARE = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: 1 / 3, LengthClass.LONG: 1.0}
+"""Share of the largest budget that a class gets. DAS: none, moderate, aggressive, without numbers."""
+
+
+def _native() -> Any:
+    return importlib.import_module("das_adapter._native")
+
+
+def accepted(drafted: Floats, lengths: Floats, alpha: Floats, k: Floats) -> Floats:
+    """A_i(p) = k·l·(1 - exp(-alpha·p/l)): tokens accepted of p drafted over a rollout of l."""
+    total: Floats = k * lengths * (1.0 - np.exp(-alpha * drafted / lengths))
+    return total
+
+
+def drafts_needed(rounds: float, lengths: Floats, alpha: Floats, k: Floats) -> Floats:
+    """p_i*(N): draft tokens with which a rollout of l tokens ends within N rounds; 0 where l <= N (equation 7).
+
+    It is the inverse of `accepted`: l - A(p) = N, feasible for N > l·(1 - k). Infinite where it is not.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        left = 1.0 - (1.0 - rounds / lengths) / k
+        p = np.where(left > 0.0, -lengths / alpha * np.log(np.maximum(left, 1e-300)), np.inf)
+    needed: Floats = np.where(lengths <= rounds, 0.0, p)
+    return needed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A rollout's budgets: decode rounds until the last request ends, and draft tokens of each over all of them."""
+
+    rounds: float
+    drafts: Floats
+
+
+def plan(lengths: Floats, alpha: Floats, k: Floats, base: float, token: float) -> Plan:
+    """The budgets that minimise a rollout's time, c_base·N + c_tok·sum_i(min(l_i, N) + p_i*(N)).
+
+    Convex in N while alpha·k <= 1, so that bisection on its derivative finds the minimum.
+
+    Args:
+        lengths: tokens each request is going to write, shape (b,).
+        alpha, k: the acceptance curves, shape (b,); alpha·k is clamped to 1.
+        base, token: seconds of a step, and of a token in it.
+    """
+    alpha = np.minimum(alpha, 1.0 / k)
+    low, high = float(np.max(lengths * (1.0 - k))), float(np.max(lengths))
+    for _ in range(30):
+        rounds = 0.5 * (low + high)
+        longer = lengths > rounds
+        per_round = alpha[longer] * (k[longer] - 1.0 + rounds / lengths[longer])
+        slope = base + token * np.sum(1.0 - 1.0 / np.maximum(per_round, 1e-12))
+        if slope < 0.0:
+            low = rounds
+        else:
+            high = rounds
+    return Plan(high, drafts_needed(high, lengths, alpha, k))
+
+
+def class_budgets(classes: npt.NDArray[np.int64], most: int) -> Ints:
+    """Draft tokens per round of each request by its `LengthClass`, shape (b,)."""
+    shares = np.array([round(CLASS_SHARE[c] * most) for c in LengthClass], dtype=np.int64)
+    return shares[classes]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One step's draft tokens."""
+
+    keep: Ints
+    """How many of each request's draft to verify, shape (b,)."""
+    offer: Floats
+    """How many would be accepted of each draft if all of it were verified, expected, shape (b,)."""
+    gain: float
+    """Seconds: worth of the kept tokens minus what verifying them costs."""
+
+
+_AS_STATED: Chances = np.zeros(1, dtype=np.float32)
+
+
+def allocate(
+    chances: Chances, offsets: Ints, worth: Floats, model: StepModel, shift: Chances = _AS_STATED, cut: bool = True
+) -> Allocation:
+    """Keep the draft tokens that are worth more than they cost, each at the step size that all of them make.
+
+    A request's chances don't increase along its draft, so the tokens of greatest worth are always a prefix of each
+    draft, and the best set of m tokens is the m of greatest worth: the best m gives the optimum for any cost.
+
+    Args:
+        chances: survival chance of each draft token, shape (n,), requests one after the other.
+        offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
+        worth: seconds that an accepted token of each request saves, shape (b,).
+        model: what the step costs.
+        shift: `Calibration.shift`.
+        cut: False: keep everything, and say what that gains.
+    """
+    requests = len(worth)
+    keep, offer = np.empty(requests, dtype=np.int64), np.empty(requests)
+    slope, bend, room = model.token, model.bend, model.knee - requests
+    gain = _native().allocate(chances, offsets, worth, shift, slope, bend, room, model.draft, cut, keep, offer)
+    return Allocation(keep, offer, float(gain))
+
+
+def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, pace: Floats, points: int = 32) -> Floats:
+    """Chance of each request to be the last one of the batch, shape (b,), summing to 1.
+
+    It is the derivative of the expected number of rounds left with respect to that request's own.
+
+    Args:
+        cdf: shape (b, g): distribution of each request's length at `edges`.
+        edges: shape (g,), in geometric steps from 1.
+        lengths: tokens written so far, shape (b,).
+        pace: tokens per round, shape (b,).
+        points: numbers of rounds at which the distributions are compared.
+    """
+    if len(lengths) == 1:
+        return np.ones(1)
+    rounds = np.geomspace(1.0, float(np.max((edges[-1] - lengths).clip(1.0) / pace)) + 1.0, points)
+    done = beyond(cdf, edges, lengths, lengths[:, None] + pace[:, None] * rounds[None, :])
+    log = np.log(np.maximum(done, 1e-12))
+    others = np.exp(log.sum(axis=0)[None, :] - log)
+    step = np.diff(done, axis=1, prepend=0.0)
+    weight = np.maximum(step * others, 0.0).sum(axis=1) + 1e-9
+    return np.asarray(weight / weight.sum())

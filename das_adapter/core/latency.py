@@ -1,0 +1,299 @@
+"""How long a decode step takes, as a function of what is in it: fitted from the engine's own steps, or from a roofline
+of model and hardware before the first step.
+
+DAS, section 4.2, fits t = c_base + c_tok · n. Real curves bend (below some batch a step costs the same whatever is in
+it), so the fit chooses the best of a few small models, of which the line is one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+KNEES = (4, 8, 16, 32, 64, 128, 256)
+"""Tokens in a step at which a fitted curve may bend."""
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """Seconds of a decode step with n tokens (drafts included) of b requests:
+    base + token·n + bend·max(0, n - knee) + request·b, and `draft` once if anything was drafted."""
+
+    base: float
+    token: float
+    bend: float = 0.0
+    knee: float = 0.0
+    request: float = 0.0
+    draft: float = 0.0
+
+    def seconds(self, tokens: npt.ArrayLike, requests: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
+        """Time of steps. Arguments broadcast: tokens in the forward pass, requests, whether anything was drafted."""
+        n, b = np.asarray(tokens, dtype=float), np.asarray(requests, dtype=float)
+        bent = self.bend * np.maximum(0.0, n - self.knee)
+        return np.asarray(self.base + self.token * n + bent + self.request * b + self.draft * np.asarray(drafted))
+
+    def step(self, tokens: int, requests: int, drafted: bool) -> float:
+        """`seconds` of one step."""
+        bent = self.bend * (tokens - self.knee) if tokens > self.knee else 0.0
+        return self.base + self.token * tokens + bent + self.request * requests + (self.draft if drafted else 0.0)
+
+    def plain(self, requests: npt.ArrayLike) -> Floats:
+        """Time of steps without drafts."""
+        return self.seconds(requests, requests, False)
+
+    def slope(self, tokens: float) -> float:
+        """Seconds that one more token costs a step of `tokens`."""
+        return self.token + (self.bend if tokens >= self.knee else 0.0)
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain numbers, by field."""
+        return asdict(self)
+
+
+@dataclass
+class _Cell:
+    tokens: float
+    requests: float
+    seconds: deque[float]
+
+
+class StepTimes:
+    """Step times as they are observed, and the model fitted to them.
+
+    Times are kept per kind of step (tokens, requests, drafted or not; larger numbers in steps of an eighth), the latest
+    few of each, and fitted by their medians: a pause of the process moves nothing. Prefill steps do not belong here.
+    """
+
+    KEEP = 15
+    """Times kept per kind of step."""
+
+    def __init__(self, prior: StepModel | None = None) -> None:
+        """`prior`: the model until the first fit (`Roofline.line`, or a calibration's)."""
+        self.model = prior
+        self.observed = 0
+        self.surprise = 0.0
+        """Relative error of the last few predictions: large where the model has not been."""
+        self._cells: dict[tuple[int, int, bool], _Cell] = {}
+        self._error = 0.0
+        self._judged = 0
+
+    def add(self, tokens: int, requests: int, drafted: bool, seconds: float) -> None:
+        """Take one decode step."""
+        if self.model is not None and seconds > 0:
+            error = min(1.0, abs(self.model.step(tokens, requests, drafted) / seconds - 1.0))
+            self._error += error
+            self._judged += 1
+            self.surprise += (error - self.surprise) / 8
+        self.observed += 1
+        key = (_eighths(tokens), _eighths(requests), drafted)
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = _Cell(tokens, requests, deque(maxlen=self.KEEP))
+        cell.tokens += 0.2 * (tokens - cell.tokens)
+        cell.requests += 0.2 * (requests - cell.requests)
+        cell.seconds.append(seconds)
+
+    def take_error(self) -> float:
+        """Mean relative error of the predictions since the last call, each made before its step was fitted; 0 if there
+        were none."""
+        error, self._error, judged, self._judged = self._error, 0.0, self._judged, 0
+        return error / judged if judged else 0.0
+
+    def fit(self) -> StepModel | None:
+        """Fit the model anew. None, or the prior, while fewer than two kinds of step were seen twice."""
+        cells = [(c, drafted) for (_, _, drafted), c in self._cells.items() if len(c.seconds) >= 2]
+        if len(cells) >= 2:
+            self.model = fit(
+                np.array([c.tokens for c, _ in cells]),
+                np.array([c.requests for c, _ in cells]),
+                np.array([drafted for _, drafted in cells]),
+                np.array([float(np.median(c.seconds)) for c, _ in cells]),
+                np.sqrt([len(c.seconds) for c, _ in cells]),
+            )
+        return self.model
+
+
+def _eighths(n: int) -> int:
+    """n, with larger numbers rounded to an eighth of their power of two."""
+    shift = max(0, n.bit_length() - 4)
+    return n >> shift << shift
+
+
+def fit(
+    tokens: Floats,
+    requests: Floats,
+    drafted: npt.NDArray[np.bool_],
+    seconds: Floats,
+    weights: npt.ArrayLike = 1.0,
+) -> StepModel:
+    """The small model that fits best, by relative error, with a price on every further coefficient (BIC).
+
+    Args:
+        tokens, requests, seconds: shape (n,).
+        drafted: shape (n,).
+        weights: of each observation, shape (n,) or one for all.
+
+    Returns:
+        A model whose time never falls with the number of tokens, requests or drafts.
+    """
+    n, b = np.asarray(tokens, dtype=float), np.asarray(requests, dtype=float)
+    d, t = np.asarray(drafted, dtype=float), np.asarray(seconds, dtype=float)
+    weight = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
+    one = np.ones_like(n)
+    shapes: list[tuple[tuple[str, ...], float]] = [(("base", "token"), 0.0)]
+    for knee in map(float, KNEES):
+        if n.min() < knee < n.max():
+            shapes += [(("base", "bend"), knee), (("base", "token", "bend"), knee)]
+    extras: list[tuple[str, ...]] = [()]
+    if 0 < d.sum() < len(d):
+        extras.append(("draft",))
+    if d.any() and b.max() >= 4 * b.min():  # else a request's share can't be told from the base
+        extras += [(*e, "request") for e in extras]
+    best, least = None, np.inf
+    for names, bends_at in shapes:
+        columns = {"base": one, "token": n, "bend": np.maximum(0.0, n - bends_at), "request": b, "draft": d}
+        for extra in extras:
+            chosen = (*names, *extra)
+            if len(chosen) >= len(t) and len(chosen) > 2:
+                continue
+            found, loss = _robust(chosen, columns, t, weight)
+            score = len(t) * np.log(loss + 1e-6) + len(found) * np.log(len(t))
+            if score < least:
+                best, least = StepModel(**{"base": 0.0, "token": 0.0, "knee": bends_at, **found}), score
+    assert best is not None
+    return best if best.bend else replace(best, knee=0.0)
+
+
+def _robust(
+    names: tuple[str, ...], columns: Mapping[str, Floats], t: Floats, weight: Floats
+) -> tuple[dict[str, float], float]:
+    """Least squares with Huber's weights on the relative residuals; a coefficient below its bound is left out."""
+    keep, huber = list(names), np.ones_like(t)
+    while True:
+        x = np.stack([columns[name] for name in keep], axis=1)
+        for _ in range(3):
+            w = weight * np.sqrt(huber)
+            a = x * w[:, None]
+            gram = a.T @ a
+            gram[np.diag_indices_from(gram)] *= 1 + 1e-9
+            found = np.linalg.solve(gram, a.T @ (t * w))
+            residual = np.abs(x @ found / t - 1.0)
+            scale = max(1.5 * float(np.median(residual)), 0.2)
+            huber = np.minimum(1.0, scale / np.maximum(residual, 1e-12))
+        floor = {"bend": -float(found[keep.index("token")]) if "token" in keep else 0.0}
+        below = [name for name, value in zip(keep, found, strict=True) if value < floor.get(name, 0.0)]
+        if not below or len(keep) == 1:
+            loss = float(np.mean(np.minimum(residual, 1.0) ** 2 * huber))
+            return dict(zip(keep, np.maximum(found, -np.inf).tolist(), strict=True)), loss
+        keep.remove(below[-1])
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a device does with real kernels."""
+
+    bandwidth: float
+    """Bytes per second from device memory."""
+    flops: float
+    """16-bit floating-point operations per second."""
+
+
+_READ, _COMPUTE = 0.79, 0.75
+"""Share of the data sheet's peaks that fitted decode steps reach: EfficientRollout's A100 fits over A100's peaks."""
+HARDWARE = {
+    name: Hardware(_READ * tb * 1e12, _COMPUTE * tf * 1e12)
+    for name, tb, tf in (
+        ("a100", 2.039, 312.0),
+        ("h100", 3.35, 989.0),
+        ("h200", 4.8, 989.0),
+        ("h20", 4.0, 148.0),
+        ("b200", 8.0, 2250.0),
+        ("l40s", 0.864, 362.0),
+    )
+}
+"""Peaks of the makers' data sheets (dense, bfloat16), at the shares above."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Time of a decode step from what it reads and computes (EfficientRollout, section 3; code of 2026-06)."""
+
+    weight_bytes: float
+    linear_bytes: float
+    """Of the weights, those in linear layers: what a self-drafter quantises."""
+    kv_bytes: float
+    """Read per request and token of context."""
+    dense_flops: float
+    """Per token."""
+    attention_flops: float
+    """Per token and token of context."""
+    hardware: Hardware
+    plain_us: float = 0.0
+    draft_us: float = 0.0
+    verify_us: float = 0.0
+    """Host time per request of a plain, a draft and a verification step, microseconds."""
+    draft_read: float = 1.0
+    """How much longer a self-drafter's weights take than their bytes say (eta_d)."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], hardware: Hardware, tensor_parallel: int = 1, **fitted: float) -> Roofline:
+        """From a Hugging Face config of a dense decoder (Llama, Qwen2, Qwen3, Mistral) in 16-bit weights.
+
+        Args:
+            config: `config.json` as a mapping.
+            hardware: of one device.
+            tensor_parallel: devices a layer is spread over.
+            fitted: fields that were measured instead (`kv_bytes`, `plain_us`, ...).
+
+        Raises:
+            KeyError: the config lacks a size.
+        """
+        hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        width = config.get("head_dim") or hidden // heads
+        attention = hidden * width * (2 * heads + 2 * kv_heads)
+        linear = layers * (attention + 3 * hidden * config["intermediate_size"])
+        embeddings = hidden * vocab * (1 if config.get("tie_word_embeddings") else 2)
+        values: dict[str, float] = {
+            "weight_bytes": 2 * (linear + embeddings) / tensor_parallel,
+            "linear_bytes": 2 * linear / tensor_parallel,
+            "kv_bytes": 4 * layers * kv_heads * width / tensor_parallel,
+            "dense_flops": 2 * (linear + hidden * vocab) / tensor_parallel,
+            "attention_flops": 4 * layers * heads * width / tensor_parallel,
+        }
+        return cls(hardware=hardware, **{**values, **fitted})
+
+    def verify(self, requests: float, context: float, drafts: float) -> float:
+        """Seconds of the target's step that verifies `drafts` tokens of each request; 0 drafts is a plain step."""
+        read = (self.weight_bytes + self.kv_bytes * requests * context) / self.hardware.bandwidth
+        host = self.verify_us if drafts else self.plain_us
+        return max(read, (drafts + 1) * self._compute(requests, context)) + host * requests * 1e-6
+
+    def draft(self, requests: float, context: float, share: float) -> float:
+        """Seconds of one step of a self-drafter whose linear weights take `share` of the target's bytes."""
+        weights = self.weight_bytes - (1 - share) * self.linear_bytes
+        read = (self.draft_read * weights + self.kv_bytes * requests * context) / self.hardware.bandwidth
+        return max(read, self._compute(requests, context)) + self.draft_us * requests * 1e-6
+
+    def speedup(self, requests: float, context: float, drafts: int, length: float, share: float | None) -> float:
+        """Speed against plain decoding at a mean acceptance length (accepted + 1); `share` None: drafts are free."""
+        drafting = 0.0 if share is None else drafts * self.draft(requests, context, share)
+        plain = self.verify(requests, context, 0)
+        return length * plain / (drafting + self.verify(requests, context, drafts))
+
+    def line(self, context: float = 1024.0) -> StepModel:
+        """The same as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line."""
+        read = self.weight_bytes / self.hardware.bandwidth
+        token = self._compute(1, context)
+        per_request = self.kv_bytes * context / self.hardware.bandwidth + self.plain_us * 1e-6
+        return StepModel(base=read, token=0.0, bend=token, knee=read / token, request=per_request)
+
+    def _compute(self, requests: float, context: float) -> float:
+        return requests * (self.dense_flops + context * self.attention_flops) / self.hardware.flops

@@ -1,0 +1,163 @@
+"""How long a rollout gets: from its problem's history, and from how long it already is (DAS, section 4.3)."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+_Z = np.linspace(-5.0, 5.0, 1001)
+_NORMAL = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in _Z])
+
+
+class LengthClass(IntEnum):
+    SHORT = 0
+    MEDIUM = 1
+    LONG = 2
+
+
+class LengthModel:
+    """Distribution of response lengths, over all problems and per problem, on a logarithmic grid.
+
+    A problem's own lengths count as much as they are many, the population as much as `POPULATION` of them. Each length
+    stands for a log-normal around it: the next rollout of a problem is about as long, not exactly. The classes' bounds
+    are quantiles of the recent lengths, set anew by every `refit`.
+    """
+
+    GRID = 64
+    POPULATION = 2.0
+    SPREAD = 0.25
+    """Standard deviation of the log of a length around an observed one."""
+    SHORT, LONG = 0.5, 0.8
+    """Quantiles that bound the classes."""
+
+    def __init__(self, limit: int, window: int = 16) -> None:
+        """
+        Args:
+            limit: longest response there can be (max_model_len will do).
+            window: weight versions that lengths are remembered for.
+        """
+        self.limit = max(2, limit)
+        self.window = window
+        self.edges: Floats = np.geomspace(1.0, float(self.limit), self.GRID)
+        """Lengths at which the distribution functions are tabulated, shape (GRID,)."""
+        self.bounds = (0.0, float(self.limit))
+        """Longest short and longest medium response; everything is medium before there is history."""
+        self._log = np.log(self.edges)
+        self._lengths: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
+        self._everyone: deque[tuple[int, int]] = deque()
+        self._population: Floats = self._log / self._log[-1]
+        """Of all problems. Without history a length is as likely in one octave as in the next."""
+
+    def observe(self, problem: int, length: int, version: int) -> None:
+        """Take a finished response's length in tokens, written by a weight version."""
+        if length > 0:
+            self._lengths[problem].append((version, length))
+            self._everyone.append((version, length))
+
+    def refit(self, version: int) -> None:
+        """A weight sync: forget what left the window, set the population and the classes' bounds anew."""
+        oldest = version - self.window
+        for problem in [p for p, seen in self._lengths.items() if _drop(seen, oldest)]:
+            del self._lengths[problem]
+        _drop(self._everyone, oldest)
+        self._population = self._log / self._log[-1]
+        self.bounds = (0.0, float(self.limit))
+        if self._everyone:
+            lengths = np.array([length for _, length in self._everyone], dtype=float)
+            self.bounds = (float(np.quantile(lengths, self.SHORT)), float(np.quantile(lengths, self.LONG)))
+            self._population = self._smooth(lengths)
+
+    def cdf(self, problem: int) -> Floats:
+        """Chance that a response of the problem is at most `edges` long, shape (GRID,); 1 at the last."""
+        seen = self._lengths.get(problem)
+        if not seen:
+            return self._population
+        own = self._smooth(np.array([length for _, length in seen], dtype=float))
+        mixed: Floats = (len(seen) * own + self.POPULATION * self._population) / (len(seen) + self.POPULATION)
+        return mixed
+
+    def expected(self, problem: int) -> float:
+        """Mean length of the problem's responses in tokens, before a word is written."""
+        mean: float = _mean_beyond(self.cdf(problem)[None, :], self.edges, np.zeros(1))[0]
+        return mean
+
+    def _smooth(self, lengths: Floats) -> Floats:
+        """Distribution function of log-normals around the lengths, cut off at the limit."""
+        centres, counts = np.unique(lengths, return_counts=True)
+        z = (self._log[None, :] - np.log(centres)[:, None]) / self.SPREAD
+        cdf: Floats = counts @ np.interp(z, _Z, _NORMAL) / len(lengths)
+        cdf[-1] = 1.0
+        return cdf
+
+
+def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
+    """Chance to be at most `at` long, given that a response is longer than `lengths`.
+
+    Args:
+        cdf: shape (b, g), by request, at `edges`.
+        edges: shape (g,), in geometric steps from 1.
+        lengths: tokens written already, shape (b,).
+        at: shape (b, k).
+
+    Returns:
+        Shape (b, k), 0 to 1.
+    """
+    known = _at(cdf, edges, lengths[:, None])
+    left = np.maximum(1.0 - known, 1e-6)
+    chance: Floats = np.clip((_at(cdf, edges, at) - known) / left, 0.0, 1.0)
+    chance[at >= edges[-1]] = 1.0
+    return chance
+
+
+def expected_remaining(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
+    """Mean tokens still to come, given the tokens that are there, shape (b,). Arguments as in `beyond`."""
+    remaining: Floats = np.maximum(_mean_beyond(cdf, edges, lengths) - lengths, 1.0)
+    return remaining
+
+
+def classes(cdf: Floats, edges: Floats, lengths: Floats, bounds: Sequence[float]) -> npt.NDArray[np.int64]:
+    """The most likely `LengthClass` of each request given its history and its length so far, shape (b,).
+
+    DAS's argmax over c of P(c | l, Init); the problem's distribution stands in the place of its majority class.
+    """
+    at = np.broadcast_to(np.asarray(bounds, dtype=float), (len(lengths), 2))
+    short, medium = beyond(cdf, edges, lengths, at).T
+    likely: npt.NDArray[np.int64] = np.argmax(np.stack([short, medium - short, 1.0 - medium]), axis=0)
+    floor = np.searchsorted(np.asarray(bounds, dtype=float), lengths, side="left")
+    return np.maximum(likely, floor)
+
+
+def _mean_beyond(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
+    # Between two edges the mass sits in the middle; of the interval that `lengths` is in, only what lies beyond counts.
+    known = _at(cdf, edges, lengths[:, None])
+    low = np.concatenate([[0.0], edges[:-1]])
+    mass = np.diff(np.maximum(cdf, known), axis=1, prepend=known)
+    centre = 0.5 * (np.maximum(low, lengths[:, None]) + edges)
+    mass[:, -1] += 1e-9
+    mean: Floats = (mass * centre).sum(axis=1) / mass.sum(axis=1)
+    return mean
+
+
+def _at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
+    """Distribution functions at lengths of shape (b, k), linear in the logarithm between the edges."""
+    last = len(edges) - 1
+    x = np.log(np.maximum(lengths, 1.0)) * (last / np.log(edges[-1]))
+    i = np.minimum(x.astype(np.int64), last - 1)
+    rows = np.arange(len(cdf))[:, None]
+    low = cdf[rows, i]
+    found: Floats = low + np.minimum(x - i, 1.0) * (cdf[rows, i + 1] - low)
+    return np.where(lengths < 1.0, 0.0, found)
+
+
+def _drop(seen: deque[tuple[int, int]], oldest: int) -> bool:
+    while seen and seen[0][0] < oldest:
+        seen.popleft()
+    return not seen

@@ -1,0 +1,141 @@
+"""When to speculate at all, and how far: the on/off switch and the draft-length ladder of EfficientRollout (sections
+3.3, 3.4), and the guard that never lets speculation cost more than it saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.core.latency import StepModel
+
+
+class Toggle:
+    """Whether drafts are worth their cost in the batch as it is, with hysteresis.
+
+    Off turns on at a speed-up of 1 + margin (`roofline`) or at `threshold` running requests (`threshold`). While no
+    request arrives after it turned on, the batch only drains and what paid once keeps paying: on stays on until
+    `reset`. Where batches refill, on turns off again under a speed-up of 1, or a quarter above the threshold.
+
+    While requests still stream in at the start of a rollout the batch is small for another reason (ramp guard): on is
+    not held before `RAMP` steps without an arrival.
+    """
+
+    RAMP = 8
+
+    def __init__(self, mode: str, margin: float, threshold: int) -> None:
+        """`mode`: off (never switches: always on), threshold or roofline."""
+        self.mode, self.margin, self.threshold = mode, margin, threshold
+        self.reset()
+
+    def reset(self) -> None:
+        """A weight sync: start off."""
+        self.on = self.mode == "off"
+        self._held = False
+        self._quiet = 0
+
+    def update(self, running: int, speedup: float, arrived: bool) -> bool:
+        """One decode step.
+
+        Args:
+            running: requests in the batch.
+            speedup: predicted time of plain decoding over that of speculating, for the same progress.
+            arrived: whether a request joined since the last call.
+
+        Returns:
+            Whether to speculate.
+        """
+        if self.mode == "off":
+            return True
+        self._quiet = 0 if arrived else self._quiet + 1
+        if arrived:
+            self._held = False
+        if self.mode == "threshold":
+            limit = self.threshold * (1.25 if self.on else 1.0)
+            wanted = running <= limit
+        else:
+            wanted = speedup >= (1.0 if self.on else 1.0 + self.margin)
+        self.on = wanted or self._held
+        if wanted and self._quiet >= self.RAMP:
+            self._held = True
+        return self.on
+
+
+class Ladder:
+    """Draft length in rungs, one for all replicas: longer when nearly everything is accepted, shorter when not
+    (EfficientRollout, algorithm 1). Decided where all replicas' counts come together, once per training rollout."""
+
+    def __init__(
+        self, rungs: tuple[int, ...], raise_at: float = 0.94, lower_at: float = 0.85, persistence: int = 2
+    ) -> None:
+        """`persistence`: rollouts in a row that must agree."""
+        assert rungs and list(rungs) == sorted(set(rungs)), rungs
+        self.rungs, self.raise_at, self.lower_at, self.persistence = rungs, raise_at, lower_at, persistence
+        self.rung = 0
+        self._up = self._down = 0
+
+    @property
+    def length(self) -> int:
+        """Draft tokens per round."""
+        return self.rungs[self.rung]
+
+    def observe(self, accepted: int, drafted: int, validation: bool = False) -> int:
+        """Take the sums over all replicas of one rollout; returns the length for the next. Validation counts nothing,
+        and neither does a rollout without drafts."""
+        if validation or drafted <= 0:
+            return self.length
+        rate = accepted / drafted
+        self._up = self._up + 1 if rate >= self.raise_at else 0
+        self._down = self._down + 1 if rate <= self.lower_at else 0
+        if self._up >= self.persistence:
+            self.rung, self._up = min(self.rung + 1, len(self.rungs) - 1), 0
+        elif self._down >= self.persistence:
+            self.rung, self._down = max(self.rung - 1, 0), 0
+        return self.length
+
+
+@dataclass
+class Savings:
+    """Time that speculation saved: what the tokens written so far would have taken without it, minus what they took.
+
+    In a synchronous rollout plain decoding takes as many rounds as the longest request has tokens, and in round r
+    the requests of at least r tokens take part. Where requests arrive while others end, rounds have no common start;
+    there each step's tokens are taken at plain decoding's rate for its batch. Steps without drafts count as the model
+    has them, on both sides, so that the difference is what the drafted ones made.
+    """
+
+    spent: float = 0.0
+    finished: list[int] = field(default_factory=list)
+    """Tokens of requests that ended."""
+    _rate: float = 0.0
+    _refilled: bool = False
+    _widest: int = 1
+
+    def step(self, seconds: float, requests: int, tokens: int, drafted: bool, model: StepModel) -> None:
+        """Take a decode step: its time, the requests in it, the tokens they got, and whether any was drafted."""
+        plain = model.step(requests, requests, False)
+        self.spent += seconds if drafted else plain
+        self._rate += tokens / requests * plain
+        self._widest = max(self._widest, requests)
+
+    def refilled(self) -> None:
+        """A request arrived after another had ended, and not because the batch was full."""
+        self._refilled = True
+
+    def saved(self, running: npt.ArrayLike, model: StepModel) -> float:
+        """Seconds saved so far. `running`: tokens of the requests that are still in the batch, shape (b,)."""
+        if self._refilled:
+            return self._rate - self.spent
+        return plain_seconds(np.concatenate([self.finished, np.asarray(running)]), self._widest, model) - self.spent
+
+
+def plain_seconds(lengths: npt.ArrayLike, slots: int, model: StepModel) -> float:
+    """Time in which plain decoding writes responses of these lengths, shape (n,), `slots` of them at a time."""
+    ordered = np.sort(np.asarray(lengths, dtype=float))
+    if not len(ordered):
+        return 0.0
+    rounds = np.diff(ordered, prepend=0.0)
+    alive = np.arange(len(ordered), 0, -1)
+    at_once = np.minimum(alive, slots)
+    return float(np.sum(rounds * (alive / at_once) * model.plain(at_once)))

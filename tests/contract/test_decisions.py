@@ -1,0 +1,61 @@
+"""The controller inside a real engine: whatever it decides, the tokens are the same, and it says what it decided."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_losslessness import OFF, PLAIN, requests, two_rounds
+
+from das_adapter import report
+
+POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
+
+
+def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_factory: Any) -> None:
+    logs = tmp_path_factory.mktemp("logs")
+    rounds = two_rounds(requests(PLAIN)) * 2
+    reference = engine(das=OFF, rounds=rounds)
+    for das in (
+        {"budget": {"policy": "optimal"}, "toggle": {"mode": "off"}, "log_dir": str(logs)},
+        {"budget": {"policy": "classes"}, "toggle": {"mode": "threshold", "threshold": 4}},
+    ):
+        result = engine(das=das, rounds=rounds)
+        assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+        assert not any(r["stats"]["error"] for r in result)
+        for r in result:
+            assert sum(r["stats"]["class_rounds"]) == r["stats"]["request_forwards"]
+            assert sum(r["stats"]["class_drafts"]) == r["stats"]["draft_tokens"]
+    rollouts = report.read(logs)
+    figures = report.summary(rollouts)
+    assert figures["requests"] > 0
+    assert figures["decode_steps"] > 50
+    assert figures["latency_model_error"] is not None
+
+
+def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "calibration.json"
+    command = [sys.executable, "-m", "das_adapter.cli", "calibrate", str(POLICY), "--out", str(out), "--rounds", "4",
+               "--batches", "1,4,8", "--contexts", "16,64", "--drafts", "0,3,7",
+               "--engine", '{"dtype": "float32", "enforce_eager": true}']  # fmt: skip
+    env = {**os.environ, **vllm_env, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+           "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    assert run.returncode == 0, run.stderr[-4000:]
+    content = json.loads(out.read_text())
+    assert {(s["requests"], s["context"], s["drafts"]) for s in content["samples"]} == {
+        (b, c, d) for b in (1, 4, 8) for c in (16, 64) for d in (0, 3, 7)
+    }
+    assert content["validation"]["line"]["held_out"] == 6
+    assert content["line"]["base"] > 0
+
+
+@pytest.mark.parametrize("das", [{"toggle": {"calibration": "nowhere.json"}}])
+def test_a_missing_calibration_is_named(engine: Any, das: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"das\.toggle\.calibration='nowhere.json'"):
+        engine(das=das, rounds=[])

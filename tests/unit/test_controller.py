@@ -1,0 +1,250 @@
+"""The controller on a modelled engine: what it makes of a batch, and that it never makes a rollout slower."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.core.controller import LOOK, Controller
+from das_adapter.core.latency import StepModel
+
+MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
+COMPUTE_BOUND = StepModel(base=0.002, token=0.004)
+
+
+@dataclass
+class Rollout:
+    seconds: float
+    steps: int
+    drafted: int
+    accepted: int
+    texts: list[int]
+
+
+def rollout(
+    lengths: np.ndarray,
+    truth: StepModel,
+    controller: Controller | None,
+    chance: float = 0.8,
+    most: int = 16,
+    overstated: float = 1.0,
+    at_once: int | None = None,
+) -> Rollout:
+    """Decode requests of these lengths; request i is problem i. A draft token survives with `chance` to the power of
+    its place, by a draw fixed for (request, position), and is stated with `overstated` times the exponent."""
+    rng = np.random.default_rng(7)
+    right = [rng.random(length + most + 2) < chance for length in lengths]
+    done = np.zeros(len(lengths), dtype=int)
+    slots: dict[int, int] = {}
+    seconds, steps, total_drafted, total_accepted = 0.0, 0, 0, 0
+    keep: dict[int, int] = {}
+    while (done < lengths).any():
+        live = [i for i in range(len(lengths)) if done[i] < lengths[i]][:at_once]
+        steps += 1
+        for i in live:
+            if controller and i not in slots:
+                slots[i] = controller.open(i, int(done[i]), int(lengths.max()))
+        carried = np.array([keep.get(i, 0) for i in live])
+        got = []
+        for i, d in zip(live, carried, strict=True):
+            hits = right[i][done[i] : done[i] + d]
+            accepted = int(np.argmin(np.append(hits, False)))
+            total_accepted += accepted
+            got.append(min(accepted + 1, lengths[i] - done[i]))
+        tokens = len(live) + int(carried.sum())
+        took = truth.step(tokens, len(live), carried.any())
+        seconds += took
+        total_drafted += int(carried.sum())
+        done[live] += got
+        if controller is None:
+            continue
+        at, grown = np.array([slots[i] for i in live]), np.array(got)
+        controller.verified(at, grown, carried if carried.any() else None)
+        controller.step(at, grown, tokens, bool(carried.any()), took)
+        for i in [i for i in live if done[i] >= lengths[i]]:
+            controller.close(slots.pop(i))
+        left = [i for i in live if done[i] < lengths[i]]
+        keep = {}
+        if controller.looks(len(left)):
+            at = np.array([slots[i] for i in left])
+            caps = controller.caps(at, lengths[left] - done[left] - 1)
+            offsets = np.concatenate([[0], np.cumsum(caps)])
+            place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], caps)
+            stated = np.maximum(chance ** ((place + 1) / overstated), 1e-3).astype(np.float32)
+            keep = dict(zip(left, controller.cut(at, stated, offsets).tolist(), strict=True))
+    return Rollout(seconds, steps, total_drafted, total_accepted, done.tolist())
+
+
+def make(policy: str = "optimal", most: int = 16, **toggle: object) -> Controller:
+    return Controller(BudgetConfig(policy=policy, max_draft_tokens=most), ToggleConfig(**toggle), limit=2048)  # type: ignore[arg-type]
+
+
+def warm(controller: Controller, lengths: np.ndarray, truth: StepModel, **how: float) -> Controller:
+    rollout(lengths, truth, controller, **how)
+    controller.sync(1, [(i, int(n), 0) for i, n in enumerate(lengths)])
+    return controller
+
+
+def long_tail(count: int = 48, seed: int = 0) -> np.ndarray:
+    return np.minimum(np.random.default_rng(seed).lognormal(4.3, 0.9, count), 1500).astype(int) + 4
+
+
+def test_optimal_beats_every_fixed_length_on_a_long_tail() -> None:
+    lengths = long_tail()
+    times = {}
+    for k in (1, 3, 7, 15):
+        fixed = warm(make("unlimited", k, mode="off"), lengths, MEMORY_BOUND)
+        times[k] = rollout(lengths, MEMORY_BOUND, fixed).seconds
+    optimal = rollout(lengths, MEMORY_BOUND, warm(make(), lengths, MEMORY_BOUND)).seconds
+    assert optimal < 0.9 * min(times.values())
+
+
+@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(batch: int) -> None:
+    lengths = np.clip(np.random.default_rng(batch).lognormal(3.5, 0.7, batch), 8, 200).astype(int)
+    lengths[0] = 200
+    fixed = [rollout(lengths, MEMORY_BOUND, make("unlimited", k, mode="off")).seconds for k in (1, 3, 7, 15)]
+    controller = warm(make(), np.full(48, 96), MEMORY_BOUND)
+    controller.sync(2, [(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)])  # a group of samples
+    assert rollout(lengths, MEMORY_BOUND, controller).seconds <= 1.05 * min(fixed)
+
+
+@pytest.mark.parametrize("truth", [MEMORY_BOUND, COMPUTE_BOUND, StepModel(base=0.03, token=0.001, draft=0.004)])
+@pytest.mark.parametrize("chance", [0.02, 0.5, 0.9])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_never_much_slower_than_off(truth: StepModel, chance: float, batch: int) -> None:
+    lengths = np.random.default_rng(1).integers(150, 400, batch)
+    off = rollout(lengths, truth, None).seconds
+    controller = warm(make(), lengths, truth, chance=chance)
+    assert rollout(lengths, truth, controller, chance=chance).seconds <= 1.02 * off
+
+
+def test_what_is_saved_is_what_is_reported() -> None:
+    lengths = long_tail()
+    off = rollout(lengths, MEMORY_BOUND, None).seconds
+    controller = warm(make(), lengths, MEMORY_BOUND)
+    on = rollout(lengths, MEMORY_BOUND, controller).seconds
+    assert controller.time_saved(np.zeros(0, dtype=int)) == pytest.approx(off - on, abs=0.05 * off)
+
+
+def test_the_planned_rounds_are_about_those_it_takes() -> None:
+    lengths = long_tail()
+    controller = make()
+    for version in range(1, 4):
+        result = rollout(lengths, MEMORY_BOUND, controller)
+        planned = controller.planned_rounds
+        controller.sync(version, [(i, int(n), version) for i, n in enumerate(lengths)])
+    assert planned == pytest.approx(result.steps, rel=0.5)
+
+
+def test_batches_without_a_weight_sync_between_them_are_credited_one_by_one() -> None:
+    lengths = long_tail()
+    off = rollout(lengths, MEMORY_BOUND, None).seconds
+    controller = warm(make(), lengths, MEMORY_BOUND)
+    on = sum(rollout(lengths, MEMORY_BOUND, controller).seconds for _ in range(3))
+    assert controller.time_saved(np.zeros(0, dtype=int)) == pytest.approx(3 * off - on, abs=0.05 * 3 * off)
+
+
+def test_drafting_goes_to_those_who_decide_the_end() -> None:
+    lengths = np.array([60] * 30 + [1200] * 12)
+    controller = make()
+    for version in range(1, 4):
+        rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
+        controller.sync(version, [(i, int(n), version) for i, n in enumerate(lengths)])
+    controller.take(np.zeros(0, dtype=int))
+    rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
+    figures = controller.take(np.zeros(0, dtype=int))
+    short, _, long = np.array(figures["class_drafts"]) / np.maximum(1, figures["class_rounds"])
+    assert long > 1.0
+    assert short < 0.2 * long
+
+
+def test_a_compute_bound_batch_gets_no_drafts_and_its_tail_does() -> None:
+    truth = StepModel(base=0.005, token=0.004)
+    lengths = np.array([100] * 63 + [900])
+    controller = warm(make(), lengths, truth, chance=0.6)
+    result = rollout(lengths, truth, controller, chance=0.6)
+    assert result.drafted > 300
+    assert result.accepted / result.drafted > 0.4
+    assert result.seconds < rollout(lengths, truth, None).seconds
+
+
+def test_chances_that_overstate_are_seen_through() -> None:
+    lengths = np.full(16, 500)
+    truth = StepModel(base=0.02, token=0.002)
+    honest = rollout(lengths, truth, warm(make(), lengths, truth, chance=0.3), chance=0.3)
+    boasting = make()
+    warm(boasting, lengths, truth, chance=0.3, overstated=20.0)
+    result = rollout(lengths, truth, boasting, chance=0.3, overstated=20.0)
+    assert result.seconds <= 1.05 * honest.seconds
+
+
+def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:
+    lengths = np.full(32, 600)
+    controller = make("unlimited", mode="threshold", threshold=64)
+    rollout(lengths, COMPUTE_BOUND, controller, chance=0.1)
+    assert controller.stopped is not None
+    assert "drafted steps" in controller.stopped
+    assert not controller.looks(8)
+    controller.sync(1, [])
+    assert controller.stopped is None
+    assert controller.looks(8)
+
+
+@pytest.mark.parametrize("policy", ["classes", "uniform", "unlimited"])
+def test_always_means_always_and_asks_no_clock(policy: str) -> None:
+    lengths = np.full(24, 200)
+    runs = []
+    for truth in (COMPUTE_BOUND, MEMORY_BOUND):
+        controller = make(policy, mode="off")
+        runs.append(rollout(lengths, truth, controller, chance=0.3))
+        assert controller.stopped is None
+    assert runs[0].drafted == runs[1].drafted > 1000
+    assert runs[0].steps == runs[1].steps
+
+
+def test_while_nothing_pays_it_looks_once_in_a_while() -> None:
+    lengths = np.full(64, 300)
+    controller = warm(make(), lengths, COMPUTE_BOUND, chance=0.05)
+    looked = 0
+    original = controller.caps
+
+    def counted(slots: np.ndarray, room: np.ndarray) -> np.ndarray:
+        nonlocal looked
+        looked += 1
+        return original(slots, room)
+
+    controller.caps = counted  # type: ignore[method-assign]
+    result = rollout(lengths, COMPUTE_BOUND, controller, chance=0.05)
+    assert looked <= result.steps / LOOK + 2 * LOOK
+
+
+def test_a_refilling_batch_is_judged_by_its_rate() -> None:
+    # Eight at a time: whoever ends makes room for the next, so that nobody decides the end.
+    lengths = np.full(60, 120)
+    truth = StepModel(base=0.03, token=0.0005)
+    off = rollout(lengths, truth, None, at_once=8)
+    controller = make()
+    on = rollout(lengths, truth, controller, at_once=8)
+    assert on.seconds < 0.55 * off.seconds
+    assert controller.time_saved(np.zeros(0, dtype=int)) == pytest.approx(off.seconds - on.seconds, rel=0.1)
+
+
+def test_equal_inputs_give_equal_decisions() -> None:
+    lengths = long_tail(16)
+    a, b = (rollout(lengths, MEMORY_BOUND, warm(make(), lengths, MEMORY_BOUND)) for _ in range(2))
+    assert (a.seconds, a.drafted, a.accepted) == (b.seconds, b.drafted, b.accepted)
+
+
+@pytest.mark.parametrize("policy", ["optimal", "classes", "uniform", "unlimited"])
+def test_caps_keep_to_the_room_and_the_maximum(policy: str) -> None:
+    controller = make(policy, most=8)
+    slots = np.array([controller.open(i, 5, 100) for i in range(5)])
+    room = np.array([0, 3, 8, 50, 1])
+    controller.verified(slots, np.ones(5, dtype=int), None)
+    caps = controller.caps(slots, room)
+    assert np.all(caps <= np.minimum(room, 8))
+    assert np.all(caps >= 0)

@@ -1,0 +1,79 @@
+"""Length prediction: quantile classes, the posterior as a request grows, shrinkage to the population."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from das_adapter.core.length import LengthClass, LengthModel, beyond, classes, expected_remaining
+
+
+def trained(lengths: dict[int, list[int]], version: int = 0) -> LengthModel:
+    model = LengthModel(limit=4096)
+    for problem, seen in lengths.items():
+        for length in seen:
+            model.observe(problem, length, version)
+    model.refit(version + 1)
+    return model
+
+
+MIXED = {**{p: [100, 110, 90, 105] for p in range(8)}, **{p: [1500, 1400, 1600, 1550] for p in (20, 21)}}
+
+
+def test_bounds_are_quantiles_of_the_recent_lengths() -> None:
+    lengths = np.arange(1, 101)
+    model = trained({0: lengths.tolist()})
+    assert model.bounds == (np.quantile(lengths, 0.5), np.quantile(lengths, 0.8))
+    model.refit(100)  # everything has left the window
+    assert model.expected(0) == pytest.approx(LengthModel(4096).expected(0))
+
+
+def test_history_makes_the_class_and_growth_corrects_it() -> None:
+    model = trained(MIXED)
+    cdf = np.stack([model.cdf(0), model.cdf(20), model.cdf(0), model.cdf(999)])
+    written = np.array([10.0, 10.0, 600.0, 2000.0])
+    found = classes(cdf, model.edges, written, model.bounds)
+    # A short problem's request that has outgrown every short response is no longer short.
+    assert found[0] in (LengthClass.SHORT, LengthClass.MEDIUM)
+    assert found[1:].tolist() == [LengthClass.LONG] * 3
+
+
+def test_without_history_everything_is_medium() -> None:
+    model = LengthModel(limit=1000)
+    cdf = np.stack([model.cdf(1)] * 2)
+    assert classes(cdf, model.edges, np.array([0.0, 500.0]), model.bounds).tolist() == [LengthClass.MEDIUM] * 2
+
+
+def test_remaining_is_a_conditional_mean() -> None:
+    model = trained({1: [400] * 40})
+    rng = np.random.default_rng(0)
+    draws = np.minimum(400 * rng.lognormal(0.0, model.SPREAD, 400000), 4096)
+    for written in (0.0, 300.0, 500.0):
+        expected = draws[draws > written].mean() - written
+        found = expected_remaining(model.cdf(1)[None], model.edges, np.array([written]))[0]
+        assert found == pytest.approx(expected, rel=0.2)
+
+
+def test_remaining_falls_at_first_and_the_limit_is_the_limit() -> None:
+    model = trained({1: [400] * 40})
+    cdf = model.cdf(1)[None]
+    early, later = (expected_remaining(cdf, model.edges, np.array([w]))[0] for w in (10.0, 300.0))
+    assert later < early
+    assert beyond(cdf, model.edges, np.array([4000.0]), np.array([[4096.0]]))[0, 0] == 1.0
+
+
+def test_a_problems_own_lengths_outweigh_the_population_as_they_grow_in_number() -> None:
+    population = {p: [100] * 4 for p in range(20)}
+    expected = [trained({**population, 99: [1000] * n}).expected(99) for n in (0, 1, 4, 16)]
+    assert expected == sorted(expected)
+    assert expected[0] < 200
+    assert expected[-1] > 850
+
+
+def test_distribution_functions_rise_from_nothing_to_one() -> None:
+    model = trained(MIXED)
+    for problem in (0, 20, 999):
+        cdf = model.cdf(problem)
+        assert np.all(np.diff(cdf) >= -1e-12)
+        assert cdf[-1] == 1.0
+        assert cdf[0] < 0.01
