@@ -75,15 +75,19 @@ struct Segment {
       if (position >= tokens.size || tokens[position] != kStart) return false;
     }
     if (position + 1 != tokens.size || tokens[0] != kStart) return false;
-    return std::all_of(places.begin(), places.end(), [&](const Place& p) {
-      return p.trajectory < trajectories.size && p.position + 1ull < tokens.size;
-    });
+    bool sound = true;
+    for (const Place& p : places) {
+      if (p.trajectory >= trajectories.size) return false;
+      const uint32_t before = p.position - trajectories[p.trajectory].start;  // and more than any if it is in front
+      sound &= (before < trajectories[p.trajectory].size) & (p.lcp <= before + 1);
+    }
+    return sound;
   }
 
   // The two last context tokens, ordered as contexts are: what `samples` holds of every kStride-th place.
   static uint64_t key(Token last, Token before) {
-    const auto high = static_cast<uint32_t>(last + 1);
-    return uint64_t{high} << 32 | (high ? static_cast<uint32_t>(before + 1) : 0);
+    const uint32_t high = static_cast<uint32_t>(last) + 1;
+    return uint64_t{high} << 32 | (high ? static_cast<uint32_t>(before) + 1 : 0);
   }
   uint64_t key(const Place& p) const { return key(tokens[p.position], p.position ? tokens[p.position - 1] : kStart); }
 
