@@ -318,11 +318,12 @@ void SuffixIndex::load(const std::string& path) {
 
 void SuffixIndex::attach(const std::string& directory, bool write) {
   store_ = std::make_unique<Store>(directory);
-  if (store_->exists()) refresh(0);
+  refresh(0);
   if (write) store_->take_over();
 }
 
 void SuffixIndex::refresh(uint64_t generation) {
+  if (!generation && !store_->generation() && !store_->exists()) return;  // nothing is published yet
   auto read = store_->read(generation);
   take(std::move(read.segments), read.header, "manifest");
   store_->keep(read);

@@ -189,7 +189,9 @@ def bench() -> None:
     type=click.Choice(["own", "growing", "finished", "earlier+growing", "earlier+finished"]),
     help="What is drafted from. Default: all but own.",
 )
-@click.option("--json", "target", type=click.Path(path_type=Path), help="Write the figures here.")
+@click.option(
+    "--json", "target", type=click.Path(path_type=Path), help="Write the figures here, and a table beside them."
+)
 def bench_index(
     traces: tuple[Path, ...],
     tokenizer: str | None,
@@ -207,7 +209,10 @@ def bench_index(
     work = {file.stem: rollouts.read(file, tokenizer) for file in files}
     work = work or {"synthetic": workload.synthetic(problems=64, samples=16, mean_tokens=2000)}
     figures = index.run(work, against, budget, every, settings or index.SETTINGS[1:], click.echo)
+    table = index.table(figures)
+    click.echo(table)
     if target:
+        target.with_suffix(".md").write_text(table)
         target.write_text(json.dumps(figures, indent=1) + "\n")
 
 

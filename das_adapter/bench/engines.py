@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +29,9 @@ class Engine(Protocol):
     def extend(self, handles: list[int], texts: list[Int32]) -> None: ...
 
     def draft(self, handles: list[int], budget: int) -> list[Int32]: ...
+
+    def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
+        """A decode step to be timed, inserting and drafting, with its arguments as the engine has them at hand."""
 
     def close(self, handles: list[int]) -> None: ...
 
@@ -58,6 +61,16 @@ class Ours:
         tokens, _, offsets = self.index.draft_flat(handles, np.full(len(handles), budget), self._min_chance)
         bounds = offsets.tolist()
         return [tokens[a:b] for a, b in itertools.pairwise(bounds)]
+
+    def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
+        many, budgets = np.array(handles), np.full(len(handles), budget)
+        flat, offsets = np.concatenate(texts), np.cumsum([0, *map(len, texts)])
+
+        def run() -> object:
+            self.index.extend_many(many, flat, offsets)
+            return self.index.draft_flat(many, budgets, self._min_chance)
+
+        return run
 
     def close(self, handles: list[int]) -> None:
         for handle in handles:
@@ -122,6 +135,9 @@ class Plain:
             context = [*context, drafted[-1]][-self.DEPTH :]
         return np.array(drafted, dtype=np.int32)
 
+    def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
+        return lambda: (self.extend(handles, texts), self.draft(handles, budget))
+
     def close(self, handles: list[int]) -> None:
         for handle in handles:
             problem = self._live.pop(handle)[0]
@@ -174,6 +190,9 @@ class Arctic:
             )
             drafts.append(np.array(draft.token_ids, dtype=np.int32))
         return drafts
+
+    def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
+        return lambda: (self.extend(handles, texts), self.draft(handles, budget))
 
     def close(self, handles: list[int]) -> None:
         for handle in handles:

@@ -113,9 +113,9 @@ def cost(engine: Engine, rollouts: Sequence[Rollout], budget: int = 8, steps: in
         for _ in range(steps):
             grown = [t[p : p + 3] if p < len(t) else t[:3] for t, p in zip(texts, at, strict=True)]
             at = [p + 3 for p in at]
+            decode = engine.step(handles, grown, budget)
             start = time.perf_counter()
-            engine.extend(handles, grown)
-            engine.draft(handles, budget)
+            decode()
             times.append(time.perf_counter() - start)
         engine.close(handles)
         result["decode_step"][size] = {
@@ -214,6 +214,48 @@ def run(
     return result
 
 
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    origin, mapped = figures["provenance"], figures["mapping"]
+    versions = ", ".join(f"{k} {v}" for k, v in origin["versions"].items() if v)
+    lines = [
+        f"`{origin['command']}`",
+        "",
+        f"{origin['cpu']}, {origin['cores']} cores; Python {origin['python']}, {versions}",
+        "",
+    ]
+    lines += [f"skipped {reason}" for reason in figures["skipped"].values()]
+    lines += ["| cost | engine | insert + seal, M tokens/s | bytes per token | batch 1, us p50 / p99 | batch 16, ms | "
+              "batch 64, ms | batch 256, ms p50 / p99 |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    for title, entry in figures["work"].items():
+        for engine, c in entry["cost"].items():
+            by = {int(size): f for size, f in c["decode_step"].items()}
+            memory = c.get("bytes_per_token", c["resident_bytes_per_token"])
+            lines.append(
+                f"| {title} | {engine} | {c['insert_and_seal_tokens_per_s'] / 1e6:.2f} | {memory:.1f} | "
+                f"{by[1]['us_per_request_p50']:.1f} / {by[1]['us_per_request_p99']:.1f} | {by[16]['ms_p50']:.3f} | "
+                f"{by[64]['ms_p50']:.3f} | {by[256]['ms_p50']:.2f} / {by[256]['ms_p99']:.2f} |"
+            )
+    lines += ["", "| accepted draft tokens per round | groups | ours | plain | arctic | ours / plain | ours / arctic |",
+              "|---|---|---|---|---|---|---|"]  # fmt: skip
+    for title, entry in figures["work"].items():
+        for setting, by_engine in entry["accepted"].items():
+            a = {name: f["accepted"] for name, f in by_engine.items()}
+            shown = [f"{a[n]:.3f}" if n in a else "" for n in ("ours", "plain", "arctic")]
+            ratios = [f"{a['ours'] / a[n]:.2f}" if a.get(n) else "" for n in ("plain", "arctic")]
+            lines.append(f"| {title}, {setting} | {entry['groups']} | {' | '.join(shown + ratios)} |")
+    size = f"{mapped['tokens']:,} tokens ({mapped['problems']} problems, {mapped['versions']} versions)"
+    lines += [
+        "",
+        f"Mapping a history of {size}, {mapped['file_bytes_per_token']:.1f} bytes per token once per node, ms:",
+    ]
+    lines += [""]
+    lines += [
+        f"- {name.removesuffix('_ms').replace('_', ' ')}: {mapped[name]:.2f}" for name in mapped if name.endswith("_ms")
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def provenance() -> dict[str, Any]:
     """Command, versions and hardware."""
     cpus = Path("/proc/cpuinfo").read_text().split("\n") if Path("/proc/cpuinfo").exists() else []
@@ -236,4 +278,4 @@ def provenance() -> dict[str, Any]:
     }
 
 
-__all__ = ["SETTINGS", "accepted", "cost", "mapping", "run"]
+__all__ = ["SETTINGS", "accepted", "cost", "mapping", "run", "table"]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from das_adapter.bench import workload
+from das_adapter.bench import index, workload
 from das_adapter.bench.engines import Arctic, Ours, Plain
 from das_adapter.bench.index import accepted, cost
 from das_adapter.cli import main
@@ -171,6 +173,27 @@ def test_cost_counts_what_it_inserts() -> None:
 
 
 def test_an_engine_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "arctic_inference.suffix_decoding", None)
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
     with pytest.raises(DasError, match="arctic-inference"):
         Arctic()
+
+
+def test_the_bench_measures_all_engines_on_the_same_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "mapping", functools.partial(index.mapping, 20_000, 4, 4))
+    monkeypatch.setattr(index, "cost", functools.partial(index.cost, steps=2))
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    rollouts = workload.synthetic(problems=2, samples=3, mean_tokens=80)
+    arrays = {name: np.array([getattr(r, name) for r in rollouts]) for name in ("problem", "step", "run")}
+    lengths = [len(r.tokens) for r in rollouts]
+    ids = np.concatenate([r.tokens for r in rollouts])
+    np.savez(tmp_path / "made.npz", ids=ids, offsets=np.cumsum([0, *lengths]), **arrays)
+    arguments = ["bench", "index", "--traces", str(tmp_path), "--against", "plain", "--against", "arctic"]
+    out = CliRunner().invoke(main, [*arguments, "--json", str(tmp_path / "index.json")])
+    assert out.exit_code == 0, out.output
+    figures = json.loads((tmp_path / "index.json").read_text())
+    assert "arctic-inference" in figures["skipped"]["arctic"]
+    assert set(figures["work"]["made"]["accepted"]) == {"growing", "finished"}
+    assert set(figures["work"]["made"]["accepted"]["growing"]) == {"ours", "plain"}
+    assert figures["mapping"]["tokens"] == 5 * 4 * 1250  # five versions of four problems
+    text = (tmp_path / "index.md").read_text()
+    assert "| made, finished | 2 |" in text and "first use of all problems" in text
