@@ -147,6 +147,16 @@ def test_the_budget_drops_the_problems_seen_least_recently_first(store: HistoryS
     assert index.tokens == store.tokens == store.nbytes == 0
 
 
+def test_window_and_budget_go_into_the_generation_of_the_seal(store: HistoryStore) -> None:
+    for version in range(4):
+        store.add(version, POEM, version)
+        generation = store.seal(before_version=version - 1, max_bytes=store.nbytes + 10_000)
+        assert generation == store.generation == version + 1
+    assert store.tokens == 2 * len(POEM)
+    store.seal(max_bytes=0)
+    assert store.tokens == 0
+
+
 def test_a_reader_two_generations_behind_still_maps_its_own(store: HistoryStore) -> None:
     rng = np.random.default_rng(0)
     generations = []

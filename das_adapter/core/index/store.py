@@ -61,13 +61,21 @@ class HistoryStore:
         with self._lock:
             self._core.add(problem, ids, version)
 
-    def seal(self) -> int:
+    def seal(self, before_version: int | None = None, max_bytes: int | None = None) -> int:
         """End of a step: publish what was added, one segment per problem; returns the generation.
 
-        Segments of earlier steps are merged in the background, and published when that is done.
+        Segments of earlier steps are merged in the background, and published as one more generation.
+
+        Args:
+            before_version: `expire` in the same generation; None: nothing.
+            max_bytes: `shrink` in the same generation; None: no limit.
         """
         with self._lock, _files():
             self._core.seal(False, self._threads)
+            if before_version is not None:
+                self._core.expire(before_version)
+            if max_bytes is not None:
+                self._core.shrink(max_bytes)
             self._core.publish()
             if self._merging is None and not self._closed:
                 self._merging = threading.Thread(target=self._merge, name="das-history-merge", daemon=True)
@@ -143,24 +151,29 @@ class HistoryStore:
     @property
     def generation(self) -> int:
         """The generation published last; 0: none."""
-        return int(self._core.generation)
+        with self._lock:
+            return int(self._core.generation)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the sealed history, as in `SuffixIndex`."""
-        return int(self._core.nbytes)
+        with self._lock:
+            return int(self._core.nbytes)
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the generation's files: `nbytes`, and at most a third more that no longer counts."""
-        return int(self._core.file_bytes)
+        with self._lock:
+            return int(self._core.file_bytes)
 
     @property
     def tokens(self) -> int:
         """Tokens in the sealed history."""
-        return int(self._core.tokens)
+        with self._lock:
+            return int(self._core.tokens)
 
     @property
     def problems(self) -> int:
         """Problems with sealed history."""
-        return int(self._core.problems)
+        with self._lock:
+            return int(self._core.problems)
