@@ -206,7 +206,10 @@ def bench_index(
     from das_adapter.sim import rollouts
 
     files = [file for path in traces for file in (sorted(path.glob("*.npz")) or [path] if path.is_dir() else [path])]
-    work = {file.stem: rollouts.read(file, tokenizer) for file in files}
+    try:
+        work = {file.stem: rollouts.read(file, tokenizer) for file in files}
+    except DasError as error:
+        raise click.ClickException(str(error)) from None
     work = work or {"synthetic": workload.synthetic(problems=64, samples=16, mean_tokens=2000)}
     figures = index.run(work, against, budget, every, settings or index.SETTINGS[1:], click.echo)
     table = index.table(figures)

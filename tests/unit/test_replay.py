@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from click.testing import CliRunner
 
 from das_adapter.bench import index, workload
@@ -65,6 +66,17 @@ def test_arrays_are_read(tmp_path: Path) -> None:
              prompt_ids=[9, 8, 7], prompt_offsets=[0, 1, 3])  # fmt: skip
     found = [(r.problem, r.step, r.prompt.tolist(), r.tokens.tolist()) for r in read(path)]
     assert found == [(0, 0, [9], [0, 1]), (1, 1, [8, 7], [2, 3, 4, 5])]
+
+
+def test_packed_responses_of_several_policies_are_read(tmp_path: Path) -> None:
+    rows = [
+        {"problem_id": "a", "problem": "1+2=", "response": "3", "run": run, "step": s}
+        for run, s in (("x", 0), ("y", 9))
+    ]
+    packed = zstandard.ZstdCompressor().compress("\n".join(map(json.dumps, rows)).encode())
+    (tmp_path / "traces.jsonl.zst").write_bytes(packed)
+    found = read(tmp_path / "traces.jsonl.zst", str(TOKENIZER))
+    assert [(r.problem, r.run, r.step) for r in found] == [(0, 0, 0), (0, 1, 9)]
 
 
 @pytest.mark.parametrize("text", ["not json", '{"other": 1}', "[1]", '{"token_ids": [1, 2]}'])
@@ -196,4 +208,6 @@ def test_the_bench_measures_all_engines_on_the_same_groups(tmp_path: Path, monke
     assert set(figures["work"]["made"]["accepted"]["growing"]) == {"ours", "plain"}
     assert figures["mapping"]["tokens"] == 5 * 4 * 1250  # five versions of four problems
     text = (tmp_path / "index.md").read_text()
+    out = CliRunner().invoke(main, ["bench", "index", "--traces", str(write(tmp_path / "no.jsonl", {"a": 1}))])
+    assert out.exit_code == 1 and "no.jsonl:1" in out.output
     assert "| made, finished | 2 |" in text and "first use of all problems" in text
