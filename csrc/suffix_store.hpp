@@ -110,7 +110,8 @@ class Store {
     for (uint64_t i = 0; i < header.extra; ++i) {
       const auto known = files_.find(lines[i].first);
       const std::string file = path(name("segments", lines[i].first));
-      listed.push_back(known != files_.end() ? known->second : std::make_shared<SegmentFile>(file, true));
+      const bool same = known != files_.end() && known->second->header().checksum == lines[i].third;
+      listed.push_back(same ? known->second : std::make_shared<SegmentFile>(file, true));
       const FileHeader& found = listed.back()->header();
       if (found.checksum != lines[i].third || found.depth != header.depth)
         throw FileError(file, "it is not the file that the manifest names");

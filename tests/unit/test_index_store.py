@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -222,6 +223,19 @@ def test_a_store_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
         assert again.generation > generation
         assert SuffixIndex.attach(tmp_path).max_depth == 32
         assert not [p.name for p in tmp_path.iterdir() if p.name.endswith((".tmp", "ff"))]
+
+
+def test_a_directory_begun_anew_is_mapped_anew(tmp_path: Path) -> None:
+    directory = tmp_path / "history"
+    indexes = []
+    for text in (POEM, [77, 78]):
+        with HistoryStore(directory) as store:
+            store.add(1, text, 0)
+            store.seal()
+        indexes = indexes or [SuffixIndex.attach(directory)]
+        indexes[0].refresh()
+        assert drafted(indexes[0]) == text
+        shutil.rmtree(directory)
 
 
 def test_a_saved_store_is_a_saved_index(store: HistoryStore, tmp_path: Path) -> None:
