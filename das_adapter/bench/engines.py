@@ -159,13 +159,16 @@ class Arctic:
         self._depth, self._factor, self._min_prob = 24, 1.0, 0.1
         self.cache = module.SuffixDecodingCache(max_tree_depth=self._depth, max_cached_requests=10_000)
         self._live: dict[int, list[int]] = {}
+        self._problem: dict[int, int] = {}
+        self._learned: dict[int, list[int]] = defaultdict(list)
         self._handles = itertools.count(1)
 
     def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
         for _, tokens in texts:
             handle = self.open(problem, prompt)
             self.extend([handle], [tokens])
-            self.close([handle])
+            self.cache.stop_request(handle)
+            self._learned[problem].append(handle)
 
     def seal(self) -> None:
         pass
@@ -173,7 +176,7 @@ class Arctic:
     def open(self, problem: int, prompt: Int32) -> int:
         handle = next(self._handles)
         self.cache.start_request(handle, prompt)
-        self._live[handle] = prompt.tolist()
+        self._live[handle], self._problem[handle] = prompt.tolist(), problem
         return handle
 
     def extend(self, handles: list[int], texts: list[Int32]) -> None:
@@ -195,9 +198,11 @@ class Arctic:
         return lambda: (self.extend(handles, texts), self.draft(handles, budget))
 
     def close(self, handles: list[int]) -> None:
-        for handle in handles:
+        for handle in handles:  # the cache would keep them, for other groups of the same problem to draft from
             self.cache.stop_request(handle)
-            del self._live[handle]
+            for gone in (handle, *self._learned.pop(self._problem.pop(handle), ())):
+                self.cache.evict_cached_response(gone)
+                del self._live[gone]
 
 
 ENGINES: dict[str, type[Ours] | type[Plain] | type[Arctic]] = {"ours": Ours, "plain": Plain, "arctic": Arctic}
