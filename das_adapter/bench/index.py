@@ -233,7 +233,8 @@ def table(figures: dict[str, Any]) -> str:
     for title, entry in figures["work"].items():
         for engine, c in entry["cost"].items():
             by = {int(size): f for size, f in c["decode_step"].items()}
-            memory = c.get("bytes_per_token") or c["resident_bytes_per_token"] or float("nan")  # 0: freed pages were reused
+            # No growth of the process means that it reused pages freed before: no figure.
+            memory = c.get("bytes_per_token") or c["resident_bytes_per_token"] or float("nan")
             lines.append(
                 f"| {title} | {engine} | {c['insert_and_seal_tokens_per_s'] / 1e6:.2f} | {memory:.1f} | "
                 f"{by[1]['us_per_request_p50']:.1f} / {by[1]['us_per_request_p99']:.1f} | {by[16]['ms_p50']:.3f} | "
