@@ -1,144 +1,245 @@
-// A checked binary file: header {magic, format version, bytes of the body, checksum of the body}, then the body.
+// A file of segments: header, table of contents, then each segment's bytes. Mapped or read, and checked.
 #pragma once
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
+
+#include "suffix_segment.hpp"
 
 namespace das {
 
-struct FileError : std::runtime_error {  // the file is not what it should be; I/O failures are std::system_error
-  using std::runtime_error::runtime_error;
+struct FileError : std::runtime_error {  // the file is not what it should be
+  FileError(const std::string& path, const std::string& what) : std::runtime_error("'" + path + "': " + what) {}
 };
+[[noreturn]] inline void fail(const std::string& path) {  // it can't be read or written, errno says why
+  throw std::filesystem::filesystem_error("", path, std::error_code(errno, std::generic_category()));
+}
+
+// Any change within one 8-byte word changes the result; eight words at a time.
+inline uint64_t checksum(const void* data, size_t bytes) {
+  std::array<uint64_t, 8> lanes;
+  for (size_t i = 0; i < lanes.size(); ++i) lanes[i] = 0xcbf29ce484222325 + i;
+  const auto cover = [](uint64_t& sum, uint64_t word) {
+    sum = (sum ^ word) * 0x9fb21c651e98df25;
+    sum ^= sum >> 32;
+  };
+  uint64_t sum = bytes;
+  const auto* p = static_cast<const unsigned char*>(data);
+  for (; bytes >= sizeof lanes; p += sizeof lanes, bytes -= sizeof lanes) {
+    std::array<uint64_t, 8> words;
+    std::memcpy(words.data(), p, sizeof words);
+    for (size_t i = 0; i < lanes.size(); ++i) cover(lanes[i], words[i]);
+  }
+  for (uint64_t lane : lanes) cover(sum, lane);
+  std::array<uint64_t, 8> rest{};
+  if (bytes) std::memcpy(rest.data(), p, bytes);
+  for (uint64_t word : rest) cover(sum, word);
+  return sum;
+}
 
 struct FileHeader {
-  uint64_t magic = 0x3158444e49534144;  // "DASINDX1" on a little-endian machine
-  uint64_t format = 1;
-  uint64_t bytes = 0;
-  uint64_t checksum = 0xcbf29ce484222325;
+  uint64_t magic = 0;
+  uint64_t format = 2;
+  uint64_t bytes = 0;     // of the whole file
+  uint64_t depth = 0;
+  int64_t newest = 0;     // version that was ever sealed
+  uint64_t count = 0;     // of entries in the table
+  uint64_t number = 0;    // of the file; of a manifest: its generation
+  uint64_t extra = 0;     // manifest: files, which come before the segments in the table
+  uint64_t table = 0;     // checksum of the table
+  uint64_t checksum = 0;  // of all above
 
-  // Any change within one 8-byte word changes the result: every step is a bijection of the word.
-  void cover(const void* data, size_t count) {
-    const auto* p = static_cast<const unsigned char*>(data);
-    for (size_t i = 0; i < count; i += 8) {
-      uint64_t word = 0;
-      std::memcpy(&word, p + i, count - i < 8 ? count - i : 8);
-      checksum = (checksum ^ word) * 0x9fb21c651e98df25ull;
-      checksum ^= checksum >> 32;
+  uint64_t sum() const { return das::checksum(this, offsetof(FileHeader, checksum)); }
+};
+constexpr uint64_t kSegmentMagic = 0x3247455358534144;   // "DASXSEG2" on a little-endian machine
+constexpr uint64_t kManifestMagic = 0x324e414d58534144;  // "DASXMAN2"
+
+// Bytes of a file, in memory of our own or mapped; dropped with the last that uses them.
+class Bytes {
+ public:
+  Bytes(const std::string& path, bool map) {
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (file < 0) fail(path);
+    struct Close {
+      int file;
+      ~Close() { ::close(file); }
+    } close{file};
+    struct stat status;
+    if (fstat(file, &status)) fail(path);
+    if (!S_ISREG(status.st_mode)) throw FileError(path, "it is not a file");
+    size_ = static_cast<size_t>(status.st_size);
+    if (map && size_) {
+      mapped_ = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
+      if (mapped_ == MAP_FAILED) fail(path);
+    } else {
+      own_.resize((size_ + 7) / 8);
+      for (size_t at = 0; at < size_;) {
+        const ssize_t got = ::read(file, reinterpret_cast<char*>(own_.data()) + at, size_ - at);
+        if (got < 0) fail(path);
+        if (!got) throw FileError(path, "it became shorter while it was read");
+        at += static_cast<size_t>(got);
+      }
     }
-    bytes += count;
   }
+  ~Bytes() {
+    if (mapped_) munmap(mapped_, size_);
+  }
+  Bytes(const Bytes&) = delete;
+  Bytes& operator=(const Bytes&) = delete;
+
+  const char* data() const { return mapped_ ? static_cast<char*>(mapped_) : reinterpret_cast<const char*>(own_.data()); }
+  size_t size() const { return size_; }
+
+ private:
+  void* mapped_ = nullptr;
+  size_t size_ = 0;
+  std::vector<uint64_t> own_;
 };
 
-class File {
+// Reads the header and checks it and the table of `Entry` behind it; what else the bytes hold is not looked at.
+template <class Entry>
+FileHeader read_header(const Bytes& bytes, const std::string& path, uint64_t magic) {
+  FileHeader h;
+  const FileHeader ours;
+  if (bytes.size() < sizeof h) throw FileError(path, "it is too short for a header");
+  std::memcpy(&h, bytes.data(), sizeof h);
+  if (h.magic != magic) throw FileError(path, "it is not a file of a suffix index");
+  if (h.format != ours.format)
+    throw FileError(path, "its format version is " + std::to_string(h.format) + ", this program reads " +
+                              std::to_string(ours.format));
+  if (h.checksum != h.sum()) throw FileError(path, "the checksum of its header is wrong");
+  if (h.bytes != bytes.size())
+    throw FileError(path, "it has " + std::to_string(bytes.size()) + " bytes, its header says " +
+                              std::to_string(h.bytes));
+  if (h.depth < 8 || h.depth > 255 || h.count > (h.bytes - sizeof h) / sizeof(Entry) || h.extra > h.count)
+    throw FileError(path, "its header contradicts itself");
+  if (h.table != checksum(bytes.data() + sizeof h, h.count * sizeof(Entry)))
+    throw FileError(path, "the checksum of its table is wrong");
+  return h;
+}
+
+// One file of segments.
+class SegmentFile {
  public:
-  File(const std::string& path, const char* mode) : path_(path), file_(std::fopen(path.c_str(), mode), &std::fclose) {
-    if (!file_) fail();
+  struct Entry {
+    uint64_t problem;
+    uint64_t offset;  // of its bytes in the file
+    uint64_t tokens, trajectories;
+    uint64_t checksum;  // of its bytes
+
+    Segment::Shape shape() const { return {tokens, trajectories}; }
+  };
+
+  SegmentFile(std::string path, bool map) : path_(std::move(path)), bytes_(path_, map) {
+    header_ = read_header<Entry>(bytes_, path_, kSegmentMagic);
+    uint64_t end = sizeof header_ + header_.count * sizeof(Entry);
+    for (size_t i = 0; i < header_.count; ++i) {
+      const Entry& e = entry(i);
+      const bool sane = e.offset == end && e.trajectories && e.tokens > e.trajectories + 1 && e.tokens <= UINT32_MAX;
+      if (!sane || e.shape().bytes() > header_.bytes - end) throw FileError(path_, "its table contradicts itself");
+      end += e.shape().bytes();
+    }
+    if (end != header_.bytes) throw FileError(path_, "its table contradicts itself");
+    checked_ = std::make_unique<std::atomic<bool>[]>(header_.count);
   }
 
-  void write(const void* data, size_t count) {
-    if (count && std::fwrite(data, 1, count, file_.get()) != count) fail();
+  const std::string& path() const { return path_; }
+  const FileHeader& header() const { return header_; }
+  uint64_t body() const { return header_.bytes - sizeof header_ - header_.count * sizeof(Entry); }
+  const Entry& entry(size_t i) const { return reinterpret_cast<const Entry*>(bytes_.data() + sizeof header_)[i]; }
+
+  // The segment keeps the file. Its bytes are not looked at before `check`.
+  static Segment segment(const std::shared_ptr<SegmentFile>& file, size_t i) {
+    const Entry& e = file->entry(i);
+    Segment segment(file->bytes_.data() + e.offset, e.shape(), file);
+    segment.file = file.get(), segment.entry = i;
+    return segment;
   }
-  void read(void* data, size_t count) {
-    if (count && std::fread(data, 1, count, file_.get()) != count) throw FileError("it ends too early");
-  }
-  void seek(long offset, int whence = SEEK_SET) {
-    if (std::fseek(file_.get(), offset, whence)) fail();
-  }
-  uint64_t size() {
-    seek(0, SEEK_END);
-    const long end = std::ftell(file_.get());
-    seek(0);
-    return static_cast<uint64_t>(end);
-  }
-  void flush() {
-    if (std::fflush(file_.get())) fail();
+
+  // Reads a segment's bytes once, and never again: a damaged one is an error.
+  void check(size_t i) {
+    if (checked_[i]) return;
+    const Entry& e = entry(i);
+    if (e.checksum != checksum(bytes_.data() + e.offset, e.shape().bytes()))
+      throw FileError(path_, "the checksum of problem " + std::to_string(e.problem) + " is wrong");
+    if (!Segment(bytes_.data() + e.offset, e.shape(), nullptr).sound())
+      throw FileError(path_, "the arrays of problem " + std::to_string(e.problem) + " contradict each other");
+    checked_[i] = true;
   }
 
  private:
-  [[noreturn]] void fail() const { throw std::system_error(errno, std::generic_category(), path_); }
-
   std::string path_;
-  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file_;
-};
-
-class Writer {
- public:
-  explicit Writer(const std::string& path) : file_(path, "wb") { file_.write(&header_, sizeof header_); }
-
-  template <class T>
-  void value(const T& v) {
-    put(&v, sizeof v);
-  }
-  template <class T>
-  void array(const std::vector<T>& v) {
-    value<uint64_t>(v.size());
-    put(v.data(), v.size() * sizeof(T));
-  }
-  void finish() {
-    file_.seek(0);
-    file_.write(&header_, sizeof header_);
-    file_.flush();
-  }
-
- private:
-  void put(const void* data, size_t count) {
-    header_.cover(data, count);
-    file_.write(data, count);
-  }
-
+  Bytes bytes_;
   FileHeader header_;
-  File file_;
+  std::unique_ptr<std::atomic<bool>[]> checked_;
 };
 
-class Reader {
- public:
-  explicit Reader(const std::string& path) : file_(path, "rb") {
-    const FileHeader ours;
-    const uint64_t size = file_.size();
-    if (size < sizeof found_) throw FileError("it is too short for a header");
-    file_.read(&found_, sizeof found_);
-    if (found_.magic != ours.magic) throw FileError("it is not a suffix index file");
-    if (found_.format != ours.format)
-      throw FileError("its format version is " + std::to_string(found_.format) + ", this program reads " +
-                      std::to_string(ours.format));
-    if (found_.bytes != size - sizeof found_)
-      throw FileError("it has " + std::to_string(size) + " bytes, its header says " +
-                      std::to_string(found_.bytes + sizeof found_));
-  }
+inline void check(const Segment& segment) {
+  if (segment.file) segment.file->check(segment.entry);
+}
 
-  template <class T>
-  T value() {
-    T v;
-    get(&v, sizeof v);
-    return v;
-  }
-  template <class T>
-  std::vector<T> array() {
-    const auto count = value<uint64_t>();
-    if (count > (found_.bytes - seen_.bytes) / sizeof(T)) throw FileError("an array reaches beyond its end");
-    std::vector<T> v(count);
-    get(v.data(), count * sizeof(T));
-    return v;
-  }
-  void finish() const {
-    if (seen_.bytes != found_.bytes || seen_.checksum != found_.checksum) throw FileError("its checksum is wrong");
-  }
+// Writes a file under a temporary name and renames it: other processes see all of it or nothing.
+template <class Write>
+void write_file(const std::string& path, Write&& write) {
+  const std::string temporary = path + "." + std::to_string(getpid()) + ".tmp";
+  const auto fail = [&] {
+    const int error = errno;
+    std::remove(temporary.c_str());
+    errno = error, das::fail(path);
+  };
+  std::FILE* file = std::fopen(temporary.c_str(), "wb");
+  if (!file) fail();
+  bool sound = true;
+  write([&](const void* data, size_t bytes) { sound = sound && (!bytes || std::fwrite(data, 1, bytes, file) == bytes); });
+  sound = sound && !std::fflush(file);
+  const int error = errno;
+  sound = !std::fclose(file) && sound;
+  if (!sound) errno = error ? error : EIO, fail();
+  if (std::rename(temporary.c_str(), path.c_str())) fail();
+}
 
- private:
-  void get(void* data, size_t count) {
-    if (count > found_.bytes - seen_.bytes) throw FileError("it ends too early");
-    file_.read(data, count);
-    seen_.cover(data, count);
-  }
+template <class Entry>
+void seal_header(FileHeader& header, const std::vector<Entry>& table, uint64_t body) {
+  header.count = table.size();
+  header.bytes = sizeof header + table.size() * sizeof(Entry) + body;
+  header.table = checksum(table.data(), table.size() * sizeof(Entry));
+  header.checksum = header.sum();
+}
 
-  FileHeader found_, seen_;
-  File file_;
-};
+inline void write_segments(const std::string& path, FileHeader header,
+                           const std::vector<std::pair<uint64_t, const Segment*>>& segments) {
+  std::vector<SegmentFile::Entry> table;
+  const uint64_t begin = sizeof header + segments.size() * sizeof(SegmentFile::Entry);
+  uint64_t end = begin;
+  for (const auto& [problem, s] : segments) {
+    const auto shape = s->shape();
+    table.push_back({problem, end, shape.tokens, shape.trajectories, checksum(s->bytes(), shape.bytes())});
+    end += shape.bytes();
+  }
+  header.magic = kSegmentMagic;
+  seal_header(header, table, end - begin);
+  write_file(path, [&](auto&& put) {
+    put(&header, sizeof header);
+    put(table.data(), table.size() * sizeof table[0]);
+    for (const auto& [problem, s] : segments) put(s->bytes(), s->nbytes());
+  });
+}
 
 }  // namespace das

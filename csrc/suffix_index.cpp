@@ -1,23 +1,32 @@
 // Suffix index: see suffix_index.hpp, and das_adapter/core/index/ for the Python face and the reference.
 #include "suffix_index.hpp"
 
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
-#include <nanobind/stl/string.h>
-
 #include <cfloat>
 #include <cmath>
 #include <stdexcept>
 
-#include "suffix_file.hpp"
-
-namespace nb = nanobind;
+#include "suffix_build.hpp"
+#include "suffix_parallel.hpp"
 
 namespace das {
 
 namespace {
+
 constexpr uint32_t kSure = 8;  // strength of a match from which on places that differ in the last token don't matter
 constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;  // weights; newest history weighs as much as a sibling
+
+// Votes for what follows, `step` tokens after the places that the candidates were found at.
+void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<Vote>& votes) {
+  votes.clear();
+  for (const Candidate& c : candidates) {
+    if (c.over()) continue;
+    const uint32_t strength = std::min<uint32_t>(c.strength + 2 * step, vote_table().size() - 1);
+    auto it = std::find_if(votes.begin(), votes.end(), [&](const Vote& v) { return v.token == *c.next; });
+    if (it == votes.end()) it = votes.insert(it, {*c.next, 0, 0, 0});
+    it->votes += vote_table()[strength] * c.weight, ++it->count, it->strength = std::max(it->strength, strength);
+  }
+}
+
 }  // namespace
 
 SuffixIndex::SuffixIndex(uint32_t max_depth, double half_life) : depth_(max_depth), fading_(256) {
@@ -29,13 +38,38 @@ void SuffixIndex::add(uint64_t problem, const Token* tokens, size_t count, int64
   if (count) problems_[problem].staged.emplace_back(version, Text(tokens, tokens + count));
 }
 
-void SuffixIndex::seal() {
-  for (auto& [id, problem] : problems_) {
-    if (problem.staged.empty()) continue;
-    problem.history.append(problem.staged, depth_);
-    for (const auto& [version, text] : problem.staged) newest_ = std::max(newest_, version);
-    problem.staged = {};
+void SuffixIndex::seal(bool merged, size_t threads) {
+  std::vector<Problem*> touched;
+  for (auto& [id, problem] : problems_)
+    if (!problem.staged.empty()) touched.push_back(&problem);
+  parallel(touched.size(), threads, [&](size_t i, size_t) {
+    Problem& problem = *touched[i];
+    Builder fresh(depth_);
+    fresh.add(problem.staged);
+    problem.history.push_back(fresh.build());
+    if (merged || problem.history.size() > kSegments) merge(problem);
+  });
+  for (Problem* problem : touched) {
+    for (const auto& [version, text] : problem->staged) newest_ = std::max(newest_, version);
+    problem->staged = {};
   }
+}
+
+void SuffixIndex::merge(Problem& problem) const {
+  Builder all(depth_);
+  for (const Segment& segment : problem.history) check(segment), all.add(segment);
+  problem.history = {all.build()};
+}
+
+uint64_t SuffixIndex::merge(uint64_t tokens) {
+  uint64_t merged = 0;
+  for (auto& [id, problem] : problems_) {
+    if (problem.history.size() < 2) continue;
+    merge(problem);
+    merged += problem.history.front().token_count();
+    if (merged >= tokens) break;
+  }
+  return merged;
 }
 
 template <class Function>
@@ -49,7 +83,22 @@ void SuffixIndex::each_problem(Function&& function) {
 uint64_t SuffixIndex::expire(int64_t before) {
   uint64_t dropped = 0;
   each_problem([&](Problem& problem) {
-    dropped += problem.history.expire(before);
+    std::vector<Segment> kept;
+    for (const Segment& segment : problem.history) {
+      const auto old = [&](const Segment::Trajectory& t) { return t.version < before; };
+      check(segment);
+      if (std::none_of(segment.trajectories.begin(), segment.trajectories.end(), old)) {
+        kept.push_back(segment);
+        continue;
+      }
+      Builder rest(depth_);
+      rest.add(segment, before);
+      dropped += segment.token_count();
+      if (rest.empty()) continue;
+      kept.push_back(rest.build());
+      dropped -= kept.back().token_count();
+    }
+    problem.history = std::move(kept);
     auto& staged = problem.staged;
     staged.erase(std::remove_if(staged.begin(), staged.end(),
                                 [&](const auto& s) {
@@ -62,26 +111,41 @@ uint64_t SuffixIndex::expire(int64_t before) {
 }
 
 uint64_t SuffixIndex::shrink(uint64_t max_bytes) {
-  uint64_t dropped = 0;
-  while (nbytes() > max_bytes) {
-    int64_t oldest = INT64_MAX;
-    for (const auto& [id, problem] : problems_)
-      for (const auto& t : problem.history.trajectories()) oldest = std::min(oldest, t.version);
-    dropped += expire(oldest + 1);
+  uint64_t bytes = nbytes(), dropped = 0;
+  if (bytes <= max_bytes) return 0;
+  int64_t oldest = INT64_MAX, newest = INT64_MIN;
+  std::vector<std::pair<int64_t, uint64_t>> used;  // when last, and by which problem
+  for (const auto& [id, problem] : problems_) {
+    int64_t last = INT64_MIN;
+    for (const Segment& segment : problem.history) {
+      check(segment);
+      for (const auto& t : segment.trajectories) oldest = std::min(oldest, t.version), last = std::max(last, t.version);
+    }
+    if (!problem.history.empty()) used.emplace_back(last, id), newest = std::max(newest, last);
   }
+  std::sort(used.begin(), used.end());
+  for (const auto& [last, id] : used) {
+    if (last == newest || bytes <= max_bytes) break;
+    Problem& problem = problems_.at(id);
+    for (const Segment& segment : problem.history) bytes -= segment.nbytes(), dropped += segment.token_count();
+    problem.history.clear();
+    if (problem.empty()) problems_.erase(id);
+  }
+  for (; nbytes() > max_bytes; ++oldest) dropped += expire(oldest + 1);
   return dropped;
 }
 
 int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count) {
   Problem& problem = problems_[id];
+  for (const Segment& segment : problem.history) check(segment);
   auto stream = std::make_unique<Stream>();
   if (count) {
     stream->prompt = problem.prompt.lock();
-    const Text* known = stream->prompt ? &stream->prompt->tokens() : nullptr;  // kStart, the prompt, kStart
+    const auto* known = stream->prompt ? &stream->prompt->front().tokens : nullptr;  // kStart, the prompt, kStart
     if (!known || !std::equal(known->begin() + 1, known->end() - 1, prompt, prompt + count)) {
-      auto segment = std::make_shared<Segment>();
-      segment->append({{0, Text(prompt, prompt + count)}}, depth_);
-      stream->prompt = std::move(segment);
+      Builder text(depth_);
+      text.add({{0, Text(prompt, prompt + count)}});
+      stream->prompt = std::make_shared<std::vector<Segment>>(1, text.build());
     }
     problem.prompt = stream->prompt;
   }
@@ -121,106 +185,110 @@ void SuffixIndex::clear_live() {
 
 template <class Visit>
 void SuffixIndex::search(const Request& request, Context response, Context whole, Visit&& visit) const {
-  const Segment& history = request.problem->history;
-  history.search(response, depth_, [&](const Segment::Place& p, uint32_t length) {
-    const int64_t age = newest_ - history.trajectories()[p.trajectory].version;
-    visit(response, history.tokens(), p.position, length, fading_[std::min<uint64_t>(age, fading_.size() - 1)]);
-  });
+  das::search(request.problem->history, response, depth_,
+              [&](const Segment& segment, const Segment::Place& p, uint32_t length) {
+                const uint64_t age = newest_ - segment.trajectories[p.trajectory].version;
+                const uint32_t weight = fading_[std::min<uint64_t>(age, fading_.size() - 1)];
+                visit(response, &segment.tokens[p.position], segment.tokens.end(), length, weight);
+              });
   request.problem->live.search(response, depth_, [&](const Stream& stream, uint32_t position, uint32_t length) {
-    visit(response, stream.text, position, length, &stream == request.stream ? kOwn : kSibling);
+    visit(response, &stream.text[position], stream.text.data() + stream.text.size(), length,
+          &stream == request.stream ? kOwn : kSibling);
   });
-  if (const Segment* prompt = request.stream->prompt.get())
-    prompt->search(whole, depth_, [&](const Segment::Place& p, uint32_t length) {
-      visit(whole, prompt->tokens(), p.position, length, kPrompt);
-    });
+  if (request.stream->prompt)
+    das::search(*request.stream->prompt, whole, depth_,
+                [&](const Segment& prompt, const Segment::Place& p, uint32_t length) {
+                  visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length, kPrompt);
+                });
 }
 
-void SuffixIndex::gather(const Request& request) {
+void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
   // What can be compared of the response with its draft, and of the same with the prompt in place of kStart.
+  auto& [candidates, votes, response_text, whole_text] = scratch;
   const size_t window = depth_ + kBeyond + 2;
   const Text& text = request.stream->text;
-  response_.assign(text.end() - std::min(text.size(), window), text.end());
-  response_.insert(response_.end(), request.drafted.begin(), request.drafted.end());
-  whole_.clear();
+  response_text.assign(text.end() - std::min(text.size(), window), text.end());
+  response_text.insert(response_text.end(), request.drafted.begin(), request.drafted.end());
+  whole_text.clear();
   if (request.stream->prompt) {
-    const Text& prompt = request.stream->prompt->tokens();
-    if (text.size() <= window) whole_.assign(prompt.end() - 1 - std::min(prompt.size() - 2, window), prompt.end() - 1);
-    whole_.insert(whole_.end(), response_.begin() + (response_.front() == kStart), response_.end());
+    const auto& prompt = request.stream->prompt->front().tokens;
+    if (text.size() <= window)
+      whole_text.assign(prompt.end() - 1 - std::min(prompt.size - 2, window), prompt.end() - 1);
+    whole_text.insert(whole_text.end(), response_text.begin() + (response_text.front() == kStart), response_text.end());
   }
-  const Context response{response_.data() + response_.size(), static_cast<uint32_t>(response_.size())};
-  const Context whole =
-      whole_.empty() ? response : Context{whole_.data() + whole_.size(), static_cast<uint32_t>(whole_.size())};
+  const auto ending = [](const Text& t) { return Context{t.data() + t.size(), static_cast<uint32_t>(t.size())}; };
+  const Context response = ending(response_text), whole = whole_text.empty() ? response : ending(whole_text);
 
-  candidates_.clear();
+  candidates.clear();
   uint32_t strongest = 0;
   search(request, response, whole,
-         [&](Context context, const Text& text, uint32_t position, uint32_t length, uint32_t weight) {
-           const uint32_t beyond = length < depth_ ? match_beyond(context, &text[position], length, kBeyond) : 0;
-           candidates_.push_back({&text[position] + 1, text.data() + text.size(), strength(length, beyond), weight});
-           strongest = std::max(strongest, candidates_.back().strength);
+         [&, out = &candidates](Context context, const Token* last, const Token* end, uint32_t length, uint32_t weight) {
+           const uint32_t beyond = length < depth_ ? match_beyond(context, last, length, kBeyond) : 0;
+           out->push_back({last + 1, end, strength(length, beyond), weight});
+           strongest = std::max(strongest, out->back().strength);
          });
   if (strongest >= kSure || response.size < 2) return;
-  const Token last = response[0];
+  const Token written = response[0];
   search(request, response.without_last(), whole.without_last(),
-         [&](Context, const Text& text, uint32_t position, uint32_t length, uint32_t weight) {
-           if (text[position + 1] == last) return;  // matches as it is
-           const uint32_t known = strength(0, std::min(length, kBeyond));
-           candidates_.push_back({&text[position] + 2, text.data() + text.size(), known, weight});
+         [&, out = &candidates](Context, const Token* last, const Token* end, uint32_t length, uint32_t weight) {
+           if (last[1] == written) return;  // matches as it is
+           out->push_back({last + 2, end, strength(0, std::min(length, kBeyond)), weight});
          });
 }
 
-void SuffixIndex::poll(uint32_t step) {
-  votes_.clear();
-  for (const Candidate& c : candidates_) {
-    if (c.over()) continue;
-    const uint32_t strength = std::min<uint32_t>(c.strength + 2 * step, vote_table().size() - 1);
-    auto it = std::find_if(votes_.begin(), votes_.end(), [&](const Vote& v) { return v.token == *c.next; });
-    if (it == votes_.end()) it = votes_.insert(it, {*c.next, 0, 0, 0});
-    it->votes += vote_table()[strength] * c.weight, ++it->count, it->strength = std::max(it->strength, strength);
-  }
+std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles, const int64_t* budgets, size_t count,
+                                                   double min_chance, size_t threads) {
+  std::vector<Draft> drafts(count);
+  std::vector<Scratch> scratch(std::max<size_t>(threads, 1));
+  parallel(count, threads, [&](size_t i, size_t worker) {
+    draft(request(handles[i]), budgets[i], min_chance, scratch[worker], drafts[i]);
+  });
+  return drafts;
 }
 
-void SuffixIndex::draft(int64_t handle, int64_t budget, double min_chance, Text& tokens, std::vector<float>& chances) {
-  Request& r = request(handle);
+void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& scratch, Draft& out) const {
+  auto& candidates = scratch.candidates;
   r.drafted.clear(), r.kinds.clear();
   if (budget <= 0) return;
-  gather(r);
+  gather(r, scratch);
   double chance = 1;
   for (uint32_t step = 0, searched = 0;; ++step) {
-    poll(step - searched);
-    if (votes_.empty() && step > searched) {  // every occurrence ended here: look for others of what is drafted now
-      gather(r);
-      poll(0);
+    poll(candidates, step - searched, scratch.votes);
+    if (scratch.votes.empty() && step > searched) {  // every occurrence ended here: look for others of the draft
+      gather(r, scratch);
+      poll(candidates, 0, scratch.votes);
       searched = step;
     }
-    if (votes_.empty()) return;
+    if (scratch.votes.empty()) return;
     uint64_t all = 0;
-    for (const Vote& v : votes_) all += v.votes;
-    const Vote best = *std::min_element(votes_.begin(), votes_.end(), [](const Vote& a, const Vote& b) {
+    for (const Vote& v : scratch.votes) all += v.votes;
+    const Vote best = *std::min_element(scratch.votes.begin(), scratch.votes.end(), [](const Vote& a, const Vote& b) {
       return a.votes != b.votes ? a.votes > b.votes : a.token < b.token;
     });
     const uint16_t kind = Acceptance::kind(best.votes, all, best.strength, best.count);
     r.drafted.push_back(best.token), r.kinds.push_back(kind);
     chance *= acceptance_.chance(kind);
     if (step == budget || chance < min_chance) return;
-    tokens.push_back(best.token);
-    chances.push_back(std::max(static_cast<float>(chance), FLT_MIN));
+    out.tokens.push_back(best.token);
+    out.chances.push_back(std::max(static_cast<float>(chance), FLT_MIN));
     size_t agreeing = 0;
-    for (const Candidate& c : candidates_)
-      if (!c.over() && *c.next == best.token) candidates_[agreeing++] = {c.next + 1, c.end, c.strength, c.weight};
-    candidates_.resize(agreeing);
+    for (const Candidate& c : candidates)
+      if (!c.over() && *c.next == best.token) candidates[agreeing++] = {c.next + 1, c.end, c.strength, c.weight};
+    candidates.resize(agreeing);
   }
 }
 
 uint64_t SuffixIndex::nbytes() const {
   uint64_t sum = 0;
-  for (const auto& [id, problem] : problems_) sum += problem.history.nbytes();
+  for (const auto& [id, problem] : problems_)
+    for (const Segment& s : problem.history) sum += s.nbytes();
   return sum;
 }
 
 uint64_t SuffixIndex::token_count() const {
   uint64_t sum = 0;
-  for (const auto& [id, problem] : problems_) sum += problem.history.token_count();
+  for (const auto& [id, problem] : problems_)
+    for (const Segment& s : problem.history) sum += s.token_count();
   return sum;
 }
 
@@ -231,136 +299,67 @@ uint64_t SuffixIndex::problem_count() const {
 }
 
 void SuffixIndex::save(const std::string& path) const {
-  Writer file(path);
-  file.value<uint64_t>(depth_);
-  file.value<uint64_t>(problem_count());
-  for (const auto& [id, problem] : problems_) {
-    if (problem.history.empty()) continue;
-    file.value<uint64_t>(id);
-    file.array(problem.history.tokens());
-    file.array(problem.history.places());
-    file.array(problem.history.trajectories());
-  }
-  file.finish();
+  std::vector<std::pair<uint64_t, const Segment*>> all;
+  for (const auto& [id, problem] : problems_)
+    for (const Segment& segment : problem.history) check(segment), all.emplace_back(id, &segment);
+  write_segments(path, header(), all);
 }
 
 void SuffixIndex::load(const std::string& path) {
-  Reader file(path);
-  depth_ = static_cast<uint32_t>(file.value<uint64_t>());
-  for (auto left = file.value<uint64_t>(); left; --left) {
-    Segment& history = problems_[file.value<uint64_t>()].history;
-    auto tokens = file.array<Token>();
-    auto places = file.array<Segment::Place>();
-    auto trajectories = file.array<Segment::Trajectory>();
-    for (const auto& t : trajectories) newest_ = std::max(newest_, t.version);
-    if (!history.assign(std::move(tokens), std::move(places), std::move(trajectories)))
-      throw FileError("its arrays contradict each other");
+  const auto file = std::make_shared<SegmentFile>(path, false);
+  Store::Segments segments;
+  for (size_t i = 0; i < file->header().count; ++i) {
+    file->check(i);
+    segments.emplace_back(file->entry(i).problem, SegmentFile::segment(file, i));
+    segments.back().second.file = nullptr;  // it lies in memory; a store shall write it
   }
-  file.finish();
+  take(std::move(segments), file->header(), path);
 }
 
-namespace {
-
-template <class T>
-using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-void check_tokens(const Array<Token>& tokens) {
-  for (size_t i = 0; i < tokens.size(); ++i)
-    if (tokens.data()[i] < 0)
-      throw nb::value_error(("token id " + std::to_string(tokens.data()[i]) + " at position " + std::to_string(i) +
-                             ": token ids are >= 0").c_str());
+void SuffixIndex::attach(const std::string& directory, bool write) {
+  store_ = std::make_unique<Store>(directory);
+  refresh(0);
+  if (write) store_->take_over();
 }
 
-void check_handle(const SuffixIndex& index, int64_t handle) {
-  if (!index.is_open(handle)) throw nb::key_error(std::to_string(handle).c_str());
+void SuffixIndex::refresh(uint64_t generation) {
+  if (!generation && !store_->generation() && !store_->exists()) return;  // nothing is published yet
+  auto read = store_->read(generation);
+  take(std::move(read.segments), read.header, "manifest");
+  store_->keep(read);
 }
 
-template <class T>
-nb::object owned(std::vector<T>&& values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+void SuffixIndex::publish() {
+  std::vector<std::pair<uint64_t, Segment*>> all;
+  for (auto& [id, problem] : problems_)
+    for (Segment& segment : problem.history) all.emplace_back(id, &segment);
+  store_->publish(all, header());
 }
 
-void extend_many(SuffixIndex& index, const Array<int64_t>& handles, const Array<Token>& tokens,
-                 const Array<int64_t>& offsets) {
-  const size_t n = handles.size();
-  const int64_t *h = handles.data(), *o = offsets.data();
-  bool sound = offsets.size() == n + 1 && o[0] == 0 && o[n] == static_cast<int64_t>(tokens.size());
-  for (size_t i = 0; sound && i < n; ++i) sound = o[i] <= o[i + 1];
-  if (!sound) throw nb::value_error("offsets: expected len(handles) + 1 ascending numbers from 0 to len(tokens)");
-  check_tokens(tokens);
-  for (size_t i = 0; i < n; ++i) check_handle(index, h[i]);
-  nb::gil_scoped_release unlocked;
-  for (size_t i = 0; i < n; ++i) index.extend(h[i], tokens.data() + o[i], static_cast<size_t>(o[i + 1] - o[i]));
+FileHeader SuffixIndex::header() const {
+  FileHeader header;
+  header.depth = depth_, header.newest = newest_;
+  return header;
 }
 
-nb::tuple draft_flat(SuffixIndex& index, const Array<int64_t>& handles, const Array<int64_t>& budgets,
-                     double min_chance) {
-  const size_t n = handles.size();
-  if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
-  for (size_t i = 0; i < n; ++i) check_handle(index, handles.data()[i]);
-  Text tokens;
-  std::vector<float> chances;
-  std::vector<int64_t> offsets{0};
-  {
-    nb::gil_scoped_release unlocked;
-    offsets.reserve(n + 1);
-    for (size_t i = 0; i < n; ++i) {
-      index.draft(handles.data()[i], budgets.data()[i], min_chance, tokens, chances);
-      offsets.push_back(static_cast<int64_t>(tokens.size()));
-    }
+// Puts segments from files in place of the history: all of them, or none where one is damaged.
+void SuffixIndex::take(Store::Segments segments, const FileHeader& header, const std::string& path) {
+  std::unordered_map<uint64_t, std::vector<Segment>> history;
+  history.reserve(segments.size());
+  for (auto& [id, segment] : segments) {
+    auto& list = history[id];
+    if (list.size() == kSegments) throw FileError(path, "problem " + std::to_string(id) + " has too many segments");
+    list.push_back(std::move(segment));
   }
-  return nb::make_tuple(owned(std::move(tokens)), owned(std::move(chances)), owned(std::move(offsets)));
+  for (auto& [id, problem] : problems_) {
+    if (problem.live.streams.empty()) continue;
+    const auto found = history.find(id);
+    if (found == history.end()) continue;
+    for (const Segment& segment : found->second) check(segment);
+  }
+  depth_ = static_cast<uint32_t>(header.depth), newest_ = header.newest;
+  each_problem([](Problem& problem) { problem.history.clear(); });
+  for (auto& [id, list] : history) problems_[id].history = std::move(list);
 }
 
-}  // namespace
 }  // namespace das
-
-void bind_suffix_index(nb::module_& m) {
-  using das::SuffixIndex;
-  using Tokens = das::Array<das::Token>;
-  nb::exception<das::FileError>(m, "SuffixFileError");
-  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
-    try {
-      std::rethrow_exception(p);
-    } catch (const std::system_error& e) {
-      errno = e.code().value();
-      PyErr_SetFromErrno(PyExc_OSError);
-    }
-  });
-  nb::class_<SuffixIndex>(m, "SuffixIndex")
-      .def(nb::init<uint32_t, double>())
-      .def("add", [](SuffixIndex& index, uint64_t problem, const Tokens& tokens, int64_t version) {
-        das::check_tokens(tokens);
-        index.add(problem, tokens.data(), tokens.size(), version);
-      })
-      .def("seal", &SuffixIndex::seal, nb::call_guard<nb::gil_scoped_release>())
-      .def("expire", &SuffixIndex::expire, nb::call_guard<nb::gil_scoped_release>())
-      .def("shrink", &SuffixIndex::shrink, nb::call_guard<nb::gil_scoped_release>())
-      .def("save", &SuffixIndex::save, nb::call_guard<nb::gil_scoped_release>())
-      .def("load", &SuffixIndex::load, nb::call_guard<nb::gil_scoped_release>())
-      .def("open", [](SuffixIndex& index, uint64_t problem, const Tokens& prompt, const Tokens& prefix) {
-        das::check_tokens(prompt);
-        das::check_tokens(prefix);
-        const int64_t handle = index.open(problem, prompt.data(), prompt.size());
-        index.extend(handle, prefix.data(), prefix.size());
-        return handle;
-      })
-      .def("extend", [](SuffixIndex& index, int64_t handle, const Tokens& tokens) {
-        das::check_handle(index, handle);
-        das::check_tokens(tokens);
-        index.extend(handle, tokens.data(), tokens.size());
-      })
-      .def("extend_many", &das::extend_many)
-      .def("draft_flat", &das::draft_flat)
-      .def("close", [](SuffixIndex& index, int64_t handle, bool keep) {
-        das::check_handle(index, handle);
-        index.close(handle, keep);
-      })
-      .def("clear_live", &SuffixIndex::clear_live)
-      .def_prop_ro("max_depth", &SuffixIndex::max_depth)
-      .def_prop_ro("nbytes", &SuffixIndex::nbytes)
-      .def_prop_ro("tokens", &SuffixIndex::token_count)
-      .def_prop_ro("problems", &SuffixIndex::problem_count);
-}

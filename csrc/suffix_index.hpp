@@ -11,6 +11,7 @@
 #include "suffix_draft.hpp"
 #include "suffix_live.hpp"
 #include "suffix_segment.hpp"
+#include "suffix_store.hpp"
 
 namespace das {
 
@@ -20,21 +21,34 @@ class SuffixIndex {
   SuffixIndex(const SuffixIndex&) = delete;  // requests point into it
   SuffixIndex& operator=(const SuffixIndex&) = delete;
 
+  // History: as calls make it, or as a store's files have it.
   void add(uint64_t problem, const Token* tokens, size_t count, int64_t version);
-  void seal();
+  void seal(bool merge, size_t threads);
+  uint64_t merge(uint64_t tokens);  // problems with several segments, about this many tokens; returns how many
   uint64_t expire(int64_t before_version);
   uint64_t shrink(uint64_t max_bytes);
   void save(const std::string& path) const;
   void load(const std::string& path);  // into an index without history
+  void attach(const std::string& directory, bool write);
+  void refresh(uint64_t generation);  // 0: the newest
+  void publish();
 
   int64_t open(uint64_t problem, const Token* prompt, size_t count);
   void extend(int64_t handle, const Token* tokens, size_t count);
   void close(int64_t handle, bool keep);
   void clear_live();
-  // Appends a draft of at most `budget` tokens and the chance that each is reached and accepted.
-  void draft(int64_t handle, int64_t budget, double min_chance, Text& tokens, std::vector<float>& chances);
+  struct Draft {
+    Text tokens;
+    std::vector<float> chances;  // that each token is reached and accepted
+  };
+  // Drafts of at most budgets[i] tokens; a handle may occur once.
+  std::vector<Draft> draft(const int64_t* handles, const int64_t* budgets, size_t count, double min_chance,
+                           size_t threads);
 
   bool is_open(int64_t handle) const { return requests_.count(handle); }
+  bool attached() const { return store_ != nullptr; }
+  uint64_t generation() const { return store_ ? store_->generation() : 0; }
+  uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
   uint64_t nbytes() const;
   uint64_t token_count() const;
   uint64_t problem_count() const;
@@ -42,10 +56,10 @@ class SuffixIndex {
 
  private:
   struct Problem {
-    Segment history;
+    std::vector<Segment> history;  // oldest first, at most kSegments
     Live live;
     std::vector<std::pair<int64_t, Text>> staged;
-    std::weak_ptr<const Segment> prompt;  // of the request opened last: siblings share it
+    std::weak_ptr<const std::vector<Segment>> prompt;  // of the request opened last: siblings share it
     bool empty() const { return history.empty() && live.streams.empty() && staged.empty(); }
   };
   struct Request {
@@ -56,11 +70,21 @@ class SuffixIndex {
     std::vector<uint16_t> kinds;  // of those tokens
   };
 
+  // What drafting needs beside the index: one per thread.
+  struct Scratch {
+    std::vector<Candidate> candidates;
+    std::vector<Vote> votes;
+    Text response, whole;
+  };
+
   Request& request(int64_t handle);
+  void draft(Request& request, int64_t budget, double min_chance, Scratch& scratch, Draft& out) const;
+  void merge(Problem& problem) const;
+  FileHeader header() const;
+  void take(Store::Segments segments, const FileHeader& header, const std::string& path);
   template <class Visit>
   void search(const Request& request, Context response, Context whole, Visit&& visit) const;
-  void gather(const Request& request);  // candidates for what follows its text and its draft
-  void poll(uint32_t step);             // their votes, `step` tokens after the place they were found at
+  void gather(const Request& request, Scratch& scratch) const;  // candidates for what follows its text and its draft
   template <class Function>
   void each_problem(Function&& function);  // dropping those that it left empty
 
@@ -71,9 +95,7 @@ class SuffixIndex {
   std::unordered_map<int64_t, Request> requests_;
   std::vector<uint32_t> fading_;  // weight of a trajectory by its age in versions
   Acceptance acceptance_;
-  std::vector<Candidate> candidates_;
-  std::vector<Vote> votes_;
-  Text response_, whole_;
+  std::unique_ptr<Store> store_;
 };
 
 }  // namespace das

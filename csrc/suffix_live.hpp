@@ -15,7 +15,7 @@ namespace das {
 // One request: kStart and its response so far. Its prompt is searched for this request only.
 struct Stream {
   Text text{kStart};
-  std::shared_ptr<const Segment> prompt;
+  std::shared_ptr<const std::vector<Segment>> prompt;  // one
   enum { kOpen, kClosed, kForgotten } state = kOpen;
 };
 

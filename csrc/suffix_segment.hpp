@@ -1,22 +1,34 @@
-// Sealed text of one problem: tokens, and their positions ordered by reversed left context (12 bytes per token).
+// Sealed text of one problem, read-only and position-independent: in memory as in a file.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
-#include <stdexcept>
-#include <unordered_map>
-#include <utility>
+#include <cstring>
+#include <memory>
 #include <vector>
 
 #include "suffix_text.hpp"
 
 namespace das {
 
-class Segment {
- public:
+template <class T>
+struct Span {
+  const T* data = nullptr;
+  size_t size = 0;
+
+  const T* begin() const { return data; }
+  const T* end() const { return data + size; }
+  const T& operator[](size_t i) const { return data[i]; }
+};
+
+class SegmentFile;
+
+// Tokens, and their positions ordered by reversed left context (12 bytes per token).
+struct Segment {
   // A place whose next token is a continuation. Equal contexts are ordered latest first.
   struct Place {
-    uint32_t position;         // of the last context token (kStart included) in tokens()
+    uint32_t position;         // of the last context token (kStart included) in `tokens`
     uint32_t lcp : 8;          // equal context tokens shared with the previous place
     uint32_t trajectory : 24;  // which one it lies in
   };
@@ -25,188 +37,160 @@ class Segment {
     uint32_t size;   // tokens after it
     int64_t version;
   };
+  // How much there is; the bytes are: trajectories, places, samples, tokens, filled up to a multiple of 8.
+  struct Shape {
+    uint64_t tokens = 0, trajectories = 0;  // tokens with every trajectory between two kStart
 
-  bool empty() const { return trajectories_.empty(); }
-  uint64_t token_count() const { return tokens_.empty() ? 0 : tokens_.size() - trajectories_.size() - 1; }
-  uint64_t nbytes() const {
-    return tokens_.size() * sizeof(Token) + places_.size() * sizeof(Place) + trajectories_.size() * sizeof(Trajectory);
-  }
-  const Text& tokens() const { return tokens_; }
-  const std::vector<Place>& places() const { return places_; }
-  const std::vector<Trajectory>& trajectories() const { return trajectories_; }
-
-  // Appends trajectories (version, tokens), each younger than all before it, and orders their places into the others.
-  void append(const std::vector<std::pair<int64_t, Text>>& added, uint32_t depth) {
-    uint64_t size = std::max<uint64_t>(tokens_.size(), 1);
-    for (const auto& [version, text] : added) size += text.size() + 1;
-    if (size > UINT32_MAX || trajectories_.size() + added.size() >= (1u << 24))
-      throw std::length_error("one problem holds at most 2^32 tokens in 2^24 trajectories: expire older versions");
-    tokens_.reserve(size);
-    if (tokens_.empty()) tokens_.push_back(kStart);  // every trajectory lies between two kStart
-    std::vector<Item> items;
-    items.reserve(size - tokens_.size());
-    for (const auto& [version, text] : added) {
-      const auto start = static_cast<uint32_t>(tokens_.size() - 1), index = static_cast<uint32_t>(trajectories_.size());
-      for (uint32_t i = 0; i < text.size(); ++i) items.push_back({0, start + i, index});
-      trajectories_.push_back({start, static_cast<uint32_t>(text.size()), version});
-      tokens_.insert(tokens_.end(), text.begin(), text.end());
-      tokens_.push_back(kStart);
+    uint64_t places() const { return tokens - trajectories - 1; }
+    uint64_t samples() const { return (places() + kStride - 1) / kStride; }
+    uint64_t bytes() const {
+      const uint64_t all = trajectories * sizeof(Trajectory) + (places() + samples()) * 8 + tokens * sizeof(Token);
+      return (all + 7) / 8 * 8;
     }
-    std::vector<Place> fresh;
-    fresh.reserve(items.size());
-    order(items.data(), items.data() + items.size(), 0, depth, 0, fresh);
-    places_ = places_.empty() ? std::move(fresh) : merged(places_, fresh, depth);
+  };
+  static constexpr uint64_t kStride = 32;  // places per sample
+
+  Segment() = default;
+  Segment(const void* bytes, Shape shape, std::shared_ptr<const void> kept) : owner(std::move(kept)) {
+    auto at = static_cast<const char*>(bytes);
+    const auto take = [&at](auto& span, size_t size) {
+      span = {reinterpret_cast<decltype(span.data)>(at), size};
+      at += size * sizeof *span.data;
+    };
+    take(trajectories, shape.trajectories), take(places, shape.places());
+    take(samples, shape.samples()), take(tokens, shape.tokens);
   }
 
-  // Drops the trajectories of versions < `before`; returns the number of tokens dropped.
-  uint64_t expire(int64_t before) {
-    std::vector<Trajectory> kept;
-    std::vector<uint32_t> renamed(trajectories_.size(), UINT32_MAX);
-    Text tokens{kStart};
-    for (size_t i = 0; i < trajectories_.size(); ++i) {
-      const Trajectory& t = trajectories_[i];
-      if (t.version < before) continue;
-      renamed[i] = static_cast<uint32_t>(kept.size());
-      kept.push_back({static_cast<uint32_t>(tokens.size() - 1), t.size, t.version});
-      tokens.insert(tokens.end(), tokens_.begin() + t.start + 1, tokens_.begin() + t.start + t.size + 2);
-    }
-    if (kept.size() == trajectories_.size()) return 0;
-    if (kept.empty()) tokens.clear();
-    std::vector<Place> places;
-    uint32_t lcp = 0;  // with the last place kept: the least on the way from it
-    for (const Place& p : places_) {
-      lcp = std::min<uint32_t>(lcp, p.lcp);
-      const uint32_t now = renamed[p.trajectory];
-      if (now == UINT32_MAX) continue;
-      places.push_back({p.position - trajectories_[p.trajectory].start + kept[now].start, lcp, now});
-      lcp = UINT8_MAX;
-    }
-    const uint64_t before_count = token_count();
-    tokens_ = std::move(tokens), places_ = std::move(places), trajectories_ = std::move(kept);
-    return before_count - token_count();
-  }
+  Shape shape() const { return {tokens.size, trajectories.size}; }
+  const void* bytes() const { return trajectories.data; }
+  uint64_t nbytes() const { return shape().bytes(); }
+  uint64_t token_count() const { return places.size; }
 
-  // Visits up to kMost places by match length, longest first; equal lengths: places after the context's own place in
-  // the order before those in front of it, nearest first. visit(place, match length); lengths are >= 1.
-  template <class Visit>
-  void search(Context context, uint32_t depth, Visit&& visit) const {
-    auto first = places_.begin();
-    for (size_t left = places_.size(); left;) {  // a lower bound that fetches both places it may look at next
-      const size_t half = left / 2;
-      __builtin_prefetch(&first[half / 2]);
-      __builtin_prefetch(&first[half + 1 + (left - half - 1) / 2]);
-      const bool behind = sorts_before(first[half], context, depth);
-      first += behind ? half + 1 : 0;
-      left = behind ? left - half - 1 : half;
-    }
-    const auto near = std::min<ptrdiff_t>(kMost / 2, first - places_.begin());
-    for (auto p = first - near; p != places_.end() && p != first - near + kMost; ++p)
-      __builtin_prefetch(&tokens_[p->position]);
-    auto after = first, before = first;
-    const auto length_at = [&](const Place& p) { return match(context, &tokens_[p.position], depth).length; };
-    uint32_t right = after != places_.end() ? length_at(*after) : 0;
-    uint32_t left = before != places_.begin() ? length_at(*(before - 1)) : 0;
-    for (uint32_t visited = 0; visited < kMost && (right || left); ++visited) {
-      if (right >= left) {
-        visit(*after, right);
-        right = ++after != places_.end() ? std::min<uint32_t>(right, after->lcp) : 0;
-      } else {
-        --before;
-        visit(*before, left);
-        left = before != places_.begin() ? std::min<uint32_t>(left, before->lcp) : 0;
-      }
-    }
-  }
-
-  // For reading a segment back from a file; false where the arrays can't belong together.
-  bool assign(Text tokens, std::vector<Place> places, std::vector<Trajectory> trajectories) {
-    tokens_ = std::move(tokens), places_ = std::move(places), trajectories_ = std::move(trajectories);
-    uint64_t position = 0, count = 0;
-    for (const Trajectory& t : trajectories_) {
-      if (t.start != position) return false;
+  // Whether the arrays, of whatever origin, can be searched without leaving them.
+  bool sound() const {
+    uint64_t position = 0;
+    for (const Trajectory& t : trajectories) {
+      if (t.start != position || !t.size) return false;
       position += t.size + 1ull;
-      count += t.size;
+      if (position >= tokens.size || tokens[position] != kStart) return false;
     }
-    if (tokens_.size() != (trajectories_.empty() ? 0 : position + 1) || places_.size() != count) return false;
-    return std::all_of(places_.begin(), places_.end(), [&](const Place& p) {
-      return p.trajectory < trajectories_.size() && p.position + 1ull < tokens_.size();
-    });
+    if (position + 1 != tokens.size || tokens[0] != kStart) return false;
+    bool sound = true;
+    for (const Place& p : places) {
+      if (p.trajectory >= trajectories.size) return false;
+      const uint32_t before = p.position - trajectories[p.trajectory].start;  // and more than any if it is in front
+      sound &= (before < trajectories[p.trajectory].size) & (p.lcp <= before + 1);
+    }
+    return sound;
   }
+
+  // The two last context tokens, ordered as contexts are: what `samples` holds of every kStride-th place.
+  static uint64_t key(Token last, Token before) {
+    const uint32_t high = static_cast<uint32_t>(last) + 1;
+    return uint64_t{high} << 32 | (high ? static_cast<uint32_t>(before) + 1 : 0);
+  }
+  uint64_t key(const Place& p) const { return key(tokens[p.position], p.position ? tokens[p.position - 1] : kStart); }
+
+  // The first place that does not sort before the context.
+  const Place* lower_bound(Context context, uint32_t depth) const {
+    const uint64_t here = key(context[0], context.size > 1 ? context[1] : kStart);
+    const uint64_t* low = halve(samples.data, samples.size, [&](const uint64_t& k) { return k < here; });
+    const uint64_t* high = low;
+    if (high != samples.end() && *high == here)
+      high = halve(low, samples.end() - low, [&](const uint64_t& k) { return k == here; });
+    const size_t begin = low == samples.data ? 0 : (low - samples.data - 1) * kStride + 1;
+    const size_t end = std::min<size_t>(places.size, (high - samples.data) * kStride);
+    return halve(places.data + begin, end - begin, [&](const Place& p) { return sorts_before(p, context, depth); });
+  }
+
+  Span<Trajectory> trajectories;
+  Span<Place> places;
+  Span<uint64_t> samples;
+  Span<Token> tokens;
+  std::shared_ptr<const void> owner;  // of the bytes
+  SegmentFile* file = nullptr;        // which that is, if it is one, and where in it
+  size_t entry = 0;
 
  private:
-  struct Item {
-    uint64_t key;  // the two context tokens at the current depth
-    uint32_t position, trajectory;
-  };
-
   bool sorts_before(const Place& p, Context context, uint32_t depth) const {
-    const Token* last = &tokens_[p.position];
+    const Token* last = &tokens[p.position];
     const Match m = match(context, last, depth);
     if (m.ended) return false;  // equal, or the context is a prefix and sorts first
     return last[-static_cast<ptrdiff_t>(m.length)] < context[m.length];
   }
 
-  // Sorts [begin, end), whose contexts agree in `at` tokens, two tokens at a time, and appends the places; `lcp` is
-  // what the first one shares with the place before it.
-  void order(Item* begin, Item* end, uint32_t at, uint32_t depth, uint32_t lcp, std::vector<Place>& out) const {
-    for (Item* i = begin; i != end; ++i) {
-      const Token* last = &tokens_[i->position] - at;
-      const auto high = static_cast<uint32_t>(*last + 1);
-      const uint32_t low = high && at + 1 < depth ? static_cast<uint32_t>(last[-1] + 1) : 0;
-      i->key = uint64_t{high} << 32 | low;
+  // The first element that is not `before`, in an order that has those in front; fetches both it may look at next.
+  template <class T, class Before>
+  static const T* halve(const T* first, size_t left, Before&& before) {
+    while (left) {
+      const size_t half = left / 2;
+      __builtin_prefetch(&first[half / 2]);
+      __builtin_prefetch(&first[half + 1 + (left - half - 1) / 2]);
+      const bool behind = before(first[half]);
+      first += behind ? half + 1 : 0;
+      left = behind ? left - half - 1 : half;
     }
-    std::sort(begin, end, [](const Item& a, const Item& b) {
-      return a.key != b.key ? a.key < b.key : a.position > b.position;
-    });
-    uint64_t previous = 0;
-    for (Item* run = begin; run != end;) {
-      const uint64_t key = run->key;
-      Item* next = std::find_if(run, end, [&](const Item& i) { return i.key != key; });
-      if (run != begin) lcp = at + ((key ^ previous) >> 32 == 0);
-      const bool ended = !static_cast<uint32_t>(key) || at + 2 >= depth;
-      if (next - run == 1 || ended) {
-        const uint32_t shared = !(key >> 32) ? at + 1 : std::min(at + 2, depth);
-        for (Item* i = run; i != next; ++i) out.push_back({i->position, i == run ? lcp : shared, i->trajectory});
-      } else {
-        order(run, next, at + 2, depth, lcp, out);
-      }
-      previous = key;
-      run = next;
-    }
+    return first;
   }
-
-  // Merges two orders by their lcp arrays: tokens are compared only where those tie. `fresh` lies behind `old`.
-  std::vector<Place> merged(const std::vector<Place>& old, const std::vector<Place>& fresh, uint32_t depth) const {
-    std::vector<Place> out;
-    out.reserve(old.size() + fresh.size());
-    size_t i = 0, j = 0;
-    uint32_t a = 0, b = 0;  // what old[i] and fresh[j] share with the place written last
-    const auto take = [&out](const std::vector<Place>& list, size_t& next, uint32_t& lcp) {
-      out.push_back(list[next++]);
-      out.back().lcp = lcp;
-      lcp = next < list.size() ? list[next].lcp : 0;
-    };
-    while (i < old.size() && j < fresh.size()) {
-      if (a == b) {
-        const Token *x = &tokens_[old[i].position], *y = &tokens_[fresh[j].position];
-        const Match m = match({x + 1, UINT32_MAX}, y, depth, a ? a - 1 : 0);
-        const auto back = static_cast<ptrdiff_t>(m.length);
-        if (!m.ended && x[-back] < y[-back]) take(old, i, a), b = m.length;
-        else take(fresh, j, b), a = m.length;
-      } else if (a > b) {
-        take(old, i, a);
-      } else {
-        take(fresh, j, b);
-      }
-    }
-    while (i < old.size()) take(old, i, a);
-    while (j < fresh.size()) take(fresh, j, b);
-    return out;
-  }
-
-  Text tokens_;
-  std::vector<Place> places_;
-  std::vector<Trajectory> trajectories_;
 };
+
+static_assert(sizeof(Segment::Place) == 8 && sizeof(Segment::Trajectory) == 16, "as files have them");
+
+constexpr size_t kSegments = 8;  // that one problem may have
+
+// Visits up to kMost places of one problem's segments, oldest segment first, as if they were one: by match length,
+// longest first; equal lengths: places after the context's own place in the order before those in front of it, nearest
+// first. visit(segment, place, match length); lengths are >= 1.
+template <class Visit>
+void search(const std::vector<Segment>& segments, Context context, uint32_t depth, Visit&& visit) {
+  struct Cursor {
+    const Segment* segment;
+    const Segment::Place *after, *before;  // next place to either side; `before` is the one in front of the pointer
+    uint32_t right, left;                  // and its match length
+  };
+  std::array<Cursor, kSegments> cursors;
+  size_t count = 0;
+  for (const Segment& s : segments) {
+    const auto length = [&](const Segment::Place& p) { return match(context, &s.tokens[p.position], depth).length; };
+    const Segment::Place* first = s.lower_bound(context, depth);
+    const auto near = std::min<ptrdiff_t>(kMost / 2, first - s.places.begin());
+    for (auto p = first - near; p != s.places.end() && p != first - near + kMost; ++p)
+      __builtin_prefetch(&s.tokens[p->position]);
+    cursors[count++] = {&s, first, first, first != s.places.end() ? length(*first) : 0,
+                        first != s.places.begin() ? length(first[-1]) : 0};
+  }
+  // Whether the place x of an older segment sorts before y of a younger one; they agree in `shared` tokens.
+  const auto sorts_before = [&](const Cursor& a, const Segment::Place& x, const Cursor& b, const Segment::Place& y,
+                                uint32_t shared) {
+    const Token *p = &a.segment->tokens[x.position], *q = &b.segment->tokens[y.position];
+    const Match m = match({p + 1, UINT32_MAX}, q, depth, shared - 1);
+    return !m.ended && p[-static_cast<ptrdiff_t>(m.length)] < q[-static_cast<ptrdiff_t>(m.length)];
+  };
+  for (uint32_t visited = 0; visited < kMost; ++visited) {
+    Cursor* best = nullptr;
+    bool to_right = false;
+    uint32_t length = 0;
+    for (Cursor* c = cursors.data(); c != cursors.data() + count; ++c) {
+      const bool right = c->right >= c->left;
+      const uint32_t reach = right ? c->right : c->left;
+      if (!reach || reach < length || (reach == length && to_right && !right)) continue;
+      if (reach == length && right == to_right) {
+        if (right && sorts_before(*best, *best->after, *c, *c->after, length)) continue;
+        if (!right && !sorts_before(*best, best->before[-1], *c, c->before[-1], length)) continue;
+      }
+      best = c, to_right = right, length = reach;
+    }
+    if (!best) return;
+    const auto& places = best->segment->places;
+    if (to_right) {
+      visit(*best->segment, *best->after, length);
+      best->right = ++best->after != places.end() ? std::min<uint32_t>(length, best->after->lcp) : 0;
+    } else {
+      --best->before;
+      visit(*best->segment, *best->before, length);
+      best->left = best->before != places.begin() ? std::min<uint32_t>(length, best->before->lcp) : 0;
+    }
+  }
+}
 
 }  // namespace das

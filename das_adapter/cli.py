@@ -215,5 +215,114 @@ def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int
     click.echo(str(out))
 
 
+@main.group()
+def bench() -> None:
+    """Measure das-adapter's parts on this machine."""
+
+
+@bench.command("index")
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, path_type=Path),
+    multiple=True,
+    help="Recorded rollouts, or a directory of .npz of them. Default: made-up ones.",
+)
+@click.option("--tokenizer", help="Tokenizer of --traces that hold text.")
+@click.option(
+    "--against",
+    type=click.Choice(["arctic", "plain"]),
+    multiple=True,
+    help="Also measure this drafter, in the same run.",
+)
+@click.option("--budget", default=8, show_default=True, help="Most draft tokens of a request in a round.")
+@click.option("--every", default=1, show_default=True, help="Take every n-th group only.")
+@click.option(
+    "--setting",
+    "settings",
+    multiple=True,
+    type=click.Choice(["own", "growing", "finished", "earlier+growing", "earlier+finished"]),
+    help="What is drafted from. Default: all but own.",
+)
+@click.option(
+    "--json", "target", type=click.Path(path_type=Path), help="Write the figures here, and a table beside them."
+)
+def bench_index(
+    traces: tuple[Path, ...],
+    tokenizer: str | None,
+    against: tuple[str, ...],
+    budget: int,
+    every: int,
+    settings: tuple[str, ...],
+    target: Path | None,
+) -> None:
+    """What the suffix index costs, and what it drafts: insert, seal, memory, draft time, mapping, accepted tokens."""
+    from das_adapter.bench import index, workload
+    from das_adapter.sim import rollouts
+
+    files = [file for path in traces for file in (sorted(path.glob("*.npz")) or [path] if path.is_dir() else [path])]
+    try:
+        work = {file.stem: rollouts.read(file, tokenizer) for file in files}
+    except DasError as error:
+        raise click.ClickException(str(error)) from None
+    work = work or {"synthetic": workload.synthetic(problems=64, samples=16, mean_tokens=2000)}
+    figures = index.run(work, against, budget, every, settings or index.SETTINGS[1:], click.echo)
+    table = index.table(figures)
+    click.echo(table)
+    if target:
+        target.with_suffix(".md").write_text(table)
+        target.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+@main.command()
+@click.argument("path", type=click.Path(exists=True, path_type=Path), metavar="FILE")
+@click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where FILE holds text.")
+@click.option("--budget", default=8, show_default=True, help="Most draft tokens of a request in a round.")
+@click.option("--min-chance", default=0.0, show_default=True, help="A draft ends where its chance falls under this.")
+@click.option("--window", default=16, show_default=True, help="Steps that a rollout stays in the history.")
+@click.option("--batch", default=256, show_default=True, help="Requests that are live at once.")
+@click.option("--json", "target", type=click.Path(path_type=Path), help="Write the figures here.")
+@click.option("--plot", "picture", type=click.Path(), help="Draw them here, as PNG.")
+def replay(
+    path: Path,
+    tokenizer: str | None,
+    budget: int,
+    min_chance: float,
+    window: int,
+    batch: int,
+    target: Path | None,
+    picture: str | None,
+) -> None:
+    """Replay dumped rollouts (FILE or a directory) step by step, as the drafter would have seen them.
+
+    FILE: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or .npz / .jsonl / .jsonl.zst of responses.
+    """
+    from das_adapter.sim import replay as simulator
+    from das_adapter.sim import rollouts
+
+    try:
+        figures = simulator.report(rollouts.read(path, tokenizer), budget, min_chance, window, batch)
+    except DasError as error:
+        raise click.ClickException(str(error)) from None
+    table = Table(box=None, pad_edge=False)
+    for column in ("", "tokens/forward", "accepted", "drafted", "rounds"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    parts = (("", {"all sources": figures}), *((k, figures[k]) for k in ("by_source", "by_length", "by_step")))
+    for kind, rows in parts:
+        for name, f in rows.items():
+            title = f"{kind.removeprefix('by_')} {name}".strip()
+            shown = (f["tokens_per_forward"], f["accepted_per_round"], f["drafted_per_round"])
+            table.add_row(title, *(f"{x:.2f}" for x in shown), str(f["rounds"]))
+    Console().print(table)
+    positions = " ".join(f"{p:.2f}" for p in figures["acceptance_by_position"])
+    click.echo(f"acceptance by draft position: {positions}; calibration error {figures['calibration_error']:.3f}")
+    if target:
+        target.write_text(json.dumps(figures, indent=1) + "\n")
+    if picture:
+        try:
+            simulator.plot(figures, picture)
+        except ImportError:
+            raise click.ClickException("--plot needs matplotlib: pip install 'das-adapter[plot]'") from None
+
+
 if __name__ == "__main__":
     main()

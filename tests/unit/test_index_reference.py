@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,6 +19,7 @@ from hypothesis.stateful import (
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.reference import ReferenceIndex
+from das_adapter.core.index.store import HistoryStore
 
 PROBLEMS = st.sampled_from([0, 0, 2**64 - 1])
 SEEDS = st.integers(0, 2**32 - 1)
@@ -72,6 +75,20 @@ class SameDrafts(RuleBasedStateMachine):
     def shrink(self, max_bytes: int) -> None:
         self.each(lambda index: index.shrink(max_bytes))
 
+    @rule()
+    def save_and_load(self) -> None:
+        self.seal()
+        with tempfile.TemporaryDirectory() as folder:
+            self.both[0].save(f"{folder}/history.idx")
+            loaded = SuffixIndex.load(f"{folder}/history.idx")
+        reference = ReferenceIndex(loaded.max_depth)
+        reference.refresh(self.both[1])
+        found = [
+            [a.tolist() for a in index.draft([index.open(0, [], prefix=[1, 2, 3, 1])], [9], 0.0)[0]]
+            for index in (loaded, reference)
+        ]
+        assert found[0] == found[1]
+
     @rule(problem=PROBLEMS, prompt=texts(), prefix=st.none() | texts())
     def open(self, problem: int, prompt: list[int], prefix: list[int] | None) -> None:
         self.handles.append(self.each(lambda index: index.open(problem, prompt, prefix)))
@@ -116,6 +133,93 @@ class SameDrafts(RuleBasedStateMachine):
 
 def test_native_and_reference_agree_on_any_sequence_of_calls() -> None:
     run_state_machine_as_test(SameDrafts, settings=settings(max_examples=60, stateful_step_count=15, deadline=None))
+
+
+class SameMappedDrafts(RuleBasedStateMachine):
+    """A store and two engines that map it, each refreshing when it likes, against references that copy."""
+
+    @initialize(depth=st.sampled_from([8, 64]), seed=SEEDS)
+    def start(self, depth: int, seed: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.store = HistoryStore(self.folder.name, depth), ReferenceIndex(depth)
+        self.readers = [(SuffixIndex.attach(self.folder.name), ReferenceIndex(depth)) for _ in range(2)]
+        self.handles: list[list[int]] = [[], []]
+        self.version = 0
+        for i in range(3):
+            self.add(0, text(seed + i), True)
+            self.seal()
+        for reader in (0, 1):
+            self.refresh(reader)
+            self.open(reader, 0, text(seed + 12))
+
+    def teardown(self) -> None:
+        self.store[0].close()
+        self.folder.cleanup()
+
+    @rule(problem=PROBLEMS, ids=texts(), newer=st.booleans())
+    def add(self, problem: int, ids: list[int], newer: bool) -> None:
+        self.version += newer
+        for store in self.store:
+            store.add(problem, ids, self.version)
+
+    @rule()
+    def seal(self) -> None:
+        for store in self.store:
+            store.seal()
+
+    @rule()
+    def settle(self) -> None:
+        self.store[0].settle()
+
+    @rule(back=st.integers(0, 3))
+    def expire(self, back: int) -> None:
+        assert self.store[0].expire(self.version - back) == self.store[1].expire(self.version - back)
+
+    @rule(max_bytes=st.integers(0, 3000))
+    def shrink(self, max_bytes: int) -> None:
+        self.store[0].settle()
+        assert self.store[0].shrink(max_bytes) == self.store[1].shrink(max_bytes)
+
+    @rule()
+    def restart(self) -> None:
+        self.seal()
+        self.store[0].close()
+        self.store = HistoryStore(self.folder.name), self.store[1]
+
+    @rule(reader=st.integers(0, 1))
+    def refresh(self, reader: int) -> None:
+        native, reference = self.readers[reader]
+        native.refresh()
+        reference.refresh(self.store[1])
+        assert (native.tokens, native.problems) == (reference.tokens, reference.problems)
+
+    @rule(reader=st.integers(0, 1), problem=PROBLEMS, prefix=texts())
+    def open(self, reader: int, problem: int, prefix: list[int]) -> None:
+        native, reference = (index.open(problem, [], prefix) for index in self.readers[reader])
+        assert native == reference
+        self.handles[reader].append(native)
+
+    @rule(reader=st.integers(0, 1), data=st.data(), ids=texts(8))
+    def extend(self, reader: int, data: st.DataObject, ids: list[int]) -> None:
+        handle = data.draw(st.sampled_from(self.handles[reader]))
+        for index in self.readers[reader]:
+            index.extend(handle, ids)
+
+    @invariant()
+    def draft(self) -> None:
+        for (native, reference), handles in zip(self.readers, self.handles, strict=True):
+            budgets = [(self.version + i) % 9 for i in handles]
+            drafts = [
+                [[a.tolist() for a in arrays] for arrays in index.draft(handles, budgets, 0.02)]
+                for index in (native, reference)
+            ]
+            assert drafts[0] == drafts[1]
+
+
+def test_mapped_segments_draft_what_the_reference_drafts() -> None:
+    run_state_machine_as_test(
+        SameMappedDrafts, settings=settings(max_examples=40, stateful_step_count=15, deadline=None)
+    )
 
 
 @settings(max_examples=60, deadline=None)

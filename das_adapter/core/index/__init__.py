@@ -1,6 +1,7 @@
 """Suffix index: drafts a request's next tokens from its problem's history, its live siblings and its own text.
 
 `SuffixIndex` is the native index, `das_adapter.core.index.reference.ReferenceIndex` the same in plain Python.
+`das_adapter.core.index.store.HistoryStore` writes a node's history once, for every `SuffixIndex.attach` to map.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from das_adapter.core.index.errors import IndexFileError, UnknownHandle
 from das_adapter.core.index.values import Float32, Int32, Int64, Tokens, check_knobs, integers, problem_id, token_ids
+from das_adapter.errors import DasError
 
 __all__ = ["IndexFileError", "SuffixIndex", "UnknownHandle"]
 
@@ -26,8 +28,9 @@ def _native() -> Any:
 class SuffixIndex:
     """Per problem: sealed trajectories in flat arrays (12 bytes per token), and the text that is growing now.
 
-    Equal calls give equal drafts on every process. One thread uses an index at a time; `seal`, `expire`, `shrink`,
-    `save`, `load`, `extend_many` and `draft_flat` release the GIL.
+    The history is either its own (`add`, `seal`, `expire`, `shrink`, `load`) or a store's (`attach`, `refresh`). Equal
+    calls give equal drafts on every process, however the history is cut into segments. One thread uses an index at a
+    time; what takes long releases the GIL.
 
     What is drafted: the longest matches of the request's context in each source, and where those are short the places
     that match but for the last token, vote on the continuation. Beside the tokens stands the estimated chance that they
@@ -59,20 +62,28 @@ class SuffixIndex:
         Raises:
             ValueError: a negative or too large token id, or an array that is not one-dimensional integers.
         """
+        self._owned("add")
         self._core.add(problem_id(problem), token_ids(tokens), version)
 
-    def seal(self) -> None:
-        """End of a step: what was added becomes history."""
-        self._core.seal()
+    def seal(self, threads: int = 1) -> None:
+        """End of a step: what was added becomes history. Problems are sealed in parallel by `threads`."""
+        self._owned("seal")
+        self._core.seal(True, threads)
 
     def expire(self, before_version: int) -> int:
         """Drop the trajectories of versions < `before_version`, staged ones too; returns the number of their tokens."""
+        self._owned("expire")
         return int(self._core.expire(before_version))
 
     def shrink(self, max_bytes: int) -> int:
-        """Drop the oldest versions until `nbytes` <= `max_bytes`; returns the number of tokens dropped."""
+        """Drop history until `nbytes` <= `max_bytes`; returns the number of tokens dropped.
+
+        The problems whose last trajectory is oldest go first; of those that were all seen at the newest version, the
+        oldest versions.
+        """
         if max_bytes < 0:
             raise ValueError(f"max_bytes: found {max_bytes}, allowed: 0 or more")
+        self._owned("shrink")
         return int(self._core.shrink(max_bytes))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -83,15 +94,8 @@ class SuffixIndex:
         Raises:
             OSError: the file can't be written; an older file of that name is then left as it was.
         """
-        target = os.fspath(path)
-        temporary = f"{target}.{os.getpid()}.tmp"
-        try:
-            self._core.save(temporary)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+        with _files():
+            self._core.save(os.fspath(path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
@@ -102,11 +106,46 @@ class SuffixIndex:
             OSError: the file can't be read.
         """
         index = cls(half_life=half_life)
-        try:
+        with _files():
             index._core.load(os.fspath(path))
-        except _native().SuffixFileError as error:
-            raise IndexFileError(f"suffix index file {os.fspath(path)!r}: {error}") from None
         return index
+
+    @classmethod
+    def attach(cls, directory: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
+        """An index whose history is what a `HistoryStore` has published in `directory`, mapped and not copied.
+
+        `max_depth` is the store's. A directory in which nothing is published yet gives an empty history.
+
+        Raises:
+            IndexFileError, OSError: as `refresh`.
+        """
+        index = cls(half_life=half_life)
+        with _files():
+            index._core.attach(os.fspath(directory), False)
+        return index
+
+    def refresh(self, generation: int = 0) -> int:
+        """At a weight sync: map what the store has published since; live requests stay, and draft from it.
+
+        Args:
+            generation: which of the store's last three generations; 0: the newest. All ranks of an engine must map the
+                same one to draft the same tokens.
+
+        Returns:
+            The generation that is mapped now; 0 as long as nothing is published.
+
+        Raises:
+            IndexFileError: a file is missing its end, damaged, foreign or of another format version. The history is
+                then what it was. Headers, tables and sizes are checked here; a problem's own arrays when it is first
+                used: here if it has live requests, else in `open`.
+            OSError: a file can't be read; FileNotFoundError: that generation is gone.
+            DasError: the index is not attached.
+        """
+        if not self._core.attached:
+            raise DasError("refresh: this index has its own history; found no store, use SuffixIndex.attach")
+        with _files():
+            self._core.refresh(generation)
+        return self.generation
 
     # Live requests
 
@@ -123,9 +162,11 @@ class SuffixIndex:
 
         Raises:
             ValueError: as in `add`.
+            IndexFileError: the problem's mapped history is damaged; the request is not opened.
         """
         prefix_ids = token_ids(() if prefix is None else prefix)
-        return int(self._core.open(problem_id(problem), token_ids(prompt_ids), prefix_ids))
+        with _files():
+            return int(self._core.open(problem_id(problem), token_ids(prompt_ids), prefix_ids))
 
     def extend(self, handle: int, ids: Tokens) -> None:
         """Append accepted token ids, shape (n,), int32, to a request's response.
@@ -165,7 +206,7 @@ class SuffixIndex:
         return np.split(tokens, bounds), np.split(chances, bounds)
 
     def draft_flat(
-        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
+        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15, threads: int = 1
     ) -> tuple[Int32, Float32, Int64]:
         """Draft for a batch of requests.
 
@@ -173,6 +214,7 @@ class SuffixIndex:
             handles: shape (b,), int64.
             budgets: most tokens to draft per request, shape (b,); 0 (or less): none, at no cost.
             min_chance: a draft ends before the token whose chance falls under this. 0: never.
+            threads: that share the batch; more than the process has free cores make it slower.
 
         Returns:
             tokens: shape (n,), int32, the drafts one after the other.
@@ -182,11 +224,11 @@ class SuffixIndex:
 
         Raises:
             UnknownHandle: a request is not open.
-            ValueError: budgets and handles differ in length.
+            ValueError: budgets and handles differ in length, or a handle occurs twice with several threads.
         """
         with _known():
             drafted: tuple[Int32, Float32, Int64] = self._core.draft_flat(
-                integers(handles, np.int64, "handles"), integers(budgets, np.int64, "budgets"), min_chance
+                integers(handles, np.int64, "handles"), integers(budgets, np.int64, "budgets"), min_chance, threads
             )
         return drafted
 
@@ -203,6 +245,15 @@ class SuffixIndex:
         """Forget the closed requests' responses (at a weight sync, once they are added and sealed); open ones stay."""
         self._core.clear_live()
 
+    def _owned(self, call: str) -> None:
+        if self._core.attached:
+            raise DasError(f"{call}: the history of an attached index is its store's; allowed: HistoryStore.{call}")
+
+    @property
+    def generation(self) -> int:
+        """The store's generation that is mapped; 0: none."""
+        return int(self._core.generation)
+
     @property
     def max_depth(self) -> int:
         """Tokens of left context that are compared."""
@@ -210,7 +261,7 @@ class SuffixIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sealed history."""
+        """Bytes of the sealed history; of an attached index, bytes that it shares with all others."""
         return int(self._core.nbytes)
 
     @property
@@ -230,3 +281,11 @@ class _known(contextlib.AbstractContextManager[None]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyError):
             raise UnknownHandle(error.args[0]) from None
+
+
+class _files(contextlib.AbstractContextManager[None]):
+    """Turns the native core's error about a file into `IndexFileError`."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and isinstance(error, _native().SuffixFileError):
+            raise IndexFileError(f"suffix index file {error}") from None

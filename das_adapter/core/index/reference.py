@@ -88,13 +88,24 @@ class ReferenceIndex:
     def shrink(self, max_bytes: int) -> int:
         dropped = 0
         while self.nbytes > max_bytes:
-            dropped += self.expire(min(t.version for ts in self._history.values() for t in ts) + 1)
+            last = {problem: max(t.version for t in ts) for problem, ts in self._history.items()}
+            problem = min(last, key=lambda p: (last[p], p))
+            if last[problem] < max(last.values()):
+                dropped += sum(len(t.text) - 1 for t in self._history.pop(problem))
+            else:
+                dropped += self.expire(min(t.version for ts in self._history.values() for t in ts) + 1)
         return dropped
+
+    def refresh(self, store: ReferenceIndex) -> None:
+        """As an attached `SuffixIndex`: take over what a store has sealed."""
+        self._history = {problem: list(trajectories) for problem, trajectories in store._history.items()}
+        self._newest = store._newest
 
     @property
     def nbytes(self) -> int:
-        """12 bytes per token, 20 per trajectory and 4 per problem."""
-        return 12 * self.tokens + sum(20 * len(ts) + 4 for ts in self._history.values())
+        """Per problem 12.25 bytes per token, 20 per trajectory and 4, in whole samples of 32 places and words of 8."""
+        sizes = [(sum(len(t.text) - 1 for t in ts), len(ts)) for ts in self._history.values()]
+        return sum(-(-(12 * tokens + 8 * -(-tokens // 32) + 20 * count + 4) // 8) * 8 for tokens, count in sizes)
 
     @property
     def tokens(self) -> int:

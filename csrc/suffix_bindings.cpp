@@ -1,0 +1,128 @@
+// Python's face of the suffix index: argument checks, and numpy arrays in and out.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <set>
+
+#include "suffix_index.hpp"
+
+namespace nb = nanobind;
+
+namespace das {
+namespace {
+
+template <class T>
+using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void check_tokens(const Array<Token>& tokens) {
+  for (size_t i = 0; i < tokens.size(); ++i)
+    if (tokens.data()[i] < 0)
+      throw nb::value_error(("token id " + std::to_string(tokens.data()[i]) + " at position " + std::to_string(i) +
+                             ": token ids are >= 0").c_str());
+}
+
+void check_handle(const SuffixIndex& index, int64_t handle) {
+  if (!index.is_open(handle)) throw nb::key_error(std::to_string(handle).c_str());
+}
+
+template <class T>
+nb::object owned(std::vector<T>&& values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
+}
+
+void extend_many(SuffixIndex& index, const Array<int64_t>& handles, const Array<Token>& tokens,
+                 const Array<int64_t>& offsets) {
+  const size_t n = handles.size();
+  const int64_t *h = handles.data(), *o = offsets.data();
+  bool sound = offsets.size() == n + 1 && o[0] == 0 && o[n] == static_cast<int64_t>(tokens.size());
+  for (size_t i = 0; sound && i < n; ++i) sound = o[i] <= o[i + 1];
+  if (!sound) throw nb::value_error("offsets: expected len(handles) + 1 ascending numbers from 0 to len(tokens)");
+  check_tokens(tokens);
+  for (size_t i = 0; i < n; ++i) check_handle(index, h[i]);
+  nb::gil_scoped_release unlocked;
+  for (size_t i = 0; i < n; ++i) index.extend(h[i], tokens.data() + o[i], static_cast<size_t>(o[i + 1] - o[i]));
+}
+
+nb::tuple draft_flat(SuffixIndex& index, const Array<int64_t>& handles, const Array<int64_t>& budgets,
+                     double min_chance, size_t threads) {
+  const size_t n = handles.size();
+  if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
+  for (size_t i = 0; i < n; ++i) check_handle(index, handles.data()[i]);
+  if (threads > 1 && std::set<int64_t>(handles.data(), handles.data() + n).size() != n)
+    throw nb::value_error("handles: one occurs twice, and there are several threads");
+  Text tokens;
+  std::vector<float> chances;
+  std::vector<int64_t> offsets{0};
+  {
+    nb::gil_scoped_release unlocked;
+    offsets.reserve(n + 1);
+    for (const auto& draft : index.draft(handles.data(), budgets.data(), n, min_chance, threads)) {
+      tokens.insert(tokens.end(), draft.tokens.begin(), draft.tokens.end());
+      chances.insert(chances.end(), draft.chances.begin(), draft.chances.end());
+      offsets.push_back(static_cast<int64_t>(tokens.size()));
+    }
+  }
+  return nb::make_tuple(owned(std::move(tokens)), owned(std::move(chances)), owned(std::move(offsets)));
+}
+
+}  // namespace
+}  // namespace das
+
+void bind_suffix_index(nb::module_& m) {
+  using das::SuffixIndex;
+  using Tokens = das::Array<das::Token>;
+  using unlocked = nb::call_guard<nb::gil_scoped_release>;
+  nb::exception<das::FileError>(m, "SuffixFileError");
+  nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+    try {
+      std::rethrow_exception(p);
+    } catch (const std::filesystem::filesystem_error& e) {
+      errno = e.code().value();
+      PyErr_SetFromErrnoWithFilename(PyExc_OSError, e.path1().c_str());
+    }
+  });
+  nb::class_<SuffixIndex>(m, "SuffixIndex")
+      .def(nb::init<uint32_t, double>())
+      .def("add", [](SuffixIndex& index, uint64_t problem, const Tokens& tokens, int64_t version) {
+        das::check_tokens(tokens);
+        index.add(problem, tokens.data(), tokens.size(), version);
+      })
+      .def("seal", &SuffixIndex::seal, unlocked())
+      .def("merge", nb::overload_cast<uint64_t>(&SuffixIndex::merge), unlocked())
+      .def("expire", &SuffixIndex::expire, unlocked())
+      .def("shrink", &SuffixIndex::shrink, unlocked())
+      .def("save", &SuffixIndex::save, unlocked())
+      .def("load", &SuffixIndex::load, unlocked())
+      .def("attach", &SuffixIndex::attach, unlocked())
+      .def("refresh", &SuffixIndex::refresh, unlocked())
+      .def("publish", &SuffixIndex::publish, unlocked())
+      .def("open", [](SuffixIndex& index, uint64_t problem, const Tokens& prompt, const Tokens& prefix) {
+        das::check_tokens(prompt);
+        das::check_tokens(prefix);
+        const int64_t handle = index.open(problem, prompt.data(), prompt.size());
+        index.extend(handle, prefix.data(), prefix.size());
+        return handle;
+      })
+      .def("extend", [](SuffixIndex& index, int64_t handle, const Tokens& tokens) {
+        das::check_handle(index, handle);
+        das::check_tokens(tokens);
+        index.extend(handle, tokens.data(), tokens.size());
+      })
+      .def("extend_many", &das::extend_many)
+      .def("draft_flat", &das::draft_flat)
+      .def("close", [](SuffixIndex& index, int64_t handle, bool keep) {
+        das::check_handle(index, handle);
+        index.close(handle, keep);
+      })
+      .def("clear_live", &SuffixIndex::clear_live)
+      .def_prop_ro("max_depth", &SuffixIndex::max_depth)
+      .def_prop_ro("attached", &SuffixIndex::attached)
+      .def_prop_ro("generation", &SuffixIndex::generation)
+      .def_prop_ro("file_bytes", &SuffixIndex::file_bytes)
+      .def_prop_ro("nbytes", &SuffixIndex::nbytes)
+      .def_prop_ro("tokens", &SuffixIndex::token_count)
+      .def_prop_ro("problems", &SuffixIndex::problem_count);
+}

@@ -1,0 +1,37 @@
+// Work that falls into independent items, on as many threads as the caller asks for.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstddef>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace das {
+
+// Calls function(item, worker) for every item below `count`; workers, this thread among them, are below `threads`.
+// Of several failures one is rethrown, once all threads are done.
+template <class Function>
+void parallel(size_t count, size_t threads, Function&& function) {
+  std::atomic<size_t> next{0};
+  std::exception_ptr failure;
+  std::mutex failing;
+  const auto work = [&](size_t worker) {
+    try {
+      for (size_t i; (i = next++) < count;) function(i, worker);
+    } catch (...) {
+      next = count;
+      const std::lock_guard<std::mutex> lock(failing);
+      failure = std::current_exception();
+    }
+  };
+  std::vector<std::thread> others;
+  for (size_t worker = 1; worker < std::min(threads, count); ++worker) others.emplace_back(work, worker);
+  work(0);
+  for (auto& thread : others) thread.join();
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace das

@@ -1,0 +1,179 @@
+"""A node's history: written once, in files that every engine process of the node maps read-only."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+from das_adapter.core.index import _files, _native
+from das_adapter.core.index.values import Tokens, check_knobs, problem_id, token_ids
+from das_adapter.errors import DasError
+
+logger = logging.getLogger("das_adapter")
+
+SLICE = 200_000
+"""Tokens that the background merge handles before it lets others at the history."""
+
+
+class HistoryStore:
+    """The one writer of a directory of segment files (in /dev/shm, to share memory and not a disk).
+
+    Files never change. Each call that alters the history publishes a generation: a manifest, renamed into place, names
+    the files and what of them counts. Files that a generation no longer needs stay for two more. Any thread may call.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], max_depth: int = 64, threads: int = 1) -> None:
+        """
+        Args:
+            directory: created if need be; a history that an earlier store left there is taken over, with its depth.
+            max_depth: as in `SuffixIndex`.
+            threads: that seal problems in parallel.
+
+        Raises:
+            DasError: another store writes there.
+            IndexFileError: what was left there is damaged.
+        """
+        check_knobs(max_depth, 1.0)
+        self.directory = Path(directory)
+        self._threads = threads
+        self._lock = threading.RLock()
+        self._merging: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._closed = False
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._writer = os.open(self.directory / "writer", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._writer)
+            raise DasError(f"history directory {str(self.directory)!r}: another store writes there") from None
+        self._core: Any = _native().SuffixIndex(max_depth, 1.0)
+        with _files():
+            self._core.attach(str(self.directory), True)
+
+    def add(self, problem: int, tokens: Tokens, version: int) -> None:
+        """Stage one finished trajectory; as in `SuffixIndex.add`."""
+        problem, ids = problem_id(problem), token_ids(tokens)
+        with self._lock:
+            self._core.add(problem, ids, version)
+
+    def seal(self, before_version: int | None = None, max_bytes: int | None = None) -> int:
+        """End of a step: publish what was added, one segment per problem; returns the generation.
+
+        Segments of earlier steps are merged in the background, and published as one more generation.
+
+        Args:
+            before_version: `expire` in the same generation; None: nothing.
+            max_bytes: `shrink` in the same generation; None: no limit.
+        """
+        with self._lock, _files():
+            self._core.seal(False, self._threads)
+            if before_version is not None:
+                self._core.expire(before_version)
+            if max_bytes is not None:
+                self._core.shrink(max_bytes)
+            self._core.publish()
+            if self._merging is None and not self._closed:
+                self._merging = threading.Thread(target=self._merge, name="das-history-merge", daemon=True)
+                self._merging.start()
+            return self.generation
+
+    def _merge(self) -> None:
+        any_merged = False
+        try:
+            while True:
+                with self._lock, _files():
+                    merged = not self._closed and self._core.merge(SLICE)
+                    any_merged = any_merged or merged
+                    if not merged:
+                        if any_merged:
+                            self._core.publish()
+                        self._merging = None
+                        return
+        except Exception as error:
+            logger.exception("das: merging the history in %s failed; it stays unmerged", self.directory)
+            self._failure, self._merging = error, None
+
+    def settle(self) -> int:
+        """Wait until nothing is being merged; returns the generation.
+
+        Raises:
+            IndexFileError, OSError: what went wrong in the background since the last call.
+        """
+        while (merging := self._merging) is not None:
+            merging.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return self.generation
+
+    def expire(self, before_version: int) -> int:
+        """Drop and unpublish the trajectories of versions < `before_version`; returns the number of their tokens."""
+        with self._lock, _files():
+            dropped = int(self._core.expire(before_version))
+            if dropped:
+                self._core.publish()
+            return dropped
+
+    def shrink(self, max_bytes: int) -> int:
+        """Drop history until `nbytes` <= `max_bytes`, as in `SuffixIndex.shrink`; returns the tokens dropped."""
+        with self._lock, _files():
+            dropped = int(self._core.shrink(max_bytes))
+            if dropped:
+                self._core.publish()
+            return dropped
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the sealed history to one file, which `SuffixIndex.load` reads."""
+        with self._lock, _files():
+            self._core.save(os.fspath(path))
+
+    def close(self) -> None:
+        """Stop writing; the files stay, for readers and for the next store."""
+        self._closed = True
+        try:
+            self.settle()
+        finally:
+            if self._writer >= 0:
+                os.close(self._writer)
+                self._writer = -1
+
+    def __enter__(self) -> HistoryStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def generation(self) -> int:
+        """The generation published last; 0: none."""
+        with self._lock:
+            return int(self._core.generation)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sealed history, as in `SuffixIndex`."""
+        with self._lock:
+            return int(self._core.nbytes)
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of the generation's files: `nbytes`, and at most a third more that no longer counts."""
+        with self._lock:
+            return int(self._core.file_bytes)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the sealed history."""
+        with self._lock:
+            return int(self._core.tokens)
+
+    @property
+    def problems(self) -> int:
+        """Problems with sealed history."""
+        with self._lock:
+            return int(self._core.problems)

@@ -1,0 +1,205 @@
+"""Replaying recorded rollouts step by step as the drafter would have seen them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from das_adapter.core.index import SuffixIndex
+from das_adapter.sim.rollouts import Rollout
+
+SOURCES = ("own", "own+siblings", "own+siblings+history")
+CLASSES = ("short", "medium", "long")
+
+
+@dataclass
+class Tally:
+    """What was drafted, and what of it the recorded responses confirm."""
+
+    rounds: int = 0
+    """Forward passes that wrote the responses: each writes what was accepted and one token."""
+    drafted: int = 0
+    accepted: int = 0
+    tokens: int = 0
+
+    def figures(self) -> dict[str, float]:
+        rounds = max(self.rounds, 1)
+        return {
+            "rounds": self.rounds,
+            "tokens": self.tokens,
+            "tokens_per_forward": self.tokens / rounds,
+            "accepted_per_round": self.accepted / rounds,
+            "drafted_per_round": self.drafted / rounds,
+        }
+
+
+@dataclass
+class Outcome:
+    """What one replay showed."""
+
+    total: Tally = field(default_factory=Tally)
+    by_step: dict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    by_length: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    tried: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Draft tokens by position in the draft, those whose predecessors were accepted; shape (budget,)."""
+    right: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    """Of these, accepted ones."""
+    bins: np.ndarray = field(default_factory=lambda: np.zeros((20, 3)))
+    """Draft tokens by their chance, in 20 equal bins: how many, sum of chances, survivors."""
+    draft_seconds: float = 0.0
+    extend_seconds: float = 0.0
+    seal_seconds: float = 0.0
+
+    def figures(self) -> dict[str, Any]:
+        count = self.bins[:, 0]
+        return {
+            **self.total.figures(),
+            "by_step": {str(step): t.figures() for step, t in sorted(self.by_step.items())},
+            "by_length": {name: self.by_length[name].figures() for name in CLASSES if name in self.by_length},
+            "acceptance_by_position": (self.right / np.maximum(self.tried, 1)).tolist(),
+            "calibration_error": float(np.abs(self.bins[:, 1] - self.bins[:, 2]).sum() / max(count.sum(), 1)),
+            "reliability": [
+                {"chance": b[1] / b[0], "survived": b[2] / b[0], "tokens": int(b[0])}
+                for b in self.bins.tolist()
+                if b[0]
+            ],
+            "draft_us_per_request": self.draft_seconds / max(self.total.rounds, 1) * 1e6,
+            "extend_us_per_request": self.extend_seconds / max(self.total.rounds, 1) * 1e6,
+            "seal_seconds": self.seal_seconds,
+        }
+
+
+@dataclass(eq=False)
+class _Live:
+    rollout: Rollout
+    handle: int
+    length: str
+    at: int = 0
+
+
+def replay(
+    rollouts: Sequence[Rollout],
+    sources: str = SOURCES[-1],
+    budget: int = 8,
+    min_chance: float = 0.0,
+    window: int = 16,
+    batch: int = 256,
+) -> Outcome:
+    """Write the rollouts again, drafting as an engine with this index would have.
+
+    Args:
+        rollouts: of any steps; a step's rollouts are written together, `batch` at a time, whole groups first.
+        sources: one of `SOURCES`: a request's own text, its siblings' as they grow, earlier steps' rollouts.
+        budget: most draft tokens of a request in a round.
+        min_chance: as in `SuffixIndex.draft_flat`.
+        window: steps that a rollout stays in the history.
+        batch: requests that are live at once, at least 1.
+    """
+    index, outcome = SuffixIndex(), Outcome(tried=np.zeros(budget), right=np.zeros(budget))
+    medium, long = np.quantile([len(r.tokens) for r in rollouts], (0.5, 0.9))
+    unique = itertools.count(2**32)
+    ordered = sorted(rollouts, key=lambda r: (r.step, r.run, r.problem))
+    for (step, _run), group in itertools.groupby(ordered, key=lambda r: (r.step, r.run)):
+        index.expire(step - window)
+        waiting = list(group)
+        history = list(waiting) if sources.endswith("history") else []
+        waiting.reverse()
+        live: list[_Live] = []
+        while waiting or live:
+            while waiting and len(live) < batch:
+                r = waiting.pop()
+                name = CLASSES[int(np.searchsorted((medium, long), len(r.tokens)))]
+                live.append(_Live(r, index.open(next(unique) if sources == "own" else r.problem, r.prompt), name))
+            _round(index, live, step, outcome, budget, min_chance)
+            for done in [x for x in live if x.at >= len(x.rollout.tokens)]:
+                index.close(done.handle, keep=sources != "own")
+            live = [x for x in live if x.at < len(x.rollout.tokens)]
+        start = time.perf_counter()
+        for r in history:
+            index.add(r.problem, r.tokens, step)
+        index.seal()
+        outcome.seal_seconds += time.perf_counter() - start
+        index.clear_live()
+    return outcome
+
+
+def _round(index: SuffixIndex, live: list[_Live], step: int, out: Outcome, budget: int, min_chance: float) -> None:
+    handles = np.array([x.handle for x in live])
+    budgets = np.array([min(budget, len(x.rollout.tokens) - x.at - 1) for x in live])
+    start = time.perf_counter()
+    tokens, chances, offsets = index.draft_flat(handles, budgets, min_chance)
+    out.draft_seconds += time.perf_counter() - start
+    survived = np.zeros(len(tokens), dtype=bool)
+    grown = []
+    bounds = offsets.tolist()
+    for x, begin, end in zip(live, bounds, bounds[1:], strict=False):
+        text = x.rollout.tokens
+        wrong = np.flatnonzero(text[x.at : x.at + end - begin] != tokens[begin:end])
+        kept = int(wrong[0]) if len(wrong) else end - begin
+        survived[begin : begin + kept] = True
+        out.right[:kept] += 1
+        out.tried[: min(kept + 1, end - begin)] += 1
+        grown.append(text[x.at : x.at + kept + 1])
+        x.at += len(grown[-1])
+        for tally in (out.total, out.by_step[step], out.by_length[x.length]):
+            tally.rounds += 1
+            tally.drafted += end - begin
+            tally.accepted += kept
+            tally.tokens += len(grown[-1])
+    which = np.minimum((chances * 20).astype(int), 19)
+    for column, values in enumerate((np.ones(len(tokens)), chances, survived)):
+        out.bins[:, column] += np.bincount(which, weights=values, minlength=20)
+    joined, ends = np.concatenate(grown), np.cumsum([0, *map(len, grown)])
+    start = time.perf_counter()
+    index.extend_many(handles, joined, ends)
+    out.extend_seconds += time.perf_counter() - start
+
+
+def report(
+    rollouts: Sequence[Rollout], budget: int = 8, min_chance: float = 0.0, window: int = 16, batch: int = 256
+) -> dict[str, Any]:
+    """`replay` with all sources, and beside it what each source adds; figures as JSON can hold them."""
+    outcomes = {s: replay(rollouts, s, budget, min_chance, window, batch) for s in SOURCES}
+    return {
+        "rollouts": len(rollouts),
+        "problems": len({r.problem for r in rollouts}),
+        "steps": len({r.step for r in rollouts}),
+        "settings": {"budget": budget, "min_chance": min_chance, "window": window, "batch": batch},
+        **outcomes[SOURCES[-1]].figures(),
+        "by_source": {s: o.total.figures() for s, o in outcomes.items()},
+    }
+
+
+def plot(figures: dict[str, Any], path: str) -> None:
+    """Tokens per forward by step, source and length, acceptance by position, and the chances' reliability, as a PNG.
+
+    Raises:
+        ImportError: matplotlib is not installed (extra `plot`).
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 7), layout="constrained")
+    (by_step, by_source, by_length), (by_position, reliability, counts) = figure.subplots(2, 3)
+    steps = figures["by_step"]
+    by_step.plot([int(s) for s in steps], [f["tokens_per_forward"] for f in steps.values()], marker="o")
+    by_step.set(title="by step", xlabel="step", ylabel="tokens per forward", ylim=(1, None))
+    for axes, key in ((by_source, "by_source"), (by_length, "by_length")):
+        axes.bar(list(figures[key]), [f["tokens_per_forward"] for f in figures[key].values()])
+        axes.set(title=key.replace("_", " "), ylabel="tokens per forward", ylim=(1, None))
+        axes.tick_params(axis="x", labelsize=8)
+    positions = figures["acceptance_by_position"]
+    by_position.bar(range(1, len(positions) + 1), positions)
+    by_position.set(title="acceptance by draft position", xlabel="position", ylabel="accepted of those reached")
+    points = figures["reliability"]
+    reliability.plot([0, 1], [0, 1], color="grey", linewidth=1)
+    reliability.plot([p["chance"] for p in points], [p["survived"] for p in points], marker="o")
+    reliability.set(title=f"chances: error {figures['calibration_error']:.3f}", xlabel="estimated", ylabel="survived")
+    counts.bar([p["chance"] for p in points], [p["tokens"] for p in points], width=0.04)
+    counts.set(title="draft tokens by chance", xlabel="estimated")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,378 @@
+"""What a node's history promises: once in memory, mapped by many, never wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from das_adapter.core.index import IndexFileError, SuffixIndex
+from das_adapter.core.index.store import HistoryStore
+from das_adapter.errors import DasError
+
+POEM = list(range(11, 21))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[HistoryStore]:
+    with HistoryStore(tmp_path / "history") as store:
+        yield store
+
+
+def drafted(index: SuffixIndex, problem: int = 1, prefix: tuple[int, ...] = ()) -> list[int]:
+    handle = index.open(problem, [], prefix=prefix)
+    try:
+        return index.draft([handle], [20], 0.0)[0][0].tolist()
+    finally:
+        index.close(handle, keep=False)
+
+
+def fill(store: HistoryStore, steps: int, problems: int = 3, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    for version in range(steps):
+        for problem in range(problems):
+            store.add(problem, rng.integers(0, 9, 60), version)
+        store.seal()
+
+
+def names(store: HistoryStore, kind: str = "segments") -> list[str]:
+    return sorted(p.name for p in store.directory.glob(f"{kind}-*"))
+
+
+def test_what_is_sealed_is_drafted_after_the_next_refresh(store: HistoryStore) -> None:
+    index = SuffixIndex.attach(store.directory)
+    assert (index.refresh(), index.tokens) == (0, 0)
+    store.add(1, POEM, 0)
+    generation = store.seal()
+    assert drafted(index) == []
+    assert index.refresh() == index.generation == generation
+    assert drafted(index) == POEM
+    assert (index.tokens, index.problems, index.nbytes) == (store.tokens, store.problems, store.nbytes)
+
+
+def test_an_empty_directory_is_an_empty_history(tmp_path: Path) -> None:
+    index = SuffixIndex.attach(tmp_path)
+    assert (index.refresh(), index.tokens, drafted(index)) == (0, 0, [])
+    with pytest.raises(FileNotFoundError):
+        index.refresh(1)
+
+
+def test_a_live_request_goes_on_through_a_refresh(store: HistoryStore) -> None:
+    index = SuffixIndex.attach(store.directory)
+    handle, sibling = index.open(1, [5]), index.open(1, [5])
+    index.extend(handle, [11, 12, 13])
+    index.extend(sibling, [11])
+    store.add(1, [11, 12, 77, 78], 0)
+    store.seal()
+    index.refresh()
+    assert index.draft([sibling], [2], 0.0)[0][0].tolist() == [12, 13]
+    index.extend(sibling, [12, 77])
+    assert index.draft([sibling], [2], 0.0)[0][0].tolist() == [78]
+
+
+def test_many_steps_end_in_one_segment_and_few_files(store: HistoryStore) -> None:
+    fill(store, 20)
+    store.settle()
+    index = SuffixIndex.attach(store.directory)
+    assert index.tokens == store.tokens == 20 * 3 * 60
+    for problem in range(3):
+        assert drafted(index, problem, (1, 2))
+    assert store.nbytes <= store.file_bytes <= store.nbytes * 4 / 3 + 1000
+    store.add(9, POEM, 20)
+    for _ in range(3):  # what a generation lacks stays for two more
+        store.seal()
+        store.settle()
+    assert len(names(store)) <= 4
+    assert len(names(store, "manifest")) == 3
+
+
+def test_an_engine_maps_a_node_s_history_and_holds_no_copy(store: HistoryStore) -> None:
+    rng = np.random.default_rng(0)
+    store.add(1, rng.integers(0, 50_000, 400_000), 0)
+    store.seal()
+    index = SuffixIndex.attach(store.directory)
+    drafted(index)  # read once
+    mapped, private = 0, 0
+    with open("/proc/self/smaps") as lines:
+        ours = False
+        for line in lines:
+            if "-" in line.split()[0]:
+                ours = str(store.directory) in line
+            elif ours and line.startswith("Size:"):
+                mapped += int(line.split()[1]) * 1024
+            elif ours and line.startswith("Anonymous:"):
+                private += int(line.split()[1])
+    assert mapped >= 2 * store.nbytes > 0  # the store's mapping and the index's
+    assert private == 0
+
+
+def test_expiry_removes_the_files_two_generations_later(store: HistoryStore) -> None:
+    store.add(1, POEM, 0)
+    store.seal()
+    old = names(store)
+    store.add(2, POEM, 5)
+    store.seal()
+    assert store.expire(5) == len(POEM)
+    index = SuffixIndex.attach(store.directory)
+    assert (drafted(index, 1), drafted(index, 2)) == ([], POEM)
+    assert set(old) <= set(names(store))
+    store.seal()
+    store.seal()
+    assert not set(old) & set(names(store))
+    assert drafted(index, 2) == POEM
+
+
+def test_the_budget_drops_the_problems_seen_least_recently_first(store: HistoryStore) -> None:
+    rng = np.random.default_rng(0)
+    for version, problem in ((0, 1), (0, 2), (1, 3), (2, 2), (3, 4)):
+        store.add(problem, rng.integers(0, 9, 200), version)
+    store.seal()
+    store.shrink(store.nbytes - 1)
+    index = SuffixIndex.attach(store.directory)
+    held = [bool(drafted(index, p)) for p in (1, 2, 3, 4)]
+    assert held == [False, True, True, True]
+    store.shrink(store.nbytes - 1)
+    index.refresh()
+    assert [bool(drafted(index, p)) for p in (1, 2, 3, 4)] == [False, True, False, True]
+    store.shrink(0)
+    index.refresh()
+    assert index.tokens == store.tokens == store.nbytes == 0
+
+
+def test_window_and_budget_go_into_the_generation_of_the_seal(store: HistoryStore) -> None:
+    for version in range(4):
+        store.add(version, POEM, version)
+        generation = store.seal(before_version=version - 1, max_bytes=store.nbytes + 10_000)
+        assert generation == store.generation == version + 1
+    assert store.tokens == 2 * len(POEM)
+    store.seal(max_bytes=0)
+    assert store.tokens == 0
+
+
+def test_a_reader_two_generations_behind_still_maps_its_own(store: HistoryStore) -> None:
+    rng = np.random.default_rng(0)
+    generations = []
+    for version in range(4):
+        store.expire(version)  # nothing of the last step stays
+        store.add(1, [version] * 3 + rng.integers(10, 20, 30).tolist(), version)
+        generations.append(store.seal())
+        store.settle()
+    behind = store.generation - 2
+    lagging = SuffixIndex.attach(store.directory)
+    assert lagging.refresh(behind) == behind
+    assert lagging.tokens in (0, 33)
+    held = SuffixIndex.attach(store.directory)
+    before = drafted(held)
+    for version in range(4, 10):
+        store.expire(version)
+        store.add(1, [version, 77, 78], version)
+        store.seal()
+    assert drafted(held) == before  # its files are unlinked, its mapping is not
+    with pytest.raises(FileNotFoundError):
+        held.refresh(generations[0])
+    assert drafted(held) == before
+    assert held.refresh() == store.generation
+    assert drafted(held) == [9, 77, 78]
+
+
+def test_readers_of_one_generation_draft_the_same(store: HistoryStore) -> None:
+    fill(store, 6)
+    generation = store.settle()
+    first = SuffixIndex.attach(store.directory)
+    fill(store, 1, seed=1)
+    second = SuffixIndex.attach(store.directory)
+    second.refresh(generation)
+    assert drafted(first, 1, (1, 2)) == drafted(second, 1, (1, 2))
+
+
+def test_an_attached_index_does_not_write(store: HistoryStore) -> None:
+    index = SuffixIndex.attach(store.directory)
+    for call in (lambda: index.add(1, POEM, 0), index.seal, lambda: index.expire(1), lambda: index.shrink(0)):
+        with pytest.raises(DasError, match="HistoryStore"):
+            call()
+    with pytest.raises(DasError, match=r"SuffixIndex\.attach"):
+        SuffixIndex().refresh()
+
+
+def test_there_is_one_writer(store: HistoryStore) -> None:
+    with pytest.raises(DasError, match="another store writes there"):
+        HistoryStore(store.directory)
+    store.close()
+    HistoryStore(store.directory).close()
+
+
+def test_a_store_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    with HistoryStore(tmp_path, max_depth=32) as store:
+        fill(store, 3)
+    (tmp_path / "segments-00000000000000ff").write_bytes(b"of a writer that died")
+    (tmp_path / "manifest.77.tmp").write_bytes(b"")
+    with HistoryStore(tmp_path) as again:
+        assert again.tokens == 3 * 3 * 60
+        generation = again.generation
+        fill(again, 4, seed=1)
+        again.settle()
+        assert again.generation > generation
+        assert SuffixIndex.attach(tmp_path).max_depth == 32
+        assert not [p.name for p in tmp_path.iterdir() if p.name.endswith((".tmp", "ff"))]
+
+
+def test_a_directory_begun_anew_is_mapped_anew(tmp_path: Path) -> None:
+    directory = tmp_path / "history"
+    indexes = []
+    for text in (POEM, [77, 78]):
+        with HistoryStore(directory) as store:
+            store.add(1, text, 0)
+            store.seal()
+        indexes = indexes or [SuffixIndex.attach(directory)]
+        indexes[0].refresh()
+        assert drafted(indexes[0]) == text
+        shutil.rmtree(directory)
+
+
+def test_a_saved_store_is_a_saved_index(store: HistoryStore, tmp_path: Path) -> None:
+    fill(store, 3)
+    store.save(tmp_path / "history.idx")
+    loaded, mapped = SuffixIndex.load(tmp_path / "history.idx"), SuffixIndex.attach(store.directory)
+    assert loaded.tokens == mapped.tokens
+    assert drafted(loaded, 2, (1, 2)) == drafted(mapped, 2, (1, 2))
+
+
+def test_sealing_with_threads_gives_the_same_history(tmp_path: Path) -> None:
+    drafts = []
+    for threads in (1, 4):
+        with HistoryStore(tmp_path / str(threads), threads=threads) as store:
+            fill(store, 4, problems=20)
+            store.settle()
+            index = SuffixIndex.attach(store.directory)
+            handles = [index.open(p, [], prefix=[a, 3]) for p in range(20) for a in range(9)]
+            flat = index.draft_flat(handles, [8] * len(handles), 0.0, threads=threads)
+            drafts.append([a.tolist() for a in flat])
+    assert drafts[0] == drafts[1]
+    with pytest.raises(ValueError, match="twice"):
+        index.draft_flat([handles[0]] * 2, [1, 1], threads=2)
+
+
+def test_another_process_maps_the_same_history(store: HistoryStore) -> None:
+    store.add(1, POEM, 0)
+    store.seal()
+    code = f"""
+from das_adapter.core.index import SuffixIndex
+index = SuffixIndex.attach({str(store.directory)!r})
+print(index.draft([index.open(1, [])], [20], 0.0)[0][0].tolist())
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == str(POEM)
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    with HistoryStore(tmp_path_factory.mktemp("store")) as store:
+        fill(store, 2)
+        store.settle()
+        files = {p.name: p.read_bytes() for p in store.directory.iterdir() if p.name != "writer"}
+        needed = {n: files[n] for n in ("manifest", names(store)[-1])}
+    return needed
+
+
+def laid_out(files: dict[str, bytes], folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def use_all(index: SuffixIndex) -> None:
+    for problem in range(3):
+        drafted(index, problem)
+
+
+def test_the_needed_files_are_enough(sound: dict[str, bytes], tmp_path: Path) -> None:
+    index = SuffixIndex.attach(laid_out(sound, tmp_path / "copy"))
+    use_all(index)
+    assert index.tokens == 2 * 3 * 60
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_a_flipped_bit_is_an_error_before_it_is_a_draft(
+    sound: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(sorted(sound)))
+    damaged = bytearray(sound[name])
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    folder = laid_out(sound | {name: bytes(damaged)}, tmp_path_factory.getbasetemp() / "flipped")
+    with pytest.raises(IndexFileError, match=name):
+        use_all(SuffixIndex.attach(folder))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_file_cut_anywhere_is_refused_when_it_is_mapped(sound: dict[str, bytes], tmp_path: Path, which: int) -> None:
+    name = sorted(sound)[which]
+    for size in [*range(0, 170, 7), len(sound[name]) // 2, len(sound[name]) - 1]:
+        folder = laid_out(sound | {name: sound[name][:size]}, tmp_path / "cut")
+        with pytest.raises(IndexFileError, match=name):
+            SuffixIndex.attach(folder)
+
+
+def test_another_store_s_file_of_the_same_name_is_refused(sound: dict[str, bytes], tmp_path: Path) -> None:
+    with HistoryStore(tmp_path / "other") as other:
+        fill(other, 2, seed=5)
+        other.settle()
+    name = next(n for n in sound if n != "manifest")
+    foreign = (other.directory / names(other)[-1]).read_bytes()
+    assert len(foreign) == len(sound[name])
+    with pytest.raises(IndexFileError, match="not the file that the manifest names"):
+        SuffixIndex.attach(laid_out(sound | {name: foreign}, tmp_path / "mixed"))
+
+
+def test_a_newer_format_is_named(sound: dict[str, bytes], tmp_path: Path) -> None:
+    newer = sound["manifest"][:8] + struct.pack("=Q", 9) + sound["manifest"][16:]
+    with pytest.raises(IndexFileError, match="format version is 9, this program reads 2"):
+        SuffixIndex.attach(laid_out(sound | {"manifest": newer}, tmp_path / "newer"))
+
+
+def test_after_a_failed_refresh_the_history_is_what_it_was(store: HistoryStore) -> None:
+    store.add(1, POEM, 0)
+    generation = store.seal()
+    index = SuffixIndex.attach(store.directory)
+    handle = index.open(1, [])
+    store.add(1, [77, 78], 1)
+    store.seal()
+    store.settle()
+    newest = store.directory / names(store)[-1]
+    damaged = bytearray(newest.read_bytes())
+    damaged[-3] ^= 1
+    os.unlink(newest)
+    newest.write_bytes(damaged)
+    for _ in range(2):
+        with pytest.raises(IndexFileError, match="problem 1"):
+            index.refresh()
+        assert index.draft([handle], [20], 0.0)[0][0].tolist() == POEM
+        assert index.generation == generation
+
+
+def test_a_store_does_not_pass_damage_on(store: HistoryStore, tmp_path: Path) -> None:
+    fill(store, 2)
+    store.settle()
+    store.close()
+    newest = store.directory / names(store)[-1]
+    damaged = bytearray(newest.read_bytes())
+    damaged[-3] ^= 1
+    os.unlink(newest)
+    newest.write_bytes(damaged)
+    with HistoryStore(store.directory) as again:
+        for call in (lambda: again.expire(1), lambda: again.save(tmp_path / "saved")):
+            with pytest.raises(IndexFileError, match=newest.name):
+                call()

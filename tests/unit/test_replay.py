@@ -1,0 +1,213 @@
+"""Recorded rollouts are read in every format, and replayed as an engine would have drafted."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from click.testing import CliRunner
+
+from das_adapter.bench import index, workload
+from das_adapter.bench.engines import Arctic, Ours, Plain
+from das_adapter.bench.index import accepted, cost
+from das_adapter.cli import main
+from das_adapter.errors import DasError
+from das_adapter.sim.replay import SOURCES, plot, replay, report
+from das_adapter.sim.rollouts import Rollout, RolloutFileError, read
+
+POEM = list(range(11, 51))
+TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_math" / "policy"
+
+
+def rollout(step: int, tokens: list[int], problem: int = 0) -> Rollout:
+    return Rollout(problem, step, 0, np.array([1, 2], np.int32), np.array(tokens, np.int32))
+
+
+def write(path: Path, *rows: dict[str, object]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+# Reading
+
+
+def test_verl_s_dump_is_read_step_by_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        rows = [{"input": "1+2=", "output": f"{step}{i}", "gts": "3", "score": 0.0, "step": step} for i in range(2)]
+        write(tmp_path / f"{step}.jsonl", *rows, {"input": "2+2=", "output": "4", "step": step})
+    found = read(tmp_path, str(TOKENIZER))
+    assert [(r.step, r.problem) for r in found] == [(1, 0), (1, 0), (1, 1), (2, 0), (2, 0), (2, 1)]
+    assert len({r.prompt.tobytes() for r in found}) == 2
+    with pytest.raises(RolloutFileError, match="--tokenizer"):
+        read(tmp_path)
+
+
+def test_nemo_rl_s_dump_needs_no_tokenizer(tmp_path: Path) -> None:
+    row = {"content": [["a", "b"]], "token_ids": [[5, 6, 7, 8, 0, 0]], "token_loss_mask": [[0, 0, 1, 1, 0, 0]],
+           "input_lengths": [4], "idx": 0}  # fmt: skip
+    (one,) = read(write(tmp_path / "train_data_step7.jsonl", row))
+    assert (one.step, one.prompt.tolist(), one.tokens.tolist()) == (7, [5, 6], [7, 8])
+
+
+def test_nemo_rl_s_older_dump_holds_messages(tmp_path: Path) -> None:
+    path = write(tmp_path / "train_data_step3.jsonl", {"content": ["1+2=", "3"], "rewards": 1.0})
+    (one,) = read(path, str(TOKENIZER))
+    assert one.step == 3 and len(one.prompt) and len(one.tokens)
+
+
+def test_arrays_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.npz"
+    np.savez(path, ids=np.arange(6), offsets=[0, 2, 2, 6], problem=[0, 0, 1], step=[0, 0, 1],
+             prompt_ids=[9, 8, 7], prompt_offsets=[0, 1, 3])  # fmt: skip
+    found = [(r.problem, r.step, r.prompt.tolist(), r.tokens.tolist()) for r in read(path)]
+    assert found == [(0, 0, [9], [0, 1]), (1, 1, [8, 7], [2, 3, 4, 5])]
+
+
+def test_packed_responses_of_several_policies_are_read(tmp_path: Path) -> None:
+    rows = [
+        {"problem_id": "a", "problem": "1+2=", "response": "3", "run": run, "step": s}
+        for run, s in (("x", 0), ("y", 9))
+    ]
+    packed = zstandard.ZstdCompressor().compress("\n".join(map(json.dumps, rows)).encode())
+    (tmp_path / "traces.jsonl.zst").write_bytes(packed)
+    found = read(tmp_path / "traces.jsonl.zst", str(TOKENIZER))
+    assert [(r.problem, r.run, r.step) for r in found] == [(0, 0, 0), (0, 1, 9)]
+
+
+@pytest.mark.parametrize("text", ["not json", '{"other": 1}', "[1]", '{"token_ids": [1, 2]}'])
+def test_what_is_no_rollout_is_named_with_its_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "1.jsonl"
+    path.write_text("\n" + text)
+    with pytest.raises(RolloutFileError, match=r"1\.jsonl:2"):
+        read(path, str(TOKENIZER))
+
+
+def test_a_dump_without_responses_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "1.jsonl").write_text("")
+    with pytest.raises(RolloutFileError, match="no rollout"):
+        read(tmp_path / "1.jsonl")
+    np.savez(tmp_path / "r.npz", ids=np.arange(6))
+    with pytest.raises(RolloutFileError, match="offsets, problem"):
+        read(tmp_path / "r.npz")
+
+
+# Replaying
+
+
+def test_what_earlier_steps_wrote_is_drafted_in_later_ones() -> None:
+    steps = [rollout(0, POEM), rollout(1, POEM)]
+    with_history, without = replay(steps), replay(steps, SOURCES[1])
+    assert with_history.by_step[0].rounds == without.by_step[0].rounds == len(POEM)
+    assert without.by_step[1].rounds == len(POEM)
+    assert with_history.by_step[1].rounds == 5  # 40 tokens: eight drafted and one more, each time
+    assert with_history.by_step[1].tokens == len(POEM)
+
+
+def test_a_step_outside_the_window_is_not_drafted_from() -> None:
+    steps = [rollout(0, POEM), rollout(5, POEM)]
+    assert replay(steps, window=4).by_step[5].rounds == len(POEM)
+    assert replay(steps, window=5).by_step[5].rounds == 5
+
+
+def test_siblings_help_only_as_they_grow() -> None:
+    same_pace = replay([rollout(0, POEM), rollout(0, POEM)], SOURCES[1])
+    assert same_pace.total.rounds == 2 * len(POEM)
+    later = replay([rollout(0, POEM), rollout(0, POEM)], SOURCES[1], batch=1)
+    assert later.total.rounds == len(POEM) + 5
+    assert replay([rollout(0, POEM), rollout(0, POEM)], SOURCES[0], batch=1).total.rounds == 2 * len(POEM)
+
+
+def test_the_report_adds_up(tmp_path: Path) -> None:
+    rollouts = workload.synthetic(problems=4, samples=4, mean_tokens=100)
+    rollouts += [Rollout(r.problem, 1, 0, r.prompt, r.tokens) for r in rollouts]
+    figures = report(rollouts)
+    total = sum(len(r.tokens) for r in rollouts)
+    for part in (figures["by_step"], figures["by_length"]):
+        assert sum(f["tokens"] for f in part.values()) == figures["tokens"] == total
+        assert sum(f["rounds"] for f in part.values()) == figures["rounds"]
+    gains = [figures["by_source"][s]["tokens_per_forward"] for s in SOURCES]
+    assert gains == sorted(gains) and gains[-1] == figures["tokens_per_forward"] > 1.5
+    assert len(figures["acceptance_by_position"]) == 8
+    assert all(0 <= p["survived"] <= 1 for p in figures["reliability"])
+    plot(figures, str(tmp_path / "r.png"))
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+
+
+def test_the_command_prints_and_writes(tmp_path: Path) -> None:
+    rows = [{"input": "1+2=", "output": "1+2=3, so 1+2=3", "step": s} for s in (1, 2)]
+    path = write(tmp_path / "1.jsonl", *rows)
+    out = CliRunner().invoke(
+        main, ["replay", str(path), "--tokenizer", str(TOKENIZER), "--json", str(tmp_path / "f.json")]
+    )
+    assert out.exit_code == 0, out.output
+    assert "source own+siblings+history" in out.output and "step 2" in out.output
+    assert json.loads((tmp_path / "f.json").read_text())["rollouts"] == 2
+    out = CliRunner().invoke(main, ["replay", str(path)])
+    assert out.exit_code == 1 and "--tokenizer" in out.output
+
+
+# Measuring
+
+
+@pytest.mark.parametrize("setting", workload.SETTINGS)
+def test_both_drafters_write_the_whole_of_every_target(setting: str) -> None:
+    rollouts = workload.synthetic(problems=3, samples=3, mean_tokens=60)
+    rollouts += [Rollout(r.problem, 1, 0, r.prompt, r.tokens) for r in rollouts]
+    found = workload.groups(rollouts)
+    assert len(found) == 6
+    tokens = sum(len(g.target) for g in found)
+    for engine in (Ours(), Plain()):
+        figures = accepted(engine, found, setting, 8, at_once=4)
+        assert figures["rounds"] * figures["tokens_per_forward"] == pytest.approx(tokens)
+        assert 0 < figures["accepted"] <= 8
+
+
+def test_the_plain_drafter_takes_the_longest_match_s_most_frequent_continuation() -> None:
+    plain = Plain()
+    plain.learn(
+        0, np.zeros(0, np.int32), [(0, np.array(t, np.int32)) for t in ([1, 2, 5], [1, 2, 6], [1, 2, 6], [9, 2, 7])]
+    )
+    handle = plain.open(0, np.zeros(0, np.int32))
+    plain.extend([handle], [np.array([1, 2], np.int32)])
+    assert plain.draft([handle], 1)[0].tolist() == [6]
+
+
+def test_cost_counts_what_it_inserts() -> None:
+    rollouts = workload.synthetic(problems=2, samples=8, mean_tokens=100)
+    figures = cost(Ours(), rollouts, steps=2)
+    assert figures["history_tokens"] == sum(len(r.tokens) for r in rollouts if len(r.tokens) >= 64)
+    assert set(figures["decode_step"]) == {1, 16, 64, 256}
+
+
+def test_an_engine_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    with pytest.raises(DasError, match="arctic-inference"):
+        Arctic()
+
+
+def test_the_bench_measures_all_engines_on_the_same_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index, "mapping", functools.partial(index.mapping, 20_000, 4, 4))
+    monkeypatch.setattr(index, "cost", functools.partial(index.cost, steps=2))
+    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
+    rollouts = workload.synthetic(problems=2, samples=3, mean_tokens=80)
+    arrays = {name: np.array([getattr(r, name) for r in rollouts]) for name in ("problem", "step", "run")}
+    lengths = [len(r.tokens) for r in rollouts]
+    ids = np.concatenate([r.tokens for r in rollouts])
+    np.savez(tmp_path / "made.npz", ids=ids, offsets=np.cumsum([0, *lengths]), **arrays)
+    arguments = ["bench", "index", "--traces", str(tmp_path), "--against", "plain", "--against", "arctic"]
+    out = CliRunner().invoke(main, [*arguments, "--json", str(tmp_path / "index.json")])
+    assert out.exit_code == 0, out.output
+    figures = json.loads((tmp_path / "index.json").read_text())
+    assert "arctic-inference" in figures["skipped"]["arctic"]
+    assert set(figures["work"]["made"]["accepted"]) == {"growing", "finished"}
+    assert set(figures["work"]["made"]["accepted"]["growing"]) == {"ours", "plain"}
+    assert figures["mapping"]["tokens"] == 5 * 4 * 1250  # five versions of four problems
+    text = (tmp_path / "index.md").read_text()
+    out = CliRunner().invoke(main, ["bench", "index", "--traces", str(write(tmp_path / "no.jsonl", {"a": 1}))])
+    assert out.exit_code == 1 and "no.jsonl:1" in out.output
+    assert "| made, finished | 2 |" in text and "first use of all problems" in text
