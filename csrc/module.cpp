@@ -4,10 +4,12 @@
 namespace nb = nanobind;
 
 void bind_keyed_noise(nb::module_& m);
+void bind_quantised_linear(nb::module_& m);
 void bind_suffix_index(nb::module_& m);
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of das-adapter: keyed-noise sampling and the suffix index.";
+  m.doc() = "Native core of das-adapter: keyed-noise sampling, quantised linear layers and the suffix index.";
   bind_keyed_noise(m);
+  bind_quantised_linear(m);
   bind_suffix_index(m);
 }

@@ -1,10 +1,10 @@
-"""vLLM's proposer for the history drafter (`speculative_config.method: custom_class`)."""
+"""vLLM's proposers (`speculative_config.method: custom_class`): what all of them share, and the history drafter."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,29 +20,31 @@ from das_adapter.errors import DasError
 logger = logging.getLogger("das_adapter")
 
 
-class HistoryProposer:
-    """Drafts each request's continuation from its problem's rollouts, its live siblings and its own text.
+class Proposer:
+    """A drafter that can fail, or draft nothing useful, without harm to the rollout.
 
-    The runner is bound by `engine.worker.attach`, before the first step. The class has no attribute `model`, by
-    which vLLM and the hosts would take it for a drafter with weights.
+    `runner` (vLLM's model runner) and `seed` (the noise seed of a request id) are bound by `engine.worker`, before the
+    first step. The class has no attribute `model`, by which vLLM and the hosts would take it for a drafter with
+    weights.
     """
+
+    NAME = ""
 
     def __init__(self, vllm_config: VllmConfig):
         config = parse(vllm_config.additional_config[SETTINGS_KEY])
         assert config is not None and vllm_config.speculative_config is not None
         self.config = config
-        self.index = SuffixIndex()
+        self.vllm_config = vllm_config
         self.counters = Counters()
         self.runner: Any = None
+        self.seed: Callable[[str], int] = hash
         self._max_draft = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocab = vllm_config.model_config.get_vocab_size()
-        self._live: dict[str, _Live] = {}
-        self._unique = 0
         self._paused = False
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to load; vLLM's CPU runner calls it on every drafter."""
+    def load_model(self, policy: Any) -> None:
+        """Called by vLLM with the policy, once it is loaded."""
 
     def propose(
         self,
@@ -70,7 +72,7 @@ class HistoryProposer:
                 return drafts
             except Exception as error:
                 self.counters.error = repr(error)
-                logger.exception("das: the history drafter failed and is off; decoding goes on without drafts")
+                logger.exception("das: the %s drafter failed and is off; decoding goes on without drafts", self.NAME)
             finally:
                 self.counters.propose_seconds.append(time.perf_counter() - begin)
         return [[] for _ in sampled_token_ids]
@@ -84,6 +86,37 @@ class HistoryProposer:
                 self.counters.accepted_tokens,
                 self.counters.draft_tokens,
             )
+
+    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> dict[str, Any]:
+        """A weight sync; see the drafters. Returns what to tell the host."""
+        self._paused = False
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """Figures beside the counters'."""
+        return {}
+
+    def end(self, request: Any) -> int:
+        """The length at which a request stops at the latest."""
+        limit = request.sampling_params.max_tokens or self._max_model_len
+        return min(self._max_model_len, len(request.prompt_token_ids) + limit)
+
+    def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        raise NotImplementedError
+
+
+class HistoryProposer(Proposer):
+    """Drafts each request's continuation from its problem's rollouts, its live siblings and its own text."""
+
+    NAME = "history"
+
+    def __init__(self, vllm_config: VllmConfig):
+        super().__init__(vllm_config)
+        self.index = SuffixIndex()
+        self.expected: dict[int, float] = {}
+        """Per row of the batch with a draft: how many of its tokens should be accepted."""
+        self._live: dict[str, _Live] = {}
+        self._unique = 0
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         requests, req_ids = self.runner.requests, self.runner.input_batch.req_ids
@@ -110,20 +143,24 @@ class HistoryProposer:
             self.index.extend_many(grown, np.concatenate(new), offsets)
         drafts: list[list[int]] = [[] for _ in sampled]
         if handles:
-            flat, _, offsets = self.index.draft_flat(handles, np.maximum(budgets, 0), self.config.budget.min_chance)
+            flat, chances, offsets = self.index.draft_flat(
+                handles, np.maximum(budgets, 0), self.config.budget.min_chance
+            )
             ids, at = flat.tolist(), offsets.tolist()
+            self.expected = {}
             for row, begin, end in zip(rows, at, at[1:], strict=False):
                 drafts[row] = ids[begin:end]
+                if begin < end:
+                    self.expected[row] = float(chances[begin:end].sum())
         return drafts
 
     def _open(self, req_id: str, request: Any, tokens: np.ndarray) -> _Live:
         self._close([req_id])
         prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
         handle = self.index.open(self._problem(request, prompt), prompt, prefix=tokens[len(prompt) :])
-        end = min(self._max_model_len, len(prompt) + (request.sampling_params.max_tokens or self._max_model_len))
         recorded = (request.sampling_params.extra_args or {}).get(RECORD_ARG, 1)
         keep = bool(recorded) and self.config.history.scope != "request"
-        live = self._live[req_id] = _Live(handle, len(tokens), end, keep)
+        live = self._live[req_id] = _Live(handle, len(tokens), self.end(request), keep)
         return live
 
     def _problem(self, request: Any, prompt: np.ndarray) -> int:
@@ -140,7 +177,7 @@ class HistoryProposer:
             if live := self._live.pop(req_id, None):
                 self.index.close(live.handle, keep=live.keep)
 
-    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> None:
+    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> dict[str, Any]:
         """Take the finished trajectories of all replicas over at a weight sync (DAS, section 4.1).
 
         Args:
@@ -149,7 +186,7 @@ class HistoryProposer:
 
         History older than the window goes, then the oldest versions until `history.max_bytes` is kept.
         """
-        self._paused = False
+        super().refresh(version, trajectories)
         self._close([req_id for req_id in self._live if req_id not in self.runner.requests])
         scope = self.config.history.scope
         if scope != "request":
@@ -163,6 +200,10 @@ class HistoryProposer:
             self.index.expire(version - self.config.history.window)
             self.index.shrink(self.config.history.max_bytes)
         self.index.clear_live()
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        return {"history_tokens": self.index.tokens, "history_bytes": self.index.nbytes}
 
 
 class KeyedHistoryProposer(HistoryProposer):
