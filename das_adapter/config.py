@@ -117,6 +117,11 @@ class DasConfig:
         return self.drafter in ("history", "self", "history+self")
 
     @property
+    def recalls(self) -> bool:
+        """Whether the run's history is drafted from."""
+        return self.drafter in ("history", "history+self")
+
+    @property
     def neural(self) -> bool:
         """Whether a drafter with weights of its own drafts."""
         return self.drafter in ("eagle3", "mtp", "draft_model")

@@ -22,6 +22,9 @@ class Counters:
     propose_seconds: list[float] = field(default_factory=list)
     error: str | None = None
     """What the drafter raised; from then on the engine decodes without it. Survives `take`."""
+    alarm: str | None = None
+    """What makes the drafter useless but not fail: its weights were not synced, or next to nothing is accepted.
+    Survives `take`, until the next weight sync."""
 
     def step(self, sampled: Sequence[Sequence[int]], drafts: Sequence[int]) -> None:
         """Count one decode step.
@@ -44,7 +47,7 @@ class Counters:
     def take(self) -> dict[str, Any]:
         """The counts as plain numbers (`merge` adds them up over workers), and start again at zero."""
         counts = {name: value for name, value in vars(self).items()}
-        self.__init__(error=self.error)  # type: ignore[misc]
+        self.__init__(error=self.error, alarm=self.alarm)  # type: ignore[misc]
         return counts
 
 
@@ -53,7 +56,9 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     `das/tokens_per_forward`: tokens per request forward, drafted or not. `das/draft_coverage`: share of request
     forwards that carried a draft. `das/acceptance_length`: tokens per drafted request forward (accepted + 1; vLLM's
-    mean acceptance length). `das/health`: 1 healthy, 0 if a drafter raised or acceptance collapsed.
+    mean acceptance length). `das/health`: 1 healthy, 0 if a drafter raised, its weights were not
+    synced or its acceptance collapsed. With a copy of the policy: `das/requantise_s`, seconds of the last weight sync's
+    rounding; `das/drafter_bytes`, its memory; `das/self_acceptance`, the chance that one of its tokens is accepted.
     """
     total = {name: sum(p[name] for p in parts) for name in
              ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens")}  # fmt: skip
@@ -63,7 +68,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "das/tokens_per_forward": total["tokens"] / max(1, forwards),
         "das/draft_coverage": drafted / max(1, forwards),
         "das/acceptance_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
-        "das/health": float(not any(p["error"] for p in parts) and not collapsed(total)),
+        "das/health": float(not any(p["error"] or p.get("alarm") for p in parts) and not collapsed(total)),
         "rollout/spec_accept_rate": total["accepted_tokens"] / max(1, total["draft_tokens"]),
         "rollout/spec_accept_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
         "rollout/spec_num_draft_tokens": float(total["draft_tokens"]),
@@ -73,6 +78,9 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if len(seconds):
         p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
         metrics |= {"das/propose_ms/p50": float(p50), "das/propose_ms/p99": float(p99)}
+    for name in ("requantise_s", "drafter_bytes", "self_acceptance"):
+        if found := [p[name] for p in parts if name in p]:
+            metrics[f"das/{name}"] = float(max(found))
     return metrics
 
 

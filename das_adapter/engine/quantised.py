@@ -40,7 +40,12 @@ def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
     Raises:
         ConfigError: the format or dtype does not exist on the weight's device.
     """
-    formats: dict[str, Any] = CPU_FORMATS if weight.device.type == "cpu" else GPU_FORMATS
+    if weight.device.type == "cpu":
+        formats: dict[str, Any] = {"int8": _CpuWeight, "int4": _CpuInt4}
+    else:
+        from das_adapter.engine import quantised_gpu
+
+        formats = {"fp8": quantised_gpu.Fp8, "int4": quantised_gpu.Int4}
     if weights not in formats:
         raise ConfigError(
             f"das.self.weights: found {weights!r}, allowed on {weight.device.type}: {', '.join(map(repr, formats))}"
@@ -85,7 +90,3 @@ class _CpuWeight:
 
 class _CpuInt4(_CpuWeight):
     bits = 4
-
-
-CPU_FORMATS: dict[str, Any] = {"int8": _CpuWeight, "int4": _CpuInt4}
-GPU_FORMATS: dict[str, Any] = {}

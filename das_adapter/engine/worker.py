@@ -14,7 +14,8 @@ from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.core.noise import row_keys
 from das_adapter.engine.args import SEED_ARG
-from das_adapter.engine.metrics import Counters
+from das_adapter.engine.metrics import Counters, collapsed
+from das_adapter.engine.neural import DraftWeights
 from das_adapter.errors import DasError, UnsupportedHost
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class DasWorker:
             self.drafter.runner, self.drafter.seed = runner, self._seed
         if not config.neural:
             self._draft_up_to_the_end()
+        self.draft_weights = DraftWeights(runner, config) if config.neural else None
         self._watch_steps(self._install_keyed_samplers() if config.keyed else None)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:
@@ -59,10 +61,17 @@ class DasWorker:
 
     def _refresh(self, version: int, trajectories: list[tuple[int, bytes, int]]) -> dict[str, Any]:
         done = self.drafter.refresh(version, trajectories) if self.drafter else {}
+        self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
+        if self.counters.alarm:
+            logger.error("das: %s", self.counters.alarm)
         self._seeds = {req_id: seed for req_id, seed in self._seeds.items() if req_id in self.runner.requests}
         return done
 
     def _stats(self) -> dict[str, Any]:
+        if collapsed(vars(self.counters)):
+            self.counters.alarm = f"acceptance of the {self.config.drafter} drafter collapsed"
+            logger.error("das: %s: %d of %d draft tokens", self.counters.alarm,
+                         self.counters.accepted_tokens, self.counters.draft_tokens)  # fmt: skip
         stats = self.counters.take()
         return stats | (self.drafter.stats() if self.drafter else {})
 

@@ -108,7 +108,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._history.report.remote(version, stats[0], self._clock.take())
         self._seen.clear()
         trajectories: list[Trajectory] = []
-        if self._das.drafter == "history":
+        if self._das.recalls:
             self._cursor, trajectories = await self._history.since.remote(self._cursor)
         payload = {"version": version, "trajectories": trajectories}
         await self.engine.collective_rpc("das_rpc", args=("refresh", payload))
