@@ -36,6 +36,11 @@ class Line:
         self.slope = max(0.0, (xy - x * y / n) / spread) if spread > 0.1 * n else min(self.slope, y / max(x, 1e-9))
         self.base = max(0.0, (y - self.slope * x) / n)
 
+    @property
+    def seen(self) -> bool:
+        """Whether anything was observed."""
+        return bool(self._sums[0])
+
     def __call__(self, tokens: float) -> float:
         return self.base + self.slope * tokens
 

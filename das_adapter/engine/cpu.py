@@ -82,6 +82,14 @@ def _keep_weights_beside_packed_ones() -> None:
 
     def keep(layer: torch.nn.Module, remove_weight: bool = False) -> None:
         stock(layer, remove_weight=False)
+        layer._das_repack = lambda: stock(layer, remove_weight=False)
 
     keep._das_adapter = True  # type: ignore[attr-defined]
     layers.dispatch_cpu_unquantized_gemm = keep
+
+
+def repack(policy: torch.nn.Module) -> None:
+    """Pack the policy's present weights again, where packed ones are computed with."""
+    for module in policy.modules():
+        if hasattr(module, "_das_repack"):
+            module._das_repack()

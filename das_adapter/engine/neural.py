@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from das_adapter.config import DasConfig
+from das_adapter.core.noise import row_keys
 
 logger = logging.getLogger("das_adapter")
 
@@ -23,10 +25,38 @@ PREFIX = "draft."
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
+def draw_with_keyed_noise(runner: Any, seed: Callable[[str], int]) -> None:
+    """vLLM's drafters draft the likeliest token, which at temperature 1 is often not the one that is drawn; where
+    verification is keyed, let them draw with its noise (`seed`: of a request id). Called once they are loaded."""
+    from das_adapter.engine.draws import draw
+
+    drafter = runner.drafter
+    ahead = 2 if drafter.pass_hidden_states_to_model else 1  # EAGLE's inputs are one token ahead of their positions
+    positions = torch.zeros(0, dtype=torch.int64)
+    set_inputs = drafter.set_inputs_first_pass
+
+    @functools.wraps(set_inputs)
+    def first_pass(*args: Any, **kwargs: Any) -> Any:
+        nonlocal positions
+        result = set_inputs(*args, **kwargs)
+        positions = drafter.positions[result[1]] + ahead
+        return result
+
+    def sample(hidden: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, None]:
+        nonlocal positions
+        logits = drafter.model.compute_logits(hidden).float()
+        seeds = np.fromiter(map(seed, runner.input_batch.req_ids), dtype=np.uint64, count=len(logits))
+        keys = torch.from_numpy(row_keys(seeds, positions.cpu().numpy()).view(np.int64))
+        positions = positions + 1
+        return draw(logits, keys.to(logits.device), sampling), None
+
+    drafter.set_inputs_first_pass, drafter._sample_draft_tokens = first_pass, sample
+
+
 class DraftWeights:
     """The drafter's share of the host's weight stream, and a watch over what it does not send."""
 
-    def __init__(self, runner: Any, config: DasConfig):
+    def __init__(self, runner: Any, config: DasConfig, seed: Callable[[str], int]):
         self._runner, self._config = runner, config
         self._arrived = 0
         self._mark: list[float] = []
@@ -37,6 +67,8 @@ class DraftWeights:
         def loaded(*args: Any, **kwargs: Any) -> None:
             load_model(*args, **kwargs)
             self._install()
+            if config.keyed and not config.draft.options.get("parallel_drafting"):
+                draw_with_keyed_noise(runner, seed)
 
         runner.load_model = loaded
 

@@ -21,12 +21,11 @@ from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-from vllm.v1.sample.sampler import _SAMPLING_EPS
 
 from das_adapter.core.noise import row_keys
 from das_adapter.core.sources import Acceptance, Line, choose
-from das_adapter.engine.noise import keyed_sample
+from das_adapter.engine import cpu
+from das_adapter.engine.draws import draw
 from das_adapter.engine.proposer import Proposer
 from das_adapter.engine.quantised import QuantisedWeight, quantised
 from das_adapter.errors import DasError, UnsupportedHost
@@ -125,18 +124,21 @@ class SelfDrafter:
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise UnsupportedHost("das.drafter='self': found pipeline_parallel_size > 1, allowed: 1")
         self.copy: PolicyCopy
+        self._policy: torch.nn.Module
         self.acceptance = Acceptance()
-        self.policy_seconds, self.copy_seconds = Line(1.0), Line(0.3)
+        self.policy_seconds, self.copy_seconds = Line(1.0), Line(0.4)
         self.requantise_seconds = 0.0
         self.drafted: dict[str, int] = {}
         """Tokens of each request's present draft that are the copy's."""
 
     def load(self, policy: torch.nn.Module) -> None:
         """Make the copy (inside the memory pool of the weights, so that it sleeps and wakes with them)."""
+        self._policy = policy
         self.copy = PolicyCopy(policy, self._weights)
 
     def refresh(self) -> dict[str, Any]:
         """A weight sync: round the new weights."""
+        cpu.repack(self._policy)
         begin = time.perf_counter()
         self.copy.renew()
         if torch.cuda.is_available():
@@ -182,7 +184,8 @@ class SelfDrafter:
             self.drafted = {}
         most = proposer.config.self.max_tokens
         self._agree()
-        counts = choose(expected, drafted, room, self.acceptance, self.policy_seconds, self.copy_seconds, most)
+        drafting = self.copy_seconds if self.copy_seconds.seen else Line(0.4 * self.policy_seconds(len(sampled)))
+        counts = choose(expected, drafted, room, self.acceptance, self.policy_seconds, drafting, most)
         drafts = self.draft(proposer, counts, lengths, tokens)
         self.drafted.update({req_ids[row]: len(draft) for row, draft in enumerate(drafts) if draft})
         return drafts
@@ -209,8 +212,12 @@ class SelfDrafter:
             begin = time.perf_counter()
             positions = lengths[rows].astype(np.int64) - 1 + step
             logits = self._forward(runner, rows, ids, positions)
-            keys = torch.from_numpy(row_keys(seeds, positions + 1).view(np.int64)).to(logits.device)
-            ids = self._draw(logits, rows, keys, runner.input_batch.sampling_metadata).cpu().numpy()
+            if self._keyed:
+                keys = torch.from_numpy(row_keys(seeds, positions + 1).view(np.int64)).to(logits.device)
+                which = torch.from_numpy(rows).to(logits.device)
+                ids = draw(logits, keys, runner.input_batch.sampling_metadata, which).cpu().numpy()
+            else:  # vLLM's own noise accepts a token as often as the policy would write it
+                ids = logits.argmax(dim=-1).cpu().numpy()
             for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
                 drafts[row].append(token)
             self.copy_seconds.observe(len(rows), time.perf_counter() - begin)
@@ -249,21 +256,6 @@ class SelfDrafter:
                                  slot_mapping=slots, skip_compiled=True):  # fmt: skip
             hidden = self.copy.model(torch.from_numpy(ids).to(device), at)
         return self.copy.model.compute_logits(hidden).float()
-
-    def _draw(self, logits: torch.Tensor, rows: np.ndarray, keys: torch.Tensor, sampling: Any) -> torch.Tensor:
-        """One token a row, int64 [rows]: as the policy's sampler would, temperature, top-k, top-p and noise alike.
-
-        With vLLM's own noise the likeliest token: it is accepted as often as the policy would write it.
-        """
-        if not self._keyed or sampling.all_greedy:
-            return logits.argmax(dim=-1)
-        which = torch.from_numpy(rows).to(logits.device)
-        temperature, top_k, top_p = (x if x is None else x[which] for x in
-                                     (sampling.temperature, sampling.top_k, sampling.top_p))  # fmt: skip
-        greedy = temperature < _SAMPLING_EPS
-        drawn = logits / torch.where(greedy, 1.0, temperature)[:, None]
-        drawn = keyed_sample(apply_top_k_top_p(drawn, top_k, top_p), keys)
-        return drawn if sampling.all_random else torch.where(greedy, logits.argmax(dim=-1), drawn)
 
 
 class StepClock:

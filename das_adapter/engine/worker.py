@@ -37,7 +37,7 @@ class DasWorker:
             self.drafter.runner, self.drafter.seed = runner, self._seed
         if not config.neural:
             self._draft_up_to_the_end()
-        self.draft_weights = DraftWeights(runner, config) if config.neural else None
+        self.draft_weights = DraftWeights(runner, config, self._seed) if config.neural else None
         self._watch_steps(self._install_keyed_samplers() if config.keyed else None)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:

@@ -2,7 +2,8 @@
 
 Arms: `off` (no speculation), `ngram` (vLLM's own prompt look-up), `history` (das-adapter's drafter), and, if asked
 for, `self` (a rounded copy of the policy), `history+self`, `draft_model`, `eagle3` (vLLM's own, trained here). All draw
-their tokens with keyed noise, so every arm must write the same rollouts. Results go to runs/demo: summary.json, plots, logs.
+their tokens with keyed noise, so every arm must write the same rollouts. Results go to runs/demo: summary.json, plots,
+logs.
 """
 
 from __future__ import annotations
