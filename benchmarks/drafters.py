@@ -134,7 +134,7 @@ def child_modes(job: dict[str, Any]) -> Any:
         seconds, texts, stats = min(runs, key=lambda r: r[0])
         figures = summary(seconds, stats)
         figures["tokens_hash"] = hash(tuple(map(tuple, texts)))
-        if job["das"]["drafter"] == "self":
+        if job["das"]["drafter"] == "self" and batch <= 4:
             figures["fixed"] = fixed_length(llm, batch, work, rollout, times)
         result["batches"][batch] = figures
     result["drafter_bytes"] = rpc("stats").get("drafter_bytes", 0)
@@ -242,11 +242,6 @@ def show_steps(results: dict[str, Any]) -> Table:
     return table
 
 
-def arguments() -> list[str]:
-    """The command line, without the directories of this machine."""
-    return [Path(a).name if "/" in a else a for a in sys.argv[2:]]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["modes", "steps", "child"])
@@ -271,22 +266,30 @@ def main() -> None:
     common = {"what": args.what, "policy": str(args.policy), "dtype": args.dtype, "batches": args.batches,
               "problems": args.problems, "tokens": args.tokens, "repeats": args.repeats}  # fmt: skip
     if args.what == "modes":
-        results = {arm: run({**common, "das": block(arm, args)}) for arm in args.arms}
+        jobs = {arm: block(arm, args) for arm in args.arms}
     else:
-        if args.policy is None:
-            args.policy = Path(tempfile.mkdtemp())
-            (args.policy / "config.json").write_text(json.dumps(QWEN3))
-            common["policy"] = str(args.policy)
-        results = {w: run({**common, "das": block(f"self:{w}", args)}) for w in args.weights}
+        jobs = {weights: block(f"self:{weights}", args) for weights in args.weights}
+    if args.policy is None:
+        common["policy"] = tempfile.mkdtemp()
+        (Path(common["policy"]) / "config.json").write_text(json.dumps(QWEN3))
+    results: dict[str, Any] = {}
+    for name, das in jobs.items():
+        results[name] = run({**common, "das": das})
+        if args.out:
+            write(args, results)
     Console(width=140).print((show_modes if args.what == "modes" else show_steps)(results))
-    if args.out:
-        cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                    if line.startswith("model name")), platform.processor())  # fmt: skip
-        args.out.write_text(json.dumps({
-            "command": " ".join(["python", "benchmarks/drafters.py", args.what, *arguments()]),
-            "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch")},
-            "hardware": {"cpu": cpu, "cores": os.cpu_count(), "gpu": None}, "results": results,
-        }, indent=1) + "\n")  # fmt: skip
+
+
+def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Results so far, with command (without this machine's directories), versions and hardware."""
+    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = next((x.split(":", 1)[1].strip() for x in about.splitlines() if x.startswith("model name")), "")
+    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    args.out.write_text(json.dumps({
+        "command": " ".join(["python", "benchmarks/drafters.py", *words]),
+        "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch")},
+        "hardware": {"cpu": cpu or platform.processor(), "cores": os.cpu_count(), "gpu": None}, "results": results,
+    }, indent=1) + "\n")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train the tiny policy's neural drafters: a draft model and an EAGLE-3 head, about a minute on two cores.
 
-    python examples/tiny_math/make_drafters.py OUT [--steps 150]
+    python examples/tiny_math/make_drafters.py OUT [--steps 120]
 
 Writes OUT/draft_model and OUT/eagle3, as vLLM's methods `draft_model` and `eagle3` read them. Both learn the policy's
 next-token distribution on demonstrations (cross entropy against its logits; NeMo-RL's draft loss, arXiv 2604.26779).
@@ -79,7 +79,7 @@ def loss(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) -> to
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -87,16 +87,20 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     policy = Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     shape = policy.config
-    small = Qwen2ForCausalLM(Qwen2Config(**{
-        **shape.to_dict(), "layer_types": None, "hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "dtype": "float32",
-    }))  # fmt: skip
+    small = Qwen2ForCausalLM(Qwen2Config(**{**shape.to_dict(), "layer_types": None, "num_hidden_layers": 2}))
+    small.load_state_dict(policy.state_dict(), strict=False)  # its first layers, embeddings, norm and head
     head = Eagle3(shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.vocab_size)
     head.lm_head.weight.data.copy_(policy.lm_head.weight)
-    optimizer = torch.optim.AdamW([*small.parameters(), *head.parameters()], lr=3e-3)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 20, 1.05 - i / args.steps))
+    head.norm.weight.data.copy_(policy.model.norm.weight)
+    head.fc.weight.data[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
+    trained = [*small.model.layers.parameters(), *small.model.norm.parameters(), *head.parameters()]
+    optimizers = [
+        torch.optim.Muon([p for p in trained if p.ndim == 2], lr=0.01, weight_decay=0.0),
+        torch.optim.AdamW([p for p in trained if p.ndim == 1], lr=1e-3),
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: min(1.0, 1.05 - i / args.steps)) for o in optimizers]
     for step in range(args.steps):
-        ids, labels = make_batch(rng, tokenizer, 2048, 0.1, 0.0, 0.05)
+        ids, labels = make_batch(rng, tokenizer, 2048, 0.0, 0.1, 0.05)
         with torch.no_grad():
             teacher = policy(ids, output_hidden_states=True)
             embeds = policy.model.embed_tokens(ids)
@@ -107,11 +111,13 @@ def main() -> None:
         for ahead in (1, 2):  # the second step reads the head's own hidden states, as drafting does
             logits, hidden = head(embeds[:, ahead:], hidden[:, : ids.shape[1] - ahead])
             head_loss = head_loss + loss(logits[:, :-1], target[:, ahead:-1], weight[:, ahead:])
-        optimizer.zero_grad()
+        for parameter in trained:
+            parameter.grad = None
         (small_loss + head_loss).backward()
-        optimizer.step()
-        schedule.step()
-        if step % 25 == 24:
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        if step % 20 == 19:
             print(
                 f"step {step + 1} losses {small_loss:.3f} {head_loss / 2:.3f} {time.time() - begin:.0f} s", flush=True
             )

@@ -30,7 +30,7 @@ def test_the_drafter_follows_the_policy(engine: Any, das: dict[str, Any]) -> Non
 
 def test_a_copy_that_is_not_renewed_drafts_for_the_old_policy(engine: Any) -> None:
     first, second = two_rounds(requests(PLAIN))
-    rounds = [{**first, "perturb": 0.3}, second]
+    rounds = [{**first, "perturb": 1.0}, second]
     rate = [
         r[1]["stats"]["accepted_tokens"] / r[1]["stats"]["draft_tokens"]
         for r in (engine(das=SELF, rounds=rounds, env=HOST),
