@@ -120,13 +120,14 @@ class SelfDrafter:
 
     def __init__(self, vllm_config: VllmConfig, weights: str, keyed: bool):
         self._config, self._weights, self._keyed = vllm_config, weights, keyed
-        self._max_model_len = vllm_config.model_config.max_model_len
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise UnsupportedHost("das.drafter='self': found pipeline_parallel_size > 1, allowed: 1")
         self.copy: PolicyCopy
         self._policy: torch.nn.Module
         self.acceptance = Acceptance()
         self.policy_seconds, self.copy_seconds = Line(1.0), Line(0.4)
+        self._agreed = (self.policy_seconds, self.copy_seconds)
+        self._calls = 0
         self.requantise_seconds = 0.0
         self.drafted: dict[str, int] = {}
         """Tokens of each request's present draft that are the copy's."""
@@ -183,20 +184,26 @@ class SelfDrafter:
         if len(self.drafted) > 4 * len(sampled):
             self.drafted = {}
         most = proposer.config.self.max_tokens
-        self._agree()
-        drafting = self.copy_seconds if self.copy_seconds.seen else Line(0.4 * self.policy_seconds(len(sampled)))
-        counts = choose(expected, drafted, room, self.acceptance, self.policy_seconds, drafting, most)
+        policy, drafting = self._costs()
+        if not drafting.seen:
+            drafting = Line(0.4 * policy(len(sampled)))
+        counts = choose(expected, drafted, room, self.acceptance, policy, drafting, most)
         drafts = self.draft(proposer, counts, lengths, tokens)
         self.drafted.update({req_ids[row]: len(draft) for row, draft in enumerate(drafts) if draft})
         return drafts
 
-    def _agree(self) -> None:
-        """Tensor-parallel ranks must draft alike; the times that they decide by are the first rank's."""
-        if self._config.parallel_config.tensor_parallel_size > 1:
+    def _costs(self) -> tuple[Line, Line]:
+        """Seconds of a step of the policy and of the copy. Tensor-parallel ranks must draft alike: there they are what
+        the first rank measured, renewed every 32 steps."""
+        if self._config.parallel_config.tensor_parallel_size == 1:
+            return self.policy_seconds, self.copy_seconds
+        if self._calls % 32 == 0:
             from vllm.distributed import get_tp_group
 
-            lines = get_tp_group().broadcast_object((self.policy_seconds, self.copy_seconds), src=0)
-            self.policy_seconds, self.copy_seconds = copy.deepcopy(lines)
+            measured = copy.deepcopy((self.policy_seconds, self.copy_seconds))
+            self._agreed = get_tp_group().broadcast_object(measured, src=0)
+        self._calls += 1
+        return self._agreed
 
     @torch.inference_mode()
     def draft(self, proposer: Proposer, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
