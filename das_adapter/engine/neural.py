@@ -139,11 +139,13 @@ class DraftWeights:
         self.drafter.load_weights = load_weights  # type: ignore[method-assign]
 
     def _read_checkpoint(self) -> None:
+        from vllm.config import set_current_vllm_config
         from vllm.config.load import LoadConfig
         from vllm.model_executor.model_loader import get_model_loader
 
         loader = get_model_loader(LoadConfig(load_format="auto"))
-        loader.load_weights(self.drafter, self._runner.speculative_config.draft_model_config)
+        with set_current_vllm_config(self._runner.vllm_config):
+            loader.load_weights(self.drafter, self._runner.speculative_config.draft_model_config)
 
     def _fingerprint(self) -> list[float]:
         """A few values of each weight that is the drafter's alone."""

@@ -93,10 +93,10 @@ def main() -> None:
     head.lm_head.weight.data.copy_(policy.lm_head.weight)
     head.norm.weight.data.copy_(policy.model.norm.weight)
     head.fc.weight.data[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
-    trained = [*small.model.layers.parameters(), *small.model.norm.parameters(), *head.parameters()]
+    trained = [*small.parameters(), *head.parameters()]
     optimizers = [
-        torch.optim.Muon([p for p in trained if p.ndim == 2], lr=0.01, weight_decay=0.0),
-        torch.optim.AdamW([p for p in trained if p.ndim == 1], lr=1e-3),
+        torch.optim.Muon([p for p in small.model.layers.parameters() if p.ndim == 2], lr=0.01, weight_decay=0.0),
+        torch.optim.AdamW(head.parameters(), lr=3e-3),
     ]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: min(1.0, 1.05 - i / args.steps)) for o in optimizers]
     for step in range(args.steps):

