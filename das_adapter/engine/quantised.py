@@ -56,8 +56,8 @@ def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
 
 
 class _CpuWeight:
-    """4 or 8 bits, multiplied with inputs rounded to 8 bits: own kernels, because vLLM's and PyTorch's are slower than
-    their bfloat16 ones at the batch sizes of decoding (`benchmarks/results`)."""
+    """4 or 8 bits, multiplied with inputs rounded to 8 bits: own kernels, faster than PyTorch's and oneDNN's for the
+    few tokens of a decode step (`benchmarks/results/quantised_kernels.json`)."""
 
     bits = 8
 
