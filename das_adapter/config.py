@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from das_adapter.errors import ConfigError
 
-Drafter = Literal["none", "history", "ngram"]
+Drafter = Literal["none", "history", "self", "history+self", "eagle3", "mtp", "draft_model", "ngram"]
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -73,12 +73,47 @@ class RoutingConfig:
 
 
 @dataclass(frozen=True)
+class SelfConfig:
+    weights: Literal["int4", "int8", "fp8"] = "int4"
+    """What the copy of the policy is rounded to. CPU: int4, int8; GPU: int4, fp8."""
+    max_tokens: int = 5
+    """Most tokens the copy drafts for a request in a step; how many of them pay is measured. 1 to 16."""
+
+    def __post_init__(self) -> None:
+        _at_least("self.max_tokens", self.max_tokens, 1, 16)
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """The neural drafter of `eagle3`, `mtp` and `draft_model`."""
+
+    model: str | None = None
+    """Checkpoint of the drafter. None: `mtp` drafts with the layers in the policy's own checkpoint."""
+    tokens: int = 3
+    """Draft tokens per request and decode step. 1 to 16."""
+    weights: Literal["checkpoint", "trainer"] = "checkpoint"
+    """Where the drafter's weights come from: its checkpoint for the whole run, or the trainer at each weight sync,
+    with `draft.` before their names (`mtp`: under the names the policy's checkpoint has for them)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further keys of vLLM's speculative_config."""
+
+    def __post_init__(self) -> None:
+        _at_least("draft.tokens", self.tokens, 1, 16)
+        for key in ("method", "model", "num_speculative_tokens"):
+            if key in self.options:
+                raise ConfigError(f"draft.options.{key}: found {self.options[key]!r}; das.drafter, das.draft.model and "
+                                  "das.draft.tokens set it: remove it")  # fmt: skip
+
+
+@dataclass(frozen=True)
 class VerifyConfig:
     noise: Literal["keyed", "stock"] | None = None
     """Sampling noise: `keyed` makes tokens independent of the drafter, `stock` keeps vLLM's sampler.
     None: keyed where a drafter drafts, stock for `drafter: none`."""
     seed: int = 0
     """Run seed of the keyed noise; runs with equal seeds draw equal tokens. 0 to 2^63 - 1."""
+    allow_lossy: bool = False
+    """Let settings of vLLM through under which the tokens no longer have the policy's distribution."""
 
     def __post_init__(self) -> None:
         _at_least("verify.seed", self.seed, 0, 2**63 - 1)
@@ -87,14 +122,45 @@ class VerifyConfig:
 @dataclass(frozen=True)
 class DasConfig:
     drafter: Drafter = "history"
-    """Where draft tokens come from: nothing, the run's own history, or vLLM's prompt look-up (`ngram`)."""
+    """Where draft tokens come from: nothing, the run's own history, a rounded copy of the policy (`self`), whichever
+    of the two is worth more (`history+self`), a neural drafter (`eagle3`, `mtp`, `draft_model`: vLLM's own methods), or
+    vLLM's prompt look-up (`ngram`)."""
     history: HistoryConfig = field(default_factory=HistoryConfig)
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     toggle: ToggleConfig = field(default_factory=ToggleConfig)
     routing: RoutingConfig = field(default_factory=RoutingConfig)
+    self: SelfConfig = field(default_factory=SelfConfig)
+    draft: DraftConfig = field(default_factory=DraftConfig)
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     log_dir: str | None = None
     """Directory into which every engine writes its decisions, for `das-adapter report`; None: nowhere."""
+
+    @property
+    def own(self) -> bool:
+        """Whether das-adapter drafts; else one of vLLM's methods or nothing does."""
+        return self.drafter in ("history", "self", "history+self")
+
+    @property
+    def recalls(self) -> bool:
+        """Whether the run's history is drafted from."""
+        return self.drafter in ("history", "history+self")
+
+    @property
+    def neural(self) -> bool:
+        """Whether a drafter with weights of its own drafts."""
+        return self.drafter in ("eagle3", "mtp", "draft_model")
+
+    @property
+    def copies_policy(self) -> bool:
+        """Whether a rounded copy of the policy drafts."""
+        return self.drafter in ("self", "history+self")
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Most draft tokens of a request in a step (vLLM's num_speculative_tokens)."""
+        if self.neural:
+            return self.draft.tokens
+        return self.self.max_tokens if self.drafter == "self" else self.budget.max_draft_tokens
 
     @property
     def keyed(self) -> bool:
@@ -132,7 +198,36 @@ def parse(block: Any) -> DasConfig | None:
     if config.toggle.mode != "threshold" and config.toggle.threshold != ToggleConfig.threshold:
         raise ConfigError(f"das.toggle.threshold={config.toggle.threshold} has an effect only with "
                           f"das.toggle.mode='threshold' (found {config.toggle.mode!r}): remove it")  # fmt: skip
+    _check_draft(config)
     return config if config.active else None
+
+
+LOSSY = {"rejection_sample_method": ("standard", "block")}
+"""Keys of vLLM's speculative_config that decide acceptance, and their values that keep the policy's distribution."""
+
+
+def _check_draft(config: DasConfig) -> None:
+    draft = config.draft
+    if not config.neural:
+        if draft != DraftConfig():
+            raise ConfigError(f"das.draft has no effect with das.drafter={config.drafter!r}: remove it, or choose "
+                              "'eagle3', 'mtp' or 'draft_model'")  # fmt: skip
+    elif draft.model is None and config.drafter != "mtp":
+        raise ConfigError(f"das.draft.model: found None, das.drafter={config.drafter!r} needs the drafter's checkpoint")
+    if config.self != SelfConfig() and not config.copies_policy:
+        raise ConfigError(f"das.self has no effect with das.drafter={config.drafter!r}: remove it, or choose 'self' or "
+                          "'history+self'")  # fmt: skip
+    if config.drafter == "history+self" and config.self.max_tokens > config.budget.max_draft_tokens:
+        raise ConfigError(f"das.self.max_tokens: found {config.self.max_tokens}, allowed: at most "
+                          f"das.budget.max_draft_tokens={config.budget.max_draft_tokens}")  # fmt: skip
+    for key, value in draft.options.items():
+        lossy = value not in LOSSY[key] if key in LOSSY else bool(re.search("synthetic|lenien|typical|posterior", key))
+        if lossy and not config.verify.allow_lossy:
+            raise ConfigError(f"das.draft.options.{key}: found {value!r}, with which tokens lose the policy's "
+                              "distribution: remove it, or set das.verify.allow_lossy=true")  # fmt: skip
+        if lossy and config.keyed:
+            raise ConfigError(f"das.draft.options.{key}: found {value!r}, which needs das.verify.noise='stock' "
+                              "(found 'keyed')")  # fmt: skip
 
 
 def _plain(node: Any) -> Any:
@@ -167,6 +262,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     if value is None and type(None) in options:
         return None
     kind = next(o for o in options if o is not type(None))
+    if typing.get_origin(kind) is dict:
+        kind = dict
     if typing.get_origin(kind) is Literal:
         allowed = typing.get_args(kind)
         if value not in allowed:

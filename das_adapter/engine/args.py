@@ -15,6 +15,12 @@ serve as history (0 for validation), and where the trajectory's text begins that
 prompt: what a resumed request has written already and a tool's answer lie behind it (default: the prompt's end).
 Flat integers, so that the OpenAI server's `vllm_xargs` can carry them."""
 
+_PROPOSERS = {
+    "history": "proposer.{Keyed}HistoryProposer",
+    "self": "self_drafter.{Keyed}SelfProposer",
+    "history+self": "mixed.{Keyed}MixedProposer",
+}
+
 
 def engine_args(config: DasConfig | None) -> dict[str, Any]:
     """Engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a `das:` block.
@@ -29,13 +35,18 @@ def engine_args(config: DasConfig | None) -> dict[str, Any]:
     if config is None:
         return {}
     args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict()}}
-    tokens = config.budget.max_draft_tokens
-    if config.drafter == "history":
+    tokens = config.num_draft_tokens
+    if config.own:
         args["speculative_config"] = {
             "method": "custom_class",
-            "model": f"das_adapter.engine.proposer.{'Keyed' if config.keyed else ''}HistoryProposer",
+            "model": f"das_adapter.engine.{_PROPOSERS[config.drafter].format(Keyed='Keyed' if config.keyed else '')}",
             "num_speculative_tokens": tokens,
         }
+    elif config.neural:
+        draft = config.draft
+        args["speculative_config"] = {"method": config.drafter, "num_speculative_tokens": tokens, **draft.options}
+        if draft.model is not None:
+            args["speculative_config"]["model"] = draft.model
     elif config.drafter == "ngram":
         args["speculative_config"] = {
             "method": "ngram",

@@ -11,16 +11,19 @@ from typing import Any
 import torch
 
 
-def apply(reload_weights: bool) -> None:
+def apply(reload_weights: bool, copied: bool = False) -> None:
     """Apply the fixes to this process; a second call changes nothing.
 
     Args:
         reload_weights: whether the host writes weights into the running engine (an RL weight sync does).
+        copied: whether a drafter is made from the policy's weights.
     """
     _expand_batch_to_tokens()
     _recovered_tokens_keyword()
     if reload_weights:
         _keep_linear_weights()
+    elif copied:
+        _keep_weights_beside_packed_ones()
 
 
 def _expand_batch_to_tokens() -> None:
@@ -67,3 +70,26 @@ def _keep_linear_weights() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = keep
+
+
+def _keep_weights_beside_packed_ones() -> None:
+    """The weights a self-drafter is rounded from are empty without this; the policy keeps its packed, faster ones."""
+    import vllm.model_executor.layers.utils as layers
+
+    stock = layers.dispatch_cpu_unquantized_gemm
+    if hasattr(stock, "_das_adapter"):
+        return
+
+    def keep(layer: torch.nn.Module, remove_weight: bool = False) -> None:
+        stock(layer, remove_weight=False)
+        layer._das_repack = lambda: stock(layer, remove_weight=False)
+
+    keep._das_adapter = True  # type: ignore[attr-defined]
+    layers.dispatch_cpu_unquantized_gemm = keep
+
+
+def repack(policy: torch.nn.Module) -> None:
+    """Pack the policy's present weights again, where packed ones are computed with."""
+    for module in policy.modules():
+        if hasattr(module, "_das_repack"):
+            module._das_repack()

@@ -22,6 +22,9 @@ class Counters:
     propose_seconds: list[float] = field(default_factory=list)
     error: str | None = None
     """What the drafter raised; from then on the engine decodes without it. Survives `take`."""
+    alarm: str | None = None
+    """What makes the drafter useless but not fail: its weights were not synced, or next to nothing is accepted.
+    Survives `take`, until the next weight sync."""
 
     def step(self, sampled: Sequence[Sequence[int]], drafts: Sequence[int]) -> None:
         """Count one decode step.
@@ -44,7 +47,7 @@ class Counters:
     def take(self) -> dict[str, Any]:
         """The counts as plain numbers (`merge` adds them up over workers), and start again at zero."""
         counts = {name: value for name, value in vars(self).items()}
-        self.__init__(error=self.error)  # type: ignore[misc]
+        self.__init__(error=self.error, alarm=self.alarm)  # type: ignore[misc]
         return counts
 
 
@@ -54,11 +57,16 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     `das/tokens_per_forward`: tokens per request forward, drafted or not. `das/draft_coverage`: share of request
     forwards that carried a draft. `das/acceptance_length`: tokens per drafted request forward (accepted + 1; vLLM's
     mean acceptance length). `das/verify_waste`: share of the tokens in the decode steps' forward passes that were
-    rejected drafts. `das/health`: 1 healthy, 0 if a drafter raised, acceptance collapsed, or speculation cost more than
-    it saved. Where a controller decides: `das/budget_short` (`medium`, `long`): draft tokens per request forward by
-    length class; `das/time_saved_s`: seconds of decoding saved, over all replicas; `das/latency_model_error`: mean
-    relative error of the step times it predicted; `das/planned_rounds`: decode rounds in which DAS's optimal budgets
-    would end the rollout, as far as lengths and acceptance are known (the slowest replica's).
+    rejected drafts. `das/health`: 1 healthy, 0 if a drafter raised, its weights were not synced, its acceptance
+    collapsed, or speculation cost more than it saved.
+
+    Where a controller decides: `das/budget_short` (`medium`, `long`): draft tokens per request forward by length class;
+    `das/time_saved_s`: seconds of decoding saved, over all replicas; `das/latency_model_error`: mean relative error of
+    the step times it predicted; `das/planned_rounds`: decode rounds in which DAS's optimal budgets would end the
+    rollout, as far as lengths and acceptance are known (the slowest replica's).
+
+    With a copy of the policy: `das/requantise_s`, seconds of the last weight sync's rounding; `das/drafter_bytes`, its
+    memory; `das/self_acceptance`, the chance that one of its tokens is accepted.
     """
     total = {name: sum(p[name] for p in parts) for name in
              ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens")}  # fmt: skip
@@ -70,7 +78,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "das/draft_coverage": drafted / max(1, forwards),
         "das/acceptance_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
         "das/verify_waste": rejected / max(1, forwards + total["draft_tokens"]),
-        "das/health": float(not any(p["error"] or p.get("stopped") for p in parts) and not collapsed(total)),
+        "das/health": float(not any(map(_faulty, parts)) and not collapsed(total)),
         "rollout/spec_accept_rate": total["accepted_tokens"] / max(1, total["draft_tokens"]),
         "rollout/spec_accept_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
         "rollout/spec_num_draft_tokens": float(total["draft_tokens"]),
@@ -90,6 +98,9 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics["das/time_saved_s"] = float(sum(p["time_saved_s"] for p in decided))
         metrics["das/planned_rounds"] = float(max(p["planned_rounds"] for p in decided))
         metrics["das/latency_model_error"] = float(np.mean([p["latency_model_error"] for p in decided]))
+    for name in ("requantise_s", "drafter_bytes", "self_acceptance"):
+        if found := [p[name] for p in parts if name in p]:
+            metrics[f"das/{name}"] = float(max(found))
     return metrics
 
 
@@ -99,3 +110,7 @@ COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
 def collapsed(total: Mapping[str, float]) -> bool:
     """Whether drafting has stopped paying: of many draft tokens, next to none is accepted."""
     return total["draft_tokens"] >= COLLAPSE_TOKENS and total["accepted_tokens"] < COLLAPSE_RATE * total["draft_tokens"]
+
+
+def _faulty(part: Mapping[str, Any]) -> bool:
+    return any(part.get(name) for name in ("error", "alarm", "stopped"))

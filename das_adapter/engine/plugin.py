@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from typing import Any
 
 from das_adapter.config import DasConfig, parse
@@ -25,6 +26,7 @@ def register() -> None:
     WorkerBase.das_rpc = _das_rpc
     WorkerWrapperBase.init_device = _hook_init_device(WorkerWrapperBase.init_device)
     _allow_row_processors()
+    _reserve_draft_slots()
 
 
 def settings(vllm_config: Any) -> DasConfig | None:
@@ -50,7 +52,7 @@ def _hook_init_device(stock: Any) -> Any:
         if self.vllm_config.device_config.device_type == "cpu" and (config is not None or for_verl):
             from das_adapter.engine import cpu
 
-            cpu.apply(reload_weights=for_verl)
+            cpu.apply(reload_weights=for_verl, copied=config is not None and config.copies_policy)
         if config is None:
             return stock(self)
         from das_adapter import compat
@@ -74,10 +76,27 @@ def _allow_row_processors() -> None:
 
     @functools.wraps(stock)
     def validate(self: Any, speculative_config: Any) -> None:
-        if not str(getattr(speculative_config, "model", "")).endswith(".KeyedHistoryProposer"):
+        if not re.fullmatch(r"das_adapter\.engine\.\w+\.Keyed\w+", str(getattr(speculative_config, "model", ""))):
             stock(self, speculative_config)
 
     SamplingParams._validate_spec_decode = validate
+
+
+def _reserve_draft_slots() -> None:
+    """A drafter that writes keys and values needs slots for its tokens before they are scheduled; vLLM's scheduler
+    reserves them for its own drafters alone, and a `custom_class` would write into another request's block."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    stock = Scheduler.__init__
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        config = settings(self.vllm_config)
+        if config is not None and config.copies_policy:
+            self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.self.max_tokens)
+
+    Scheduler.__init__ = init
 
 
 def _keep_row_processors() -> None:

@@ -1,10 +1,10 @@
-"""vLLM's proposer for the history drafter (`speculative_config.method: custom_class`)."""
+"""vLLM's proposers (`speculative_config.method: custom_class`): what all of them share, and the history drafter."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,36 +24,32 @@ from das_adapter.errors import DasError
 logger = logging.getLogger("das_adapter")
 
 
-class HistoryProposer:
-    """Drafts each request's continuation from its problem's rollouts, its live siblings and its own text.
+class Proposer:
+    """A drafter that can fail, or draft nothing useful, without harm to the rollout.
 
-    The runner is bound by `engine.worker.attach`, before the first step. The class has no attribute `model`, by
-    which vLLM and the hosts would take it for a drafter with weights.
+    `runner` (vLLM's model runner) and `seed` (the noise seed of a request id) are bound by `engine.worker`, before the
+    first step. The class has no attribute `model`, by which vLLM and the hosts would take it for a drafter with
+    weights.
     """
+
+    NAME = ""
 
     def __init__(self, vllm_config: VllmConfig):
         config = parse(vllm_config.additional_config[SETTINGS_KEY])
         assert config is not None and vllm_config.speculative_config is not None
         self.config = config
-        self.index = SuffixIndex()
+        self.vllm_config = vllm_config
         self.counters = Counters()
         self.runner: Any = None
-        self._max_draft = vllm_config.speculative_config.num_speculative_tokens
-        self._max_model_len = vllm_config.model_config.max_model_len
-        self._vocab = vllm_config.model_config.get_vocab_size()
-        prior = calibrate.read(config.toggle.calibration) if config.toggle.calibration else None
-        self.controller = Controller(config.budget, config.toggle, self._max_model_len, config.history.window, prior)
+        self.seed: Callable[[str], int] = hash
         self.carried: list[int] | None = None
         """Draft tokens that each request of the batch carried into the step being sampled; set by `DasWorker`."""
-        first = vllm_config.parallel_config.rank == 0
-        self.log = DecisionLog(config.log_dir) if config.log_dir and first else None
-        self._step: _Step | None = None
-        self._live: dict[str, _Live] = {}
-        self._unique = 0
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._vocab = vllm_config.model_config.get_vocab_size()
         self._paused = False
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to load; vLLM's CPU runner calls it on every drafter."""
+    def load_model(self, policy: Any) -> None:
+        """Called by vLLM with the policy, once it is loaded."""
 
     def propose(
         self,
@@ -87,7 +83,7 @@ class HistoryProposer:
 
     def _fail(self, error: Exception) -> None:
         self.counters.error = repr(error)
-        logger.exception("das: the history drafter failed and is off; decoding goes on without drafts")
+        logger.exception("das: the %s drafter failed and is off; decoding goes on without drafts", self.NAME)
 
     def _pause_if_collapsed(self) -> None:
         """Drafts that are all rejected cost time and bring nothing: leave them until the next weight sync."""
@@ -111,6 +107,46 @@ class HistoryProposer:
                 self._begin_step(scheduled, now)
             except Exception as error:
                 self._fail(error)
+
+    def _begin_step(self, scheduled: Any, now: float) -> None:
+        pass
+
+    def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        raise NotImplementedError
+
+    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> dict[str, Any]:
+        """A weight sync; see the drafters. Returns what to tell the host."""
+        self._paused = False
+        return {}
+
+    def stats(self) -> dict[str, Any]:
+        """Figures beside the counters'."""
+        return {}
+
+    def end(self, request: Any) -> int:
+        """The length at which a request stops at the latest."""
+        limit = request.sampling_params.max_tokens or self._max_model_len
+        return min(self._max_model_len, len(request.prompt_token_ids) + limit)
+
+
+class HistoryProposer(Proposer):
+    """Drafts each request's continuation from its problem's rollouts, its live siblings and its own text."""
+
+    NAME = "history"
+
+    def __init__(self, vllm_config: VllmConfig):
+        super().__init__(vllm_config)
+        config = self.config
+        self.index = SuffixIndex()
+        prior = calibrate.read(config.toggle.calibration) if config.toggle.calibration else None
+        self.controller = Controller(config.budget, config.toggle, self._max_model_len, config.history.window, prior)
+        first = vllm_config.parallel_config.rank == 0
+        self.log = DecisionLog(config.log_dir) if config.log_dir and first else None
+        self._step: _Step | None = None
+        self.offer: tuple[list[int], np.ndarray, np.ndarray, np.ndarray] | None = None
+        """Rows with drafts, the chances of what was found for them, its offsets, and how much of it is drafted."""
+        self._live: dict[str, _Live] = {}
+        self._unique = 0
 
     def _begin_step(self, scheduled: Any, now: float) -> None:
         step, self._step = self._step, None
@@ -154,6 +190,7 @@ class HistoryProposer:
         slots = np.array([x.slot for x in live], dtype=np.int64)
         self._verified(rows, slots, np.array(got, dtype=np.int64))
         drafts: list[list[int]] = [[] for _ in sampled]
+        self.offer = None
         if self.controller.looks(len(live)):
             self._extend(rows, live, lengths, tokens)
             # The next step writes the draft and one token more: neither may pass the request's end.
@@ -163,6 +200,7 @@ class HistoryProposer:
             flat, chances, offsets = self.index.draft_flat(handles, caps, self.controller.floor)
             keep = self.controller.cut(slots, chances, offsets)
             if keep.any():
+                self.offer = rows, chances, offsets, keep
                 ids = flat.tolist()
                 for row, begin, count in zip(rows, offsets.tolist(), keep.tolist(), strict=False):
                     drafts[row] = ids[begin : begin + count]
@@ -197,7 +235,7 @@ class HistoryProposer:
         extra = request.sampling_params.extra_args or {}
         start = min(int(extra.get(START_ARG, len(prompt))), len(prompt))
         handle = self.index.open(self._problem(request, prompt), prompt[:start], prefix=tokens[start:])
-        end = min(self._max_model_len, len(prompt) + (request.sampling_params.max_tokens or self._max_model_len))
+        end = self.end(request)
         recorded = extra.get(RECORD_ARG, 1)
         keep = bool(recorded) and self.config.history.scope != "request"
         slot = self.controller.open(_identity(request, prompt), len(tokens) - start, end - start)
@@ -220,7 +258,7 @@ class HistoryProposer:
                     self.log.request(*self.controller.history(live.slot), live.begin)
                 self.controller.close(live.slot)
 
-    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> None:
+    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> dict[str, Any]:
         """Take the finished trajectories of all replicas over at a weight sync (DAS, section 4.1).
 
         Args:
@@ -229,7 +267,7 @@ class HistoryProposer:
 
         History older than the window goes, then the oldest versions until `history.max_bytes` is kept.
         """
-        self._paused = False
+        done = super().refresh(version, trajectories)
         self._close([req_id for req_id in self._live if req_id not in self.runner.requests])
         scope = self.config.history.scope
         if scope != "request":
@@ -248,6 +286,7 @@ class HistoryProposer:
             saved = controller.time_saved(self._slots())
             self.log.sync(version, None if model is None else model.to_dict(), saved, controller.stopped)
         self.controller.sync(version, [(problem, len(text) // 4, at) for problem, text, at in trajectories])
+        return done
 
     def stats(self) -> dict[str, Any]:
         """Figures of the history and of the controller since the last call, as plain numbers."""

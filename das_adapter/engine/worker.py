@@ -15,7 +15,8 @@ from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.core.noise import row_keys
 from das_adapter.engine.args import SEED_ARG
-from das_adapter.engine.metrics import Counters
+from das_adapter.engine.metrics import Counters, collapsed
+from das_adapter.engine.neural import DraftWeights
 from das_adapter.errors import DasError, UnsupportedHost
 
 if TYPE_CHECKING:
@@ -30,12 +31,14 @@ class DasWorker:
     def __init__(self, runner: Any, config: DasConfig):
         self.config = config
         self.runner = runner
-        self.drafter: Any = getattr(runner, "drafter", None) if config.drafter == "history" else None
+        self.drafter: Any = getattr(runner, "drafter", None) if config.own else None
         self.counters: Counters = self.drafter.counters if self.drafter else Counters()
         self._seeds: dict[str, int] = {}
         if self.drafter:
-            self.drafter.runner = runner
-        self._draft_up_to_the_end()
+            self.drafter.runner, self.drafter.seed = runner, self._seed
+        if not config.neural:
+            self._draft_up_to_the_end()
+        self.draft_weights = DraftWeights(runner, config, self._seed) if config.neural else None
         self._watch_steps(self._install_keyed_samplers() if config.keyed else None)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:
@@ -58,22 +61,26 @@ class DasWorker:
         }
 
     def _refresh(self, version: int, trajectories: list[tuple[int, bytes, int]]) -> dict[str, Any]:
-        if self.drafter:
-            self.drafter.refresh(version, trajectories)
+        done = self.drafter.refresh(version, trajectories) if self.drafter else {}
+        self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
+        if self.counters.alarm:
+            logger.error("das: %s", self.counters.alarm)
         self._seeds = {req_id: seed for req_id, seed in self._seeds.items() if req_id in self.runner.requests}
-        return {}
+        return done
 
     def _stats(self) -> dict[str, Any]:
+        if collapsed(vars(self.counters)):
+            self.counters.alarm = f"acceptance of the {self.config.drafter} drafter collapsed"
+            logger.error("das: %s: %d of %d draft tokens", self.counters.alarm,
+                         self.counters.accepted_tokens, self.counters.draft_tokens)  # fmt: skip
         stats = self.counters.take()
-        if self.drafter:
-            stats |= self.drafter.stats()
-        return stats
+        return stats | (self.drafter.stats() if self.drafter else {})
 
     def _draft_up_to_the_end(self) -> None:
         """When one request comes within num_speculative_tokens of max_model_len, vLLM skips the drafter and gives the
         whole batch junk drafts. Ours end before it, and the scheduler clips as well: raise that limit."""
         if hasattr(self.runner, "effective_drafter_max_model_len"):
-            self.runner.effective_drafter_max_model_len += self.config.budget.max_draft_tokens + 1
+            self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
 
     def _install_keyed_samplers(self) -> KeyedSampler:
         from das_adapter.engine.verification import KeyedRejectionSampler, KeyedSampler

@@ -116,7 +116,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._history.report.remote(version, stats[0], self._clock.take())
         self._seen.clear()
         trajectories: list[Trajectory] = []
-        if self._das.drafter == "history":
+        if self._das.recalls:
             self._cursor, trajectories = await self._history.since.remote(self._cursor)
         if self._das.routing.policy == "longest_first":
             self._expected, _ = await self._history.predictions.remote()

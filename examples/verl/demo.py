@@ -1,7 +1,9 @@
 """`make demo`: GRPO through veRL three times with the same seeds, and what speculation changed: only the time.
 
-Arms: `off` (no speculation), `ngram` (vLLM's own prompt look-up), `history` (das-adapter's drafter). All draw their
-tokens with keyed noise, so every arm must write the same rollouts. Results go to runs/demo: summary.json, plots, logs.
+Arms: `off` (no speculation), `ngram` (vLLM's own prompt look-up), `history` (das-adapter's drafter), and, if asked
+for, `self` (a rounded copy of the policy), `history+self`, `draft_model`, `eagle3` (vLLM's own, trained here). All draw
+their tokens with keyed noise, so every arm must write the same rollouts. Results go to runs/demo: summary.json, plots,
+logs.
 """
 
 from __future__ import annotations
@@ -25,10 +27,15 @@ from das_adapter.verl.cpu_env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "actor_rollout_ref.rollout.custom.das"
+DRAFTERS = ROOT / "runs" / "drafters"
 ARMS = {
     "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
     "ngram": [f"{DAS}.drafter=ngram", f"{DAS}.budget.max_draft_tokens=4"],
     "history": [f"{DAS}.drafter=history"],
+    "self": [f"{DAS}.drafter=self"],
+    "history+self": [f"{DAS}.drafter=history+self"],
+    "draft_model": [f"{DAS}.drafter=draft_model", f"+{DAS}.draft.model={DRAFTERS}/draft_model"],
+    "eagle3": [f"{DAS}.drafter=eagle3", f"+{DAS}.draft.model={DRAFTERS}/eagle3"],
     # vLLM's own suffix decoding, under our noise: for benchmarks, needs arctic-inference.
     "suffix": [
         *(f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"),
@@ -63,6 +70,8 @@ def main() -> None:
     console = Console()
     begin = time.time()
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, stdout=subprocess.DEVNULL)
+    if {"draft_model", "eagle3"} & set(args.arms) and not (DRAFTERS / "eagle3").exists():
+        subprocess.run([sys.executable, ROOT / "examples/tiny_math/make_drafters.py", DRAFTERS], check=True)
     with Progress(
         TextColumn("{task.description:8}"), BarColumn(), TextColumn("step {task.completed}/{task.total}"),
         TextColumn("{task.fields[note]}"), TimeElapsedColumn(), console=console,

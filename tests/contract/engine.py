@@ -1,7 +1,10 @@
 """One vLLM engine in a process of its own: reads a job as JSON, runs it, prints the result as JSON.
 
-Job: `das` (the block, or null), `engine` (further vLLM arguments), `rounds` (each `requests` with `prompt` and
-`params`, and optionally `refresh`: the weight version to go to afterwards), `sabotage` (see `sabotage`).
+Job: `das` (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env`
+(environment variables). A round: `requests` with `prompt` and `params`, `copies` of them, and for afterwards, if
+wanted, `perturb`: change the policy's weights by so much, `draft_weights`: a file to send as the drafter's,
+`lose_drafter`: its weights, `sleep`: a level to sleep at and wake up from, `refresh`: the weight version to go to,
+`fresh_copy`: compare the self-drafter with a fresh one.
 """
 
 from __future__ import annotations
@@ -45,6 +48,20 @@ def sabotage(kind: str) -> None:
         proposer.HistoryProposer._propose = failing
     elif kind == "no CPU fix":
         cpu._expand_batch_to_tokens = lambda: None
+    elif kind == "drafter without weights":
+        from das_adapter.engine.neural import DraftWeights
+
+        stock = DraftWeights._install
+
+        def install(self: Any) -> None:
+            stock(self)
+            lose(self._runner)
+
+        DraftWeights._install = install
+    elif kind == "stale copy":
+        from das_adapter.engine.self_drafter import PolicyCopy
+
+        PolicyCopy.renew = lambda self: None
     elif kind == "no room near max_model_len":
         from das_adapter.engine.worker import DasWorker
 
@@ -55,6 +72,7 @@ def sabotage(kind: str) -> None:
 
 def main() -> None:
     job = json.load(sys.stdin)
+    os.environ.update(job.get("env", {}))
     from das_adapter.config import parse
     from das_adapter.engine.args import engine_args, engine_env
 
@@ -81,6 +99,20 @@ def main() -> None:
         if das is not None:
             result["stats"] = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
             result["hello"] = llm.collective_rpc("das_rpc", args=("hello", {}))[0]
+        core = llm.llm_engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        if "perturb" in part:
+            perturb(runner.model, part["perturb"])
+            llm.reset_prefix_cache()
+        if "draft_weights" in part:
+            from safetensors.torch import load_file
+
+            weights = load_file(part["draft_weights"])
+            runner.model.load_weights([(f"draft.{name}", weight.float()) for name, weight in weights.items()])
+        if "lose_drafter" in part:
+            lose(runner)
+        if "sleep" in part:
+            sleep(llm, part["sleep"])
         if "refresh" in part:
             keep = [
                 (r["params"].get("extra_args", {}).get("das_problem", 0), t)
@@ -91,7 +123,10 @@ def main() -> None:
             trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
             payload = {"version": part["refresh"], "trajectories": trajectories}
             llm.collective_rpc("das_rpc", args=("refresh", payload))
-        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        if "fresh_copy" in part and hasattr(runner, "drafter"):
+            result["fresh_copy"] = copy_is_fresh(runner)
+        result["lookahead"] = core.scheduler.num_lookahead_tokens
+        result["memory"] = memory()
         result["samplers"] = [
             type(runner.sampler).__module__,
             type(getattr(runner, "rejection_sampler", None)).__module__,
@@ -99,6 +134,65 @@ def main() -> None:
         results.append(result)
     print("RESULT " + json.dumps(results), flush=True)
     os._exit(0)  # vLLM's own teardown adds seconds and nothing to the test
+
+
+def perturb(policy: Any, size: float) -> None:
+    """Send the policy's checkpoint as a host does, every matrix changed by `size` of its standard deviation."""
+    import torch
+    from safetensors.torch import load_file
+
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(POLICY / "model.safetensors")
+    policy.load_weights([
+        (name, w.float() + (size * w.float().std() * torch.randn(w.shape, generator=generator) if w.ndim == 2 else 0))
+        for name, w in weights.items()
+    ])  # fmt: skip
+
+
+def lose(runner: Any) -> None:
+    """Turn the drafter's own weights into noise, as memory that was given away is."""
+    import torch
+
+    torch.manual_seed(0)
+    shared = {p.data_ptr() for p in runner.model.parameters()}
+    for parameter in runner.drafter.model.parameters():
+        if parameter.is_floating_point() and parameter.data_ptr() not in shared:
+            parameter.data.normal_(std=0.5)
+
+
+def sleep(llm: Any, level: int) -> None:
+    """Sleep and wake up; a CPU engine has no memory pool, so what level 2 throws away is thrown away here."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    llm.reset_prefix_cache()
+    if level == 2:
+        for parameter in runner.model.parameters():
+            parameter.data.zero_()
+        for _, rounded in runner.drafter.drafter.copy.layers:
+            for tensor in rounded.tensors():
+                tensor.zero_()
+        perturb(runner.model, 0.0)  # what the host sends after waking up
+
+
+def copy_is_fresh(runner: Any) -> bool:
+    """Whether the self-drafter equals one made from the policy's weights of this moment, bit for bit."""
+    import torch
+
+    from das_adapter.engine.self_drafter import PolicyCopy
+
+    drafter = runner.drafter.drafter
+    fresh = PolicyCopy(runner.model, drafter._weights)
+    return all(torch.equal(a, b) for (_, x), (_, y) in zip(drafter.copy.layers, fresh.layers, strict=True)
+               for a, b in zip(x.tensors(), y.tensors(), strict=True))  # fmt: skip
+
+
+def memory() -> int:
+    """Bytes of this process that are resident, after collecting what is free."""
+    import ctypes
+    import gc
+
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _params(params: dict[str, Any]) -> dict[str, Any]:

@@ -53,6 +53,8 @@ ARMS = {
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
     "ngram": {"das": {"drafter": "ngram"}},
+    "self": {"das": {"drafter": "self"}},
+    "history+self": {"das": {"drafter": "history+self", "budget": {"min_chance": 0.02}}},
 }
 
 

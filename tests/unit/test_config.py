@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from das_adapter.config import DasConfig, parse
+from das_adapter.engine.args import engine_args
 from das_adapter.errors import ConfigError
 
 
@@ -69,6 +70,30 @@ def test_to_dict_reads_back_equal() -> None:
     assert parse(config.to_dict()) == config
 
 
+def test_lossy_settings_pass_where_they_are_allowed() -> None:
+    lossy = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+    verify = {"noise": "stock", "allow_lossy": True}
+    config = parse({"drafter": "draft_model", "draft": {"model": "x", "options": lossy}, "verify": verify})
+    assert engine_args(config)["speculative_config"] == {
+        "method": "draft_model", "model": "x", "num_speculative_tokens": 3, **lossy
+    }  # fmt: skip
+    assert parse({"drafter": "mtp", "draft": {"options": {"rejection_sample_method": "block"}}}) is not None
+
+
+@pytest.mark.parametrize(
+    ("drafter", "proposer", "tokens"),
+    [("history", "proposer.KeyedHistoryProposer", 16), ("self", "self_drafter.KeyedSelfProposer", 5),
+     ("history+self", "mixed.KeyedMixedProposer", 16)],
+)  # fmt: skip
+def test_each_own_drafter_is_a_proposer_class(drafter: str, proposer: str, tokens: int) -> None:
+    speculative = engine_args(parse({"drafter": drafter}))["speculative_config"]
+    assert speculative == {
+        "method": "custom_class", "model": f"das_adapter.engine.{proposer}", "num_speculative_tokens": tokens
+    }  # fmt: skip
+    stock = engine_args(parse({"drafter": drafter, "verify": {"noise": "stock"}}))["speculative_config"]
+    assert stock["model"] == f"das_adapter.engine.{proposer.replace('Keyed', '')}"
+
+
 @pytest.mark.parametrize(
     ("block", "words"),
     [
@@ -91,6 +116,36 @@ def test_to_dict_reads_back_equal() -> None:
         ({"toggle": {"threshold": 8}}, ["das.toggle.threshold=8", "das.toggle.mode='threshold'", "'roofline'"]),
         ({"toggle": {"calibration": 1}}, ["das.toggle.calibration", "1", "str"]),
         ({"log_dir": 5}, ["das.log_dir", "5", "str"]),
+        ({"self": {"weights": "int2"}}, ["das.self.weights", "'int2'", "'int4'", "'int8'"]),
+        ({"drafter": "self", "self": {"max_tokens": 0}}, ["das.self.max_tokens", "0", "1 to 16"]),
+        ({"drafter": "history", "self": {"max_tokens": 3}}, ["das.self", "'history'", "'self' or 'history+self'"]),
+        (
+            {"drafter": "history+self", "budget": {"max_draft_tokens": 4}},
+            ["das.self.max_tokens", "5", "das.budget.max_draft_tokens=4"],
+        ),
+        ({"drafter": "self", "draft": {"model": "x"}}, ["das.draft", "'self'", "'eagle3'", "'draft_model'"]),
+        ({"drafter": "eagle3"}, ["das.draft.model", "None", "'eagle3'"]),
+        ({"drafter": "mtp", "draft": {"tokens": 99}}, ["das.draft.tokens", "99", "1 to 16"]),
+        (
+            {"drafter": "mtp", "draft": {"options": {"num_speculative_tokens": 4}}},
+            ["das.draft.options.num_speculative_tokens", "4", "das.draft.tokens"],
+        ),
+        *(
+            ({"drafter": "mtp", "draft": {"options": options}}, [f"das.draft.options.{key}", "das.verify.allow_lossy"])
+            for key, options in (
+                ("rejection_sample_method", {"rejection_sample_method": "synthetic"}),
+                ("synthetic_acceptance_length", {"synthetic_acceptance_length": 3.0}),
+                ("lenience", {"lenience": 0.9}),
+            )
+        ),
+        (
+            {
+                "drafter": "mtp",
+                "draft": {"options": {"rejection_sample_method": "synthetic"}},
+                "verify": {"allow_lossy": True},
+            },
+            ["das.draft.options.rejection_sample_method", "das.verify.noise='stock'"],
+        ),
         ({"routing": {"policy": "random"}}, ["das.routing.policy", "'random'", "'least_loaded'"]),
         ({"verify": {"seed": -1}}, ["das.verify.seed", "-1"]),
         ("history", ["das", "'history'", "drafter, history"]),

@@ -44,6 +44,20 @@ def test_health_falls_with_a_failed_drafter_and_with_collapsed_acceptance() -> N
     assert merge([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 2500}])["das/health"] == 1.0
 
 
+def test_health_falls_with_a_drafter_whose_weights_did_not_come_until_they_do() -> None:
+    counters = Counters(alarm="this weight sync brought no weight of the drafter")
+    assert merge([counters.take(), Counters().take()])["das/health"] == 0.0
+    assert merge([counters.take()])["das/health"] == 0.0  # still, in the next step
+    counters.alarm = None
+    assert merge([counters.take()])["das/health"] == 1.0
+
+
+def test_the_copys_figures_are_the_slowest_replicas() -> None:
+    parts = [{**Counters().take(), "requantise_s": s, "drafter_bytes": 10, "self_acceptance": 0.9} for s in (0.1, 0.3)]
+    assert merge(parts)["das/requantise_s"] == pytest.approx(0.3)
+    assert "das/requantise_s" not in merge([Counters().take()])
+
+
 def test_the_token_hash_depends_on_tokens_and_seeds_but_not_on_order() -> None:
     def hashed(*responses: tuple[int, list[int]]) -> int:
         clock = RolloutClock()

@@ -1,0 +1,297 @@
+"""Every drafter on one policy: rollout time against off, tokens per forward, memory, refresh; and what a step costs.
+
+    python benchmarks/drafters.py modes POLICY [--arms off self:int4 ...] [--batches 1 4] [--draft DIR] [--eagle DIR]
+    python benchmarks/drafters.py steps [CONFIG_DIR] [--batches 1 4]
+
+`modes` samples the same problems at temperature 1 with the same seeds in every arm, with as many requests in flight as
+the batch says, after a warm-up that fills the history; of `--repeats` runs the fastest counts. For the self-drafter it
+also drafts a fixed length and compares with the roofline, L / (γ r + v), from the measured step times.
+`steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
+of the copy, and of verification. POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXED = 4  # tokens of the fixed-length drafts
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+def block(arm: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The `das:` block of an arm; `self:int4` names the weights too."""
+    drafter, _, weights = arm.partition(":")
+    if drafter == "off":
+        return {"drafter": "none", "verify": {"noise": "keyed"}}
+    das: dict[str, Any] = {"drafter": drafter}
+    if weights:
+        das["self"] = {"weights": weights}
+    if drafter in ("draft_model", "eagle3"):
+        das["draft"] = {"model": str(args.draft if drafter == "draft_model" else args.eagle)}
+    if drafter == "ngram":
+        das["budget"] = {"max_draft_tokens": 4}
+    return das
+
+
+def run(job: dict[str, Any]) -> Any:
+    """Run a job in a process of its own."""
+    child = subprocess.run([sys.executable, __file__, "child"], input=json.dumps(job), capture_output=True, text=True,
+                           env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(job["threads"])})  # fmt: skip
+    lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        sys.exit(f"{job['das']} failed:\n{child.stderr[-4000:]}")
+    return json.loads(lines[0].removeprefix("RESULT "))
+
+
+def engine(job: dict[str, Any], **more: Any) -> Any:
+    from vllm import LLM
+
+    from das_adapter.config import parse
+    from das_adapter.engine.args import engine_args, engine_env
+
+    das = parse(job["das"])
+    os.environ.update(engine_env(das))
+    return LLM(job["policy"], dtype=job["dtype"], enforce_eager=True, max_model_len=1024, max_num_seqs=64, seed=0,
+               enable_prefix_caching=False, **engine_args(das), **more)  # fmt: skip
+
+
+def requests(count: int, samples: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """The longer problems of the tiny task, `samples` times each."""
+    sys.path.insert(0, str(ROOT / "examples/tiny_math"))
+    from prepare_data import make_rows
+    from train_policy import ASSISTANT, USER
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_math/policy")
+    rows = sorted(make_rows("train", 48, 0), key=lambda row: -row["extra_info"]["difficulty"])[:count]
+    return [
+        (tokenizer.encode(f"{USER}{row['prompt'][0]['content']}{ASSISTANT}"),
+         {"das_problem": i, "das_seed": seed + 1000 * i + sample, "das_record": 0})
+        for i, row in enumerate(rows) for sample in range(samples)
+    ]  # fmt: skip
+
+
+def child_modes(job: dict[str, Any]) -> Any:
+    import numpy as np
+
+    from das_adapter.core import sources
+
+    llm = engine(job)
+    core = llm.llm_engine.engine_core.engine_core
+    times: dict[tuple[int, int], list[float]] = defaultdict(list)
+    observe = sources.Line.observe
+
+    def recorded(self: Any, tokens: int, seconds: float) -> None:
+        times[(id(self), tokens)].append(seconds)
+        observe(self, tokens, seconds)
+
+    sources.Line.observe = recorded  # type: ignore[method-assign]
+
+    def rpc(command: str, **payload: Any) -> Any:
+        return llm.collective_rpc("das_rpc", args=(command, payload))[0]
+
+    def rollout(batch: int, work: list[tuple[list[int], dict[str, Any]]]) -> tuple[float, list[list[int]], Any]:
+        from vllm import SamplingParams
+
+        core.scheduler.max_num_running_reqs = batch
+        rpc("stats")
+        begin = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in work],
+                               [SamplingParams(max_tokens=job["tokens"], extra_args=extra) for _, extra in work],
+                               use_tqdm=False)  # fmt: skip
+        seconds = time.perf_counter() - begin
+        return seconds, [list(o.outputs[0].token_ids) for o in outputs], rpc("stats")
+
+    work = requests(job["problems"], 2, 7)
+    _, texts, _ = rollout(32, work)
+    keep = [(extra["das_problem"], np.asarray(t, dtype=np.int32).tobytes(), 0)
+            for (_, extra), t in zip(work, texts, strict=True)]  # fmt: skip
+    refreshed = [rpc("refresh", version=1, trajectories=keep) for _ in range(5)][-1]
+    result: dict[str, Any] = {"batches": {}, "refresh_s": refreshed.get("requantise_s", 0.0)}
+    for batch in job["batches"]:
+        work = requests(max(job["problems"], batch), 1, 99)
+        runs = [rollout(batch, work) for _ in range(job["repeats"])]
+        seconds, texts, stats = min(runs, key=lambda r: r[0])
+        figures = summary(seconds, stats)
+        figures["tokens_hash"] = hash(tuple(map(tuple, texts)))
+        if job["das"]["drafter"] == "self" and batch <= 4:
+            figures["fixed"] = fixed_length(llm, batch, work, rollout, times)
+        result["batches"][batch] = figures
+    result["drafter_bytes"] = rpc("stats").get("drafter_bytes", 0)
+    return result
+
+
+def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "rollout_s": seconds,
+        "tokens": stats["tokens"],
+        "tokens_per_forward": stats["tokens"] / stats["request_forwards"],
+        "acceptance_length": 1 + stats["accepted_tokens"] / max(1, stats["drafted_forwards"]),
+        "acceptance_rate": stats["accepted_tokens"] / max(1, stats["draft_tokens"]),
+        "drafted_forwards": stats["drafted_forwards"] / stats["request_forwards"],
+        "error": stats["error"],
+    }
+
+
+def fixed_length(llm: Any, batch: int, work: Any, rollout: Any, times: dict[tuple[int, int], list[float]]) -> Any:
+    """Draft always `FIXED` tokens and never, and set the speed-up beside the roofline's."""
+    import numpy as np
+
+    from das_adapter.engine import self_drafter
+
+    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter.drafter
+    chosen = self_drafter.choose
+    out: dict[str, Any] = {}
+    for length in (0, FIXED):
+        self_drafter.choose = lambda e, d, room, *_, n=length: np.minimum(room, n)
+        seconds, _, stats = rollout(batch, work)
+        out[str(length)] = summary(seconds, stats)
+    self_drafter.choose = chosen
+    policy, copy = id(drafter.policy_seconds), id(drafter.copy_seconds)
+    step, draft, verify = (median(times[key]) for key in
+                           ((policy, batch), (copy, batch), (policy, batch * (FIXED + 1))))  # fmt: skip
+    length = out[str(FIXED)]["acceptance_length"]
+    return out | {
+        "policy_ms": step * 1e3, "copy_ms": draft * 1e3, "verify_ms": verify * 1e3,
+        "roofline": length / (FIXED * draft / step + verify / step),
+        "measured": out["0"]["rollout_s"] / out[str(FIXED)]["rollout_s"],
+    }  # fmt: skip
+
+
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 151645,
+}  # fmt: skip
+"""The architecture of Qwen3-0.6B."""
+
+
+def child_steps(job: dict[str, Any]) -> Any:
+    import numpy as np
+    from vllm import SamplingParams
+
+    from das_adapter.core import sources
+    from das_adapter.engine import self_drafter
+
+    llm = engine(job, load_format="dummy", skip_tokenizer_init=True)
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    times: dict[tuple[int, int], list[float]] = defaultdict(list)
+    sources.Line.observe = lambda line, tokens, seconds: times[(id(line), tokens)].append(seconds)
+    drafter = runner.drafter.drafter
+    policy, copy = id(drafter.policy_seconds), id(drafter.copy_seconds)
+    rows = {}
+    for batch in job["batches"]:
+        for length in (0, FIXED):
+            self_drafter.choose = lambda e, d, room, *_, n=length: np.minimum(room, n)
+            llm.generate([{"prompt_token_ids": [5 + i] * 64} for i in range(batch)],
+                         SamplingParams(max_tokens=20 + 20 * length, ignore_eos=True, detokenize=False, temperature=0),
+                         use_tqdm=False)  # fmt: skip
+        plain = times[(policy, batch)]
+        rows[batch] = {"policy_ms": min(plain) * 1e3, "copy_ms": min(times[(copy, batch)]) * 1e3,
+                       "policy_ms_median": median(plain) * 1e3, "copy_ms_median": median(times[(copy, batch)]) * 1e3,
+                       "verify_ms": min(times[(policy, batch * (FIXED + 1))]) * 1e3}  # fmt: skip
+    refreshed = min(drafter.refresh()["requantise_s"] for _ in range(3))
+    return {"batches": rows, "requantise_s": refreshed, "drafter_bytes": drafter.copy.nbytes,
+            "policy_bytes": sum(p.nbytes for p in runner.model.parameters())}  # fmt: skip
+
+
+def show_modes(results: dict[str, Any]) -> Table:
+    table = Table(title="Rollout, fastest of the repeats")
+    for name in ("batch", "arm", "rollout s", "of off", "acceptance length", "tokens/forward", "extra MB", "refresh s"):
+        table.add_column(name, justify="left" if name == "arm" else "right")
+    for batch in next(iter(results.values()))["batches"]:
+        for arm, result in results.items():
+            f, off = result["batches"][batch], results.get("off", result)["batches"][batch]
+            table.add_row(batch, arm, f"{f['rollout_s']:.2f}", f"{f['rollout_s'] / off['rollout_s']:.2f}",
+                          f"{f['acceptance_length']:.2f}", f"{f['tokens_per_forward']:.2f}",
+                          f"{result['drafter_bytes'] / 1e6:.0f}", f"{result['refresh_s']:.3f}")  # fmt: skip
+    return table
+
+
+def show_steps(results: dict[str, Any]) -> Table:
+    table = Table(title="Decode step, fastest: the policy, the copy, verification of 5 tokens a request")
+    for name in ("weights", "batch", "policy ms", "copy ms", "copy/policy", "verify/policy", "requantise s"):
+        table.add_column(name, justify="right")
+    for weights, result in results.items():
+        for batch, f in result["batches"].items():
+            table.add_row(weights, batch, f"{f['policy_ms']:.1f}", f"{f['copy_ms']:.1f}",
+                          f"{f['copy_ms'] / f['policy_ms']:.2f}", f"{f['verify_ms'] / f['policy_ms']:.2f}",
+                          f"{result['requantise_s']:.2f}")  # fmt: skip
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["modes", "steps", "child"])
+    parser.add_argument("policy", type=Path, nargs="?")
+    parser.add_argument(
+        "--arms", nargs="+", default=["off", "self:int4", "self:int8", "history", "history+self", "ngram"]
+    )
+    parser.add_argument("--weights", nargs="+", default=["int4", "int8"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--problems", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=200, help="most tokens of a response")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1, help="more than one needs a machine with nobody else on it")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--draft", type=Path, help="checkpoint of the arm draft_model")
+    parser.add_argument("--eagle", type=Path, help="checkpoint of the arm eagle3")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.what == "child":
+        job = json.load(sys.stdin)
+        print("RESULT " + json.dumps((child_modes if job["what"] == "modes" else child_steps)(job)), flush=True)
+        os._exit(0)
+    common = {"what": args.what, "policy": str(args.policy), "dtype": args.dtype, "batches": args.batches,
+              "problems": args.problems, "tokens": args.tokens, "threads": args.threads,
+              "repeats": args.repeats}  # fmt: skip
+    if args.what == "modes":
+        jobs = {arm: block(arm, args) for arm in args.arms}
+    else:
+        jobs = {weights: block(f"self:{weights}", args) for weights in args.weights}
+    if args.policy is None:
+        common["policy"] = tempfile.mkdtemp()
+        (Path(common["policy"]) / "config.json").write_text(json.dumps(QWEN3))
+    results: dict[str, Any] = {}
+    for name, das in jobs.items():
+        results[name] = run({**common, "das": das})
+        if args.out:
+            write(args, results)
+    Console(width=140).print((show_modes if args.what == "modes" else show_steps)(results))
+
+
+def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Results so far, with command (without this machine's directories), versions and hardware."""
+    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = next((x.split(":", 1)[1].strip() for x in about.splitlines() if x.startswith("model name")), "")
+    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    args.out.write_text(json.dumps({
+        "command": " ".join(["python", "benchmarks/drafters.py", *words]),
+        "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch")},
+        "hardware": {"cpu": cpu or platform.processor(), "cores": os.cpu_count(), "threads": args.threads, "gpu": None},
+        "results": results,
+    }, indent=1) + "\n")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

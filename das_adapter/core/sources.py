@@ -1,0 +1,100 @@
+"""Which source drafts for whom: the history, a copy of the policy, or nobody, by tokens per second of the whole batch.
+
+A batch's step takes the policy's forward pass, plus a forward pass of the copy for each token that it drafts: the
+speed-up is L / (γ·T_D/T_T + T_V/T_T), as in EfficientRollout (arXiv 2606.18967).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+
+
+@dataclass
+class Line:
+    """seconds = base + slope * tokens, fitted to observations that fade; until there are some, what it was told."""
+
+    base: float
+    slope: float = 0.0
+    fade: float = 0.98
+    _sums: Float64 = field(default_factory=lambda: np.zeros(5))
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Take one step's time in; what takes more than four times as long as expected is somebody else's doing."""
+        weight = self._sums[0]
+        if weight > 5:
+            seconds = min(seconds, 4 * self(tokens))
+        self._sums *= self.fade
+        self._sums += (1.0, tokens, seconds, tokens * tokens, tokens * seconds)
+        n, x, y, xx, xy = self._sums
+        spread = xx - x * x / n
+        self.slope = max(0.0, (xy - x * y / n) / spread) if spread > 0.1 * n else min(self.slope, y / max(x, 1e-9))
+        self.base = max(0.0, (y - self.slope * x) / n)
+
+    @property
+    def seen(self) -> bool:
+        """Whether anything was observed."""
+        return bool(self._sums[0])
+
+    def __call__(self, tokens: float) -> float:
+        return self.base + self.slope * tokens
+
+
+@dataclass
+class Acceptance:
+    """Chance that a token of the copy is accepted, given that all before it were; drafts that fade."""
+
+    accepted: float = 16.0
+    tried: float = 20.0
+    fade: float = 0.999
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """Take one verified draft in: the tokens after the first rejected one were not tried."""
+        self.accepted = self.accepted * self.fade + accepted
+        self.tried = self.tried * self.fade + min(drafted, accepted + 1)
+
+    @property
+    def rate(self) -> float:
+        return self.accepted / self.tried
+
+    def expected(self, drafted: npt.ArrayLike) -> Float64:
+        """Tokens accepted of drafts of these lengths."""
+        a = min(self.rate, 1.0 - 1e-9)
+        return np.asarray(a * (1.0 - a ** np.asarray(drafted, dtype=float)) / (1.0 - a))
+
+
+def choose(
+    expected: Float64, drafted: Int64, room: Int64, acceptance: Acceptance, policy: Line, copy: Line, most: int
+) -> Int64:
+    """How many tokens the copy should draft for each request.
+
+    Args:
+        expected: [batch] tokens of the history's draft that should be accepted; 0 without one.
+        drafted: [batch] tokens of that draft.
+        room: [batch] most tokens that may be drafted.
+        acceptance: of the copy's tokens.
+        policy: seconds of a step of the policy that verifies so many tokens.
+        copy: seconds of a forward pass of the copy over so many requests.
+        most: most tokens the copy may draft for a request.
+
+    Returns:
+        int64 [batch]; 0: the history's draft, if there is one, stands.
+    """
+    batch = len(expected)
+    best = np.zeros(batch, dtype=np.int64)
+    rate = (batch + expected.sum()) / policy(batch + drafted.sum())
+    for length in range(1, most + 1):
+        counts = np.minimum(room, length)
+        own = acceptance.expected(counts)
+        counts = np.where((counts > 0) & (own > expected), counts, 0)
+        tokens = batch + np.where(counts, own, expected).sum()
+        drafting = sum(copy(int(np.count_nonzero(counts > step))) for step in range(int(counts.max(initial=0))))
+        seconds = policy(batch + np.where(counts, counts, drafted).sum()) + drafting
+        if tokens / seconds > rate:
+            best, rate = counts, tokens / seconds
+    return best

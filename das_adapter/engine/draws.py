@@ -1,0 +1,33 @@
+"""Drawing draft tokens as the policy's sampler will draw: with the same noise, equal tokens come up most often."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+from vllm.v1.sample.sampler import _SAMPLING_EPS
+
+from das_adapter.engine.noise import keyed_sample
+
+
+def draw(logits: torch.Tensor, keys: torch.Tensor, sampling: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """One token a row: temperature, top-k, top-p and noise are those of the policy's sampler.
+
+    Args:
+        logits: float32 [rows, vocab] of the drafter.
+        keys: int64 [rows], bits of the row keys of the positions drafted for.
+        sampling: vLLM's SamplingMetadata of the batch.
+        rows: int64 [rows], the rows of the batch; None: all of them.
+
+    Returns:
+        int64 [rows].
+    """
+    if sampling.all_greedy:
+        return logits.argmax(dim=-1)
+    temperature, top_k, top_p = (x if x is None or rows is None else x[rows] for x in
+                                 (sampling.temperature, sampling.top_k, sampling.top_p))  # fmt: skip
+    greedy = temperature < _SAMPLING_EPS
+    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    drawn = keyed_sample(apply_top_k_top_p(scaled, top_k, top_p), keys)
+    return drawn if sampling.all_random else torch.where(greedy, logits.argmax(dim=-1), drawn)

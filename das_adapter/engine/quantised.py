@@ -1,0 +1,92 @@
+"""Linear layers with rounded weights, made from and renewed from the policy's own: what the self-drafter computes with.
+
+Round to nearest, asymmetric, one scale and zero point per row and group of 128 inputs (EfficientRollout, arXiv
+2606.18967). Tensors keep their addresses when they are renewed, so CUDA graphs and sleeping memory pools stay valid.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from das_adapter import _native
+from das_adapter.errors import ConfigError
+
+GROUP, ROWS = 128, 16
+"""Inputs that share a scale; rows that stand together in memory (`csrc/quantised_linear.cpp`)."""
+
+
+class QuantisedWeight(Protocol):
+    """A rounded copy of one weight matrix [rows, inputs]."""
+
+    def renew(self, weight: torch.Tensor) -> None:
+        """Round `weight` [rows, inputs] into the tensors that are there."""
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., inputs] times the matrix: [..., rows] in x's dtype."""
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What it holds, in a fixed order."""
+
+
+def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
+    """A rounded copy of `weight` [rows, inputs].
+
+    Args:
+        weight: float32 or bfloat16 on a CPU; float16 or bfloat16 on a GPU.
+        weights: `self.weights` of the config.
+
+    Raises:
+        ConfigError: the format or dtype does not exist on the weight's device.
+    """
+    if weight.device.type == "cpu":
+        formats: dict[str, Any] = {"int8": _CpuWeight, "int4": _CpuInt4}
+    else:
+        from das_adapter.engine import quantised_gpu
+
+        formats = {"fp8": quantised_gpu.Fp8, "int4": quantised_gpu.Int4}
+    if weights not in formats:
+        raise ConfigError(
+            f"das.self.weights: found {weights!r}, allowed on {weight.device.type}: {', '.join(map(repr, formats))}"
+        )
+    copy: QuantisedWeight = formats[weights](weight)
+    copy.renew(weight)
+    return copy
+
+
+class _CpuWeight:
+    """4 or 8 bits, multiplied with inputs rounded to 8 bits: own kernels, faster than PyTorch's and oneDNN's for the
+    few tokens of a decode step (`benchmarks/results/quantised_kernels.json`)."""
+
+    bits = 8
+
+    def __init__(self, weight: torch.Tensor):
+        if weight.dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"das.drafter='self': found a policy in {weight.dtype}, allowed on a CPU: "
+                              "torch.float32, torch.bfloat16")  # fmt: skip
+        self.rows, self.inputs = weight.shape
+        blocks, groups = -(-self.rows // ROWS), -(-self.inputs // GROUP)
+        self.codes = torch.empty(blocks, groups, ROWS * GROUP * self.bits // 8, dtype=torch.uint8)
+        self.scales = torch.empty(blocks, groups, ROWS, dtype=torch.float32)
+        self.zeros = torch.empty(blocks, groups, ROWS, dtype=torch.uint8)
+        self._copy = (*(t.data_ptr() for t in (self.codes, self.scales, self.zeros)),)
+
+    def renew(self, weight: torch.Tensor) -> None:
+        weight = weight.detach().contiguous()
+        _native.quantise(weight.data_ptr(), weight.dtype == torch.bfloat16, self.rows, self.inputs, self.bits,
+                         *self._copy, torch.get_num_threads())  # fmt: skip
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, self.inputs).contiguous()
+        out = torch.empty(*x.shape[:-1], self.rows, dtype=x.dtype)
+        _native.quantised_linear(flat.data_ptr(), x.dtype == torch.bfloat16, len(flat), self.rows, self.inputs,
+                                 self.bits, *self._copy, out.data_ptr(), torch.get_num_threads())  # fmt: skip
+        return out
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.codes, self.scales, self.zeros]
+
+
+class _CpuInt4(_CpuWeight):
+    bits = 4

@@ -1,0 +1,88 @@
+"""Rounded linear layers on a GPU, through vLLM's own kernels (vLLM 0.24 to 0.32). Nothing here has run yet."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.quantization.utils.marlin_utils import (
+    marlin_make_empty_g_idx,
+    marlin_make_workspace_new,
+    marlin_permute_scales,
+    marlin_zero_points,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
+from vllm.scalar_type import scalar_types
+
+from das_adapter.errors import ConfigError
+
+GROUP = 128
+
+
+class Fp8:
+    """float8_e4m3fn with a scale per row, inputs rounded per token; needs compute capability 8.9."""
+
+    def __init__(self, weight: torch.Tensor):
+        self.codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        self.scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+
+    def renew(self, weight: torch.Tensor) -> None:
+        codes, scales = ops.scaled_fp8_quant(weight.contiguous(), use_per_token_if_dynamic=True)
+        self.codes.copy_(codes)
+        self.scales.copy_(scales)
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scales = ops.scaled_fp8_quant(x.reshape(-1, x.shape[-1]), use_per_token_if_dynamic=True)
+        y = ops.cutlass_scaled_mm(codes, self.codes.t(), scales, self.scales.t(), out_dtype=x.dtype)
+        return y.reshape(*x.shape[:-1], -1)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.codes, self.scales]
+
+
+class Int4:
+    """uint4 with zero points per row and group of 128 inputs, in Marlin's layout; needs compute capability 8.0."""
+
+    def __init__(self, weight: torch.Tensor):
+        rows, inputs = weight.shape
+        if rows % 64 or inputs % GROUP:
+            raise ConfigError(f"das.self.weights: found 'int4' and a weight of {rows} x {inputs}, allowed on a GPU: "
+                              "rows divisible by 64 and inputs by 128 (else 'fp8')")  # fmt: skip
+        self.rows, self.inputs = rows, inputs
+        self.kept: list[torch.Tensor] = []
+        self._workspace = marlin_make_workspace_new(weight.device)
+        none = marlin_make_empty_g_idx(weight.device)
+        unordered = {"g_idx": none, "perm": none}  # vLLM 0.32 has them no more
+        self._unordered = {k: v for k, v in unordered.items() if k in inspect.signature(ops.marlin_gemm).parameters}
+
+    def renew(self, weight: torch.Tensor) -> None:
+        groups = self.inputs // GROUP
+        grouped = weight.float().view(self.rows, groups, GROUP)
+        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+        scales = ((high - low) / 15).clamp(min=1e-10).to(weight.dtype)
+        zeros = (-low / scales.float()).round().clamp(0, 15)
+        codes = ((grouped / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
+        packed = awq_pack(codes.view(self.rows, self.inputs).t().contiguous().int(), 4, self.inputs, self.rows)
+        fresh = [
+            ops.awq_marlin_repack(packed, self.inputs, self.rows, 4),
+            marlin_permute_scales(scales.t().contiguous(), self.inputs, self.rows, GROUP),
+            marlin_zero_points(zeros.t().contiguous().int(), groups, self.rows, 4),
+        ]
+        if not self.kept:
+            self.kept = fresh
+        for kept, new in zip(self.kept, fresh, strict=True):
+            kept.copy_(new)
+
+    def linear(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, self.inputs)
+        codes, scales, zeros = self.kept
+        y = ops.marlin_gemm(
+            a=flat, c=None, b_q_weight=codes, b_bias=None, b_scales=scales, a_scales=None, global_scale=None,
+            b_zeros=zeros, workspace=self._workspace, b_q_type=scalar_types.uint4, size_m=len(flat), size_n=self.rows,
+            size_k=self.inputs, use_fp32_reduce=True, **self._unordered,
+        )  # fmt: skip
+        return y.reshape(*x.shape[:-1], self.rows)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self.kept

@@ -1,0 +1,143 @@
+"""Train the tiny policy's neural drafters: a draft model and an EAGLE-3 head, about a minute on two cores.
+
+    python examples/tiny_math/make_drafters.py OUT [--steps 120]
+
+Writes OUT/draft_model and OUT/eagle3, as vLLM's methods `draft_model` and `eagle3` read them. Both learn the policy's
+next-token distribution on demonstrations (cross entropy against its logits; NeMo-RL's draft loss, arXiv 2604.26779).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn import functional as F
+from train_policy import make_batch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+POLICY = Path(__file__).resolve().parent / "policy"
+AUX = (1, 2, 3)  # layers of the policy whose outputs the EAGLE-3 head reads
+
+
+class Eagle3(nn.Module):
+    """One decoder layer over (embedding of the next token, fused hidden states of the policy); EAGLE-3, arXiv
+    2503.01840. Names are those of its published checkpoints."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, vocab: int, inner: int = 256):
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads, hidden // heads
+        self.fc = nn.Linear(len(AUX) * hidden, hidden, bias=False)
+        norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        self.midlayer = nn.ModuleDict({name: nn.RMSNorm(hidden, eps=1e-6) for name in norms})
+        self.midlayer["self_attn"] = nn.ModuleDict({
+            "q_proj": nn.Linear(2 * hidden, heads * self.size, bias=False),
+            "k_proj": nn.Linear(2 * hidden, kv_heads * self.size, bias=False),
+            "v_proj": nn.Linear(2 * hidden, kv_heads * self.size, bias=False),
+            "o_proj": nn.Linear(heads * self.size, hidden, bias=False),
+        })  # fmt: skip
+        self.midlayer["mlp"] = nn.ModuleDict({
+            "gate_proj": nn.Linear(hidden, inner, bias=False), "up_proj": nn.Linear(hidden, inner, bias=False),
+            "down_proj": nn.Linear(inner, hidden, bias=False),
+        })  # fmt: skip
+        self.norm = nn.RMSNorm(hidden, eps=1e-6)
+        self.lm_head = nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, embeds: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the hidden state that the next draft step reads; embeds and hidden: [batch, length, hidden]."""
+        layer, attention, mlp = self.midlayer, self.midlayer["self_attn"], self.midlayer["mlp"]
+        x = torch.cat([layer["input_layernorm"](embeds), layer["hidden_norm"](hidden)], dim=-1)
+        q, k, v = (
+            attention[f"{name}_proj"](x).unflatten(-1, (count, self.size)).transpose(1, 2)
+            for name, count in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
+        )
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True, enable_gqa=True)
+        hidden = hidden + attention["o_proj"](y.transpose(1, 2).flatten(-2))
+        x = layer["post_attention_layernorm"](hidden)
+        hidden = hidden + mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
+        return self.lm_head(self.norm(hidden)), hidden
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding of x [batch, heads, length, size], base 10000."""
+    half = x.shape[-1] // 2
+    angle = torch.arange(x.shape[-2])[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], dim=-1)
+
+
+def loss(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of logits [batch, length, vocab] against the policy's, where mask [batch, length]."""
+    return -((teacher.softmax(-1) * student.log_softmax(-1)).sum(-1) * mask).sum() / mask.sum()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+    rng, begin = random.Random(args.seed), time.time()
+    tokenizer = AutoTokenizer.from_pretrained(POLICY)
+    policy = Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
+    shape = policy.config
+    small = Qwen2ForCausalLM(Qwen2Config(**{**shape.to_dict(), "layer_types": None, "num_hidden_layers": 2}))
+    small.load_state_dict(policy.state_dict(), strict=False)  # its first layers, embeddings, norm and head
+    head = Eagle3(shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.vocab_size)
+    head.lm_head.weight.data.copy_(policy.lm_head.weight)
+    head.norm.weight.data.copy_(policy.model.norm.weight)
+    head.fc.weight.data[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
+    trained = [*small.parameters(), *head.parameters()]
+    optimizers = [
+        torch.optim.Muon([p for p in small.model.layers.parameters() if p.ndim == 2], lr=0.01, weight_decay=0.0),
+        torch.optim.AdamW(head.parameters(), lr=3e-3),
+    ]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: min(1.0, 1.05 - i / args.steps)) for o in optimizers]
+    for step in range(args.steps):
+        ids, labels = make_batch(rng, tokenizer, 2048, 0.0, 0.1, 0.05)
+        with torch.no_grad():
+            teacher = policy(ids, output_hidden_states=True)
+            embeds = policy.model.embed_tokens(ids)
+        mask = (labels[:, 1:] >= 0).float()
+        small_loss = loss(small(ids).logits[:, :-1], teacher.logits[:, :-1], mask)
+        hidden = head.fc(torch.cat([teacher.hidden_states[i] for i in AUX], dim=-1))
+        head_loss, target, weight = torch.zeros(()), teacher.logits, mask
+        for ahead in (1, 2):  # the second step reads the head's own hidden states, as drafting does
+            logits, hidden = head(embeds[:, ahead:], hidden[:, : ids.shape[1] - ahead])
+            head_loss = head_loss + loss(logits[:, :-1], target[:, ahead:-1], weight[:, ahead:])
+        for parameter in trained:
+            parameter.grad = None
+        (small_loss + head_loss).backward()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+        if step % 20 == 19:
+            print(
+                f"step {step + 1} losses {small_loss:.3f} {head_loss / 2:.3f} {time.time() - begin:.0f} s", flush=True
+            )
+
+    small.save_pretrained(args.out / "draft_model")
+    tokenizer.save_pretrained(args.out / "draft_model")
+    (args.out / "eagle3").mkdir(parents=True, exist_ok=True)
+    save_file({k: v.contiguous() for k, v in head.state_dict().items()}, args.out / "eagle3" / "model.safetensors")
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": shape.hidden_size,
+        "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads, "vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_position_embeddings,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+        "eos_token_id": shape.eos_token_id, "pad_token_id": shape.pad_token_id, "torch_dtype": "float32",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUX), "use_aux_hidden_state": True},
+        "eagle_aux_hidden_state_layer_ids": list(AUX),
+    }  # fmt: skip
+    (args.out / "eagle3" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

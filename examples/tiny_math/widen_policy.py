@@ -1,0 +1,88 @@
+"""Write a larger policy that says the same: the tiny one with every dimension repeated, and layers that add nothing.
+
+    python examples/tiny_math/widen_policy.py OUT [--width 4] [--layers 24]
+
+For measurements that need a policy of a few hundred million parameters whose text is real: its layers are as hard to
+round as the tiny policy's. A repeated input x, x, ... meets weights W/c + E, where E adds up to zero over the c copies
+and gives every weight the variance that a layer of that width has.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+POLICY = Path(__file__).resolve().parent / "policy"
+
+
+def widen(weight: torch.Tensor, out: int, copies: int, generator: torch.Generator, keep: bool = True) -> torch.Tensor:
+    """Weight [out * rows, copies * inputs] of the layer on `copies` repeated inputs.
+
+    Args:
+        weight: [rows, inputs].
+        out: how often each output is repeated.
+        copies: how often each input is repeated.
+        generator: of E.
+        keep: False: the layer's output is zero.
+    """
+    rows, inputs = weight.shape
+    noise = torch.randn(out * rows, copies, inputs, generator=generator) * weight.std() / copies**0.5
+    noise -= noise.mean(dim=1, keepdim=True)
+    base = weight.repeat(out, 1)[:, None] / copies if keep else 0.0
+    return (base + noise).reshape(out * rows, copies * inputs)
+
+
+@torch.no_grad()
+def widened(tiny: Qwen2ForCausalLM, width: int, layers: int, seed: int = 0) -> Qwen2ForCausalLM:
+    """The larger policy, float32: `width` times the hidden size and heads, `layers` layers."""
+    old, generator = tiny.config, torch.Generator().manual_seed(seed)
+    inner = width + 1  # copies of the MLP's intermediate activations
+    config = Qwen2Config(**{
+        **old.to_dict(), "layer_types": None, "hidden_size": width * old.hidden_size,
+        "intermediate_size": inner * old.intermediate_size, "num_hidden_layers": layers,
+        "num_attention_heads": width * old.num_attention_heads, "num_key_value_heads": width * old.num_key_value_heads,
+    })  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    every = layers // old.num_hidden_layers
+    state = {}
+    for i in range(layers):
+        source = tiny.model.layers[min(i // every, old.num_hidden_layers - 1)]
+        real = i % every == 0 and i // every < old.num_hidden_layers
+        at = f"model.layers.{i}."
+        for name, parameter in source.named_parameters():
+            if parameter.ndim == 1:
+                state[at + name] = parameter.repeat(width)
+            elif "down_proj" in name:
+                state[at + name] = widen(parameter, width, inner, generator, real)
+            elif "o_proj" in name:
+                state[at + name] = widen(parameter, width, width, generator, real)
+            else:
+                out = inner if "gate" in name or "up" in name else width
+                state[at + name] = widen(parameter, out, width, generator)
+    state["model.norm.weight"] = tiny.model.norm.weight.repeat(width)
+    state["model.embed_tokens.weight"] = tiny.model.embed_tokens.weight.repeat(1, width)
+    state["lm_head.weight"] = widen(tiny.lm_head.weight, 1, width, generator)
+    model.load_state_dict(state)
+    return model
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--width", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=24)
+    args = parser.parse_args()
+    tiny = Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
+    model = widened(tiny, args.width, args.layers)
+    ids = torch.arange(2, 90)[None]
+    error = (model(ids).logits - tiny(ids).logits).abs().max().item()
+    print(f"{model.num_parameters() / 1e6:.0f} M parameters; logits differ by at most {error:.1e} in float32")
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    AutoTokenizer.from_pretrained(POLICY).save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    main()

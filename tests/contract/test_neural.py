@@ -1,0 +1,102 @@
+"""vLLM's neural drafters under das-adapter: the same tokens, the same distribution, and weights that follow."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_losslessness import OFF, PLAIN, requests, two_rounds
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "make_drafters.py"
+METHODS = ["draft_model", "eagle3"]
+HOST = {"VERL_PLATFORM": "cpu"}
+
+
+@pytest.fixture(scope="session")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the tiny policy's drafters, trained for a moment."""
+    out = tmp_path_factory.mktemp("drafters")
+    subprocess.run([sys.executable, SCRIPT, out, "--steps", "40"], check=True, capture_output=True)
+    return out
+
+
+def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
+    return {"drafter": method, "draft": {"model": str(drafters / method), "tokens": 3, **more.pop("draft", {})}, **more}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_do_not_depend_on_the_drafter(engine: Any, drafters: Path, method: str) -> None:
+    rounds = two_rounds(requests(PLAIN))
+    reference = engine(das=OFF, rounds=rounds)
+    result = engine(das=block(method, drafters), rounds=rounds)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert sum(r["stats"]["accepted_tokens"] for r in result) > 100
+    assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in result)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_requests_may_end_at_max_model_len(engine: Any, drafters: Path, method: str) -> None:
+    asked = [{**r, "params": {**r["params"], "max_tokens": 200, "ignore_eos": True}} for r in requests(PLAIN, 6)]
+    small = {"max_model_len": 128}
+    reference = engine(das=OFF, engine=small, rounds=[{"requests": asked}])
+    result = engine(das=block(method, drafters), engine=small, rounds=[{"requests": asked}])
+    assert result[0]["tokens"] == reference[0]["tokens"]
+    assert all(len(r["prompt"]) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, method: str) -> None:
+    """The second to fourth token of one prompt, with vLLM's rejection sampling of the drafter's probabilities."""
+    prompt = requests(PLAIN, 3)[0]["prompt"]
+    asked = [{"prompt": prompt, "params": {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True}}]
+    rounds = [{"requests": asked, "copies": 1500, "brief": True}]
+    off = engine(das=None, rounds=rounds)[0]["tokens"]
+    das = block(
+        method, drafters, verify={"noise": "stock"}, draft={"options": {"draft_sample_method": "probabilistic"}}
+    )
+    drafted = engine(das=das, rounds=rounds)[0]
+    assert drafted["stats"]["accepted_tokens"] > 300
+    assert drafted["samplers"][1] == "vllm.v1.sample.rejection_sampler"
+    for position in range(1, 4):
+        counts = np.array([np.bincount([t[position] for t in texts], minlength=96)
+                           for texts in (off, drafted["tokens"])])  # fmt: skip
+        common = counts[:, counts.sum(axis=0) >= 10]
+        table = np.column_stack([common, counts.sum(axis=1) - common.sum(axis=1)])
+        assert stats.chi2_contingency(table[:, table.sum(axis=0) > 0]).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_trainers_weights_reach_the_drafter(engine: Any, drafters: Path, method: str) -> None:
+    first, second = two_rounds(requests(PLAIN))
+    trained = {**first, "draft_weights": str(drafters / method / "model.safetensors")}
+    das = block(method, drafters, draft={"weights": "trainer"})
+    result = engine(das=das, rounds=[trained, second], env=HOST, sabotage="drafter without weights")
+    rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
+    assert rate[1] > max(0.08, 5 * rate[0])
+    assert result[1]["stats"]["alarm"] is None
+
+
+def test_a_sync_without_the_drafters_weights_is_named(engine: Any, drafters: Path) -> None:
+    das = block("draft_model", drafters, draft={"weights": "trainer"})
+    result = engine(das=das, rounds=two_rounds(requests(PLAIN)), env=HOST)
+    assert "brought no weight of the drafter" in result[1]["stats"]["alarm"]
+
+
+def test_weights_lost_in_sleep_are_read_again(engine: Any, drafters: Path) -> None:
+    first, second = two_rounds(requests(PLAIN))
+    result = engine(das=block("draft_model", drafters), rounds=[{**first, "lose_drafter": True}, second], env=HOST)
+    rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
+    assert rate[1] > 0.8 * rate[0] > 0.1
+    assert "reading its checkpoint again" in result[0]["log"]
+
+
+def test_a_drafter_that_nobody_synced_lowers_health(engine: Any, drafters: Path) -> None:
+    long = [{**r, "params": {**r["params"], "max_tokens": 150, "ignore_eos": True}} for r in requests(PLAIN)]
+    das = block("draft_model", drafters, draft={"weights": "trainer"})
+    result = engine(das=das, rounds=[{"requests": long}], env=HOST, sabotage="drafter without weights")
+    assert "acceptance of the draft_model drafter collapsed" in result[0]["stats"]["alarm"]

@@ -1,0 +1,67 @@
+"""A weight sync on a real engine in float32: what the host writes into the policy reaches everything that drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_losslessness import OFF, PLAIN, requests, two_rounds
+
+SELF = {"drafter": "self"}
+MIXED = {"drafter": "history+self", "budget": {"min_chance": 0.02}}
+HOST = {"VERL_PLATFORM": "cpu"}
+"""Weights are written into the live model, as veRL does on a CPU."""
+
+
+@pytest.mark.parametrize("das", [SELF, MIXED], ids=["self", "history+self"])
+def test_the_drafter_follows_the_policy(engine: Any, das: dict[str, Any]) -> None:
+    first, second = two_rounds(requests(PLAIN))
+    rounds = [{**first, "perturb": 0.05}, {**second, "fresh_copy": True}]
+    reference = engine(das=OFF, rounds=rounds, env=HOST)
+    result = engine(das=das, rounds=rounds, env=HOST)
+    unchanged = engine(das=OFF, rounds=[first, second], env=HOST)
+    assert reference[1]["tokens"] != unchanged[1]["tokens"]  # the policy changed
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]  # and no old KV or draft is left
+    assert result[1]["fresh_copy"]  # bit for bit
+    assert result[1]["stats"]["requantise_s"] > 0
+    if das is MIXED:
+        assert result[1]["stats"]["history_tokens"] == sum(map(len, result[0]["tokens"]))
+
+
+def test_a_copy_that_is_not_renewed_drafts_for_the_old_policy(engine: Any) -> None:
+    first, second = two_rounds(requests(PLAIN))
+    rounds = [{**first, "perturb": 1.0}, second]
+    rate = [
+        r[1]["stats"]["accepted_tokens"] / r[1]["stats"]["draft_tokens"]
+        for r in (engine(das=SELF, rounds=rounds, env=HOST),
+                  engine(das=SELF, rounds=rounds, env=HOST, sabotage="stale copy"))
+    ]  # fmt: skip
+    assert rate[0] > rate[1] + 0.1
+
+
+def test_fifty_syncs_hold_the_memory(engine: Any) -> None:
+    asked = requests(PLAIN, 3)
+    part = [{"requests": asked, "refresh": i + 1, "perturb": 0.001, "brief": True} for i in range(60)]
+    result = engine(das=MIXED, rounds=part, env=HOST)
+    memory = [r["memory"] for r in result]
+    assert max(memory[-10:]) - max(memory[10:20]) < 4 * 2**20
+    assert {r["stats"]["drafter_bytes"] for r in result} == {result[0]["stats"]["drafter_bytes"]}
+    assert not any(r["stats"]["error"] for r in result)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_and_wake_leave_the_tokens(engine: Any, level: int) -> None:
+    first, second = two_rounds(requests(PLAIN))
+    plain = engine(das=SELF, rounds=[first, second], env=HOST)
+    slept = engine(das=SELF, rounds=[{**first, "sleep": level}, second], env=HOST)
+    assert [r["tokens"] for r in slept] == [r["tokens"] for r in plain]
+    assert slept[1]["stats"]["accepted_tokens"] > 0
+
+
+def test_slots_for_drafts_are_reserved(engine: Any) -> None:
+    """Requests that end their blocks (128 tokens) while drafting, beside others: nobody writes into a neighbour's."""
+    asked = [{**r, "params": {**r["params"], "max_tokens": 300, "ignore_eos": True}} for r in requests(PLAIN, 6)]
+    reference, result = (engine(das=das, rounds=[{"requests": asked}]) for das in (OFF, SELF))
+    assert result[0]["tokens"] == reference[0]["tokens"]
+    assert result[0]["lookahead"] == 5
+    assert reference[0]["lookahead"] == 0

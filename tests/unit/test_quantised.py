@@ -1,0 +1,103 @@
+"""Rounded linear layers: the codes are those of the definition, and every form of the kernel multiplies by them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from das_adapter import _native  # noqa: E402
+from das_adapter.engine.quantised import GROUP, ROWS, quantised  # noqa: E402
+from das_adapter.errors import ConfigError  # noqa: E402
+
+SHAPES = [(16, 128), (40, 256), (7, 100), (33, 131), (64, 1)]
+BITS = {"int8": 8, "int4": 4}
+
+
+def reference(weight: np.ndarray, bits: int) -> np.ndarray:
+    """float64 [rows, inputs]: the weight after rounding, by the definition."""
+    out = np.zeros(weight.shape)
+    for g in range(0, weight.shape[1], GROUP):
+        w = weight[:, g : g + GROUP].astype(np.float32)
+        low, high = np.minimum(w.min(1), 0), np.maximum(w.max(1), 0)
+        scale = np.where(high > low, (high - low) / np.float32(2**bits - 1), 1).astype(np.float32)[:, None]
+        zero = np.round(-low[:, None] / scale)
+        out[:, g : g + GROUP] = scale * (np.clip(np.round(w / scale) + zero, 0, 2**bits - 1) - zero)
+    return out
+
+
+def rounded_inputs(x: np.ndarray) -> np.ndarray:
+    """float64: the inputs after rounding to 8 bits per token and group."""
+    out = np.zeros(x.shape)
+    for g in range(0, x.shape[1], GROUP):
+        part = x[:, g : g + GROUP].astype(np.float32)
+        top = np.abs(part).max(1, keepdims=True)
+        inverse = np.divide(np.float32(127), top, out=np.zeros_like(top), where=top > 0)
+        out[:, g : g + GROUP] = np.round(part * inverse) * (top / 127)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", BITS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_multiplies_by_the_rounded_weight(shape: tuple[int, int], weights: str, dtype: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator).to(dtype)
+    copy = quantised(weight, weights)
+    for tokens in (1, 2, 3, 8, 15):
+        x = torch.randn(tokens, shape[1], generator=generator).to(dtype)
+        expected = rounded_inputs(x.float().numpy()) @ reference(weight.float().numpy(), BITS[weights]).T
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        np.testing.assert_allclose(copy.linear(x).float().numpy(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("weights", BITS)
+def test_the_portable_kernel_gives_the_same_bits(weights: str) -> None:
+    weight = torch.randn(48, 300, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(11, 300, generator=torch.Generator().manual_seed(2))
+    copy = quantised(weight, weights)
+    out = torch.empty(11, 48)
+    addresses = [t.data_ptr() for t in copy.tensors()]
+    _native.quantised_linear(x.data_ptr(), False, 11, 48, 300, BITS[weights], *addresses, out.data_ptr(), 1, True)
+    assert torch.equal(out, copy.linear(x))
+
+
+def test_rows_do_not_depend_on_what_else_is_in_the_batch() -> None:
+    copy = quantised(torch.randn(64, 384, generator=torch.Generator().manual_seed(3)), "int4")
+    x = torch.randn(13, 384, generator=torch.Generator().manual_seed(4))
+    together = copy.linear(x)
+    assert all(torch.equal(copy.linear(x[i : i + 1])[0], together[i]) for i in range(13))
+
+
+def test_renewing_equals_a_fresh_copy_and_moves_nothing() -> None:
+    old, new = torch.randn(2, 32, 256, generator=torch.Generator().manual_seed(5))
+    copy = quantised(old, "int4")
+    places = [t.data_ptr() for t in copy.tensors()]
+    copy.renew(new)
+    assert [t.data_ptr() for t in copy.tensors()] == places
+    for kept, fresh in zip(copy.tensors(), quantised(new, "int4").tensors(), strict=True):
+        assert torch.equal(kept, fresh)
+
+
+def test_constant_and_zero_weights_are_exact() -> None:
+    copy = quantised(torch.cat([torch.zeros(ROWS, GROUP), torch.full((ROWS, GROUP), 0.5)]), "int4")
+    y = copy.linear(torch.ones(1, GROUP))
+    assert torch.equal(y[0, :ROWS], torch.zeros(ROWS))
+    torch.testing.assert_close(y[0, ROWS:], torch.full((ROWS,), 64.0))
+
+
+def test_memory_is_what_the_bits_say() -> None:
+    weight = torch.zeros(1024, 1024, dtype=torch.bfloat16)
+    shares = {w: sum(t.nbytes for t in quantised(weight, w).tensors()) / weight.nbytes for w in BITS}
+    assert shares["int8"] < 0.53
+    assert shares["int4"] < 0.28
+
+
+def test_what_a_cpu_lacks_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"das\.self\.weights: found 'fp8', allowed on cpu: 'int8', 'int4'"):
+        quantised(torch.zeros(16, 128), "fp8")
+    with pytest.raises(ConfigError, match=r"torch\.float16, allowed on a CPU: torch\.float32, torch\.bfloat16"):
+        quantised(torch.zeros(16, 128, dtype=torch.float16), "int8")
