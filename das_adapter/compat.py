@@ -102,11 +102,15 @@ HOSTS: dict[str, Host] = {
             Symbol(_NEMO_VLLM + ".vllm_worker", "VllmGenerationWorkerImpl._create_engine", "synchronous worker"),
             Symbol(_NEMO_VLLM + ".vllm_worker_async", "VllmAsyncGenerationWorkerImpl._create_engine", "async worker"),
             Symbol(
-                _NEMO_VLLM + ".vllm_backend", "VllmInternalWorkerExtension._weight_update_lifecycle", "refits, YAML alone"
+                _NEMO_VLLM + ".vllm_backend",
+                "VllmInternalWorkerExtension._weight_update_lifecycle",
+                "refits, YAML alone",
             ),
             Symbol("nemo_rl.distributed.batched_data_dict", "BatchedDataDict.shard_by_batch_size", "longest first"),
             Symbol(
-                "nemo_rl.distributed.ray_actor_environment_registry", "ACTOR_ENVIRONMENT_REGISTRY", "the worker's Python"
+                "nemo_rl.distributed.ray_actor_environment_registry",
+                "ACTOR_ENVIRONMENT_REGISTRY",
+                "the worker's Python",
             ),
             Symbol("nemo_rl.algorithms.grpo", "validate", "keeps validation out of the history"),
         ),

@@ -16,7 +16,7 @@ import typing_extensions
 import wrapt
 
 REFIT_SOCKETS = "DAS_CPU_REFIT_SOCKETS"
-"""Environment variable: prefix of the sockets over which the trainer sends weights; a replica adds its engine's seed."""
+"""Environment variable: prefix of the sockets over which the trainer sends weights; a replica adds its seed."""
 
 
 def prepare() -> None:

@@ -13,11 +13,13 @@ from typing import Any
 import ray
 import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_rl.models.generation.vllm.config import VllmConfig
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from das_adapter.engine.args import PROBLEM_ARG
 from das_adapter.nemo_rl import dispatch, settings
 from das_adapter.nemo_rl.identity import LABELS, Labeller
+from das_adapter.nemo_rl.install import HOST_KEY, WORKERS
 from das_adapter.service.history import figures, service
 
 logger = logging.getLogger("das_adapter")
@@ -41,6 +43,9 @@ class DasVllmGeneration(VllmGeneration):
             self._lengths: dict[int, float] = {}
             self._lengths_until = 0.0
             self._homes: dict[int, int] = {}
+            if HOST_KEY in VllmConfig.__annotations__ and not config.get(HOST_KEY):
+                sync, asynchronous = WORKERS.values()
+                config[HOST_KEY] = asynchronous if config["vllm_cfg"]["async_engine"] else sync
         super().__init__(cluster, config, *args, **kwargs)
         self._load = [0.0] * self.dp_size
         _live.add(self)

@@ -25,6 +25,9 @@ _TRAINERS = {
 }
 """What is replaced in the modules that make generations."""
 
+HOST_KEY = "worker_extension_cls_fqn"
+"""NeMo-RL's own key of `policy.generation` for a generation worker from outside, in the versions that have it."""
+
 _MARK = "_das_adapter"
 
 
@@ -39,7 +42,8 @@ def install() -> None:
     registry = environments.ACTOR_ENVIRONMENT_REGISTRY
     for stock, ours in WORKERS.items():
         registry[ours] = _built_environment(stock) or registry[stock]
-    _choose_workers(vllm_generation)
+    if HOST_KEY not in vllm_generation.VllmConfig.__annotations__:
+        _choose_workers(vllm_generation)
     for module, names in _TRAINERS.items():
         wrapt.when_imported(module)(functools.partial(_replace, names=names))
 
@@ -52,8 +56,8 @@ def _built_environment(worker: str) -> str | None:
 
 
 def _choose_workers(vllm_generation: Any) -> None:
-    """Workers of generations with an active block are ours. Applied to whatever the host's own resolver says, which in
-    later versions includes `policy.generation.worker_extension_cls_fqn`: a worker that the user chose stays."""
+    """Workers of generations with an active block are ours. Needed up to NeMo-RL 0.6.0; later versions have a key for
+    it (NVIDIA-NeMo/RL#3809), which `DasVllmGeneration` sets."""
     from das_adapter.nemo_rl.settings import of_generation
 
     stock = vllm_generation.resolve_generation_worker_cls

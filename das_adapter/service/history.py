@@ -44,7 +44,7 @@ class HistoryService:
         return self._dropped + len(self._trajectories), list(self._trajectories)[start:]
 
     def lengths(self) -> dict[int, float]:
-        """Mean response length of every problem in the window, in tokens: what its next rollouts are expected to take."""
+        """Mean response length of every problem in the window, in tokens: the expectation of its next rollouts."""
         sums: dict[int, list[int]] = {}
         for problem, tokens, _ in self._trajectories:
             total = sums.setdefault(problem, [0, 0])

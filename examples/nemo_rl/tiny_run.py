@@ -1,4 +1,4 @@
-"""One GRPO run of the tiny policy through NeMo-RL's real `setup()` and trainers, on CPU; figures go to a JSON Lines file.
+"""One GRPO run of the tiny policy through NeMo-RL's real `setup()` and trainers, on CPU; figures go to a JSONL file.
 
 `cpu_sync.py` and `cpu_async.py` start it, once per arm.
 """

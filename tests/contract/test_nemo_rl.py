@@ -1,0 +1,185 @@
+"""What the adapter relies on in NeMo-RL. NeMo-RL is in no package registry: put a checkout on PYTHONPATH to run these."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
+pytest.importorskip("vllm")
+from das_adapter.nemo_rl import cpu  # noqa: E402, F401  before anything of NeMo-RL
+from das_adapter.nemo_rl import install, settings, tap  # noqa: E402, I001
+
+import nemo_rl  # noqa: E402
+import ray  # noqa: E402
+import torch  # noqa: E402
+from nemo_rl.algorithms.grpo import MasterConfig  # noqa: E402
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict  # noqa: E402
+from nemo_rl.models.generation.vllm import vllm_generation  # noqa: E402
+from nemo_rl.models.generation.vllm.config import VllmConfig  # noqa: E402
+from nemo_rl.utils.config import load_config, register_omegaconf_resolvers  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
+
+from das_adapter import compat  # noqa: E402
+from das_adapter.errors import ConfigError  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(nemo_rl.__file__).parents[1]
+RECIPES = sorted((ROOT / "configs/nemo_rl/recipes").glob("*.yaml"))
+
+
+def composed(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("NEMO_RL_DIR", str(CHECKOUT))
+    register_omegaconf_resolvers()
+    return MasterConfig(**OmegaConf.to_container(load_config(path), resolve=True))
+
+
+def generation(**das: Any) -> dict[str, Any]:
+    return {"backend": "vllm", "das": {"drafter": "history", **das}, "vllm_cfg": {}, "vllm_kwargs": {}}
+
+
+def test_every_symbol_we_stand_on_is_there() -> None:
+    assert compat.missing("nemo_rl") == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_recipes_parse_and_are_named_after_their_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed(path, monkeypatch)
+    das = settings.check(config.policy["generation"])
+    assert das is not None and das.drafter == "history"
+    assert config.logger["wandb"]["name"] == path.stem == Path(config.checkpointing["checkpoint_dir"]).name
+    assert f"-{config.cluster['num_nodes']}n{config.cluster['gpus_per_node']}g-" in path.stem
+    assert config.grpo.async_grpo.enabled == ("async" in path.stem)
+    batch = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    assert config.policy["train_global_batch_size"] == batch
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"das": {"histroy": {}}}, "das.histroy: unknown key; did you mean 'history'"),
+        ({"backend": "sglang"}, "found policy.generation.backend='sglang', allowed: 'vllm'"),
+        ({"vllm_kwargs": {"speculative_config": {"method": "ngram"}}}, "both choose a drafter"),
+        ({"quant_cfg": "fp8"}, "policy.generation.quant_cfg"),
+        ({"vllm_kwargs": {"additional_config": {"das": {"drafter": "ngram"}}}}, "differ"),
+    ],
+)
+def test_contradictions_name_the_key(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        settings.check({**generation(), **change})
+
+
+def test_installing_twice_changes_nothing_more() -> None:
+    install.install()
+    grpo = sys.modules["nemo_rl.algorithms.grpo"]
+    once = (vllm_generation.resolve_generation_worker_cls, grpo.VllmGeneration, grpo.validate)
+    install.install()
+    assert once == (vllm_generation.resolve_generation_worker_cls, grpo.VllmGeneration, grpo.validate)
+    assert grpo.VllmGeneration.__name__ == "DasVllmGeneration"
+
+
+def test_without_an_active_block_the_workers_are_stock() -> None:
+    install.install()
+    for stock, ours in install.WORKERS.items():
+        assert vllm_generation.resolve_generation_worker_cls(stock, generation()) == ours
+        assert vllm_generation.resolve_generation_worker_cls(stock, generation(drafter="none")) == stock
+        assert vllm_generation.resolve_generation_worker_cls(stock, {"vllm_kwargs": {}}) == stock
+
+
+def test_our_workers_run_in_the_environment_of_the_stock_ones() -> None:
+    from nemo_rl.distributed.ray_actor_environment_registry import get_actor_python_env
+
+    install.install()
+    for stock, ours in install.WORKERS.items():
+        assert get_actor_python_env(ours) == get_actor_python_env(stock)
+
+
+def test_every_refit_of_the_host_is_known() -> None:
+    """Weights reach an engine through `collective_rpc` alone; a method that NeMo-RL adds must be listed."""
+    sources = (CHECKOUT / "nemo_rl/models/generation/vllm").rglob("*.py")
+    called = {name for path in sources for name in re.findall(r'"((?:update_weights|nccl_reshard_refit|finish_sparse)\w*)"', path.read_text())}  # fmt: skip
+    engine_side = {name for name in called if not name.endswith("_async")} - {
+        "update_weights_from_decoded_sparse_payload"
+    }
+    assert engine_side == tap.REFITS
+
+
+class Engine:
+    """Stands where an engine with a drafter stands; `tap` sees nothing else of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def generate(self, prompts: Any, params: Any, **_: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((method, *args))
+        return [{"tokens": 0, "history_tokens": 0}]
+
+
+def test_a_refit_brings_the_engine_up_to_date_and_other_calls_do_not(ray_here: None) -> None:
+    das = settings.of_generation(generation())
+    assert das is not None
+    engine = Engine()
+    front = tap.SyncTap(engine, das, source=1)
+    front.start()
+    for method in ("prepare_refit_info", "update_weights_via_ipc_zmq", "finish_sparse_delta_refit"):
+        engine.collective_rpc(method)
+    refreshes = [call[2]["version"] for call in engine.calls if call[:2] == ("das_rpc", "refresh")]
+    assert refreshes == [1, 2]
+
+
+@pytest.fixture
+def ray_here() -> Any:
+    if not ray.is_initialized():
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
+    from das_adapter.nemo_rl.dispatch import longest_first
+    from das_adapter.nemo_rl.generation import _Planned
+
+    problems = [1, 1, 2, 2, 3, 3, 4]
+    data = BatchedDataDict({"input_ids": torch.arange(7)[:, None], "names": [str(i) for i in range(7)]})
+    plan = longest_first(problems, {3: 50.0, 2: 5.0}, workers)
+    shards = _Planned(data, plan).shard_by_batch_size(workers, allow_uneven_shards=True)
+    assert [shard["names"] for shard in shards] == [[str(row) for row in rows] for rows in plan]
+    combined = BatchedDataDict.from_batches([s for s in shards if s.size])
+    back = combined.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
+    assert back["input_ids"].flatten().tolist() == list(range(7))
+    assert back["names"] == data["names"]
+
+
+def test_speculation_ends_a_response_where_a_plain_run_does() -> None:
+    """NeMo-RL's clamp sees the drafter in `vllm_kwargs.speculative_config` only; ours is in the block."""
+    from nemo_rl.models.generation.vllm.vllm_worker import BaseVllmGenerationWorker as Worker
+
+    limits = {"configured_max_new_tokens": 640, "input_length": 40, "max_model_len": 640, "cap_to_context": True}
+    assert Worker._request_max_new_tokens(**limits, spec_lookahead=0) == 600
+    assert Worker._request_max_new_tokens(**limits, spec_lookahead=16) == 583  # what it would cost
+    config = load_config(ROOT / "configs/nemo_rl/das.yaml").policy.generation
+    assert "speculative_config" not in config.vllm_kwargs
+    assert config.vllm_cfg.cap_max_tokens_to_context is True
+
+
+def test_the_patch_for_the_worker_key_applies_or_is_no_longer_needed(tmp_path: Path) -> None:
+    patch = ROOT / "patches/nemo_rl/0001-worker-extension-cls-fqn.patch"
+    needed = install.HOST_KEY not in VllmConfig.__annotations__
+    files = re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE)
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((CHECKOUT / name).read_bytes())
+    apply = subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert needed, f"NeMo-RL has {install.HOST_KEY}: remove {patch.name} and its row in patches/nemo_rl/README.md"
+    assert apply.returncode == 0, apply.stderr
+    assert "worker_extension_cls_fqn" in (tmp_path / "nemo_rl/models/generation/vllm/config.py").read_text()
