@@ -13,21 +13,24 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
 pytest.importorskip("vllm")
-from das_adapter.nemo_rl import cpu  # noqa: E402, F401  before anything of NeMo-RL
-from das_adapter.nemo_rl import install, settings, tap  # noqa: E402, I001
+import nemo_rl
+import ray
+import torch
+from nemo_rl.algorithms.grpo import MasterConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.vllm import vllm_generation
+from nemo_rl.models.generation.vllm.config import VllmConfig
+from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+from omegaconf import OmegaConf
 
-import nemo_rl  # noqa: E402
-import ray  # noqa: E402
-import torch  # noqa: E402
-from nemo_rl.algorithms.grpo import MasterConfig  # noqa: E402
-from nemo_rl.distributed.batched_data_dict import BatchedDataDict  # noqa: E402
-from nemo_rl.models.generation.vllm import vllm_generation  # noqa: E402
-from nemo_rl.models.generation.vllm.config import VllmConfig  # noqa: E402
-from nemo_rl.utils.config import load_config, register_omegaconf_resolvers  # noqa: E402
-from omegaconf import OmegaConf  # noqa: E402
-
-from das_adapter import compat  # noqa: E402
-from das_adapter.errors import ConfigError  # noqa: E402
+from das_adapter import compat
+from das_adapter.errors import ConfigError
+from das_adapter.nemo_rl import (
+    cpu,  # noqa: F401  before anything of NeMo-RL
+    install,
+    settings,
+    tap,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = Path(nemo_rl.__file__).parents[1]
