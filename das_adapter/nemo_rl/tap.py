@@ -8,6 +8,7 @@ samples, the HTTP server; refits over IPC, collectives, resharding, checkpoint e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import logging
 import os
@@ -171,13 +172,14 @@ class AsyncTap(Tap):
         mark = self._label(prompt, (labels.get() or [None])[0])
         begin, texts = time.time(), {}
         stream = self._stock_generate(prompt, self._labelled(sampling_params, mark), *args, **kwargs)
-        async for output in stream:
-            for sample in output.outputs:
-                pieces = texts.get(sample.index, []) if sampling_params.output_kind.name == "DELTA" else []
-                texts[sample.index] = [*pieces, *sample.token_ids]
-            if output.finished:
-                self._finished(output, list(texts.values()), mark, begin)
-            yield output
+        async with contextlib.aclosing(stream):  # a caller that gives up aborts the request
+            async for output in stream:
+                for sample in output.outputs:
+                    pieces = texts.get(sample.index, []) if sampling_params.output_kind.name == "DELTA" else []
+                    texts[sample.index] = [*pieces, *sample.token_ids]
+                if output.finished:
+                    self._finished(output, list(texts.values()), mark, begin)
+                yield output
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = await self._stock_rpc(method, *args, **kwargs)

@@ -35,7 +35,7 @@ class Trainer:
 
     def refit_info(self) -> dict[str, Any]:
         """Shape and dtype of each tensor that `send_weights` will send."""
-        return {name: (tuple(w.shape), w.dtype) for name, w in self.model.state_dict().items()}
+        return {name: (w.shape, w.dtype) for name, w in self.model.state_dict().items()}
 
     def send_weights(self) -> None:
         """Send all weights to every replica, in one message; NeMo-RL's protocol."""

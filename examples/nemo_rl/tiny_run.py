@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 import uuid
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,6 @@ def main() -> None:
     extra = {"max_trajectory_age_steps": config.grpo.async_grpo.max_trajectory_age_steps} if asynchronous else {}
     loop(policy, generation, loader, val_loader, tokenizer, loss_fn, environments, environments,
          logger, checkpointer, state, config, **extra)  # fmt: skip
-    sys.stdout.flush()
-    os._exit(0)  # NeMo-RL's teardown adds seconds and nothing
 
 
 def record(logger: Any, out: Path) -> None:
@@ -144,4 +143,13 @@ def record(logger: Any, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    code = 1
+    try:
+        main()
+        code = 0
+    except Exception:
+        traceback.print_exc()
+    finally:
+        ray.shutdown()
+        sys.stdout.flush()
+        os._exit(code)  # NeMo-RL's own teardown may wait for ever for a trainer that is gone
