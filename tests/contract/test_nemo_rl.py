@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
 pytest.importorskip("vllm")
+pytest.importorskip("das_adapter.nemo_rl.cpu")  # prepares this process for NeMo-RL, so it comes before its imports
 import nemo_rl
+import numpy as np
 import ray
 import torch
 from nemo_rl.algorithms.grpo import MasterConfig
@@ -22,15 +25,13 @@ from nemo_rl.models.generation.vllm import vllm_generation
 from nemo_rl.models.generation.vllm.config import VllmConfig
 from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
 from omegaconf import OmegaConf
+from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 from das_adapter import compat
-from das_adapter.errors import ConfigError
-from das_adapter.nemo_rl import (
-    cpu,  # noqa: F401  before anything of NeMo-RL
-    install,
-    settings,
-    tap,
-)
+from das_adapter.core.noise import prompt_identity
+from das_adapter.engine.args import RECORD_ARG, SEED_ARG
+from das_adapter.errors import ConfigError, UnsupportedHost
+from das_adapter.nemo_rl import install, settings, tap
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = Path(nemo_rl.__file__).parents[1]
@@ -114,29 +115,86 @@ def test_every_refit_of_the_host_is_known() -> None:
 
 
 class Engine:
-    """Stands where an engine with a drafter stands; `tap` sees nothing else of it."""
+    """Stands where a synchronous or asynchronous engine stands, whose requests finish at once."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.params: list[SamplingParams] = []
 
-    def generate(self, prompts: Any, params: Any, **_: Any) -> list[Any]:
-        raise NotImplementedError
+    def _answer(self, prompt: Any, params: SamplingParams) -> RequestOutput:
+        self.params.append(params)
+        sample = CompletionOutput(0, "", [7, 8, 9], None, None, finish_reason="stop")
+        return RequestOutput("id", None, prompt["prompt_token_ids"], None, [sample], finished=True)
+
+    def generate(self, prompts: list[Any], params: list[SamplingParams], **_: Any) -> list[RequestOutput]:
+        return [self._answer(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
 
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, *args))
         return [{"tokens": 0, "history_tokens": 0}]
 
 
-def test_a_refit_brings_the_engine_up_to_date_and_other_calls_do_not(ray_here: None) -> None:
-    das = settings.of_generation(generation())
-    assert das is not None
+class AsyncEngine(Engine):
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> Any:  # type: ignore[override]
+        yield self._answer(prompt, params)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:  # type: ignore[override]
+        return super().collective_rpc(method, args)
+
+
+def refreshed(engine: Engine) -> list[Any]:
+    return [call[2] for call in engine.calls if call[:2] == ("das_rpc", "refresh")]
+
+
+def block() -> Any:
+    return settings.of_generation(generation())
+
+
+def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_here: None) -> None:
     engine = Engine()
-    front = tap.SyncTap(engine, das, source=1)
+    front = tap.SyncTap(engine, block(), source=1)
     front.start()
+    engine.generate([{"prompt_token_ids": [1, 2]}] * 2, SamplingParams())
+    front.validating = True
+    engine.generate([{"prompt_token_ids": [1, 2]}], SamplingParams())
     for method in ("prepare_refit_info", "update_weights_via_ipc_zmq", "finish_sparse_delta_refit"):
         engine.collective_rpc(method)
-    refreshes = [call[2]["version"] for call in engine.calls if call[:2] == ("das_rpc", "refresh")]
-    assert refreshes == [1, 2]
+    text = (prompt_identity([1, 2]), np.asarray([7, 8, 9], dtype=np.int32).tobytes(), 0)
+    first, second = refreshed(engine)
+    assert (first["version"], second["version"]) == (1, 2)
+    assert first["trajectories"] == [text, text]
+    assert second["trajectories"] == []
+    seeds = [p.extra_args[SEED_ARG] for p in engine.params]
+    assert len(set(seeds)) == 3
+    assert [p.extra_args[RECORD_ARG] for p in engine.params] == [1, 1, 0]
+    assert front.report()["weight_version"] == 2
+
+
+def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) -> None:
+    """NeMo-Gym's requests reach the engine over HTTP, without labels, and some ask for several samples."""
+
+    async def serve() -> list[Any]:
+        front = tap.AsyncTap(engine, block(), source=3)
+        await front.start()
+        for params in (SamplingParams(), SamplingParams(n=2, seed=5)):
+            async for _ in engine.generate({"prompt_token_ids": [1, 2]}, params, "id"):
+                pass
+        await engine.collective_rpc("update_weights_from_collective")
+        return refreshed(engine)[0]["trajectories"]
+
+    engine = AsyncEngine()
+    trajectories = asyncio.run(serve())
+    assert [problem for problem, *_ in trajectories] == [prompt_identity([1, 2])] * 2
+    one, several = engine.params
+    assert SEED_ARG in one.extra_args
+    assert SEED_ARG not in several.extra_args and several.seed == 5
+
+
+def test_a_host_without_our_plug_in_is_told_so(ray_here: None) -> None:
+    engine = Engine()
+    engine.collective_rpc = lambda *_, **__: [][0]  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedHost, match="entry point"):
+        tap.SyncTap(engine, block(), source=1).start()
 
 
 @pytest.fixture
