@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -244,3 +245,30 @@ def test_the_patch_for_the_worker_key_applies_or_is_no_longer_needed(tmp_path: P
     assert needed, f"NeMo-RL has {install.HOST_KEY}: remove {patch.name} and its row in patches/nemo_rl/README.md"
     assert apply.returncode == 0, apply.stderr
     assert "worker_extension_cls_fqn" in (tmp_path / "nemo_rl/models/generation/vllm/config.py").read_text()
+
+
+UPSTREAM = """fleet_health generation_router vllm_backend vllm_chat_template_wiring vllm_checkpoint_engine
+    vllm_collective_rpc vllm_fp8_hf_overrides vllm_logprobs_mode vllm_message_queue_port vllm_nixl_worker
+    vllm_refit_layout vllm_refit_loader vllm_shard_selection vllm_sparse_delta vllm_sparse_refit
+    vllm_spec_decode_clamp vllm_tcpstore_port vllm_utils vllm_worker_helpers""".split()
+"""NeMo-RL's unit tests of vLLM generation that need no GPU, no model and none of its fixtures."""
+
+DOWNLOADS_A_MODEL = "test_vllm_logprobs_mode.py::test_processed_logprobs_matches_manual_computation"
+
+
+def test_nemo_rls_own_tests_pass_with_the_adapter_installed() -> None:
+    tests = CHECKOUT / "tests/unit/models/generation"
+    if not tests.is_dir():
+        pytest.skip(f"{CHECKOUT} is not a whole checkout: it has no tests")
+    here = Path(__file__).parent
+    paths = [str(here), str(CHECKOUT), str(CHECKOUT / "tests"), str(tests)]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "nemo_rl_installed", "--noconftest", "-c", os.devnull,
+         "--rootdir", str(tests), "-p", "no:cacheprovider", "--asyncio-mode=auto", "--deselect", DOWNLOADS_A_MODEL,
+         *(f"test_{name}.py" for name in UPSTREAM)],
+        cwd=tests, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed and int(passed[1]) > 200, run.stdout[-2000:]
