@@ -150,6 +150,5 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
     finally:
-        ray.shutdown()
         sys.stdout.flush()
-        os._exit(code)  # NeMo-RL's own teardown may wait for ever for a trainer that is gone
+        os._exit(code)  # takes Ray along; NeMo-RL's own teardown may wait for ever for a worker that is gone
