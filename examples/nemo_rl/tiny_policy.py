@@ -12,7 +12,7 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl.models.policy.utils import IPCProtocol, calculate_aligned_size
 
-from das_adapter.nemo_rl.cpu import REFIT_SOCKETS
+from das_adapter.nemo_rl.cpu_process import REFIT_SOCKETS
 
 
 @ray.remote(num_cpus=0)

@@ -14,12 +14,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import das_adapter.nemo_rl.cpu as cpu  # before anything of NeMo-RL
+from das_adapter.nemo_rl.cpu_process import REFIT_SOCKETS, prepare
 
+prepare()  # before anything of NeMo-RL is imported
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "examples/tiny_math"), str(ROOT / "examples/nemo_rl")]
 os.environ["PYTHONPATH"] = os.pathsep.join([*sys.path[-2:], os.environ.get("PYTHONPATH", "")])
-os.environ.setdefault(cpu.REFIT_SOCKETS, f"das-{uuid.uuid4().hex[:12]}")
+os.environ.setdefault(REFIT_SOCKETS, f"das-{uuid.uuid4().hex[:12]}")
 
 import random  # noqa: E402
 
@@ -106,8 +107,8 @@ def main() -> None:
     config = grpo.MasterConfig(**config)
 
     os.environ["PYTHONHASHSEED"] = "0"
-    ray.init(num_cpus=64, num_gpus=4, include_dashboard=False, object_store_memory=500_000_000,
-             runtime_env={"worker_process_setup_hook": cpu.prepare})  # fmt: skip
+    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=500_000_000,
+             runtime_env={"worker_process_setup_hook": prepare})  # fmt: skip
     tokenizer = get_tokenizer(config.policy["tokenizer"])
     config.policy["generation"] = configure_generation_config(config.policy["generation"], tokenizer)
     asynchronous = config.grpo.async_grpo.enabled
