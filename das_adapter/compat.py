@@ -34,6 +34,7 @@ class Host:
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SAMPLE = "vllm.v1.sample"
+_NEMO_VLLM = "nemo_rl.models.generation.vllm"
 
 HOSTS: dict[str, Host] = {
     "vllm": Host(
@@ -91,6 +92,30 @@ HOSTS: dict[str, Host] = {
             Symbol("verl.experimental.agent_loop.agent_loop", "AgentLoopWorker._run_agent_loop", "request identity"),
             Symbol("verl.utils.tracking", "Tracking.log", "metrics"),
             Symbol("verl.utils.config", "validate_config", "checks the das: block at start"),
+        ),
+    ),
+    "nemo_rl": Host(
+        ("nemo-rl",),
+        "0.6.0",
+        ("0.6.0",),
+        (
+            Symbol(_NEMO_VLLM + ".vllm_generation", "VllmGeneration._next_dp_shard_idx", "dispatch of single samples"),
+            Symbol(_NEMO_VLLM + ".vllm_generation", "VllmGeneration.get_step_metrics", "metrics"),
+            Symbol(_NEMO_VLLM + ".vllm_generation", "resolve_generation_worker_cls", "the generation workers"),
+            Symbol(_NEMO_VLLM + ".vllm_worker", "VllmGenerationWorkerImpl._create_engine", "synchronous worker"),
+            Symbol(_NEMO_VLLM + ".vllm_worker_async", "VllmAsyncGenerationWorkerImpl._create_engine", "async worker"),
+            Symbol(
+                _NEMO_VLLM + ".vllm_backend",
+                "VllmInternalWorkerExtension._weight_update_lifecycle",
+                "refits, YAML alone",
+            ),
+            Symbol("nemo_rl.distributed.batched_data_dict", "BatchedDataDict.shard_by_batch_size", "longest first"),
+            Symbol(
+                "nemo_rl.distributed.ray_actor_environment_registry",
+                "ACTOR_ENVIRONMENT_REGISTRY",
+                "the worker's Python",
+            ),
+            Symbol("nemo_rl.algorithms.grpo", "validate", "keeps validation out of the history"),
         ),
     ),
     "ray": Host(("ray",), "2.40.0", ("2.60.0",), (Symbol("ray", "remote", "history service"),)),

@@ -8,10 +8,11 @@ import re
 from typing import Any
 
 from das_adapter.config import DasConfig, parse
-from das_adapter.engine.args import SETTINGS_KEY
+from das_adapter.engine.args import SETTINGS_KEY, engine_args
 from das_adapter.errors import UnsupportedHost
 
 _MARK = "_das_adapter"
+_WEIGHTLESS = ("custom_class", "ngram", "ngram_gpu", "suffix")
 
 
 def register() -> None:
@@ -27,6 +28,7 @@ def register() -> None:
     WorkerWrapperBase.init_device = _hook_init_device(WorkerWrapperBase.init_device)
     _allow_row_processors()
     _reserve_draft_slots()
+    _choose_drafter()
 
 
 def settings(vllm_config: Any) -> DasConfig | None:
@@ -65,6 +67,29 @@ def _hook_init_device(stock: Any) -> Any:
         setattr(self.worker, _MARK, DasWorker(self.worker.model_runner, config))
 
     return init_device
+
+
+def _choose_drafter() -> None:
+    """An engine that got nothing but the block (`additional_config.das`) speculates as the block says (front end).
+
+    A drafter with weights reads up to a draft and one token past a request's end: it gets that much more of a model
+    length; hosts keep their own limit on what a request may write. And it needs its weights: a host that starts its
+    engines with dummies, to be filled by the first weight sync, may not think of the drafter's."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs.create_engine_config
+
+    @functools.wraps(stock)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.speculative_config is None and (config := settings(self)) is not None:
+            self.speculative_config = engine_args(config).get("speculative_config")
+            if self.speculative_config and self.speculative_config["method"] not in _WEIGHTLESS:
+                self.load_format = "auto" if self.load_format == "dummy" else self.load_format
+                if self.max_model_len:
+                    self.max_model_len += self.speculative_config["num_speculative_tokens"] + 1
+        return stock(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def _allow_row_processors() -> None:

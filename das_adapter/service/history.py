@@ -68,20 +68,24 @@ class HistoryService:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Figures of a step over all replicas, under the names the trainer logs; empty if nobody reported."""
-        reports = self._reports.get(step, [])
-        if not reports:
-            return {}
-        begin = min((r["begin"] for r in reports if r["ends"]), default=0.0)
-        ends = np.sort(np.concatenate([np.asarray(r["ends"], dtype=float) for r in reports]))
-        late = ends[max(0, int(np.ceil(0.8 * len(ends))) - 1)] if len(ends) else 0.0
-        return {
-            **merge(reports),
-            "das/rollout_s": float(ends[-1] - begin) if len(ends) else 0.0,
-            "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
-            "das/history_tokens": float(max(r.get("history_tokens", 0) for r in reports)),
-            "das/history_bytes": float(max(r.get("history_bytes", 0) for r in reports)),
-            "das/token_hash": float(sum(r["token_hash"] for r in reports) % 2**48),
-        }
+        return figures(self._reports.get(step, []))
+
+
+def figures(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Figures of a step from one report per replica (see `HistoryService.report`); empty if there is none."""
+    if not reports:
+        return {}
+    begin = min((r["begin"] for r in reports if r["ends"]), default=0.0)
+    ends = np.sort(np.concatenate([np.asarray(r["ends"], dtype=float) for r in reports]))
+    late = ends[max(0, int(np.ceil(0.8 * len(ends))) - 1)] if len(ends) else 0.0
+    return {
+        **merge(reports),
+        "das/rollout_s": float(ends[-1] - begin) if len(ends) else 0.0,
+        "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
+        "das/history_tokens": float(max(r.get("history_tokens", 0) for r in reports)),
+        "das/history_bytes": float(max(r.get("history_bytes", 0) for r in reports)),
+        "das/token_hash": float(sum(r["token_hash"] for r in reports) % 2**48),
+    }
 
 
 class RolloutClock:

@@ -1,0 +1,46 @@
+"""NeMo-RL on a machine without an accelerator: for trying a config on a laptop and for tests.
+
+`cpu_process.prepare` goes into every process before NeMo-RL is imported, `CpuWorker` into `vllm_kwargs.worker_cls`.
+Ray's resource "GPU" stands for a place to generate in: `ray.init(num_gpus=N)` needs no hardware.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from das_adapter.nemo_rl.cpu_process import REFIT_SOCKETS, prepare
+
+prepare()  # an engine's own process comes here first, for CpuWorker
+
+from nemo_rl.models.generation.vllm import vllm_backend  # noqa: E402
+from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
+
+from das_adapter.engine import cpu  # noqa: E402
+from das_adapter.nemo_rl.engine import OwnHistory  # noqa: E402
+
+cpu.apply(reload_weights=True)
+
+
+class CpuWorker(OwnHistory, vllm_backend.VllmInternalWorkerExtension, CPUWorker):
+    """vLLM's CPU worker with NeMo-RL's refit protocol: weights come as bytes instead of as CUDA IPC handles."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        vllm_backend.rebuild_cuda_tensor_from_ipc = lambda data, _: torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+    def bind_numa(self) -> bool:
+        return False
+
+    def report_device_id(self) -> str:
+        return f"{os.environ.get(REFIT_SOCKETS, 'das-cpu')}-{self.vllm_config.model_config.seed}"
+
+    def init_collective(self, *args: Any, **kwargs: Any) -> None:
+        """There is no NCCL: a replica of its own gets its weights over the socket as well."""
+
+    def update_weights_from_collective(self) -> bool:
+        return bool(self.update_weights_via_ipc_zmq())
+
+    def _synchronize_before_ipc_data_ack(self) -> None: ...

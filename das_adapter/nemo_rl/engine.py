@@ -1,0 +1,59 @@
+"""A vLLM worker that keeps its own history: speculation in a NeMo-RL that was started as ever, by YAML alone.
+
+Without das-adapter in the driver nobody harvests and refreshes, so each engine does both for itself. Its history is its
+own, and holds validation rollouts too, of which it knows nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+from vllm.v1.worker.gpu_worker import Worker
+
+from das_adapter.core.noise import prompt_identity
+from das_adapter.engine.args import PROBLEM_ARG
+from das_adapter.nemo_rl.settings import REFRESHER
+
+Trajectory = tuple[int, bytes, int]
+"""(problem, int32 token ids of the response, weight version that wrote it)."""
+
+
+class OwnHistory:
+    """Harvests finished requests and refreshes the drafter at the end of every refit, unless the host does."""
+
+    _das_version = 0
+    _das_finished: list[Trajectory] | None = None
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A decode step; the scheduler names the requests that have finished since the last one."""
+        if self._das_finished is not None:
+            for req_id in scheduler_output.finished_req_ids:
+                if request := self.model_runner.requests.get(req_id):
+                    self._das_finished.append(self._trajectory(request))
+        return super().execute_model(scheduler_output)
+
+    @contextmanager
+    def _weight_update_lifecycle(self, transport: Any) -> Iterator[Any]:
+        with super()._weight_update_lifecycle(transport) as finalize:
+            yield finalize
+        worker = getattr(self, "_das_adapter", None)
+        if worker is None or self.vllm_config.additional_config.get(REFRESHER) == "host":
+            return
+        self._das_version += 1
+        trajectories, self._das_finished = self._das_finished or [], []
+        worker.call("refresh", {"version": self._das_version, "trajectories": trajectories})
+
+    def _trajectory(self, request: Any) -> Trajectory:
+        extra = request.sampling_params.extra_args or {}
+        problem = extra.get(PROBLEM_ARG)
+        if problem is None:
+            problem = prompt_identity(request.prompt_token_ids)
+        return problem, np.asarray(request.output_token_ids, dtype=np.int32).tobytes(), self._das_version
+
+
+class DasWorker(OwnHistory, VllmInternalWorkerExtension, Worker):
+    """`vllm_kwargs.worker_cls` of the overlay. NeMo-RL's extension is among its bases, so vLLM does not add it."""

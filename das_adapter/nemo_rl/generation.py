@@ -1,0 +1,155 @@
+"""NeMo-RL's `VllmGeneration` with identity, length-aware dispatch and das-adapter's figures."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import ray
+import torch
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
+from nemo_rl.models.generation.vllm.config import VllmConfig
+from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
+
+from das_adapter.engine.args import PROBLEM_ARG
+from das_adapter.nemo_rl import dispatch, settings
+from das_adapter.nemo_rl.identity import LABELS, Labeller
+from das_adapter.nemo_rl.install import HOST_KEY, WORKERS
+from das_adapter.service.history import figures, service
+
+logger = logging.getLogger("das_adapter")
+
+_LENGTHS_FOR_S = 10.0
+"""How long an asynchronous run goes on with the expected lengths it has."""
+
+_shard: ContextVar[int | None] = ContextVar("das_shard", default=None)
+_live: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
+
+
+class DasVllmGeneration(VllmGeneration):
+    """Stock where `policy.generation` has no active `das:` block. Pickled into NeMo-RL's trajectory collector."""
+
+    def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any):
+        self.das = settings.check(config)
+        if self.das is not None:
+            self._history = service(self.das.history.window)
+            self._labeller = Labeller(self.das.verify.seed)
+            self._validating = False
+            self._lengths: dict[int, float] = {}
+            self._lengths_until = 0.0
+            self._homes: dict[int, int] = {}
+            if HOST_KEY in VllmConfig.__annotations__ and not config.get(HOST_KEY):
+                sync, asynchronous = WORKERS.values()
+                config[HOST_KEY] = asynchronous if config["vllm_cfg"]["async_engine"] else sync
+        super().__init__(cluster, config, *args, **kwargs)
+        self._load = [0.0] * self.dp_size
+        _live.add(self)
+
+    def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
+        """Generate a batch; the result's rows are in the batch's order, whatever order they were generated in."""
+        if self.das is None or not len(data["input_ids"]):
+            return super().generate(data, greedy=greedy)
+        data = self._labelled(data)
+        if self.das.routing.policy == "host":
+            return super().generate(data, greedy=greedy)
+        problems = [label[PROBLEM_ARG] for label in data[LABELS]]
+        plan = dispatch.longest_first(problems, self._expected(), self.dp_size)
+        result = super().generate(_Planned(data, plan), greedy=greedy)
+        return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
+
+    async def generate_async(
+        self, data: BatchedDataDict[Any], greedy: bool = False
+    ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
+        """Generate one sample on the worker with the least expected work."""
+        if self.das is None or not len(data["input_ids"]):
+            async for result in super().generate_async(data, greedy=greedy):
+                yield result
+            return
+        data = self._labelled(data)
+        problem, work = data[LABELS][0][PROBLEM_ARG], 0.0
+        if self.das.routing.policy != "host":
+            if time.monotonic() > self._lengths_until:
+                self._lengths_until = time.monotonic() + _LENGTHS_FOR_S
+                self._lengths, _ = await self._history.predictions.remote()
+            work = self._lengths.get(problem, 1.0)
+            shard = self._homes[problem] = dispatch.least_loaded(self._load, self._homes.get(problem))
+            self._load[shard] += work
+            _shard.set(shard)
+        try:
+            async for result in super().generate_async(data, greedy=greedy):
+                yield result
+        finally:
+            if work:
+                self._load[shard] -= work
+
+    def get_step_metrics(self) -> dict[str, float]:
+        """NeMo-RL's own figures of a step (`vllm/spec_*`) and das-adapter's (`das/*`)."""
+        metrics: dict[str, float] = super().get_step_metrics()
+        if self.das is None:
+            return metrics
+        reports = [r for r in ray.get(self._on_replicas("das_report")) if "request_forwards" in r]
+        ours = {name: value for name, value in figures(reports).items() if name.startswith("das/")}
+        if reports:
+            ours["das/weight_version"] = float(max(r["weight_version"] for r in reports))
+        return {**metrics, **ours}
+
+    def set_validating(self, on: bool) -> None:
+        """From now on requests are of a validation, whose text stays out of the history, or no longer."""
+        if self.das is not None:
+            self._validating = on
+            ray.get(self._on_replicas("das_validation", on=on))
+
+    def _labelled(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
+        prompts = (row[:n].numpy() for row, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True))
+        labelled = type(data)(data.data)
+        labelled[LABELS] = [self._labeller.label(prompt, self._validating) for prompt in prompts]
+        return labelled
+
+    def _expected(self) -> dict[int, float]:
+        try:
+            self._lengths, _ = ray.get(self._history.predictions.remote(), timeout=10)
+        except ray.exceptions.RayError as error:
+            logger.warning("das: the history does not answer, lengths of rollouts are those known before: %r", error)
+        return self._lengths
+
+    def _next_dp_shard_idx(self) -> int:
+        chosen = _shard.get()
+        if chosen is None or self.fleet_selector is not None:
+            return super()._next_dp_shard_idx()
+        return chosen
+
+    def _on_replicas(self, method: str, **kwargs: Any) -> list[ray.ObjectRef]:
+        futures: list[ray.ObjectRef] = self.worker_group.run_all_workers_single_data(
+            method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
+        )
+        return futures
+
+
+class _Planned(BatchedDataDict[Any]):
+    """A batch that is shared out by a plan instead of into equal pieces."""
+
+    def __init__(self, data: BatchedDataDict[Any], plan: list[list[int]]):
+        super().__init__(data.data)
+        self._plan, self._whole = plan, data
+
+    def shard_by_batch_size(self, shards: int, *args: Any, **kwargs: Any) -> list[SlicedDataDict]:
+        assert shards == len(self._plan)
+        return [SlicedDataDict(self._whole.select_indices(rows).data) for rows in self._plan]
+
+
+@contextmanager
+def validation() -> Iterator[None]:
+    """Requests made inside are of a validation, whichever of this process's generations makes them."""
+    generations = list(_live)
+    for generation in generations:
+        generation.set_validating(True)
+    try:
+        yield
+    finally:
+        for generation in generations:
+            generation.set_validating(False)

@@ -1,0 +1,103 @@
+"""NeMo-RL's vLLM generation workers with das-adapter in their engines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import ray
+from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_matches
+from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
+from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
+
+from das_adapter.config import DasConfig
+from das_adapter.engine.args import SETTINGS_KEY, engine_env
+from das_adapter.nemo_rl import settings, tap
+from das_adapter.nemo_rl.identity import LABELS
+
+
+def prepare_engine(config: Any, llm_kwargs: dict[str, Any]) -> DasConfig:
+    """Give an engine its block: the plug-in in its processes does what the block says.
+
+    The response must end at `vllm_cfg.max_model_len` whether drafts look past it or not: NeMo-RL caps it there, and
+    its clamp for speculative runs, K + 1 tokens earlier, does not see a drafter that the block chose.
+    """
+    das = settings.of_generation(config)
+    assert das is not None, "these workers are chosen for an active das: block only"
+    os.environ.update(engine_env(das))
+    config["vllm_cfg"]["cap_max_tokens_to_context"] = True
+    additional = llm_kwargs.get("additional_config") or {}
+    llm_kwargs["additional_config"] = {**additional, SETTINGS_KEY: das.to_dict(), settings.REFRESHER: "host"}
+    return das
+
+
+class DasGenerationWorkerImpl(VllmGenerationWorkerImpl):
+    """One data-parallel replica of a synchronous run."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        das = prepare_engine(self.cfg, llm_kwargs)
+        super()._create_engine(llm_kwargs)
+        self.tap = tap.SyncTap(self.llm, das, source=1 + (llm_kwargs.get("seed") or 0))
+
+    def post_init(self) -> None:
+        """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
+        super().post_init()
+        self.tap.start()
+
+    def generate(self, data: Any, greedy: bool = False) -> Any:
+        """Generate as the stock worker does, under the labels that the batch carries."""
+        token = tap.labels.set(data.pop(LABELS, None))
+        try:
+            return super().generate(data, greedy=greedy)
+        finally:
+            tap.labels.reset(token)
+
+    def das_validation(self, on: bool) -> None:
+        """From now on requests are of a validation, or no longer."""
+        self.tap.validating = on
+
+    def das_report(self) -> dict[str, Any]:
+        """Counts since the last report."""
+        return self.tap.report()
+
+
+class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
+    """One data-parallel replica of an asynchronous run."""
+
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        das = prepare_engine(self.cfg, llm_kwargs)
+        super()._create_engine(llm_kwargs)
+        self.tap = tap.AsyncTap(self.llm, das, source=1 + (llm_kwargs.get("seed") or 0))
+
+    async def post_init_async(self) -> None:
+        """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
+        await super().post_init_async()
+        await self.tap.start()
+
+    async def generate_async(self, data: Any, greedy: bool = False) -> AsyncGenerator[Any, None]:
+        """Generate as the stock worker does, under the label that the sample carries."""
+        tap.labels.set(data.pop(LABELS, None))
+        async for result in super().generate_async(data, greedy=greedy):
+            yield result
+
+    async def das_validation(self, on: bool) -> None:
+        """From now on requests are of a validation, or no longer."""
+        self.tap.validating = on
+
+    async def das_report(self) -> dict[str, Any]:
+        """Counts since the last report."""
+        return await self.tap.report()
+
+
+_NSIGHT = get_nsight_config_if_pattern_matches("vllm_generation_worker")
+
+
+@ray.remote(runtime_env={**_NSIGHT})
+class DasGenerationWorker(DasGenerationWorkerImpl):
+    """The Ray actor of a synchronous replica."""
+
+
+@ray.remote(runtime_env={**_NSIGHT})
+class DasAsyncGenerationWorker(DasAsyncGenerationWorkerImpl):
+    """The Ray actor of an asynchronous replica."""

@@ -1,0 +1,128 @@
+"""A policy for NeMo-RL's `policy_factory`: Hugging Face model, torch, AdamW, one CPU thread; it really trains."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+import torch
+import zmq
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
+from nemo_rl.models.policy.utils import IPCProtocol, calculate_aligned_size
+
+from das_adapter.nemo_rl.cpu_process import REFIT_SOCKETS
+
+
+@ray.remote(num_cpus=0)
+class Trainer:
+    """Holds the weights and the optimizer."""
+
+    def __init__(self, config: dict[str, Any], replicas: int):
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.model = AutoModelForCausalLM.from_pretrained(config["model_name"], dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config["optimizer"]["kwargs"]["lr"])
+        self.micro = config["train_micro_batch_size"]
+        self.clip = config["max_grad_norm"]
+        context = zmq.Context()
+        self.sockets = [context.socket(zmq.REQ) for _ in range(replicas)]
+        for i, socket in enumerate(self.sockets):
+            socket.bind(f"ipc:///tmp/{os.environ[REFIT_SOCKETS]}-{i}.sock")
+
+    def refit_info(self) -> dict[str, Any]:
+        """Shape and dtype of each tensor that `send_weights` will send."""
+        return {name: (w.shape, w.dtype) for name, w in self.model.state_dict().items()}
+
+    def send_weights(self) -> None:
+        """Send all weights to every replica, in one message; NeMo-RL's protocol."""
+        weights = self.model.state_dict()
+        parts = []
+        for w in weights.values():
+            data = w.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            parts.append(data.ljust(calculate_aligned_size(len(data)), b"\0"))
+        payload = b"".join(parts)
+        for message in ((payload, list(weights), len(payload)), IPCProtocol.COMPLETE):
+            for socket in self.sockets:
+                socket.send_pyobj(message)
+            for socket in self.sockets:
+                socket.recv()
+
+    def _logprobs(self, data: Any) -> torch.Tensor:
+        """float32 [rows, tokens - 1]: log-probability of every token but the first."""
+        ids = data["input_ids"]
+        mask = torch.arange(ids.shape[1])[None] < data["input_lengths"][:, None]
+        logits = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, :-1]
+        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+    @torch.no_grad()
+    def logprobs(self, data: Any) -> torch.Tensor:
+        """float32 [rows, tokens]; the first token's is 0."""
+        parts = [self._logprobs(data.slice(i, i + self.micro)) for i in range(0, data.size, self.micro)]
+        return torch.nn.functional.pad(torch.cat(parts), (1, 0))
+
+    def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
+        """One optimizer step over the batch."""
+        mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+        sequences, tokens = data["sample_mask"].sum(), mask.sum()
+        metrics: dict[str, list[float]] = {}
+        total = torch.zeros(())
+        for i in range(0, data.size, self.micro):
+            part = data.slice(i, i + self.micro)
+            loss, figures = loss_fn(self._logprobs(part), part, sequences, tokens)
+            loss.backward()
+            total += loss.detach()
+            for name, value in figures.items():
+                metrics.setdefault(name, []).append(value)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        metrics |= {"global_valid_seqs": [sequences.item()], "global_valid_toks": [tokens.item()],
+                    "lr": [self.optimizer.param_groups[0]["lr"]], "wd": [0.0]}  # fmt: skip
+        return {"loss": total[None], "grad_norm": norm[None], "all_mb_metrics": metrics}
+
+
+class TinyPolicy(ColocatablePolicyInterface):
+    """NeMo-RL's view of the trainer."""
+
+    def __init__(self, config: dict[str, Any], replicas: int):
+        self.trainer = Trainer.remote(config, replicas)
+
+    def get_logprobs(self, data: Any, timer: Any = None, **kwargs: Any) -> Any:
+        return BatchedDataDict({"logprobs": ray.get(self.trainer.logprobs.remote(data))})
+
+    def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any) -> dict[str, Any]:
+        return ray.get(self.trainer.train.remote(data, loss_fn))
+
+    def prepare_refit_info(self) -> dict[str, Any]:
+        return ray.get(self.trainer.refit_info.remote())
+
+    def stream_weights_via_ipc_zmq(self, buffer_size_bytes: int, kv_scales: Any = None) -> list[Any]:
+        return [self.trainer.send_weights.remote()]
+
+    def broadcast_weights_for_collective(self, kv_scales: Any = None, **kwargs: Any) -> list[Any]:
+        return [self.trainer.send_weights.remote()]
+
+    def init_collective(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return []
+
+    def get_free_memory_bytes(self) -> int:
+        return 2**30
+
+    def shutdown(self) -> bool:
+        ray.kill(self.trainer)
+        return True
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to move: weights, gradients and optimizer stay where they are."""
+
+    prepare_for_training = finish_training = prepare_for_lp_inference = _nothing
+    offload_before_refit = offload_after_refit = print_node_ip_and_gpu_id = _nothing
+
+    def _unused(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    get_reference_policy_logprobs = get_topk_logits = calibrate_qkv_fp8_scales = save_checkpoint = _unused

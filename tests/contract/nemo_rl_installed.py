@@ -1,0 +1,9 @@
+"""A pytest plugin for NeMo-RL's own tests: they run with das-adapter installed into NeMo-RL.
+
+python -m pytest -p nemo_rl_installed --noconftest <NeMo-RL>/tests/unit/models/generation/test_vllm_utils.py
+"""
+
+import das_adapter.nemo_rl.cpu  # noqa: F401  before anything of NeMo-RL
+from das_adapter.nemo_rl.install import install
+
+install()

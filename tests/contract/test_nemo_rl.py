@@ -1,0 +1,274 @@
+"""What the adapter relies on in NeMo-RL, which is in no package registry: put a checkout on PYTHONPATH to run these."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
+pytest.importorskip("vllm")
+pytest.importorskip("das_adapter.nemo_rl.cpu")  # prepares this process for NeMo-RL, so it comes before its imports
+import nemo_rl
+import numpy as np
+import ray
+import torch
+from nemo_rl.algorithms.grpo import MasterConfig
+from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.models.generation.vllm import vllm_generation
+from nemo_rl.models.generation.vllm.config import VllmConfig
+from nemo_rl.utils.config import load_config, register_omegaconf_resolvers
+from omegaconf import OmegaConf
+from vllm import CompletionOutput, RequestOutput, SamplingParams
+
+from das_adapter import compat
+from das_adapter.core.noise import prompt_identity
+from das_adapter.engine.args import RECORD_ARG, SEED_ARG
+from das_adapter.errors import ConfigError, UnsupportedHost
+from das_adapter.nemo_rl import install, settings, tap
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKOUT = Path(nemo_rl.__file__).parents[1]
+RECIPES = sorted((ROOT / "configs/nemo_rl/recipes").glob("*.yaml"))
+
+
+def composed(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("NEMO_RL_DIR", str(CHECKOUT))
+    register_omegaconf_resolvers()
+    return MasterConfig(**OmegaConf.to_container(load_config(path), resolve=True))
+
+
+def generation(**das: Any) -> dict[str, Any]:
+    return {"backend": "vllm", "das": {"drafter": "history", **das}, "vllm_cfg": {}, "vllm_kwargs": {}}
+
+
+def test_every_symbol_we_stand_on_is_there() -> None:
+    assert compat.missing("nemo_rl") == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+def test_recipes_parse_and_are_named_after_their_content(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed(path, monkeypatch)
+    das = settings.check(config.policy["generation"])
+    assert das is not None and das.drafter == "history"
+    assert config.logger["wandb"]["name"] == path.stem == Path(config.checkpointing["checkpoint_dir"]).name
+    assert f"-{config.cluster['num_nodes']}n{config.cluster['gpus_per_node']}g-" in path.stem
+    assert config.grpo.async_grpo.enabled == ("async" in path.stem)
+    batch = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    assert config.policy["train_global_batch_size"] == batch
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"das": {"histroy": {}}}, "das.histroy: unknown key; did you mean 'history'"),
+        ({"backend": "sglang"}, "found policy.generation.backend='sglang', allowed: 'vllm'"),
+        ({"vllm_kwargs": {"speculative_config": {"method": "ngram"}}}, "both choose a drafter"),
+        ({"quant_cfg": "fp8"}, "policy.generation.quant_cfg"),
+        ({"vllm_kwargs": {"additional_config": {"das": {"drafter": "ngram"}}}}, "differ"),
+    ],
+)
+def test_contradictions_name_the_key(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        settings.check({**generation(), **change})
+
+
+def test_installing_twice_changes_nothing_more() -> None:
+    install.install()
+    grpo = sys.modules["nemo_rl.algorithms.grpo"]
+    once = (vllm_generation.resolve_generation_worker_cls, grpo.VllmGeneration, grpo.validate)
+    install.install()
+    assert once == (vllm_generation.resolve_generation_worker_cls, grpo.VllmGeneration, grpo.validate)
+    assert grpo.VllmGeneration.__name__ == "DasVllmGeneration"
+
+
+def test_without_an_active_block_the_workers_are_stock() -> None:
+    install.install()
+    for stock, ours in install.WORKERS.items():
+        assert vllm_generation.resolve_generation_worker_cls(stock, generation()) == ours
+        assert vllm_generation.resolve_generation_worker_cls(stock, generation(drafter="none")) == stock
+        assert vllm_generation.resolve_generation_worker_cls(stock, {"vllm_kwargs": {}}) == stock
+
+
+def test_our_workers_run_in_the_environment_of_the_stock_ones() -> None:
+    from nemo_rl.distributed.ray_actor_environment_registry import get_actor_python_env
+
+    install.install()
+    for stock, ours in install.WORKERS.items():
+        assert get_actor_python_env(ours) == get_actor_python_env(stock)
+
+
+def test_every_refit_of_the_host_is_known() -> None:
+    """Weights reach an engine through `collective_rpc` alone; a method that NeMo-RL adds must be listed."""
+    sources = (CHECKOUT / "nemo_rl/models/generation/vllm").rglob("*.py")
+    pattern = r'"((?:update_weights|nccl_reshard_refit|finish_sparse)\w*)"'
+    called = {name for path in sources for name in re.findall(pattern, path.read_text())}
+    called.remove("update_weights_from_decoded_sparse_payload")  # a part of a refit, finished by finish_sparse...
+    engine_side = {name for name in called if not name.endswith("_async")}
+    assert engine_side == tap.REFITS
+
+
+class Engine:
+    """Stands where a synchronous or asynchronous engine stands, whose requests finish at once."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.params: list[SamplingParams] = []
+
+    def _answer(self, prompt: Any, params: SamplingParams) -> RequestOutput:
+        self.params.append(params)
+        sample = CompletionOutput(0, "", [7, 8, 9], None, None, finish_reason="stop")
+        return RequestOutput("id", None, prompt["prompt_token_ids"], None, [sample], finished=True)
+
+    def generate(self, prompts: list[Any], params: list[SamplingParams], **_: Any) -> list[RequestOutput]:
+        return [self._answer(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append((method, *args))
+        return [{"tokens": 0, "history_tokens": 0}]
+
+
+class AsyncEngine(Engine):
+    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> Any:  # type: ignore[override]
+        yield self._answer(prompt, params)
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:  # type: ignore[override]
+        return super().collective_rpc(method, args)
+
+
+def refreshed(engine: Engine) -> list[Any]:
+    return [call[2] for call in engine.calls if call[:2] == ("das_rpc", "refresh")]
+
+
+def block() -> Any:
+    return settings.of_generation(generation())
+
+
+def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_here: None) -> None:
+    engine = Engine()
+    front = tap.SyncTap(engine, block(), source=1)
+    front.start()
+    engine.generate([{"prompt_token_ids": [1, 2]}] * 2, SamplingParams())
+    front.validating = True
+    engine.generate([{"prompt_token_ids": [1, 2]}], SamplingParams())
+    for method in ("prepare_refit_info", "update_weights_via_ipc_zmq", "finish_sparse_delta_refit"):
+        engine.collective_rpc(method)
+    text = (prompt_identity([1, 2]), np.asarray([7, 8, 9], dtype=np.int32).tobytes(), 0)
+    first, second = refreshed(engine)
+    assert (first["version"], second["version"]) == (1, 2)
+    assert first["trajectories"] == [text, text]
+    assert second["trajectories"] == []
+    seeds = [p.extra_args[SEED_ARG] for p in engine.params]
+    assert len(set(seeds)) == 3
+    assert [p.extra_args[RECORD_ARG] for p in engine.params] == [1, 1, 0]
+    assert front.report()["weight_version"] == 2
+
+
+def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) -> None:
+    """NeMo-Gym's requests reach the engine over HTTP, without labels, and some ask for several samples."""
+
+    async def serve() -> list[Any]:
+        front = tap.AsyncTap(engine, block(), source=3)
+        await front.start()
+        for params in (SamplingParams(), SamplingParams(n=2, seed=5)):
+            async for _ in engine.generate({"prompt_token_ids": [1, 2]}, params, "id"):
+                pass
+        await engine.collective_rpc("update_weights_from_collective")
+        return refreshed(engine)[0]["trajectories"]
+
+    engine = AsyncEngine()
+    trajectories = asyncio.run(serve())
+    assert [problem for problem, *_ in trajectories] == [prompt_identity([1, 2])] * 2
+    one, several = engine.params
+    assert SEED_ARG in one.extra_args
+    assert SEED_ARG not in several.extra_args and several.seed == 5
+
+
+def test_a_host_without_our_plug_in_is_told_so(ray_here: None) -> None:
+    engine = Engine()
+    engine.collective_rpc = lambda *_, **__: [][0]  # type: ignore[method-assign]
+    with pytest.raises(UnsupportedHost, match="entry point"):
+        tap.SyncTap(engine, block(), source=1).start()
+
+
+@pytest.fixture
+def ray_here() -> Any:
+    if not ray.is_initialized():
+        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
+    from das_adapter.nemo_rl.dispatch import longest_first
+    from das_adapter.nemo_rl.generation import _Planned
+
+    problems = [1, 1, 2, 2, 3, 3, 4]
+    data = BatchedDataDict({"input_ids": torch.arange(7)[:, None], "names": [str(i) for i in range(7)]})
+    plan = longest_first(problems, {3: 50.0, 2: 5.0}, workers)
+    shards = _Planned(data, plan).shard_by_batch_size(workers, allow_uneven_shards=True)
+    assert [shard["names"] for shard in shards] == [[str(row) for row in rows] for rows in plan]
+    combined = BatchedDataDict.from_batches([s for s in shards if s.size])
+    back = combined.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
+    assert back["input_ids"].flatten().tolist() == list(range(7))
+    assert back["names"] == data["names"]
+
+
+def test_speculation_ends_a_response_where_a_plain_run_does() -> None:
+    """NeMo-RL's clamp sees the drafter in `vllm_kwargs.speculative_config` only; ours is in the block."""
+    from nemo_rl.models.generation.vllm.vllm_worker import BaseVllmGenerationWorker as Worker
+
+    limits = {"configured_max_new_tokens": 640, "input_length": 40, "max_model_len": 640, "cap_to_context": True}
+    assert Worker._request_max_new_tokens(**limits, spec_lookahead=0) == 600
+    assert Worker._request_max_new_tokens(**limits, spec_lookahead=16) == 583  # what it would cost
+    config = load_config(ROOT / "configs/nemo_rl/das.yaml").policy.generation
+    assert "speculative_config" not in config.vllm_kwargs
+    assert config.vllm_cfg.cap_max_tokens_to_context is True
+
+
+def test_the_patch_for_the_worker_key_applies_or_is_no_longer_needed(tmp_path: Path) -> None:
+    patch = ROOT / "patches/nemo_rl/0001-worker-extension-cls-fqn.patch"
+    needed = install.HOST_KEY not in VllmConfig.__annotations__
+    files = re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE)
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((CHECKOUT / name).read_bytes())
+    apply = subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert needed, f"NeMo-RL has {install.HOST_KEY}: remove {patch.name} and its row in patches/nemo_rl/README.md"
+    assert apply.returncode == 0, apply.stderr
+    assert "worker_extension_cls_fqn" in (tmp_path / "nemo_rl/models/generation/vllm/config.py").read_text()
+
+
+UPSTREAM = """fleet_health generation_router vllm_backend vllm_chat_template_wiring vllm_checkpoint_engine
+    vllm_collective_rpc vllm_fp8_hf_overrides vllm_logprobs_mode vllm_message_queue_port vllm_nixl_worker
+    vllm_refit_layout vllm_refit_loader vllm_shard_selection vllm_sparse_delta vllm_sparse_refit
+    vllm_spec_decode_clamp vllm_tcpstore_port vllm_utils vllm_worker_helpers""".split()
+"""NeMo-RL's unit tests of vLLM generation that need no GPU, no model and none of its fixtures."""
+
+DOWNLOADS_A_MODEL = "test_vllm_logprobs_mode.py::test_processed_logprobs_matches_manual_computation"
+
+
+def test_nemo_rls_own_tests_pass_with_the_adapter_installed() -> None:
+    tests = CHECKOUT / "tests/unit/models/generation"
+    if not tests.is_dir():
+        pytest.skip(f"{CHECKOUT} is not a whole checkout: it has no tests")
+    here = Path(__file__).parent
+    paths = [str(here), str(CHECKOUT), str(CHECKOUT / "tests"), str(tests)]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "nemo_rl_installed", "--noconftest", "-c", os.devnull,
+         "--rootdir", str(tests), "-p", "no:cacheprovider", "--asyncio-mode=auto", "--deselect", DOWNLOADS_A_MODEL,
+         *(f"test_{name}.py" for name in UPSTREAM)],
+        cwd=tests, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-4000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed and int(passed[1]) > 200, run.stdout[-2000:]
