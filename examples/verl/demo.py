@@ -61,13 +61,13 @@ COLUMNS = {
 def main() -> None:
     """Run the arms, print the table, write the summary and the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=18)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["off", "ngram", "history"])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     parser.add_argument("overrides", nargs="*", help="further hydra overrides, for every arm")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     begin = time.time()
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, stdout=subprocess.DEVNULL)
     if {"draft_model", "eagle3"} & set(args.arms) and not (DRAFTERS / "eagle3").exists():

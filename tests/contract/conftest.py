@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,6 @@ import pytest
 
 NEWEST = Path(sys.prefix) / "newest"
 """Packages of the newest vLLM CPU build, laid over the environment (`make env`)."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if "engine" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.engine)
 
 
 @pytest.fixture(scope="session", params=["default", "newest"])
@@ -34,22 +28,31 @@ def vllm_env(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def engine(vllm_env: dict[str, str]) -> Callable[..., list[dict[str, Any]]]:
+def engine(
+    vllm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """Run a job on a real engine, see engine.py. Equal jobs run once."""
     done: dict[str, list[dict[str, Any]]] = {}
+    logs = tmp_path_factory.mktemp("engines")
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "engine.py")],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        env={**os.environ, **vllm_env},
+    ) as process:  # fmt: skip
 
-    def run(**job: Any) -> list[dict[str, Any]]:
-        text = json.dumps(job)
-        if text not in done:
-            process = subprocess.run(
-                [sys.executable, str(Path(__file__).parent / "engine.py")],
-                input=text, capture_output=True, text=True, check=False, env={**os.environ, **vllm_env},
-            )  # fmt: skip
-            line = next((x for x in process.stdout.splitlines() if x.startswith("RESULT ")), None)
-            if line is None:
-                raise RuntimeError(f"engine failed:\n{process.stderr[-6000:]}")
-            done[text] = json.loads(line.removeprefix("RESULT "))
-            done[text][0]["log"] = process.stderr
-        return done[text]
+        def run(**job: Any) -> list[dict[str, Any]]:
+            text = json.dumps(job)
+            if text not in done:
+                log = logs / f"{len(done)}.log"
+                assert process.stdin is not None and process.stdout is not None
+                process.stdin.write(json.dumps({**job, "log": str(log)}) + "\n")
+                process.stdin.flush()
+                line = next((x for x in process.stdout if x.startswith(("RESULT ", "FAILED "))), "FAILED to start")
+                if line.startswith("FAILED"):
+                    raise RuntimeError(f"engine {line}:\n{log.read_text()[-6000:] if log.exists() else ''}")
+                done[text] = json.loads(line.removeprefix("RESULT "))
+                done[text][0]["log"] = log.read_text()
+            return done[text]
 
-    return run
+        yield run
+        process.stdin.close()

@@ -1,10 +1,11 @@
-"""One vLLM engine in a process of its own: reads a job as JSON, runs it, prints the result as JSON.
+"""vLLM engines, each in a process of its own: reads jobs as JSON, a line each, and prints the results likewise.
 
-Job: `das` (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env`
-(environment variables). A round: `requests` with `prompt` and `params`, `copies` of them, and for afterwards, if
-wanted, `perturb`: change the policy's weights by so much, `draft_weights`: a file to send as the drafter's,
-`lose_drafter`: its weights, `sleep`: a level to sleep at and wake up from, `refresh`: the weight version to go to,
-`fresh_copy`: compare the self-drafter with a fresh one.
+What importing vLLM takes is paid once: every job runs in a fork. Job: `log` (file for the engine's messages), `das`
+(the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env` (environment
+variables). A round: `requests` with `prompt` and `params`, `copies` of them, and for afterwards, if wanted,
+`perturb`: change the policy's weights by so much, `draft_weights`: a file to send as the drafter's, `lose_drafter`:
+its weights, `sleep`: a level to sleep at and wake up from, `refresh`: the weight version to go to, `fresh_copy`:
+compare the self-drafter with a fresh one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import random
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +73,26 @@ def sabotage(kind: str) -> None:
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
+    from vllm import LLM  # noqa: F401  # imported here, before the forks, like all that it needs
+
+    for line in sys.stdin:
+        job = json.loads(line)
+        if child := os.fork():
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code:
+                print(f"FAILED {code}", flush=True)
+            continue
+        try:
+            log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, sys.stderr.fileno())
+            run(job)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(1)  # vLLM's own teardown adds seconds and nothing to the test
+
+
+def run(job: dict[str, Any]) -> None:
     os.environ.update(job.get("env", {}))
     from das_adapter.config import parse
     from das_adapter.engine.args import engine_args, engine_env
@@ -133,7 +154,7 @@ def main() -> None:
         ]
         results.append(result)
     print("RESULT " + json.dumps(results), flush=True)
-    os._exit(0)  # vLLM's own teardown adds seconds and nothing to the test
+    os._exit(0)
 
 
 def perturb(policy: Any, size: float) -> None:
