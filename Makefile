@@ -13,7 +13,7 @@ demo: env
 	$(BIN)/python examples/verl/demo.py
 
 test: env $(VENV)/newest
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
 quality: env
 	$(BIN)/ruff check .

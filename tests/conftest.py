@@ -1,18 +1,30 @@
 from __future__ import annotations
 
-from pathlib import Path
+import re
+from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parent
-
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """With several pytest workers, what shares a fixture that is dear stays on one: a file's tests on one vLLM build,
-    and whole training runs one after the other."""
-    kind = item.path.relative_to(TESTS).parts[0]
     if "engine" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.engine)
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{item.callspec.params['vllm_env']}"))
-    elif kind != "unit":
-        item.add_marker(pytest.mark.xdist_group(item.path.stem if kind == "contract" else kind))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several pytest workers, what shares a fixture that is dear stays on one: a file's tests on one vLLM build,
+    and whole training runs, which are done one after the other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Shared(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            if "/unit/" in file:
+                return nodeid
+            if "/e2e/" in file:
+                return "e2e"
+            build = re.search(r"\[(default|newest)\b", test)
+            return f"{file} {build[1] if build else ''}"
+
+    return Shared(config, log)
