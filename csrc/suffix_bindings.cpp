@@ -124,5 +124,6 @@ void bind_suffix_index(nb::module_& m) {
       .def_prop_ro("file_bytes", &SuffixIndex::file_bytes)
       .def_prop_ro("nbytes", &SuffixIndex::nbytes)
       .def_prop_ro("tokens", &SuffixIndex::token_count)
-      .def_prop_ro("problems", &SuffixIndex::problem_count);
+      .def_prop_ro("problems", &SuffixIndex::problem_count)
+      .def_prop_ro("newest", &SuffixIndex::newest);
 }

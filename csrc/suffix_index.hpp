@@ -52,6 +52,7 @@ class SuffixIndex {
   uint64_t nbytes() const;
   uint64_t token_count() const;
   uint64_t problem_count() const;
+  int64_t newest() const { return newest_; }  // version that was ever sealed
   uint32_t max_depth() const { return depth_; }
 
  private:

@@ -24,7 +24,11 @@ class HistoryConfig:
     window: int = 16
     """Weight versions a trajectory stays in the history (one version per weight sync). At least 1."""
     max_bytes: int = 8 * 2**30
-    """Bytes the sealed history may take per engine; the oldest versions go first. Accepts 512MiB, 8GiB, ..."""
+    """Bytes the sealed history may take per node; problems not seen for longest go first, then the oldest versions.
+    Accepts 512MiB, 8GiB, ..."""
+    persist: str | None = None
+    """Directory `das_history` of a checkpoint of another run, whose history this run starts with; None: it starts with
+    none, or with its own where it resumes."""
 
     def __post_init__(self) -> None:
         _at_least("history.window", self.window, 1)
@@ -194,7 +198,8 @@ def parse(block: Any) -> DasConfig | None:
         return None
     config = block if isinstance(block, DasConfig) else _build(DasConfig, _plain(block), "das")
     if config.drafter != "none" and config.history.scope == "request" and config.history != HistoryConfig("request"):
-        raise ConfigError("das.history.window / max_bytes have no effect with das.history.scope='request': remove them")
+        raise ConfigError("das.history.window / max_bytes / persist have no effect with das.history.scope='request': "
+                          "remove them")  # fmt: skip
     if config.toggle.mode != "threshold" and config.toggle.threshold != ToggleConfig.threshold:
         raise ConfigError(f"das.toggle.threshold={config.toggle.threshold} has an effect only with "
                           f"das.toggle.mode='threshold' (found {config.toggle.mode!r}): remove it")  # fmt: skip

@@ -4,7 +4,6 @@ more in this step."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,8 @@ class MixedProposer(HistoryProposer):
     def load_model(self, policy: Any) -> None:
         self.drafter.load(policy)
 
-    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> dict[str, Any]:
-        return self.drafter.refresh() | super().refresh(version, trajectories)
+    def refresh(self, version: int, **news: Any) -> dict[str, Any]:
+        return self.drafter.refresh() | super().refresh(version, **news)
 
     def stats(self) -> dict[str, Any]:
         return super().stats() | self.drafter.stats()

@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from das_adapter import calibrate
 from das_adapter.config import parse
 from das_adapter.core.controller import Controller
-from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.noise import prompt_identity
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY, START_ARG
 from das_adapter.engine.decisions import DecisionLog
@@ -114,8 +114,8 @@ class Proposer:
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         raise NotImplementedError
 
-    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> dict[str, Any]:
-        """A weight sync; see the drafters. Returns what to tell the host."""
+    def refresh(self, version: int, **news: Any) -> dict[str, Any]:
+        """A weight sync; see the drafters for the news. Returns what to tell the host."""
         self._paused = False
         return {}
 
@@ -138,6 +138,8 @@ class HistoryProposer(Proposer):
         super().__init__(vllm_config)
         config = self.config
         self.index = SuffixIndex()
+        self._directory = ""
+        """Of the history that a service publishes and the index maps; empty: the index keeps its own."""
         prior = calibrate.read(config.toggle.calibration) if config.toggle.calibration else None
         self.controller = Controller(config.budget, config.toggle, self._max_model_len, config.history.window, prior)
         first = vllm_config.parallel_config.rank == 0
@@ -198,6 +200,7 @@ class HistoryProposer(Proposer):
             caps = self.controller.caps(slots, room)
             handles = np.array([x.handle for x in live], dtype=np.int64)
             flat, chances, offsets = self.index.draft_flat(handles, caps, self.controller.floor)
+            self._check(flat)
             keep = self.controller.cut(slots, chances, offsets)
             if keep.any():
                 self.offer = rows, chances, offsets, keep
@@ -258,35 +261,70 @@ class HistoryProposer(Proposer):
                     self.log.request(*self.controller.history(live.slot), live.begin)
                 self.controller.close(live.slot)
 
-    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> dict[str, Any]:
-        """Take the finished trajectories of all replicas over at a weight sync (DAS, section 4.1).
+    def refresh(
+        self,
+        version: int,
+        trajectories: Sequence[tuple[int, bytes, int]] = (),
+        history: tuple[str, int] | None = None,
+        lengths: Iterable[tuple[int, int, int]] = (),
+    ) -> dict[str, Any]:
+        """Bring the history up to date at a weight sync (DAS, section 4.1): with a service's, or by itself.
 
         Args:
             version: weight version from now on.
-            trajectories: (problem, int32 token ids of the response, weight version that wrote it).
+            trajectories: (problem, int32 token ids of the response, weight version that wrote it) for the engine's own
+                history, where no service keeps one. What is older than the window goes, then the oldest versions until
+                `history.max_bytes` is kept.
+            history: (directory, generation) that the node's service has published; an empty directory ends the use of
+                it. None: what is mapped stays.
+            lengths: (problem, tokens of a response, weight version that wrote it) since the last refresh, beside those
+                of `trajectories`.
 
-        History older than the window goes, then the oldest versions until `history.max_bytes` is kept.
+        Returns:
+            `generation` that is mapped; 0: none.
         """
-        done = super().refresh(version, trajectories)
+        done = super().refresh(version)
         self._close([req_id for req_id in self._live if req_id not in self.runner.requests])
-        scope = self.config.history.scope
-        if scope != "request":
-            for problem, text, written in trajectories:
-                tokens = np.frombuffer(text, dtype=np.int32)
-                if len(tokens) and tokens.max() >= self._vocab:
-                    raise DasError(f"history: found token {tokens.max()}, the policy's vocabulary has {self._vocab}: "
-                                   "the history was written with another tokenizer")  # fmt: skip
-                self.index.add(problem if scope == "problem" else 0, tokens, written)
-            self.index.seal()
-            self.index.expire(version - self.config.history.window)
-            self.index.shrink(self.config.history.max_bytes)
+        if history is not None:
+            self._map(*history)
+        elif not self._directory and self.config.history.scope != "request":
+            self._remember(version, trajectories)
         self.index.clear_live()
         if self.log is not None:
             controller, model = self.controller, self.controller.times.model
             saved = controller.time_saved(self._slots())
             self.log.sync(version, None if model is None else model.to_dict(), saved, controller.stopped)
-        self.controller.sync(version, [(problem, len(text) // 4, at) for problem, text, at in trajectories])
-        return done
+        own = [(problem, len(text) // 4, written) for problem, text, written in trajectories]
+        self.controller.sync(version, [*own, *lengths])
+        return done | {"generation": self.index.generation}
+
+    def _remember(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> None:
+        for problem, text, written in trajectories:
+            tokens = np.frombuffer(text, dtype=np.int32)
+            self._check(tokens)
+            self.index.add(problem if self.config.history.scope == "problem" else 0, tokens, written)
+        self.index.seal()
+        self.index.expire(version - self.config.history.window)
+        self.index.shrink(self.config.history.max_bytes)
+
+    def _map(self, directory: str, generation: int) -> None:
+        try:
+            if directory != self._directory:
+                index = SuffixIndex.attach(directory) if directory else SuffixIndex()
+                self._close(list(self._live))  # they are opened again, with what they have written
+                self.index, self._directory = index, directory
+            if directory:
+                try:
+                    self.index.refresh(generation)
+                except FileNotFoundError:  # this engine comes late
+                    self.index.refresh()
+        except (OSError, IndexFileError) as error:
+            logger.error("das: history: %r; drafts come from generation %s", error, self.index.generation)
+
+    def _check(self, tokens: np.ndarray) -> None:
+        if len(tokens) and tokens.max() >= self._vocab:
+            raise DasError(f"history: found token {tokens.max()}, the policy's vocabulary has {self._vocab}: "
+                           "the history was written with another tokenizer")  # fmt: skip
 
     def stats(self) -> dict[str, Any]:
         """Figures of the history and of the controller since the last call, as plain numbers."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -97,8 +96,8 @@ class SelfProposer(Proposer):
     def load_model(self, policy: Any) -> None:
         self.drafter.load(policy)
 
-    def refresh(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> dict[str, Any]:
-        return super().refresh(version, trajectories) | self.drafter.refresh()
+    def refresh(self, version: int, **news: Any) -> dict[str, Any]:
+        return super().refresh(version, **news) | self.drafter.refresh()
 
     def stats(self) -> dict[str, Any]:
         return super().stats() | self.drafter.stats()

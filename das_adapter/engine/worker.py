@@ -60,8 +60,8 @@ class DasWorker:
             "sampler": type(self.runner.sampler).__name__,
         }
 
-    def _refresh(self, version: int, trajectories: list[tuple[int, bytes, int]]) -> dict[str, Any]:
-        done = self.drafter.refresh(version, trajectories) if self.drafter else {}
+    def _refresh(self, version: int, **news: Any) -> dict[str, Any]:
+        done = self.drafter.refresh(version, **news) if self.drafter else {}
         self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
         if self.counters.alarm:
             logger.error("das: %s", self.counters.alarm)

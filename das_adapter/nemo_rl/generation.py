@@ -20,7 +20,7 @@ from das_adapter.engine.args import PROBLEM_ARG
 from das_adapter.nemo_rl import dispatch, settings
 from das_adapter.nemo_rl.identity import LABELS, Labeller
 from das_adapter.nemo_rl.install import HOST_KEY, WORKERS
-from das_adapter.service.history import figures, service
+from das_adapter.service.ledger import figures, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -37,7 +37,7 @@ class DasVllmGeneration(VllmGeneration):
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any):
         self.das = settings.check(config)
         if self.das is not None:
-            self._history = service(self.das.history.window)
+            self._ledger = ledger(self.das.history.window)
             self._labeller = Labeller(self.das.verify.seed)
             self._validating = False
             self._lengths: dict[int, float] = {}
@@ -75,7 +75,7 @@ class DasVllmGeneration(VllmGeneration):
         if self.das.routing.policy != "host":
             if time.monotonic() > self._lengths_until:
                 self._lengths_until = time.monotonic() + _LENGTHS_FOR_S
-                self._lengths, _ = await self._history.predictions.remote()
+                self._lengths, _ = await self._ledger.predictions.remote()
             work = self._lengths.get(problem, 1.0)
             shard = self._homes[problem] = dispatch.least_loaded(self._load, self._homes.get(problem))
             self._load[shard] += work
@@ -112,9 +112,9 @@ class DasVllmGeneration(VllmGeneration):
 
     def _expected(self) -> dict[int, float]:
         try:
-            self._lengths, _ = ray.get(self._history.predictions.remote(), timeout=10)
+            self._lengths, _ = ray.get(self._ledger.predictions.remote(), timeout=10)
         except ray.exceptions.RayError as error:
-            logger.warning("das: the history does not answer, lengths of rollouts are those known before: %r", error)
+            logger.warning("das: the ledger does not answer, lengths of rollouts are those known before: %r", error)
         return self._lengths
 
     def _next_dp_shard_idx(self) -> int:

@@ -47,6 +47,8 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
             f"{BLOCK}.drafter={das.drafter!r} and policy.generation.vllm_kwargs.speculative_config both choose a "
             "drafter: remove one of them"
         )
+    if das.history.persist is not None:
+        raise ConfigError(f"{BLOCK}.history.persist: found {das.history.persist!r}; allowed under NeMo-RL: null")
     if generation.get("quant_cfg") is not None:
         raise ConfigError(
             f"{BLOCK}: found policy.generation.quant_cfg, whose workers replace ours; allowed: quant_cfg: null"

@@ -18,13 +18,13 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-import ray
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
 from das_adapter.errors import UnsupportedHost
 from das_adapter.nemo_rl.identity import Label, Labeller
-from das_adapter.service.history import RolloutClock, service
+from das_adapter.service.client import NOTHING, PATIENCE_S, History, differ
+from das_adapter.service.ledger import RolloutClock
 
 logger = logging.getLogger("das_adapter")
 
@@ -42,9 +42,6 @@ REFITS = frozenset(
 labels: ContextVar[Sequence[Label] | None] = ContextVar("das_labels", default=None)
 """Labels of the requests that the current call of the worker will send, if the driver gave any."""
 
-_PATIENCE_S = 60.0
-"""How long a refit may wait for the history; after that the engine drafts from what it has."""
-
 
 class Tap:
     """The part that does not depend on whether the engine is synchronous."""
@@ -60,10 +57,8 @@ class Tap:
         self.validating = False
         self._das = das
         self._labeller = Labeller(das.verify.seed, source)
-        self._history = service(das.history.window)
+        self._history = History(das)
         self._clock = RolloutClock()
-        self._cursor = 0
-        self._keeps_history = False
         self._stock_generate, self._stock_rpc = llm.generate, llm.collective_rpc
         llm.generate, llm.collective_rpc = self.generate, self.collective_rpc
 
@@ -103,16 +98,11 @@ class Tap:
         for text in texts:
             tokens = np.asarray(text, dtype=np.int32).tobytes()
             self._clock.finished(begin, end, label[SEED_ARG], tokens)
-            if self._keeps_history or self._das.routing.policy != "host":
-                self._history.add.remote([(label[PROBLEM_ARG], tokens, self.version)])
+            self._history.push(label[PROBLEM_ARG], tokens, self.version)
 
-    def _started(self, hello: list[dict[str, Any]], stats: list[dict[str, Any]]) -> None:
-        self._keeps_history = any("history_tokens" in s for s in stats)
-        logger.warning("das: generation worker speculates: %s", hello[0])
-
-    def _took(self, news: tuple[int, list[Any]]) -> dict[str, Any]:
-        self._cursor, trajectories = news
-        return {"version": self.version, "trajectories": trajectories}
+    def _without(self) -> dict[str, Any]:
+        logger.error("das: the ranks of an engine see different histories: they draft without")
+        return {"version": self.version, "history": NOTHING}
 
     def _report(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
         """Counts since the last report, from the rank that samples."""
@@ -144,8 +134,8 @@ class SyncTap(Tap):
         if method in REFITS:
             self.version += 1
             try:
-                news = ray.get(self._history.since.remote(self._cursor), timeout=_PATIENCE_S)
-                self._rpc("refresh", self._took(news if self._keeps_history else (0, [])))
+                if differ(self._rpc("refresh", self._history.sync(self.version))):
+                    self._rpc("refresh", self._without())
             except Exception:
                 logger.exception("das: refit %s without fresh history; decoding goes on", self.version)
         return result
@@ -153,7 +143,7 @@ class SyncTap(Tap):
     def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
         try:
-            self._started(self._rpc("hello", {}), self._rpc("stats", {}))
+            _started(self._rpc("hello", {}))
         except Exception as error:
             raise _not_loaded() from error
 
@@ -186,8 +176,9 @@ class AsyncTap(Tap):
         if method in REFITS:
             self.version += 1
             try:
-                news = await asyncio.wait_for(self._news(), _PATIENCE_S)
-                await self._rpc("refresh", self._took(news if self._keeps_history else (0, [])))
+                payload = await asyncio.wait_for(asyncio.to_thread(self._history.sync, self.version), PATIENCE_S)
+                if differ(await self._rpc("refresh", payload)):
+                    await self._rpc("refresh", self._without())
             except Exception:
                 logger.exception("das: refit %s without fresh history; decoding goes on", self.version)
         return result
@@ -195,7 +186,7 @@ class AsyncTap(Tap):
     async def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
         try:
-            self._started(await self._rpc("hello", {}), await self._rpc("stats", {}))
+            _started(await self._rpc("hello", {}))
         except Exception as error:
             raise _not_loaded() from error
 
@@ -203,11 +194,12 @@ class AsyncTap(Tap):
         """Counts since the last report."""
         return self._report(await self._rpc("stats", {}))
 
-    async def _news(self) -> Any:
-        return await self._history.since.remote(self._cursor)
-
     async def _rpc(self, command: str, payload: dict[str, Any]) -> Any:
         return await self._stock_rpc("das_rpc", args=(command, payload))
+
+
+def _started(hello: list[dict[str, Any]]) -> None:
+    logger.warning("das: generation worker speculates: %s", hello[0])
 
 
 def _not_loaded() -> UnsupportedHost:

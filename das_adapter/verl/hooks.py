@@ -68,6 +68,31 @@ def _route_and_label_requests(module: Any) -> None:
     wrapt.wrap_function_wrapper(module, "LLMServerManager._init_global_load_balancer", router.around_init_load_balancer)
 
 
+@wrapt.when_imported("verl.trainer.ppo.v1.trainer_base")
+def _keep_history(module: Any) -> None:
+    """The history is saved and loaded with the trainer's checkpoints."""
+    _with_history(module.PPOTrainer, "_load_checkpoint")
+
+
+@wrapt.when_imported("verl.trainer.ppo.ray_trainer")
+def _keep_history_of_v0(module: Any) -> None:
+    """The same for `trainer.use_v1: false` and the pipelines that build on it."""
+    _with_history(module.RayPPOTrainer, "_load_checkpoint")
+
+
+@wrapt.when_imported("verl.experimental.fully_async_policy.fully_async_trainer")
+def _keep_history_of_fully_async(module: Any) -> None:
+    """The same for a trainer that is a Ray actor; its class is inside."""
+    _with_history(module.FullyAsyncTrainer.__ray_metadata__.modified_class, "load_checkpoint")
+
+
+def _with_history(trainer: type, load: str) -> None:
+    from das_adapter.verl import checkpoint
+
+    setattr(trainer, load, checkpoint.after_load(getattr(trainer, load)))
+    trainer._save_checkpoint = checkpoint.after_save(trainer._save_checkpoint)  # type: ignore[attr-defined]
+
+
 @wrapt.when_imported("verl.utils.tracking")
 def _log_metrics(module: Any) -> None:
     """The figures of the rollouts join the trainer's own."""

@@ -11,7 +11,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from das_adapter.core.routing import Spread
 from das_adapter.engine.args import PROBLEM_ARG
-from das_adapter.service import history
+from das_adapter.service import ledger
 from das_adapter.verl import settings
 
 logger = logging.getLogger("das_adapter")
@@ -56,7 +56,7 @@ class SiblingLoadBalancer(GlobalRequestLoadBalancer):
 class LongestFirstBalancer(SiblingLoadBalancer):
     """`longest_first`: requests that are predicted to be long are spread over the replicas before tokens are balanced.
 
-    The lengths come from the history service, once per batch. Until it has seen a weight version every request counts
+    The lengths come from the run's ledger, once per batch. Until it has seen a weight version every request counts
     the same, and the tie-break above decides.
     """
 
@@ -84,7 +84,7 @@ class LongestFirstBalancer(SiblingLoadBalancer):
 
     def _predict(self) -> None:
         try:
-            self._lengths, self._long = ray.get(ray.get_actor(history.NAME).predictions.remote(), timeout=5)
+            self._lengths, self._long = ray.get(ray.get_actor(ledger.NAME).predictions.remote(), timeout=5)
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("das: no predicted lengths, requests are spread by their number: %r", error)
             self._lengths = {}

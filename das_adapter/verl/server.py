@@ -17,14 +17,12 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from das_adapter.core.noise import prompt_identity, request_seed
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG, engine_args, engine_env
 from das_adapter.errors import UnsupportedHost
-from das_adapter.service.history import RolloutClock, Trajectory, service
+from das_adapter.service.client import NOTHING, PATIENCE_S, History, differ
+from das_adapter.service.ledger import RolloutClock
 from das_adapter.verl import settings
 from das_adapter.verl.identity import ABORTED
 
 logger = logging.getLogger("das_adapter")
-
-_PATIENCE_S = 60.0
-"""How long a weight sync may wait for the history; after that the engines draft from what they have."""
 
 
 class DasVLLMHttpServer(vLLMHttpServer):
@@ -35,8 +33,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         das = settings.of_rollout(self.config)
         assert das is not None, "DasVLLMReplica chooses this server only for an active das: block"
         self._das = das
-        self._history = service(das.history.window)
-        self._cursor = 0
+        self._history = History(das)
         self._clock = RolloutClock()
         self._seen: Counter[int] = Counter()
         self._strangers = 0
@@ -78,7 +75,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
             text = [*prompt_ids[extra[START_ARG] :], *output.token_ids]
             tokens = np.asarray(text, dtype=np.int32).tobytes()
             self._clock.finished(begin, time.time(), extra[SEED_ARG], tokens)
-            self._history.add.remote([(extra[PROBLEM_ARG], tokens, int(self.global_steps or 0))])
+            self._history.push(extra[PROBLEM_ARG], tokens, int(self.global_steps or 0))
         return output
 
     def _labelled(
@@ -107,21 +104,21 @@ class DasVLLMHttpServer(vLLMHttpServer):
         if self.node_rank != 0:
             return
         try:
-            await asyncio.wait_for(self._sync(int(global_steps or 0)), _PATIENCE_S)
+            await asyncio.wait_for(self._sync(int(global_steps or 0)), PATIENCE_S)
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", global_steps)
 
     async def _sync(self, version: int) -> None:
         stats = await self.engine.collective_rpc("das_rpc", args=("stats", {}))
-        self._history.report.remote(version, stats[0], self._clock.take())
+        self._history.report(version, stats[0], self._clock.take())
         self._seen.clear()
-        trajectories: list[Trajectory] = []
-        if self._das.recalls:
-            self._cursor, trajectories = await self._history.since.remote(self._cursor)
+        payload = await asyncio.to_thread(self._history.sync, version)
+        if differ(await self.engine.collective_rpc("das_rpc", args=("refresh", payload))):
+            logger.error("das: the ranks of replica %s see different histories: they draft without", self.replica_rank)
+            payload = {"version": version, "history": NOTHING}
+            await self.engine.collective_rpc("das_rpc", args=("refresh", payload))
         if self._das.routing.policy == "longest_first":
-            self._expected, _ = await self._history.predictions.remote()
-        payload = {"version": version, "trajectories": trajectories}
-        await self.engine.collective_rpc("das_rpc", args=("refresh", payload))
+            self._expected, _ = await asyncio.to_thread(self._history.predictions)
 
 
 class DasVLLMReplica(vLLMReplica):

@@ -17,12 +17,12 @@ def around_init(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
 def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wraps `Tracking.log(data, step, backend)`: adds the step's figures to the trainer's."""
     if getattr(instance, "_das", None) is not None:
-        from das_adapter.service import history
+        from das_adapter.service import ledger
 
         data = kwargs.pop("data", args[0] if args else None)
         rest = args[1:]
         step = kwargs.get("step", rest[0] if rest else None)
-        if "training/global_step" in data or "timing_s/gen" in data:  # not the log of a validation alone
-            data = {**data, **history.metrics(step)}
+        if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
+            data = {**data, **ledger.metrics(step)}
         args = (data, *rest)
     return stock(*args, **kwargs)

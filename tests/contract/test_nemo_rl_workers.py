@@ -17,7 +17,6 @@ pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout
 pytest.importorskip("vllm")
 pytest.importorskip("das_adapter.nemo_rl.cpu")  # prepares this process for NeMo-RL, so it comes before its imports
 import nemo_rl
-import numpy as np
 import ray
 import torch
 from nemo_rl.algorithms.grpo import MasterConfig
@@ -29,6 +28,7 @@ from omegaconf import OmegaConf
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 from das_adapter import compat
+from das_adapter.core.index import SuffixIndex
 from das_adapter.core.noise import prompt_identity
 from das_adapter.engine.args import RECORD_ARG, SEED_ARG
 from das_adapter.errors import ConfigError, UnsupportedHost
@@ -71,6 +71,7 @@ def test_recipes_parse_and_are_named_after_their_content(path: Path, monkeypatch
         ({"das": {"histroy": {}}}, "das.histroy: unknown key; did you mean 'history'"),
         ({"backend": "sglang"}, "found policy.generation.backend='sglang', allowed: 'vllm'"),
         ({"vllm_kwargs": {"speculative_config": {"method": "ngram"}}}, "both choose a drafter"),
+        ({"das": {"history": {"persist": "x"}}}, "history.persist: found 'x'"),
         ({"quant_cfg": "fp8"}, "policy.generation.quant_cfg"),
         ({"vllm_kwargs": {"additional_config": {"das": {"drafter": "ngram"}}}}, "differ"),
     ],
@@ -147,6 +148,13 @@ def refreshed(engine: Engine) -> list[Any]:
     return [call[2] for call in engine.calls if call[:2] == ("das_rpc", "refresh")]
 
 
+def written(history: tuple[str, int]) -> int:
+    """Tokens of a published history."""
+    index = SuffixIndex.attach(history[0])
+    index.refresh(history[1])
+    return index.tokens
+
+
 def block() -> Any:
     return settings.of_generation(generation())
 
@@ -160,11 +168,11 @@ def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_h
     engine.generate([{"prompt_token_ids": [1, 2]}], SamplingParams())
     for method in ("prepare_refit_info", "update_weights_via_ipc_zmq", "finish_sparse_delta_refit"):
         engine.collective_rpc(method)
-    text = (prompt_identity([1, 2]), np.asarray([7, 8, 9], dtype=np.int32).tobytes(), 0)
     first, second = refreshed(engine)
     assert (first["version"], second["version"]) == (1, 2)
-    assert first["trajectories"] == [text, text]
-    assert second["trajectories"] == []
+    assert first["lengths"] == [(prompt_identity([1, 2]), 3, 0)] * 2
+    assert second["lengths"] == []
+    assert written(first["history"]) == 6
     seeds = [p.extra_args[SEED_ARG] for p in engine.params]
     assert len(set(seeds)) == 3
     assert [p.extra_args[RECORD_ARG] for p in engine.params] == [1, 1, 0]
@@ -181,11 +189,12 @@ def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) ->
             async for _ in engine.generate({"prompt_token_ids": [1, 2]}, params, "id"):
                 pass
         await engine.collective_rpc("update_weights_from_collective")
-        return refreshed(engine)[0]["trajectories"]
+        return refreshed(engine)[0]
 
     engine = AsyncEngine()
-    trajectories = asyncio.run(serve())
-    assert [problem for problem, *_ in trajectories] == [prompt_identity([1, 2])] * 2
+    payload = asyncio.run(serve())
+    assert payload["lengths"] == [(prompt_identity([1, 2]), 3, 0)] * 2
+    assert written(payload["history"]) == 6
     one, several = engine.params
     assert SEED_ARG in one.extra_args
     assert SEED_ARG not in several.extra_args and several.seed == 5

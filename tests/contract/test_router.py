@@ -1,18 +1,17 @@
-"""Longest-first routing with veRL's balancer and a real history service."""
+"""Longest-first routing with veRL's balancer and a real ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("verl")
 import ray
 
 from das_adapter.engine.args import PROBLEM_ARG
-from das_adapter.service import history
+from das_adapter.service.ledger import ledger
 from das_adapter.verl.router import LongestFirstBalancer
 
 LONG, SHORT = (1, 2, 3), tuple(range(10, 22))
@@ -21,7 +20,7 @@ LONG, SHORT = (1, 2, 3), tuple(range(10, 22))
 @pytest.fixture
 def service() -> Iterator[Any]:
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield history.service(window=4)
+    yield ledger(window=4)
     ray.shutdown()
 
 
@@ -30,8 +29,8 @@ def acquire(balancer: LongestFirstBalancer, request: str, problem: int) -> str:
 
 
 def remember(service: Any) -> None:
-    text = {True: np.zeros(3000, np.int32).tobytes(), False: np.zeros(60, np.int32).tobytes()}
-    ray.get(service.add.remote([(p, text[p in LONG], 0) for p in (*LONG, *SHORT) for _ in range(4)]))
+    lengths = {True: 3000, False: 60}
+    ray.get(service.add.remote([(p, lengths[p in LONG], 0) for p in (*LONG, *SHORT) for _ in range(4)]))
 
 
 def test_predicted_long_requests_are_spread_whatever_order_they_come_in(service: Any) -> None:

@@ -1,4 +1,4 @@
-"""Counting decode steps, adding replicas up, and the run's history service."""
+"""Counting decode steps, adding replicas up, and the run's ledger."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from das_adapter.engine.metrics import Counters, merge
-from das_adapter.service.history import HistoryService, RolloutClock
+from das_adapter.service.ledger import Ledger, RolloutClock
 
 
 def counted(*steps: tuple[list[list[int]], list[int]]) -> dict:
@@ -87,12 +87,11 @@ def test_decisions_of_the_replicas_come_together() -> None:
     assert merge([decided([1, 1, 1], [0, 0, 0], 0.0, 0.0, "speculation cost 2 s")])["das/health"] == 0.0
 
 
-def test_predictions_follow_the_history() -> None:
-    service = HistoryService(window=4)
-    assert service.predictions() == ({}, float("inf"))
-    long, short = np.zeros(2000, dtype=np.int32).tobytes(), np.zeros(50, dtype=np.int32).tobytes()
-    service.add([(p, short, 0) for p in (1, 2, 3) for _ in range(4)] + [(9, long, 0)] * 4)
-    lengths, bound = service.predictions()
+def test_predictions_follow_the_lengths() -> None:
+    ledger = Ledger(window=4)
+    assert ledger.predictions() == ({}, float("inf"))
+    ledger.add([(p, 50, 0) for p in (1, 2, 3) for _ in range(4)] + [(9, 2000, 0)] * 4)
+    lengths, bound = ledger.predictions()
     assert lengths[9] > bound > lengths[1]
 
 
@@ -102,25 +101,33 @@ def report(begin: float, ends: list[float], tokens: int = 10) -> tuple[dict, dic
 
 
 def test_a_step_lasts_from_the_first_request_to_the_last_response_of_all_replicas() -> None:
-    service = HistoryService(window=4)
-    service.report(3, *report(10.0, [11.0, 12.0, 13.0, 14.0]))
-    service.report(3, *report(10.5, [11.5, 12.5, 13.5, 20.0, 12.0, 12.0]))
-    figures = service.metrics(3)
+    ledger = Ledger(window=4)
+    ledger.report(3, *report(10.0, [11.0, 12.0, 13.0, 14.0]))
+    ledger.report(3, *report(10.5, [11.5, 12.5, 13.5, 20.0, 12.0, 12.0]))
+    figures = ledger.metrics(3)
     assert figures["das/rollout_s"] == pytest.approx(10.0)
     assert figures["das/tail_s"] == pytest.approx(20.0 - 13.5)  # eight of ten were done at 13.5
     assert figures["das/tokens_per_forward"] == pytest.approx(2.0)
     assert figures["das/token_hash"] == 14
-    assert service.metrics(4) == {}
+    assert ledger.metrics(4) == {}
 
 
-def test_history_is_delivered_once_in_order_and_expires() -> None:
-    service = HistoryService(window=2)
-    service.add([(1, b"a", 0), (2, b"b", 0)])
-    cursor, first = service.since(0)
-    assert [t[1] for t in first] == [b"a", b"b"]
-    service.add([(1, b"c", 1)])
-    cursor, second = service.since(cursor)
-    assert [t[1] for t in second] == [b"c"]
-    service.add([(1, b"d", 3)])  # versions before 1 are out of the window
-    assert [t[1] for t in service.since(0)[1]] == [b"c", b"d"]
-    assert service.since(cursor)[1] == [(1, b"d", 3)]
+def test_a_clock_that_is_set_back_costs_a_figure_and_nothing_else() -> None:
+    ledger = Ledger(window=4)
+    ledger.report(3, *report(1e9, [1e9 + 1, 5.0, 4.0]))  # set back during the step
+    ledger.report(4, *report(1e9, [5.0, 6.0]))
+    for step in (3, 4):
+        assert all(np.isfinite(value) and value >= 0 for value in ledger.metrics(step).values())
+
+
+def test_lengths_are_delivered_once_in_order_and_expire() -> None:
+    ledger = Ledger(window=2)
+    ledger.add([(1, 10, 0), (2, 20, 0)])
+    cursor, first = ledger.since(0)
+    assert first == [(1, 10, 0), (2, 20, 0)]
+    ledger.add([(1, 30, 1)])
+    cursor, second = ledger.since(cursor)
+    assert second == [(1, 30, 1)]
+    ledger.add([(1, 40, 3)])  # versions before 1 are out of the window
+    assert ledger.since(0)[1] == [(1, 30, 1), (1, 40, 3)]
+    assert ledger.since(cursor)[1] == [(1, 40, 3)]

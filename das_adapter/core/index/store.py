@@ -52,8 +52,12 @@ class HistoryStore:
             os.close(self._writer)
             raise DasError(f"history directory {str(self.directory)!r}: another store writes there") from None
         self._core: Any = _native().SuffixIndex(max_depth, 1.0)
-        with _files():
-            self._core.attach(str(self.directory), True)
+        try:
+            with _files():
+                self._core.attach(str(self.directory), True)
+        except Exception:
+            os.close(self._writer)
+            raise
 
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
         """Stage one finished trajectory; as in `SuffixIndex.add`."""
@@ -132,6 +136,17 @@ class HistoryStore:
         with self._lock, _files():
             self._core.save(os.fspath(path))
 
+    def load(self, path: str | os.PathLike[str]) -> int:
+        """Publish what `save` wrote, with its depth, in place of the sealed history; returns the generation.
+
+        Raises:
+            IndexFileError, OSError: as `SuffixIndex.load`; the history is then what it was.
+        """
+        with self._lock, _files():
+            self._core.load(os.fspath(path))
+            self._core.publish()
+            return self.generation
+
     def close(self) -> None:
         """Stop writing; the files stay, for readers and for the next store."""
         self._closed = True
@@ -155,6 +170,13 @@ class HistoryStore:
             return int(self._core.generation)
 
     @property
+    def intact(self) -> bool:
+        """Whether nobody else removed files of the generation. What is mapped stays readable: `save` still works."""
+        with self._lock:
+            there = sum(file.stat().st_size for file in self.directory.glob("segments-*"))
+            return there >= self._core.file_bytes and (self.directory / "writer").exists()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the sealed history, as in `SuffixIndex`."""
         with self._lock:
@@ -171,6 +193,12 @@ class HistoryStore:
         """Tokens in the sealed history."""
         with self._lock:
             return int(self._core.tokens)
+
+    @property
+    def newest(self) -> int:
+        """The newest weight version that was ever sealed here; meaningless while there is none."""
+        with self._lock:
+            return int(self._core.newest)
 
     @property
     def problems(self) -> int:

@@ -1,5 +1,5 @@
-"""The run's history: a Ray actor to which engines send finished trajectories, and from which they catch up at each
-weight sync. It also adds the engines' counts up to one set of figures per training step."""
+"""One per run: how long responses were, the engines' counts, added up to one set of figures per training step, and what
+the run's history starts from."""
 
 from __future__ import annotations
 
@@ -17,47 +17,58 @@ from das_adapter.engine.metrics import merge
 
 logger = logging.getLogger("das_adapter")
 
-NAME = "das_history"
+NAME = "das_ledger"
 _LONGEST = 2**17
 """Tokens; longer responses are taken for this long when lengths are predicted."""
-Trajectory = tuple[int, bytes, int]
-"""(problem, int32 token ids of the response, weight version that wrote it)."""
+_started: list[Any] = []
+"""Actors end with the last of the handles that they were started through: these live as long as this process."""
+Length = tuple[int, int, int]
+"""(problem, tokens of a response, weight version that wrote it)."""
 
 
-class HistoryService:
-    """Keeps the trajectories of the window, in the order in which they arrived, and the figures of recent steps."""
+class Ledger:
+    """Keeps the lengths of the window, in the order in which they arrived, and the figures of recent steps."""
 
     def __init__(self, window: int):
         self._window = window
-        self._trajectories: deque[Trajectory] = deque()
+        self._lengths: deque[Length] = deque()
         self._dropped = 0
         self._reports: dict[int, list[dict[str, Any]]] = {}
+        self._saved: str | None = None
 
-    def add(self, trajectories: Sequence[Trajectory]) -> None:
-        """Take finished trajectories; those older than the window of the newest version go."""
-        self._trajectories.extend(trajectories)
-        newest = self._trajectories[-1][2] if self._trajectories else 0
-        while self._trajectories and self._trajectories[0][2] < newest - self._window:
-            self._trajectories.popleft()
+    def add(self, lengths: Sequence[Length]) -> None:
+        """Take finished responses; those older than the window of the newest version go."""
+        self._lengths.extend(lengths)
+        newest = self._lengths[-1][2] if self._lengths else 0
+        while self._lengths and self._lengths[0][2] < newest - self._window:
+            self._lengths.popleft()
             self._dropped += 1
 
-    def since(self, cursor: int) -> tuple[int, list[Trajectory]]:
+    def since(self, cursor: int) -> tuple[int, list[Length]]:
         """What arrived after `cursor` (0: all that is kept), and the cursor to ask with next."""
         start = max(0, cursor - self._dropped)
-        return self._dropped + len(self._trajectories), list(self._trajectories)[start:]
+        return self._dropped + len(self._lengths), list(self._lengths)[start:]
+
+    def start_from(self, saved: str | None) -> None:
+        """The run's history begins with what lies in a directory (see `service.saved`)."""
+        self._saved = saved
+
+    def saved(self) -> str | None:
+        """What the run's history begins with; None: nothing."""
+        return self._saved
 
     def predictions(self) -> tuple[dict[int, float], float]:
         """Expected response length by problem, and above which a problem is long; empty before there is history.
 
         Distributions as the engines have them: over the versions of the window, shrunk to the population.
         """
-        if not self._trajectories:
+        if not self._lengths:
             return {}, float("inf")
         lengths = LengthModel(_LONGEST, self._window)
-        for problem, text, version in self._trajectories:
-            lengths.observe(problem, len(text) // 4, version)
-        lengths.refit(self._trajectories[-1][2])
-        expected = {problem: lengths.expected(problem) for problem in {t[0] for t in self._trajectories}}
+        for problem, length, version in self._lengths:
+            lengths.observe(problem, length, version)
+        lengths.refit(self._lengths[-1][2])
+        expected = {problem: lengths.expected(problem) for problem, *_ in self._lengths}
         return expected, float(np.quantile(list(expected.values()), LengthModel.LONG))
 
     def report(self, step: int, engine: dict[str, Any], rollout: dict[str, Any]) -> None:
@@ -72,7 +83,7 @@ class HistoryService:
 
 
 def figures(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Figures of a step from one report per replica (see `HistoryService.report`); empty if there is none."""
+    """Figures of a step from one report per replica (see `Ledger.report`); empty if there is none."""
     if not reports:
         return {}
     begin = min((r["begin"] for r in reports if r["ends"]), default=0.0)
@@ -80,7 +91,7 @@ def figures(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
     late = ends[max(0, int(np.ceil(0.8 * len(ends))) - 1)] if len(ends) else 0.0
     return {
         **merge(reports),
-        "das/rollout_s": float(ends[-1] - begin) if len(ends) else 0.0,
+        "das/rollout_s": max(0.0, float(ends[-1] - begin)) if len(ends) else 0.0,
         "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
         "das/history_tokens": float(max(r.get("history_tokens", 0) for r in reports)),
         "das/history_bytes": float(max(r.get("history_bytes", 0) for r in reports)),
@@ -116,14 +127,24 @@ class RolloutClock:
         return taken
 
 
-def service(window: int) -> Any:
-    """The run's history service, started if need be. It lives as long as the process that started it."""
-    actor = ray.remote(HistoryService).options(name=NAME, get_if_exists=True, num_cpus=0, max_concurrency=1)
-    return actor.remote(window)
+def ledger(window: int) -> Any:
+    """The run's ledger, started if need be. It lives as long as the process that started it."""
+    actor = ray.remote(num_cpus=0, max_restarts=-1)(Ledger)
+    return named(NAME, actor, window)
+
+
+def named(name: str, actor: Any, *args: Any, **options: Any) -> Any:
+    """The run's actor of this name, started with `args` and Ray's `options` if there is none."""
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        handle = actor.options(name=name, get_if_exists=True, **options).remote(*args)
+        _started.append(handle)
+        return handle
 
 
 def metrics(step: int) -> dict[str, float]:
-    """Figures of a step, for the trainer's logger; empty, with one warning, if the service does not answer."""
+    """Figures of a step, for the trainer's logger; empty, with one warning, if the ledger does not answer."""
     try:
         figures: dict[str, float] = ray.get(ray.get_actor(NAME).metrics.remote(step), timeout=10)
         return figures

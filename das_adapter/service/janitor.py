@@ -1,0 +1,45 @@
+"""Removes a history directory once nobody writes there any more, however its writer ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def watch(directory: Path, grace_s: float) -> None:
+    """Leave a process behind that outlives this one, and the job, until `directory` is gone.
+
+    A writer holds the lock of `directory / "writer"` (see `HistoryStore`). When it has been free for `grace_s` seconds,
+    time enough for a restarted writer to take over, the directory goes.
+    """
+    command = [sys.executable, "-S", "-E", __file__, str(directory), str(grace_s)]
+    # It forks once more, out of reach of what ends this process's children.
+    subprocess.run(command, check=True, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+
+
+def _watch(directory: Path, grace_s: float) -> None:
+    with (directory / "janitor").open("w") as own, (directory / "writer").open("r+") as writer:
+        try:
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # there is one already
+            return
+        while (directory / "writer").exists():
+            fcntl.flock(writer, fcntl.LOCK_SH)
+            fcntl.flock(writer, fcntl.LOCK_UN)
+            time.sleep(grace_s)
+            try:
+                fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # somebody took over
+                continue
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    if os.fork() == 0:
+        os.closerange(3, 256)
+        _watch(Path(sys.argv[1]), float(sys.argv[2]))

@@ -1,0 +1,216 @@
+"""A node's history: a Ray actor that takes trajectories from the engines of all nodes, and publishes them in shared
+memory for the engines of its own."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from das_adapter.config import HistoryConfig
+from das_adapter.core.index.store import HistoryStore
+from das_adapter.errors import DasError
+from das_adapter.service import janitor, ledger, saved
+
+logger = logging.getLogger("das_adapter")
+
+_PREFIX = "das_history:"
+_SHARED_MEMORY = Path("/dev/shm")
+_PEER_S = 20.0
+"""How long the first weight sync waits for a peer's history."""
+GRACE_S = 20.0
+"""How long a directory outlives the actor that wrote it, so that its successor can take it over."""
+
+Trajectory = tuple[int, bytes, int]
+"""(problem, int32 token ids of the response, weight version that wrote it)."""
+Batch = tuple[str, int]
+"""(source, number)."""
+Copy = tuple[bytes, set[Batch]]
+"""(what `HistoryStore.save` wrote, the batches in it)."""
+Published = tuple[str, int]
+"""(directory, generation) for `SuffixIndex.attach` and `refresh`."""
+
+
+class NodeHistory:
+    """The writer of one directory. Whatever happens to it or to the directory, `sync` answers."""
+
+    def __init__(self, config: HistoryConfig, name: str, root: str | None = None, grace_s: float = GRACE_S):
+        """
+        Args:
+            config: the run's `history:` block.
+            name: of the directory; a history that an earlier actor left there is taken over.
+            root: where the directory lies; None: in shared memory if there is room for `max_bytes`.
+            grace_s: see `GRACE_S`.
+        """
+        self._config, self._name, self._root, self._grace_s = config, name, root, grace_s
+        self._staged: dict[Batch, Sequence[Trajectory]] = {}
+        self._taken: set[Batch] = set()
+        self._sealing = threading.RLock()
+        self._version = 0
+        self._older: int | None = None
+        """What a version of this run lacks to the number it has in the store; None before the first weight sync."""
+        self._trouble = ""
+        self._store = self._open()
+
+    def push(self, source: str, number: int, trajectories: Sequence[Trajectory]) -> None:
+        """Take a batch of finished trajectories.
+
+        Args:
+            source: who sends.
+            number: of the batch; one that was taken before is left.
+            trajectories: of any weight versions.
+        """
+        if (source, number) not in self._taken:
+            self._taken.add((source, number))
+            self._staged[source, number] = trajectories
+
+    def sync(self, version: int, source: str, numbers: Sequence[int]) -> tuple[Published, list[int]]:
+        """A weight sync of one engine: publish what has arrived, within the window and the byte budget.
+
+        Args:
+            version: the engine's from now on.
+            source: who asks.
+            numbers: of the batches it has sent and not heard of.
+
+        Returns:
+            What to map, and which of `numbers` have not arrived.
+        """
+        self._version = max(self._version, version)
+        try:
+            self._rescue()
+            if self._older is None:
+                self._begin()
+            self._seal()
+            self._trouble = ""
+        except (OSError, DasError) as error:
+            if self._trouble != repr(error):
+                logger.error("das: history: %r; engines go on with what is published", error)
+            self._trouble = repr(error)
+        lost = [number for number in numbers if (source, number) not in self._taken]
+        return (str(self._store.directory), self._store.generation), lost
+
+    def save(self, directory: str, facts: saved.Facts, lengths: Sequence[ledger.Length]) -> None:
+        """Write the history, what arrived since the last weight sync too, to a directory."""
+        self._seal()
+        target = Path(directory)
+        target.mkdir(parents=True, exist_ok=True)
+        saved.write(target, facts, lengths)
+        self._store.save(target / saved.INDEX)
+
+    @ray.method(concurrency_group="copy")
+    def copy(self) -> Copy | None:
+        """The published history; None while there is none."""
+        if not self._store.tokens:
+            return None
+        with tempfile.TemporaryDirectory() as directory, self._sealing:
+            self._store.save(Path(directory) / saved.INDEX)
+            return (Path(directory) / saved.INDEX).read_bytes(), self._taken - self._staged.keys()
+
+    def figures(self) -> dict[str, int | str]:
+        """Tokens, problems, bytes and directory of the history, and this process."""
+        store = self._store
+        return {"tokens": store.tokens, "problems": store.problems, "bytes": store.nbytes,
+                "directory": str(store.directory), "pid": os.getpid()}  # fmt: skip
+
+    def _seal(self) -> None:
+        if not self._staged and not self._trouble:
+            return
+        with self._sealing:
+            staged, self._staged = self._staged, {}
+            for problem, text, version in itertools.chain(*staged.values()):
+                tokens = np.frombuffer(text, dtype=np.int32)
+                self._store.add(problem if self._config.scope == "problem" else 0, tokens, version + (self._older or 0))
+            oldest = self._version + (self._older or 0) - self._config.window
+            self._store.seal(oldest, self._config.max_bytes)
+
+    def _begin(self) -> None:
+        """The history starts with what lies in the directory, else with a peer's, else with what the run was given."""
+        if not self._store.tokens and (copy := self._peers_copy()):
+            self._load(copy)
+        elif not self._store.tokens and (given := ray.get(ray.get_actor(ledger.NAME).saved.remote(), timeout=_PEER_S)):
+            self._store.load(Path(given) / saved.INDEX)
+        self._older = max(0, self._store.newest - self._version) if self._store.tokens else 0
+
+    def _peers_copy(self) -> Copy | None:
+        for name, peer in nodes().items():
+            if name != _PREFIX + ray.get_runtime_context().get_node_id():
+                try:
+                    copy: Copy | None = ray.get(peer.copy.remote(), timeout=_PEER_S)
+                    if copy:
+                        return copy
+                except ray.exceptions.RayError as error:
+                    logger.warning("das: history: %s gave no copy: %r", name, error)
+        return None
+
+    def _rescue(self) -> None:
+        """Publish anew, elsewhere, when files have been removed; they stay readable here as long as they are mapped."""
+        if self._store.intact:
+            return
+        logger.error("das: history: files in %s were removed; it is published anew", self._store.directory)
+        copy = self.copy()
+        self._store.close()
+        self._store = self._open()
+        if copy:
+            self._load(copy)
+
+    def _load(self, copy: Copy) -> None:
+        content, taken = copy
+        with tempfile.NamedTemporaryFile(dir=self._store.directory) as file:
+            file.write(content)
+            file.flush()
+            self._store.load(file.name)
+        self._taken |= taken
+        self._staged = {batch: of for batch, of in self._staged.items() if batch not in taken}
+
+    def _open(self) -> HistoryStore:
+        root = Path(self._root) if self._root else _roomy(self._config.max_bytes)
+        threads = max(1, (os.cpu_count() or 1) // 8)
+        try:
+            store = HistoryStore(root / self._name, threads=threads)
+        except (DasError, OSError) as error:
+            logger.error("das: history: %s can't be taken over (%r); a new one begins", root / self._name, error)
+            store = HistoryStore(tempfile.mkdtemp(prefix=f"{self._name}-", dir=root), threads=threads)
+        janitor.watch(store.directory, self._grace_s)
+        return store
+
+
+def _roomy(size: int) -> Path:
+    """Shared memory, or a directory for temporary files where it has no room for `size` bytes."""
+    if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= size:
+        return _SHARED_MEMORY
+    temporary = Path(tempfile.gettempdir())
+    logger.warning("das: history: %s has no room for das.history.max_bytes=%s: it lies in %s",
+                   _SHARED_MEMORY, size, temporary)  # fmt: skip
+    return temporary
+
+
+def here(config: HistoryConfig, root: str | None = None, grace_s: float = GRACE_S) -> Any:
+    """The history of this process's node, started if need be. It lives as long as the process that started it."""
+    context = ray.get_runtime_context()
+    node = context.get_node_id()
+    actor = ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups={"copy": 1})(NodeHistory)
+    pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+    directory = f"das-history-{context.get_job_id()}-{node[:16]}"
+    return ledger.named(_PREFIX + node, actor, config, directory, root, grace_s, scheduling_strategy=pinned)
+
+
+def nodes() -> dict[str, Any]:
+    """The histories of all nodes of the run, by name."""
+    found = {}
+    for name in ray.util.list_named_actors():
+        if name.startswith(_PREFIX):
+            try:
+                found[name] = ray.get_actor(name)
+            except ValueError:  # it ended just now
+                continue
+    return found

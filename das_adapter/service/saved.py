@@ -1,0 +1,74 @@
+"""A history on disk: in a checkpoint, to resume from, or by itself, for another run to start from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from das_adapter.errors import DasError
+from das_adapter.service.ledger import Length
+
+NAME = "das_history"
+"""Directory of the history inside a checkpoint."""
+INDEX, _FACTS, _LENGTHS = "index", "history.json", "lengths.npy"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What must be the same where a history is used again."""
+
+    scope: str
+    vocabulary: int
+    tokenizer: str
+    """Fingerprint of the tokenizer's tokens and their ids."""
+
+    @classmethod
+    def of(cls, scope: str, tokenizer: Any) -> Facts:
+        """Of a run with this `history.scope` and tokenizer (Hugging Face's)."""
+        tokens = sorted(tokenizer.get_vocab().items())
+        digest = hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
+        return cls(scope, len(tokens), digest)
+
+
+def write(directory: Path, facts: Facts, lengths: Sequence[Length]) -> None:
+    """Write what stands beside the index."""
+    table = np.array([[problem, length, version % 2**64] for problem, length, version in lengths], dtype=np.uint64)
+    np.save(directory / _LENGTHS, table.reshape(-1, 3))
+    (directory / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
+
+
+def check(directory: Path, facts: Facts, key: str) -> None:
+    """Refuse a history that can't serve a run.
+
+    Args:
+        directory: what `write` wrote to, and `INDEX` beside it.
+        facts: the run's.
+        key: of the config, that chose the directory.
+
+    Raises:
+        DasError: no history lies there, or one of another scope, vocabulary or tokenizer.
+    """
+    try:
+        found = Facts(**json.loads((directory / _FACTS).read_text()))
+        (directory / INDEX).stat()
+    except (OSError, TypeError, ValueError) as error:
+        raise DasError(f"{key}: found no history in {str(directory)!r} ({error}); allowed: a directory "
+                       f"{NAME!r} of a checkpoint") from None  # fmt: skip
+    for name, mine in asdict(facts).items():
+        if (theirs := getattr(found, name)) != mine:
+            raise DasError(f"{key}: the history in {str(directory)!r} was written with {name} {theirs!r}, "
+                           f"this run has {mine!r}; its tokens would mean something else")  # fmt: skip
+
+
+def lengths(directory: Path, version: int) -> list[Length]:
+    """The lengths of a saved history, moved into the past so far that none is newer than `version`."""
+    table = np.load(directory / _LENGTHS)
+    versions = table[:, 2].astype(np.int64)
+    versions += version - versions.max(initial=version)
+    return list(zip(table[:, 0].tolist(), table[:, 1].tolist(), versions.tolist(), strict=True))

@@ -1,0 +1,122 @@
+"""The history in veRL's checkpoints: a resumed run drafts from its first step.
+
+Wrappers are plain functions: Ray ships the methods of an actor class by pickle, which strips a wrapt proxy off.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from das_adapter.config import DasConfig
+from das_adapter.verl import settings
+
+logger = logging.getLogger("das_adapter")
+
+_PATIENCE_S = 600.0
+"""How long a checkpoint may wait for the history to be written."""
+
+
+def after_load(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the loading of a checkpoint, which runs at every start, before the first weight sync."""
+    if inspect.iscoroutinefunction(stock):
+
+        @functools.wraps(stock)
+        async def load_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = await stock(self, *args, **kwargs)
+            _begin(self)
+            return result
+
+        return load_async
+
+    @functools.wraps(stock)
+    def load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        _begin(self)
+        return result
+
+    return load
+
+
+def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `_save_checkpoint`. A history that can't be saved costs a warm start, not the run."""
+
+    @functools.wraps(stock)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, *args, **kwargs)
+        das = _recalling(self.config)
+        if das is not None:
+            try:
+                _save(self, das)
+            except Exception:
+                logger.exception("das: the checkpoint of step %s has no history", _step(self))
+        return result
+
+    return save
+
+
+def _begin(trainer: Any) -> None:
+    """Choose what the history starts with, and refuse what can't serve.
+
+    Raises:
+        DasError: no history there, or of another scope, vocabulary or tokenizer.
+    """
+    import ray
+
+    from das_adapter.service import saved
+    from das_adapter.service.ledger import ledger
+
+    das = _recalling(trainer.config)
+    if das is None:
+        return
+    chosen, key = das.history.persist, f"{settings.BLOCK}.history.persist"
+    config, step = trainer.config.trainer, _step(trainer)
+    if config.resume_mode != "disable" and step:
+        resumed = config.resume_from_path if config.resume_mode == "resume_path" else _folder(trainer)
+        own = Path(resumed) / saved.NAME
+        if own.exists():
+            chosen, key = str(own), "trainer.resume_mode"
+        else:
+            logger.warning("das: the checkpoint %s has no history", resumed)
+    if chosen is None:
+        return
+    directory = Path(chosen).absolute()
+    saved.check(directory, saved.Facts.of(das.history.scope, trainer.tokenizer), key)
+    service = ledger(das.history.window)
+    ray.get([service.start_from.remote(str(directory)), service.add.remote(saved.lengths(directory, step))])
+    logger.warning("das: the history starts with %s", directory)
+
+
+def _save(trainer: Any, das: DasConfig) -> None:
+    import ray
+
+    from das_adapter.service import node, saved
+    from das_adapter.service.ledger import ledger
+
+    folder = _folder(trainer)
+    facts = saved.Facts.of(das.history.scope, trainer.tokenizer)
+    _, lengths = ray.get(ledger(das.history.window).since.remote(0), timeout=_PATIENCE_S)
+    writer = next(iter(node.nodes().values()))
+    ray.get(writer.save.remote(str(folder / saved.NAME), facts, lengths), timeout=_PATIENCE_S)
+    for old in folder.parent.glob("global_step_*"):  # veRL has removed what else was in it
+        if not (old / "actor").exists():
+            shutil.rmtree(old / saved.NAME, ignore_errors=True)
+
+
+def _recalling(config: Any) -> DasConfig | None:
+    das = settings.of_run(config)
+    return das if das is not None and das.recalls and das.history.scope != "request" else None
+
+
+def _folder(trainer: Any) -> Path:
+    return Path(trainer.config.trainer.default_local_dir).absolute() / f"global_step_{_step(trainer)}"
+
+
+def _step(trainer: Any) -> int:
+    """The trainer's step as checkpoints count it; the fully asynchronous one counts weight versions."""
+    return int(getattr(trainer, "current_param_version", trainer.global_steps))

@@ -1,0 +1,268 @@
+"""The run's history under real Ray, whatever happens to its writer, its files or its messages."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
+
+from das_adapter.config import HistoryConfig, parse  # noqa: E402
+from das_adapter.core.index import SuffixIndex  # noqa: E402
+from das_adapter.errors import DasError  # noqa: E402
+from das_adapter.service import node, saved  # noqa: E402
+from das_adapter.service.client import History, differ  # noqa: E402
+from das_adapter.service.ledger import ledger  # noqa: E402
+from das_adapter.service.node import NodeHistory  # noqa: E402
+
+DAS = {"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}}
+CONFIG = HistoryConfig(window=4, max_bytes=2**26)
+POEM = np.arange(11, 41, dtype=np.int32)
+
+
+@pytest.fixture(scope="module")
+def job() -> Iterator[Cluster]:
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    ray.init(address=cluster.address, log_to_driver=False)
+    ledger(4)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.fixture
+def writer(job: Cluster, tmp_path: Path) -> NodeHistory:
+    """A node's history in this process."""
+    return NodeHistory(CONFIG, "history", root=str(tmp_path), grace_s=1.0)
+
+
+def tokens(history: tuple[str, int]) -> int:
+    return mapped(history).tokens
+
+
+def mapped(history: tuple[str, int]) -> SuffixIndex:
+    index = SuffixIndex.attach(history[0])
+    index.refresh(history[1])
+    return index
+
+
+def drafted(index: SuffixIndex, problem: int = 1) -> list[int]:
+    return index.draft([index.open(problem, [])], [40], 0.0)[0][0].tolist()
+
+
+def until(done: Callable[[], Any], tries: int = 120) -> None:
+    for _ in range(tries):
+        if done():
+            return
+        time.sleep(0.5)
+    raise AssertionError("it never came true")
+
+
+def test_what_engines_push_is_published_at_the_weight_sync(job: Cluster) -> None:
+    here, sibling = History(parse(DAS)), History(parse(DAS))
+    here.push(1, POEM.tobytes(), 0)
+    sibling.push(2, POEM.tobytes(), 0)
+    sibling.sync(1)
+    payload = here.sync(1)
+    assert payload["version"] == 1
+    assert sorted(payload["lengths"]) == [(1, 30, 0), (2, 30, 0)]
+    assert drafted(mapped(payload["history"])) == POEM.tolist()
+    assert tokens(payload["history"]) == 60
+    assert here.sync(2)["lengths"] == []
+
+
+def test_a_batch_that_arrives_twice_or_late_is_taken_once(writer: NodeHistory) -> None:
+    late = [(1, POEM[::-1].tobytes(), 0)]
+    for _ in range(2):
+        writer.push("a", 1, [(1, POEM.tobytes(), 3)])
+    writer.push("b", 1, [(1, POEM.tobytes(), 3)])
+    published, lost = writer.sync(4, "a", [1, 2])
+    assert (tokens(published), lost) == (60, [2])
+    writer.push("a", 1, [(1, POEM.tobytes(), 3)])
+    writer.push("a", 2, late)
+    published, lost = writer.sync(4, "a", [2])
+    assert (tokens(published), lost) == (90, [])
+    writer.push("a", 3, late)
+    assert tokens(writer.sync(5, "a", [])[0]) == 60  # version 0 has left the window, with what arrived too late
+
+
+def test_an_engine_two_versions_behind_turns_nothing_back(writer: NodeHistory) -> None:
+    for version in range(8):
+        writer.push("ahead", version, [(1, POEM.tobytes(), version)])
+        published, _ = writer.sync(version + 1, "ahead", [])
+    late, _ = writer.sync(6, "behind", [])
+    assert late == published
+    assert tokens(late) == 4 * 30
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_a_killed_service_comes_back_with_all_it_had(job: Cluster, restarted: bool) -> None:
+    """By Ray, in place; or by the next weight sync, where Ray thinks that it ended for good."""
+    history = History(parse(DAS))
+    history.push(1, POEM.tobytes(), 0)
+    first = history.sync(1)["history"]
+    all_of_it = tokens(first) + 30
+    history._batch.append((2, POEM.tobytes(), 1))
+    with history._lock:
+        history._flush()
+    before = ray.get(history._here.figures.remote())
+    if restarted:
+        os.kill(before["pid"], signal.SIGKILL)
+    else:
+        ray.kill(history._here, no_restart=True)
+    found = []
+    until(lambda: found.append(history.sync(2)["history"]) or (found[-1] and tokens(found[-1]) == all_of_it))
+    assert found[-1][0] == first[0]  # the directory was taken over
+    assert ray.get(history._here.figures.remote())["pid"] != before["pid"]
+    assert history.sync(3)["history"] is not None
+    assert not history._sent
+
+
+def test_full_memory_delays_the_history_and_loses_none(writer: NodeHistory, caplog: Any) -> None:
+    writer.push("a", 1, [(1, POEM.tobytes(), 0)])
+    before, _ = writer.sync(1, "a", [])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # any larger file: no space
+    try:
+        for version in (2, 3):
+            writer.push("a", version, [(1, POEM.tobytes(), version - 1)])
+            assert writer.sync(version, "a", [])[0] == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert drafted(mapped(before)) == POEM.tolist()
+    assert len([r for r in caplog.records if r.message.startswith("das: history: ")]) == 1
+    assert tokens(writer.sync(4, "a", [])[0]) == 90
+
+
+@pytest.mark.parametrize("everything", [True, False])
+def test_removed_files_are_published_anew(writer: NodeHistory, caplog: Any, everything: bool) -> None:
+    writer.push("a", 1, [(1, POEM.tobytes(), 0)])
+    before, _ = writer.sync(1, "a", [])
+    engine = mapped(before)
+    if everything:
+        shutil.rmtree(before[0])
+    else:
+        next(Path(before[0]).glob("segments-*")).unlink()
+    assert drafted(engine) == POEM.tolist()  # what is mapped stays
+    writer.push("a", 2, [(2, POEM.tobytes(), 1)])
+    after, _ = writer.sync(2, "a", [])
+    assert tokens(after) == 60
+    assert drafted(mapped(after)) == POEM.tolist()
+    assert caplog.text.count("were removed; it is published anew") == 1
+
+
+def test_a_directory_that_is_taken_is_left_for_a_new_one(job: Cluster, tmp_path: Path, caplog: Any) -> None:
+    first = NodeHistory(CONFIG, "history", root=str(tmp_path), grace_s=1.0)
+    (published, _), _ = first.sync(1, "a", [])
+    second = NodeHistory(CONFIG, "history", root=str(tmp_path), grace_s=1.0)  # the first still writes
+    second.push("a", 1, [(1, POEM.tobytes(), 1)])
+    other, _ = second.sync(2, "a", [])
+    assert other[0] != published and tokens(other) == 30
+    assert caplog.text.count("can't be taken over") == 1
+
+
+def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Path) -> None:
+    old = NodeHistory(CONFIG, "old", root=str(tmp_path), grace_s=1.0)
+    old.push("a", 1, [(1, POEM.tobytes(), 50)])
+    old.sync(51, "a", [])
+    old.push("a", 2, [(2, POEM.tobytes(), 51)])  # since the weight sync
+    facts = saved.Facts.of("problem", SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1}))
+    old.save(str(tmp_path / "saved"), facts, [(1, 30, 50), (2, 30, 51)])
+
+    ray.get(ledger(4).start_from.remote(str(tmp_path / "saved")))
+    fresh = NodeHistory(CONFIG, "new", root=str(tmp_path), grace_s=1.0)
+    assert tokens(fresh.sync(0, "a", [])[0]) == 60
+    ray.get(ledger(4).start_from.remote(None))
+    fresh.push("a", 1, [(3, POEM.tobytes(), 0)])
+    assert tokens(fresh.sync(1, "a", [])[0]) == 90
+    assert tokens(fresh.sync(4, "a", [])[0]) == 90
+    fresh.push("a", 2, [(3, POEM.tobytes(), 4)])
+    assert tokens(fresh.sync(5, "a", [])[0]) == 30  # the old run's versions count as written before version 0
+    assert saved.lengths(tmp_path / "saved", 0) == [(1, 30, -1), (2, 30, 0)]
+    assert saved.lengths(tmp_path / "saved", 52) == [(1, 30, 50), (2, 30, 51)]
+
+
+def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    mine, other = ({"a": 0, "b": 1}, {"b": 0, "a": 1})
+    facts, theirs = (saved.Facts.of("problem", SimpleNamespace(get_vocab=lambda v=v: v)) for v in (mine, other))
+    with pytest.raises(DasError, match=r"das.history.persist: found no history in"):
+        saved.check(tmp_path, facts, "das.history.persist")
+    saved.write(tmp_path, theirs, [])
+    (tmp_path / saved.INDEX).touch()
+    saved.check(tmp_path, theirs, "das.history.persist")
+    with pytest.raises(DasError, match=r"das.history.persist: .* written with tokenizer '\w+', this run has '\w+'"):
+        saved.check(tmp_path, facts, "das.history.persist")
+    with pytest.raises(DasError, match="with scope 'problem', this run has 'global'"):
+        saved.check(tmp_path, saved.Facts("global", theirs.vocabulary, theirs.tokenizer), "das.history.persist")
+
+
+def test_nodes_exchange_what_their_engines_write_and_late_ones_get_a_copy(job: Cluster) -> None:
+    def engine(node_id: str) -> Any:
+        pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return ray.remote(History).options(num_cpus=0, scheduling_strategy=pinned).remote(parse(DAS))
+
+    def all_have(count: int) -> Callable[[], bool]:
+        def done() -> bool:
+            found[:] = [payload["history"] for payload in ray.get([e.sync.remote(1) for e in engines])]
+            return all(history and tokens(history) == count for history in found)
+
+        return done
+
+    found: list[Any] = []
+    one, two = engines = [engine(ray.get_runtime_context().get_node_id()), engine(job.add_node(num_cpus=1).node_id)]
+    before = tokens(ray.get(one.sync.remote(1))["history"])
+    large = np.arange(300_000, dtype=np.int32)  # through the object store, not inside a message
+    ray.get([one.push.remote(11, POEM.tobytes(), 0), two.push.remote(12, large.tobytes(), 0)])
+    until(all_have(before + 300_030))
+    assert found[0][0] != found[1][0]
+    assert [drafted(mapped(history), 11) for history in found] == [POEM.tolist()] * 2
+
+    engines.append(engine(job.add_node(num_cpus=1).node_id))
+    assert tokens(ray.get(engines[2].sync.remote(1))["history"]) == before + 300_030
+    engines[2].push.remote(13, POEM.tobytes(), 1)
+    until(all_have(before + 300_060))
+    assert len(node.nodes()) == 3
+
+
+SCRIPT = """
+import os, ray, signal, sys
+from das_adapter.config import HistoryConfig
+from das_adapter.service import ledger, node
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+ledger.ledger(4)
+here = node.here(HistoryConfig(max_bytes=2**26), grace_s=1.0)
+here.push.remote("a", 1, [(1, b"abcd", 0)])
+print(ray.get(here.sync.remote(1, "a", []))[0][0], flush=True)
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["regular", "killed"])
+def test_nothing_is_left_in_shared_memory(end: str) -> None:
+    run = subprocess.run([sys.executable, "-c", SCRIPT, end], capture_output=True, text=True, check=False, timeout=120)
+    directory = Path(run.stdout.strip())
+    assert directory.parent == Path("/dev/shm"), run.stderr
+    until(lambda: not directory.exists())
+
+
+def test_ranks_that_map_different_histories_are_noticed() -> None:
+    assert not differ([{"generation": 3}, {"generation": 3}])
+    assert not differ([{}, {}])
+    assert not differ([None])
+    assert differ([{"generation": 3}, {"generation": 2}])
+    assert differ([{"generation": 3}, {"error": "it failed"}])
