@@ -4,8 +4,9 @@ What importing vLLM takes is paid once: every job runs in a fork. Job: `log` (fi
 (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env` (environment
 variables). A round: `requests` with `prompt` and `params`, `copies` of them, and for afterwards, if wanted,
 `perturb`: change the policy's weights by so much, `draft_weights`: a file to send as the drafter's, `lose_drafter`:
-its weights, `sleep`: a level to sleep at and wake up from, `refresh`: the weight version to go to, `fresh_copy`:
-compare the self-drafter with a fresh one.
+its weights, `sleep`: a level to sleep at and wake up from, `refresh`: the weight version to go to, `shared`: the
+directory in which to publish the texts for it, instead of handing them over, and `lose`: what of that is gone when the
+engine looks for it, `generation` or `directory`; `fresh_copy`: compare the self-drafter with a fresh one.
 """
 
 from __future__ import annotations
@@ -143,6 +144,10 @@ def run(job: dict[str, Any]) -> None:
                 keep.append((0, [part["foreign_token"]]))
             trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
             payload = {"version": part["refresh"], "trajectories": trajectories}
+            if "shared" in part:
+                lengths = [(p, len(t) // 4, at) for p, t, at in trajectories]
+                history = publish(part["shared"], trajectories, part.get("lose"))
+                payload = {"version": part["refresh"], "history": history, "lengths": lengths}
             llm.collective_rpc("das_rpc", args=("refresh", payload))
         if "fresh_copy" in part and hasattr(runner, "drafter"):
             result["fresh_copy"] = copy_is_fresh(runner)
@@ -155,6 +160,25 @@ def run(job: dict[str, Any]) -> None:
         results.append(result)
     print("RESULT " + json.dumps(results), flush=True)
     os._exit(0)
+
+
+def publish(directory: str, trajectories: list[tuple[int, bytes, int]], lose: str | None) -> tuple[str, int]:
+    """Publish trajectories as a node's history does; returns what the engine is told."""
+    import shutil
+
+    import numpy as np
+
+    from das_adapter.core.index.store import HistoryStore
+
+    with HistoryStore(directory) as store:
+        for problem, text, version in trajectories:
+            store.add(problem, np.frombuffer(text, dtype=np.int32), version)
+        generation = store.seal()
+        for _ in range(4 if lose == "generation" else 0):
+            store.seal()
+    if lose == "directory":
+        shutil.rmtree(directory)
+    return directory, generation
 
 
 def perturb(policy: Any, size: float) -> None:

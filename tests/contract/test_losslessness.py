@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,31 @@ def test_history_of_another_vocabulary_is_refused_and_decoding_goes_on(engine: A
     result = engine(das=HISTORY, rounds=foreign)
     assert "found token 5000, the policy's vocabulary has 96" in result[1]["stats"]["error"]
     assert result[1]["tokens"] == result[0]["tokens"]
+
+
+def test_a_history_in_shared_memory_drafts_like_an_engines_own(engine: Any, tmp_path: Path) -> None:
+    first, second = two_rounds(requests(PLAIN))
+    own = engine(das=HISTORY, rounds=[first, second])
+    shared = engine(das=HISTORY, rounds=[{**first, "shared": str(tmp_path)}, second])
+    for a, b in zip(own, shared, strict=True):
+        assert a["tokens"] == b["tokens"]
+        for name in ("history_tokens", "draft_tokens", "accepted_tokens"):
+            assert a["stats"][name] == b["stats"][name]
+    assert shared[1]["stats"]["history_tokens"] > 0
+
+
+def test_an_engine_that_comes_late_or_finds_nothing_drafts_from_what_it_has(engine: Any, tmp_path: Path) -> None:
+    first, second = two_rounds(requests(PLAIN))
+    late = {**first, "shared": str(tmp_path), "lose": "generation"}
+    removed = {**second, "refresh": 2, "shared": str(tmp_path), "lose": "directory"}
+    rounds = [late, removed, second]
+    result = engine(das=HISTORY, rounds=rounds)
+    reference = engine(das=OFF, rounds=rounds)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert [r["stats"]["error"] for r in result] == [None] * 3
+    assert result[2]["stats"]["history_tokens"] == result[1]["stats"]["history_tokens"] > 0
+    assert result[2]["stats"]["accepted_tokens"] > 0
+    assert result[0]["log"].count("das: history: ") == 1
 
 
 def test_validation_text_does_not_stay(engine: Any) -> None:

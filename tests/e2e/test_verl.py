@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ from das_adapter.verl.cpu_env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
+
+DAS = "actor_rollout_ref.rollout.custom.das"
+SMALL = ["data.max_response_length=256", "data.train_batch_size=4", "data.train_max_samples=4",
+         "data.val_max_samples=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]  # fmt: skip
+# Without the controller, whose decisions depend on how long steps take.
+HISTORY = [f"{DAS}.drafter=history", f"+{DAS}.budget.policy=uniform", f"+{DAS}.toggle.mode=off",
+           f"+{DAS}.routing.policy=least_loaded"]  # fmt: skip
 
 
 def train(out: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -36,25 +44,10 @@ def steps(out: Path) -> list[dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Three steps over the same four problems, with a validation after each; off, then with the history."""
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
-    das = "actor_rollout_ref.rollout.custom.das"
-    small = [
-        *("trainer.total_training_steps=3", "trainer.test_freq=1", "data.max_response_length=256"),
-        *("data.train_batch_size=4", "data.train_max_samples=4", "data.val_max_samples=4"),
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-    ]
     result = {}
-    for arm, overrides in {
-        "off": [f"{das}.drafter=none", f"+{das}.verify.noise=keyed"],
-        # Without the controller, whose decisions depend on how long steps take.
-        "history": [
-            f"{das}.drafter=history",
-            f"+{das}.budget.policy=uniform",
-            f"+{das}.toggle.mode=off",
-            f"+{das}.routing.policy=least_loaded",
-        ],
-    }.items():
+    for arm, overrides in {"off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"], "history": HISTORY}.items():
         out = tmp_path_factory.mktemp("verl") / f"{arm}.jsonl"
-        run = train(out, *small, *overrides)
+        run = train(out, *SMALL, "trainer.total_training_steps=3", "trainer.test_freq=1", *overrides)
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
         result[arm] = steps(out)
     return result
@@ -92,6 +85,27 @@ def test_metrics_are_filled(runs: Any) -> None:
         assert step["das/health"] == 1
         assert step["training/rollout_probs_diff_max"] < 1e-3  # the log-probabilities are the trainer's own
     assert runs["history"][-1]["das/history_bytes"] > 0
+
+
+def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    keep = [f"trainer.default_local_dir={tmp_path}/checkpoints", "trainer.save_freq=2", "trainer.resume_mode=auto"]
+    logged = []
+    for end in (2, 4):
+        out = tmp_path / f"{end}.jsonl"
+        run = train(out, *SMALL, *HISTORY, *keep, f"trainer.total_training_steps={end}")
+        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+        logged.append(steps(out))
+    (first, second), (third, _) = logged
+    written = 16 * (first["response_length/mean"] + second["response_length/mean"])
+    assert third["training/global_step"] == 3
+    assert third["das/history_tokens"] == round(written)
+    assert third["das/tokens_per_forward"] > 1.3 * first["das/tokens_per_forward"]
+    assert third["das/health"] == 1
+    for _ in range(120):
+        if not (left := list(Path("/dev/shm").glob("das-history-*"))):
+            return
+        time.sleep(0.5)
+    raise AssertionError(f"left behind: {left}")
 
 
 def test_a_misspelt_key_stops_the_run_before_anything_starts(tmp_path: Path) -> None:
