@@ -56,14 +56,14 @@ class NodeHistory:
         self._staged: dict[Batch, Sequence[Trajectory]] = {}
         self._taken: set[Batch] = set()
         self._sealing = threading.RLock()
-        self._version = 0
+        self._version = self._tidied = 0
         self._older: int | None = None
         """What a version of this run lacks to the number it has in the store; None before the first weight sync."""
         self._trouble = ""
         self._store = self._open()
 
     def push(self, source: str, number: int, trajectories: Sequence[Trajectory]) -> None:
-        """Take a batch of finished trajectories.
+        """Take a batch of finished trajectories; the first after a weight sync finds time to drop what is too old.
 
         Args:
             source: who sends.
@@ -73,9 +73,12 @@ class NodeHistory:
         if (source, number) not in self._taken:
             self._taken.add((source, number))
             self._staged[source, number] = trajectories
+        if self._tidied < self._version:
+            self._tidied = self._version
+            self._tidy()
 
     def sync(self, version: int, source: str, numbers: Sequence[int]) -> tuple[Published, list[int]]:
-        """A weight sync of one engine: publish what has arrived, within the window and the byte budget.
+        """A weight sync of one engine: publish what has arrived.
 
         Args:
             version: the engine's from now on.
@@ -93,9 +96,7 @@ class NodeHistory:
             self._seal()
             self._trouble = ""
         except (OSError, DasError) as error:
-            if self._trouble != repr(error):
-                logger.error("das: history: %r; engines go on with what is published", error)
-            self._trouble = repr(error)
+            self._report(error)
         lost = [number for number in numbers if (source, number) not in self._taken]
         return (str(self._store.directory), self._store.generation), lost
 
@@ -130,8 +131,21 @@ class NodeHistory:
             for problem, text, version in itertools.chain(*staged.values()):
                 tokens = np.frombuffer(text, dtype=np.int32)
                 self._store.add(problem if self._config.scope == "problem" else 0, tokens, version + (self._older or 0))
-            oldest = self._version + (self._older or 0) - self._config.window
-            self._store.seal(oldest, self._config.max_bytes)
+            self._store.seal()
+
+    def _tidy(self) -> None:
+        """Keep to the window and the byte budget: while engines roll out, since it may rewrite much of the history."""
+        try:
+            self._store.expire(self._version + (self._older or 0) - self._config.window)
+            self._store.shrink(self._config.max_bytes)
+        except (OSError, DasError) as error:
+            self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        """One line, until it is over."""
+        if self._trouble != repr(error):
+            logger.error("das: history: %r; engines go on with what is published", error)
+        self._trouble = repr(error)
 
     def _begin(self) -> None:
         """The history starts with what lies in the directory, else with a peer's, else with what the run was given."""

@@ -1,0 +1,145 @@
+"""What a node's history costs: resident bytes by the number of engines that map it, and what a weight sync waits for.
+
+Engines are processes that attach the directory and look every problem up once; the writer is the node's service, called
+in this process. Proportional set sizes share each page out among the processes that map it, so that they add up.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import ray
+from provenance import provenance
+
+from das_adapter.config import HistoryConfig
+from das_adapter.core.index import SuffixIndex
+from das_adapter.service.ledger import ledger
+from das_adapter.service.node import NodeHistory, Trajectory
+
+PROBLEMS_A_STEP, SAMPLES, TOKENS = 64, 8, 500
+WINDOW = 64
+
+
+def step(version: int, rng: np.random.Generator) -> list[Trajectory]:
+    """What one training step writes: samples of a problem repeat passages of each other."""
+    written = []
+    for i in range(PROBLEMS_A_STEP):
+        passages = rng.integers(0, 32_000, (40, 20), dtype=np.int32)
+        for _ in range(SAMPLES):
+            text = passages[rng.integers(0, 40, TOKENS // 20)].tobytes()
+            written.append((version * PROBLEMS_A_STEP + i, text, version))
+    return written
+
+
+def filled(tokens: int, root: str) -> tuple[NodeHistory, int]:
+    """A history of so many tokens, and the version it has come to."""
+    history = NodeHistory(HistoryConfig(window=WINDOW), f"das-benchmark-{tokens}", root, grace_s=1.0)
+    version = 0
+    while version * PROBLEMS_A_STEP * SAMPLES * TOKENS < tokens:
+        history.push("fill", version, step(version, np.random.default_rng(version)))
+        version += 1
+        history.sync(version, "fill", [])
+    history._store.settle()
+    return history, version
+
+
+def pss() -> int:
+    """Bytes of this process, shared pages by halves, thirds, ..."""
+    rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in rollup if line.startswith("Pss:"))
+
+
+def engine(pipe: Connection) -> None:
+    """Attach when told the directory, look every problem up, and answer with the bytes before and with it."""
+    while (order := pipe.recv()) is not None:
+        kind, directory, problems = order
+        if kind == "attach":
+            index = SuffixIndex.attach(directory)
+            for problem in range(problems):
+                index.close(index.open(problem, []), keep=False)
+        pipe.send(pss())
+
+
+def resident(history: NodeHistory, problems: int, engines: int) -> int:
+    """Bytes that the history takes in so many engines."""
+    context = multiprocessing.get_context("spawn")
+    pipes = []
+    for _ in range(engines):
+        here, there = context.Pipe()
+        context.Process(target=engine, args=(there,), daemon=True).start()
+        pipes.append(here)
+
+    def asked(kind: str) -> int:
+        for pipe in pipes:
+            pipe.send((kind, str(history._store.directory), problems))
+        for pipe in pipes:
+            pipe.recv()
+        for pipe in pipes:  # once more: shares depend on who else maps a page by now
+            pipe.send(("measure", "", 0))
+        return sum(pipe.recv() for pipe in pipes) + pss()
+
+    before = asked("measure")
+    taken = asked("attach") - before
+    for pipe in pipes:
+        pipe.send(None)
+    return taken
+
+
+def syncs(history: NodeHistory, version: int, count: int) -> Iterator[float]:
+    """Seconds from a weight sync's question to the mapped history, each after a step of training."""
+    for i in range(count + 1):
+        history.push("bench", i, step(version + i, np.random.default_rng(version + i)))
+        time.sleep(1.0)  # what follows the end of a step's rollouts: the training
+        begin = time.perf_counter()
+        published, _ = history.sync(version + i + 1, "bench", [])
+        if not i:
+            index = SuffixIndex.attach(published[0])
+        index.refresh(published[1])
+        if i:
+            yield time.perf_counter() - begin
+
+
+@click.command()
+@click.option("--tokens", default=10_000_000, show_default=True, help="in the history")
+@click.option("--rounds", default=10, show_default=True, help="weight syncs of each arm")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="JSON file for the result")
+def main(tokens: int, rounds: int, out: Path | None) -> None:
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    keep = ledger(WINDOW)
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="das-benchmark-") as root:
+        (large, version), (small, _) = filled(tokens, root), filled(0, root)
+        figures = large.figures()
+        history_bytes = {k: resident(large, version * PROBLEMS_A_STEP, k) for k in (1, 4)}
+        result["history"] = {k: figures[k] for k in ("tokens", "problems", "bytes")}
+        result["resident_bytes"] = {
+            **{f"{k}_engines": v for k, v in history_bytes.items()},
+            "ratio": history_bytes[4] / history_bytes[1],
+        }
+        pairs = zip(syncs(large, version, rounds), syncs(small, 0, rounds), strict=True)
+        seconds = dict(zip(("with", "without"), zip(*pairs, strict=True), strict=True))
+        result["sync_ms"] = {
+            name: {"median": 1e3 * statistics.median(s), "max": 1e3 * max(s)} for name, s in seconds.items()
+        }
+        result["sync_ms"]["difference"] = result["sync_ms"]["with"]["median"] - result["sync_ms"]["without"]["median"]
+        result["tokens_per_sync"] = PROBLEMS_A_STEP * SAMPLES * TOKENS
+    del keep
+    ray.shutdown()
+    text = json.dumps({**result, "provenance": provenance()}, indent=1)
+    click.echo(text)
+    if out:
+        out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
