@@ -18,6 +18,7 @@ logger = logging.getLogger("das_adapter")
 
 PATIENCE_S = 60.0
 """How long a weight sync may wait for the history; after that the engines draft from what they have."""
+_ANSWER_S = 25.0
 _BATCH, _BATCH_S = 32, 0.5
 
 
@@ -57,7 +58,7 @@ class History:
             What `das_rpc("refresh")` takes: `version`, `lengths` that are new to the engine, and `history`, what to
             map; None, with a line in the log, where the node's history does not answer.
 
-        Waits at most `PATIENCE_S` for each of two answers.
+        Waits less than `PATIENCE_S`.
         """
         payload: dict[str, Any] = {"version": version, "lengths": [], "history": None}
         try:
@@ -67,19 +68,19 @@ class History:
                 numbers = list(self._sent)
             if self._here is not None:
                 question = self._here.sync.remote(version, self._source, numbers)
-                payload["history"], lost = ray.get(question, timeout=PATIENCE_S)
+                payload["history"], lost = ray.get(question, timeout=_ANSWER_S)
                 with self._lock:
                     for number in set(numbers) - set(lost):
                         del self._sent[number]
                     self._send(lost)
-            self._cursor, payload["lengths"] = ray.get(self._ledger.since.remote(self._cursor), timeout=PATIENCE_S)
+            self._cursor, payload["lengths"] = ray.get(self._ledger.since.remote(self._cursor), timeout=_ANSWER_S)
         except (ray.exceptions.RayError, ValueError) as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
         return payload
 
     def predictions(self) -> tuple[dict[int, float], float]:
         """See `Ledger.predictions`."""
-        found: tuple[dict[int, float], float] = ray.get(self._ledger.predictions.remote(), timeout=PATIENCE_S)
+        found: tuple[dict[int, float], float] = ray.get(self._ledger.predictions.remote(), timeout=_ANSWER_S)
         return found
 
     def _find(self) -> None:
