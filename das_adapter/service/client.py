@@ -107,8 +107,10 @@ class History:
 
 
 def differ(mapped: list[Any]) -> bool:
-    """Whether the ranks of an engine, asked to refresh, have mapped different histories, and would draft apart."""
-    return len({(rank or {}).get("generation") for rank in mapped}) > 1
+    """Whether the ranks of an engine that draft, asked to refresh, have mapped different histories: they would draft
+    apart."""
+    answers = [rank for rank in mapped if rank and ("generation" in rank or "error" in rank)]
+    return len({rank.get("generation") for rank in answers}) > 1
 
 
 NOTHING = ("", 0)

@@ -18,8 +18,9 @@ def watch(directory: Path, grace_s: float) -> None:
     time enough for a restarted writer to take over, the directory goes.
     """
     command = [sys.executable, "-S", "-E", __file__, str(directory), str(grace_s)]
+    nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     # It forks once more, out of reach of what ends this process's children.
-    subprocess.run(command, check=True, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, start_new_session=True, **nowhere)
 
 
 def _watch(directory: Path, grace_s: float) -> None:
@@ -41,5 +42,4 @@ def _watch(directory: Path, grace_s: float) -> None:
 
 if __name__ == "__main__":
     if os.fork() == 0:
-        os.closerange(3, 256)
         _watch(Path(sys.argv[1]), float(sys.argv[2]))

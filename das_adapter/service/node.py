@@ -95,7 +95,7 @@ class NodeHistory:
                 self._begin()
             self._seal()
             self._trouble = ""
-        except (OSError, DasError) as error:
+        except Exception as error:
             self._report(error)
         lost = [number for number in numbers if (source, number) not in self._taken]
         return (str(self._store.directory), self._store.generation), lost
@@ -149,11 +149,13 @@ class NodeHistory:
 
     def _begin(self) -> None:
         """The history starts with what lies in the directory, else with a peer's, else with what the run was given."""
+        self._older = 0
         if not self._store.tokens and (copy := self._peers_copy()):
             self._load(copy)
         elif not self._store.tokens and (given := ray.get(ray.get_actor(ledger.NAME).saved.remote(), timeout=_PEER_S)):
             self._store.load(Path(given) / saved.INDEX)
-        self._older = max(0, self._store.newest - self._version) if self._store.tokens else 0
+        if self._store.tokens:
+            self._older = max(0, self._store.newest - self._version)
 
     def _peers_copy(self) -> Copy | None:
         for name, peer in nodes().items():

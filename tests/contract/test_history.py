@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import shutil
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 ray = pytest.importorskip("ray")
+from omegaconf import OmegaConf  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
@@ -28,10 +30,12 @@ from das_adapter.service import node, saved  # noqa: E402
 from das_adapter.service.client import History, differ  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.service.node import NodeHistory  # noqa: E402
+from das_adapter.verl import checkpoint  # noqa: E402
 
 DAS = {"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}}
 CONFIG = HistoryConfig(window=4, max_bytes=2**26)
 POEM = np.arange(11, 41, dtype=np.int32)
+TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +185,7 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
     old.push("a", 1, [(1, POEM.tobytes(), 50)])
     old.sync(51, "a", [])
     old.push("a", 2, [(2, POEM.tobytes(), 51)])  # since the weight sync
-    facts = saved.Facts.of("problem", SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1}))
+    facts = saved.Facts.of("problem", TOKENIZER)
     old.save(str(tmp_path / "saved"), facts, [(1, 30, 50), (2, 30, 51)])
 
     ray.get(ledger(4).start_from.remote(str(tmp_path / "saved")))
@@ -192,7 +196,7 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
     assert tokens(fresh.sync(1, "a", [])[0]) == 90
     fresh.sync(4, "a", [])
     fresh.push("a", 2, [(3, POEM.tobytes(), 4)])
-    assert tokens(fresh.sync(5, "a", [])[0]) == 60 + 30 + 30
+    assert tokens(fresh.sync(5, "a", [])[0]) == 90  # the oldest of the old run has gone
     fresh.push("a", 3, [])
     assert tokens(fresh.sync(5, "a", [])[0]) == 30  # the old run's versions count as written before version 0
     assert saved.lengths(tmp_path / "saved", 0) == [(1, 30, -1), (2, 30, 0)]
@@ -211,6 +215,47 @@ def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
         saved.check(tmp_path, facts, "das.history.persist")
     with pytest.raises(DasError, match="with scope 'problem', this run has 'global'"):
         saved.check(tmp_path, saved.Facts("global", theirs.vocabulary, theirs.tokenizer), "das.history.persist")
+
+
+def trainer(path: Path, step: int, **changes: Any) -> SimpleNamespace:
+    """The parts of veRL's trainers that checkpoints of the history touch."""
+    das = {"drafter": "history", "history": {"persist": changes.pop("persist", None)}}
+    keys = {"default_local_dir": str(path), "resume_mode": "auto", "resume_from_path": None, **changes}
+    config = OmegaConf.create({"trainer": keys, "actor_rollout_ref": {"rollout": {"custom": {"das": das}}}})
+    return SimpleNamespace(config=config, global_steps=step, tokenizer=TOKENIZER)
+
+
+def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: Cluster, tmp_path: Path) -> None:
+    history = History(parse(DAS))
+    history.sync(1)
+
+    def save(self: Any) -> None:
+        (tmp_path / f"global_step_{self.global_steps}" / "actor").mkdir(parents=True)
+
+    async def load(self: Any) -> int:
+        return self.global_steps
+
+    for step in (2, 4):
+        checkpoint.after_save(save)(trainer(tmp_path, step))
+    assert all((tmp_path / f"global_step_{step}" / saved.NAME / saved.INDEX).exists() for step in (2, 4))
+    (tmp_path / "global_step_2" / "actor").rmdir()  # veRL keeps so many
+    checkpoint.after_save(save)(trainer(tmp_path, 6))
+    assert not (tmp_path / "global_step_2" / saved.NAME).exists()
+    assert (tmp_path / "global_step_4" / saved.NAME).exists()
+
+    try:
+        assert asyncio.run(checkpoint.after_load(load)(trainer(tmp_path, 6))) == 6
+        assert ray.get(ledger(4).saved.remote()) == str(tmp_path / "global_step_6" / saved.NAME)
+        warm = str(tmp_path / "global_step_4" / saved.NAME)
+        checkpoint.after_load(lambda self: None)(trainer(tmp_path / "fresh", 0, persist=warm))
+        assert ray.get(ledger(4).saved.remote()) == warm
+    finally:
+        ray.get(ledger(4).start_from.remote(None))
+    with pytest.raises(DasError, match=r"custom.das.history.persist: found no history in '/nowhere'"):
+        checkpoint.after_load(lambda self: None)(trainer(tmp_path, 0, persist="/nowhere"))
+    (tmp_path / "global_step_6" / saved.NAME / "history.json").write_text('{"scope": "problem", "vocabulary": 2}')
+    with pytest.raises(DasError, match=r"trainer.resume_mode: found no history"):
+        checkpoint.after_load(lambda self: None)(trainer(tmp_path, 6))
 
 
 def test_nodes_exchange_what_their_engines_write_and_late_ones_get_a_copy(job: Cluster) -> None:
@@ -266,6 +311,6 @@ def test_nothing_is_left_in_shared_memory(end: str) -> None:
 def test_ranks_that_map_different_histories_are_noticed() -> None:
     assert not differ([{"generation": 3}, {"generation": 3}])
     assert not differ([{}, {}])
-    assert not differ([None])
+    assert not differ([None, {}, {"generation": 3}])  # earlier stages of a pipeline draft nothing
     assert differ([{"generation": 3}, {"generation": 2}])
     assert differ([{"generation": 3}, {"error": "it failed"}])
