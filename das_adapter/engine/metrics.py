@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from das_adapter.engine.staleness import AGES
+
 
 @dataclass
 class Counters:
@@ -65,6 +67,9 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     the step times it predicted; `das/planned_rounds`: decode rounds in which DAS's optimal budgets would end the
     rollout, as far as lengths and acceptance are known (the slowest replica's).
 
+    Where the history is drafted from: `das/accept_rate_age_*` (`none`, `1`, `2_4`, `older`): accepted share of the
+    draft tokens by the weight versions since their problem was last written about.
+
     With a copy of the policy: `das/requantise_s`, seconds of the last weight sync's rounding; `das/drafter_bytes`, its
     memory; `das/self_acceptance`, the chance that one of its tokens is accepted.
     """
@@ -98,6 +103,10 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics["das/time_saved_s"] = float(sum(p["time_saved_s"] for p in decided))
         metrics["das/planned_rounds"] = float(max(p["planned_rounds"] for p in decided))
         metrics["das/latency_model_error"] = float(np.mean([p["latency_model_error"] for p in decided]))
+    if by_age := [p["staleness"] for p in parts if "staleness" in p]:
+        for name, (tried, kept) in zip(AGES, np.sum(by_age, axis=0).tolist(), strict=True):
+            if tried:
+                metrics[f"das/accept_rate_age_{name}"] = kept / tried
     for name in ("requantise_s", "drafter_bytes", "self_acceptance"):
         if found := [p[name] for p in parts if name in p]:
             metrics[f"das/{name}"] = float(max(found))

@@ -19,6 +19,7 @@ from das_adapter.core.noise import prompt_identity
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY, START_ARG
 from das_adapter.engine.decisions import DecisionLog
 from das_adapter.engine.metrics import Counters, collapsed
+from das_adapter.engine.staleness import Staleness
 from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
@@ -142,6 +143,7 @@ class HistoryProposer(Proposer):
         """Of the history that a service publishes and the index maps; empty: the index keeps its own."""
         prior = calibrate.read(config.toggle.calibration) if config.toggle.calibration else None
         self.controller = Controller(config.budget, config.toggle, self._max_model_len, config.history.window, prior)
+        self.staleness = Staleness(config.history.window)
         first = vllm_config.parallel_config.rank == 0
         self.log = DecisionLog(config.log_dir) if config.log_dir and first else None
         self._step: _Step | None = None
@@ -190,7 +192,7 @@ class HistoryProposer(Proposer):
             live.append(known)
             got.append(len(new))
         slots = np.array([x.slot for x in live], dtype=np.int64)
-        self._verified(rows, slots, np.array(got, dtype=np.int64))
+        self._verified(rows, live, slots, np.array(got, dtype=np.int64))
         drafts: list[list[int]] = [[] for _ in sampled]
         self.offer = None
         if self.controller.looks(len(live)):
@@ -209,13 +211,16 @@ class HistoryProposer(Proposer):
                     drafts[row] = ids[begin : begin + count]
         return drafts
 
-    def _verified(self, rows: list[int], slots: np.ndarray, got: np.ndarray) -> None:
+    def _verified(self, rows: list[int], live: list[_Live], slots: np.ndarray, got: np.ndarray) -> None:
         carried = None if self.carried is None else np.asarray(self.carried, dtype=np.int64)[rows]
         self.carried = None
         if carried is not None and not carried.any():
             carried = None
-        if self.log is not None and carried is not None:
-            self.log.verified(self.controller.written(slots), carried, np.where(carried > 0, got - 1, 0))
+        if carried is not None:
+            accepted = np.where(carried > 0, got - 1, 0)
+            self.staleness.count((x.age for x in live), carried, accepted)
+            if self.log is not None:
+                self.log.verified(self.controller.written(slots), carried, accepted)
         self.controller.verified(slots, got, carried)
         if self._step is not None:
             self._step.slots, self._step.got = slots, got
@@ -241,8 +246,9 @@ class HistoryProposer(Proposer):
         end = self.end(request)
         recorded = extra.get(RECORD_ARG, 1)
         keep = bool(recorded) and self.config.history.scope != "request"
-        slot = self.controller.open(_identity(request, prompt), len(tokens) - start, end - start)
-        live = self._live[req_id] = _Live(handle, slot, len(tokens), end, keep)
+        problem = _identity(request, prompt)
+        slot = self.controller.open(problem, len(tokens) - start, end - start)
+        live = self._live[req_id] = _Live(handle, slot, len(tokens), end, keep, self.staleness.age(problem))
         return live
 
     def _problem(self, request: Any, prompt: np.ndarray) -> int:
@@ -294,8 +300,10 @@ class HistoryProposer(Proposer):
             controller, model = self.controller, self.controller.times.model
             saved = controller.time_saved(self._slots())
             self.log.sync(version, None if model is None else model.to_dict(), saved, controller.stopped)
-        own = [(problem, len(text) // 4, written) for problem, text, written in trajectories]
-        self.controller.sync(version, [*own, *lengths])
+        responses = [(problem, len(text) // 4, written) for problem, text, written in trajectories]
+        responses.extend(lengths)
+        self.controller.sync(version, responses)
+        self.staleness.sync(version, responses)
         return done | {"generation": self.index.generation}
 
     def _remember(self, version: int, trajectories: Sequence[tuple[int, bytes, int]]) -> None:
@@ -330,6 +338,7 @@ class HistoryProposer(Proposer):
         """Figures of the history and of the controller since the last call, as plain numbers."""
         return {
             "history_tokens": self.index.tokens, "history_bytes": self.index.nbytes,
+            "staleness": self.staleness.take(),
             **self.controller.take(self._slots()),
         }  # fmt: skip
 
@@ -361,6 +370,8 @@ class _Live:
     """Length at which it stops."""
     keep: bool
     """Whether its text is history."""
+    age: int
+    """Of its problem's history, see `Staleness`."""
     begin: float = field(default_factory=time.time)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from das_adapter.engine.metrics import Counters, merge
+from das_adapter.engine.staleness import AGES, Staleness
 from das_adapter.service.ledger import Ledger, RolloutClock
 
 
@@ -85,6 +86,22 @@ def test_decisions_of_the_replicas_come_together() -> None:
     assert figures["das/verify_waste"] == pytest.approx(8 / 32)
     assert figures["das/health"] == 1.0
     assert merge([decided([1, 1, 1], [0, 0, 0], 0.0, 0.0, "speculation cost 2 s")])["das/health"] == 0.0
+
+
+def test_acceptance_is_told_by_the_age_of_the_history() -> None:
+    staleness = Staleness(window=8)
+    staleness.sync(3, [(1, 50, 2), (2, 50, 1), (1, 50, 1)])
+    assert [AGES[staleness.age(problem)] for problem in (1, 2, 9)] == ["1", "2_4", "none"]
+    staleness.count([1, 2, 1], np.array([4, 6, 4]), np.array([4, 3, 2]))
+    staleness.sync(9, [])
+    assert [AGES[staleness.age(problem)] for problem in (1, 2)] == ["older", "older"]
+    staleness.sync(10, [])
+    assert AGES[staleness.age(2)] == "none"  # it has left the window
+    figures = merge([{**Counters().take(), "staleness": staleness.take()}] * 2)
+    assert figures["das/accept_rate_age_1"] == pytest.approx(6 / 8)
+    assert figures["das/accept_rate_age_2_4"] == pytest.approx(3 / 6)
+    assert "das/accept_rate_age_older" not in figures
+    assert sum(map(sum, staleness.take())) == 0
 
 
 def test_predictions_follow_the_lengths() -> None:
