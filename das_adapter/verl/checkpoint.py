@@ -101,8 +101,7 @@ def _save(trainer: Any, das: DasConfig) -> None:
     folder = _folder(trainer)
     facts = saved.Facts.of(das.history.scope, trainer.tokenizer)
     _, lengths = ray.get(ledger(das.history.window).since.remote(0), timeout=_PATIENCE_S)
-    writer = next(iter(node.nodes().values()))
-    ray.get(writer.save.remote(str(folder / saved.NAME), facts, lengths), timeout=_PATIENCE_S)
+    ray.get(node.nearest().save.remote(str(folder / saved.NAME), facts, lengths), timeout=_PATIENCE_S)
     for old in folder.parent.glob("global_step_*"):  # veRL has removed what else was in it
         if not (old / "actor").exists():
             shutil.rmtree(old / saved.NAME, ignore_errors=True)

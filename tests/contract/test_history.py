@@ -203,6 +203,18 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
     assert saved.lengths(tmp_path / "saved", 52) == [(1, 30, 50), (2, 30, 51)]
 
 
+def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: NodeHistory, caplog: Any) -> None:
+    ray.get(ledger(4).start_from.remote("/nowhere"))
+    try:
+        for version in (1, 2):
+            writer.push("a", version, [(1, POEM.tobytes(), version)])
+            published, _ = writer.sync(version, "a", [])
+    finally:
+        ray.get(ledger(4).start_from.remote(None))
+    assert tokens(published) == 60
+    assert len([r for r in caplog.records if r.message.startswith("das: history: ")]) == 1
+
+
 def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     mine, other = ({"a": 0, "b": 1}, {"b": 0, "a": 1})
     facts, theirs = (saved.Facts.of("problem", SimpleNamespace(get_vocab=lambda v=v: v)) for v in (mine, other))
