@@ -189,7 +189,7 @@ class NodeHistory:
         self._staged = {batch: of for batch, of in self._staged.items() if batch not in taken}
 
     def _open(self) -> HistoryStore:
-        root = Path(self._root) if self._root else _roomy(self._config.max_bytes)
+        root = Path(self._root) if self._root else _roomy(self._name, self._config.max_bytes)
         threads = max(1, (os.cpu_count() or 1) // 8)
         try:
             store = HistoryStore(root / self._name, threads=threads)
@@ -200,8 +200,10 @@ class NodeHistory:
         return store
 
 
-def _roomy(size: int) -> Path:
-    """Shared memory, or a directory for temporary files where it has no room for `size` bytes."""
+def _roomy(name: str, size: int) -> Path:
+    """Shared memory, or a directory for temporary files where it has no room for `size` bytes and no directory yet."""
+    if (_SHARED_MEMORY / name).is_dir():
+        return _SHARED_MEMORY
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= size:
         return _SHARED_MEMORY
     temporary = Path(tempfile.gettempdir())
