@@ -317,10 +317,12 @@ class HistoryProposer(Proposer):
 
     def _map(self, directory: str, generation: int) -> None:
         try:
-            if directory != self._directory:
-                index = SuffixIndex.attach(directory) if directory else SuffixIndex()
+            if not directory:
                 self._close(list(self._live))  # they are opened again, with what they have written
-                self.index, self._directory = index, directory
+                self.index = SuffixIndex()
+            elif directory != self._directory:
+                self.index.map(directory)
+            self._directory = directory
             if directory:
                 try:
                     self.index.refresh(generation)

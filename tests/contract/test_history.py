@@ -87,6 +87,8 @@ def test_what_engines_push_is_published_at_the_weight_sync(job: Cluster) -> None
     assert drafted(mapped(payload["history"])) == POEM.tolist()
     assert tokens(payload["history"]) == 60
     assert here.sync(2)["lengths"] == []
+    again = History(parse(DAS)).sync(2)  # an engine that was started again
+    assert (len(again["lengths"]), tokens(again["history"])) == (2, 60)
 
 
 def test_a_batch_that_arrives_twice_or_late_is_taken_once(writer: NodeHistory) -> None:
@@ -291,11 +293,17 @@ def test_nodes_exchange_what_their_engines_write_and_late_ones_get_a_copy(job: C
     assert found[0][0] != found[1][0]
     assert [drafted(mapped(history), 11) for history in found] == [POEM.tolist()] * 2
 
-    engines.append(engine(job.add_node(num_cpus=1).node_id))
+    third = job.add_node(num_cpus=1).node_id
+    engines.append(engine(third))
     assert tokens(ray.get(engines[2].sync.remote(1))["history"]) == before + 300_030
     engines[2].push.remote(13, POEM.tobytes(), 1)
     until(all_have(before + 300_060))
     assert len(node.nodes()) == 3
+
+    ray.kill(engines.pop())  # it had started its node's history, which ends with it
+    engines.append(engine(third))  # as a host starts an engine again
+    until(all_have(before + 300_060))
+    assert found[2][0].endswith(third[:16])
 
 
 SCRIPT = """

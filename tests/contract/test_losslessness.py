@@ -140,6 +140,21 @@ def test_an_engine_that_comes_late_or_finds_nothing_drafts_from_what_it_has(engi
     assert result[0]["log"].count("das: history: ") == 1
 
 
+def test_a_later_turn_drafts_from_what_came_after_and_counts_what_it_wrote(engine: Any) -> None:
+    first, _ = two_rounds(requests(PLAIN))
+    texts = engine(das=HISTORY, rounds=two_rounds(requests(PLAIN)))[0]["tokens"]
+    later = []
+    for request, text in zip(first["requests"], texts, strict=True):
+        extra = {**request["params"]["extra_args"], "das_start": len(request["prompt"])}
+        prompt = [*request["prompt"], *text[: len(text) // 2]]  # an answer and a tool's, from here on not its own
+        later.append({"prompt": prompt, "params": {**request["params"], "extra_args": extra}})
+    result = engine(das=HISTORY, rounds=[first, {"requests": later}])[1]
+    assert result["stats"]["tokens"] == sum(map(len, result["tokens"]))
+    assert 0 < result["stats"]["accepted_tokens"] < result["stats"]["tokens"]
+    reference = engine(das=OFF, rounds=[first, {"requests": later}])[1]
+    assert result["tokens"] == reference["tokens"]
+
+
 def test_validation_text_does_not_stay(engine: Any) -> None:
     validation = requests(PLAIN)
     for r in validation:

@@ -48,6 +48,18 @@ def names(store: HistoryStore, kind: str = "segments") -> list[str]:
     return sorted(p.name for p in store.directory.glob(f"{kind}-*"))
 
 
+def test_an_index_that_goes_over_to_a_store_keeps_its_live_requests(store: HistoryStore) -> None:
+    index = SuffixIndex()
+    index.add(1, POEM[::-1], 0)
+    index.seal()
+    live = index.open(1, [], prefix=POEM[:1])
+    store.add(1, POEM, 0)
+    store.seal()
+    index.map(store.directory)
+    assert index.tokens == len(POEM)
+    assert index.draft([live], [20], 0.0)[0][0].tolist() == POEM[1:]
+
+
 def test_what_is_sealed_is_drafted_after_the_next_refresh(store: HistoryStore) -> None:
     index = SuffixIndex.attach(store.directory)
     assert (index.refresh(), index.tokens) == (0, 0)

@@ -120,9 +120,18 @@ class SuffixIndex:
             IndexFileError, OSError: as `refresh`.
         """
         index = cls(half_life=half_life)
-        with _files():
-            index._core.attach(os.fspath(directory), False)
+        index.map(directory)
         return index
+
+    def map(self, directory: str | os.PathLike[str]) -> None:
+        """From now on the history is what a `HistoryStore` publishes in `directory`; live requests and what was learned
+        of acceptance stay.
+
+        Raises:
+            IndexFileError, OSError: as `refresh`; the history is then what it was.
+        """
+        with _files():
+            self._core.attach(os.fspath(directory), False)
 
     def refresh(self, generation: int = 0) -> int:
         """At a weight sync: map what the store has published since; live requests stay, and draft from it.
