@@ -1,7 +1,8 @@
 """What a node's history costs: resident bytes by the number of engines that map it, and what a weight sync waits for.
 
 Engines are processes that attach the directory and look every problem up once; the writer is the node's service, called
-in this process. Proportional set sizes share each page out among the processes that map it, so that they add up.
+in this process. Proportional set sizes share each page out among the processes that map it, so that they add up; what
+they add up to beyond the files, which lie in memory once and are mapped by the writer from the start, is the engines'.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def engine(pipe: Connection) -> None:
 
 
 def resident(history: NodeHistory, problems: int, engines: int) -> int:
-    """Bytes that the history takes in so many engines."""
+    """Bytes that the history takes: its files, and what they add in so many engines and the writer."""
     context = multiprocessing.get_context("spawn")
     pipes = []
     for _ in range(engines):
@@ -89,10 +90,10 @@ def resident(history: NodeHistory, problems: int, engines: int) -> int:
         return sum(pipe.recv() for pipe in pipes) + pss()
 
     before = asked("measure")
-    taken = asked("attach") - before
+    added = asked("attach") - before
     for pipe in pipes:
         pipe.send(None)
-    return taken
+    return added + sum(file.stat().st_blocks * 512 for file in history._store.directory.iterdir())
 
 
 def syncs(history: NodeHistory, version: int, count: int) -> Iterator[float]:
