@@ -27,10 +27,12 @@ HISTORY = [f"{DAS}.drafter=history", f"+{DAS}.budget.policy=uniform", f"+{DAS}.t
            f"+{DAS}.routing.policy=least_loaded"]  # fmt: skip
 
 
-def train(out: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Run `main_ppo` on the CPU example; metrics go to `out`."""
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--config-path", str(ROOT / "examples/verl"),
-               "--config-name", "grpo_tiny_math_cpu", *overrides]  # fmt: skip
+def train(
+    out: Path, *overrides: str, module: str = "verl.trainer.main_ppo", config: str = "grpo_tiny_math_cpu"
+) -> subprocess.CompletedProcess[str]:
+    """Run a pipeline on a CPU example; metrics go to `out`."""
+    command = [sys.executable, "-m", module, "--config-path", str(ROOT / "examples/verl"),
+               "--config-name", config, *overrides]  # fmt: skip
     env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1"}
     env.pop("CUDA_VISIBLE_DEVICES", None)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900)
@@ -106,6 +108,30 @@ def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(tmp_
             return
         time.sleep(0.5)
     raise AssertionError(f"left behind: {left}")
+
+
+PIPELINES = {
+    "colocate_async": ("verl.trainer.main_ppo", "trainer.total_training_steps=4"),
+    "separate_async": ("verl.trainer.main_ppo", "trainer.total_training_steps=3"),
+    "one_step_off": ("verl.experimental.one_step_off_policy.main_ppo", "trainer.total_training_steps=4"),
+    "fully_async": ("verl.experimental.fully_async_policy.fully_async_main", "rollout.total_rollout_steps=32"),
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_asynchronous_pipelines_draft_from_the_history_and_say_so(pipeline: str, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
+    module, length = PIPELINES[pipeline]
+    small = ["data.max_response_length=256", "data.train_max_samples=8", length]
+    out = tmp_path / "log.jsonl"
+    run = train(out, *small, *HISTORY, module=module, config=f"grpo_tiny_math_cpu_{pipeline}")
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    figures = [row for row in steps(out) if "das/tokens_per_forward" in row]
+    assert len(figures) >= 2
+    assert all(row["das/health"] == 1 for row in figures)
+    assert figures[-1]["das/history_tokens"] > 0
+    assert figures[-1]["das/tokens_per_forward"] > 2
+    assert any(name.startswith("das/accept_rate_age_") for name in figures[-1])
 
 
 def test_a_misspelt_key_stops_the_run_before_anything_starts(tmp_path: Path) -> None:
