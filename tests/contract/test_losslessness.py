@@ -147,7 +147,7 @@ def test_a_later_turn_drafts_from_what_came_after_and_counts_what_it_wrote(engin
     for request, text in zip(first["requests"], texts, strict=True):
         extra = {**request["params"]["extra_args"], "das_start": len(request["prompt"])}
         prompt = [*request["prompt"], *text[: len(text) // 2]]  # an answer and a tool's, from here on not its own
-        later.append({"prompt": prompt, "params": {**request["params"], "extra_args": extra}})
+        later.append({"prompt": prompt, "params": {**request["params"], "extra_args": extra, "ignore_eos": True}})
     result = engine(das=HISTORY, rounds=[first, {"requests": later}])[1]
     assert result["stats"]["tokens"] == sum(map(len, result["tokens"]))
     assert 0 < result["stats"]["accepted_tokens"] < result["stats"]["tokens"]
