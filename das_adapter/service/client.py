@@ -34,7 +34,6 @@ class History:
         self._number = 0
         self._sent: dict[int, ray.ObjectRef] = {}
         self._cursor = 0
-        self._directory = ""
         self._flushed = time.monotonic()
         self._find()
 
@@ -70,9 +69,6 @@ class History:
             if self._here is not None:
                 question = self._here.sync.remote(version, self._source, numbers)
                 payload["history"], lost = ray.get(question, timeout=_ANSWER_S)
-                if payload["history"][0] != self._directory:
-                    self._directory = payload["history"][0]
-                    logger.warning("das: the history lies in %s", self._directory)
                 with self._lock:
                     for number in set(numbers) - set(lost):
                         del self._sent[number]

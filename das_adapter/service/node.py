@@ -197,6 +197,7 @@ class NodeHistory:
             logger.error("das: history: %s can't be taken over (%r); a new one begins", root / self._name, error)
             store = HistoryStore(tempfile.mkdtemp(prefix=f"{self._name}-", dir=root), threads=threads)
         janitor.watch(store.directory, self._grace_s)
+        logger.warning("das: the history lies in %s", store.directory)
         return store
 
 

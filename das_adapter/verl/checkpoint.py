@@ -82,7 +82,7 @@ def _begin(trainer: Any) -> None:
         if own.exists():
             chosen, key = str(own), "trainer.resume_mode"
         else:
-            logger.warning("das: the checkpoint %s has no history", resumed)
+            logger.error("das: the checkpoint %s has no history", resumed)
     if chosen is None:
         return
     directory = Path(chosen).absolute()
