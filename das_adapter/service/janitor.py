@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 
 def watch(directory: Path, grace_s: float) -> None:
@@ -29,7 +30,7 @@ def _watch(directory: Path, grace_s: float) -> None:
             fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # there is one already
             return
-        while (directory / "writer").exists():
+        while _lies(writer, directory):
             fcntl.flock(writer, fcntl.LOCK_SH)
             fcntl.flock(writer, fcntl.LOCK_UN)
             time.sleep(grace_s)
@@ -37,7 +38,17 @@ def _watch(directory: Path, grace_s: float) -> None:
                 fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # somebody took over
                 continue
-            shutil.rmtree(directory, ignore_errors=True)
+            if _lies(writer, directory):
+                shutil.rmtree(directory, ignore_errors=True)
+            return
+
+
+def _lies(writer: IO[str], directory: Path) -> bool:
+    """Whether the directory is still the one that was to be watched, and not another of its name."""
+    try:
+        return os.path.samestat(os.fstat(writer.fileno()), (directory / "writer").stat())
+    except FileNotFoundError:
+        return False
 
 
 if __name__ == "__main__":

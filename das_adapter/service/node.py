@@ -175,6 +175,7 @@ class NodeHistory:
         logger.error("das: history: files in %s were removed; it is published anew", self._store.directory)
         copy = self.copy()
         self._store.close()
+        shutil.rmtree(self._store.directory, ignore_errors=True)
         self._store = self._open()
         if copy:
             self._load(copy)

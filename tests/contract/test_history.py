@@ -40,7 +40,9 @@ TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[Cluster]:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    with pytest.MonkeyPatch.context() as patch:  # whoever else starts Ray on this machine must not join this cluster
+        patch.setattr("ray._private.utils.write_ray_address", lambda *_, **__: None)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     ray.init(address=cluster.address, log_to_driver=False)
     ledger(4)
     yield cluster
@@ -66,6 +68,18 @@ def mapped(history: tuple[str, int]) -> SuffixIndex:
 
 def drafted(index: SuffixIndex, problem: int = 1) -> list[int]:
     return index.draft([index.open(problem, [])], [40], 0.0)[0][0].tolist()
+
+
+def janitors(directory: str) -> list[Path]:
+    """Processes that will remove a directory."""
+    return [p for p in Path("/proc").glob("[0-9]*/cmdline") if directory.encode() in _content(p)]
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the process has ended
+        return b""
 
 
 def until(done: Callable[[], Any], tries: int = 120) -> None:
@@ -169,6 +183,10 @@ def test_removed_files_are_published_anew(writer: NodeHistory, caplog: Any, ever
     after, _ = writer.sync(2, "a", [])
     assert tokens(after) == 60
     assert drafted(mapped(after)) == POEM.tolist()
+    engine.refresh(after[1])
+    assert engine.tokens == 60
+    until(lambda: len(janitors(after[0])) == 1)  # the removed directory's leaves this one alone
+    assert tokens(after) == 60
     assert caplog.text.count("were removed; it is published anew") == 1
 
 
