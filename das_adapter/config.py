@@ -82,9 +82,18 @@ class SelfConfig:
     """What the copy of the policy is rounded to. CPU: int4, int8; GPU: int4, fp8."""
     max_tokens: int = 5
     """Most tokens the copy drafts for a request in a step; how many of them pay is measured. 1 to 16."""
+    ladder: list[int] | None = None
+    """Draft lengths, rising, of which all replicas use the same one: it goes up where nearly all that is drafted is
+    accepted, and down where much is not (EfficientRollout, algorithm 1). None: the length that pays is chosen at every
+    step."""
 
     def __post_init__(self) -> None:
         _at_least("self.max_tokens", self.max_tokens, 1, 16)
+        if self.ladder is not None:
+            if not self.ladder or self.ladder != sorted(set(self.ladder)):
+                raise ConfigError(f"self.ladder: found {self.ladder}, allowed: rising draft lengths such as [3, 5, 7]")
+            _at_least("self.ladder", self.ladder[0], 1)
+            _at_least("self.ladder", self.ladder[-1], 1, self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -269,6 +278,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     kind = next(o for o in options if o is not type(None))
     if typing.get_origin(kind) is dict:
         kind = dict
+    if typing.get_origin(kind) is list:
+        (item,) = typing.get_args(kind)
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: found {value!r}, expected a list")
+        return [_value(item, x, f"{where}[{i}]") for i, x in enumerate(value)]
     if typing.get_origin(kind) is Literal:
         allowed = typing.get_args(kind)
         if value not in allowed:

@@ -6,6 +6,7 @@ speed-up is L / (γ·T_D/T_T + T_V/T_T), as in EfficientRollout (arXiv 2606.1896
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -69,7 +70,13 @@ class Acceptance:
 
 
 def choose(
-    expected: Float64, drafted: Int64, room: Int64, acceptance: Acceptance, policy: Line, copy: Line, most: int
+    expected: Float64,
+    drafted: Int64,
+    room: Int64,
+    acceptance: Acceptance,
+    policy: Line,
+    copy: Line,
+    lengths: Iterable[int],
 ) -> Int64:
     """How many tokens the copy should draft for each request.
 
@@ -80,7 +87,7 @@ def choose(
         acceptance: of the copy's tokens.
         policy: seconds of a step of the policy that verifies so many tokens.
         copy: seconds of a forward pass of the copy over so many requests.
-        most: most tokens the copy may draft for a request.
+        lengths: that the copy's drafts may have, of which one is chosen.
 
     Returns:
         int64 [batch]; 0: the history's draft, if there is one, stands.
@@ -88,7 +95,7 @@ def choose(
     batch = len(expected)
     best = np.zeros(batch, dtype=np.int64)
     rate = (batch + expected.sum()) / policy(batch + drafted.sum())
-    for length in range(1, most + 1):
+    for length in lengths:
         counts = np.minimum(room, length)
         own = acceptance.expected(counts)
         counts = np.where((counts > 0) & (own > expected), counts, 0)

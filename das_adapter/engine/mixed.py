@@ -27,8 +27,8 @@ class MixedProposer(HistoryProposer):
     def load_model(self, policy: Any) -> None:
         self.drafter.load(policy)
 
-    def refresh(self, version: int, **news: Any) -> dict[str, Any]:
-        return self.drafter.refresh() | super().refresh(version, **news)
+    def refresh(self, version: int, draft_length: int | None = None, **news: Any) -> dict[str, Any]:
+        return self.drafter.refresh(draft_length) | super().refresh(version, **news)
 
     def stats(self) -> dict[str, Any]:
         return super().stats() | self.drafter.stats()

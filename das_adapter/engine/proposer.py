@@ -28,9 +28,9 @@ logger = logging.getLogger("das_adapter")
 class Proposer:
     """A drafter that can fail, or draft nothing useful, without harm to the rollout.
 
-    `runner` (vLLM's model runner) and `seed` (the noise seed of a request id) are bound by `engine.worker`, before the
-    first step. The class has no attribute `model`, by which vLLM and the hosts would take it for a drafter with
-    weights.
+    `runner` (vLLM's model runner), `seed` (the noise seed of a request id) and `validates` (whether a request is a
+    validation's) are bound by `engine.worker`, before the first step. The class has no attribute `model`, by which vLLM
+    and the hosts would take it for a drafter with weights.
     """
 
     NAME = ""
@@ -43,6 +43,7 @@ class Proposer:
         self.counters = Counters()
         self.runner: Any = None
         self.seed: Callable[[str], int] = hash
+        self.validates: Callable[[str], bool] = bool
         self.carried: list[int] | None = None
         """Draft tokens that each request of the batch carried into the step being sampled; set by `DasWorker`."""
         self._max_model_len = vllm_config.model_config.max_model_len

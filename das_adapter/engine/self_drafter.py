@@ -96,8 +96,8 @@ class SelfProposer(Proposer):
     def load_model(self, policy: Any) -> None:
         self.drafter.load(policy)
 
-    def refresh(self, version: int, **news: Any) -> dict[str, Any]:
-        return super().refresh(version, **news) | self.drafter.refresh()
+    def refresh(self, version: int, draft_length: int | None = None, **news: Any) -> dict[str, Any]:
+        return super().refresh(version, **news) | self.drafter.refresh(draft_length)
 
     def stats(self) -> dict[str, Any]:
         return super().stats() | self.drafter.stats()
@@ -128,6 +128,10 @@ class SelfDrafter:
         self._agreed = (self.policy_seconds, self.copy_seconds)
         self._calls = 0
         self.requantise_seconds = 0.0
+        self.length: int | None = None
+        """Of every draft, where replicas have agreed on one."""
+        self.counts = 0, 0
+        """Tokens drafted and accepted in training rollouts since the host last asked."""
         self.drafted: dict[str, int] = {}
         """Tokens of each request's present draft that are the copy's."""
 
@@ -136,21 +140,22 @@ class SelfDrafter:
         self._policy = policy
         self.copy = PolicyCopy(policy, self._weights)
 
-    def refresh(self) -> dict[str, Any]:
-        """A weight sync: round the new weights."""
+    def refresh(self, length: int | None = None) -> dict[str, Any]:
+        """A weight sync: round the new weights; from now on drafts have this length (None: any)."""
         cpu.repack(self._policy)
         begin = time.perf_counter()
         self.copy.renew()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.requantise_seconds = time.perf_counter() - begin
-        self.acceptance, self.drafted = Acceptance(), {}
+        self.acceptance, self.drafted, self.length = Acceptance(), {}, length
         return {"requantise_s": self.requantise_seconds}
 
     def stats(self) -> dict[str, Any]:
         """Figures for the host."""
+        counts, self.counts = self.counts, (0, 0)
         return {"requantise_s": self.requantise_seconds, "drafter_bytes": self.copy.nbytes,
-                "self_acceptance": self.acceptance.rate}  # fmt: skip
+                "self_acceptance": self.acceptance.rate, "self_counts": counts}  # fmt: skip
 
     def propose(
         self,
@@ -177,12 +182,16 @@ class SelfDrafter:
         room = np.zeros(len(sampled), dtype=np.int64)
         for row, (req_id, got) in enumerate(zip(req_ids, sampled, strict=True)):
             if (count := self.drafted.pop(req_id, 0)) and got:
-                self.acceptance.observe(count, min(count, len(got) - 1))
+                accepted = min(count, len(got) - 1)
+                self.acceptance.observe(count, accepted)
+                if not proposer.validates(req_id):
+                    self.counts = self.counts[0] + count, self.counts[1] + accepted
             if got:  # the next step writes the draft and one token more
                 room[row] = max(0, proposer.end(runner.requests[req_id]) - int(lengths[row]) - 1)
         if len(self.drafted) > 4 * len(sampled):
             self.drafted = {}
-        most = proposer.config.self.max_tokens
+        most = self.length or proposer.config.self.max_tokens
+        lengths = [most] if self.length else range(1, most + 1)
         policy, drafting = self._costs()
         if not drafting.seen:
             drafting = Line(0.4 * policy(len(sampled)))
@@ -192,7 +201,7 @@ class SelfDrafter:
         elif toggle.mode == "off":
             counts = np.where(self.acceptance.expected(full) > expected, full, 0)
         else:
-            counts = choose(expected, drafted, room, self.acceptance, policy, drafting, most)
+            counts = choose(expected, drafted, room, self.acceptance, policy, drafting, lengths)
         drafts = self.draft(proposer, counts, lengths, tokens)
         self.drafted.update({req_ids[row]: len(draft) for row, draft in enumerate(drafts) if draft})
         return drafts

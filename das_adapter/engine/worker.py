@@ -14,7 +14,7 @@ import torch
 from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.core.noise import row_keys
-from das_adapter.engine.args import SEED_ARG
+from das_adapter.engine.args import RECORD_ARG, SEED_ARG
 from das_adapter.engine.metrics import Counters, collapsed
 from das_adapter.engine.neural import DraftWeights
 from das_adapter.errors import DasError, UnsupportedHost
@@ -34,8 +34,9 @@ class DasWorker:
         self.drafter: Any = getattr(runner, "drafter", None) if config.own else None
         self.counters: Counters = self.drafter.counters if self.drafter else Counters()
         self._seeds: dict[str, int] = {}
+        self._validation: dict[str, bool] = {}
         if self.drafter:
-            self.drafter.runner, self.drafter.seed = runner, self._seed
+            self.drafter.runner, self.drafter.seed, self.drafter.validates = runner, self._seed, self._validates
         if not config.neural:
             self._draft_up_to_the_end()
         self.draft_weights = DraftWeights(runner, config, self._seed) if config.neural else None
@@ -65,7 +66,9 @@ class DasWorker:
         self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
         if self.counters.alarm:
             logger.error("das: %s", self.counters.alarm)
-        self._seeds = {req_id: seed for req_id, seed in self._seeds.items() if req_id in self.runner.requests}
+        for known in (self._seeds, self._validation):
+            for req_id in known.keys() - self.runner.requests.keys():
+                del known[req_id]
         return done
 
     def _stats(self) -> dict[str, Any]:
@@ -123,11 +126,16 @@ class DasWorker:
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal drafts
             output, drafted, drafts = sample_tokens(*args, **kwargs), drafts, None
-            if sampled := getattr(output, "sampled_token_ids", None):
-                counters.step(sampled, drafted or [0] * len(sampled))
-            elif runner.use_async_scheduling:  # the tokens are still on the device: one per request
+            sampled = getattr(output, "sampled_token_ids", None)
+            if not sampled and runner.use_async_scheduling:  # the tokens are still on the device: one per request
                 unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
-                counters.step([[] if skip else [0] for skip in unread], [0] * len(unread))
+                sampled = [[] if skip else [0] for skip in unread]
+            if sampled:
+                req_ids = runner.input_batch.req_ids
+                training = [
+                    [] if self._validates(req_id) else got for req_id, got in zip(req_ids, sampled, strict=True)
+                ]
+                counters.step(training, drafted or [0] * len(sampled))
             return output
 
         runner._sample, runner.sample_tokens = keyed, counted
@@ -145,6 +153,13 @@ class DasWorker:
             seeds, positions = np.repeat(seeds, counts), np.repeat(positions - first, counts)
             positions += np.arange(len(positions))
         return row_keys(seeds, positions)
+
+    def _validates(self, req_id: str) -> bool:
+        validates = self._validation.get(req_id)
+        if validates is None:
+            extra = self.runner.requests[req_id].sampling_params.extra_args or {}
+            self._validation[req_id] = validates = not extra.get(RECORD_ARG, 1)
+        return validates
 
     def _seed(self, req_id: str) -> int:
         seed = self._seeds.get(req_id)

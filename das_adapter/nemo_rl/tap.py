@@ -106,11 +106,10 @@ class Tap:
 
     def _report(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
         """Counts since the last report, from the rank that samples."""
-        return {
-            **max(stats, key=lambda s: s.get("tokens", -1)),
-            **self._clock.take(),
-            "weight_version": self.version,
-        }
+        counts, rollout = max(stats, key=lambda s: s.get("tokens", -1)), self._clock.take()
+        if self._das.self.ladder:  # by which the replicas' drafts get their length at the next refit but one
+            self._history.report(self.version + 1, counts, rollout)
+        return {**counts, **rollout, "weight_version": self.version}
 
 
 class SyncTap(Tap):

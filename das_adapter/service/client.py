@@ -55,8 +55,9 @@ class History:
             version: weight version from now on.
 
         Returns:
-            What `das_rpc("refresh")` takes: `version`, `lengths` that are new to the engine, and `history`, what to
-            map; None, with a line in the log, where the node's history does not answer.
+            What `das_rpc("refresh")` takes: `version`, `lengths` that are new to the engine, `draft_length` where the
+            config has a ladder, and `history`, what to map; None, with a line in the log, where the node's history does
+            not answer.
 
         Waits less than `PATIENCE_S`.
         """
@@ -73,6 +74,8 @@ class History:
                     for number in set(numbers) - set(lost):
                         del self._sent[number]
                     self._send(lost)
+            if ladder := self._das.copies_policy and self._das.self.ladder:
+                payload["draft_length"] = ray.get(self._ledger.draft_length.remote(ladder, version), timeout=_ANSWER_S)
             self._cursor, payload["lengths"] = ray.get(self._ledger.since.remote(self._cursor), timeout=_ANSWER_S)
         except (ray.exceptions.RayError, ValueError) as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)

@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from das_adapter.core.length import LengthModel
+from das_adapter.core.toggle import Ladder
 from das_adapter.engine.metrics import merge
 
 logger = logging.getLogger("das_adapter")
@@ -35,6 +36,8 @@ class Ledger:
         self._dropped = 0
         self._reports: dict[int, list[dict[str, Any]]] = {}
         self._saved: str | None = None
+        self._ladder: Ladder | None = None
+        self._climbed = 0
 
     def add(self, lengths: Sequence[Length]) -> None:
         """Take finished responses; those older than the window of the newest version go."""
@@ -76,6 +79,18 @@ class Ledger:
         self._reports.setdefault(step, []).append({**engine, **rollout})
         for old in [s for s in self._reports if s < step - 8]:
             del self._reports[old]
+
+    def draft_length(self, rungs: Sequence[int], step: int) -> int:
+        """The length of the self-drafter's drafts in a step, the same for every replica that asks: the ladder takes
+        what all of them counted in the steps before, except the last, of which some may not have reported yet."""
+        self._ladder = self._ladder or Ladder(tuple(rungs))
+        for past in sorted(self._reports):
+            if self._climbed < past < step:
+                counts = [r["self_counts"] for r in self._reports[past] if "self_counts" in r]
+                drafted, accepted = np.sum(counts, axis=0).tolist() if counts else (0, 0)
+                self._ladder.observe(accepted, drafted)
+                self._climbed = past
+        return self._ladder.length
 
     def metrics(self, step: int) -> dict[str, float]:
         """Figures of a step over all replicas, under the names the trainer logs; empty if nobody reported."""

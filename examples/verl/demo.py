@@ -80,7 +80,7 @@ def main() -> None:
     summary = {
         "versions": {name: version(name) for name in ("das-adapter", "verl", "vllm", "torch", "ray", "transformers")},
         "hardware": hardware(),
-        "command": "make demo",
+        "command": "make demo" if len(sys.argv) == 1 else " ".join(["python examples/verl/demo.py", *sys.argv[1:]]),
         "seconds": round(time.time() - begin),
         "steps": args.steps,
         "arms": arms,

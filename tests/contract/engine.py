@@ -148,6 +148,8 @@ def run(job: dict[str, Any]) -> None:
                 lengths = [(p, len(t) // 4, at) for p, t, at in trajectories]
                 history = publish(part["shared"], trajectories, part.get("lose"))
                 payload = {"version": part["refresh"], "history": history, "lengths": lengths}
+            if "draft_length" in part:
+                payload["draft_length"] = part["draft_length"]
             llm.collective_rpc("das_rpc", args=("refresh", payload))
         if "fresh_copy" in part and hasattr(runner, "drafter"):
             result["fresh_copy"] = copy_is_fresh(runner)

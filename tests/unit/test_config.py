@@ -117,6 +117,10 @@ def test_each_own_drafter_is_a_proposer_class(drafter: str, proposer: str, token
         ({"toggle": {"calibration": 1}}, ["das.toggle.calibration", "1", "str"]),
         ({"log_dir": 5}, ["das.log_dir", "5", "str"]),
         ({"self": {"weights": "int2"}}, ["das.self.weights", "'int2'", "'int4'", "'int8'"]),
+        ({"drafter": "self", "self": {"ladder": [5, 3]}}, ["das.self.ladder", "[5, 3]", "rising"]),
+        ({"drafter": "self", "self": {"ladder": [3, 7]}}, ["das.self.ladder", "7", "1 to 5"]),
+        ({"drafter": "self", "self": {"ladder": ["3"]}}, ["das.self.ladder[0]", "'3'", "int"]),
+        ({"drafter": "self", "self": {"ladder": 3}}, ["das.self.ladder", "3", "a list"]),
         ({"drafter": "self", "self": {"max_tokens": 0}}, ["das.self.max_tokens", "0", "1 to 16"]),
         ({"drafter": "history", "self": {"max_tokens": 3}}, ["das.self", "'history'", "'self' or 'history+self'"]),
         (

@@ -148,3 +148,13 @@ def test_lengths_are_delivered_once_in_order_and_expire() -> None:
     ledger.add([(1, 40, 3)])  # versions before 1 are out of the window
     assert ledger.since(0)[1] == [(1, 30, 1), (1, 40, 3)]
     assert ledger.since(cursor)[1] == [(1, 40, 3)]
+
+
+def test_the_replicas_agree_on_the_length_of_drafts() -> None:
+    ledger, rungs = Ledger(window=8), [3, 5, 7]
+    lengths = []
+    for step in range(1, 6):
+        for accepted in (95, 98):  # of two replicas; the second reports when the first has asked already
+            ledger.report(step, {"self_counts": (100, accepted)}, {})
+            lengths.append(ledger.draft_length(rungs, step))
+    assert lengths == [3, 3, 3, 3, 5, 5, 5, 5, 7, 7]

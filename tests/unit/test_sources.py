@@ -30,7 +30,7 @@ def test_no_common_length_is_faster(rows: list[tuple[float, int, int]], rate: fl
     expected = np.array([min(e, d) for e, d, _ in rows])
     drafted, room = np.array([d for _, d, _ in rows]), np.array([r for *_, r in rows])
     a, policy, copy = Acceptance(rate * 100, 100), Line(1.0, slope), Line(cost)
-    counts = choose(expected, drafted, room, a, policy, copy, 4)
+    counts = choose(expected, drafted, room, a, policy, copy, range(1, 5))
     assert (counts <= room).all()
     chosen = pace(tuple(counts), expected, drafted, a, policy, copy)
     nobody = pace((0,) * len(rows), expected, drafted, a, policy, copy)
@@ -45,21 +45,29 @@ def test_one_request_alone_gets_the_best_length_of_all() -> None:
     for rate, cost in itertools.product((0.3, 0.7, 0.95), (0.05, 0.3, 0.9)):
         a, policy, copy = Acceptance(rate * 100, 100), Line(1.0, 0.02), Line(cost)
         none = np.zeros(1)
-        counts = choose(none, none.astype(int), np.array([8]), a, policy, copy, 8)
+        counts = choose(none, none.astype(int), np.array([8]), a, policy, copy, range(1, 9))
         paces = [pace((k,), none, none.astype(int), a, policy, copy) for k in range(9)]
         assert counts[0] == int(np.argmax(paces))
 
 
 def test_a_sure_match_beats_the_copy_and_no_match_leaves_it_to_the_copy() -> None:
     a, policy, copy = Acceptance(90, 100), Line(1.0, 0.01), Line(0.05)
-    counts = choose(np.array([7.5, 0.0]), np.array([8, 0]), np.array([20, 20]), a, policy, copy, 5)
+    counts = choose(np.array([7.5, 0.0]), np.array([8, 0]), np.array([20, 20]), a, policy, copy, range(1, 6))
     assert counts[0] == 0
     assert counts[1] > 0
 
 
 def test_a_copy_as_slow_as_the_policy_drafts_nothing() -> None:
-    counts = choose(np.zeros(4), np.zeros(4, dtype=int), np.full(4, 9), Acceptance(50, 100), Line(1.0), Line(1.0), 5)
+    a, none = Acceptance(50, 100), np.zeros(4)
+    counts = choose(none, none.astype(int), np.full(4, 9), a, Line(1.0), Line(1.0), range(1, 6))
     assert not counts.any()
+
+
+def test_where_replicas_agreed_on_a_length_it_is_that_or_nothing() -> None:
+    none, room = np.zeros(3), np.array([9, 9, 1])
+    for rate, wanted in ((99, [7, 7, 1]), (5, [0, 0, 0])):
+        counts = choose(none, none.astype(int), room, Acceptance(rate, 100), Line(1.0), Line(0.4), [7])
+        assert counts.tolist() == wanted
 
 
 def test_a_line_is_learned_and_outliers_leave_it_alone() -> None:
