@@ -191,7 +191,7 @@ class SelfDrafter:
         if len(self.drafted) > 4 * len(sampled):
             self.drafted = {}
         most = self.length or proposer.config.self.max_tokens
-        lengths = [most] if self.length else range(1, most + 1)
+        choices = [most] if self.length else range(1, most + 1)
         policy, drafting = self._costs()
         if not drafting.seen:
             drafting = Line(0.4 * policy(len(sampled)))
@@ -201,7 +201,7 @@ class SelfDrafter:
         elif toggle.mode == "off":
             counts = np.where(self.acceptance.expected(full) > expected, full, 0)
         else:
-            counts = choose(expected, drafted, room, self.acceptance, policy, drafting, lengths)
+            counts = choose(expected, drafted, room, self.acceptance, policy, drafting, choices)
         drafts = self.draft(proposer, counts, lengths, tokens)
         self.drafted.update({req_ids[row]: len(draft) for row, draft in enumerate(drafts) if draft})
         return drafts
