@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 from typing import Any
 
@@ -34,15 +33,23 @@ class History:
         self._number = 0
         self._sent: dict[int, ray.ObjectRef] = {}
         self._cursor = 0
-        self._flushed = time.monotonic()
         self._find()
 
     def push(self, problem: int, tokens: bytes, version: int) -> None:
         """Hand a finished trajectory over: int32 token ids that a weight version wrote."""
         with self._lock:
             self._batch.append((problem, tokens, version))
-            if len(self._batch) >= _BATCH or time.monotonic() > self._flushed + _BATCH_S:
+            if len(self._batch) >= _BATCH:
                 self._flush()
+            elif len(self._batch) == 1:
+                timer = threading.Timer(_BATCH_S, self.flush)
+                timer.daemon = True
+                timer.start()
+
+    def flush(self) -> None:
+        """Send what has been handed over; it goes by itself after half a second."""
+        with self._lock:
+            self._flush()
 
     def report(self, step: int, engine: dict[str, Any], rollout: dict[str, Any]) -> None:
         """See `Ledger.report`."""
@@ -64,8 +71,8 @@ class History:
         payload: dict[str, Any] = {"version": version, "lengths": [], "history": None}
         try:
             self._find()
+            self.flush()
             with self._lock:
-                self._flush()
                 numbers = list(self._sent)
             if self._here is not None:
                 question = self._here.sync.remote(version, self._source, numbers)
@@ -94,7 +101,6 @@ class History:
         self._nodes = node.nodes() if shared else {}
 
     def _flush(self) -> None:
-        self._flushed = time.monotonic()
         batch, self._batch = self._batch, []
         if batch:
             self._ledger.add.remote([(problem, len(tokens) // 4, version) for problem, tokens, version in batch])

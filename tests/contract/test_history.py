@@ -105,6 +105,14 @@ def test_what_engines_push_is_published_at_the_weight_sync(job: Cluster) -> None
     assert (len(again["lengths"]), tokens(again["history"])) == (2, 60)
 
 
+def test_what_is_pushed_arrives_without_a_weight_sync(job: Cluster) -> None:
+    """A checkpoint is written before it."""
+    history = History(parse(DAS))
+    before = len(ray.get(history._ledger.since.remote(0))[1])
+    history.push(1, POEM.tobytes(), 2)
+    until(lambda: len(ray.get(history._ledger.since.remote(0))[1]) == before + 1)
+
+
 def test_a_batch_that_arrives_twice_or_late_is_taken_once(writer: NodeHistory) -> None:
     late = [(1, POEM[::-1].tobytes(), 0)]
     for _ in range(2):
@@ -137,9 +145,8 @@ def test_a_killed_service_comes_back_with_all_it_had(job: Cluster, restarted: bo
     history.push(1, POEM.tobytes(), 0)
     first = history.sync(1)["history"]
     all_of_it = tokens(first) + 30
-    history._batch.append((2, POEM.tobytes(), 1))
-    with history._lock:
-        history._flush()
+    history.push(2, POEM.tobytes(), 1)
+    history.flush()
     before = ray.get(history._here.figures.remote())
     if restarted:
         os.kill(before["pid"], signal.SIGKILL)
