@@ -230,7 +230,7 @@ def bench() -> None:
 @click.option("--tokenizer", help="Tokenizer of --traces that hold text.")
 @click.option(
     "--against",
-    type=click.Choice(["arctic", "plain"]),
+    type=click.Choice(["arctic", "plain", "ceiling"]),
     multiple=True,
     help="Also measure this drafter, in the same run.",
 )

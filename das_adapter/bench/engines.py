@@ -144,6 +144,67 @@ class Plain:
             self._counts.pop(problem, None)
 
 
+class Ceiling:
+    """What copying could bring at best: somebody who knows how the request goes on copies from whichever place, in the
+    problem's texts, the request's own or its prompt, agrees longest, of those that share its last token."""
+
+    def __init__(self) -> None:
+        self._grams: dict[int, set[bytes]] = defaultdict(set)
+        self._live: dict[int, tuple[int, list[int], Int32]] = {}
+        self._handles = itertools.count(1)
+        self._budget = 8
+
+    def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
+        for _, tokens in texts:
+            self._count(problem, [], tokens.tolist())
+
+    def seal(self) -> None:
+        pass
+
+    def _count(self, problem: int, before: list[int], after: list[int]) -> None:
+        text = np.array([*before[-self._budget :], *after], dtype=np.int32)
+        data, grams = text.tobytes(), self._grams[problem]
+        for end in range(len(text) - len(after) + 1, len(text) + 1):
+            grams.update(data[4 * begin : 4 * end] for begin in range(max(0, end - self._budget - 1), end - 1))
+
+    def open(self, problem: int, prompt: Int32) -> int:
+        handle = next(self._handles)
+        self._live[handle] = (problem, prompt.tolist(), np.zeros(0, dtype=np.int32))
+        self._count(problem, [], prompt.tolist())
+        return handle
+
+    def reveal(self, handle: int, text: Int32) -> None:
+        """How the request will go on, from its first token."""
+        problem, written, _ = self._live[handle]
+        self._live[handle] = (problem, written, np.array([*written, *text], dtype=np.int32))
+
+    def extend(self, handles: list[int], texts: list[Int32]) -> None:
+        for handle, tokens in zip(handles, texts, strict=True):
+            problem, written, _ = self._live[handle]
+            self._count(problem, written, tokens.tolist())
+            written.extend(tokens.tolist())
+
+    def draft(self, handles: list[int], budget: int) -> list[Int32]:
+        assert budget == self._budget, f"counted for drafts of {self._budget} tokens"
+        drafts = []
+        for handle in handles:
+            problem, written, text = self._live[handle]
+            at, best = len(written), 0
+            while at and best < min(budget, len(text) - at):
+                if text[at - 1 : at + best + 1].tobytes() not in self._grams[problem]:
+                    break
+                best += 1
+            drafts.append(text[at : at + best])
+        return drafts
+
+    def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
+        raise NotImplementedError("nothing to be timed")
+
+    def close(self, handles: list[int]) -> None:
+        for handle in handles:
+            self._grams.pop(self._live.pop(handle)[0], None)
+
+
 class Arctic:
     """ArcticInference's suffix cache as vLLM's `suffix` method drives it, with vLLM's defaults.
 
@@ -205,4 +266,9 @@ class Arctic:
                 del self._live[gone]
 
 
-ENGINES: dict[str, type[Ours] | type[Plain] | type[Arctic]] = {"ours": Ours, "plain": Plain, "arctic": Arctic}
+ENGINES: dict[str, type[Ours] | type[Plain] | type[Arctic] | type[Ceiling]] = {
+    "ours": Ours,
+    "plain": Plain,
+    "arctic": Arctic,
+    "ceiling": Ceiling,
+}

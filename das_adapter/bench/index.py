@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.bench.engines import ENGINES, Engine, Ours
+from das_adapter.bench.engines import ENGINES, Ceiling, Engine, Ours
 from das_adapter.bench.workload import SETTINGS, Group, batches, groups
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
@@ -52,6 +52,9 @@ def accepted(engine: Engine, found: Sequence[Group], setting: str, budget: int, 
             for g in batch
         ]
         at = dict.fromkeys((h for _, h, _ in live), 0)
+        if isinstance(engine, Ceiling):
+            for g, handle, _ in live:
+                engine.reveal(handle, g.target)
         while live:
             drafts = engine.draft([h for _, h, _ in live], budget)
             handles, grown = [], []
@@ -105,19 +108,20 @@ def cost(engine: Engine, rollouts: Sequence[Rollout], budget: int = 8, steps: in
         result["bytes_per_token"] = engine.index.nbytes / count
     result["decode_step"] = {}
     for size in BATCHES:
-        texts = [rollouts[r].tokens for r in live[:size]]
-        handles = [engine.open(i % problems, texts[i][:0]) for i in range(len(texts))]
-        engine.extend(handles, [t[: len(t) // 2] for t in texts])
-        at = [len(t) // 2 for t in texts]
         times = []
-        for _ in range(steps):
-            grown = [t[p : p + 3] if p < len(t) else t[:3] for t, p in zip(texts, at, strict=True)]
-            at = [p + 3 for p in at]
-            decode = engine.step(handles, grown, budget)
-            start = time.perf_counter()
-            decode()
-            times.append(time.perf_counter() - start)
-        engine.close(handles)
+        for first in range(0, len(live), size)[:16]:
+            texts = [rollouts[r].tokens for r in live[first : first + size]]
+            handles = [engine.open(i % problems, texts[i][:0]) for i in range(len(texts))]
+            engine.extend(handles, [t[: len(t) // 2] for t in texts])
+            at = [len(t) // 2 for t in texts]
+            for _ in range(steps):
+                grown = [t[p : p + 3] if p < len(t) else t[:3] for t, p in zip(texts, at, strict=True)]
+                at = [p + 3 for p in at]
+                decode = engine.step(handles, grown, budget)
+                start = time.perf_counter()
+                decode()
+                times.append(time.perf_counter() - start)
+            engine.close(handles)
         result["decode_step"][size] = {
             "ms_p50": float(np.median(times) * 1e3),
             "ms_p99": float(np.percentile(times, 99) * 1e3),
@@ -201,7 +205,7 @@ def run(
         found = groups(rollouts)[::every]
         entry: dict[str, Any] = {"groups": len(found), "cost": {}, "accepted": {}}
         for name in names:
-            if name != "plain":
+            if name not in ("plain", "ceiling"):
                 entry["cost"][name] = cost(Ours(min_chance=0.15) if name == "ours" else ENGINES[name](), rollouts)
                 log(f"{title} cost {name}: {entry['cost'][name]}")
         for setting in settings:
@@ -240,13 +244,14 @@ def table(figures: dict[str, Any]) -> str:
                 f"{by[1]['us_per_request_p50']:.1f} / {by[1]['us_per_request_p99']:.1f} | {by[16]['ms_p50']:.3f} | "
                 f"{by[64]['ms_p50']:.3f} | {by[256]['ms_p50']:.2f} / {by[256]['ms_p99']:.2f} |"
             )
-    lines += ["", "| accepted draft tokens per round | groups | ours | plain | arctic | ours / plain | ours / arctic |",
-              "|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += ["", "| accepted draft tokens per round | groups | ours | plain | arctic | ceiling | ours / plain | "
+              "ours / arctic | ceiling / plain |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for title, entry in figures["work"].items():
         for setting, by_engine in entry["accepted"].items():
             a = {name: f["accepted"] for name, f in by_engine.items()}
-            shown = [f"{a[n]:.3f}" if n in a else "" for n in ("ours", "plain", "arctic")]
-            ratios = [f"{a['ours'] / a[n]:.2f}" if a.get(n) else "" for n in ("plain", "arctic")]
+            shown = [f"{a[n]:.3f}" if n in a else "" for n in ("ours", "plain", "arctic", "ceiling")]
+            pairs = (("ours", "plain"), ("ours", "arctic"), ("ceiling", "plain"))
+            ratios = [f"{a[x] / a[y]:.2f}" if a.get(x) and a.get(y) else "" for x, y in pairs]
             lines.append(f"| {title}, {setting} | {entry['groups']} | {' | '.join(shown + ratios)} |")
     size = f"{mapped['tokens']:,} tokens ({mapped['problems']} problems, {mapped['versions']} versions)"
     lines += [

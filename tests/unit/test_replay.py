@@ -13,7 +13,7 @@ import zstandard
 from click.testing import CliRunner
 
 from das_adapter.bench import index, workload
-from das_adapter.bench.engines import Arctic, Ours, Plain
+from das_adapter.bench.engines import Arctic, Ceiling, Ours, Plain
 from das_adapter.bench.index import accepted, cost
 from das_adapter.cli import main
 from das_adapter.errors import DasError
@@ -161,10 +161,13 @@ def test_both_drafters_write_the_whole_of_every_target(setting: str) -> None:
     found = workload.groups(rollouts)
     assert len(found) == 6
     tokens = sum(len(g.target) for g in found)
-    for engine in (Ours(), Plain()):
+    rates = []
+    for engine in (Ours(), Plain(), Ceiling()):
         figures = accepted(engine, found, setting, 8, at_once=4)
         assert figures["rounds"] * figures["tokens_per_forward"] == pytest.approx(tokens)
         assert 0 < figures["accepted"] <= 8
+        rates.append(figures["accepted"])
+    assert max(rates) == rates[2]
 
 
 def test_the_plain_drafter_takes_the_longest_match_s_most_frequent_continuation() -> None:
