@@ -13,7 +13,8 @@ from das_adapter.engine.staleness import AGES
 
 @dataclass
 class Counters:
-    """Counts since the last `take`. A request forward is one request's share of one decode step of the target."""
+    """Counts since the last `take`, of training rollouts alone. A request forward is one request's share of one decode
+    step of the target."""
 
     steps: int = 0
     request_forwards: int = 0
@@ -21,6 +22,8 @@ class Counters:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     tokens: int = 0
+    busy_seconds: float = 0.0
+    """From the begin of each step to its end, drafting included."""
     propose_seconds: list[float] = field(default_factory=list)
     error: str | None = None
     """What the drafter raised; from then on the engine decodes without it. Survives `take`."""
@@ -28,14 +31,16 @@ class Counters:
     """What makes the drafter useless but not fail: its weights were not synced, or next to nothing is accepted.
     Survives `take`, until the next weight sync."""
 
-    def step(self, sampled: Sequence[Sequence[int]], drafts: Sequence[int]) -> None:
+    def step(self, sampled: Sequence[Sequence[int]], drafts: Sequence[int], seconds: float = 0.0) -> None:
         """Count one decode step.
 
         Args:
             sampled: tokens each request of the batch got; empty where its prompt is still being read.
             drafts: draft tokens each request carried into the step.
+            seconds: it took.
         """
         self.steps += 1
+        self.busy_seconds += seconds
         for tokens, drafted in zip(sampled, drafts, strict=True):
             if not tokens:
                 continue
@@ -56,6 +61,7 @@ class Counters:
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Figures of one training step from the counts of all engines, under the names the trainer logs.
 
+    `das/tokens_per_s`: tokens an engine writes in a second of its steps, drafting included.
     `das/tokens_per_forward`: tokens per request forward, drafted or not. `das/draft_coverage`: share of request
     forwards that carried a draft. `das/acceptance_length`: tokens per drafted request forward (accepted + 1; vLLM's
     mean acceptance length). `das/verify_waste`: share of the tokens in the decode steps' forward passes that were
@@ -73,13 +79,14 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     With a copy of the policy: `das/requantise_s`, seconds of the last weight sync's rounding; `das/drafter_bytes`, its
     memory; `das/self_acceptance`, the chance that one of its tokens is accepted.
     """
-    total = {name: sum(p[name] for p in parts) for name in
-             ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens")}  # fmt: skip
+    added = ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens", "busy_seconds")
+    total = {name: sum(p[name] for p in parts) for name in added}
     forwards, drafted = total["request_forwards"], total["drafted_forwards"]
     rejected = total["draft_tokens"] - total["accepted_tokens"]
     seconds = np.concatenate([np.asarray(p["propose_seconds"], dtype=float) for p in parts] or [np.zeros(0)])
     metrics = {
         "das/tokens_per_forward": total["tokens"] / max(1, forwards),
+        "das/tokens_per_s": total["tokens"] / max(1e-9, total["busy_seconds"]),
         "das/draft_coverage": drafted / max(1, forwards),
         "das/acceptance_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
         "das/verify_waste": rejected / max(1, forwards + total["draft_tokens"]),

@@ -100,15 +100,19 @@ class DasWorker:
         return sampler
 
     def _watch_steps(self, sampler: KeyedSampler | None) -> None:
-        """Wrap the parts of a decode step: `execute_model` is timed, `_sample` gets the keys of its rows, and
-        `sample_tokens` is counted."""
+        """Wrap the parts of a step: `execute_model` begins it, `_sample` gets the keys of its rows, and
+        `sample_tokens`, which drafts as well, ends it and is counted."""
         runner, counters, drafter = self.runner, self.counters, self.drafter
         sample, sample_tokens, execute_model = runner._sample, runner.sample_tokens, runner.execute_model
         drafts: list[int] | None = None
+        begin = 0.0
 
         @functools.wraps(execute_model)
-        def timed(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            drafter.begin_step(scheduler_output, time.perf_counter())
+        def begun(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal begin
+            begin = time.perf_counter()
+            if drafter:
+                drafter.begin_step(scheduler_output, begin)
             return execute_model(scheduler_output, *args, **kwargs)
 
         @functools.wraps(sample)
@@ -131,16 +135,13 @@ class DasWorker:
                 unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
                 sampled = [[] if skip else [0] for skip in unread]
             if sampled:
-                req_ids = runner.input_batch.req_ids
-                training = [
-                    [] if self._validates(req_id) else got for req_id, got in zip(req_ids, sampled, strict=True)
-                ]
-                counters.step(training, drafted or [0] * len(sampled))
+                apart = [self._validates(req_id) for req_id in runner.input_batch.req_ids]
+                if not all(apart):
+                    training = [[] if skip else got for skip, got in zip(apart, sampled, strict=True)]
+                    counters.step(training, drafted or [0] * len(sampled), time.perf_counter() - begin)
             return output
 
-        runner._sample, runner.sample_tokens = keyed, counted
-        if drafter:
-            runner.execute_model = timed
+        runner.execute_model, runner._sample, runner.sample_tokens = begun, keyed, counted
 
     def _keys(self, drafts: list[int] | None) -> np.ndarray:
         """uint64 [rows]: request after request, its drafted positions and one more."""

@@ -162,8 +162,8 @@ def test_validation_text_does_not_stay(engine: Any) -> None:
     once = engine(das=HISTORY, rounds=[{"requests": validation}])
     twice = engine(das=HISTORY, rounds=[{"requests": validation}, {"requests": validation}])
     # Drafted from its own text alone, a repeated validation is no faster than the first.
-    assert twice[1]["stats"]["steps"] == once[0]["stats"]["steps"] > 0
-    assert once[0]["stats"]["request_forwards"] == 0  # the figures are of training rollouts
+    assert len(twice[1]["stats"]["propose_seconds"]) == len(once[0]["stats"]["propose_seconds"]) > 0
+    assert once[0]["stats"]["request_forwards"] == once[0]["stats"]["steps"] == 0  # figures are of training rollouts
 
 
 def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine: Any) -> None:
