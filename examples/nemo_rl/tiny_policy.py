@@ -9,6 +9,7 @@ import ray
 import torch
 import zmq
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl.models.policy.utils import IPCProtocol, calculate_aligned_size
 
@@ -90,6 +91,7 @@ class TinyPolicy(ColocatablePolicyInterface):
 
     def __init__(self, config: dict[str, Any], replicas: int):
         self.trainer = Trainer.remote(config, replicas)
+        self.sharding_annotations = NamedSharding([0], ["data_parallel"])
 
     def get_logprobs(self, data: Any, timer: Any = None, **kwargs: Any) -> Any:
         return BatchedDataDict({"logprobs": ray.get(self.trainer.logprobs.remote(data))})
