@@ -11,6 +11,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.engine)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first."""
+    items.sort(key=lambda item: "/e2e/" not in item.nodeid)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several pytest workers, what shares a fixture that is dear stays on one: a file's tests on one vLLM build,

@@ -13,7 +13,7 @@ from scipy import stats
 
 PROMPT = random.Random(0).choices([25, 26, 27, 28], k=28)
 """Over so few tokens that almost any two of them are repeated, so that prompt look-up drafts at every step."""
-SAMPLES = 4000
+SAMPLES = 2000
 
 
 @pytest.fixture(scope="module")

@@ -54,13 +54,13 @@ def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, 
     """The second to fourth token of one prompt, with vLLM's rejection sampling of the drafter's probabilities."""
     prompt = requests(PLAIN, 3)[0]["prompt"]
     asked = [{"prompt": prompt, "params": {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True}}]
-    rounds = [{"requests": asked, "copies": 1500, "brief": True}]
+    rounds = [{"requests": asked, "copies": 1000, "brief": True}]
     off = engine(das=None, rounds=rounds)[0]["tokens"]
     das = block(
         method, drafters, verify={"noise": "stock"}, draft={"options": {"draft_sample_method": "probabilistic"}}
     )
     drafted = engine(das=das, rounds=rounds)[0]
-    assert drafted["stats"]["accepted_tokens"] > 300
+    assert drafted["stats"]["accepted_tokens"] > 200
     assert drafted["samplers"][1] == "vllm.v1.sample.rejection_sampler"
     for position in range(1, 4):
         counts = np.array([np.bincount([t[position] for t in texts], minlength=96)
