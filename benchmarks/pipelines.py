@@ -110,7 +110,7 @@ def soak(count: int, out: Path) -> None:
             done = len(log.read_text().splitlines()) if log.exists() else 0
             for process in [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]:
                 try:
-                    name = " ".join(process.cmdline()[:2])[:60]
+                    name = " ".join(Path(part).name for part in process.cmdline()[:2])
                     memory[f"{process.pid} {name}"].append((done, process.memory_info().rss))
                 except psutil.Error:
                     continue
