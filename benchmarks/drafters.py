@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from das_adapter.machine import processor
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXED = 4  # tokens of the fixed-length drafts
@@ -282,13 +283,11 @@ def main() -> None:
 
 def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
     """Results so far, with command (without this machine's directories), versions and hardware."""
-    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = next((x.split(":", 1)[1].strip() for x in about.splitlines() if x.startswith("model name")), "")
     words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
     args.out.write_text(json.dumps({
         "command": " ".join(["python", "benchmarks/drafters.py", *words]),
         "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch")},
-        "hardware": {"cpu": cpu or platform.processor(), "cores": os.cpu_count(), "threads": args.threads, "gpu": None},
+        "hardware": {"cpu": processor(), "cores": os.cpu_count(), "threads": args.threads, "gpu": None},
         "results": results,
     }, indent=1) + "\n")  # fmt: skip
 

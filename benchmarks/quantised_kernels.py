@@ -23,6 +23,7 @@ from rich.table import Table
 from vllm.platforms import current_platform
 
 from das_adapter.engine.quantised import quantised
+from das_adapter.machine import processor
 
 current_platform.import_kernels()
 
@@ -130,15 +131,14 @@ def main() -> None:
             table.add_row(name, *(f"{t:.2f}" for t in times))
         Console(width=100).print(table)
     if args.out:
-        cpu = next(line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                   if line.startswith("model name"))  # fmt: skip
         flags = [
             f for f in ("avx2", "avx512_vnni", "avx512_bf16", "amx_int8") if f in Path("/proc/cpuinfo").read_text()
         ]
         args.out.write_text(json.dumps({
             "command": "python benchmarks/quantised_kernels.py", "tokens": TOKENS, "layer": SHAPES,
             "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch")},
-            "hardware": {"cpu": cpu, "flags": flags, "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+            "hardware": {"cpu": processor(), "flags": flags, "cores": os.cpu_count(),
+                         "threads": torch.get_num_threads()},
             "ms_per_layer": results,
         }, indent=1) + "\n")  # fmt: skip
 

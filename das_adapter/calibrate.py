@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ import numpy as np
 
 from das_adapter.core.latency import Hardware, Roofline, StepModel, fit
 from das_adapter.errors import DasError
+from das_adapter.machine import hardware
 
 _ACCEPTED = (0.2, 0.5, 0.8)
 """Shares of a draft's tokens taken for accepted when on/off decisions are compared."""
@@ -182,16 +182,6 @@ def read(path: str | Path) -> StepModel:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DasError(f"das.toggle.calibration={str(path)!r}: found {error!r}, expected a file that "
                        "das-adapter calibrate wrote") from None  # fmt: skip
-
-
-def hardware() -> dict[str, Any]:
-    """What is measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    import torch
-
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": cpu or platform.processor(), "cores": os.cpu_count(), "gpu": gpu, "system": platform.platform()}
 
 
 def _plot(path: Path, samples: Sequence[Sample], line: StepModel) -> None:

@@ -77,7 +77,21 @@ class Ours:
             self.index.close(handle, keep=False)
 
 
-class Plain:
+class _Counting:
+    """A drafter that counts what texts hold, history at once."""
+
+    def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
+        for _, tokens in texts:
+            self._count(problem, [], tokens.tolist())
+
+    def seal(self) -> None:
+        pass
+
+    def _count(self, problem: int, before: list[int], after: list[int]) -> None:
+        raise NotImplementedError
+
+
+class Plain(_Counting):
     """Longest suffix match up to 24 tokens in the problem's texts, the request's own and its prompt; the most frequent
     continuation (of equally frequent ones that which appeared last)."""
 
@@ -87,13 +101,6 @@ class Plain:
         self._counts: dict[int, dict[bytes, dict[int, int]]] = defaultdict(dict)
         self._live: dict[int, tuple[int, list[int], list[int]]] = {}
         self._handles = itertools.count(1)
-
-    def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
-        for _, tokens in texts:
-            self._count(problem, [], tokens.tolist())
-
-    def seal(self) -> None:
-        pass
 
     def _count(self, problem: int, before: list[int], after: list[int]) -> None:
         counts = self._counts[problem]
@@ -144,7 +151,7 @@ class Plain:
             self._counts.pop(problem, None)
 
 
-class Ceiling:
+class Ceiling(_Counting):
     """What copying could bring at best: somebody who knows how the request goes on copies from whichever place, in the
     problem's texts, the request's own or its prompt, agrees longest, of those that share its last token."""
 
@@ -153,13 +160,6 @@ class Ceiling:
         self._live: dict[int, tuple[int, list[int], Int32]] = {}
         self._handles = itertools.count(1)
         self._budget = 8
-
-    def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
-        for _, tokens in texts:
-            self._count(problem, [], tokens.tolist())
-
-    def seal(self) -> None:
-        pass
 
     def _count(self, problem: int, before: list[int], after: list[int]) -> None:
         text = np.array([*before[-self._budget :], *after], dtype=np.int32)

@@ -20,6 +20,7 @@ from das_adapter.bench.workload import SETTINGS, Group, batches, groups
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
+from das_adapter.machine import processor
 from das_adapter.sim.rollouts import Rollout
 
 BATCHES = (1, 16, 64, 256)
@@ -267,10 +268,6 @@ def table(figures: dict[str, Any]) -> str:
 
 def provenance() -> dict[str, Any]:
     """Command, versions and hardware."""
-    cpus = Path("/proc/cpuinfo").read_text().split("\n") if Path("/proc/cpuinfo").exists() else []
-    model = next(
-        (line.split(":", 1)[1].strip() for line in cpus if line.startswith("model name")), platform.processor()
-    )
 
     def version(name: str) -> str | None:
         try:
@@ -281,7 +278,7 @@ def provenance() -> dict[str, Any]:
     return {
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "python": platform.python_version(),
-        "cpu": model,
+        "cpu": processor(),
         "cores": os.cpu_count(),
         "versions": {name: version(name) for name in ("das-adapter", "numpy", "arctic-inference")},
     }

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import copy
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
@@ -21,7 +20,7 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
-from das_adapter.errors import UnsupportedHost
+from das_adapter.errors import plugin_not_loaded
 from das_adapter.nemo_rl.identity import Label, Labeller
 from das_adapter.service.client import NOTHING, PATIENCE_S, History, differ
 from das_adapter.service.ledger import RolloutClock
@@ -144,7 +143,7 @@ class SyncTap(Tap):
         try:
             _started(self._rpc("hello", {}))
         except Exception as error:
-            raise _not_loaded() from error
+            raise plugin_not_loaded() from error
 
     def report(self) -> dict[str, Any]:
         """Counts since the last report."""
@@ -187,7 +186,7 @@ class AsyncTap(Tap):
         try:
             _started(await self._rpc("hello", {}))
         except Exception as error:
-            raise _not_loaded() from error
+            raise plugin_not_loaded() from error
 
     async def report(self) -> dict[str, Any]:
         """Counts since the last report."""
@@ -199,10 +198,3 @@ class AsyncTap(Tap):
 
 def _started(hello: list[dict[str, Any]]) -> None:
     logger.warning("das: generation worker speculates: %s", hello[0])
-
-
-def _not_loaded() -> UnsupportedHost:
-    return UnsupportedHost(
-        "das-adapter did not reach vLLM's workers: its entry point vllm.general_plugins:das_adapter was not loaded "
-        f"there (VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} must be unset or name das_adapter)"
-    )

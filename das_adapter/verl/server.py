@@ -16,7 +16,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from das_adapter.core.noise import prompt_identity, request_seed
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG, engine_args, engine_env
-from das_adapter.errors import UnsupportedHost
+from das_adapter.errors import plugin_not_loaded
 from das_adapter.service.client import NOTHING, PATIENCE_S, History, differ
 from das_adapter.service.ledger import RolloutClock
 from das_adapter.verl import settings
@@ -55,10 +55,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         try:
             workers = await self.engine.collective_rpc("das_rpc", args=("hello", {}))
         except Exception as error:
-            raise UnsupportedHost(
-                "das-adapter did not reach vLLM's workers: its entry point vllm.general_plugins:das_adapter was not "
-                f"loaded there (VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} must be unset or name das_adapter)"
-            ) from error
+            raise plugin_not_loaded() from error
         logger.warning("das: replica %s speculates: %s", self.replica_rank, workers[0])
 
     async def generate(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from das_adapter.machine import hardware
 from das_adapter.verl.cpu_env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,13 +193,6 @@ def plot(summary: dict[str, Any], out: Path) -> None:
         axis.legend()
         figure.savefig(out / f"{name.removesuffix('_s')}.png", dpi=150)
         pyplot.close(figure)
-
-
-def hardware() -> dict[str, Any]:
-    """What the figures were measured on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    return {"cpu": model or platform.processor(), "cores": os.cpu_count(), "gpu": None, "system": platform.platform()}
 
 
 def mean(values: list[float]) -> float:
