@@ -3,25 +3,20 @@ the same trade for one decode step."""
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import LengthClass, beyond
+from das_adapter.core.native import native
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
 CLASS_SHARE = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: 1 / 3, LengthClass.LONG: 1.0}
 """Share of the largest budget that a class gets. DAS: none, moderate, aggressive, without numbers."""
-
-
-def _native() -> Any:
-    return importlib.import_module("das_adapter._native")
 
 
 def accepted(drafted: Floats, lengths: Floats, alpha: Floats, k: Floats) -> Floats:
@@ -114,7 +109,7 @@ def allocate(
     requests = len(worth)
     keep, offer = np.empty(requests, dtype=np.int64), np.empty(requests)
     slope, bend, room = model.token, model.bend, model.knee - requests
-    gain = _native().allocate(chances, offsets, worth, shift, slope, bend, room, model.draft, cut, keep, offer)
+    gain = native().allocate(chances, offsets, worth, shift, slope, bend, room, model.draft, cut, keep, offer)
     return Allocation(keep, offer, float(gain))
 
 

@@ -11,7 +11,6 @@ vLLM takes the drafts of one rank and hands them to all, so that what the others
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,7 @@ from das_adapter.core.acceptance import AcceptanceCurves, Calibration
 from das_adapter.core.budget import allocate, class_budgets, makespan_weights, plan
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthClass, LengthModel, classes, expected_remaining
+from das_adapter.core.native import native
 from das_adapter.core.toggle import Savings, Toggle
 
 Ints = npt.NDArray[np.int64]
@@ -44,10 +44,6 @@ SURPRISE = 0.25
 """Relative error of recent predictions at which the latency model is fitted again at once."""
 GUARD = 64
 """Steps between two looks at the time saved."""
-
-
-def _native() -> Any:
-    return importlib.import_module("das_adapter._native")
 
 
 @dataclass
@@ -180,7 +176,7 @@ class Controller:
         pending, self._pending = self._pending, None
         drafted = _NONE if carried is None else carried
         tally = self.tally
-        _native().advance(self._state, slots, got, drafted, PACE, self._class, tally.rounds, tally.drafts)
+        native().advance(self._state, slots, got, drafted, PACE, self._class, tally.rounds, tally.drafts)
         if carried is not None and pending is not None and self._steps % 8 == 0:
             self._learn(pending, slots, carried, got - 1)
 

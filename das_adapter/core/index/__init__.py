@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 from typing import Any
 
@@ -16,13 +15,10 @@ import numpy.typing as npt
 
 from das_adapter.core.index.errors import IndexFileError, UnknownHandle
 from das_adapter.core.index.values import Float32, Int32, Int64, Tokens, check_knobs, integers, problem_id, token_ids
+from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
 __all__ = ["IndexFileError", "SuffixIndex", "UnknownHandle"]
-
-
-def _native() -> Any:
-    return importlib.import_module("das_adapter._native")
 
 
 class SuffixIndex:
@@ -47,7 +43,7 @@ class SuffixIndex:
             ValueError: a knob out of range.
         """
         check_knobs(max_depth, half_life)
-        self._core: Any = _native().SuffixIndex(max_depth, half_life)
+        self._core: Any = native().SuffixIndex(max_depth, half_life)
 
     # History
 
@@ -296,5 +292,5 @@ class _files(contextlib.AbstractContextManager[None]):
     """Turns the native core's error about a file into `IndexFileError`."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and isinstance(error, _native().SuffixFileError):
+        if error is not None and isinstance(error, native().SuffixFileError):
             raise IndexFileError(f"suffix index file {error}") from None

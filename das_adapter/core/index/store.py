@@ -9,8 +9,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from das_adapter.core.index import _files, _native
+from das_adapter.core.index import _files
 from das_adapter.core.index.values import Tokens, check_knobs, problem_id, token_ids
+from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
@@ -51,7 +52,7 @@ class HistoryStore:
         except OSError:
             os.close(self._writer)
             raise DasError(f"history directory {str(self.directory)!r}: another store writes there") from None
-        self._core: Any = _native().SuffixIndex(max_depth, 1.0)
+        self._core: Any = native().SuffixIndex(max_depth, 1.0)
         try:
             with _files():
                 self._core.attach(str(self.directory), True)

@@ -1,0 +1,11 @@
+"""The compiled core, loaded when it is first needed: configs can be read and checked where it was not built."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def native() -> Any:
+    """The module `das_adapter._native`."""
+    return importlib.import_module("das_adapter._native")
