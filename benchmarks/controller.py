@@ -10,8 +10,9 @@ problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random w
 is that text with tokens exchanged at a rate of 5 to 40 % by problem, and lengths that are off by a fifth (replayed
 acceptance). Lengths are forced; the policy's own for `tiny`.
 
-All arms run in one engine, one after the other, in turns; each starts with the same history and step times. `idle` is
-the drafter doing nothing; `off` runs in an engine without one, and must write the same tokens.
+All arms run in one engine, one after the other, in turns. The engine has been rolling out before: each arm starts with
+the step times and the calibration learned there, and with the same history under problem ids of its own. `idle` is the
+drafter doing nothing; `off` runs in an engine without one, and must write the same tokens.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ SHAPE = {
 }  # fmt: skip
 MOST = 31
 FIXED = (1, 3, 7, 15)
+PROBLEMS, WINDOW = 10000, 32  # problem ids of an arm, and weight versions from one to the next: it never sees another's
+Learned = tuple[Any, Any]  # step times, calibration
 POLICIES = ("optimal", "classes", "uniform", "unlimited")
 
 
@@ -55,7 +58,7 @@ class Bench:
         from das_adapter.config import parse
         from das_adapter.engine.args import engine_args
 
-        self.model, self.seed = model, seed
+        self.model, self.seed, self.turn = model, seed, 0
         settings: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 64, "seed": 0,
                                     "enable_prefix_caching": False}  # fmt: skip
         if model == "random":
@@ -93,7 +96,8 @@ class Bench:
         from vllm import SamplingParams
 
         params = [SamplingParams(temperature=1.0, max_tokens=r["most"], ignore_eos=r["forced"], detokenize=False,
-                                 extra_args={"das_problem": r["problem"], "das_seed": r["seed"] + offset})
+                                 extra_args={"das_problem": r["problem"] + self.turn * PROBLEMS,
+                                             "das_seed": r["seed"] + offset})
                   for r in requests]  # fmt: skip
         prompts = [{"prompt_token_ids": r["prompt"]} for r in requests]
         begin = time.perf_counter()
@@ -119,30 +123,35 @@ class Bench:
                 found.append((r["problem"], ids.astype(np.int32).tobytes(), version))
         return found
 
-    def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], times: Any = None) -> None:
-        """A fresh drafter and controller for an arm, with the history, and the step times measured so far."""
+    def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], learned: Learned | None = None) -> None:
+        """A controller for an arm, with what was learned so far, and the history under new problem ids."""
         from das_adapter.config import BudgetConfig, ToggleConfig
         from das_adapter.core.controller import Controller
-        from das_adapter.core.index import SuffixIndex
 
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]) if arm[0] == "k" else MOST)
         mode = "roofline" if arm == "optimal" else "off"
         drafter = self.drafter
         drafter._close(list(drafter._live))
-        drafter.index, drafter._paused, drafter._step = SuffixIndex(), False, None
+        drafter._paused, drafter._step = False, None
         drafter.controller = Controller(
             BudgetConfig(policy=policy, max_draft_tokens=most), ToggleConfig(mode=mode), drafter._max_model_len
         )
-        if times is not None:
-            drafter.controller.times = copy.deepcopy(times)
+        if learned is not None:
+            drafter.controller.times, drafter.controller.calibration = copy.deepcopy(learned)
         drafter.counters.take()
-        drafter.refresh(2, trajectories)
+        self.turn += 1
+        shift, version = self.turn * PROBLEMS, self.turn * WINDOW
+        drafter.refresh(version, [(problem + shift, text, version + age - 2) for problem, text, age in trajectories])
         if arm == "idle":
             drafter.controller.stopped = "idle"
 
-    def arm(self, name: str, requests: Any, trajectories: Any, times: Any) -> dict[str, Any]:
+    def learned(self) -> Learned:
+        """What the present controller knows of this engine."""
+        return self.drafter.controller.times, self.drafter.controller.calibration
+
+    def arm(self, name: str, requests: Any, trajectories: Any, learned: Learned) -> dict[str, Any]:
         """One arm's rollout."""
-        self.prepare(name, trajectories, times)
+        self.prepare(name, trajectories, learned)
         seconds, texts = self.run(requests)
         controller, counters = self.drafter.controller, vars(self.drafter.counters)
         if self.drafter.counters.error:
@@ -182,7 +191,7 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**min(rows, key=lambda r: float(r["seconds"])), "all_seconds": [round(r["seconds"], 3) for r in rows]}
 
 
-def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
+def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: int, learned: Learned) -> dict[str, Any]:
     """Rollouts of the same requests by every arm, in turns."""
     requests = bench.requests(count, longest)
     bench.prepare("idle", [])
@@ -191,7 +200,7 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
     rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for turn in range(repeats):
         for arm in arms if turn % 2 == 0 else arms[::-1]:
-            rows[arm].append(bench.arm(arm, requests, trajectories, times))
+            rows[arm].append(bench.arm(arm, requests, trajectories, learned))
     found = {arm: best(r) for arm, r in rows.items()}
     return {
         "requests": count, "longest": max(map(len, texts)), "tokens": sum(map(len, texts)),
@@ -200,7 +209,7 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
     }  # fmt: skip
 
 
-def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
+def routing(bench: Bench, count: int, longest: int, repeats: int, learned: Learned) -> dict[str, Any]:
     """A rollout over two replicas: each replica's share runs on the engine by itself, the later end is the makespan.
 
     Requests arrive mixed; `least_loaded` gives a burst of them to the replicas by turns.
@@ -233,7 +242,7 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
                 for replica in (0, 1):
                     mine = [r for r, s in zip(requests, shares[policy], strict=True) if s == replica]
                     problems = {r["problem"] for r in requests}
-                    bench.prepare(arm, [t for t in trajectories if t[0] in problems], times)
+                    bench.prepare(arm, [t for t in trajectories if t[0] in problems], learned)
                     ends.append(bench.run(mine)[0])
                 figures = found.setdefault(f"{policy}, {arm}", {"makespan_s": float("inf"), "all": []})
                 figures["all"].append([round(e, 3) for e in ends])
@@ -242,19 +251,20 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
     return {"requests": count, "longest": max(map(len, texts)), "arms": found}
 
 
-def warm(bench: Bench) -> Any:
-    """Step times of an engine that has been rolling out for a while."""
+def warm(bench: Bench) -> Learned:
+    """What an engine knows that has been rolling out for a while."""
     requests = bench.requests(48, 96)
     bench.prepare("optimal", [])
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
-    times = bench.drafter.controller.times
-    for arm in ("optimal", "k3", "k15", "optimal"):
-        bench.prepare(arm, trajectories, times)
-        bench.run(bench.requests(48 if arm == "optimal" else 16, 96))
-        times = bench.drafter.controller.times
-    times.fit()
-    return times
+    learned = bench.learned()
+    for arm in ("optimal", "k3", "k15", "optimal", "optimal"):
+        bench.prepare(arm, trajectories, learned)
+        bench.run(requests if arm == "optimal" else requests[:16])
+        learned = bench.learned()
+    for part in (learned[0].fit, learned[1].refit):
+        part()
+    return learned
 
 
 def main() -> None:
@@ -284,16 +294,16 @@ def main() -> None:
             print(result["rollouts"][-1], flush=True)
     else:
         bench = Bench(args.model, {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed})
-        times = warm(bench)
-        result = {"latency_model": times.model.to_dict(), "rollouts": []}
-        print(times.model, flush=True)
+        learned = warm(bench)
+        result = {"latency_model": learned[0].model.to_dict(), "rollouts": []}
+        print(learned[0].model, flush=True)
         if args.what == "routing":
-            result["rollouts"].append(routing(bench, args.requests, args.longest, args.repeats, times))
+            result["rollouts"].append(routing(bench, args.requests, args.longest, args.repeats, learned))
             for name, figures in result["rollouts"][0]["arms"].items():
                 print(f"  {name:24} {figures['makespan_s']:7.2f} s  {figures['all']}", flush=True)
         counts = {"rollout": [args.requests], "batches": args.batches, "routing": []}
         for count in counts[args.what]:
-            row = compare(bench, args.arms, count, args.longest, args.repeats, times)
+            row = compare(bench, args.arms, count, args.longest, args.repeats, learned)
             result["rollouts"].append(row)
             base = row["arms"][args.arms[0]]["seconds"]
             print(f"{count} requests, {row['tokens']} tokens, longest {row['longest']}, "

@@ -107,7 +107,7 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<d
 }
 
 // Rows of the controller's state, a column per slot; das_adapter/core/controller.py names them in this order.
-enum Row { kWritten, kPace, kLoad, kDrafted, kAccepted, kFirstTried, kFirst, kRows };
+enum Row { kWritten, kPace, kLoad, kDrafted, kAccepted, kFirstTried, kFirst, kRounds, kRows };
 
 void advance(nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> state, const In<int64_t>& slots,
              const In<int64_t>& got, const In<int64_t>& carried, double memory, const In<int64_t>& classes,
@@ -128,13 +128,34 @@ void advance(nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> sta
     rounds.data()[kind] += 1;
     drafts.data()[kind] += drafted;
     x[kWritten * width] += tokens;
-    x[kPace * width] += (tokens - x[kPace * width]) / memory;
-    x[kLoad * width] += (drafted - x[kLoad * width]) / memory;
+    x[kRounds * width] += 1;
+    const double past = std::min(memory, x[kRounds * width] + 1);  // what was assumed at first counts for one round
+    x[kPace * width] += (tokens - x[kPace * width]) / past;
+    x[kLoad * width] += (drafted - x[kLoad * width]) / past;
     if (drafted <= 0) continue;
     x[kDrafted * width] += drafted;
     x[kAccepted * width] += tokens - 1;
     x[kFirstTried * width] += 1;
     x[kFirst * width] += tokens > 1;
+  }
+}
+
+using Table = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Row i of `cdf`, tabulated at geometric steps from 1 (`scale` of them to a factor of e), at each of row i of `lengths`.
+void interpolate(const Table& cdf, double scale, const Table& lengths,
+                 nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
+  const size_t rows = cdf.shape(0), grid = cdf.shape(1), points = lengths.shape(1);
+  if (lengths.shape(0) != rows || out.shape(0) != rows || out.shape(1) != points || grid < 2)
+    throw std::invalid_argument("interpolate: cdf, lengths and out differ in their number of requests");
+  for (size_t i = 0; i < rows; ++i) {
+    const double* row = cdf.data() + i * grid;
+    for (size_t j = 0; j < points; ++j) {
+      const double length = lengths.data()[i * points + j];
+      const double x = std::min(std::log(std::max(length, 1.0)) * scale, static_cast<double>(grid - 1));
+      const size_t k = std::min(static_cast<size_t>(x), grid - 2);
+      out.data()[i * points + j] = length < 1.0 ? 0.0 : row[k] + (x - static_cast<double>(k)) * (row[k + 1] - row[k]);
+    }
   }
 }
 
@@ -150,4 +171,6 @@ void bind_allocation(nb::module_& m) {
         nb::arg("memory"), nb::arg("classes"), nb::arg("rounds"), nb::arg("drafts"),
         "Bring the controller's state float64 [rows, slots] forward by one decode step, and count its request forwards "
         "and draft tokens by length class, float64 [classes] each.");
+  m.def("interpolate", &interpolate, nb::arg("cdf"), nb::arg("scale"), nb::arg("lengths"), nb::arg("out"),
+        "Distribution functions float64 [b, g] at lengths float64 [b, k], linear in the logarithm, into out [b, k].");
 }

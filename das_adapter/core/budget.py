@@ -4,6 +4,7 @@ the same trade for one decode step."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +76,7 @@ def class_budgets(classes: npt.NDArray[np.int64], most: int) -> Ints:
     return shares[classes]
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """One step's draft tokens."""
 
     keep: Ints

@@ -84,7 +84,7 @@ class Controller:
         self._problems: list[int] = []
         self._free: list[int] = []
         self._cdf = np.zeros((0, LengthModel.GRID))
-        self._state = np.zeros((10, 0))  # rows as `_grow` names them, a column for each slot
+        self._state = np.zeros((11, 0))  # rows as `_grow` names them, a column for each slot
         self._class: Ints = np.zeros(0, dtype=np.int64)
         self._steps = self._synced_at = self._running = 0
         self._saved = 0.0
@@ -177,7 +177,7 @@ class Controller:
         drafted = _NONE if carried is None else carried
         tally = self.tally
         native().advance(self._state, slots, got, drafted, PACE, self._class, tally.rounds, tally.drafts)
-        if carried is not None and pending is not None and self._steps % 8 == 0:
+        if carried is not None and pending is not None and self._steps % min(16, 1 + len(slots) // 4) == 0:
             self._learn(pending, slots, carried, got - 1)
 
     def looks(self, running: int) -> bool:
@@ -239,8 +239,9 @@ class Controller:
             keep, gain = found.keep, found.gain
             total = running + int(keep.sum())
             drafting = model.step(total, running, total > running)
-            asked = found.offer > 0.0  # who was not drafted for says nothing
-            self._offer[slots] += asked * (found.offer - self._offer[slots]) / PACE
+            if self._steps % 4 == 0:
+                asked = found.offer > 0.0  # who was not drafted for says nothing
+                self._offer[slots] += asked * (found.offer - self._offer[slots]) * (4 / PACE)
             on = self.toggle.update(running, 1.0 + gain / drafting if total > running else 0.0, arrived)
             if not on or probe == "plain":
                 keep = np.zeros_like(keep)
@@ -268,7 +269,7 @@ class Controller:
         self._since_plain = self._since_plain + 1 if drafted else 0
         self._since_draft = 0 if drafted else self._since_draft + 1
         since, surprised = self.times.observed - self._fitted_at, self.times.surprise > SURPRISE
-        if since >= (8 if surprised else min(max(16, self._fitted_at), 1024)):
+        if since >= (8 if surprised else min(max(16, self._fitted_at), 4096)):
             self._fitted_at = self.times.observed
             self.times.fit()
             self.calibration.refit()
@@ -359,9 +360,11 @@ class Controller:
             last = makespan_weights(cdf, edges, written, potential)
         # A round that is not needed saves what its tokens cost, drafts included, and the last ones what a step costs
         # that nobody else is in.
-        own = slope * (1.0 + self._load[slots]) + model.request
-        left = round(1.0 / float(last @ last))
-        tail = max(0.0, model.step(left, left, False) - (model.slope(left) + model.request) * left)
+        tokens = 1.0 + self._load[slots]
+        own = model.slope(float(tokens.sum())) * tokens + model.request
+        left = 1.0 / float(last @ last)
+        size = left * float(last @ tokens)
+        tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
         self._worth[slots] = last * tail / float(last @ pace) + own / pace
 
     def _learn(self, pending: tuple[Ints, Chances, Ints, Ints], slots: Ints, carried: Ints, kept: Ints) -> None:
@@ -389,9 +392,9 @@ class Controller:
         self._problems += [0] * more
         self._free += range(old + more - 1, old - 1, -1)
         self._cdf = np.concatenate([self._cdf, np.zeros((more, LengthModel.GRID))])
-        self._state = np.concatenate([self._state, np.zeros((10, more))], axis=1)
-        # The first seven rows are brought forward by the native `advance`.
+        self._state = np.concatenate([self._state, np.zeros((11, more))], axis=1)
+        # The first eight rows are brought forward by the native `advance`.
         self._written, self._pace, self._load = self._state[:3]
         self._drafted, self._accepted, self._first_tried, self._first = self._state[3:7]
-        self._counted, self._offer, self._worth = self._state[7:]
+        self._counted, self._offer, self._worth = self._state[8:]
         self._class = np.concatenate([self._class, np.full(more, LengthClass.MEDIUM, dtype=np.int64)])

@@ -38,7 +38,7 @@ class StepModel:
         bent = self.bend * np.maximum(0.0, n - self.knee)
         return np.asarray(self.base + self.token * n + bent + self.request * b + self.draft * np.asarray(drafted))
 
-    def step(self, tokens: int, requests: int, drafted: bool) -> float:
+    def step(self, tokens: float, requests: float, drafted: bool) -> float:
         """`seconds` of one step."""
         bent = self.bend * (tokens - self.knee) if tokens > self.knee else 0.0
         return self.base + self.token * tokens + bent + self.request * requests + (self.draft if drafted else 0.0)

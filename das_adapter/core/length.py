@@ -10,6 +10,8 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core.native import native
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -148,13 +150,9 @@ def _mean_beyond(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
 
 def _at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     """Distribution functions at lengths of shape (b, k), linear in the logarithm between the edges."""
-    last = len(edges) - 1
-    x = np.log(np.maximum(lengths, 1.0)) * (last / np.log(edges[-1]))
-    i = np.minimum(x.astype(np.int64), last - 1)
-    rows = np.arange(len(cdf))[:, None]
-    low = cdf[rows, i]
-    found: Floats = low + np.minimum(x - i, 1.0) * (cdf[rows, i + 1] - low)
-    return np.where(lengths < 1.0, 0.0, found)
+    found = np.empty(lengths.shape)
+    native().interpolate(cdf, (len(edges) - 1) / math.log(edges[-1]), lengths, found)
+    return found
 
 
 def _drop(seen: deque[tuple[int, int]], oldest: int) -> bool:

@@ -1,18 +1,23 @@
 """Write a larger policy that says the same: the tiny one with every dimension repeated, and layers that add nothing.
 
-    python examples/tiny_math/widen_policy.py OUT [--width 4] [--layers 24]
+    python examples/tiny_math/widen_policy.py OUT [--width 4] [--layers 24] [--drafters DIR]
 
 For measurements that need a policy of a few hundred million parameters whose text is real: its layers are as hard to
 round as the tiny policy's. A repeated input x, x, ... meets weights W/c + E, where E adds up to zero over the c copies
 and gives every weight the variance that a layer of that width has.
+
+With `--drafters`, made by make_drafters.py, the EAGLE-3 head is written to OUT/eagle3 for the larger policy: its input
+layer reads the repeated hidden states. The draft model needs no change.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 POLICY = Path(__file__).resolve().parent / "policy"
@@ -69,11 +74,27 @@ def widened(tiny: Qwen2ForCausalLM, width: int, layers: int, seed: int = 0) -> Q
     return model
 
 
+def widen_head(source: Path, out: Path, tiny: Qwen2ForCausalLM, width: int, layers: int) -> None:
+    """The EAGLE-3 head of the tiny policy, for the larger one."""
+    hidden, every = tiny.config.hidden_size, layers // tiny.config.num_hidden_layers
+    state, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
+    fused = state["fc.weight"].unflatten(1, (-1, 1, hidden))  # [hidden, layers read, 1, hidden]
+    state["fc.weight"] = (fused / width).repeat(1, 1, width, 1).flatten(1)
+    state["embed_tokens.weight"] = tiny.model.embed_tokens.weight.detach().clone()
+    read = [layer * every for layer in config["eagle_aux_hidden_state_layer_ids"]]
+    config |= {"target_hidden_size": width * hidden, "eagle_aux_hidden_state_layer_ids": read}
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = read
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({name: t.bfloat16().contiguous() for name, t in state.items()}, out / "model.safetensors")
+    (out / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--drafters", type=Path)
     args = parser.parse_args()
     tiny = Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     model = widened(tiny, args.width, args.layers)
@@ -82,6 +103,8 @@ def main() -> None:
     print(f"{model.num_parameters() / 1e6:.0f} M parameters; logits differ by at most {error:.1e} in float32")
     model.to(torch.bfloat16).save_pretrained(args.out)
     AutoTokenizer.from_pretrained(POLICY).save_pretrained(args.out)
+    if args.drafters:
+        widen_head(args.drafters / "eagle3", args.out / "eagle3", tiny, args.width, args.layers)
 
 
 if __name__ == "__main__":
