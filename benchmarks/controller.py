@@ -7,7 +7,7 @@
 
 Two policies. `tiny`: examples/tiny_math/policy in float32; the history is its own previous rollout of the same
 problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its text is its own, its history
-is that text with tokens exchanged at a rate of 5 to 40 % by problem, and lengths that are off by a fifth (replayed
+is that text with tokens exchanged at a rate of 5 to 40 % by problem (`--rates`), and lengths that are off by a fifth (replayed
 acceptance). Lengths are forced; the policy's own for `tiny`.
 
 All arms run in one engine, one after the other, in turns. The engine has been rolling out before: each arm starts with
@@ -52,13 +52,13 @@ POLICIES = ("optimal", "classes", "uniform", "unlimited")
 class Bench:
     """One engine, its requests and their history."""
 
-    def __init__(self, model: str, das: dict[str, Any], seed: int = 0):
+    def __init__(self, model: str, das: dict[str, Any], rates: list[float], seed: int = 0):
         from vllm import LLM
 
         from das_adapter.config import parse
         from das_adapter.engine.args import engine_args
 
-        self.model, self.seed, self.turn = model, seed, 0
+        self.model, self.rates, self.seed, self.turn = model, rates, seed, 0
         settings: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 64, "seed": 0,
                                     "enable_prefix_caching": False}  # fmt: skip
         if model == "random":
@@ -107,7 +107,7 @@ class Bench:
     def history(self, requests: list[dict[str, Any]], texts: list[list[int]]) -> list[tuple[int, bytes, int]]:
         """What the run is taken to have written at weight versions 0 and 1."""
         rng = np.random.default_rng(self.seed + 1)
-        rates = rng.choice([0.05, 0.1, 0.2, 0.4], len(requests))
+        rates = rng.choice(self.rates, len(requests))
         found = []
         for version in (0, 1):
             if self.model == "tiny":
@@ -276,13 +276,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--arms", nargs="+", default=["idle", *POLICIES, *(f"k{k}" for k in FIXED)])
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     from provenance import provenance
 
     keyed = {"verify": {"noise": "keyed"}}
     if args.what == "off":
-        bench = Bench(args.model, {"drafter": "none", **keyed})
+        bench = Bench(args.model, {"drafter": "none", **keyed}, args.rates)
         result: dict[str, Any] = {"rollouts": []}
         for count in args.batches:
             requests = bench.requests(count, args.longest)
@@ -293,7 +294,7 @@ def main() -> None:
             )
             print(result["rollouts"][-1], flush=True)
     else:
-        bench = Bench(args.model, {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed})
+        bench = Bench(args.model, {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed}, args.rates)
         learned = warm(bench)
         result = {"latency_model": learned[0].model.to_dict(), "rollouts": []}
         print(learned[0].model, flush=True)

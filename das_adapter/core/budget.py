@@ -83,6 +83,8 @@ class Allocation(NamedTuple):
     """How many of each request's draft to verify, shape (b,)."""
     offer: Floats
     """How many would be accepted of each draft if all of it were verified, expected, shape (b,)."""
+    total: int
+    """Sum of `keep`."""
     gain: float
     """Seconds: worth of the kept tokens minus what verifying them costs."""
 
@@ -91,7 +93,13 @@ _AS_STATED: Chances = np.zeros(1, dtype=np.float32)
 
 
 def allocate(
-    chances: Chances, offsets: Ints, worth: Floats, model: StepModel, shift: Chances = _AS_STATED, cut: bool = True
+    chances: Chances,
+    offsets: Ints,
+    worth: Floats,
+    model: StepModel,
+    shift: Chances = _AS_STATED,
+    frailty: Floats | None = None,
+    cut: bool = True,
 ) -> Allocation:
     """Keep the draft tokens that are worth more than they cost, each at the step size that all of them make.
 
@@ -104,13 +112,16 @@ def allocate(
         worth: seconds that an accepted token of each request saves, shape (b,).
         model: what the step costs.
         shift: `Calibration.shift`.
+        frailty: exponent of each request's chances, see `Frailty`, shape (b,); None: 1.
         cut: False: keep everything, and say what that gains.
     """
     requests = len(worth)
     keep, offer = np.empty(requests, dtype=np.int64), np.empty(requests)
     slope, bend, room = model.token, model.bend, model.knee - requests
-    gain = native().allocate(chances, offsets, worth, shift, slope, bend, room, model.draft, cut, keep, offer)
-    return Allocation(keep, offer, float(gain))
+    frailty = np.ones(requests) if frailty is None else frailty
+    costs = slope, bend, room, model.draft
+    gain, total = native().allocate(chances, offsets, worth, shift, frailty, *costs, cut, keep, offer)
+    return Allocation(keep, offer, total, gain)
 
 
 def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, pace: Floats, points: int = 32) -> Floats:

@@ -57,10 +57,8 @@ class MixedProposer(HistoryProposer):
         """Tokens that should be accepted of each row's draft from the history, float64 [batch]."""
         expected = np.zeros(batch)
         if self.offer is not None:
-            rows, chances, offsets, keep = self.offer
-            calibrated = self.controller.calibration(chances)
-            for row, first, count in zip(rows, offsets.tolist(), keep.tolist(), strict=False):
-                expected[row] = calibrated[first : first + count].sum()
+            rows, *offer = self.offer
+            expected[rows] = self.controller.expected(*offer)
         return expected
 
     def _finish_step(self, step: Any, seconds: float) -> None:
