@@ -7,8 +7,8 @@
 
 Two policies. `tiny`: examples/tiny_math/policy in float32; the history is its own previous rollout of the same
 problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its text is its own, its history
-is that text with tokens exchanged at a rate of 5 to 40 % by problem (`--rates`), and lengths that are off by a fifth (replayed
-acceptance). Lengths are forced; the policy's own for `tiny`.
+is that text with tokens exchanged at a rate of 5 to 40 % by problem (`--rates`), and lengths that are off by a fifth
+(replayed acceptance). Lengths are forced; the policy's own for `tiny`.
 
 All arms run in one engine, one after the other, in turns. The engine has been rolling out before: each arm starts with
 the step times and the calibration learned there, and with the same history under problem ids of its own. `idle` is the
