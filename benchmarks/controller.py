@@ -7,8 +7,8 @@
 
 Two policies. `tiny`: examples/tiny_math/policy in float32; the history is its own previous rollout of the same
 problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its text is its own, its history
-is that text with tokens exchanged at a rate of 5 to 40 % by problem (`--rates`), and lengths that are off by a fifth
-(replayed acceptance). Lengths are forced; the policy's own for `tiny`.
+is that text with tokens exchanged at rates of 5 to 40 % (`--rates`), one for each stretch of 16 tokens, and lengths
+that are off by a fifth (replayed acceptance). Lengths are forced; the policy's own for `tiny`.
 
 All arms run in one engine, one after the other, in turns. The engine has been rolling out before: each arm starts with
 the step times and the calibration learned there, and with the same history under problem ids of its own. `idle` is the
@@ -45,6 +45,7 @@ SHAPE = {
 MOST = 31
 FIXED = (1, 3, 7, 15)
 PROBLEMS, WINDOW = 10000, 32  # problem ids of an arm, and weight versions from one to the next: it never sees another's
+STRETCH = 16  # tokens of a history that agree with what is written at one rate
 Learned = tuple[Any, Any]  # step times, calibration
 POLICIES = ("optimal", "classes", "uniform", "unlimited")
 
@@ -52,15 +53,16 @@ POLICIES = ("optimal", "classes", "uniform", "unlimited")
 class Bench:
     """One engine, its requests and their history."""
 
-    def __init__(self, model: str, das: dict[str, Any], rates: list[float], seed: int = 0):
+    def __init__(self, model: str, das: dict[str, Any], rates: list[float], at_once: int = 64, seed: int = 0):
         from vllm import LLM
 
         from das_adapter.config import parse
         from das_adapter.engine.args import engine_args
 
         self.model, self.rates, self.seed, self.turn = model, rates, seed, 0
-        settings: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": 64, "seed": 0,
-                                    "enable_prefix_caching": False}  # fmt: skip
+        settings: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": at_once,
+                                    "seed": 0, "enable_prefix_caching": False,
+                                    "scheduling_policy": "priority"}  # fmt: skip
         if model == "random":
             directory = Path(f"/tmp/das-random-{os.getpid()}")
             directory.mkdir(exist_ok=True)
@@ -91,8 +93,10 @@ class Bench:
             for i, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
         ]  # fmt: skip
 
-    def run(self, requests: list[dict[str, Any]], offset: int = 0) -> tuple[float, list[list[int]]]:
-        """Seconds of a rollout and its tokens; `offset` draws others."""
+    def run(
+        self, requests: list[dict[str, Any]], offset: int = 0, priority: list[int] | None = None
+    ) -> tuple[float, list[list[int]]]:
+        """Seconds of a rollout and its tokens; `offset` draws others, `priority` says who starts first."""
         from vllm import SamplingParams
 
         params = [SamplingParams(temperature=1.0, max_tokens=r["most"], ignore_eos=r["forced"], detokenize=False,
@@ -101,27 +105,45 @@ class Bench:
                   for r in requests]  # fmt: skip
         prompts = [{"prompt_token_ids": r["prompt"]} for r in requests]
         begin = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False, priority=priority)
         return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
 
     def history(self, requests: list[dict[str, Any]], texts: list[list[int]]) -> list[tuple[int, bytes, int]]:
         """What the run is taken to have written at weight versions 0 and 1."""
         rng = np.random.default_rng(self.seed + 1)
-        rates = rng.choice(self.rates, len(requests))
         found = []
         for version in (0, 1):
             if self.model == "tiny":
                 texts = self.run(requests, offset=100000 * (version + 1))[1]
-            for r, text, rate in zip(requests, texts, rates, strict=True):
+            for r, text in zip(requests, texts, strict=True):
                 ids = np.asarray(text, dtype=np.int32)
                 if self.model == "random":
                     other = rng.integers(1, 32000, len(ids), dtype=np.int32)
+                    rate = np.repeat(rng.choice(self.rates, len(ids) // STRETCH + 1), STRETCH)[: len(ids)]
                     ids = np.where(rng.random(len(ids)) < rate, other, ids)
                     length = max(4, int(len(ids) * rng.lognormal(0, 0.2)))
                     tail = rng.integers(1, 32000, max(0, length - len(ids)), dtype=np.int32)
                     ids = np.concatenate([ids, tail])[:length]
                 found.append((r["problem"], ids.astype(np.int32).tobytes(), version))
         return found
+
+    def practise(self, count: int = 300) -> None:
+        """Draft for `count` other problems of the same kind without the engine: what a run has learned before."""
+        rng, index, calibration = np.random.default_rng(self.seed + 2), self.drafter.index, self.learned()[1]
+        texts = [rng.integers(1, 32000, 200, dtype=np.int32) for _ in range(count)]
+        problems = [{"problem": i} for i in range(count)]  # those of turn 0
+        for problem, ids, version in self.history(problems, [text.tolist() for text in texts]):
+            index.add(problem, np.frombuffer(ids, dtype=np.int32), version)
+        index.seal()
+        for r, text in zip(problems, texts, strict=True):
+            handle, at = index.open(r["problem"], text[:1]), 1
+            while at < len(text):
+                flat, chances, _ = index.draft_flat(np.array([handle]), np.array([min(MOST, len(text) - at)]), 0.01)
+                kept = int(np.argmin(np.append(flat == text[at : at + len(flat)], False)))
+                calibration.learn(chances, np.arange(len(flat)) < kept)
+                index.extend(handle, text[at : at + kept + 1])
+                at += kept + 1
+            index.close(handle, keep=False)
 
     def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], learned: Learned | None = None) -> None:
         """A controller for an arm, with what was learned so far, and the history under new problem ids."""
@@ -212,7 +234,8 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
 def routing(bench: Bench, count: int, longest: int, repeats: int, learned: Learned) -> dict[str, Any]:
     """A rollout over two replicas: each replica's share runs on the engine by itself, the later end is the makespan.
 
-    Requests arrive mixed; `least_loaded` gives a burst of them to the replicas by turns.
+    Requests arrive mixed, and more than a replica runs at once. `least_loaded` gives them to the replicas by turns and
+    starts them as they came; `longest_first` spreads the long ones and starts those with the longest history first.
     """
     from das_adapter.core.length import LengthModel
     from das_adapter.core.routing import Spread
@@ -240,10 +263,10 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, learned: Learn
             for policy in list(shares) if turn % 2 == 0 else list(shares)[::-1]:
                 ends = []
                 for replica in (0, 1):
-                    mine = [r for r, s in zip(requests, shares[policy], strict=True) if s == replica]
-                    problems = {r["problem"] for r in requests}
-                    bench.prepare(arm, [t for t in trajectories if t[0] in problems], learned)
-                    ends.append(bench.run(mine)[0])
+                    mine = [i for i in range(count) if shares[policy][i] == replica]
+                    first = [-round(expected[i]) for i in mine] if policy == "longest_first" else None
+                    bench.prepare(arm, trajectories, learned)
+                    ends.append(bench.run([requests[i] for i in mine], priority=first)[0])
                 figures = found.setdefault(f"{policy}, {arm}", {"makespan_s": float("inf"), "all": []})
                 figures["all"].append([round(e, 3) for e in ends])
                 if max(ends) < figures["makespan_s"]:
@@ -255,6 +278,8 @@ def warm(bench: Bench) -> Learned:
     """What an engine knows that has been rolling out for a while."""
     requests = bench.requests(48, 96)
     bench.prepare("optimal", [])
+    if bench.model == "random":
+        bench.practise()
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
     learned = bench.learned()
@@ -294,7 +319,8 @@ def main() -> None:
             )
             print(result["rollouts"][-1], flush=True)
     else:
-        bench = Bench(args.model, {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed}, args.rates)
+        bench = Bench(args.model, {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed}, args.rates,
+                      8 if args.what == "routing" else 64)  # fmt: skip
         learned = warm(bench)
         result = {"latency_model": learned[0].model.to_dict(), "rollouts": []}
         print(learned[0].model, flush=True)

@@ -74,12 +74,11 @@ float calibrated(float stated, const In<float>& shift) {
 }
 
 std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, const In<float>& shift,
-                const In<double>& frailty, double slope, double bend, double room, double fixed, bool cut, Out<int64_t> keep, Out<double> offer) {
+                double slope, double bend, double room, double fixed, bool cut, Out<int64_t> keep, Out<double> offer) {
   const size_t batch = worth.size();
   const auto n = static_cast<int64_t>(chances.size());
-  if (offsets.size() != batch + 1 || keep.size() != batch || offer.size() != batch || frailty.size() != batch ||
-      shift.size() == 0)
-    throw std::invalid_argument("allocate: worth, frailty, offsets, keep and offer differ in their number of requests");
+  if (offsets.size() != batch + 1 || keep.size() != batch || offer.size() != batch || shift.size() == 0)
+    throw std::invalid_argument("allocate: worth, offsets, keep and offer differ in their number of requests");
   const float* c = chances.data();
   const int64_t* at = offsets.data();
   if (at[0] != 0 || at[batch] != n || !std::is_sorted(at, at + batch + 1))
@@ -87,9 +86,8 @@ std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>&
   std::vector<float> value(n);
   for (size_t i = 0; i < batch; ++i) {
     float chance = 1.0f, sum = 0.0f;
-    const auto power = static_cast<float>(frailty.data()[i]);
     for (int64_t j = at[i]; j < at[i + 1]; ++j) {
-      chance = std::min(chance, std::exp2(power * std::log2(calibrated(c[j], shift))));
+      chance = std::min(chance, calibrated(c[j], shift));
       sum += chance;
       value[j] = chance * static_cast<float>(worth.data()[i]);
     }
@@ -119,23 +117,16 @@ std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>&
 }
 
 // Rows of the controller's state, a column per slot; das_adapter/core/controller.py names them in this order.
-enum Row { kWritten, kPace, kLoad, kDrafted, kAccepted, kFirstTried, kFirst, kRounds, kRejected, kHazard, kFrailty, kRows };
+enum Row { kWritten, kPace, kLoad, kDrafted, kAccepted, kFirstTried, kFirst, kRounds, kRows };
 
 void advance(nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> state, const In<int64_t>& slots,
              const In<int64_t>& got, const In<int64_t>& carried, double memory, const In<int64_t>& classes,
-             Out<double> rounds, Out<double> drafts, const In<int64_t>& asked, const In<float>& chances,
-             const In<int64_t>& offsets, const In<float>& shift, double prior) {
-  const size_t width = state.shape(1), known = asked.size();
+             Out<double> rounds, Out<double> drafts) {
+  const size_t width = state.shape(1);
   if (state.shape(0) < kRows || got.size() != slots.size() || (carried.size() && carried.size() != slots.size()))
     throw std::invalid_argument("advance: slots, got and carried differ in length");
   if (classes.size() != width || rounds.size() != drafts.size())
     throw std::invalid_argument("advance: a class per slot, and two counts per class");
-  const int64_t* at = offsets.data();
-  if (known && (offsets.size() != known + 1 || shift.size() == 0 || at[0] < 0 ||
-                at[known] > static_cast<int64_t>(chances.size()) || !std::is_sorted(at, at + known + 1)))
-    throw std::invalid_argument("advance: asked, chances and offsets differ in length");
-  std::vector<int32_t> place(known ? width : 0, -1);
-  for (size_t i = 0; i < known; ++i) place.at(static_cast<size_t>(asked.data()[i])) = static_cast<int32_t>(i);
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto slot = static_cast<size_t>(slots.data()[i]);
     if (slot >= width) throw std::out_of_range("advance: no such slot");
@@ -156,19 +147,6 @@ void advance(nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> sta
     x[kAccepted * width] += tokens - 1;
     x[kFirstTried * width] += 1;
     x[kFirst * width] += tokens > 1;
-    if (!known || place[slot] < 0) continue;
-    // Tokens up to the first rejected one were tried, each with a chance to be rejected, given that it is reached.
-    const int32_t draft = place[slot];
-    const int64_t last = at[draft] + std::min(got.data()[i], carried.data()[i]) - 1;
-    if (last < at[draft] || last >= at[draft + 1]) continue;
-    x[kRejected * width] += tokens <= drafted;
-    float before = 1.0f;
-    for (int64_t j = at[draft]; j <= last; ++j) {
-      const float chance = std::min(before, calibrated(chances.data()[j], shift));
-      x[kHazard * width] += 1.0 - static_cast<double>(chance / before);
-      before = chance;
-    }
-    x[kFrailty * width] = (x[kRejected * width] + prior) / (x[kHazard * width] + prior);
   }
 }
 
@@ -195,16 +173,14 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 
 void bind_allocation(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("worth"), nb::arg("shift"),
-        nb::arg("frailty"), nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("cut"), nb::arg("keep"),
+        nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("cut"), nb::arg("keep"),
         nb::arg("offer"),
         "Draft tokens of each request to verify, into keep int64 [b]; their expected number if all were, into offer "
         "float64 [b]. Returns the expected gain in seconds, and the draft tokens of all.");
   m.def("advance", &advance, nb::arg("state"), nb::arg("slots"), nb::arg("got"), nb::arg("carried"),
         nb::arg("memory"), nb::arg("classes"), nb::arg("rounds"), nb::arg("drafts"),
-        nb::arg("asked"), nb::arg("chances"), nb::arg("offsets"), nb::arg("shift"), nb::arg("prior"),
         "Bring the controller's state float64 [rows, slots] forward by one decode step, and count its request forwards "
-        "and draft tokens by length class, float64 [classes] each. `chances`, at `offsets`, of the slots `asked`: as "
-        "the drafts were stated.");
+        "and draft tokens by length class, float64 [classes] each.");
   m.def("interpolate", &interpolate, nb::arg("cdf"), nb::arg("scale"), nb::arg("lengths"), nb::arg("out"),
         "Distribution functions float64 [b, g] at lengths float64 [b, k], linear in the logarithm, into out [b, k].");
 }

@@ -58,39 +58,6 @@ class Calibration:
         return np.clip(shifted, 1e-3, 1.0, out=shifted)
 
 
-class Frailty:
-    """How much sooner or later the drafts of a problem break off than their chances say: an exponent of the chances.
-
-    Over the tokens that were verified, up to the first rejected one of each draft, `hazard` sums the chances to be
-    rejected there and `rejected` counts those that were; the exponent is (rejected + PRIOR) / (hazard + PRIOR), the
-    mean of a frailty with a gamma distribution around 1.
-    """
-
-    PRIOR = 4.0
-    MOST = 16.0
-    """Hazard a problem's past counts for at most."""
-
-    def __init__(self) -> None:
-        self._problems: dict[int, tuple[float, float]] = {}
-
-    def of(self, problem: int) -> tuple[float, float, float]:
-        """(rejected, hazard) that a new request of the problem begins with, and its exponent."""
-        rejected, hazard = self._problems.get(problem, (0.0, 0.0))
-        return rejected, hazard, (rejected + self.PRIOR) / (hazard + self.PRIOR)
-
-    def observe(self, problem: int, rejected: float, hazard: float) -> None:
-        """Take what a finished request added."""
-        if hazard > 0.0 or rejected > 0.0:
-            before = self._problems.get(problem, (0.0, 0.0))
-            rejected, hazard = before[0] + rejected, before[1] + hazard
-            share = min(1.0, self.MOST / max(hazard, rejected))
-            self._problems[problem] = rejected * share, hazard * share
-
-    def forget(self) -> None:
-        """A weight sync: the past counts half."""
-        self._problems = {p: (r / 2, h / 2) for p, (r, h) in self._problems.items() if r + h > 0.1}
-
-
 def isotonic(values: Floats, weights: Floats) -> Floats:
     """The non-decreasing sequence nearest to `values` in weighted squares (pool adjacent violators)."""
     blocks: list[list[float]] = []

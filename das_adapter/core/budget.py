@@ -98,7 +98,6 @@ def allocate(
     worth: Floats,
     model: StepModel,
     shift: Chances = _AS_STATED,
-    frailty: Floats | None = None,
     cut: bool = True,
 ) -> Allocation:
     """Keep the draft tokens that are worth more than they cost, each at the step size that all of them make.
@@ -112,15 +111,13 @@ def allocate(
         worth: seconds that an accepted token of each request saves, shape (b,).
         model: what the step costs.
         shift: `Calibration.shift`.
-        frailty: exponent of each request's chances, see `Frailty`, shape (b,); None: 1.
         cut: False: keep everything, and say what that gains.
     """
     requests = len(worth)
     keep, offer = np.empty(requests, dtype=np.int64), np.empty(requests)
     slope, bend, room = model.token, model.bend, model.knee - requests
-    frailty = np.ones(requests) if frailty is None else frailty
     costs = slope, bend, room, model.draft
-    gain, total = native().allocate(chances, offsets, worth, shift, frailty, *costs, cut, keep, offer)
+    gain, total = native().allocate(chances, offsets, worth, shift, *costs, cut, keep, offer)
     return Allocation(keep, offer, total, gain)
 
 

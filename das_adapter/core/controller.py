@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import BudgetConfig, ToggleConfig
-from das_adapter.core.acceptance import AcceptanceCurves, Calibration, Frailty
+from das_adapter.core.acceptance import AcceptanceCurves, Calibration
 from das_adapter.core.budget import allocate, class_budgets, makespan_weights, plan
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthClass, LengthModel, classes, expected_remaining
@@ -32,7 +32,6 @@ Chances = npt.NDArray[np.float32]
 LOOK = 16
 """While drafts don't pay, the controller looks again after 1, 2, 4, ... steps, at most this many."""
 _NONE: Ints = np.zeros(0, dtype=np.int64)
-_NOBODY = (_NONE, np.zeros(0, dtype=np.float32), _NONE, _NONE)
 REPLAN = 64
 """Steps after which the worth of a token is computed anew, at the latest; after an arrival 4, 8, 16, ..."""
 PROBE = 128
@@ -75,7 +74,6 @@ class Controller:
         self.lengths = LengthModel(limit, window)
         self.curves = AcceptanceCurves()
         self.calibration = Calibration()
-        self.frailty = Frailty()
         self.toggle = Toggle(toggle.mode, toggle.margin, toggle.threshold)
         self.savings = Savings()
         self.stopped: str | None = None
@@ -84,10 +82,9 @@ class Controller:
         self.planned_rounds = 0.0
         """Decode steps since the weight sync after which DAS's optimum would have ended every request."""
         self._problems: list[int] = []
-        self._begun: list[tuple[float, float, float]] = []
         self._free: list[int] = []
         self._cdf = np.zeros((0, LengthModel.GRID))
-        self._state = np.zeros((14, 0))  # rows as `_grow` names them, a column for each slot
+        self._state = np.zeros((11, 0))  # rows as `_grow` names them, a column for each slot
         self._class: Ints = np.zeros(0, dtype=np.int64)
         self._steps = self._synced_at = self._running = 0
         self._saved = 0.0
@@ -117,7 +114,6 @@ class Controller:
         cdf[np.searchsorted(self.lengths.edges, most) :] = 1.0
         self._state[:, slot] = 0.0
         self._written[slot], self._pace[slot] = written, 1.0
-        self._rejected[slot], self._hazard[slot], self._frailty[slot] = self._begun[slot] = self.frailty.of(problem)
         self._class[slot] = LengthClass.MEDIUM
         self._arrived += 1
         if not self._running:  # another batch (a validation's, say), not one that refills
@@ -136,10 +132,6 @@ class Controller:
             self.curves.observe(
                 self._problems[slot], tokens, drafted, accepted, int(self._first_tried[slot]), int(self._first[slot])
             )
-        rejected, hazard, _ = self._begun[slot]
-        self.frailty.observe(
-            self._problems[slot], float(self._rejected[slot]) - rejected, float(self._hazard[slot]) - hazard
-        )
         self._last_end = self._steps
         self._running -= 1
         self._free.append(slot)
@@ -160,7 +152,6 @@ class Controller:
             self.lengths.observe(problem, length, written)
         self.lengths.refit(version)
         self.curves.forget()
-        self.frailty.forget()
         self.calibration.refit()
         self.times.fit()
         self.toggle.reset()
@@ -185,11 +176,7 @@ class Controller:
         pending, self._pending = self._pending, None
         drafted = _NONE if carried is None else carried
         tally = self.tally
-        asked, chances, offsets, _ = pending or _NOBODY
-        native().advance(
-            *(self._state, slots, got, drafted, PACE, self._class, tally.rounds, tally.drafts),
-            *(asked, chances, offsets, self.calibration.shift, Frailty.PRIOR),
-        )
+        native().advance(self._state, slots, got, drafted, PACE, self._class, tally.rounds, tally.drafts)
         if carried is not None and pending is not None and self._steps % min(16, 1 + len(slots) // 4) == 0:
             self._learn(pending, slots, carried, got - 1)
 
@@ -249,10 +236,7 @@ class Controller:
                 keep, drafted = np.diff(offsets), len(chances)
         else:
             worth = self._worth[slots]
-            found = allocate(
-                *(chances, offsets, worth, model, self.calibration.shift, self._frailty[slots]),
-                self.budget.policy == "optimal",
-            )
+            found = allocate(chances, offsets, worth, model, self.calibration.shift, self.budget.policy == "optimal")
             drafting = model.step(running + found.total, running, found.total > 0)
             if self._steps % 4 == 0:
                 asked = found.offer > 0.0  # who was not drafted for says nothing
@@ -268,10 +252,9 @@ class Controller:
         self._pending = (slots, chances, offsets, keep) if drafted else None
         return keep
 
-    def expected(self, slots: Ints, chances: Chances, offsets: Ints, keep: Ints) -> npt.NDArray[np.float64]:
+    def expected(self, chances: Chances, offsets: Ints, keep: Ints) -> npt.NDArray[np.float64]:
         """Tokens that should be accepted of each draft, shape (b,); arguments as `cut` takes and returns them."""
-        survival = self.calibration(chances) ** np.repeat(self._frailty[slots], np.diff(offsets))
-        total = np.concatenate([[0.0], np.cumsum(survival)])
+        total = np.concatenate([[0.0], np.cumsum(self.calibration(chances))])
         found: npt.NDArray[np.float64] = total[offsets[:-1] + keep] - total[offsets[:-1]]
         return found
 
@@ -412,13 +395,11 @@ class Controller:
     def _grow(self) -> None:
         old, more = len(self._problems), max(64, len(self._problems))
         self._problems += [0] * more
-        self._begun += [(0.0, 0.0, 1.0)] * more
         self._free += range(old + more - 1, old - 1, -1)
         self._cdf = np.concatenate([self._cdf, np.zeros((more, LengthModel.GRID))])
-        self._state = np.concatenate([self._state, np.zeros((14, more))], axis=1)
-        # The first eleven rows are brought forward by the native `advance`.
+        self._state = np.concatenate([self._state, np.zeros((11, more))], axis=1)
+        # The first eight rows are brought forward by the native `advance`.
         self._written, self._pace, self._load = self._state[:3]
         self._drafted, self._accepted, self._first_tried, self._first = self._state[3:7]
-        self._rejected, self._hazard, self._frailty = self._state[8:11]
-        self._counted, self._offer, self._worth = self._state[11:]
+        self._counted, self._offer, self._worth = self._state[8:]
         self._class = np.concatenate([self._class, np.full(more, LengthClass.MEDIUM, dtype=np.int64)])

@@ -148,8 +148,8 @@ class HistoryProposer(Proposer):
         first = vllm_config.parallel_config.rank == 0
         self.log = DecisionLog(config.log_dir) if config.log_dir and first else None
         self._step: _Step | None = None
-        self.offer: tuple[list[int], np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None = None
-        """Rows with drafts, their slots, the chances of what was found for them, its offsets, how much is drafted."""
+        self.offer: tuple[list[int], np.ndarray, np.ndarray, np.ndarray] | None = None
+        """Rows with drafts, the chances of what was found for them, its offsets, and how much of it is drafted."""
         self._live: dict[str, _Live] = {}
         self._unique = 0
 
@@ -206,7 +206,7 @@ class HistoryProposer(Proposer):
             self._check(flat)
             keep = self.controller.cut(slots, chances, offsets)
             if keep.any():
-                self.offer = rows, slots, chances, offsets, keep
+                self.offer = rows, chances, offsets, keep
                 ids = flat.tolist()
                 for row, begin, count in zip(rows, offsets.tolist(), keep.tolist(), strict=False):
                     drafts[row] = ids[begin : begin + count]

@@ -22,7 +22,7 @@ from das_adapter.config import DasConfig
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
 from das_adapter.errors import plugin_not_loaded
 from das_adapter.nemo_rl.identity import Label, Labeller
-from das_adapter.service.client import NOTHING, PATIENCE_S, History, differ
+from das_adapter.service.client import PATIENCE_S, History, remedy
 from das_adapter.service.ledger import RolloutClock
 
 logger = logging.getLogger("das_adapter")
@@ -99,10 +99,6 @@ class Tap:
             self._clock.finished(begin, end, label[SEED_ARG], tokens)
             self._history.push(label[PROBLEM_ARG], tokens, self.version)
 
-    def _without(self) -> dict[str, Any]:
-        logger.error("das: the ranks of an engine see different histories: they draft without")
-        return {"version": self.version, "history": NOTHING}
-
     def _report(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
         """Counts since the last report, from the rank that samples."""
         counts, rollout = max(stats, key=lambda s: s.get("tokens", -1)), self._clock.take()
@@ -132,8 +128,9 @@ class SyncTap(Tap):
         if method in REFITS:
             self.version += 1
             try:
-                if differ(self._rpc("refresh", self._history.sync(self.version))):
-                    self._rpc("refresh", self._without())
+                answers = self._rpc("refresh", self._history.sync(self.version))
+                if again := remedy(self.version, answers):
+                    self._rpc("refresh", again)
             except Exception:
                 logger.exception("das: refit %s without fresh history; decoding goes on", self.version)
         return result
@@ -175,8 +172,8 @@ class AsyncTap(Tap):
             self.version += 1
             try:
                 payload = await asyncio.wait_for(asyncio.to_thread(self._history.sync, self.version), PATIENCE_S)
-                if differ(await self._rpc("refresh", payload)):
-                    await self._rpc("refresh", self._without())
+                if again := remedy(self.version, await self._rpc("refresh", payload)):
+                    await self._rpc("refresh", again)
             except Exception:
                 logger.exception("das: refit %s without fresh history; decoding goes on", self.version)
         return result

@@ -115,12 +115,11 @@ class History:
                 history.push.remote(self._source, number, self._sent[number])
 
 
-def differ(mapped: list[Any]) -> bool:
-    """Whether the ranks of an engine that draft, asked to refresh, have mapped different histories: they would draft
-    apart."""
+def remedy(version: int, mapped: list[Any]) -> dict[str, Any] | None:
+    """What an engine must be refreshed with once more, from its ranks' answers to a refresh: without a history where
+    those that draft have mapped different ones, for they would draft apart. None: they agree."""
     answers = [rank for rank in mapped if rank and ("generation" in rank or "error" in rank)]
-    return len({rank.get("generation") for rank in answers}) > 1
-
-
-NOTHING = ("", 0)
-"""`history` of a refresh after which an engine has none."""
+    if len({rank.get("generation") for rank in answers}) <= 1:
+        return None
+    logger.error("das: weight sync %s: the ranks of an engine see different histories: they draft without", version)
+    return {"version": version, "history": ("", 0)}

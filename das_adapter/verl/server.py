@@ -17,7 +17,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from das_adapter.core.noise import prompt_identity, request_seed
 from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG, engine_args, engine_env
 from das_adapter.errors import plugin_not_loaded
-from das_adapter.service.client import NOTHING, PATIENCE_S, History, differ
+from das_adapter.service.client import PATIENCE_S, History, remedy
 from das_adapter.service.ledger import RolloutClock
 from das_adapter.verl import settings
 from das_adapter.verl.identity import ABORTED
@@ -110,10 +110,9 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._history.report(version, stats[0], self._clock.take())
         self._seen.clear()
         payload = await asyncio.to_thread(self._history.sync, version)
-        if differ(await self.engine.collective_rpc("das_rpc", args=("refresh", payload))):
-            logger.error("das: the ranks of replica %s see different histories: they draft without", self.replica_rank)
-            payload = {"version": version, "history": NOTHING}
-            await self.engine.collective_rpc("das_rpc", args=("refresh", payload))
+        answers = await self.engine.collective_rpc("das_rpc", args=("refresh", payload))
+        if again := remedy(version, answers):
+            await self.engine.collective_rpc("das_rpc", args=("refresh", again))
         if self._das.routing.policy == "longest_first":
             self._expected, _ = await asyncio.to_thread(self._history.predictions)
 

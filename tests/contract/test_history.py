@@ -27,7 +27,7 @@ from das_adapter.config import HistoryConfig, parse  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.service import node, saved  # noqa: E402
-from das_adapter.service.client import History, differ  # noqa: E402
+from das_adapter.service.client import History, remedy  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.service.node import NodeHistory  # noqa: E402
 from das_adapter.verl import checkpoint  # noqa: E402
@@ -354,8 +354,8 @@ def test_nothing_is_left_in_shared_memory(end: str) -> None:
 
 
 def test_ranks_that_map_different_histories_are_noticed() -> None:
-    assert not differ([{"generation": 3}, {"generation": 3}])
-    assert not differ([{}, {}])
-    assert not differ([None, {}, {"generation": 3}])  # earlier stages of a pipeline draft nothing
-    assert differ([{"generation": 3}, {"generation": 2}])
-    assert differ([{"generation": 3}, {"error": "it failed"}])
+    assert not remedy(4, [{"generation": 3}, {"generation": 3}])
+    assert not remedy(4, [{}, {}])
+    assert not remedy(4, [None, {}, {"generation": 3}])  # earlier stages of a pipeline draft nothing
+    assert remedy(4, [{"generation": 3}, {"generation": 2}]) == {"version": 4, "history": ("", 0)}
+    assert remedy(4, [{"generation": 3}, {"error": "it failed"}])

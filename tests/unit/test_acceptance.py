@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from das_adapter.core.acceptance import AcceptanceCurves, Calibration, Frailty, isotonic, solve_curve
+from das_adapter.core.acceptance import AcceptanceCurves, Calibration, isotonic, solve_curve
 
 
 def test_overconfident_chances_are_brought_down_to_what_is_observed() -> None:
@@ -67,22 +67,3 @@ def test_problems_keep_their_own_curve_and_strangers_get_the_populations() -> No
     assert curves.of(3)[1] == pytest.approx(0.45, abs=0.08)
     assert curves.of(3)[1] < curves.of(12345)[1] < curves.of(77)[1]
     assert all(0 < k_ < 1 and a * k_ <= 1 for a, k_ in map(curves.of, range(100)))
-
-
-def test_a_problem_whose_drafts_hold_gets_a_smaller_exponent_and_a_sync_halves_what_is_known() -> None:
-    frailty = Frailty()
-    assert frailty.of(1)[2] == 1.0
-    frailty.observe(1, rejected=1.0, hazard=12.0)
-    frailty.observe(2, rejected=12.0, hazard=6.0)
-    assert frailty.of(1)[2] == pytest.approx((1 + frailty.PRIOR) / (12 + frailty.PRIOR))
-    assert frailty.of(2)[2] > 1.0 == frailty.of(3)[2]
-    before = frailty.of(1)
-    frailty.forget()
-    assert frailty.of(1)[:2] == (before[0] / 2, before[1] / 2)
-
-
-def test_a_long_past_counts_only_so_much() -> None:
-    frailty = Frailty()
-    for _ in range(100):
-        frailty.observe(1, rejected=1.0, hazard=10.0)
-    assert frailty.of(1)[1] == pytest.approx(frailty.MOST)

@@ -182,25 +182,6 @@ def test_chances_that_overstate_are_seen_through() -> None:
     assert result.seconds <= 1.05 * honest.seconds
 
 
-def test_equal_chances_are_worth_more_where_drafts_hold() -> None:
-    controller = warm(make(), np.full(8, 300), MEMORY_BOUND)
-    holds, breaks = slots = np.array([controller.open(100 + i, 0, 2000) for i in range(2)])
-    stated = np.tile(0.8 ** np.arange(1, 17), 2).astype(np.float32)
-    keep = np.zeros(2, dtype=int)
-    for _ in range(40):
-        got = np.array([keep[0] + 1, min(1, keep[1]) + 1])  # the second request's drafts break off at the second token
-        controller.verified(slots, got, keep if keep.any() else None)
-        caps = controller.caps(slots, np.full(2, 16))
-        offsets = np.array([0, caps[0], caps.sum()])
-        chances = np.concatenate([stated[: caps[0]], stated[: caps[1]]])
-        keep = controller.cut(slots, chances, offsets)
-    expected = controller.expected(slots, stated, np.array([0, 16, 32]), np.array([16, 16]))
-    assert expected[0] > 8 > 3 > expected[1]
-    controller.close(int(holds))
-    controller.close(int(breaks))
-    assert controller.frailty.of(100)[2] < 0.5 < 1.0 < controller.frailty.of(101)[2]
-
-
 def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:
     lengths = np.full(32, 600)
     controller = make("unlimited", mode="threshold", threshold=64)
