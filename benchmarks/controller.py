@@ -234,15 +234,14 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
 def routing(bench: Bench, count: int, longest: int, repeats: int, learned: Learned) -> dict[str, Any]:
     """A rollout over two replicas: each replica's share runs on the engine by itself, the later end is the makespan.
 
-    Requests arrive mixed, and more than a replica runs at once. `least_loaded` gives them to the replicas by turns and
-    starts them as they came; `longest_first` spreads the long ones and starts those with the longest history first.
+    Requests arrive mixed, in another order each time, and more than a replica runs at once. `least_loaded` gives them
+    to the replicas by turns and starts them as they came; `longest_first` spreads the long ones and starts those with
+    the longest history first.
     """
     from das_adapter.core.length import LengthModel
     from das_adapter.core.routing import Spread
 
     requests = bench.requests(count, longest)
-    order = np.random.default_rng(5).permutation(count)
-    requests = [requests[i] for i in order]
     bench.prepare("idle", [])
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
@@ -250,27 +249,30 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, learned: Learn
     for problem, text, version in trajectories:
         lengths.observe(problem, len(text) // 4, version)
     lengths.refit(2)
-    expected = [lengths.expected(r["problem"]) for r in requests]
-    bound = float(np.quantile(expected, LengthModel.LONG))
-    spread = Spread("01")
-    shares = {
-        "least_loaded": [i % 2 for i in range(count)],
-        "longest_first": [int(spread.pick(n, n > bound)) for n in expected],
-    }
     found: dict[str, Any] = {}
     for turn in range(repeats):
+        order = np.random.default_rng(turn).permutation(count)
+        expected = [lengths.expected(requests[i]["problem"]) for i in order]
+        bound = float(np.quantile(expected, LengthModel.LONG))
+        spread = Spread("01")
+        shares = {
+            "least_loaded": [i % 2 for i in range(count)],
+            "longest_first": [int(spread.pick(n, n > bound)) for n in expected],
+        }
         for arm in ("idle", "optimal"):
-            for policy in list(shares) if turn % 2 == 0 else list(shares)[::-1]:
-                ends = []
+            for policy, share in shares.items():
+                ends, same = [], True
                 for replica in (0, 1):
-                    mine = [i for i in range(count) if shares[policy][i] == replica]
+                    mine = [i for i in range(count) if share[i] == replica]
                     first = [-round(expected[i]) for i in mine] if policy == "longest_first" else None
                     bench.prepare(arm, trajectories, learned)
-                    ends.append(bench.run([requests[i] for i in mine], priority=first)[0])
-                figures = found.setdefault(f"{policy}, {arm}", {"makespan_s": float("inf"), "all": []})
-                figures["all"].append([round(e, 3) for e in ends])
-                if max(ends) < figures["makespan_s"]:
-                    figures |= {"makespan_s": max(ends), "ends_s": ends}
+                    seconds, written = bench.run([requests[order[i]] for i in mine], priority=first)
+                    ends.append(seconds)
+                    same &= written == [texts[order[i]] for i in mine]
+                figures = found.setdefault(f"{policy}, {arm}", {"identical_tokens": True, "ends_s": []})
+                figures["ends_s"].append([round(e, 3) for e in ends])
+                figures["identical_tokens"] &= same
+                figures["mean_makespan_s"] = float(np.mean([max(e) for e in figures["ends_s"]]))
     return {"requests": count, "longest": max(map(len, texts)), "arms": found}
 
 
@@ -327,7 +329,11 @@ def main() -> None:
         if args.what == "routing":
             result["rollouts"].append(routing(bench, args.requests, args.longest, args.repeats, learned))
             for name, figures in result["rollouts"][0]["arms"].items():
-                print(f"  {name:24} {figures['makespan_s']:7.2f} s  {figures['all']}", flush=True)
+                print(
+                    f"  {name:24} {figures['mean_makespan_s']:7.2f} s  {figures['ends_s']}  "
+                    f"identical tokens: {figures['identical_tokens']}",
+                    flush=True,
+                )
         counts = {"rollout": [args.requests], "batches": args.batches, "routing": []}
         for count in counts[args.what]:
             row = compare(bench, args.arms, count, args.longest, args.repeats, learned)

@@ -86,7 +86,7 @@ def requests(count: int, samples: int, seed: int) -> list[tuple[list[int], dict[
     rows = sorted(make_rows("train", 48, 0), key=lambda row: -row["extra_info"]["difficulty"])[:count]
     return [
         (tokenizer.encode(f"{USER}{row['prompt'][0]['content']}{ASSISTANT}"),
-         {"das_problem": i, "das_seed": seed + 1000 * i + sample, "das_record": 0})
+         {"das_problem": i, "das_seed": seed + 1000 * i + sample})
         for i, row in enumerate(rows) for sample in range(samples)
     ]  # fmt: skip
 
@@ -114,6 +114,7 @@ def child_modes(job: dict[str, Any]) -> Any:
         from vllm import SamplingParams
 
         core.scheduler.max_num_running_reqs = batch
+        rpc("refresh", version=1)  # a weight sync: what the last rollout wrote does not count
         rpc("stats")
         begin = time.perf_counter()
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in work],
@@ -126,19 +127,29 @@ def child_modes(job: dict[str, Any]) -> Any:
     _, texts, _ = rollout(32, work)
     keep = [(extra["das_problem"], np.asarray(t, dtype=np.int32).tobytes(), 0)
             for (_, extra), t in zip(work, texts, strict=True)]  # fmt: skip
-    refreshed = [rpc("refresh", version=1, trajectories=keep) for _ in range(5)][-1]
-    result: dict[str, Any] = {"batches": {}, "refresh_s": refreshed.get("requantise_s", 0.0)}
+    rpc("refresh", version=1, trajectories=keep)
+    refreshed = min(rpc("refresh", version=1).get("requantise_s", 0.0) for _ in range(4))
+    result: dict[str, Any] = {"batches": {}, "refresh_s": refreshed}
     for batch in job["batches"]:
         work = requests(max(job["problems"], batch), 1, 99)
         runs = [rollout(batch, work) for _ in range(job["repeats"])]
         seconds, texts, stats = min(runs, key=lambda r: r[0])
         figures = summary(seconds, stats)
-        figures["tokens_hash"] = hash(tuple(map(tuple, texts)))
+        figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
         if job["das"]["drafter"] == "self" and batch <= 4:
             figures["fixed"] = fixed_length(llm, batch, work, rollout, times)
         result["batches"][batch] = figures
-    result["drafter_bytes"] = rpc("stats").get("drafter_bytes", 0)
+    result["drafter_bytes"] = drafter_bytes(core.model_executor.driver_worker.worker.model_runner, rpc("stats"))
     return result
+
+
+def drafter_bytes(runner: Any, stats: dict[str, Any]) -> int:
+    """Memory that drafting takes beside the policy: the copy's or the neural drafter's own weights, and the history."""
+    drafter = getattr(getattr(runner, "drafter", None), "model", None)
+    policy = {p.data_ptr() for p in runner.model.parameters()}
+    own = {p.data_ptr(): p.nbytes for p in drafter.parameters()} if drafter is not None else {}
+    weights = sum(size for at, size in own.items() if at not in policy)
+    return stats.get("drafter_bytes", 0) + stats.get("history_bytes", 0) + weights
 
 
 def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
@@ -218,14 +229,25 @@ def child_steps(job: dict[str, Any]) -> Any:
 
 def show_modes(results: dict[str, Any]) -> Table:
     table = Table(title="Rollout, fastest of the repeats")
-    for name in ("batch", "arm", "rollout s", "of off", "acceptance length", "tokens/forward", "extra MB", "refresh s"):
+    for name in (
+        "batch",
+        "arm",
+        "rollout s",
+        "of off",
+        "acceptance length",
+        "tokens/forward",
+        "extra MB",
+        "refresh s",
+        "same tokens",
+    ):
         table.add_column(name, justify="left" if name == "arm" else "right")
     for batch in next(iter(results.values()))["batches"]:
         for arm, result in results.items():
             f, off = result["batches"][batch], results.get("off", result)["batches"][batch]
             table.add_row(batch, arm, f"{f['rollout_s']:.2f}", f"{f['rollout_s'] / off['rollout_s']:.2f}",
                           f"{f['acceptance_length']:.2f}", f"{f['tokens_per_forward']:.2f}",
-                          f"{result['drafter_bytes'] / 1e6:.0f}", f"{result['refresh_s']:.3f}")  # fmt: skip
+                          f"{result['drafter_bytes'] / 1e6:.0f}", f"{result['refresh_s']:.3f}",
+                          "yes" if f["tokens_hash"] == off["tokens_hash"] else "no")  # fmt: skip
     return table
 
 
