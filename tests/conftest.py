@@ -3,7 +3,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("das", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("das")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -59,6 +59,11 @@ class Acceptance:
         self.accepted = self.accepted * self.fade + accepted
         self.tried = self.tried * self.fade + min(drafted, accepted + 1)
 
+    def forget(self) -> None:
+        """A weight sync: what is known counts for no more than the assumption at the start did."""
+        share = min(1.0, Acceptance.tried / self.tried)
+        self.accepted, self.tried = share * self.accepted, share * self.tried
+
     @property
     def rate(self) -> float:
         return self.accepted / self.tried
@@ -67,6 +72,31 @@ class Acceptance:
         """Tokens accepted of drafts of these lengths."""
         a = min(self.rate, 1.0 - 1e-9)
         return np.asarray(a * (1.0 - a ** np.asarray(drafted, dtype=float)) / (1.0 - a))
+
+
+@dataclass
+class Probe:
+    """When to draft although it does not seem to pay: what a pass of the copy costs is known from other batches only.
+
+    After `FIRST` steps without a draft, then twice as many, at most `LAST`; anew when the batch has shrunk by a tenth.
+    """
+
+    FIRST, LAST = 8, 256
+
+    _idle: int = 0
+    _wait: int = FIRST
+    _batch: int = 0
+
+    def due(self, batch: int, drafted: bool) -> bool:
+        """One step: requests in it, and whether any is drafted for."""
+        if drafted or batch < 0.9 * self._batch:
+            self._idle, self._wait, self._batch = 0, self.FIRST, batch
+        self._batch = max(self._batch, batch)
+        self._idle += not drafted
+        if self._idle < self._wait:
+            return False
+        self._idle, self._wait = 0, min(2 * self._wait, self.LAST)
+        return True
 
 
 def choose(

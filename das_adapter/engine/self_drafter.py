@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from das_adapter.core.noise import row_keys
-from das_adapter.core.sources import Acceptance, Line, choose
+from das_adapter.core.sources import Acceptance, Line, Probe, choose
 from das_adapter.engine import cpu
 from das_adapter.engine.draws import draw
 from das_adapter.engine.proposer import Proposer
@@ -134,6 +134,7 @@ class SelfDrafter:
         """Tokens drafted and accepted in training rollouts since the host last asked."""
         self.drafted: dict[str, int] = {}
         """Tokens of each request's present draft that are the copy's."""
+        self._probe = Probe()
 
     def load(self, policy: torch.nn.Module) -> None:
         """Make the copy (inside the memory pool of the weights, so that it sleeps and wakes with them)."""
@@ -148,7 +149,8 @@ class SelfDrafter:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.requantise_seconds = time.perf_counter() - begin
-        self.acceptance, self.drafted, self.length = Acceptance(), {}, length
+        self.acceptance.forget()
+        self.drafted, self.length = {}, length
         return {"requantise_s": self.requantise_seconds}
 
     def stats(self) -> dict[str, Any]:
@@ -191,7 +193,7 @@ class SelfDrafter:
         if len(self.drafted) > 4 * len(sampled):
             self.drafted = {}
         most = self.length or proposer.config.self.max_tokens
-        choices = [most] if self.length else range(1, most + 1)
+        choices = [most] if self.length else list(range(1, most + 1))
         policy, drafting = self._costs()
         if not drafting.seen:
             drafting = Line(0.4 * policy(len(sampled)))
@@ -202,6 +204,9 @@ class SelfDrafter:
             counts = np.where(self.acceptance.expected(full) > expected, full, 0)
         else:
             counts = choose(expected, drafted, room, self.acceptance, policy, drafting, choices)
+            if self._probe.due(len(sampled), bool(counts.any())):
+                one = np.minimum(room, choices[0])
+                counts = np.where(self.acceptance.expected(one) > expected, one, 0)
         drafts = self.draft(proposer, counts, lengths, tokens)
         self.drafted.update({req_ids[row]: len(draft) for row, draft in enumerate(drafts) if draft})
         return drafts

@@ -83,7 +83,7 @@ MODELS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.lists(st.floats(0.015625, 1.0, width=32), max_size=3), min_size=1, max_size=4),
     st.lists(st.floats(0.0, 2.0), min_size=4, max_size=4),

@@ -148,7 +148,7 @@ def test_clear_live_forgets_the_closed_and_keeps_the_open(make: Index) -> None:
     assert drafted(index, index.open(1, [], prefix=[1, 2]), 20) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=6),
     st.lists(st.lists(st.integers(10, 13), max_size=20), min_size=1, max_size=6),
@@ -177,7 +177,7 @@ def test_staged_trajectories_are_drafted_from_after_the_seal(make: Index) -> Non
 # Budgets and chances
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=8),
     st.lists(st.integers(-1, 40), min_size=3, max_size=3),

@@ -96,7 +96,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, saved: bytes) -> None:
             SuffixIndex.load(path)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_a_flipped_bit_anywhere_is_refused(saved: bytes, tmp_path_factory: pytest.TempPathFactory, data) -> None:
     path = tmp_path_factory.getbasetemp() / "flipped.idx"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from das_adapter.core.sources import Acceptance, Line, choose
+from das_adapter.core.sources import Acceptance, Line, Probe, choose
 
 
 def pace(
@@ -95,3 +95,23 @@ def test_acceptance_counts_only_what_was_tried() -> None:
     assert a.expected(1) == pytest.approx(7 / 8)
     assert a.expected(0) == 0
     assert Acceptance(10, 10).expected(6) == pytest.approx(6, rel=1e-6)
+
+
+def test_a_weight_sync_keeps_the_rate_and_lets_it_change_soon() -> None:
+    a = Acceptance()
+    for _ in range(500):
+        a.observe(4, 4)
+    before = a.rate
+    a.forget()
+    assert a.rate == pytest.approx(before) and a.tried <= Acceptance.tried
+    for _ in range(20):
+        a.observe(4, 0)
+    assert a.rate < 0.6
+
+
+def test_what_does_not_seem_to_pay_is_looked_at_ever_more_rarely_until_the_batch_shrinks() -> None:
+    probe = Probe()
+    due = [step for step in range(1200) if probe.due(16, False)]
+    assert np.diff(due).tolist() == [16, 32, 64, 128, 256, 256, 256]
+    assert [step for step in range(20) if probe.due(8, False)] == [7]
+    assert not any(probe.due(8, True) for _ in range(100))
