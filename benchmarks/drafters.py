@@ -5,7 +5,8 @@
 
 `modes` samples the same problems at temperature 1 with the same seeds in every arm, with as many requests in flight as
 the batch says, after a warm-up that fills the history; of `--repeats` runs the fastest counts. For the self-drafter it
-also drafts a fixed length and compares with the roofline, L / (γ r + v), from the measured step times.
+also drafts a fixed length and compares with the roofline, L / (γ r + v), from the measured step times and with the
+batch as it drains.
 `steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
 of the copy, and of verification. POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
 """
@@ -175,16 +176,30 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any, times: dict[tupl
     out: dict[str, Any] = {}
     for length in (0, FIXED):
         self_drafter.choose = lambda e, d, room, *_, n=length: np.minimum(room, n)
-        seconds, _, stats = rollout(batch, work)
+        seconds, texts, stats = rollout(batch, work)
         out[str(length)] = summary(seconds, stats)
     self_drafter.choose = chosen
-    policy, copy = id(drafter.policy_seconds), id(drafter.copy_seconds)
-    step, draft, verify = (median(times[key]) for key in
-                           ((policy, batch), (copy, batch), (policy, batch * (FIXED + 1))))  # fmt: skip
-    length = out[str(FIXED)]["acceptance_length"]
+    policy, copy = (
+        {tokens: median(seen) for (line, tokens), seen in times.items() if line == id(kind) and len(seen) > 2}
+        for kind in (drafter.policy_seconds, drafter.copy_seconds)
+    )
+
+    def at(curve: dict[int, float], tokens: Any) -> Any:
+        return np.interp(tokens, sorted(curve), [curve[n] for n in sorted(curve)])
+
+    def whole(rounds: Any, step: Any) -> float:
+        """Seconds of a rollout whose requests take so many rounds, `batch` of them at once."""
+        alive = np.arange(len(rounds), 0, -1)
+        together = np.minimum(alive, batch)
+        return float(np.sum(np.diff(np.sort(rounds), prepend=0.0) * alive / together * step(together)))
+
+    lengths = np.array([len(text) for text in texts], dtype=float)
+    plain = whole(lengths, lambda b: at(policy, b))
+    drafted = whole(lengths / out[str(FIXED)]["tokens_per_forward"],
+                    lambda b: FIXED * at(copy, b) + at(policy, (FIXED + 1) * b))  # fmt: skip
     return out | {
-        "policy_ms": step * 1e3, "copy_ms": draft * 1e3, "verify_ms": verify * 1e3,
-        "roofline": length / (FIXED * draft / step + verify / step),
+        "policy_ms": at(policy, batch) * 1e3, "copy_ms": at(copy, batch) * 1e3,
+        "verify_ms": at(policy, batch * (FIXED + 1)) * 1e3, "roofline": plain / drafted,
         "measured": out["0"]["rollout_s"] / out[str(FIXED)]["rollout_s"],
     }  # fmt: skip
 
