@@ -6,7 +6,7 @@ speed-up is L / (γ·T_D/T_T + T_V/T_T), as in EfficientRollout (arXiv 2606.1896
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,7 +104,7 @@ def choose(
     drafted: Int64,
     room: Int64,
     acceptance: Acceptance,
-    policy: Line,
+    policy: Callable[[float], float],
     copy: Line,
     lengths: Iterable[int],
 ) -> Int64:

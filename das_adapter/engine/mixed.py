@@ -43,11 +43,12 @@ class MixedProposer(HistoryProposer):
             ]
         found = super()._propose(sampled, lengths, tokens)
         begin = time.perf_counter()
-        if self.controller.stopped:
-            own = [[] for _ in found]
-        else:
-            drafted = np.array([len(draft) for draft in found], dtype=np.int64)
-            own = self.drafter.propose(self, sampled, lengths, tokens, self._expected(len(found)), drafted)
+        drafted = np.array([len(draft) for draft in found], dtype=np.int64)
+        model, batch = self.controller.times.model, len(found)
+        policy = None if model is None else lambda n: model.step(n, batch, True)
+        # Nothing is worth more than infinity: tensor-parallel ranks make this call together, whoever has stopped.
+        expected = np.full(batch, np.inf) if self.controller.stopped else self._expected(batch)
+        own = self.drafter.propose(self, sampled, lengths, tokens, expected, drafted, policy)
         self._copying = time.perf_counter() - begin
         drafts = [mine or theirs for mine, theirs in zip(own, found, strict=True)]
         self._clock.end(drafts)

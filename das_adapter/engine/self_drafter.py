@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -125,8 +126,6 @@ class SelfDrafter:
         self._policy: torch.nn.Module
         self.acceptance = Acceptance()
         self.policy_seconds, self.copy_seconds = Line(1.0), Line(0.4)
-        self._agreed = (self.policy_seconds, self.copy_seconds)
-        self._calls = 0
         self.requantise_seconds = 0.0
         self.length: int | None = None
         """Of every draft, where replicas have agreed on one."""
@@ -167,6 +166,7 @@ class SelfDrafter:
         tokens: np.ndarray,
         expected: np.ndarray,
         drafted: np.ndarray,
+        policy: Callable[[float], float] | None = None,
     ) -> list[list[int]]:
         """Draft where that makes the batch faster.
 
@@ -175,6 +175,7 @@ class SelfDrafter:
             sampled, lengths, tokens: as in `Proposer.propose`.
             expected: float64 [batch], tokens that would be accepted of another source's draft.
             drafted: int64 [batch], tokens of that draft.
+            policy: seconds of a step of the policy by its tokens, where it is known better than here.
 
         Returns:
             Per request the copy's draft, empty where the other source's stands.
@@ -194,7 +195,7 @@ class SelfDrafter:
             self.drafted = {}
         most = self.length or proposer.config.self.max_tokens
         choices = [most] if self.length else list(range(1, most + 1))
-        policy, drafting = self._costs()
+        policy, drafting = policy or self.policy_seconds, self.copy_seconds
         if not drafting.seen:
             drafting = Line(0.4 * policy(len(sampled)))
         toggle, full = proposer.config.toggle, np.minimum(room, most)
@@ -207,22 +208,18 @@ class SelfDrafter:
             if self._probe.due(len(sampled), bool(counts.any())):
                 one = np.minimum(room, choices[0])
                 counts = np.where(self.acceptance.expected(one) > expected, one, 0)
-        drafts = self.draft(proposer, counts, lengths, tokens)
+        drafts = self.draft(proposer, self._agreed(counts), lengths, tokens)
         self.drafted.update({req_ids[row]: len(draft) for row, draft in enumerate(drafts) if draft})
         return drafts
 
-    def _costs(self) -> tuple[Line, Line]:
-        """Seconds of a step of the policy and of the copy. Tensor-parallel ranks must draft alike: there they are what
-        the first rank measured, renewed every 32 steps."""
+    def _agreed(self, counts: np.ndarray) -> np.ndarray:
+        """Tensor-parallel ranks run the copy together: each drafts what the first one, by its clock, has chosen."""
         if self._config.parallel_config.tensor_parallel_size == 1:
-            return self.policy_seconds, self.copy_seconds
-        if self._calls % 32 == 0:
-            from vllm.distributed import get_tp_group
+            return counts
+        from vllm.distributed import get_tp_group
 
-            measured = copy.deepcopy((self.policy_seconds, self.copy_seconds))
-            self._agreed = get_tp_group().broadcast_object(measured, src=0)
-        self._calls += 1
-        return self._agreed
+        agreed: np.ndarray = get_tp_group().broadcast_object(counts, src=0)
+        return agreed
 
     @torch.inference_mode()
     def draft(self, proposer: Proposer, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
