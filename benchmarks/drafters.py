@@ -4,9 +4,9 @@
     python benchmarks/drafters.py steps [CONFIG_DIR] [--batches 1 4]
 
 `modes` samples the same problems at temperature 1 with the same seeds in every arm, with as many requests in flight as
-the batch says, after a warm-up that fills the history; of `--repeats` runs the fastest counts. For the self-drafter it
-also drafts a fixed length and compares with the roofline, L / (γ r + v), from the measured step times and with the
-batch as it drains.
+the batch says, after a warm-up that fills the history. The arms take turns; of `--repeats` rollouts the fastest counts.
+For the self-drafter it also drafts a fixed length and compares with the roofline, L / (γ r + v), from the measured step
+times and with the batch as it drains.
 `steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
 of the copy, and of verification. POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
 """
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -54,14 +55,38 @@ def block(arm: str, args: argparse.Namespace) -> dict[str, Any]:
     return das
 
 
-def run(job: dict[str, Any]) -> Any:
-    """Run a job in a process of its own."""
-    child = subprocess.run([sys.executable, __file__, "child"], input=json.dumps(job), capture_output=True, text=True,
-                           env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(job["threads"])})  # fmt: skip
-    lines = [line for line in child.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        sys.exit(f"{job['das']} failed:\n{child.stderr[-4000:]}")
-    return json.loads(lines[0].removeprefix("RESULT "))
+class Child:
+    """An engine in a process of its own, which works when asked and else waits."""
+
+    def __init__(self, job: dict[str, Any]):
+        self._name, self._log = job["das"], tempfile.TemporaryFile("w+")
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(job["threads"])}
+        self._process = subprocess.Popen([sys.executable, __file__, "child"], stdin=subprocess.PIPE, text=True,
+                                         stdout=subprocess.PIPE, stderr=self._log, env=environment)  # fmt: skip
+        self._tell(json.dumps(job))
+
+    def next(self) -> Any:
+        """Its next result."""
+        self._tell("next")
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("RESULT "):
+                return json.loads(line.removeprefix("RESULT "))
+        self._log.seek(0)
+        sys.exit(f"{self._name} failed:\n{self._log.read()[-4000:]}")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+
+def child() -> None:
+    """The other end: a job, then a result for each further line."""
+    job = json.loads(sys.stdin.readline())
+    results = child_modes(job) if job["what"] == "modes" else iter([child_steps(job)])
+    while sys.stdin.readline():
+        print("RESULT " + json.dumps(next(results)), flush=True)
 
 
 def engine(job: dict[str, Any], **more: Any) -> Any:
@@ -92,7 +117,8 @@ def requests(count: int, samples: int, seed: int) -> list[tuple[list[int], dict[
     ]  # fmt: skip
 
 
-def child_modes(job: dict[str, Any]) -> Any:
+def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What the drafter takes, then a rollout's figures for each batch and repeat."""
     import numpy as np
 
     from das_adapter.core import sources
@@ -130,27 +156,28 @@ def child_modes(job: dict[str, Any]) -> Any:
             for (_, extra), t in zip(work, texts, strict=True)]  # fmt: skip
     rpc("refresh", version=1, trajectories=keep)
     refreshed = min(rpc("refresh", version=1).get("requantise_s", 0.0) for _ in range(4))
-    result: dict[str, Any] = {"batches": {}, "refresh_s": refreshed}
+    yield {"refresh_s": refreshed, "drafter_bytes": drafter_bytes(job["das"], rpc("stats"))}
     for batch in job["batches"]:
         work = requests(max(job["problems"], batch), 1, 99)
-        runs = [rollout(batch, work) for _ in range(job["repeats"])]
-        seconds, texts, stats = min(runs, key=lambda r: r[0])
-        figures = summary(seconds, stats)
-        figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
-        if job["das"]["drafter"] == "self" and batch <= 4:
-            figures["fixed"] = fixed_length(llm, batch, work, rollout, times)
-        result["batches"][batch] = figures
-    result["drafter_bytes"] = drafter_bytes(core.model_executor.driver_worker.worker.model_runner, rpc("stats"))
-    return result
+        for repeat in range(job["repeats"]):
+            seconds, texts, stats = rollout(batch, work)
+            figures = summary(seconds, stats)
+            figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
+            if not repeat and job["das"]["drafter"] == "self" and batch <= 4:
+                figures["fixed"] = fixed_length(llm, batch, work, rollout, times)
+            yield figures
 
 
-def drafter_bytes(runner: Any, stats: dict[str, Any]) -> int:
-    """Memory that drafting takes beside the policy: the copy's or the neural drafter's own weights, and the history."""
-    drafter = getattr(getattr(runner, "drafter", None), "model", None)
-    policy = {p.data_ptr() for p in runner.model.parameters()}
-    own = {p.data_ptr(): p.nbytes for p in drafter.parameters()} if drafter is not None else {}
-    weights = sum(size for at, size in own.items() if at not in policy)
-    return stats.get("drafter_bytes", 0) + stats.get("history_bytes", 0) + weights
+def drafter_bytes(das: dict[str, Any], stats: dict[str, Any]) -> int:
+    """Memory that drafting takes beside the policy: the copy's or the neural drafter's weights (in 16 bits), and the
+    history. Not counted: a neural drafter's own KV cache."""
+    from safetensors import safe_open
+
+    weights = 0
+    for file in Path(das["draft"]["model"]).glob("*.safetensors") if "draft" in das else ():
+        with safe_open(file, "pt") as tensors:
+            weights += sum(2 * tensors.get_tensor(name).numel() for name in tensors.keys())
+    return int(stats.get("drafter_bytes", 0) + stats.get("history_bytes", 0) + weights)
 
 
 def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
@@ -297,8 +324,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.what == "child":
-        job = json.load(sys.stdin)
-        print("RESULT " + json.dumps((child_modes if job["what"] == "modes" else child_steps)(job)), flush=True)
+        child()
         os._exit(0)
     common = {"what": args.what, "policy": str(args.policy), "dtype": args.dtype, "batches": args.batches,
               "problems": args.problems, "tokens": args.tokens, "threads": args.threads,
@@ -310,12 +336,29 @@ def main() -> None:
     if args.policy is None:
         common["policy"] = tempfile.mkdtemp()
         (Path(common["policy"]) / "config.json").write_text(json.dumps(QWEN3))
-    results: dict[str, Any] = {}
-    for name, das in jobs.items():
-        results[name] = run({**common, "das": das})
-        if args.out:
-            write(args, results)
+    children = {name: Child({**common, "das": das}) for name, das in jobs.items()}
+    results = {name: children[name].next() for name in jobs}  # one engine starts after the other
+    if args.what == "modes":
+        take_turns(children, results, args)
+    if args.out:
+        write(args, results)
     Console(width=140).print((show_modes if args.what == "modes" else show_steps)(results))
+
+
+def take_turns(children: dict[str, Child], results: dict[str, Any], args: argparse.Namespace) -> None:
+    """Rollouts of all arms in turns, so that what a machine does meanwhile hits all alike."""
+    for arm in results:
+        results[arm]["batches"] = {}
+    for batch in args.batches:
+        rows: dict[str, list[Any]] = {arm: [] for arm in children}
+        for repeat in range(args.repeats):
+            for arm in list(children)[:: -1 if repeat % 2 else 1]:
+                rows[arm].append(children[arm].next())
+        for arm, found in rows.items():
+            fixed = {"fixed": found[0]["fixed"]} if "fixed" in found[0] else {}
+            seconds = {"all_rollout_s": [round(f["rollout_s"], 3) for f in found]}
+            fastest = min(found, key=lambda f: float(f["rollout_s"]))
+            results[arm]["batches"][str(batch)] = fastest | seconds | fixed
 
 
 def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
