@@ -97,6 +97,7 @@ class Controller:
         self._drafted_steps = self._drafted_seconds = 0.0
         self._since_plain = self._since_draft = 0
         self._plain = [0] * 32  # plain steps seen, by the power of two of their batch
+        self._asked = np.zeros(0, dtype=bool)
         self._pending: tuple[Ints, Chances, Ints, Ints] | None = None
         self._fitted_at = 0
         self._grow()
@@ -209,7 +210,9 @@ class Controller:
                 np.minimum(most, (1, 4, self.budget.max_draft_tokens)[self._steps // 2 % 3], out=most)
             else:
                 most[self._worth[slots] <= model.slope(running)] = 0
-        return np.maximum(most, 0)
+        np.maximum(most, 0, out=most)
+        self._asked = most > 0
+        return most
 
     @property
     def floor(self) -> float:
@@ -239,8 +242,8 @@ class Controller:
             found = allocate(chances, offsets, worth, model, self.calibration.shift, self.budget.policy == "optimal")
             drafting = model.step(running + found.total, running, found.total > 0)
             if self._steps % 4 == 0:
-                asked = found.offer > 0.0  # who was not drafted for says nothing
-                self._offer[slots] += asked * (found.offer - self._offer[slots]) * (4 / PACE)
+                # Who was not asked for says nothing; who was, and had nothing to offer, does.
+                self._offer[slots] += self._asked * (found.offer - self._offer[slots]) * (4 / PACE)
             on = self.toggle.update(running, 1.0 + found.gain / drafting if found.total else 0.0, arrived)
             if on and probe != "plain":
                 keep, drafted = found.keep, found.total
