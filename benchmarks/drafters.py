@@ -196,6 +196,7 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any, times: dict[tupl
     """Draft always `FIXED` tokens and never, and set the speed-up beside the roofline's."""
     import numpy as np
 
+    from das_adapter.core.toggle import seconds_of
     from das_adapter.engine import self_drafter
 
     drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter.drafter
@@ -214,16 +215,10 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any, times: dict[tupl
     def at(curve: dict[int, float], tokens: Any) -> Any:
         return np.interp(tokens, sorted(curve), [curve[n] for n in sorted(curve)])
 
-    def whole(rounds: Any, step: Any) -> float:
-        """Seconds of a rollout whose requests take so many rounds, `batch` of them at once."""
-        alive = np.arange(len(rounds), 0, -1)
-        together = np.minimum(alive, batch)
-        return float(np.sum(np.diff(np.sort(rounds), prepend=0.0) * alive / together * step(together)))
-
     lengths = np.array([len(text) for text in texts], dtype=float)
-    plain = whole(lengths, lambda b: at(policy, b))
-    drafted = whole(lengths / out[str(FIXED)]["tokens_per_forward"],
-                    lambda b: FIXED * at(copy, b) + at(policy, (FIXED + 1) * b))  # fmt: skip
+    plain = seconds_of(lengths, batch, lambda b: at(policy, b))
+    drafted = seconds_of(lengths / out[str(FIXED)]["tokens_per_forward"], batch,
+                         lambda b: FIXED * at(copy, b) + at(policy, (FIXED + 1) * b))  # fmt: skip
     return out | {
         "policy_ms": at(policy, batch) * 1e3, "copy_ms": at(copy, batch) * 1e3,
         "verify_ms": at(policy, batch * (FIXED + 1)) * 1e3, "roofline": plain / drafted,

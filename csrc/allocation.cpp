@@ -73,8 +73,9 @@ float calibrated(float stated, const In<float>& shift) {
   return std::clamp(stated + shift.data()[bin], 1e-3f, 1.0f);
 }
 
-std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, const In<float>& shift,
-                double slope, double bend, double room, double fixed, bool cut, Out<int64_t> keep, Out<double> offer) {
+std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth,
+                                    const In<float>& shift, double slope, double bend, double room, double fixed,
+                                    bool cut, Out<int64_t> keep, Out<double> offer) {
   const size_t batch = worth.size();
   const auto n = static_cast<int64_t>(chances.size());
   if (offsets.size() != batch + 1 || keep.size() != batch || offer.size() != batch || shift.size() == 0)

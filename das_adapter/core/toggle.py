@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.latency import StepModel
+from das_adapter.core.latency import Floats, StepModel
 
 
 class Toggle:
@@ -127,15 +128,19 @@ class Savings:
         """Seconds saved so far. `running`: tokens of the requests that are still in the batch, shape (b,)."""
         if self._refilled:
             return self._rate - self.spent
-        return plain_seconds(np.concatenate([self.finished, np.asarray(running)]), self._widest, model) - self.spent
+        lengths = np.concatenate([self.finished, np.asarray(running)])
+        return seconds_of(lengths, self._widest, model.plain) - self.spent
 
 
-def plain_seconds(lengths: npt.ArrayLike, slots: int, model: StepModel) -> float:
-    """Time in which plain decoding writes responses of these lengths, shape (n,), `slots` of them at a time."""
-    ordered = np.sort(np.asarray(lengths, dtype=float))
+def seconds_of(rounds: npt.ArrayLike, slots: int, step: Callable[[Floats], Floats]) -> float:
+    """Time of a rollout whose requests take so many rounds each, shape (n,), `slots` of them at a time.
+
+    `step`: seconds of a round by the requests in it. Plain decoding takes as many rounds as there are tokens.
+    """
+    ordered = np.sort(np.asarray(rounds, dtype=float))
     if not len(ordered):
         return 0.0
-    rounds = np.diff(ordered, prepend=0.0)
+    passed = np.diff(ordered, prepend=0.0)
     alive = np.arange(len(ordered), 0, -1)
     at_once = np.minimum(alive, slots)
-    return float(np.sum(rounds * (alive / at_once) * model.plain(at_once)))
+    return float(np.sum(passed * (alive / at_once) * step(at_once)))

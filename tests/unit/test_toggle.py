@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from das_adapter.core.latency import StepModel
-from das_adapter.core.toggle import Ladder, Savings, Toggle, plain_seconds
+from das_adapter.core.toggle import Ladder, Savings, Toggle, seconds_of
 
 
 def run(toggle: Toggle, *steps: tuple[int, float, bool]) -> list[bool]:
@@ -58,9 +58,9 @@ def test_plain_seconds_are_those_of_a_round_by_round_replay() -> None:
     model = StepModel(base=1.0, token=0.1)
     lengths = [3, 7, 7, 20]
     replay = sum(model.step(n, n, False) for n in (sum(x >= r for x in lengths) for r in range(1, 21)))
-    assert plain_seconds(lengths, 4, model) == pytest.approx(replay)
-    assert plain_seconds([], 4, model) == 0.0
-    assert plain_seconds([10, 10, 10, 10], 2, model) == pytest.approx(2 * 10 * model.step(2, 2, False))
+    assert seconds_of(lengths, 4, model.plain) == pytest.approx(replay)
+    assert seconds_of([], 4, model.plain) == 0.0
+    assert seconds_of([10, 10, 10, 10], 2, model.plain) == pytest.approx(2 * 10 * model.step(2, 2, False))
 
 
 def test_a_synchronous_rollout_is_credited_for_the_rounds_it_did_not_need() -> None:
