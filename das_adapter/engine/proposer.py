@@ -151,10 +151,16 @@ class HistoryProposer(Proposer):
         self.offer: tuple[list[int], np.ndarray, np.ndarray, np.ndarray] | None = None
         """Rows with drafts, the chances of what was found for them, its offsets, and how much of it is drafted."""
         self._live: dict[str, _Live] = {}
+        self._synced = False
+        """Whether a weight sync lies between the last step and the next."""
         self._unique = 0
 
     def _begin_step(self, scheduled: Any, now: float) -> None:
         step, self._step = self._step, None
+        if self._synced:  # what had ended before the weight sync is not of the live policy
+            self._synced = False
+            for req_id in scheduled.finished_req_ids & self._live.keys():
+                self._live[req_id].keep = False
         counts, new = scheduled.num_scheduled_tokens, scheduled.scheduled_new_reqs
         # A pass of new requests only may have come after a pause without any.
         if step is not None and step.slots is not None and (not new or any(r in counts for r in step.req_ids)):
@@ -291,6 +297,7 @@ class HistoryProposer(Proposer):
             `generation` that is mapped; 0: none.
         """
         done = super().refresh(version)
+        self._synced = True
         self._close([req_id for req_id in self._live if req_id not in self.runner.requests])
         if history is not None:
             self._map(*history)

@@ -4,9 +4,10 @@ What importing vLLM takes is paid once: every job runs in a fork. Job: `log` (fi
 (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env` (environment
 variables). A round: `requests` with `prompt` and `params`, `copies` of them, and for afterwards, if wanted,
 `perturb`: change the policy's weights by so much, `draft_weights`: a file to send as the drafter's, `lose_drafter`:
-its weights, `sleep`: a level to sleep at and wake up from, `refresh`: the weight version to go to, `shared`: the
-directory in which to publish the texts for it, instead of handing them over, and `lose`: what of that is gone when the
-engine looks for it, `generation` or `directory`; `fresh_copy`: compare the self-drafter with a fresh one.
+its weights, `sleep`: a level to sleep at and wake up from, `refresh`: the weight version to go to, `written`: the one
+that the texts are taken to be of, `shared`: the directory in which to publish the texts for it, instead of handing them
+over, and `lose`: what of that is gone when the engine looks for it, `generation` or `directory`; `fresh_copy`: compare
+the self-drafter with a fresh one.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def run(job: dict[str, Any]) -> None:
             ]
             if "foreign_token" in part:
                 keep.append((0, [part["foreign_token"]]))
-            trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
+            trajectories = [(p, _bytes(t), part.get("written", part["refresh"] - 1)) for p, t in keep]
             payload = {"version": part["refresh"], "trajectories": trajectories}
             if "shared" in part:
                 lengths = [(p, len(t) // 4, at) for p, t, at in trajectories]

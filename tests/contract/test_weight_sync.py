@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_losslessness import OFF, PLAIN, requests, two_rounds
+from test_losslessness import HISTORY, OFF, PLAIN, requests, two_rounds
 
 SELF = {"drafter": "self"}
 MIXED = {"drafter": "history+self", "budget": {"min_chance": 0.02}}
@@ -26,6 +26,14 @@ def test_the_drafter_follows_the_policy(engine: Any, das: dict[str, Any]) -> Non
     assert result[1]["stats"]["requantise_s"] > 0
     if das is MIXED:
         assert result[1]["stats"]["history_tokens"] == sum(map(len, result[0]["tokens"]))
+
+
+def test_a_text_that_ends_with_the_last_step_before_a_sync_is_not_live_after_it(engine: Any) -> None:
+    (asked,) = requests([{"temperature": 1.0, "ignore_eos": True}], 3)[:1]
+    part = {"requests": [asked], "refresh": 100, "written": 0}  # long out of the window
+    first, second = engine(das=HISTORY, rounds=[part, part])
+    assert second["tokens"] == first["tokens"]
+    assert 0 < second["stats"]["accepted_tokens"] == first["stats"]["accepted_tokens"]
 
 
 def test_a_copy_that_is_not_renewed_drafts_for_the_old_policy(engine: Any) -> None:
