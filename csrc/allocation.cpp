@@ -73,26 +73,29 @@ float calibrated(float stated, const In<float>& shift) {
   return std::clamp(stated + shift.data()[bin], 1e-3f, 1.0f);
 }
 
-std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth,
-                                    const In<float>& shift, double slope, double bend, double room, double fixed,
-                                    bool cut, Out<int64_t> keep, Out<double> offer) {
-  const size_t batch = worth.size();
+std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own,
+                                    const In<double>& tail, const In<double>& fade, const In<float>& shift,
+                                    double slope, double bend, double room, double fixed, bool cut,
+                                    Out<int64_t> keep) {
+  const size_t batch = own.size();
   const auto n = static_cast<int64_t>(chances.size());
-  if (offsets.size() != batch + 1 || keep.size() != batch || offer.size() != batch || shift.size() == 0)
-    throw std::invalid_argument("allocate: worth, offsets, keep and offer differ in their number of requests");
+  if (offsets.size() != batch + 1 || keep.size() != batch || tail.size() != batch || fade.size() != batch ||
+      shift.size() == 0)
+    throw std::invalid_argument("allocate: own, tail, fade, offsets and keep differ in their number of requests");
   const float* c = chances.data();
   const int64_t* at = offsets.data();
   if (at[0] != 0 || at[batch] != n || !std::is_sorted(at, at + batch + 1))
     throw std::invalid_argument("allocate: offsets must rise from 0 to the number of chances");
   std::vector<float> value(n);
   for (size_t i = 0; i < batch; ++i) {
-    float chance = 1.0f, sum = 0.0f;
-    for (int64_t j = at[i]; j < at[i + 1]; ++j) {
+    const auto always = static_cast<float>(own.data()[i]);
+    auto deciding = static_cast<float>(tail.data()[i]);
+    const auto less = static_cast<float>(std::exp(-fade.data()[i]));
+    float chance = 1.0f;
+    for (int64_t j = at[i]; j < at[i + 1]; ++j, deciding *= less) {
       chance = std::min(chance, calibrated(c[j], shift));
-      sum += chance;
-      value[j] = chance * static_cast<float>(worth.data()[i]);
+      value[j] = chance * (always + deciding);
     }
-    offer.data()[i] = sum;
   }
   const Cost cost{slope, bend, room};
   int64_t* kept = keep.data();
@@ -173,11 +176,11 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 }  // namespace
 
 void bind_allocation(nb::module_& m) {
-  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("worth"), nb::arg("shift"),
-        nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("cut"), nb::arg("keep"),
-        nb::arg("offer"),
-        "Draft tokens of each request to verify, into keep int64 [b]; their expected number if all were, into offer "
-        "float64 [b]. Returns the expected gain in seconds, and the draft tokens of all.");
+  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"),
+        nb::arg("fade"), nb::arg("shift"), nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"),
+        nb::arg("cut"), nb::arg("keep"),
+        "Draft tokens of each request to verify, into keep int64 [b]. Returns the expected gain in seconds, and the "
+        "draft tokens of all.");
   m.def("advance", &advance, nb::arg("state"), nb::arg("slots"), nb::arg("got"), nb::arg("carried"),
         nb::arg("memory"), nb::arg("classes"), nb::arg("rounds"), nb::arg("drafts"),
         "Bring the controller's state float64 [rows, slots] forward by one decode step, and count its request forwards "

@@ -81,12 +81,21 @@ class Allocation(NamedTuple):
 
     keep: Ints
     """How many of each request's draft to verify, shape (b,)."""
-    offer: Floats
-    """How many would be accepted of each draft if all of it were verified, expected, shape (b,)."""
     total: int
     """Sum of `keep`."""
     gain: float
     """Seconds: worth of the kept tokens minus what verifying them costs."""
+
+
+class Worth(NamedTuple):
+    """Seconds that accepting draft tokens saves, by request: own + tail·exp(-fade·j) for token j of a draft."""
+
+    own: Floats
+    """What the request's own part in a step costs, shape (b,)."""
+    tail: Floats
+    """By what the rollout ends earlier, shape (b,)."""
+    fade: Floats
+    """How fast that becomes less, shape (b,): who gets ahead decides the end no more."""
 
 
 _AS_STATED: Chances = np.zeros(1, dtype=np.float32)
@@ -95,50 +104,55 @@ _AS_STATED: Chances = np.zeros(1, dtype=np.float32)
 def allocate(
     chances: Chances,
     offsets: Ints,
-    worth: Floats,
+    worth: Worth,
     model: StepModel,
     shift: Chances = _AS_STATED,
     cut: bool = True,
 ) -> Allocation:
     """Keep the draft tokens that are worth more than they cost, each at the step size that all of them make.
 
-    A request's chances don't increase along its draft, so the tokens of greatest worth are always a prefix of each
-    draft, and the best set of m tokens is the m of greatest worth: the best m gives the optimum for any cost.
+    Neither a request's chances nor their worth increase along its draft, so the tokens of greatest value are always a
+    prefix of each draft, and the best set of m tokens is the m of greatest value: the best m gives the optimum for any
+    cost.
 
     Args:
         chances: survival chance of each draft token, shape (n,), requests one after the other.
         offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
-        worth: seconds that an accepted token of each request saves, shape (b,).
+        worth: of the tokens.
         model: what the step costs.
         shift: `Calibration.shift`.
         cut: False: keep everything, and say what that gains.
     """
-    requests = len(worth)
-    keep, offer = np.empty(requests, dtype=np.int64), np.empty(requests)
-    slope, bend, room = model.token, model.bend, model.knee - requests
-    costs = slope, bend, room, model.draft
-    gain, total = native().allocate(chances, offsets, worth, shift, *costs, cut, keep, offer)
-    return Allocation(keep, offer, total, gain)
+    requests = len(worth.own)
+    keep = np.empty(requests, dtype=np.int64)
+    costs = model.token, model.bend, model.knee - requests, model.draft
+    gain, total = native().allocate(chances, offsets, *worth, shift, *costs, cut, keep)
+    return Allocation(keep, total, gain)
 
 
-def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, pace: Floats, points: int = 32) -> Floats:
-    """Chance of each request to be the last one of the batch, shape (b,), summing to 1.
+AHEAD = 16.0
+"""Tokens over which it is seen how the chance to be the last one fades."""
 
-    It is the derivative of the expected number of rounds left with respect to that request's own.
+
+def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, points: int = 32) -> tuple[Floats, Floats]:
+    """Chance of each request to be the last one of the batch, shape (b,), summing to 1; and how fast it fades with
+    each token that the request gets ahead of the others, shape (b,).
+
+    The first is the derivative of the expected number of rounds left with respect to that request's own. All go at one
+    pace here: judged by its present one, whoever is drafted for would look done and lose its drafts again.
 
     Args:
         cdf: shape (b, g): distribution of each request's length at `edges`.
         edges: shape (g,), in geometric steps from 1.
         lengths: tokens written so far, shape (b,).
-        pace: tokens per round, shape (b,).
-        points: numbers of rounds at which the distributions are compared.
+        points: numbers of tokens to come at which the distributions are compared.
     """
     if len(lengths) == 1:
-        return np.ones(1)
-    rounds = np.geomspace(1.0, float(np.max((edges[-1] - lengths).clip(1.0) / pace)) + 1.0, points)
-    done = beyond(cdf, edges, lengths, lengths[:, None] + pace[:, None] * rounds[None, :])
+        return np.ones(1), np.zeros(1)
+    to_come = np.geomspace(1.0, float(np.max((edges[-1] - lengths).clip(1.0))) + 1.0, points)
+    at = lengths[:, None] + np.concatenate([to_come, to_come + AHEAD])[None, :]
+    done, ahead = np.split(beyond(cdf, edges, lengths, at), 2, axis=1)
     log = np.log(np.maximum(done, 1e-12))
     others = np.exp(log.sum(axis=0)[None, :] - log)
-    step = np.diff(done, axis=1, prepend=0.0)
-    weight = np.maximum(step * others, 0.0).sum(axis=1) + 1e-9
-    return np.asarray(weight / weight.sum())
+    now, then = (np.maximum(np.diff(x, axis=1, prepend=0.0) * others, 0.0).sum(axis=1) + 1e-9 for x in (done, ahead))
+    return now / now.sum(), np.clip(np.log(now / then) / AHEAD, 0.0, 1.0)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.acceptance import AcceptanceCurves, Calibration
-from das_adapter.core.budget import allocate, class_budgets, makespan_weights, plan
+from das_adapter.core.budget import Worth, allocate, class_budgets, makespan_weights, plan
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthClass, LengthModel, classes, expected_remaining
 from das_adapter.core.native import native
@@ -84,7 +84,7 @@ class Controller:
         self._problems: list[int] = []
         self._free: list[int] = []
         self._cdf = np.zeros((0, LengthModel.GRID))
-        self._state = np.zeros((11, 0))  # rows as `_grow` names them, a column for each slot
+        self._state = np.zeros((12, 0))  # rows as `_grow` names them, a column for each slot
         self._class: Ints = np.zeros(0, dtype=np.int64)
         self._steps = self._synced_at = self._running = 0
         self._saved = 0.0
@@ -97,7 +97,6 @@ class Controller:
         self._drafted_steps = self._drafted_seconds = 0.0
         self._since_plain = self._since_draft = 0
         self._plain = [0] * 32  # plain steps seen, by the power of two of their batch
-        self._asked = np.zeros(0, dtype=bool)
         self._pending: tuple[Ints, Chances, Ints, Ints] | None = None
         self._fitted_at = 0
         self._grow()
@@ -209,9 +208,9 @@ class Controller:
             if model is None:  # short drafts, for the first measurements
                 np.minimum(most, (1, 4, self.budget.max_draft_tokens)[self._steps // 2 % 3], out=most)
             else:
-                most[self._worth[slots] <= model.slope(running)] = 0
+                worth = self._worth.own[slots] + self._worth.tail[slots]
+                most[worth <= model.slope(running)] = 0
         np.maximum(most, 0, out=most)
-        self._asked = most > 0
         return most
 
     @property
@@ -238,12 +237,9 @@ class Controller:
             if on and self._steps % (2 if self.budget.policy == "optimal" else 4):
                 keep, drafted = np.diff(offsets), len(chances)
         else:
-            worth = self._worth[slots]
+            worth = Worth(*(part[slots] for part in self._worth))
             found = allocate(chances, offsets, worth, model, self.calibration.shift, self.budget.policy == "optimal")
             drafting = model.step(running + found.total, running, found.total > 0)
-            if self._steps % 4 == 0:
-                # Who was not asked for says nothing; who was, and had nothing to offer, does.
-                self._offer[slots] += self._asked * (found.offer - self._offer[slots]) * (4 / PACE)
             on = self.toggle.update(running, 1.0 + found.gain / drafting if found.total else 0.0, arrived)
             if on and probe != "plain":
                 keep, drafted = found.keep, found.total
@@ -358,22 +354,20 @@ class Controller:
             flat = max(1e-9, model.step(running, running, False) - slope * running)
             planned = plan(remaining, curves[:, 0], curves[:, 1], flat, max(slope, 1e-9))
             self.planned_rounds = self._steps - self._synced_at + planned.rounds
-        pace = self._pace[slots]
-        # Who ends last is judged by what each could do if it were drafted for: judged by its present pace, whoever is
-        # drafted for would look done and lose its drafts again.
-        potential = 1.0 + self._offer[slots]
         if self._refilling:
-            last = np.full(running, 1.0 / running)
+            last, fade = np.full(running, 1.0 / running), np.zeros(running)
         else:
-            last = makespan_weights(cdf, edges, written, potential)
-        # A round that is not needed saves what its tokens cost, drafts included, and the last ones what a step costs
-        # that nobody else is in.
-        tokens = 1.0 + self._load[slots]
-        own = model.slope(float(tokens.sum())) * tokens + model.request
+            last, fade = makespan_weights(cdf, edges, written)
+        # A round that is not needed saves what its tokens cost, drafts included but not more than plain decoding's, and
+        # the last ones what a step costs that nobody else is in.
+        pace, tokens = self._pace[slots], 1.0 + self._load[slots]
+        token = model.slope(float(tokens.sum()))
         left = 1.0 / float(last @ last)
         size = left * float(last @ tokens)
         tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
-        self._worth[slots] = last * tail / float(last @ pace) + own / pace
+        self._worth.own[slots] = np.minimum((token * tokens + model.request) / pace, token + model.request)
+        self._worth.tail[slots] = last * tail / float(last @ pace)
+        self._worth.fade[slots] = fade
 
     def _learn(self, pending: tuple[Ints, Chances, Ints, Ints], slots: Ints, carried: Ints, kept: Ints) -> None:
         drafted, chances, offsets, _ = pending
@@ -400,9 +394,10 @@ class Controller:
         self._problems += [0] * more
         self._free += range(old + more - 1, old - 1, -1)
         self._cdf = np.concatenate([self._cdf, np.zeros((more, LengthModel.GRID))])
-        self._state = np.concatenate([self._state, np.zeros((11, more))], axis=1)
+        self._state = np.concatenate([self._state, np.zeros((12, more))], axis=1)
         # The first eight rows are brought forward by the native `advance`.
         self._written, self._pace, self._load = self._state[:3]
         self._drafted, self._accepted, self._first_tried, self._first = self._state[3:7]
-        self._counted, self._offer, self._worth = self._state[8:]
+        self._counted, *worth = self._state[8:]
+        self._worth = Worth(*worth)
         self._class = np.concatenate([self._class, np.full(more, LengthClass.MEDIUM, dtype=np.int64)])
