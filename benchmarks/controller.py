@@ -11,7 +11,7 @@ is that text with tokens exchanged at rates of 5 to 40 % (`--rates`), one for ea
 that are off by a fifth (replayed acceptance). Lengths are forced; the policy's own for `tiny`.
 
 All arms run in one engine, one after the other, in turns. The engine has been rolling out before: each arm starts with
-the step times and the calibration learned there, and with the same history under problem ids of its own. `idle` is the
+the step times and the chances learned there, and with the same history under problem ids of its own. `idle` is the
 drafter doing nothing; `off` runs in an engine without one, and must write the same tokens.
 """
 
@@ -46,7 +46,6 @@ MOST = 31
 FIXED = (1, 3, 7, 15)
 PROBLEMS, WINDOW = 10000, 32  # problem ids of an arm, and weight versions from one to the next: it never sees another's
 STRETCH = 16  # tokens of a history that agree with what is written at one rate
-Learned = tuple[Any, Any]  # step times, calibration
 POLICIES = ("optimal", "classes", "uniform", "unlimited")
 
 
@@ -129,7 +128,7 @@ class Bench:
 
     def practise(self, count: int = 300) -> None:
         """Draft for `count` other problems of the same kind without the engine: what a run has learned before."""
-        rng, index, calibration = np.random.default_rng(self.seed + 2), self.drafter.index, self.learned()[1]
+        rng, index = np.random.default_rng(self.seed + 2), self.drafter.index
         texts = [rng.integers(1, 32000, 200, dtype=np.int32) for _ in range(count)]
         problems = [{"problem": i} for i in range(count)]  # those of turn 0
         for problem, ids, version in self.history(problems, [text.tolist() for text in texts]):
@@ -138,15 +137,14 @@ class Bench:
         for r, text in zip(problems, texts, strict=True):
             handle, at = index.open(r["problem"], text[:1]), 1
             while at < len(text):
-                flat, chances, _ = index.draft_flat(np.array([handle]), np.array([min(MOST, len(text) - at)]), 0.01)
+                flat, _, _ = index.draft_flat(np.array([handle]), np.array([min(MOST, len(text) - at)]), 0.01)
                 kept = int(np.argmin(np.append(flat == text[at : at + len(flat)], False)))
-                calibration.learn(chances, np.arange(len(flat)) < kept)
                 index.extend(handle, text[at : at + kept + 1])
                 at += kept + 1
             index.close(handle, keep=False)
 
-    def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], learned: Learned | None = None) -> None:
-        """A controller for an arm, with what was learned so far, and the history under new problem ids."""
+    def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], times: Any = None) -> None:
+        """A controller for an arm, with the step times seen so far, and the history under new problem ids."""
         from das_adapter.config import BudgetConfig, ToggleConfig
         from das_adapter.core.controller import Controller
 
@@ -158,8 +156,8 @@ class Bench:
         drafter.controller = Controller(
             BudgetConfig(policy=policy, max_draft_tokens=most), ToggleConfig(mode=mode), drafter._max_model_len
         )
-        if learned is not None:
-            drafter.controller.times, drafter.controller.calibration = copy.deepcopy(learned)
+        if times is not None:
+            drafter.controller.times = copy.deepcopy(times)
         drafter.counters.take()
         self.turn += 1
         shift, version = self.turn * PROBLEMS, self.turn * WINDOW
@@ -167,13 +165,9 @@ class Bench:
         if arm == "idle":
             drafter.controller.stopped = "idle"
 
-    def learned(self) -> Learned:
-        """What the present controller knows of this engine."""
-        return self.drafter.controller.times, self.drafter.controller.calibration
-
-    def arm(self, name: str, requests: Any, trajectories: Any, learned: Learned) -> dict[str, Any]:
+    def arm(self, name: str, requests: Any, trajectories: Any, times: Any) -> dict[str, Any]:
         """One arm's rollout."""
-        self.prepare(name, trajectories, learned)
+        self.prepare(name, trajectories, times)
         seconds, texts = self.run(requests)
         controller, counters = self.drafter.controller, vars(self.drafter.counters)
         if self.drafter.counters.error:
@@ -213,7 +207,7 @@ def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**min(rows, key=lambda r: float(r["seconds"])), "all_seconds": [round(r["seconds"], 3) for r in rows]}
 
 
-def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: int, learned: Learned) -> dict[str, Any]:
+def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
     """Rollouts of the same requests by every arm, in turns."""
     requests = bench.requests(count, longest)
     bench.prepare("idle", [])
@@ -222,7 +216,7 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
     rows: dict[str, list[dict[str, Any]]] = {arm: [] for arm in arms}
     for turn in range(repeats):
         for arm in arms if turn % 2 == 0 else arms[::-1]:
-            rows[arm].append(bench.arm(arm, requests, trajectories, learned))
+            rows[arm].append(bench.arm(arm, requests, trajectories, times))
     found = {arm: best(r) for arm, r in rows.items()}
     return {
         "requests": count, "longest": max(map(len, texts)), "tokens": sum(map(len, texts)),
@@ -231,7 +225,7 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
     }  # fmt: skip
 
 
-def routing(bench: Bench, count: int, longest: int, repeats: int, learned: Learned) -> dict[str, Any]:
+def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
     """A rollout over two replicas: each replica's share runs on the engine by itself, the later end is the makespan.
 
     Requests arrive mixed, in another order each time, and more than a replica runs at once. `least_loaded` gives them
@@ -265,7 +259,7 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, learned: Learn
                 for replica in (0, 1):
                     mine = [i for i in range(count) if share[i] == replica]
                     first = [-round(expected[i]) for i in mine] if policy == "longest_first" else None
-                    bench.prepare(arm, trajectories, learned)
+                    bench.prepare(arm, trajectories, times)
                     seconds, written = bench.run([requests[order[i]] for i in mine], priority=first)
                     ends.append(seconds)
                     same &= written == [texts[order[i]] for i in mine]
@@ -276,22 +270,20 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, learned: Learn
     return {"requests": count, "longest": max(map(len, texts)), "arms": found}
 
 
-def warm(bench: Bench) -> Learned:
-    """What an engine knows that has been rolling out for a while."""
+def warm(bench: Bench) -> Any:
+    """Step times of an engine that has been rolling out for a while."""
     requests = bench.requests(48, 96)
     bench.prepare("optimal", [])
     if bench.model == "random":
         bench.practise()
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
-    learned = bench.learned()
     for arm in ("optimal", "k3", "k15", "optimal", "optimal"):
-        bench.prepare(arm, trajectories, learned)
+        bench.prepare(arm, trajectories, bench.drafter.controller.times)
         bench.run(requests if arm == "optimal" else requests[:16])
-        learned = bench.learned()
-    for part in (learned[0].fit, learned[1].refit):
-        part()
-    return learned
+    times = bench.drafter.controller.times
+    times.fit()
+    return times
 
 
 def main() -> None:
@@ -323,11 +315,11 @@ def main() -> None:
     else:
         bench = Bench(args.model, {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed}, args.rates,
                       8 if args.what == "routing" else 64)  # fmt: skip
-        learned = warm(bench)
-        result = {"latency_model": learned[0].model.to_dict(), "rollouts": []}
-        print(learned[0].model, flush=True)
+        times = warm(bench)
+        result = {"latency_model": times.model.to_dict(), "rollouts": []}
+        print(times.model, flush=True)
         if args.what == "routing":
-            result["rollouts"].append(routing(bench, args.requests, args.longest, args.repeats, learned))
+            result["rollouts"].append(routing(bench, args.requests, args.longest, args.repeats, times))
             for name, figures in result["rollouts"][0]["arms"].items():
                 print(
                     f"  {name:24} {figures['mean_makespan_s']:7.2f} s  {figures['ends_s']}  "
@@ -336,7 +328,7 @@ def main() -> None:
                 )
         counts = {"rollout": [args.requests], "batches": args.batches, "routing": []}
         for count in counts[args.what]:
-            row = compare(bench, args.arms, count, args.longest, args.repeats, learned)
+            row = compare(bench, args.arms, count, args.longest, args.repeats, times)
             result["rollouts"].append(row)
             base = row["arms"][args.arms[0]]["seconds"]
             print(f"{count} requests, {row['tokens']} tokens, longest {row['longest']}, "

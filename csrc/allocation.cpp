@@ -66,21 +66,12 @@ Best best_set(std::vector<float>& values, const Cost& cost) {
   return best;
 }
 
-// A stated chance of survival, shifted by what was observed of its bin.
-float calibrated(float stated, const In<float>& shift) {
-  const auto bins = static_cast<int64_t>(shift.size());
-  const auto bin = std::clamp<int64_t>(static_cast<int64_t>(stated * static_cast<float>(bins)), 0, bins - 1);
-  return std::clamp(stated + shift.data()[bin], 1e-3f, 1.0f);
-}
-
 std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own,
-                                    const In<double>& tail, const In<double>& fade, const In<float>& shift,
-                                    double slope, double bend, double room, double fixed, bool cut,
+                                    const In<double>& tail, const In<double>& fade, double slope, double bend, double room, double fixed, bool cut,
                                     Out<int64_t> keep) {
   const size_t batch = own.size();
   const auto n = static_cast<int64_t>(chances.size());
-  if (offsets.size() != batch + 1 || keep.size() != batch || tail.size() != batch || fade.size() != batch ||
-      shift.size() == 0)
+  if (offsets.size() != batch + 1 || keep.size() != batch || tail.size() != batch || fade.size() != batch)
     throw std::invalid_argument("allocate: own, tail, fade, offsets and keep differ in their number of requests");
   const float* c = chances.data();
   const int64_t* at = offsets.data();
@@ -91,11 +82,7 @@ std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>&
     const auto always = static_cast<float>(own.data()[i]);
     auto deciding = static_cast<float>(tail.data()[i]);
     const auto less = static_cast<float>(std::exp(-fade.data()[i]));
-    float chance = 1.0f;
-    for (int64_t j = at[i]; j < at[i + 1]; ++j, deciding *= less) {
-      chance = std::min(chance, calibrated(c[j], shift));
-      value[j] = chance * (always + deciding);
-    }
+    for (int64_t j = at[i]; j < at[i + 1]; ++j, deciding *= less) value[j] = c[j] * (always + deciding);
   }
   const Cost cost{slope, bend, room};
   int64_t* kept = keep.data();
@@ -177,7 +164,7 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 
 void bind_allocation(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"),
-        nb::arg("fade"), nb::arg("shift"), nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"),
+        nb::arg("fade"), nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"),
         nb::arg("cut"), nb::arg("keep"),
         "Draft tokens of each request to verify, into keep int64 [b]. Returns the expected gain in seconds, and the "
         "draft tokens of all.");

@@ -22,6 +22,7 @@ struct Candidate {
   const Token* end;
   uint32_t strength;
   uint32_t weight;  // of its source
+  bool own;         // the request's own text or prompt
 
   bool over() const { return next == end || *next < 0; }
 };
@@ -31,6 +32,7 @@ struct Vote {
   Token token;
   uint32_t count, strength;  // how many there are, and the strongest
   uint64_t votes;
+  bool own;  // no other text goes on so
 };
 
 // Votes grow with the 6th power of strength: nearly "the longest match decides", but many shorter ones can object.
@@ -44,47 +46,61 @@ inline const std::array<uint64_t, 200>& vote_table() {
 }
 
 // How often draft tokens of one kind were accepted, learned from what requests went on with. A kind is the share of
-// the votes, the strength and the number of the occurrences behind a token. It starts from what recorded rollouts of
-// twelve models show.
+// the votes, the strength and the number of the occurrences behind a token, and its source: only the request's own text
+// or others too. What recorded rollouts of twelve models show of the kinds is where each starts, at the odds by which
+// its source turns out better or worse than that.
 class Acceptance {
  public:
   Acceptance() {
-    for (uint32_t kind = 0; kind < cells_.size(); ++kind) {
+    for (uint32_t kind = 0; kind < kKinds; ++kind) {
       const uint32_t c = kind % kCounts, m = kind / kCounts % kStrengths, s = kind / kCounts / kStrengths;
-      const double chance = 1 / (1 + std::exp(3 - 0.4 * s - 0.3 * m - 0.65 * c));
-      cells_[kind] = {static_cast<uint32_t>(std::lround(kPrior * chance)), kPrior};
+      start_[kind] = std::lround(kPrior / (1 + std::exp(3 - 0.4 * s - 0.3 * m - 0.65 * c))) / kPrior;
     }
   }
 
-  static uint16_t kind(uint64_t votes, uint64_t all, uint32_t strength, uint32_t count) {
+  static uint16_t kind(uint64_t votes, uint64_t all, uint32_t strength, uint32_t count, bool own) {
     const double share = static_cast<double>(votes) / static_cast<double>(all);
     uint32_t s = 0, m = 0;
     while (s + 1 < kShares && share >= kShareSteps[s]) ++s;
     while (m + 1 < kStrengths && strength >= kStrengthSteps[m]) ++m;
     const uint32_t c = count > 3 ? 2 : count > 1;
-    return static_cast<uint16_t>((s * kStrengths + m) * kCounts + c);
+    return static_cast<uint16_t>(((own * kShares + s) * kStrengths + m) * kCounts + c);
   }
 
   double chance(uint16_t kind) const {
     const Cell& cell = cells_[kind];
-    return static_cast<double>(cell.accepted + 1) / static_cast<double>(cell.tried + 2);
+    const Source& source = sources_[kind / kKinds];
+    const double better = (source.accepted + kDoubt) / (source.tried - source.accepted + kDoubt) *
+                          ((source.tried - source.expected + kDoubt) / (source.expected + kDoubt));
+    const double odds = start_[kind % kKinds] * better;
+    const double from = odds / (1 - start_[kind % kKinds] + odds);
+    return (cell.accepted + kPrior * from) / (cell.tried + kPrior);
   }
 
   void learn(uint16_t kind, bool accepted) {
     Cell& cell = cells_[kind];
     ++cell.tried, cell.accepted += accepted;
     if (cell.tried >= kMemory) cell.tried /= 2, cell.accepted /= 2;
+    Source& source = sources_[kind / kKinds];
+    source.tried += 1, source.accepted += accepted, source.expected += start_[kind % kKinds];
+    if (source.tried >= kMemory) source.tried /= 2, source.accepted /= 2, source.expected /= 2;
   }
 
  private:
-  static constexpr uint32_t kShares = 8, kStrengths = 8, kCounts = 3;
+  static constexpr uint32_t kShares = 8, kStrengths = 8, kCounts = 3, kKinds = kShares * kStrengths * kCounts;
   static constexpr std::array<double, kShares - 1> kShareSteps{0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0};
   static constexpr std::array<uint32_t, kStrengths - 1> kStrengthSteps{3, 5, 8, 12, 18, 32, 64};
-  static constexpr uint32_t kPrior = 40, kMemory = 1u << 13;  // tokens the start counts for, and the past at most
+  static constexpr double kPrior = 40, kDoubt = 8;  // tokens that a kind's start and a source's count for
+  static constexpr uint32_t kMemory = 1u << 13;     // tokens that the past counts for at most
   struct Cell {
-    uint32_t accepted, tried;
+    uint32_t accepted = 0, tried = 0;
   };
-  std::array<Cell, kShares * kStrengths * kCounts> cells_;
+  struct Source {
+    double accepted = 0, tried = 0, expected = 0;
+  };
+  std::array<double, kKinds> start_;
+  std::array<Cell, 2 * kKinds> cells_;
+  std::array<Source, 2> sources_;
 };
 
 }  // namespace das

@@ -22,8 +22,9 @@ void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<V
     if (c.over()) continue;
     const uint32_t strength = std::min<uint32_t>(c.strength + 2 * step, vote_table().size() - 1);
     auto it = std::find_if(votes.begin(), votes.end(), [&](const Vote& v) { return v.token == *c.next; });
-    if (it == votes.end()) it = votes.insert(it, {*c.next, 0, 0, 0});
+    if (it == votes.end()) it = votes.insert(it, {*c.next, 0, 0, 0, true});
     it->votes += vote_table()[strength] * c.weight, ++it->count, it->strength = std::max(it->strength, strength);
+    it->own &= c.own;
   }
 }
 
@@ -189,16 +190,17 @@ void SuffixIndex::search(const Request& request, Context response, Context whole
               [&](const Segment& segment, const Segment::Place& p, uint32_t length) {
                 const uint64_t age = newest_ - segment.trajectories[p.trajectory].version;
                 const uint32_t weight = fading_[std::min<uint64_t>(age, fading_.size() - 1)];
-                visit(response, &segment.tokens[p.position], segment.tokens.end(), length, weight);
+                visit(response, &segment.tokens[p.position], segment.tokens.end(), length, weight, false);
               });
   request.problem->live.search(response, depth_, [&](const Stream& stream, uint32_t position, uint32_t length) {
-    visit(response, &stream.text[position], stream.text.data() + stream.text.size(), length,
-          &stream == request.stream ? kOwn : kSibling);
+    const bool own = &stream == request.stream;
+    visit(response, &stream.text[position], stream.text.data() + stream.text.size(), length, own ? kOwn : kSibling,
+          own);
   });
   if (request.stream->prompt)
     das::search(*request.stream->prompt, whole, depth_,
                 [&](const Segment& prompt, const Segment::Place& p, uint32_t length) {
-                  visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length, kPrompt);
+                  visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length, kPrompt, true);
                 });
 }
 
@@ -222,17 +224,18 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
   candidates.clear();
   uint32_t strongest = 0;
   search(request, response, whole,
-         [&, out = &candidates](Context context, const Token* last, const Token* end, uint32_t length, uint32_t weight) {
+         [&, out = &candidates](Context context, const Token* last, const Token* end, uint32_t length, uint32_t weight,
+             bool own) {
            const uint32_t beyond = length < depth_ ? match_beyond(context, last, length, kBeyond) : 0;
-           out->push_back({last + 1, end, strength(length, beyond), weight});
+           out->push_back({last + 1, end, strength(length, beyond), weight, own});
            strongest = std::max(strongest, out->back().strength);
          });
   if (strongest >= kSure || response.size < 2) return;
   const Token written = response[0];
   search(request, response.without_last(), whole.without_last(),
-         [&, out = &candidates](Context, const Token* last, const Token* end, uint32_t length, uint32_t weight) {
+         [&, out = &candidates](Context, const Token* last, const Token* end, uint32_t length, uint32_t weight, bool own) {
            if (last[1] == written) return;  // matches as it is
-           out->push_back({last + 2, end, strength(0, std::min(length, kBeyond)), weight});
+           out->push_back({last + 2, end, strength(0, std::min(length, kBeyond)), weight, own});
          });
 }
 
@@ -265,7 +268,7 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
     const Vote best = *std::min_element(scratch.votes.begin(), scratch.votes.end(), [](const Vote& a, const Vote& b) {
       return a.votes != b.votes ? a.votes > b.votes : a.token < b.token;
     });
-    const uint16_t kind = Acceptance::kind(best.votes, all, best.strength, best.count);
+    const uint16_t kind = Acceptance::kind(best.votes, all, best.strength, best.count, best.own);
     r.drafted.push_back(best.token), r.kinds.push_back(kind);
     chance *= acceptance_.chance(kind);
     if (step == budget || chance < min_chance) return;
@@ -273,7 +276,7 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
     out.chances.push_back(std::max(static_cast<float>(chance), FLT_MIN));
     size_t agreeing = 0;
     for (const Candidate& c : candidates)
-      if (!c.over() && *c.next == best.token) candidates[agreeing++] = {c.next + 1, c.end, c.strength, c.weight};
+      if (!c.over() && *c.next == best.token) candidates[agreeing++] = {c.next + 1, c.end, c.strength, c.weight, c.own};
     candidates.resize(agreeing);
   }
 }

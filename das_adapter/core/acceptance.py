@@ -1,4 +1,4 @@
-"""What a draft token is worth: chances calibrated by what came of them, and DAS's acceptance curve per problem."""
+"""DAS's acceptance curve per problem. What each draft token's chance is, the drafter says (`SuffixIndex`)."""
 
 from __future__ import annotations
 
@@ -6,70 +6,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
-Chances = npt.NDArray[np.float32]
-
-
-class Calibration:
-    """Turns the survival chances a drafter states into the ones that are observed; one per source of drafts.
-
-    A chance is looked up in one of 32 bins; a bin starts from what it states, worth `PRIOR` observations, and forgets
-    half of the past every `MEMORY` of them. The result never falls where the stated chance rises, so that the chances
-    within a draft still don't increase.
-    """
-
-    BINS, PRIOR, MEMORY = 32, 64.0, 20000.0
-
-    def __init__(self) -> None:
-        self._stated: Floats = (np.arange(self.BINS) + 0.5) / self.BINS
-        self._tried = np.zeros(self.BINS)
-        self._kept = np.zeros(self.BINS)
-        self._sum = np.zeros(self.BINS)
-        self.shift: Chances = np.zeros(self.BINS, dtype=np.float32)
-        """What to add to a stated chance, by its bin, shape (BINS,)."""
-
-    def learn(self, chances: Chances, survived: npt.NDArray[np.bool_]) -> None:
-        """Take verified draft tokens: the chance each was stated with, and whether it and all before it were accepted.
-
-        Both of shape (n,).
-        """
-        at = (chances * self.BINS).astype(np.int64)
-        np.minimum(at, self.BINS - 1, out=at)
-        self._tried += np.bincount(at, minlength=self.BINS)
-        self._kept += np.bincount(at, weights=survived, minlength=self.BINS)
-        self._sum += np.bincount(at, weights=chances, minlength=self.BINS)
-
-    def refit(self) -> None:
-        """Use what was learned since the last call."""
-        over = np.maximum(1.0, self._tried / self.MEMORY)
-        for counts in (self._tried, self._kept, self._sum):
-            counts /= over
-        weight = self._tried + self.PRIOR
-        stated = (self._sum + self.PRIOR * self._stated) / weight
-        observed = isotonic((self._kept + self.PRIOR * self._stated) / weight, weight)
-        self.shift = (observed - stated).astype(np.float32)
-
-    def __call__(self, chances: Chances) -> Chances:
-        """Calibrated chances, shape and order as given."""
-        at = (chances * self.BINS).astype(np.int64)
-        shifted = chances + self.shift.take(at, mode="clip")
-        return np.clip(shifted, 1e-3, 1.0, out=shifted)
-
-
-def isotonic(values: Floats, weights: Floats) -> Floats:
-    """The non-decreasing sequence nearest to `values` in weighted squares (pool adjacent violators)."""
-    blocks: list[list[float]] = []
-    for value, weight in zip(values.tolist(), weights.tolist(), strict=True):
-        blocks.append([value, weight, 1])
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            v, w, n = blocks.pop()
-            last = blocks[-1]
-            last[0] = (last[0] * last[1] + v * w) / (last[1] + w)
-            last[1] += w
-            last[2] += n
-    return np.repeat([b[0] for b in blocks], [int(b[2]) for b in blocks])
 
 
 @dataclass

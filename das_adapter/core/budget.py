@@ -98,15 +98,11 @@ class Worth(NamedTuple):
     """How fast that becomes less, shape (b,): who gets ahead decides the end no more."""
 
 
-_AS_STATED: Chances = np.zeros(1, dtype=np.float32)
-
-
 def allocate(
     chances: Chances,
     offsets: Ints,
     worth: Worth,
     model: StepModel,
-    shift: Chances = _AS_STATED,
     cut: bool = True,
 ) -> Allocation:
     """Keep the draft tokens that are worth more than they cost, each at the step size that all of them make.
@@ -120,13 +116,12 @@ def allocate(
         offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
         worth: of the tokens.
         model: what the step costs.
-        shift: `Calibration.shift`.
         cut: False: keep everything, and say what that gains.
     """
     requests = len(worth.own)
     keep = np.empty(requests, dtype=np.int64)
     costs = model.token, model.bend, model.knee - requests, model.draft
-    gain, total = native().allocate(chances, offsets, *worth, shift, *costs, cut, keep)
+    gain, total = native().allocate(chances, offsets, *worth, *costs, cut, keep)
     return Allocation(keep, total, gain)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import BudgetConfig, ToggleConfig
-from das_adapter.core.acceptance import AcceptanceCurves, Calibration
+from das_adapter.core.acceptance import AcceptanceCurves
 from das_adapter.core.budget import Worth, allocate, class_budgets, makespan_weights, plan
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthClass, LengthModel, classes, expected_remaining
@@ -73,7 +73,6 @@ class Controller:
         self.times = StepTimes(prior)
         self.lengths = LengthModel(limit, window)
         self.curves = AcceptanceCurves()
-        self.calibration = Calibration()
         self.toggle = Toggle(toggle.mode, toggle.margin, toggle.threshold)
         self.savings = Savings()
         self.stopped: str | None = None
@@ -97,7 +96,6 @@ class Controller:
         self._drafted_steps = self._drafted_seconds = 0.0
         self._since_plain = self._since_draft = 0
         self._plain = [0] * 32  # plain steps seen, by the power of two of their batch
-        self._pending: tuple[Ints, Chances, Ints, Ints] | None = None
         self._fitted_at = 0
         self._grow()
 
@@ -152,7 +150,6 @@ class Controller:
             self.lengths.observe(problem, length, written)
         self.lengths.refit(version)
         self.curves.forget()
-        self.calibration.refit()
         self.times.fit()
         self.toggle.reset()
         self._settle()
@@ -173,12 +170,9 @@ class Controller:
             carried: draft tokens each carried into it, shape (b,); None if nobody did.
         """
         self._steps += 1
-        pending, self._pending = self._pending, None
         drafted = _NONE if carried is None else carried
         tally = self.tally
         native().advance(self._state, slots, got, drafted, PACE, self._class, tally.rounds, tally.drafts)
-        if carried is not None and pending is not None and self._steps % min(16, 1 + len(slots) // 4) == 0:
-            self._learn(pending, slots, carried, got - 1)
 
     def looks(self, running: int) -> bool:
         """Whether to draft at all after this step, if only to see whether it would pay."""
@@ -238,7 +232,7 @@ class Controller:
                 keep, drafted = np.diff(offsets), len(chances)
         else:
             worth = Worth(*(part[slots] for part in self._worth))
-            found = allocate(chances, offsets, worth, model, self.calibration.shift, self.budget.policy == "optimal")
+            found = allocate(chances, offsets, worth, model, self.budget.policy == "optimal")
             drafting = model.step(running + found.total, running, found.total > 0)
             on = self.toggle.update(running, 1.0 + found.gain / drafting if found.total else 0.0, arrived)
             if on and probe != "plain":
@@ -248,14 +242,7 @@ class Controller:
                 drafted = int(keep.sum())
         self._gap = 1 if drafted or model is None else min(2 * self._gap, LOOK)
         self._next_look, self._looked_for = self._steps + self._gap, running
-        self._pending = (slots, chances, offsets, keep) if drafted else None
         return keep
-
-    def expected(self, chances: Chances, offsets: Ints, keep: Ints) -> npt.NDArray[np.float64]:
-        """Tokens that should be accepted of each draft, shape (b,); arguments as `cut` takes and returns them."""
-        total = np.concatenate([[0.0], np.cumsum(self.calibration(chances))])
-        found: npt.NDArray[np.float64] = total[offsets[:-1] + keep] - total[offsets[:-1]]
-        return found
 
     def step(self, slots: Ints, got: Ints, tokens: int, drafted: bool, seconds: float) -> None:
         """How long a decode step took; not for steps that also read prompts.
@@ -276,7 +263,6 @@ class Controller:
         if since >= (8 if surprised else min(max(16, self._fitted_at), 4096)):
             self._fitted_at = self.times.observed
             self.times.fit()
-            self.calibration.refit()
         model = self.times.model
         if model is None:
             return
@@ -368,16 +354,6 @@ class Controller:
         self._worth.own[slots] = np.minimum((token * tokens + model.request) / pace, token + model.request)
         self._worth.tail[slots] = last * tail / float(last @ pace)
         self._worth.fade[slots] = fade
-
-    def _learn(self, pending: tuple[Ints, Chances, Ints, Ints], slots: Ints, carried: Ints, kept: Ints) -> None:
-        drafted, chances, offsets, _ = pending
-        by_slot = np.zeros((2, len(self._problems)), dtype=np.int64)
-        by_slot[0, slots], by_slot[1, slots] = carried, kept
-        counts = np.diff(offsets)
-        place = np.arange(len(chances)) - np.repeat(offsets[:-1], counts)
-        seen = place < np.repeat(by_slot[0, drafted], counts)
-        survived = place < np.repeat(by_slot[1, drafted], counts)
-        self.calibration.learn(chances[seen], survived[seen])
 
     def _guard(self, slots: Ints, model: StepModel) -> None:
         """Speculation that costs more than it saves stops until the next weight sync. The estimate is as good as the

@@ -14,7 +14,7 @@ from das_adapter.engine.self_drafter import SelfDrafter, StepClock
 
 
 class MixedProposer(HistoryProposer):
-    """The history's drafts with their calibrated chances, replaced by the copy's where those bring more."""
+    """The history's drafts, replaced by the copy's where those bring more."""
 
     NAME = "history+self"
 
@@ -58,8 +58,9 @@ class MixedProposer(HistoryProposer):
         """Tokens that should be accepted of each row's draft from the history, float64 [batch]."""
         expected = np.zeros(batch)
         if self.offer is not None:
-            rows, *offer = self.offer
-            expected[rows] = self.controller.expected(*offer)
+            rows, chances, offsets, keep = self.offer
+            total = np.concatenate([[0.0], np.cumsum(chances)])
+            expected[rows] = total[offsets[:-1] + keep] - total[offsets[:-1]]
         return expected
 
     def _finish_step(self, step: Any, seconds: float) -> None:

@@ -30,11 +30,10 @@ def rollout(
     controller: Controller | None,
     chance: float = 0.8,
     most: int = 16,
-    overstated: float = 1.0,
     at_once: int | None = None,
 ) -> Rollout:
     """Decode requests of these lengths; request i is problem i. A draft token survives with `chance` to the power of
-    its place, by a draw fixed for (request, position), and is stated with `overstated` times the exponent."""
+    its place, by a draw fixed for (request, position)."""
     rng = np.random.default_rng(7)
     right = [rng.random(length + most + 2) < chance for length in lengths]
     done = np.zeros(len(lengths), dtype=int)
@@ -73,7 +72,7 @@ def rollout(
             caps = controller.caps(at, lengths[left] - done[left] - 1)
             offsets = np.concatenate([[0], np.cumsum(caps)])
             place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], caps)
-            stated = np.maximum(chance ** ((place + 1) / overstated), 1e-3).astype(np.float32)
+            stated = np.maximum(chance ** (place + 1), 1e-3).astype(np.float32)
             keep = dict(zip(left, controller.cut(at, stated, offsets).tolist(), strict=True))
     return Rollout(seconds, steps, total_drafted, total_accepted, done.tolist())
 
@@ -170,16 +169,6 @@ def test_a_compute_bound_batch_gets_no_drafts_and_its_tail_does() -> None:
     assert result.drafted > 300
     assert result.accepted / result.drafted > 0.4
     assert result.seconds < rollout(lengths, truth, None).seconds
-
-
-def test_chances_that_overstate_are_seen_through() -> None:
-    lengths = np.full(16, 500)
-    truth = StepModel(base=0.02, token=0.002)
-    honest = rollout(lengths, truth, warm(make(), lengths, truth, chance=0.3), chance=0.3)
-    boasting = make()
-    warm(boasting, lengths, truth, chance=0.3, overstated=20.0)
-    result = rollout(lengths, truth, boasting, chance=0.3, overstated=20.0)
-    assert result.seconds <= 1.05 * honest.seconds
 
 
 def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:

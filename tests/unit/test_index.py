@@ -221,6 +221,22 @@ def test_chances_follow_what_requests_went_on_with(make: Index, right: bool, low
     assert low <= chance <= high
 
 
+def test_what_a_source_is_worth_is_learned_of_each(make: Index) -> None:
+    """What others wrote turns out right here; that says nothing of what a request repeats of itself."""
+
+    def chance(index: SuffixIndex | ReferenceIndex, problem: int, written: list[int]) -> float:
+        return float(index.draft([index.open(problem, [], written)], [1], 0.0)[1][0][0])
+
+    fresh, learned = sealed(make, POEM), sealed(make, POEM)
+    for _ in range(100):
+        handle = learned.open(1, [])
+        learned.draft([handle], [1], 0.0)
+        learned.extend(handle, POEM[:1])
+        learned.close(handle, keep=False)
+    assert chance(learned, 1, POEM[:6]) > chance(fresh, 1, POEM[:6]) + 0.1  # a longer match than any so far
+    assert chance(learned, 2, [*POEM[:6], *POEM[:5]]) == chance(fresh, 2, [*POEM[:6], *POEM[:5]])
+
+
 def test_equal_calls_give_equal_drafts() -> None:
     def run() -> list[list[float]]:
         rng = np.random.default_rng(0)

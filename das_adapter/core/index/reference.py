@@ -20,6 +20,10 @@ BEYOND = 3  # agreement beyond a differing token is counted this far
 GRAMS = (4, 2, 1)  # live text is searched for this many equal last tokens
 OWN, SIBLING, PROMPT = 512, 256, 64  # weights of the sources; newest history weighs as much as a sibling
 VOTES = [(i + 1) ** 6 for i in range(200)]
+PRIOR, DOUBT, MEMORY = 40.0, 8.0, 2**13  # tokens that a kind's start, a source's and the past at most count for
+
+
+Kind = tuple[bool, int, int, int]  # whether only its own text, share of the votes, strength, number of places
 
 
 @dataclass
@@ -33,7 +37,7 @@ class Request:
     problem: int
     prompt: list[int]
     text: list[int] = field(default_factory=lambda: [START])
-    drafted: list[tuple[int, tuple[int, int, int]]] = field(default_factory=list)
+    drafted: list[tuple[int, Kind]] = field(default_factory=list)
     is_open: bool = True
 
 
@@ -42,9 +46,11 @@ class Candidate:
     following: list[int]
     strength: int
     weight: int
+    own: bool
 
 
-Found = tuple[list[int], list[int], int, int, int]  # context, text, position of its last token there, match, weight
+Found = tuple[list[int], list[int], int, int, int, bool]
+"""Context, text, position of its last token there, match, weight, whether it is the request's own."""
 
 
 class ReferenceIndex:
@@ -60,7 +66,8 @@ class ReferenceIndex:
         self._live: dict[int, list[tuple[Request, int]]] = {}  # places in the order of their arrival
         self._requests: dict[int, Request] = {}
         self._next_handle = 1
-        self._kinds: dict[tuple[int, int, int], list[int]] = {}  # [accepted, tried]
+        self._kinds: dict[Kind, list[int]] = {}  # [accepted, tried]
+        self._sources = {own: [0.0, 0.0, 0.0] for own in (True, False)}  # accepted, tried, and expected of the kinds
 
     # History
 
@@ -188,12 +195,12 @@ class ReferenceIndex:
                 polls = _poll(candidates, 0)
             if not polls:
                 break
-            votes = {token: sum(v for v, _ in poll) for token, poll in polls.items()}
+            votes = {token: sum(v for v, _, _ in poll) for token, poll in polls.items()}
             token = min(votes, key=lambda t: (-votes[t], t))
-            kind = _kind(votes[token] / sum(votes.values()), max(s for _, s in polls[token]), len(polls[token]))
+            share, strength = votes[token] / sum(votes.values()), max(s for _, s, _ in polls[token])
+            kind = (all(own for _, _, own in polls[token]), *_kind(share, strength, len(polls[token])))
             request.drafted.append((token, kind))
-            accepted, tried = self._kinds.get(kind) or _prior(kind)
-            chance *= (accepted + 1) / (tried + 2)
+            chance *= self._chance(kind)
             if step == budget or chance < min_chance:
                 break
             tokens.append(token)
@@ -205,25 +212,28 @@ class ReferenceIndex:
         draft = [token for token, _ in request.drafted]
         response, whole = request.text + draft, request.prompt + request.text[1:] + draft
         candidates = [
-            Candidate(text[i + 1 :], self._strength(context, text[: i + 1], length), weight)
-            for context, text, i, length, weight in self._search(request, response, whole)
+            Candidate(text[i + 1 :], self._strength(context, text[: i + 1], length), weight, own)
+            for context, text, i, length, weight, own in self._search(request, response, whole)
         ]
         if len(response) >= 2 and all(c.strength < SURE for c in candidates):
             candidates += [
-                Candidate(text[i + 2 :], min(length, BEYOND) - 1, weight)
-                for _, text, i, length, weight in self._search(request, response[:-1], whole[:-1])
+                Candidate(text[i + 2 :], min(length, BEYOND) - 1, weight, own)
+                for _, text, i, length, weight, own in self._search(request, response[:-1], whole[:-1])
                 if text[i + 1] != response[-1]
             ]
         return candidates
 
     def _search(self, request: Request, response: list[int], whole: list[int]) -> Iterator[Found]:
         sealed = [(t.text, i, self._weight(t)) for t in self._history.get(request.problem, []) for i in _places(t.text)]
-        yield from self._nearest(sealed, response)
+        yield from ((*found, False) for found in self._nearest(sealed, response))
         yield from self._latest(request, response)
         prompt = [START, *request.prompt]
-        yield from self._nearest([(prompt, i, PROMPT) for i in _places(prompt)], whole)
+        of_prompt = self._nearest([(prompt, i, PROMPT) for i in _places(prompt)], whole)
+        yield from ((*found, True) for found in of_prompt)
 
-    def _nearest(self, places: list[tuple[list[int], int, int]], context: list[int]) -> Iterator[Found]:
+    def _nearest(
+        self, places: list[tuple[list[int], int, int]], context: list[int]
+    ) -> Iterator[tuple[list[int], list[int], int, int, int]]:
         """The longest matches among places (text, position of the last context token, weight), oldest place first."""
         keys = [tuple(text[i::-1][: self.max_depth]) for text, i, _ in places]
         order = sorted(range(len(places)), key=lambda p: (keys[p], -p))
@@ -252,7 +262,7 @@ class ReferenceIndex:
                 if above is None or _gram(r.text[: i + 1], above) != _gram(context, above):
                     found += 1
                     length = _agreement(context, r.text[: i + 1], self.max_depth)
-                    yield context, r.text, i, length, OWN if r is request else SIBLING
+                    yield context, r.text, i, length, OWN if r is request else SIBLING, r is request
             above = size
 
     def _weight(self, trajectory: Trajectory) -> int:
@@ -268,12 +278,21 @@ class ReferenceIndex:
 
     # What happened to earlier drafts
 
-    def _learn(self, kind: tuple[int, int, int], accepted: bool) -> None:
-        cell = self._kinds.setdefault(kind, _prior(kind))
-        cell[0] += accepted
-        cell[1] += 1
-        if cell[1] >= 2**13:
+    def _chance(self, kind: Kind) -> float:
+        accepted, tried, expected = self._sources[kind[0]]
+        better = (accepted + DOUBT) / (tried - accepted + DOUBT) * ((tried - expected + DOUBT) / (expected + DOUBT))
+        odds = _start(kind) * better
+        accepted, tried = self._kinds.get(kind, (0, 0))
+        return (accepted + PRIOR * (odds / (1 - _start(kind) + odds))) / (tried + PRIOR)
+
+    def _learn(self, kind: Kind, accepted: bool) -> None:
+        cell, source = self._kinds.setdefault(kind, [0, 0]), self._sources[kind[0]]
+        cell[:] = [cell[0] + accepted, cell[1] + 1]
+        source[:] = [source[0] + accepted, source[1] + 1, source[2] + _start(kind)]
+        if cell[1] >= MEMORY:
             cell[:] = [cell[0] // 2, cell[1] // 2]
+        if source[1] >= MEMORY:
+            source[:] = [x / 2 for x in source]
 
     # Housekeeping
 
@@ -315,9 +334,9 @@ def _kind(share: float, strength: int, count: int) -> tuple[int, int, int]:
     )
 
 
-def _prior(kind: tuple[int, int, int]) -> list[int]:
-    share, strength, count = kind
-    return [int(40 / (1 + math.exp(3 - 0.4 * share - 0.3 * strength - 0.65 * count)) + 0.5), 40]
+def _start(kind: Kind) -> float:
+    _, share, strength, count = kind
+    return int(PRIOR / (1 + math.exp(3 - 0.4 * share - 0.3 * strength - 0.65 * count)) + 0.5) / PRIOR
 
 
 def _places(text: list[int]) -> range:
@@ -325,11 +344,11 @@ def _places(text: list[int]) -> range:
     return range(len(text) - 1)
 
 
-def _poll(candidates: list[Candidate], step: int) -> dict[int, list[tuple[int, int]]]:
-    """For each token that candidates go on with at `step`: (votes, strength) of each of them."""
-    polls: dict[int, list[tuple[int, int]]] = {}
+def _poll(candidates: list[Candidate], step: int) -> dict[int, list[tuple[int, int, bool]]]:
+    """For each token that candidates go on with at `step`: (votes, strength, own) of each of them."""
+    polls: dict[int, list[tuple[int, int, bool]]] = {}
     for c in candidates:
         if len(c.following) > step:
             strength = min(c.strength + 2 * step, len(VOTES) - 1)
-            polls.setdefault(c.following[step], []).append((VOTES[strength] * c.weight, strength))
+            polls.setdefault(c.following[step], []).append((VOTES[strength] * c.weight, strength, c.own))
     return polls
