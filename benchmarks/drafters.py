@@ -22,15 +22,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
-
-from das_adapter.machine import processor
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXED = 4  # tokens of the fixed-length drafts
@@ -336,7 +334,8 @@ def main() -> None:
     if args.what == "modes":
         take_turns(children, results, args)
     if args.out:
-        write(args, results)
+        content = {"provenance": provenance(), "results": results}
+        args.out.write_text(json.dumps(content, indent=1) + "\n")
     Console(width=140).print((show_modes if args.what == "modes" else show_steps)(results))
 
 
@@ -354,17 +353,6 @@ def take_turns(children: dict[str, Child], results: dict[str, Any], args: argpar
             seconds = {"all_rollout_s": [round(f["rollout_s"], 3) for f in found]}
             fastest = min(found, key=lambda f: float(f["rollout_s"]))
             results[arm]["batches"][str(batch)] = fastest | seconds | fixed
-
-
-def write(args: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Results so far, with command (without this machine's directories), versions and hardware."""
-    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
-    args.out.write_text(json.dumps({
-        "command": " ".join(["python", "benchmarks/drafters.py", *words]),
-        "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch")},
-        "hardware": {"cpu": processor(), "cores": os.cpu_count(), "threads": args.threads, "gpu": None},
-        "results": results,
-    }, indent=1) + "\n")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -25,9 +25,10 @@ def provenance() -> dict[str, Any]:
 
 
 def _arguments() -> list[str]:
-    """The command line, less where the result was written to."""
+    """The command line, less where the result was written to and this machine's directories."""
     at = sys.argv.index("--out") if "--out" in sys.argv else len(sys.argv)
-    return [*sys.argv[:at], *sys.argv[at + 2 :]]
+    words = [*sys.argv[:at], *sys.argv[at + 2 :]]
+    return [Path(word).name if Path(word).is_absolute() else word for word in words]
 
 
 def _version(name: str) -> str | None:
