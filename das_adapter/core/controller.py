@@ -95,7 +95,6 @@ class Controller:
         self._replan_gap = REPLAN
         self._drafted_steps = self._drafted_seconds = 0.0
         self._since_plain = self._since_draft = 0
-        self._plain = [0] * 32  # plain steps seen, by the power of two of their batch
         self._fitted_at = 0
         self._grow()
 
@@ -256,7 +255,6 @@ class Controller:
         """
         running = len(slots)
         self.times.add(tokens, running, drafted, seconds)
-        self._plain[running.bit_length()] += not drafted
         self._since_plain = self._since_plain + 1 if drafted else 0
         self._since_draft = 0 if drafted else self._since_draft + 1
         since, surprised = self.times.observed - self._fitted_at, self.times.surprise > SURPRISE
@@ -316,7 +314,7 @@ class Controller:
 
     def _probe(self, running: int) -> str:
         """Whether this step is taken the other way, to see what it costs: "plain", "drafted" or ""."""
-        unknown = self._plain[running.bit_length()] < 3
+        unknown = self.times.plain_steps(running) < 3
         if self._since_plain >= (24 if unknown else PROBE):
             self._since_plain = 0
             return "plain"

@@ -80,6 +80,7 @@ class StepTimes:
         self.surprise = 0.0
         """Relative error of the last few predictions: large where the model has not been."""
         self._cells: dict[tuple[int, int, bool], _Cell] = {}
+        self._plain = [0] * 32  # steps without drafts, by the power of two of their requests
         self._error = 0.0
         self._judged = 0
 
@@ -91,6 +92,7 @@ class StepTimes:
             self._judged += 1
             self.surprise += (error - self.surprise) / 8
         self.observed += 1
+        self._plain[requests.bit_length()] += not drafted
         key = (_eighths(tokens), _eighths(requests), drafted)
         cell = self._cells.get(key)
         if cell is None:
@@ -98,6 +100,10 @@ class StepTimes:
         cell.tokens += 0.2 * (tokens - cell.tokens)
         cell.requests += 0.2 * (requests - cell.requests)
         cell.seconds.append(seconds)
+
+    def plain_steps(self, requests: int) -> int:
+        """Steps without drafts that were seen of about so many requests."""
+        return self._plain[requests.bit_length()]
 
     def take_error(self) -> float:
         """Mean relative error of the predictions since the last call, each made before its step was fitted; 0 if there
