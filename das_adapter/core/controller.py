@@ -31,6 +31,8 @@ Chances = npt.NDArray[np.float32]
 
 LOOK = 16
 """While drafts don't pay, the controller looks again after 1, 2, 4, ... steps, at most this many."""
+FLOOR = 0.005
+"""Chance under which no draft token is looked at."""
 _NONE: Ints = np.zeros(0, dtype=np.int64)
 REPLAN = 64
 """Steps after which the worth of a token is computed anew, at the latest; after an arrival 4, 8, 16, ..."""
@@ -96,6 +98,7 @@ class Controller:
         self._drafted_steps = self._drafted_seconds = 0.0
         self._since_plain = self._since_draft = 0
         self._fitted_at = 0
+        self._floor = FLOOR
         self._grow()
 
     # Requests
@@ -209,7 +212,7 @@ class Controller:
     @property
     def floor(self) -> float:
         """Chance under which the drafter need not go on."""
-        return {"optimal": 0.005, "unlimited": 0.0}.get(self.budget.policy, self.budget.min_chance)
+        return {"optimal": self._floor, "unlimited": 0.0}.get(self.budget.policy, self.budget.min_chance)
 
     def cut(self, slots: Ints, chances: Chances, offsets: Ints) -> Ints:
         """How many tokens of each draft to verify, shape (b,).
@@ -352,6 +355,8 @@ class Controller:
         self._worth.own[slots] = np.minimum((token * tokens + model.request) / pace, token + model.request)
         self._worth.tail[slots] = last * tail / float(last @ pace)
         self._worth.fade[slots] = fade
+        dearest = float((self._worth.own[slots] + self._worth.tail[slots]).max())
+        self._floor = max(FLOOR, min(slope, model.slope(np.inf)) / max(dearest, 1e-12))
 
     def _guard(self, slots: Ints, model: StepModel) -> None:
         """Speculation that costs more than it saves stops until the next weight sync. The estimate is as good as the
