@@ -107,8 +107,12 @@ def choose(
     policy: Callable[[float], float],
     copy: Line,
     lengths: Iterable[int],
+    pace: float = 0.0,
 ) -> Int64:
     """How many tokens the copy should draft for each request.
+
+    A step is good if it brings more tokens than its time brings elsewhere: where the history carries most of a text,
+    the copy's passes have to bring more than where there is none.
 
     Args:
         expected: [batch] tokens of the history's draft that should be accepted; 0 without one.
@@ -118,20 +122,20 @@ def choose(
         policy: seconds of a step of the policy that verifies so many tokens.
         copy: seconds of a forward pass of the copy over so many requests.
         lengths: that the copy's drafts may have, of which one is chosen.
+        pace: tokens per second that such a batch gets lately.
 
     Returns:
         int64 [batch]; 0: the history's draft, if there is one, stands.
     """
     batch = len(expected)
-    best = np.zeros(batch, dtype=np.int64)
-    rate = (batch + expected.sum()) / policy(batch + drafted.sum())
+    nobody = np.zeros(batch, dtype=np.int64)
+    choices = [(nobody, batch + expected.sum(), policy(batch + drafted.sum()))]
     for length in lengths:
         counts = np.minimum(room, length)
         own = acceptance.expected(counts)
         counts = np.where((counts > 0) & (own > expected), counts, 0)
         tokens = batch + np.where(counts, own, expected).sum()
         drafting = sum(copy(int(np.count_nonzero(counts > step))) for step in range(int(counts.max(initial=0))))
-        seconds = policy(batch + np.where(counts, counts, drafted).sum()) + drafting
-        if tokens / seconds > rate:
-            best, rate = counts, tokens / seconds
-    return best
+        choices.append((counts, tokens, policy(batch + np.where(counts, counts, drafted).sum()) + drafting))
+    pace = max(pace, *(tokens / seconds for _, tokens, seconds in choices))
+    return max(choices, key=lambda choice: choice[1] - pace * choice[2])[0]

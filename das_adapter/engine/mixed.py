@@ -21,7 +21,7 @@ class MixedProposer(HistoryProposer):
     def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
         self.drafter = SelfDrafter(vllm_config, self.config.self.weights, self.config.keyed)
-        self._clock = StepClock(self)
+        self.clock = StepClock(self)
         self._copying = 0.0
 
     def load_model(self, policy: Any) -> None:
@@ -34,7 +34,7 @@ class MixedProposer(HistoryProposer):
         return super().stats() | self.drafter.stats()
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        self._clock.begin(sampled)
+        self.clock.begin(sampled)
         if self.carried is not None:  # what came of the copy's drafts says nothing of the history's
             req_ids = self.runner.input_batch.req_ids
             self.carried = [
@@ -51,7 +51,7 @@ class MixedProposer(HistoryProposer):
         own = self.drafter.propose(self, sampled, lengths, tokens, expected, drafted, policy)
         self._copying = time.perf_counter() - begin
         drafts = [mine or theirs for mine, theirs in zip(own, found, strict=True)]
-        self._clock.end(drafts)
+        self.clock.end(drafts)
         return drafts
 
     def _expected(self, batch: int) -> np.ndarray:

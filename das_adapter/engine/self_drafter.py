@@ -92,7 +92,7 @@ class SelfProposer(Proposer):
     def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
         self.drafter = SelfDrafter(vllm_config, self.config.self.weights, self.config.keyed)
-        self._clock = StepClock(self)
+        self.clock = StepClock(self)
 
     def load_model(self, policy: Any) -> None:
         self.drafter.load(policy)
@@ -104,10 +104,10 @@ class SelfProposer(Proposer):
         return super().stats() | self.drafter.stats()
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        self._clock.begin(sampled)
+        self.clock.begin(sampled)
         nothing = np.zeros(len(sampled))
         drafts = self.drafter.propose(self, sampled, lengths, tokens, nothing, nothing.astype(np.int64))
-        self._clock.end(drafts)
+        self.clock.end(drafts)
         return drafts
 
 
@@ -204,7 +204,8 @@ class SelfDrafter:
         elif toggle.mode == "off":
             counts = np.where(self.acceptance.expected(full) > expected, full, 0)
         else:
-            counts = choose(expected, drafted, room, self.acceptance, policy, drafting, choices)
+            pace = proposer.clock.pace * len(sampled)
+            counts = choose(expected, drafted, room, self.acceptance, policy, drafting, choices, pace)
             if self._probe.due(len(sampled), bool(counts.any())):
                 one = np.minimum(room, choices[0])
                 counts = np.where(self.acceptance.expected(one) > expected, one, 0)
@@ -282,10 +283,15 @@ class SelfDrafter:
 
 
 class StepClock:
-    """Times the policy's steps, from the end of one proposal to the begin of the next."""
+    """Times the policy's steps, from the end of one proposal to the begin of the next, and what all of it brings."""
+
+    FADE = 0.95
 
     def __init__(self, proposer: Any):
+        self.pace = 0.0
+        """Tokens that a request gets per second, lately."""
         self._proposer = proposer
+        self._brought = self._took = self._began = 0.0
         self._ended: float | None = None
         self._tokens = 0
         self._requests: list[str] = []
@@ -293,10 +299,13 @@ class StepClock:
     def begin(self, sampled: list[list[int]]) -> None:
         """A proposal begins; `sampled` holds what the step that ends now brought."""
         requests = list(self._proposer.runner.input_batch.req_ids)
-        if self._ended is not None and requests == self._requests and all(sampled):  # no prompt was read
-            line = self._proposer.drafter.policy_seconds
-            line.observe(self._tokens, time.perf_counter() - self._ended)
-        self._requests = requests
+        now = time.perf_counter()
+        if self._ended is not None and requests and requests == self._requests and all(sampled):  # no prompt was read
+            self._proposer.drafter.policy_seconds.observe(self._tokens, now - self._ended)
+            self._brought = self.FADE * self._brought + sum(map(len, sampled)) / len(sampled)
+            self._took = self.FADE * self._took + now - self._began
+            self.pace = self._brought / self._took
+        self._requests, self._began = requests, now
 
     def end(self, drafts: list[list[int]]) -> None:
         """A proposal ends; the next step verifies these drafts."""

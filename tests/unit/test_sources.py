@@ -57,6 +57,14 @@ def test_a_sure_match_beats_the_copy_and_no_match_leaves_it_to_the_copy() -> Non
     assert counts[1] > 0
 
 
+def test_what_the_history_brings_elsewhere_is_not_given_away_for_less() -> None:
+    """A step without a match, in a text whose other steps get 9 tokens each: six tokens for three times the time."""
+    a, policy, copy, none = Acceptance(99, 100), Line(1.0), Line(0.4), np.zeros(1)
+    asked = none, none.astype(int), np.array([9]), a, policy, copy, [5]
+    assert choose(*asked, pace=1.2).tolist() == [5]
+    assert choose(*asked, pace=9.0).tolist() == [0]
+
+
 def test_a_copy_as_slow_as_the_policy_drafts_nothing() -> None:
     a, none = Acceptance(50, 100), np.zeros(4)
     counts = choose(none, none.astype(int), np.full(4, 9), a, Line(1.0), Line(1.0), range(1, 6))
