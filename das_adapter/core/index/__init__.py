@@ -30,7 +30,8 @@ class SuffixIndex:
 
     What is drafted: the longest matches of the request's context in each source, and where those are short the places
     that match but for the last token, vote on the continuation. Beside the tokens stands the estimated chance that they
-    survive verification; it is learned from what requests went on with after their last draft.
+    survive verification; it is learned from what requests went on with after their last draft, apart for what others
+    wrote and for what a request repeats of itself.
     """
 
     def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
