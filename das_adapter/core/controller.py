@@ -212,7 +212,9 @@ class Controller:
     @property
     def floor(self) -> float:
         """Chance under which the drafter need not go on."""
-        return {"optimal": self._floor, "unlimited": 0.0}.get(self.budget.policy, self.budget.min_chance)
+        if self.budget.policy == "optimal":
+            return FLOOR if self._since_draft >= PROBE else self._floor
+        return 0.0 if self.budget.policy == "unlimited" else self.budget.min_chance
 
     def cut(self, slots: Ints, chances: Chances, offsets: Ints) -> Ints:
         """How many tokens of each draft to verify, shape (b,).
