@@ -67,8 +67,8 @@ Best best_set(std::vector<float>& values, const Cost& cost) {
 }
 
 std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own,
-                                    const In<double>& tail, const In<double>& fade, double slope, double bend, double room, double fixed, bool cut,
-                                    Out<int64_t> keep) {
+                                    const In<double>& tail, const In<double>& fade, double slope, double bend,
+                                    double room, double fixed, bool cut, Out<int64_t> keep) {
   const size_t batch = own.size();
   const auto n = static_cast<int64_t>(chances.size());
   if (offsets.size() != batch + 1 || keep.size() != batch || tail.size() != batch || fade.size() != batch)

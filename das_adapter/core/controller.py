@@ -354,10 +354,10 @@ class Controller:
         left = 1.0 / float(last @ last)
         size = left * float(last @ tokens)
         tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
-        self._worth.own[slots] = np.minimum((token * tokens + model.request) / pace, token + model.request)
-        self._worth.tail[slots] = last * tail / float(last @ pace)
-        self._worth.fade[slots] = fade
-        dearest = float((self._worth.own[slots] + self._worth.tail[slots]).max())
+        own = np.minimum((token * tokens + model.request) / pace, token + model.request)
+        deciding = last * tail / float(last @ pace)
+        self._worth.own[slots], self._worth.tail[slots], self._worth.fade[slots] = own, deciding, fade
+        dearest = float((own + deciding).max())
         self._floor = max(FLOOR, min(slope, model.slope(np.inf)) / max(dearest, 1e-12))
 
     def _guard(self, slots: Ints, model: StepModel) -> None:
