@@ -56,7 +56,7 @@ class Bench:
         from vllm import LLM
 
         from das_adapter.config import parse
-        from das_adapter.engine.args import engine_args
+        from das_adapter.protocol.engine_args import engine_args
 
         self.model, self.rates, self.seed, self.turn = model, rates, seed, 0
         settings: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": at_once,

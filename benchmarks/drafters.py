@@ -91,7 +91,7 @@ def engine(job: dict[str, Any], **more: Any) -> Any:
     from vllm import LLM
 
     from das_adapter.config import parse
-    from das_adapter.engine.args import engine_args, engine_env
+    from das_adapter.protocol.engine_args import engine_args, engine_env
 
     das = parse(job["das"])
     os.environ.update(engine_env(das))
@@ -195,7 +195,7 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any, times: dict[tupl
     import numpy as np
 
     from das_adapter.core.toggle import seconds_of
-    from das_adapter.engine import self_drafter
+    from das_adapter.engine.drafters import policy_copy as self_drafter
 
     drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter.drafter
     chosen = self_drafter.choose
@@ -238,7 +238,7 @@ def child_steps(job: dict[str, Any]) -> Any:
     from vllm import SamplingParams
 
     from das_adapter.core import sources
-    from das_adapter.engine import self_drafter
+    from das_adapter.engine.drafters import policy_copy as self_drafter
 
     llm = engine(job, load_format="dummy", skip_tokenizer_init=True)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from provenance import provenance
 
-from das_adapter.verl.cpu_env import cpu_env
+from das_adapter.verl.cpu.env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[1]
 DAS = "actor_rollout_ref.rollout.custom.das"

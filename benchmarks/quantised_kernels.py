@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from vllm.platforms import current_platform
 
-from das_adapter.engine.quantised import quantised
-from das_adapter.machine import processor
+from das_adapter.engine.drafters.quantised import quantised
+from das_adapter.tools.hardware import processor
 
 current_platform.import_kernels()
 

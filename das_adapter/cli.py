@@ -110,7 +110,7 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.worker.worker_base import WorkerBase
 assert hasattr(WorkerBase, "das_rpc"), "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
-import das_adapter.engine.proposer, das_adapter.engine.verification
+import das_adapter.engine.drafters.history, das_adapter.engine.sampling.verification
 """
 
 
@@ -155,7 +155,7 @@ def _installed(name: str) -> bool:
 @main.command("cpu-env")
 def cpu_env() -> None:
     """Print the environment that a veRL run without a GPU needs, for `env $(das-adapter cpu-env) python -m ...`."""
-    from das_adapter.verl.cpu_env import cpu_env as variables
+    from das_adapter.verl.cpu.env import cpu_env as variables
 
     for name, value in variables().items():
         click.echo(f"{name}={value}")
@@ -167,7 +167,7 @@ def cpu_env() -> None:
 @click.option("--version", type=int, help="Weight version whose rollout is shown over time; default: the last.")
 def report(run_dir: Path, out: Path | None, version: int | None) -> None:
     """Turn the decision logs of a run (das.log_dir) into plots: timeline, steps, acceptance, latency."""
-    from das_adapter import report as logs
+    from das_adapter.tools import report as logs
 
     try:
         rollouts = logs.read(run_dir)
@@ -200,7 +200,7 @@ def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int
     """
     from transformers import AutoConfig
 
-    from das_adapter import calibrate as sweep
+    from das_adapter.tools import calibrate as sweep
 
     try:
         config = AutoConfig.from_pretrained(model).to_dict()
@@ -256,8 +256,8 @@ def bench_index(
     target: Path | None,
 ) -> None:
     """What the suffix index costs, and what it drafts: insert, seal, memory, draft time, mapping, accepted tokens."""
-    from das_adapter.bench import index, workload
-    from das_adapter.sim import rollouts
+    from das_adapter.tools import rollouts
+    from das_adapter.tools.bench import index, workload
 
     files = [file for path in traces for file in (sorted(path.glob("*.npz")) or [path] if path.is_dir() else [path])]
     try:
@@ -296,8 +296,8 @@ def replay(
 
     FILE: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or .npz / .jsonl / .jsonl.zst of responses.
     """
-    from das_adapter.sim import replay as simulator
-    from das_adapter.sim import rollouts
+    from das_adapter.tools import replay as simulator
+    from das_adapter.tools import rollouts
 
     try:
         figures = simulator.report(rollouts.read(path, tokenizer), budget, min_chance, window, batch)

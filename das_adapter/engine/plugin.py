@@ -8,8 +8,8 @@ import re
 from typing import Any
 
 from das_adapter.config import DasConfig, parse
-from das_adapter.engine.args import SETTINGS_KEY, engine_args
 from das_adapter.errors import UnsupportedHost
+from das_adapter.protocol.engine_args import SETTINGS_KEY, engine_args
 
 _MARK = "_das_adapter"
 _WEIGHTLESS = ("custom_class", "ngram", "ngram_gpu", "suffix")
@@ -52,7 +52,7 @@ def _hook_init_device(stock: Any) -> Any:
         config = settings(self.vllm_config)
         for_verl = os.environ.get("VERL_PLATFORM") == "cpu"
         if self.vllm_config.device_config.device_type == "cpu" and (config is not None or for_verl):
-            from das_adapter.engine import cpu
+            from das_adapter.engine import cpu_patches as cpu
 
             cpu.apply(reload_weights=for_verl, copied=config is not None and config.copies_policy)
         if config is None:
@@ -101,7 +101,9 @@ def _allow_row_processors() -> None:
 
     @functools.wraps(stock)
     def validate(self: Any, speculative_config: Any) -> None:
-        if not re.fullmatch(r"das_adapter\.engine\.\w+\.Keyed\w+", str(getattr(speculative_config, "model", ""))):
+        if not re.fullmatch(
+            r"das_adapter\.engine\.drafters\.\w+\.Keyed\w+", str(getattr(speculative_config, "model", ""))
+        ):
             stock(self, speculative_config)
 
     SamplingParams._validate_spec_decode = validate

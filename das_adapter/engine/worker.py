@@ -14,13 +14,13 @@ import torch
 from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.core.noise import row_keys
-from das_adapter.engine.args import RECORD_ARG, SEED_ARG
-from das_adapter.engine.metrics import Counters, collapsed
-from das_adapter.engine.neural import DraftWeights
+from das_adapter.engine.drafters.neural import DraftWeights
 from das_adapter.errors import DasError, UnsupportedHost
+from das_adapter.protocol.engine_args import RECORD_ARG, SEED_ARG
+from das_adapter.protocol.metrics import Counters, collapsed
 
 if TYPE_CHECKING:
-    from das_adapter.engine.verification import KeyedSampler
+    from das_adapter.engine.sampling.verification import KeyedSampler
 
 logger = logging.getLogger("das_adapter")
 
@@ -86,7 +86,7 @@ class DasWorker:
             self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
 
     def _install_keyed_samplers(self) -> KeyedSampler:
-        from das_adapter.engine.verification import KeyedRejectionSampler, KeyedSampler
+        from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler
 
         runner, stock = self.runner, getattr(self.runner, "sampler", None)
         if stock is None or not hasattr(runner.input_batch, "num_tokens_no_spec"):

@@ -15,8 +15,8 @@ from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtens
 from vllm.v1.worker.gpu_worker import Worker
 
 from das_adapter.core.noise import prompt_identity
-from das_adapter.engine.args import PROBLEM_ARG
 from das_adapter.nemo_rl.settings import REFRESHER
+from das_adapter.protocol.engine_args import PROBLEM_ARG
 
 Trajectory = tuple[int, bytes, int]
 """(problem, int32 token ids of the response, weight version that wrote it)."""

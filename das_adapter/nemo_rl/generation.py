@@ -16,10 +16,10 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDic
 from nemo_rl.models.generation.vllm.config import VllmConfig
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
-from das_adapter.engine.args import PROBLEM_ARG
 from das_adapter.nemo_rl import dispatch, settings
 from das_adapter.nemo_rl.identity import LABELS, Labeller
 from das_adapter.nemo_rl.install import HOST_KEY, WORKERS
+from das_adapter.protocol.engine_args import PROBLEM_ARG
 from das_adapter.service.ledger import figures, ledger
 
 logger = logging.getLogger("das_adapter")

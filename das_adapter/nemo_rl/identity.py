@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.noise import prompt_identity, request_seed
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
+from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
 
 Label = dict[str, int]
 """The entries of `SamplingParams.extra_args` that tell the engine who asks."""

@@ -12,9 +12,10 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from das_adapter.config import DasConfig
-from das_adapter.engine.args import SETTINGS_KEY, engine_env
-from das_adapter.nemo_rl import settings, tap
+from das_adapter.nemo_rl import engine_hooks as tap
+from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.identity import LABELS
+from das_adapter.protocol.engine_args import SETTINGS_KEY, engine_env
 
 
 def prepare_engine(config: Any, llm_kwargs: dict[str, Any]) -> DasConfig:

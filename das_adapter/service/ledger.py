@@ -14,7 +14,7 @@ import ray
 
 from das_adapter.core.length import LengthModel
 from das_adapter.core.toggle import Ladder
-from das_adapter.engine.metrics import merge
+from das_adapter.protocol.metrics import merge
 
 logger = logging.getLogger("das_adapter")
 

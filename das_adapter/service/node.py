@@ -20,7 +20,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
-from das_adapter.service import janitor, ledger, saved
+from das_adapter.service import checkpoint as saved
+from das_adapter.service import janitor, ledger
 
 logger = logging.getLogger("das_adapter")
 

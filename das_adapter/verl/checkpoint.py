@@ -68,7 +68,7 @@ def _begin(trainer: Any) -> None:
     """
     import ray
 
-    from das_adapter.service import saved
+    from das_adapter.service import checkpoint as saved
     from das_adapter.service.ledger import ledger
 
     das = _recalling(trainer.config)
@@ -95,7 +95,8 @@ def _begin(trainer: Any) -> None:
 def _save(trainer: Any, das: DasConfig) -> None:
     import ray
 
-    from das_adapter.service import node, saved
+    from das_adapter.service import checkpoint as saved
+    from das_adapter.service import node
     from das_adapter.service.ledger import ledger
 
     folder = _folder(trainer)

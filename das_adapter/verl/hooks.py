@@ -103,9 +103,9 @@ def _log_metrics(module: Any) -> None:
 
 
 if os.environ.get("VERL_PLATFORM") == "cpu":
-    from das_adapter.verl import cpu_platform  # noqa: F401
+    from das_adapter.verl.cpu import platform as cpu_platform  # noqa: F401
 
     @wrapt.when_imported("verl.checkpoint_engine.base")
     def _register_cpu_checkpoint_engine(module: Any) -> None:
         """Weight sync to separate rollout workers, where veRL's own backends need an accelerator."""
-        from das_adapter.verl import cpu_checkpoint  # noqa: F401
+        from das_adapter.verl.cpu import checkpoint_engine as cpu_checkpoint  # noqa: F401

@@ -14,7 +14,7 @@ from typing import Any
 
 from das_adapter.config import DasConfig
 from das_adapter.core.noise import prompt_identity, request_seed
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG
+from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG
 from das_adapter.verl import settings
 
 ABORTED = ("aborted", "abort")

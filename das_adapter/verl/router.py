@@ -10,7 +10,7 @@ import ray
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from das_adapter.core.routing import Spread
-from das_adapter.engine.args import PROBLEM_ARG
+from das_adapter.protocol.engine_args import PROBLEM_ARG
 from das_adapter.service import ledger
 from das_adapter.verl import settings
 

@@ -15,10 +15,10 @@ import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from das_adapter.core.noise import prompt_identity, request_seed
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG, engine_args, engine_env
 from das_adapter.errors import plugin_not_loaded
-from das_adapter.service.client import PATIENCE_S, History, remedy
+from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG, engine_args, engine_env
 from das_adapter.service.ledger import RolloutClock
+from das_adapter.service.session import PATIENCE_S, History, remedy
 from das_adapter.verl import settings
 from das_adapter.verl.identity import ABORTED
 

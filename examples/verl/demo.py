@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from das_adapter.machine import hardware
-from das_adapter.verl.cpu_env import cpu_env
+from das_adapter.tools.hardware import hardware
+from das_adapter.verl.cpu.env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "actor_rollout_ref.rollout.custom.das"

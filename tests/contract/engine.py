@@ -35,7 +35,8 @@ os.environ.update(
 
 def sabotage(kind: str) -> None:
     """Break a part of das-adapter, to see that it is needed or that nothing depends on it."""
-    from das_adapter.engine import cpu, proposer
+    from das_adapter.engine import cpu_patches as cpu
+    from das_adapter.engine.drafters import history as proposer
 
     def garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
         rng = random.Random(len(sampled))
@@ -53,7 +54,7 @@ def sabotage(kind: str) -> None:
     elif kind == "no CPU fix":
         cpu._expand_batch_to_tokens = lambda: None
     elif kind == "drafter without weights":
-        from das_adapter.engine.neural import DraftWeights
+        from das_adapter.engine.drafters.neural import DraftWeights
 
         stock = DraftWeights._install
 
@@ -63,7 +64,7 @@ def sabotage(kind: str) -> None:
 
         DraftWeights._install = install
     elif kind == "stale copy":
-        from das_adapter.engine.self_drafter import PolicyCopy
+        from das_adapter.engine.drafters.policy_copy import PolicyCopy
 
         PolicyCopy.renew = lambda self: None
     elif kind == "no room near max_model_len":
@@ -97,7 +98,7 @@ def main() -> None:
 def run(job: dict[str, Any]) -> None:
     os.environ.update(job.get("env", {}))
     from das_adapter.config import parse
-    from das_adapter.engine.args import engine_args, engine_env
+    from das_adapter.protocol.engine_args import engine_args, engine_env
 
     das = parse(job.get("das"))
     os.environ.update(engine_env(das))
@@ -225,7 +226,7 @@ def copy_is_fresh(runner: Any) -> bool:
     """Whether the self-drafter equals one made from the policy's weights of this moment, bit for bit."""
     import torch
 
-    from das_adapter.engine.self_drafter import PolicyCopy
+    from das_adapter.engine.drafters.policy_copy import PolicyCopy
 
     drafter = runner.drafter.drafter
     fresh = PolicyCopy(runner.model, drafter._weights)

@@ -26,7 +26,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.noise import prompt_identity
-from das_adapter.engine.args import PROBLEM_ARG, SEED_ARG, START_ARG
+from das_adapter.protocol.engine_args import PROBLEM_ARG, SEED_ARG, START_ARG
 from das_adapter.verl import identity
 from das_adapter.verl.router import SiblingLoadBalancer
 

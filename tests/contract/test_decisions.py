@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_losslessness import OFF, PLAIN, requests, two_rounds
 
-from das_adapter import report
+from das_adapter.tools import report
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
 

@@ -26,10 +26,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noq
 from das_adapter.config import HistoryConfig, parse  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
-from das_adapter.service import node, saved  # noqa: E402
-from das_adapter.service.client import History, remedy  # noqa: E402
+from das_adapter.service import checkpoint as saved  # noqa: E402
+from das_adapter.service import node  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.service.node import NodeHistory  # noqa: E402
+from das_adapter.service.session import History, remedy  # noqa: E402
 from das_adapter.verl import checkpoint  # noqa: E402
 
 DAS = {"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}}

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
 pytest.importorskip("vllm")
-pytest.importorskip("das_adapter.nemo_rl.cpu")  # prepares this process for NeMo-RL, so it comes before its imports
+pytest.importorskip("das_adapter.nemo_rl.cpu.worker")  # prepares this process, so it comes before NeMo-RL
 import nemo_rl
 import ray
 import torch
@@ -30,9 +30,10 @@ from vllm import CompletionOutput, RequestOutput, SamplingParams
 from das_adapter import compat
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.noise import prompt_identity
-from das_adapter.engine.args import RECORD_ARG, SEED_ARG
 from das_adapter.errors import ConfigError, UnsupportedHost
-from das_adapter.nemo_rl import install, settings, tap
+from das_adapter.nemo_rl import engine_hooks as tap
+from das_adapter.nemo_rl import install, settings
+from das_adapter.protocol.engine_args import RECORD_ARG, SEED_ARG
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = Path(nemo_rl.__file__).parents[1]

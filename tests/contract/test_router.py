@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("verl")
 import ray
 
-from das_adapter.engine.args import PROBLEM_ARG
+from das_adapter.protocol.engine_args import PROBLEM_ARG
 from das_adapter.service.ledger import ledger
 from das_adapter.verl.router import LongestFirstBalancer
 

@@ -11,7 +11,7 @@ pytest.importorskip("verl")
 import ray
 from verl.utils.tracking import Tracking
 
-from das_adapter.engine.metrics import Counters
+from das_adapter.protocol.metrics import Counters
 from das_adapter.service.ledger import ledger
 
 V1 = {"actor/pg_loss": 0.1, "critic/score/mean": 0.5, "training/global_step": 3, "timing_s/gen": 2.0}

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
-from das_adapter.verl.cpu_env import cpu_env
+from das_adapter.verl.cpu.env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e

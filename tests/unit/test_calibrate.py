@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from das_adapter.calibrate import Sample, analyse, read, write
 from das_adapter.core.latency import Hardware, Roofline, StepModel
 from das_adapter.errors import DasError
+from das_adapter.tools.calibrate import Sample, analyse, read, write
 
 CONFIG = dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
               intermediate_size=4864, vocab_size=32000)  # fmt: skip

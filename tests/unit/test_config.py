@@ -10,8 +10,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from das_adapter.config import DasConfig, parse
-from das_adapter.engine.args import engine_args
 from das_adapter.errors import ConfigError
+from das_adapter.protocol.engine_args import engine_args
 
 
 @pytest.mark.parametrize("block", [None, {"drafter": "none"}, {"drafter": "none", "verify": {"noise": "stock"}}])
@@ -82,8 +82,8 @@ def test_lossy_settings_pass_where_they_are_allowed() -> None:
 
 @pytest.mark.parametrize(
     ("drafter", "proposer", "tokens"),
-    [("history", "proposer.KeyedHistoryProposer", 16), ("self", "self_drafter.KeyedSelfProposer", 5),
-     ("history+self", "mixed.KeyedMixedProposer", 16)],
+    [("history", "drafters.history.KeyedHistoryProposer", 16), ("self", "drafters.policy_copy.KeyedSelfProposer", 5),
+     ("history+self", "drafters.mixed.KeyedMixedProposer", 16)],
 )  # fmt: skip
 def test_each_own_drafter_is_a_proposer_class(drafter: str, proposer: str, tokens: int) -> None:
     speculative = engine_args(parse({"drafter": drafter}))["speculative_config"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG
+from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG
 from das_adapter.verl import identity
 
 ON = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "history"}}}}}

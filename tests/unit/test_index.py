@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_index import ReferenceIndex
 
 from das_adapter.core.index import SuffixIndex, UnknownHandle
-from das_adapter.core.index.reference import ReferenceIndex
 from das_adapter.errors import DasError
 
 Index = type[SuffixIndex] | type[ReferenceIndex]

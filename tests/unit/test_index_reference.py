@@ -16,9 +16,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from reference_index import ReferenceIndex
 
 from das_adapter.core.index import SuffixIndex
-from das_adapter.core.index.reference import ReferenceIndex
 from das_adapter.core.index.store import HistoryStore
 
 PROBLEMS = st.sampled_from([0, 0, 2**64 - 1])

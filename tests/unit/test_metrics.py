@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from das_adapter.engine.metrics import Counters, merge
-from das_adapter.engine.staleness import AGES, Staleness
+from das_adapter.core.staleness import AGES, Staleness
+from das_adapter.protocol.metrics import Counters, merge
 from das_adapter.service.ledger import Ledger, RolloutClock
 
 

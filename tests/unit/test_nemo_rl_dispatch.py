@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from das_adapter.core.noise import prompt_identity
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
 from das_adapter.nemo_rl.dispatch import least_loaded, longest_first
 from das_adapter.nemo_rl.identity import FirstTurns, Labeller
+from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
 
 
 def ids(*tokens: int) -> np.ndarray:

@@ -14,7 +14,7 @@ from scipy import stats
 from das_adapter.core.noise import gumbel, prompt_identity, request_seed, row_keys
 
 torch = pytest.importorskip("torch")
-from das_adapter.engine.noise import keyed_sample, torch_sample  # noqa: E402
+from das_adapter.engine.sampling.keyed_sample import keyed_sample, torch_sample  # noqa: E402
 
 DRAWS = 120_000
 
@@ -39,7 +39,7 @@ def test_samplers_agree_with_the_definition(vocab: int) -> None:
 _INTERPRETED = """
 import numpy as np, torch
 from das_adapter.core.noise import gumbel, row_keys
-from das_adapter.engine import noise
+from das_adapter.engine.sampling import keyed_sample as noise
 keys = row_keys(np.arange(5, dtype=np.uint64) * 77, np.arange(5))
 logits = np.random.default_rng(0).normal(scale=3, size=(5, 2500)).astype(np.float32)
 expected = (logits.astype(np.float64) + gumbel(keys, np.arange(2500))).argmax(1)

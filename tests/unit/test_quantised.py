@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from das_adapter import _native  # noqa: E402
-from das_adapter.engine.quantised import GROUP, ROWS, quantised  # noqa: E402
+from das_adapter.engine.drafters.quantised import GROUP, ROWS, quantised  # noqa: E402
 from das_adapter.errors import ConfigError  # noqa: E402
 
 SHAPES = [(16, 128), (40, 256), (7, 100), (33, 131), (64, 1)]

@@ -12,13 +12,13 @@ import pytest
 import zstandard
 from click.testing import CliRunner
 
-from das_adapter.bench import index, workload
-from das_adapter.bench.engines import Arctic, Ceiling, Ours, Plain
-from das_adapter.bench.index import accepted, cost
 from das_adapter.cli import main
 from das_adapter.errors import DasError
-from das_adapter.sim.replay import SOURCES, plot, replay, report
-from das_adapter.sim.rollouts import Rollout, RolloutFileError, read
+from das_adapter.tools.bench import index, workload
+from das_adapter.tools.bench.drafters import Arctic, Ceiling, Ours, Plain
+from das_adapter.tools.bench.index import accepted, cost
+from das_adapter.tools.replay import SOURCES, plot, replay, report
+from das_adapter.tools.rollouts import Rollout, RolloutFileError, read
 
 POEM = list(range(11, 51))
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_math" / "policy"

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from das_adapter import report
 from das_adapter.cli import main
-from das_adapter.engine.decisions import DecisionLog
 from das_adapter.errors import DasError
+from das_adapter.protocol.decision_log import DecisionLog
+from das_adapter.tools import report
 
 
 def logged(directory: Path, steps: int = 300) -> DecisionLog:

@@ -1,6 +1,6 @@
 """Suffix index: drafts a request's next tokens from its problem's history, its live siblings and its own text.
 
-`SuffixIndex` is the native index, `das_adapter.core.index.reference.ReferenceIndex` the same in plain Python.
+`SuffixIndex` is the native index, `reference_index.ReferenceIndex` the same in plain Python.
 `das_adapter.core.index.store.HistoryStore` writes a node's history once, for every `SuffixIndex.attach` to map.
 """
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from das_adapter.core.latency import Hardware, Roofline, StepModel, fit
 from das_adapter.errors import DasError
-from das_adapter.machine import hardware
+from das_adapter.tools.hardware import hardware
 
 _ACCEPTED = (0.2, 0.5, 0.8)
 """Shares of a draft's tokens taken for accepted when on/off decisions are compared."""
@@ -50,12 +50,12 @@ def measure(
     from vllm import LLM, SamplingParams
 
     from das_adapter.config import DasConfig
-    from das_adapter.engine.args import engine_args
-    from das_adapter.engine.sweep import SweepProposer
+    from das_adapter.engine.drafters.sweep import SweepProposer
+    from das_adapter.protocol.engine_args import engine_args
 
     args = engine_args(DasConfig())
     args["speculative_config"] |= {
-        "model": "das_adapter.engine.sweep.SweepProposer",
+        "model": "das_adapter.engine.drafters.sweep.SweepProposer",
         "num_speculative_tokens": max(1, *drafts),
     }
     steps = rounds * len(drafts) + 4

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.bench.engines import ENGINES, Ceiling, Engine, Ours
-from das_adapter.bench.workload import SETTINGS, Group, batches, groups
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
-from das_adapter.machine import processor
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.tools.bench.drafters import ENGINES, Ceiling, Engine, Ours
+from das_adapter.tools.bench.workload import SETTINGS, Group, batches, groups
+from das_adapter.tools.hardware import processor
+from das_adapter.tools.rollouts import Rollout
 
 BATCHES = (1, 16, 64, 256)
 Log = Callable[[str], None]

@@ -25,7 +25,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from das_adapter.engine.noise import keyed_sample
+from das_adapter.engine.sampling.keyed_sample import keyed_sample
 
 
 class KeyedSampler(Sampler):

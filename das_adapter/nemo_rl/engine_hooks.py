@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
 from das_adapter.errors import plugin_not_loaded
 from das_adapter.nemo_rl.identity import Label, Labeller
-from das_adapter.service.client import PATIENCE_S, History, remedy
+from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
 from das_adapter.service.ledger import RolloutClock
+from das_adapter.service.session import PATIENCE_S, History, remedy
 
 logger = logging.getLogger("das_adapter")
 

@@ -16,9 +16,9 @@ prompt: what a resumed request has written already and a tool's answer lie behin
 Flat integers, so that the OpenAI server's `vllm_xargs` can carry them."""
 
 _PROPOSERS = {
-    "history": "proposer.{Keyed}HistoryProposer",
-    "self": "self_drafter.{Keyed}SelfProposer",
-    "history+self": "mixed.{Keyed}MixedProposer",
+    "history": "drafters.history.{Keyed}HistoryProposer",
+    "self": "drafters.policy_copy.{Keyed}SelfProposer",
+    "history+self": "drafters.mixed.{Keyed}MixedProposer",
 }
 
 

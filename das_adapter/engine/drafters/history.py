@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from das_adapter import calibrate
 from das_adapter.config import parse
 from das_adapter.core.controller import Controller
 from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.noise import prompt_identity
-from das_adapter.engine.args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY, START_ARG
-from das_adapter.engine.decisions import DecisionLog
-from das_adapter.engine.metrics import Counters, collapsed
-from das_adapter.engine.staleness import Staleness
+from das_adapter.core.staleness import Staleness
 from das_adapter.errors import DasError
+from das_adapter.protocol.decision_log import DecisionLog
+from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SETTINGS_KEY, START_ARG
+from das_adapter.protocol.metrics import Counters, collapsed
+from das_adapter.tools import calibrate
 
 logger = logging.getLogger("das_adapter")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.core.index import SuffixIndex
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.tools.rollouts import Rollout
 
 SOURCES = ("own", "own+siblings", "own+siblings+history")
 CLASSES = ("short", "medium", "long")

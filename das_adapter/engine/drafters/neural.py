@@ -28,7 +28,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 def draw_with_keyed_noise(runner: Any, seed: Callable[[str], int]) -> None:
     """vLLM's drafters draft the likeliest token, which at temperature 1 is often not the one that is drawn; where
     verification is keyed, let them draw with its noise (`seed`: of a request id). Called once they are loaded."""
-    from das_adapter.engine.draws import draw
+    from das_adapter.engine.sampling.draft_sample import draw
 
     drafter = runner.drafter
     ahead = 2 if drafter.pass_hidden_states_to_model else 1  # EAGLE's inputs are one token ahead of their positions

@@ -24,10 +24,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from das_adapter.core.noise import row_keys
 from das_adapter.core.sources import Acceptance, Line, Probe, choose
-from das_adapter.engine import cpu
-from das_adapter.engine.draws import draw
-from das_adapter.engine.proposer import Proposer
-from das_adapter.engine.quantised import QuantisedWeight, quantised
+from das_adapter.engine import cpu_patches as cpu
+from das_adapter.engine.drafters.history import Proposer
+from das_adapter.engine.drafters.quantised import QuantisedWeight, quantised
+from das_adapter.engine.sampling.draft_sample import draw
 from das_adapter.errors import DasError, UnsupportedHost
 
 _FIELDS = {f.name for f in dataclasses.fields(CommonAttentionMetadata)}

@@ -8,7 +8,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import _SAMPLING_EPS
 
-from das_adapter.engine.noise import keyed_sample
+from das_adapter.engine.sampling.keyed_sample import keyed_sample
 
 
 def draw(logits: torch.Tensor, keys: torch.Tensor, sampling: Any, rows: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from das_adapter.nemo_rl.cpu_process import REFIT_SOCKETS, prepare
+from das_adapter.nemo_rl.cpu.process import REFIT_SOCKETS, prepare
 
 prepare()  # an engine's own process comes here first, for CpuWorker
 
 from nemo_rl.models.generation.vllm import vllm_backend  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
-from das_adapter.engine import cpu  # noqa: E402
+from das_adapter.engine import cpu_patches as cpu  # noqa: E402
 from das_adapter.nemo_rl.engine import OwnHistory  # noqa: E402
 
 cpu.apply(reload_weights=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.engine.proposer import KeyedHistoryProposer, _Step
+from das_adapter.engine.drafters.history import KeyedHistoryProposer, _Step
 
 
 class SweepProposer(KeyedHistoryProposer):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from das_adapter.engine.proposer import HistoryProposer
-from das_adapter.engine.self_drafter import SelfDrafter, StepClock
+from das_adapter.engine.drafters.history import HistoryProposer
+from das_adapter.engine.drafters.policy_copy import SelfDrafter, StepClock
 
 
 class MixedProposer(HistoryProposer):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.engine.staleness import AGES
+from das_adapter.core.staleness import AGES
 
 
 @dataclass

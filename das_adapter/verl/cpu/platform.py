@@ -17,7 +17,7 @@ import torch
 import torch.distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from das_adapter.verl.cpu_env import cpu_env
+from das_adapter.verl.cpu.env import cpu_env
 
 
 def _memory(*_: Any, **__: Any) -> int:
