@@ -3,7 +3,7 @@
 
 namespace nb = nanobind;
 
-void bind_allocation(nb::module_& m);
+void bind_controller(nb::module_& m);
 void bind_keyed_noise(nb::module_& m);
 void bind_quantised_linear(nb::module_& m);
 void bind_suffix_index(nb::module_& m);
@@ -11,7 +11,7 @@ void bind_suffix_index(nb::module_& m);
 NB_MODULE(_native, m) {
   m.doc() = "Native core of das-adapter: keyed-noise sampling, the suffix index, the split of a step's draft tokens, "
             "quantised linear layers.";
-  bind_allocation(m);
+  bind_controller(m);
   bind_keyed_noise(m);
   bind_quantised_linear(m);
   bind_suffix_index(m);

@@ -1,4 +1,5 @@
-"""DAS's acceptance curve per problem. What each draft token's chance is, the drafter says (`SuffixIndex`)."""
+"""How many draft tokens are accepted: DAS's curve per problem, for a rollout, and the policy copy's rate, per token.
+The chance of a token from the history is stated by `SuffixIndex`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,37 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+
+
+@dataclass
+class AcceptanceRate:
+    """Chance that a draft token is accepted, given that all before it were; what was seen long ago counts less."""
+
+    accepted: float = 16.0
+    tried: float = 20.0
+    fade: float = 0.999
+
+    def observe(self, drafted: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
+        """Take verified drafts, int64 [drafts]: the tokens after the first rejected one were not tried."""
+        kept = self.fade ** len(drafted)
+        self.accepted = self.accepted * kept + float(accepted.sum())
+        self.tried = self.tried * kept + float(np.minimum(drafted, accepted + 1).sum())
+
+    def forget(self) -> None:
+        """A weight sync: what is known counts for no more than the assumption at the start did."""
+        share = min(1.0, AcceptanceRate.tried / self.tried)
+        self.accepted, self.tried = share * self.accepted, share * self.tried
+
+    @property
+    def rate(self) -> float:
+        """The chance, 0 to 1."""
+        return self.accepted / self.tried
+
+    def chances(self, length: int) -> npt.NDArray[np.float64]:
+        """Survival chance of each token of a draft, float64 [length]."""
+        survival: npt.NDArray[np.float64] = self.rate ** np.arange(1, length + 1)
+        return survival
 
 
 @dataclass

@@ -39,14 +39,14 @@ def drafts_needed(rounds: float, lengths: Floats, alpha: Floats, k: Floats) -> F
 
 
 @dataclass(frozen=True)
-class Plan:
+class RolloutPlan:
     """A rollout's budgets: decode rounds until the last request ends, and draft tokens of each over all of them."""
 
     rounds: float
     drafts: Floats
 
 
-def plan(lengths: Floats, alpha: Floats, k: Floats, base: float, token: float) -> Plan:
+def plan_rollout(lengths: Floats, alpha: Floats, k: Floats, base: float, token: float) -> RolloutPlan:
     """The budgets that minimise a rollout's time, c_base·N + c_tok·sum_i(min(l_i, N) + p_i*(N)).
 
     Convex in N while alpha·k <= 1, so that bisection on its derivative finds the minimum.
@@ -67,7 +67,7 @@ def plan(lengths: Floats, alpha: Floats, k: Floats, base: float, token: float) -
             low = rounds
         else:
             high = rounds
-    return Plan(high, drafts_needed(high, lengths, alpha, k))
+    return RolloutPlan(high, drafts_needed(high, lengths, alpha, k))
 
 
 def class_budgets(classes: npt.NDArray[np.int64], most: int) -> Ints:
@@ -88,7 +88,8 @@ class Allocation(NamedTuple):
 
 
 class Worth(NamedTuple):
-    """Seconds that accepting draft tokens saves, by request: own + tail·exp(-fade·j) for token j of a draft."""
+    """Seconds that accepting draft tokens saves, by request: own + tail·exp(-fade·j) for token j = 0, 1, ... of a
+    draft."""
 
     own: Floats
     """What the request's own part in a step costs, shape (b,)."""
@@ -96,6 +97,22 @@ class Worth(NamedTuple):
     """By what the rollout ends earlier, shape (b,)."""
     fade: Floats
     """How fast that becomes less, shape (b,): who gets ahead decides the end no more."""
+
+    def of_drafts(self, chances: Floats) -> Floats:
+        """Expected worth of drafts by length, shape (b, n + 1), for survival chances that all requests share, (n,)."""
+        place = np.arange(len(chances))
+        tokens = chances * (self.own[:, None] + self.tail[:, None] * np.exp(-self.fade[:, None] * place))
+        return np.concatenate([np.zeros((len(self.own), 1)), np.cumsum(tokens, axis=1)], axis=1)
+
+    def of_kept(self, chances: Chances, offsets: Ints, keep: Ints) -> Floats:
+        """Expected worth of the first `keep` tokens of each draft, shape (b,); arguments as in `allocate`."""
+        drafted = np.diff(offsets)
+        place = np.arange(len(chances)) - np.repeat(offsets[:-1], drafted)
+        own, tail, fade = (np.repeat(part, drafted) for part in self)
+        tokens = np.where(place < np.repeat(keep, drafted), chances * (own + tail * np.exp(-fade * place)), 0.0)
+        total = np.concatenate([[0.0], np.cumsum(tokens)])
+        worth: Floats = total[offsets[1:]] - total[offsets[:-1]]
+        return worth
 
 
 def allocate(

@@ -1,68 +1,142 @@
-"""How many draft tokens, for whom: asked by a drafter at every decode step.
+"""How many draft tokens, for whom, and from where: asked by a drafter at every decode step.
 
 An accepted token saves a request one token. What that is worth depends on whether the request decides when the rollout
 ends: the chance of that, times a round of the batch that will be left then, plus the request's own share of a round.
-A draft token costs what it adds to the step. Where requests keep arriving nobody decides the end, and a token is worth
-the engine's time per token.
+A draft token costs what it adds to the step, and, where the policy copy drafts it, a pass of the copy. Where requests
+keep arriving nobody decides the end, and a token is worth the engine's time per token.
 
-Everything here follows from what it is told, step times included; it reads no clock. In a tensor-parallel engine
-vLLM takes the drafts of one rank and hands them to all, so that what the others decide does not matter.
+A decode step is one call, `plan`: what the step brought goes in, the next step's drafts come out. How long it took is
+known when the next one begins; then comes `timed`. Everything follows from what the controller is told, step times
+included; it reads no clock. In a tensor-parallel engine vLLM takes the drafts of one rank and hands them to all, so
+that what the others decide does not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.acceptance import AcceptanceCurves
-from das_adapter.core.budget import Worth, allocate, class_budgets, makespan_weights, plan
+from das_adapter.core.budget import Allocation, Worth, allocate, class_budgets, makespan_weights, plan_rollout
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.length import LengthClass, LengthModel, classes, expected_remaining
-from das_adapter.core.native import native
+from das_adapter.core.length import LengthModel, classes, expected_remaining
+from das_adapter.core.pacing import Backoff
+from das_adapter.core.policy_copy import CopyDrafts, CopyPlan
+from das_adapter.core.requests import ClassCounts, RequestCounts, RequestTable
 from das_adapter.core.toggle import Savings, Toggle
 
+Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
+HistoryDrafts = Callable[[Ints, float], tuple[Chances, Ints]]
+"""Drafts from the history: most tokens of each request int64 [b] and the chance under which a draft ends go in; out
+come survival chances float32 [n], request after request, and offsets int64 [b + 1]: request i's are `chances[o[i]:o[i +
+1]]`."""
 
-LOOK = 16
-"""While drafts don't pay, the controller looks again after 1, 2, 4, ... steps, at most this many."""
-FLOOR = 0.005
-"""Chance under which no draft token is looked at."""
-_NONE: Ints = np.zeros(0, dtype=np.int64)
-REPLAN = 64
-"""Steps after which the worth of a token is computed anew, at the latest; after an arrival 4, 8, 16, ..."""
-PROBE = 128
+CONSIDER_STEPS = 16
+"""While drafts don't pay, the controller considers them after 1, 2, 4, ... steps, at most this many."""
+REPLAN_STEPS = 64
+"""Steps after which the worth of a token is computed anew, at the latest; after an arrival 2, 4, 8, ..."""
+PROBE_STEPS = 128
 """Every so many steps one is taken the other way (plain, or drafted), so that both kinds of step stay known."""
-REFILL = 64
+REFILL_STEPS = 64
 """Steps for which a request that took another's place makes the batch one that refills."""
-PACE = 16
-"""Steps over which a request's tokens per step are averaged."""
-SURPRISE = 0.25
-"""Relative error of recent predictions at which the latency model is fitted again at once."""
-GUARD = 64
-"""Steps between two looks at the time saved."""
+GUARD_STEPS = 64
+"""Drafted steps between two looks at the time saved."""
+LEAST_CHANCE = 0.005
+"""Chance under which no draft token is considered."""
+_NEVER = -(2**30)
+_NO_DRAFTS: Chances = np.zeros(0, dtype=np.float32)
+_FREE = StepModel(base=0.0, token=0.0)
+"""Costs where nothing is asked but the fixed budgets."""
+
+
+class Decoded(NamedTuple):
+    """What a decode step brought; arrays int64 [b], request by request."""
+
+    slots: Ints
+    got: Ints
+    """Tokens."""
+    carried: Ints | None
+    """Draft tokens that were verified; None if nobody had any."""
+    copied: Ints | None
+    """How many of these were the policy copy's."""
+    room: Ints
+    """Draft tokens that still fit before the request's end."""
+
+
+class TimedStep(NamedTuple):
+    """What a decode step took. Steps that also read prompts are not timed."""
+
+    slots: Ints
+    got: Ints
+    """Tokens that each request got, int64 [b]."""
+    tokens: int
+    """In the policy's forward pass, draft tokens included."""
+    seconds: float
+    """From its begin to that of the next, without `copy_seconds`."""
+    copy_seconds: float = 0.0
+    """Passes of the policy copy at its end."""
+
+
+class StepPlan(NamedTuple):
+    """The drafts of the next step, int64 [b] each."""
+
+    history: Ints
+    """Tokens of each request's draft from the history to verify."""
+    copy: Ints
+    """Tokens that the policy copy drafts for each request, instead."""
 
 
 @dataclass
-class Tally:
-    """What was decided since the last `take`."""
+class Batch:
+    """Where the batch stands: steps are counted from the engine's start."""
 
-    rounds: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(LengthClass)))
-    """Request forwards by length class."""
-    drafts: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(len(LengthClass)))
-    """Draft tokens by length class."""
+    step: int = 0
+    running: int = 0
+    arrivals: int = 0
+    """Requests that joined since drafts were last considered."""
+    last_end: int = _NEVER
+    """Step in which a request left last."""
+    last_refill: int = _NEVER
+    """Step in which a request joined last while others had left before."""
+    synced: int = 0
+    """Step of the last weight sync."""
+    since_plain: int = 0
+    """Drafted steps in a row."""
+    since_draft: int = 0
+    """Plain steps in a row."""
+    drafted_steps: int = 0
+    drafted_seconds: float = 0.0
+
+    @property
+    def refilling(self) -> bool:
+        """Whether requests still arrive while others end."""
+        return self.step - self.last_refill < REFILL_STEPS
+
+    def settle(self) -> None:
+        """A batch is over: what follows has a beginning of its own."""
+        self.last_end = self.last_refill = _NEVER
+        self.drafted_steps, self.drafted_seconds = 0, 0.0
 
 
 class Controller:
     """The decisions of one engine. A live request has a slot from `open` to `close`."""
 
     def __init__(
-        self, budget: BudgetConfig, toggle: ToggleConfig, limit: int, window: int = 16, prior: StepModel | None = None
+        self,
+        budget: BudgetConfig,
+        toggle: ToggleConfig,
+        limit: int,
+        window: int = 16,
+        prior: StepModel | None = None,
+        copy: CopyDrafts | None = None,
+        most: int | None = None,
     ) -> None:
         """
         Args:
@@ -70,227 +144,138 @@ class Controller:
             limit: longest response there can be, tokens.
             window: weight versions that lengths are remembered for.
             prior: latency model until the engine's own steps give one.
+            copy: the policy copy, where there is one.
+            most: draft tokens of a request in a step; None: `budget.max_draft_tokens`.
         """
-        self.budget = budget
         self.times = StepTimes(prior)
         self.lengths = LengthModel(limit, window)
-        self.curves = AcceptanceCurves()
         self.toggle = Toggle(toggle.mode, toggle.margin, toggle.threshold)
-        self.savings = Savings()
+        self.copy = copy
+        self.requests = RequestTable()
         self.stopped: str | None = None
         """Why speculation is off until the next weight sync; None while it may go on."""
-        self.tally = Tally()
         self.planned_rounds = 0.0
         """Decode steps since the weight sync after which DAS's optimum would have ended every request."""
-        self._problems: list[int] = []
-        self._free: list[int] = []
-        self._cdf = np.zeros((0, LengthModel.GRID))
-        self._state = np.zeros((12, 0))  # rows as `_grow` names them, a column for each slot
-        self._class: Ints = np.zeros(0, dtype=np.int64)
-        self._steps = self._synced_at = self._running = 0
-        self._saved = 0.0
-        self._arrived = 0
-        self._last_end = self._last_refill = -(2**30)
-        self._gap, self._next_look, self._looked_for = 1, 0, 0
-        self._planned_at = -(2**30)
-        self._planned_for = 0
-        self._replan_gap = REPLAN
-        self._drafted_steps = self._drafted_seconds = 0.0
-        self._since_plain = self._since_draft = 0
-        self._fitted_at = 0
-        self._floor = FLOOR
-        self._grow()
+        self._policy, self._min_chance = budget.policy, budget.min_chance
+        self._most = budget.max_draft_tokens if most is None else most
+        self._curves = AcceptanceCurves()
+        self._batch = Batch()
+        self._consider, self._replan = Backoff(1, CONSIDER_STEPS), Backoff(2, REPLAN_STEPS)
+        self._least_chance = LEAST_CHANCE
+        self._copy_seconds = 0.0  # a step's, lately
+        self._savings, self._saved = Savings(), 0.0
+        self._by_class = ClassCounts()
 
     # Requests
 
     def open(self, problem: int, written: int, most: int) -> int:
-        """A request joined: tokens of its response that are there already, and the most there can be."""
-        if not self._free:
-            self._grow()
-        slot = self._free.pop()
-        self._problems[slot] = problem
-        cdf = self._cdf[slot]
-        cdf[:] = self.lengths.cdf(problem)
+        """Give a request that joined a slot: tokens of its response that are there already, and the most there can
+        be."""
+        cdf = self.lengths.cdf(problem).copy()
         cdf[np.searchsorted(self.lengths.edges, most) :] = 1.0
-        self._state[:, slot] = 0.0
-        self._written[slot], self._pace[slot] = written, 1.0
-        self._class[slot] = LengthClass.MEDIUM
-        self._arrived += 1
-        if not self._running:  # another batch (a validation's, say), not one that refills
+        batch = self._batch
+        if not batch.running:  # another batch (a validation's, say), not one that refills
             self._settle()
-        elif self._last_end >= 0:
-            self._last_refill = self._steps
-        self._running += 1
-        return slot
+        elif batch.last_end >= 0:
+            batch.last_refill = batch.step
+        batch.arrivals += 1
+        batch.running += 1
+        return self.requests.open(problem, written, cdf)
 
     def close(self, slot: int) -> None:
-        """A request left."""
-        tokens = int(self._counted[slot])
-        self.savings.finished.append(tokens)
-        drafted, accepted = int(self._drafted[slot]), int(self._accepted[slot])
+        """Take leave of a request."""
+        table = self.requests
+        tokens = int(table.credited[slot])
+        self._savings.finished.append(tokens)
         if tokens:
-            self.curves.observe(
-                self._problems[slot], tokens, drafted, accepted, int(self._first_tried[slot]), int(self._first[slot])
-            )
-        self._last_end = self._steps
-        self._running -= 1
-        self._free.append(slot)
+            drafted, accepted = int(table.drafted[slot]), int(table.accepted[slot])
+            drafts, hit = int(table.drafts[slot]), int(table.drafts_hit[slot])
+            self._curves.observe(int(table.problem[slot]), tokens, drafted, accepted, drafts, hit)
+        self._batch.last_end = self._batch.step
+        self._batch.running -= 1
+        table.close(slot)
 
-    def written(self, slots: Ints) -> npt.NDArray[np.float64]:
-        """Tokens of each request's response, shape (b,)."""
-        written: npt.NDArray[np.float64] = self._written[slots]
-        return written
-
-    def history(self, slot: int) -> tuple[int, int, int, int, int]:
-        """Problem, length class, tokens, draft tokens and accepted ones of a request."""
-        counts = (self._class[slot], self._written[slot], self._drafted[slot], self._accepted[slot])
-        return (self._problems[slot], *map(int, counts))  # type: ignore[return-value]
+    def request_counts(self, slot: int) -> RequestCounts:
+        """What became of a request so far."""
+        return self.requests.counts(slot)
 
     def sync(self, version: int, responses: Iterable[tuple[int, int, int]]) -> None:
         """A weight sync: learn the lengths of finished responses (problem, tokens, weight version), and start anew."""
         for problem, length, written in responses:
             self.lengths.observe(problem, length, written)
         self.lengths.refit(version)
-        self.curves.forget()
+        self._curves.forget()
         self.times.fit()
         self.toggle.reset()
+        if self.copy is not None:
+            self.copy.sync()
         self._settle()
-        self._saved = 0.0
-        self.stopped = None
-        self.planned_rounds, self._synced_at = 0.0, self._steps
-        self._gap, self._next_look = 1, 0
-        self._counted[:] = 0.0
+        self._saved, self.stopped = 0.0, None
+        self.planned_rounds, self._batch.synced = 0.0, self._batch.step
+        self._consider.restart()
+        self.requests.credited[:] = 0.0
 
     # A decode step
 
-    def verified(self, slots: Ints, got: Ints, carried: Ints | None) -> None:
-        """What the step brought.
+    def plan(self, decoded: Decoded, history: HistoryDrafts | None = None) -> StepPlan:
+        """Take what a decode step brought, and decide on the drafts of the next.
 
         Args:
-            slots: requests that decoded in it, shape (b,).
-            got: tokens each got, shape (b,).
-            carried: draft tokens each carried into it, shape (b,); None if nobody did.
+            decoded: see there.
+            history: asked at most once for drafts from the history; None: it is not drafted from.
         """
-        self._steps += 1
-        drafted = _NONE if carried is None else carried
-        tally = self.tally
-        native().advance(self._state, slots, got, drafted, PACE, self._class, tally.rounds, tally.drafts)
-
-    def looks(self, running: int) -> bool:
-        """Whether to draft at all after this step, if only to see whether it would pay."""
-        if self.stopped or not running:
-            return False
-        return self._always or self._steps >= self._next_look or running < 0.9 * self._looked_for
-
-    def caps(self, slots: Ints, room: Ints) -> Ints:
-        """Most draft tokens of each request, shape (b,), before it is known what there is to draft.
-
-        Args:
-            slots: requests to draft for, shape (b,).
-            room: draft tokens that still fit before each one's end, shape (b,).
-        """
-        running = len(slots)
-        if self._arrived:
-            self._replan_gap = 1
-        if self._arrived or self._steps - self._planned_at >= self._replan_gap or running < 0.9 * self._planned_for:
-            self._replan_gap = min(2 * self._replan_gap, REPLAN)
-            self._replan(slots)
-        most: Ints = np.minimum(room, self.budget.max_draft_tokens)
-        if self.budget.policy == "classes":
-            by_class = class_budgets(self._class[slots], self.budget.max_draft_tokens)
-            np.minimum(most, by_class, out=most)
-        elif self.budget.policy == "optimal":
-            model = self.times.model
-            if model is None:  # short drafts, for the first measurements
-                np.minimum(most, (1, 4, self.budget.max_draft_tokens)[self._steps // 2 % 3], out=most)
-            else:
-                worth = self._worth.own[slots] + self._worth.tail[slots]
-                most[worth <= model.slope(running)] = 0
-        np.maximum(most, 0, out=most)
-        return most
-
-    @property
-    def floor(self) -> float:
-        """Chance under which the drafter need not go on."""
-        if self.budget.policy == "optimal":
-            return FLOOR if self._since_draft >= PROBE else self._floor
-        return 0.0 if self.budget.policy == "unlimited" else self.budget.min_chance
-
-    def cut(self, slots: Ints, chances: Chances, offsets: Ints) -> Ints:
-        """How many tokens of each draft to verify, shape (b,).
-
-        Args:
-            slots: the requests of `caps`, shape (b,).
-            chances: survival chance of each draft token as the drafter states it, shape (n,).
-            offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
-        """
-        running, arrived, self._arrived = len(slots), self._arrived > 0, 0
-        if self._always:
-            everything: Ints = np.diff(offsets)
-            return everything
-        keep, drafted = np.zeros(running, dtype=np.int64), 0
-        model, probe = self.times.model, self._probe(running)
-        if model is None:
-            on = self.toggle.update(running, 1.0 + self.toggle.margin, arrived)
-            if on and self._steps % (2 if self.budget.policy == "optimal" else 4):
-                keep, drafted = np.diff(offsets), len(chances)
+        slots, running = decoded.slots, len(decoded.slots)
+        self._batch.step += 1
+        self.requests.advance(slots, decoded.got, decoded.carried, self._by_class)
+        if self.copy is not None and decoded.copied is not None and decoded.copied.any():
+            mine = decoded.copied > 0
+            drafted = decoded.copied[mine]
+            self.copy.acceptance.observe(drafted, np.minimum(drafted, decoded.got[mine] - 1))
+        nothing = np.zeros(running, dtype=np.int64)
+        if self.stopped or not running or not (self._always or self._consider.due(self._batch.step, running)):
+            return StepPlan(nothing, nothing)
+        limits = self._draft_limits(slots, decoded.room)
+        if history is None:
+            chances, offsets = _NO_DRAFTS, np.zeros(running + 1, dtype=np.int64)
         else:
-            worth = Worth(*(part[slots] for part in self._worth))
-            found = allocate(chances, offsets, worth, model, self.budget.policy == "optimal")
-            drafting = model.step(running + found.total, running, found.total > 0)
-            on = self.toggle.update(running, 1.0 + found.gain / drafting if found.total else 0.0, arrived)
-            if on and probe != "plain":
-                keep, drafted = found.keep, found.total
-            if probe == "drafted" and len(chances):
-                keep = np.where(np.arange(running) % 4 == 0, np.minimum(np.diff(offsets), 1), 0)
-                drafted = int(keep.sum())
-        self._gap = 1 if drafted or model is None else min(2 * self._gap, LOOK)
-        self._next_look, self._looked_for = self._steps + self._gap, running
-        return keep
+            chances, offsets = history(limits, self._floor)
+        return self._share_out(slots, limits, chances, offsets)
 
-    def step(self, slots: Ints, got: Ints, tokens: int, drafted: bool, seconds: float) -> None:
-        """How long a decode step took; not for steps that also read prompts.
-
-        Args:
-            slots: its requests, shape (b,).
-            got: tokens each got, shape (b,).
-            tokens: in the forward pass.
-            drafted: whether anything was.
-            seconds: from its start to the next step's.
-        """
-        running = len(slots)
-        self.times.add(tokens, running, drafted, seconds)
-        self._since_plain = self._since_plain + 1 if drafted else 0
-        self._since_draft = 0 if drafted else self._since_draft + 1
-        since, surprised = self.times.observed - self._fitted_at, self.times.surprise > SURPRISE
-        if since >= (8 if surprised else min(max(16, self._fitted_at), 4096)):
-            self._fitted_at = self.times.observed
-            self.times.fit()
+    def timed(self, step: TimedStep) -> None:
+        """Take how long a decode step took."""
+        running, drafted = len(step.slots), step.tokens > len(step.slots)
+        batch = self._batch
+        self.times.add(step.tokens, running, drafted, step.seconds)
+        batch.since_plain = batch.since_plain + 1 if drafted else 0
+        batch.since_draft = 0 if drafted else batch.since_draft + 1
+        self._copy_seconds += (step.copy_seconds - self._copy_seconds) / 16
+        self.times.keep_fitted()
         model = self.times.model
         if model is None:
             return
-        self._counted[slots] += got
-        self.savings.step(seconds, running, int(got.sum()), drafted, model)
-        self._drafted_steps += drafted
-        self._drafted_seconds += seconds if drafted else 0.0
-        if self._refilling:
-            self.savings.refilled()
-        if drafted and self._drafted_steps % GUARD == 0 and self.toggle.mode != "off":
-            self._guard(slots, model)
+        self.requests.credited[step.slots] += step.got
+        self._savings.step(step.seconds, running, int(step.got.sum()), drafted, model, step.copy_seconds)
+        if drafted:
+            batch.drafted_steps += 1
+            batch.drafted_seconds += step.seconds + step.copy_seconds
+        if batch.refilling:
+            self._savings.refilled()
+        if drafted and batch.drafted_steps % GUARD_STEPS == 0 and self.toggle.mode != "off":
+            self._guard(step.slots, model)
 
     # Figures
 
     def time_saved(self, slots: Ints) -> float:
         """Seconds saved since the last weight sync; `slots` of the requests in the batch, shape (b,)."""
         model = self.times.model
-        return self._saved + (0.0 if model is None else self.savings.saved(self._counted[slots], model))
+        return self._saved + (0.0 if model is None else self._savings.saved(self.requests.credited[slots], model))
 
     def take(self, slots: Ints) -> dict[str, Any]:
         """Figures since the last call, as plain numbers."""
-        tally, self.tally = self.tally, Tally()
+        counts, self._by_class = self._by_class, ClassCounts()
         return {
-            "class_rounds": tally.rounds.tolist(),
-            "class_drafts": tally.drafts.tolist(),
+            "class_steps": counts.steps.tolist(),
+            "class_drafts": counts.drafts.tolist(),
             "time_saved_s": self.time_saved(slots),
             "latency_model_error": self.times.take_error(),
             "planned_rounds": self.planned_rounds,
@@ -299,86 +284,153 @@ class Controller:
 
     # Inside
 
-    def _settle(self) -> None:
-        """A batch is over: what follows has a beginning of its own."""
-        if self.times.model is not None:
-            self._saved += self.savings.saved((), self.times.model)
-        self.savings = Savings()
-        self._last_end = self._last_refill = -(2**30)
-        self._drafted_steps = self._drafted_seconds = 0.0
-
     @property
     def _always(self) -> bool:
         """Whether nothing is asked but the fixed budgets: then no decision depends on a step time."""
-        return self.toggle.mode == "off" and self.budget.policy != "optimal"
+        return self.toggle.mode == "off" and self._policy != "optimal"
 
     @property
-    def _refilling(self) -> bool:
-        """Requests still arrive while others end."""
-        return self._steps - self._last_refill < REFILL
+    def _floor(self) -> float:
+        """Chance under which the drafter need not go on."""
+        if self._policy == "optimal":
+            return LEAST_CHANCE if self._batch.since_draft >= PROBE_STEPS else self._least_chance
+        return 0.0 if self._policy == "unlimited" else self._min_chance
 
-    def _probe(self, running: int) -> str:
-        """Whether this step is taken the other way, to see what it costs: "plain", "drafted" or ""."""
+    def _draft_limits(self, slots: Ints, room: Ints) -> Ints:
+        """Most draft tokens of each request, shape (b,), before it is known what there is to draft."""
+        running, batch = len(slots), self._batch
+        if batch.arrivals or self._replan.due(batch.step, running):
+            self._replan.done(batch.step, running, again_soon=batch.arrivals > 0)
+            self._value_requests(slots)
+        most: Ints = np.minimum(room, self._most)
+        if self._policy == "classes":
+            np.minimum(most, class_budgets(self.requests.length_class[slots], self._most), out=most)
+        elif self._policy == "optimal":
+            model = self.times.model
+            if model is None:  # short drafts, for the first measurements
+                np.minimum(most, (1, 4, self._most)[batch.step // 2 % 3], out=most)
+            else:
+                worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
+                most[worth <= model.slope(running)] = 0
+        np.maximum(most, 0, out=most)
+        return most
+
+    def _share_out(self, slots: Ints, limits: Ints, chances: Chances, offsets: Ints) -> StepPlan:
+        """Decide how many tokens of each draft are verified, and for whom the copy drafts instead."""
+        batch, running = self._batch, len(slots)
+        arrived, batch.arrivals = batch.arrivals > 0, 0
+        everything, nothing = np.diff(offsets), np.zeros(running, dtype=np.int64)
+        if self._always:
+            return self._everything(limits, chances, offsets, everything)
+        model, probe, plan = self.times.model, self._probe(running), StepPlan(nothing, nothing)
+        if model is None:
+            on = self.toggle.update(running, 1.0 + self.toggle.margin, arrived)
+            if on and batch.step % (2 if self._policy == "optimal" else 4):
+                plan = self._everything(limits, chances, offsets, everything)
+        else:
+            found = self._worth_verifying(slots, limits, chances, offsets, model)
+            drafting = model.step(running + found.total, running, found.total > 0) + found.passes_s
+            on = self.toggle.update(running, 1.0 + found.gain / drafting if found.total else 0.0, arrived)
+            if on and probe != "plain":
+                plan = StepPlan(found.keep, found.copy)
+            if probe == "drafted":
+                some = np.where(np.arange(running) % 4 == 0, 1, 0)
+                if len(chances):
+                    plan = StepPlan(np.minimum(everything, some), nothing)
+                elif self.copy is not None:
+                    plan = StepPlan(nothing, np.minimum(limits, some))
+        drafted = plan.history.any() or plan.copy.any()
+        self._consider.done(batch.step, running, again_soon=bool(drafted) or model is None)
+        return plan
+
+    def _everything(self, limits: Ints, chances: Chances, offsets: Ints, everything: Ints) -> StepPlan:
+        """Verify all that there is; the copy drafts for the requests for which it brings more tokens."""
+        if self.copy is None:
+            return StepPlan(everything, np.zeros_like(everything))
+        one = Worth(np.ones(len(limits)), np.zeros(len(limits)), np.zeros(len(limits)))
+        found = self._with_copy(Allocation(everything, len(chances), 0.0), one, limits, chances, offsets, _FREE)
+        return StepPlan(found.keep, found.copy)
+
+    def _worth_verifying(
+        self, slots: Ints, limits: Ints, chances: Chances, offsets: Ints, model: StepModel
+    ) -> CopyPlan:
+        """The draft tokens that are worth more than they cost; under fixed budgets all of them, and what that gains."""
+        table = self.requests
+        worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
+        found = allocate(chances, offsets, worth, model, self._policy == "optimal")
+        if self.copy is None:
+            return CopyPlan(np.zeros_like(found.keep), found.keep, found.total, found.gain, 0.0)
+        return self._with_copy(found, worth, limits, chances, offsets, model)
+
+    def _with_copy(
+        self, found: Allocation, worth: Worth, limits: Ints, chances: Chances, offsets: Ints, model: StepModel
+    ) -> CopyPlan:
+        assert self.copy is not None
+        lengths = self.copy.lengths(self._floor)
+        if self._policy != "optimal":  # budgets are fixed: the longest, gain or not
+            lengths, found = lengths[-1:], found._replace(gain=-np.inf if not found.total else found.gain)
+        theirs = worth.of_kept(chances, offsets, found.keep)
+        return self.copy.plan(found, theirs, worth, limits, model, lengths)
+
+    def _probe(self, running: int) -> Literal["plain", "drafted", ""]:
+        """Whether this step is taken the other way, to see what it costs."""
+        batch = self._batch
         unknown = self.times.plain_steps(running) < 3
-        if self._since_plain >= (24 if unknown else PROBE):
-            self._since_plain = 0
+        if batch.since_plain >= (24 if unknown else PROBE_STEPS):
+            batch.since_plain = 0
             return "plain"
-        if self._since_draft >= PROBE and self.toggle.mode != "threshold":
-            self._since_draft = 0
+        if batch.since_draft >= PROBE_STEPS and self.toggle.mode != "threshold":
+            batch.since_draft = 0
             return "drafted"
         return ""
 
-    def _replan(self, slots: Ints) -> None:
-        """The worth in seconds of an accepted token of each request, and the requests' classes."""
-        self._planned_at, self._planned_for = self._steps, len(slots)
-        cdf, written, edges = self._cdf[slots], self._written[slots], self.lengths.edges
-        self._class[slots] = classes(cdf, edges, written, self.lengths.bounds)
+    def _value_requests(self, slots: Ints) -> None:
+        """Compute the worth in seconds of an accepted token of each request, and the requests' classes."""
+        table, batch, edges = self.requests, self._batch, self.lengths.edges
+        cdf, written = table.cdf[slots], table.written[slots]
+        table.length_class[slots] = classes(cdf, edges, written, self.lengths.bounds)
         model, running = self.times.model, len(slots)
         if model is None:
             return
         slope = model.slope(running)
-        if not self.planned_rounds and not self._arrived:
-            curves = np.array([self.curves.of(self._problems[slot]) for slot in slots.tolist()])
+        if not self.planned_rounds and not batch.arrivals:
+            curves = np.array([self._curves.of(problem) for problem in table.problem[slots].tolist()])
             remaining = expected_remaining(cdf, edges, written)
             flat = max(1e-9, model.step(running, running, False) - slope * running)
-            planned = plan(remaining, curves[:, 0], curves[:, 1], flat, max(slope, 1e-9))
-            self.planned_rounds = self._steps - self._synced_at + planned.rounds
-        if self._refilling:
+            planned = plan_rollout(remaining, curves[:, 0], curves[:, 1], flat, max(slope, 1e-9))
+            self.planned_rounds = batch.step - batch.synced + planned.rounds
+        if batch.refilling:
             last, fade = np.full(running, 1.0 / running), np.zeros(running)
         else:
             last, fade = makespan_weights(cdf, edges, written)
         # A round that is not needed saves what its tokens cost, drafts included but not more than plain decoding's, and
         # the last ones what a step costs that nobody else is in.
-        pace, tokens = self._pace[slots], 1.0 + self._load[slots]
+        pace, tokens = table.pace[slots], 1.0 + table.load[slots]
         token = model.slope(float(tokens.sum()))
         left = 1.0 / float(last @ last)
         size = left * float(last @ tokens)
         tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
         own = np.minimum((token * tokens + model.request) / pace, token + model.request)
-        deciding = last * tail / float(last @ pace)
-        self._worth.own[slots], self._worth.tail[slots], self._worth.fade[slots] = own, deciding, fade
+        round_pace = float(last @ pace)
+        deciding = last * min(tail, (tail + self._copy_seconds) / round_pace)
+        table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots] = own, deciding, fade
         dearest = float((own + deciding).max())
-        self._floor = max(FLOOR, min(slope, model.slope(np.inf)) / max(dearest, 1e-12))
+        self._least_chance = max(LEAST_CHANCE, min(slope, model.slope(np.inf)) / max(dearest, 1e-12))
 
     def _guard(self, slots: Ints, model: StepModel) -> None:
-        """Speculation that costs more than it saves stops until the next weight sync. The estimate is as good as the
+        """Stop speculation that costs more than it saves until the next weight sync. The estimate is as good as the
         latency model, so the loss must be beyond a tenth of what the drafted steps took."""
+        spent = self._batch.drafted_seconds
         for _ in range(2):  # before it is held against the drafts, the model is brought up to date
-            saved = self.savings.saved(self._counted[slots], model)
-            if saved >= -0.1 * self._drafted_seconds:
+            saved = self._savings.saved(self.requests.credited[slots], model)
+            if saved >= -0.1 * spent:
                 return
             model = self.times.fit() or model
-        self.stopped = f"speculation cost {-saved:.2f} s in {self._drafted_seconds:.2f} s of drafted steps"
+        self.stopped = f"speculation cost {-saved:.2f} s in {spent:.2f} s of drafted steps"
 
-    def _grow(self) -> None:
-        old, more = len(self._problems), max(64, len(self._problems))
-        self._problems += [0] * more
-        self._free += range(old + more - 1, old - 1, -1)
-        self._cdf = np.concatenate([self._cdf, np.zeros((more, LengthModel.GRID))])
-        self._state = np.concatenate([self._state, np.zeros((12, more))], axis=1)
-        # The first eight rows are brought forward by the native `advance`.
-        self._written, self._pace, self._load = self._state[:3]
-        self._drafted, self._accepted, self._first_tried, self._first = self._state[3:7]
-        self._counted, *worth = self._state[8:]
-        self._worth = Worth(*worth)
-        self._class = np.concatenate([self._class, np.full(more, LengthClass.MEDIUM, dtype=np.int64)])
+    def _settle(self) -> None:
+        """A batch is over: what it saved is added up."""
+        if self.times.model is not None:
+            self._saved += self._savings.saved((), self.times.model)
+        self._savings = Savings()
+        self._batch.settle()

@@ -7,15 +7,21 @@ it), so the fit chooses the best of a few small models, of which the line is one
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.errors import DasError
+
 Floats = npt.NDArray[np.float64]
+SURPRISE = 0.25
+"""Relative error of recent predictions at which the latency model is fitted again at once."""
 KNEES = (4, 8, 16, 32, 64, 128, 256)
 """Tokens in a step at which a fitted curve may bend."""
 
@@ -73,12 +79,18 @@ class StepTimes:
     KEEP = 15
     """Times kept per kind of step."""
 
-    def __init__(self, prior: StepModel | None = None) -> None:
-        """`prior`: the model until the first fit (`Roofline.line`, or a calibration's)."""
+    def __init__(self, prior: StepModel | None = None, kinds: int = 2) -> None:
+        """
+        Args:
+            prior: the model until the first fit (`Roofline.line`, or a calibration's).
+            kinds: of step that must have been seen twice before the model is fitted.
+        """
         self.model = prior
         self.observed = 0
         self.surprise = 0.0
-        """Relative error of the last few predictions: large where the model has not been."""
+        """Relative error of the last few predictions: large outside the fitted range."""
+        self._kinds = kinds
+        self._fitted_at = 0
         self._cells: dict[tuple[int, int, bool], _Cell] = {}
         self._plain = [0] * 32  # steps without drafts, by the power of two of their requests
         self._error = 0.0
@@ -111,10 +123,19 @@ class StepTimes:
         error, self._error, judged, self._judged = self._error, 0.0, self._judged, 0
         return error / judged if judged else 0.0
 
+    def keep_fitted(self) -> None:
+        """Fit the model anew once enough steps came since the last time, sooner where it was wrong lately."""
+        since, surprised = self.observed - self._fitted_at, self.surprise > SURPRISE
+        if since >= (8 if surprised else min(max(16, self._fitted_at), 4096)):
+            self._fitted_at = self.observed
+            self.fit()
+
     def fit(self) -> StepModel | None:
-        """Fit the model anew. None, or the prior, while fewer than two kinds of step were seen twice."""
+        """Fit the model anew. None, or the prior, while too few kinds of step were seen twice."""
         cells = [(c, drafted) for (_, _, drafted), c in self._cells.items() if len(c.seconds) >= 2]
-        if len(cells) >= 2:
+        if len(cells) == self._kinds == 1:
+            self.model = StepModel(base=float(np.median(cells[0][0].seconds)), token=0.0)
+        elif len(cells) >= self._kinds:
             self.model = fit(
                 np.array([c.tokens for c, _ in cells]),
                 np.array([c.requests for c, _ in cells]),
@@ -303,3 +324,16 @@ class Roofline:
 
     def _compute(self, requests: float, context: float) -> float:
         return requests * (self.dense_flops + context * self.attention_flops) / self.hardware.flops
+
+
+def read_calibration(path: str) -> StepModel:
+    """Read the fitted line of a calibration file, for `toggle.calibration`.
+
+    Raises:
+        DasError: no such file, or not one of `das-adapter calibrate`.
+    """
+    try:
+        return StepModel(**json.loads(Path(path).read_text())["line"])
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DasError(f"das.toggle.calibration={path!r}: found {error!r}, expected a file that "
+                       "das-adapter calibrate wrote") from None  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
 import numpy as np
@@ -13,7 +13,8 @@ import numpy.typing as npt
 from das_adapter.core.native import native
 
 Floats = npt.NDArray[np.float64]
-
+Response = tuple[int, int, int]
+"""(problem, tokens of a response, weight version that wrote it)."""
 
 _Z = np.linspace(-5.0, 5.0, 1001)
 _NORMAL = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in _Z])
@@ -28,7 +29,7 @@ class LengthClass(IntEnum):
 class LengthModel:
     """Distribution of response lengths, over all problems and per problem, on a logarithmic grid.
 
-    A problem's own lengths count as much as they are many, the population as much as `POPULATION` of them. Each length
+    A problem's own lengths are weighted by their number, the population like `POPULATION` of them. Each length
     stands for a log-normal around it: the next rollout of a problem is about as long, not exactly. The classes' bounds
     are quantiles of the recent lengths, set anew by every `refit`.
     """
@@ -98,6 +99,47 @@ class LengthModel:
         cdf: Floats = counts @ np.interp(z, _Z, _NORMAL) / len(lengths)
         cdf[-1] = 1.0
         return cdf
+
+
+class LengthLog:
+    """The response lengths of a run over the window, in the order in which they arrived."""
+
+    LONGEST = 2**17
+    """Tokens; longer responses are taken for this long when lengths are predicted."""
+
+    def __init__(self, window: int) -> None:
+        """`window`: weight versions that lengths are remembered for."""
+        self._window = window
+        self._lengths: deque[Response] = deque()
+        self._dropped = 0
+
+    def add(self, lengths: Iterable[Response]) -> None:
+        """Take finished responses (problem, tokens, weight version); those older than the window of the newest go."""
+        self._lengths.extend(lengths)
+        newest = self._lengths[-1][2] if self._lengths else 0
+        while self._lengths and self._lengths[0][2] < newest - self._window:
+            self._lengths.popleft()
+            self._dropped += 1
+
+    def since(self, cursor: int) -> tuple[int, list[Response]]:
+        """Return what arrived after `cursor` (0: all that is kept), and the cursor to ask with next."""
+        start = max(0, cursor - self._dropped)
+        return self._dropped + len(self._lengths), list(self._lengths)[start:]
+
+    def predictions(self) -> tuple[dict[int, float], float]:
+        """Predict the response length of each problem, and above which a problem is long; empty before there is
+        history.
+
+        Distributions as the engines have them: over the versions of the window, shrunk to the population.
+        """
+        if not self._lengths:
+            return {}, float("inf")
+        lengths = LengthModel(self.LONGEST, self._window)
+        for problem, length, version in self._lengths:
+            lengths.observe(problem, length, version)
+        lengths.refit(self._lengths[-1][2])
+        expected = {problem: lengths.expected(problem) for problem, *_ in self._lengths}
+        return expected, float(np.quantile(list(expected.values()), LengthModel.LONG))
 
 
 def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:

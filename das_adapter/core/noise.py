@@ -4,40 +4,15 @@ A token is drawn as ``argmax_v(logits[v] + G(key, v))`` with standard Gumbel noi
 key and the token (Gumbel-max; drafter-invariant verification, arXiv 2408.07978). A draft token is accepted iff it
 equals that token, which happens with probability ``p(draft token)``, as in rejection sampling of a point mass.
 
-``csrc/keyed_noise.cpp`` and ``das_adapter/engine/gpu_noise.py`` compute the same hash.
+``csrc/keyed_noise.cpp`` and ``das_adapter/engine/sampling/keyed_sample.py`` compute the same hash.
 """
 
 from __future__ import annotations
-
-import hashlib
 
 import numpy as np
 import numpy.typing as npt
 
 UInt64 = npt.NDArray[np.uint64]
-
-
-def request_seed(run_seed: int, problem: int, step: int, sample: int, row: int = 0) -> int:
-    """Seed of one request: the same in every run that draws this sample of this problem in this step.
-
-    Args:
-        run_seed: `verify.seed` of the run.
-        problem: 64-bit identity of the problem (`prompt_identity`).
-        step: training step (weight version) the rollout belongs to.
-        sample: index of the sample within its group; turns of a conversation differ by position, not by seed.
-        row: index of the prompt in the data set: two rows with the same prompt draw different samples.
-
-    Returns:
-        An integer in [0, 2^63).
-    """
-    text = f"{run_seed}/{problem}/{step}/{sample}/{row}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-
-
-def prompt_identity(prompt_ids: npt.ArrayLike) -> int:
-    """64-bit identity of a problem: a hash of its first prompt's token ids, equal across epochs, runs and hosts."""
-    ids = np.ascontiguousarray(np.asarray(prompt_ids, dtype="<i4"))
-    return int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little")
 
 
 def row_keys(seeds: UInt64, positions: npt.NDArray[np.int64]) -> UInt64:

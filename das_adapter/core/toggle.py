@@ -113,10 +113,13 @@ class Savings:
     _refilled: bool = False
     _widest: int = 1
 
-    def step(self, seconds: float, requests: int, tokens: int, drafted: bool, model: StepModel) -> None:
-        """Take a decode step: its time, the requests in it, the tokens they got, and whether any was drafted."""
+    def step(
+        self, seconds: float, requests: int, tokens: int, drafted: bool, model: StepModel, drafting: float = 0.0
+    ) -> None:
+        """Take a decode step: its time, the requests in it, the tokens they got, whether any was drafted, and what
+        passes of a drafter took beside it."""
         plain = model.step(requests, requests, False)
-        self.spent += seconds if drafted else plain
+        self.spent += (seconds if drafted else plain) + drafting
         self._rate += tokens / requests * plain
         self._widest = max(self._widest, requests)
 

@@ -1,35 +1,45 @@
-"""Fixes of vLLM's CPU backend, without which sampled speculation and live weight updates are wrong there.
-
-Each fix names what fails without it; `tests/contract/test_cpu_fixes.py` fails when one is missing.
-"""
+"""Fixes of vLLM's CPU backend, without which sampled speculation and live weight updates are wrong there."""
 
 from __future__ import annotations
 
+import functools
 import inspect
+import os
 from typing import Any
 
 import torch
 
+from das_adapter.config import DasConfig
+from das_adapter.patching import patch
 
-def apply(reload_weights: bool, copied: bool = False) -> None:
+WEIGHT_SYNC = "DAS_CPU_WEIGHT_SYNC"
+"""Environment variable: set where a host writes weights into the running engine, as an RL weight sync does."""
+
+
+def apply_to(config: DasConfig | None) -> None:
+    """Apply to this process what an engine with this block needs; a second call changes nothing."""
+    weight_sync = bool(os.environ.get(WEIGHT_SYNC))
+    if config is not None or weight_sync:
+        apply(weight_sync, copied=config is not None and config.copies_policy)
+
+
+def apply(weight_sync: bool, copied: bool = False) -> None:
     """Apply the fixes to this process; a second call changes nothing.
 
     Args:
-        reload_weights: whether the host writes weights into the running engine (an RL weight sync does).
+        weight_sync: whether the host writes weights into the running engine.
         copied: whether a drafter is made from the policy's weights.
     """
-    _expand_batch_to_tokens()
-    _recovered_tokens_keyword()
-    if reload_weights:
-        _keep_linear_weights()
-    elif copied:
-        _keep_weights_beside_packed_ones()
+    expand_draft_parameters.apply()
+    accept_fp64_keyword.apply()
+    if weight_sync or copied:
+        keep_linear_weights.apply(not weight_sync)
 
 
-def _expand_batch_to_tokens() -> None:
-    """Temperature, top-k and top-p of every draft position are uninitialised memory without this (vLLM issue 55005):
-    the CPU stand-in of the Triton kernel fills a copy of its output and drops it. All versions up to 0.32.0."""
-    from vllm.v1.sample import rejection_sampler
+@patch("vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", since="0.24", upstream="vllm#55005")
+def expand_draft_parameters(stock: Any) -> Any:
+    """Without it temperature, top-k and top-p of every draft position are uninitialised memory: the CPU stand-in of the
+    Triton kernel fills a copy of its output and drops it. All versions up to 0.32.0."""
 
     def expand(
         x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
@@ -38,54 +48,42 @@ def _expand_batch_to_tokens() -> None:
         values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
         return torch.repeat_interleave(values, counts, output_size=num_tokens)
 
-    rejection_sampler.expand_batch_to_tokens = expand
+    return expand
 
 
-def _recovered_tokens_keyword() -> None:
-    """vLLM 0.24.0: every speculative engine dies in its start-up dummy run, because the CPU stand-in of the kernel
-    does not know the keyword `USE_FP64_GUMBEL` it is called with. Later versions know it."""
+@patch("vllm.utils.cpu_triton_utils:sample_recovered_tokens_kernel", since="0.24", adds=True)
+def accept_fp64_keyword(stock: Any) -> Any:
+    """Without it every speculative engine of vLLM 0.24.0 dies in its start-up dummy run: the CPU stand-in of the kernel
+    does not know the keyword `USE_FP64_GUMBEL` that it is called with. Later versions know it and are left alone."""
     import vllm.utils.cpu_triton_utils as kernels
 
-    stock = getattr(kernels, "_sample_recovered_tokens_kernel_impl", None)
-    wrapper = getattr(kernels, "_FuncWrapper", None)
-    if stock is None or wrapper is None:
-        return
-    parameters = inspect.signature(stock).parameters
+    kernel, wrapper = (
+        getattr(kernels, name, None) for name in ("_sample_recovered_tokens_kernel_impl", "_FuncWrapper")
+    )
+    if kernel is None or wrapper is None:
+        return stock
+    parameters = inspect.signature(kernel).parameters
     if "USE_FP64_GUMBEL" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return
-
-    def recovered(*args: Any, USE_FP64_GUMBEL: bool = False, **kwargs: Any) -> Any:
-        return stock(*args, **kwargs)
-
-    kernels._sample_recovered_tokens_kernel_impl = recovered
-    kernels.sample_recovered_tokens_kernel = wrapper(recovered)
+        return stock
+    return wrapper(lambda *args, USE_FP64_GUMBEL=False, **kwargs: kernel(*args, **kwargs))
 
 
-def _keep_linear_weights() -> None:
-    """`model.load_weights` on a live engine fails without this, and a trainer that pushes weights waits for ever:
-    the CPU backend repacks every linear layer and empties `layer.weight`."""
-    import vllm.model_executor.layers.utils as layers
+@patch("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", since="0.24")
+def keep_linear_weights(stock: Any, packed: bool) -> Any:
+    """Without it the CPU backend repacks every linear layer and empties `layer.weight`: `load_weights` on a live engine
+    fails, and a trainer that pushes weights waits for ever; a policy copy would be quantised from nothing.
 
+    `packed`: compute with the packed weights, which are faster, and keep the others beside them (see `repack`)."""
+
+    @functools.wraps(stock)
     def keep(layer: torch.nn.Module, remove_weight: bool = False) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
+        if packed:
+            stock(layer, remove_weight=False)
+            layer._das_repack = lambda: stock(layer, remove_weight=False)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear
 
-    layers.dispatch_cpu_unquantized_gemm = keep
-
-
-def _keep_weights_beside_packed_ones() -> None:
-    """The weights a self-drafter is rounded from are empty without this; the policy keeps its packed, faster ones."""
-    import vllm.model_executor.layers.utils as layers
-
-    stock = layers.dispatch_cpu_unquantized_gemm
-    if hasattr(stock, "_das_adapter"):
-        return
-
-    def keep(layer: torch.nn.Module, remove_weight: bool = False) -> None:
-        stock(layer, remove_weight=False)
-        layer._das_repack = lambda: stock(layer, remove_weight=False)
-
-    keep._das_adapter = True  # type: ignore[attr-defined]
-    layers.dispatch_cpu_unquantized_gemm = keep
+    return keep
 
 
 def repack(policy: torch.nn.Module) -> None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,160 +14,188 @@ import torch
 from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.core.noise import row_keys
-from das_adapter.engine.drafters.neural import DraftWeights
+from das_adapter.engine.drafters.neural import DraftWeights, take_loaded_drafter
+from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.errors import DasError, UnsupportedHost
-from das_adapter.protocol.engine_args import RECORD_ARG, SEED_ARG
-from das_adapter.protocol.metrics import Counters, collapsed
-
-if TYPE_CHECKING:
-    from das_adapter.engine.sampling.verification import KeyedSampler
+from das_adapter.patching import patch
+from das_adapter.protocol.label import Label
+from das_adapter.protocol.messages import Refresh, Refreshed, Started
+from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
 
 logger = logging.getLogger("das_adapter")
 
 
-class DasWorker:
+class WorkerState:
     """The state of one worker. `call` is reached from the host by `collective_rpc("das_rpc", (command, payload))`."""
 
     def __init__(self, runner: Any, config: DasConfig):
         self.config = config
         self.runner = runner
-        self.drafter: Any = getattr(runner, "drafter", None) if config.own else None
+        self.drafter: Any = getattr(runner, "drafter", None) if config.controlled else None
         self.counters: Counters = self.drafter.counters if self.drafter else Counters()
+        self.sampler: KeyedSampler | None = None
+        self.drafts: list[int] | None = None
+        """Draft tokens that each request carried into the step that is going on; None: nobody had any."""
+        self.began = 0.0
+        """When that step began, seconds."""
+        self._labels: dict[str, Label] = {}
         self._seeds: dict[str, int] = {}
-        self._validation: dict[str, bool] = {}
+        self.draft_weights = DraftWeights(runner, config, self.seed) if config.neural else None
+
+    def bind(self) -> None:
+        """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched."""
         if self.drafter:
-            self.drafter.runner, self.drafter.seed, self.drafter.validates = runner, self._seed, self._validates
-        if not config.neural:
+            self.drafter.runner, self.drafter.seed, self.drafter.label = self.runner, self.seed, self.label
+        if self.draft_weights:
+            take_loaded_drafter.apply(self.draft_weights.take_loaded, owner=self.runner)
+        else:
             self._draft_up_to_the_end()
-        self.draft_weights = DraftWeights(runner, config, self._seed) if config.neural else None
-        self._watch_steps(self._install_keyed_samplers() if config.keyed else None)
+        if self.config.keyed:
+            self._install_keyed_samplers()
+        for step_patch in (time_steps, key_rows, count_tokens):
+            step_patch.apply(self, owner=self.runner)
 
     def call(self, command: str, payload: dict[str, Any]) -> Any:
-        """Run a command of the host: `hello`, `refresh` or `stats`. Raises nothing but on an unknown command:
-        a worker that raises during a weight sync would leave the trainer waiting for ever."""
-        if command not in ("hello", "refresh", "stats"):
-            raise DasError(f"das_rpc: found command {command!r}, allowed: hello, refresh, stats")
+        """Run a command of the host: `hello`, `refresh` or `stats`. Raises only for an unknown command: a worker that
+        raises during a weight sync would leave the trainer waiting for ever."""
+        commands = {"hello": self._hello, "refresh": self._refresh, "stats": self._stats}
+        if command not in commands:
+            raise DasError(f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}")
         try:
-            return getattr(self, f"_{command}")(**payload)
+            return commands[command](**payload)
         except Exception as error:
             self.counters.error = repr(error)
             logger.exception("das: %s failed; decoding goes on without drafts", command)
-            return {"error": repr(error)}
+            return Refreshed(error=repr(error))
 
-    def _hello(self) -> dict[str, Any]:
-        return {
-            "version": __version__,
-            "drafter": type(self.drafter).__name__ if self.drafter else self.config.drafter,
-            "sampler": type(self.runner.sampler).__name__,
-        }
+    def label(self, req_id: str) -> Label:
+        """The label of a request."""
+        label = self._labels.get(req_id)
+        if label is None:
+            label = self._labels[req_id] = Label.of(self.runner.requests[req_id].sampling_params.extra_args)
+        return label
 
-    def _refresh(self, version: int, **news: Any) -> dict[str, Any]:
-        done = self.drafter.refresh(version, **news) if self.drafter else {}
+    def seed(self, req_id: str) -> int:
+        """The seed of a request's keyed noise, 64 bits."""
+        seed = self._seeds.get(req_id)
+        if seed is None:
+            seed = self.label(req_id).seed
+            if seed is None:
+                seed = self.runner.requests[req_id].sampling_params.seed
+            if seed is None:  # asked for no particular tokens
+                seed = random.getrandbits(63)
+            self._seeds[req_id] = seed = int(seed) & (2**64 - 1)
+        return seed
+
+    def row_keys(self) -> torch.Tensor:
+        """Keys of the rows that are sampled, int64 [rows]: request after request, its drafted positions and one
+        more."""
+        batch = self.runner.input_batch
+        seeds = np.fromiter(map(self.seed, batch.req_ids), dtype=np.uint64, count=batch.num_reqs)
+        positions = batch.num_tokens_no_spec[: batch.num_reqs].astype(np.int64)
+        if self.drafts is not None:
+            counts = np.asarray(self.drafts, dtype=np.int64) + 1
+            first = np.cumsum(counts) - counts
+            seeds, positions = np.repeat(seeds, counts), np.repeat(positions - first, counts)
+            positions += np.arange(len(positions))
+        return torch.from_numpy(row_keys(seeds, positions).view(np.int64))
+
+    def count(self, sampled: list[list[int]], drafts: list[int] | None) -> None:
+        """Count the step that ends: the tokens that each request got, and the draft tokens that each carried into
+        it."""
+        training = [self.label(req_id).record for req_id in self.runner.input_batch.req_ids]
+        if any(training):
+            counted = [got if record else [] for record, got in zip(training, sampled, strict=True)]
+            self.counters.step(counted, drafts or [0] * len(sampled), time.perf_counter() - self.began)
+
+    def _hello(self) -> Started:
+        return Started(version=__version__, drafter=self.config.drafter, sampler=type(self.runner.sampler).__name__)
+
+    def _refresh(self, **payload: Any) -> Refreshed:
+        answer = self.drafter.refresh(Refresh.of(payload)) if self.drafter else Refreshed()
         self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
         if self.counters.alarm:
             logger.error("das: %s", self.counters.alarm)
-        for known in (self._seeds, self._validation):
+        for known in (self._seeds, self._labels):
             for req_id in known.keys() - self.runner.requests.keys():
                 del known[req_id]
-        return done
+        return answer
 
-    def _stats(self) -> dict[str, Any]:
+    def _stats(self) -> EngineStats:
         if collapsed(vars(self.counters)):
             self.counters.alarm = f"acceptance of the {self.config.drafter} drafter collapsed"
             logger.error("das: %s: %d of %d draft tokens", self.counters.alarm,
                          self.counters.accepted_tokens, self.counters.draft_tokens)  # fmt: skip
         stats = self.counters.take()
-        return stats | (self.drafter.stats() if self.drafter else {})
+        return stats | self.drafter.stats() if self.drafter else stats
 
     def _draft_up_to_the_end(self) -> None:
-        """When one request comes within num_speculative_tokens of max_model_len, vLLM skips the drafter and gives the
-        whole batch junk drafts. Ours end before it, and the scheduler clips as well: raise that limit."""
+        """Raise the length up to which vLLM drafts: when one request comes within num_speculative_tokens of
+        max_model_len, it skips the drafter and gives the whole batch junk drafts. Ours end before it, and the scheduler
+        clips as well."""
         if hasattr(self.runner, "effective_drafter_max_model_len"):
             self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
 
-    def _install_keyed_samplers(self) -> KeyedSampler:
-        from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler
-
+    def _install_keyed_samplers(self) -> None:
         runner, stock = self.runner, getattr(self.runner, "sampler", None)
         if stock is None or not hasattr(runner.input_batch, "num_tokens_no_spec"):
             raise UnsupportedHost(
                 "das.verify.noise='keyed' needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0 "
                 f"in the engine's environment (found {type(runner).__module__}.{type(runner).__name__})"
             )
-        runner.sampler = sampler = KeyedSampler(logprobs_mode=stock.logprobs_mode)
+        runner.sampler = self.sampler = KeyedSampler(logprobs_mode=stock.logprobs_mode)
         if hasattr(runner, "rejection_sampler"):
-            runner.rejection_sampler = KeyedRejectionSampler(sampler, runner.speculative_config, runner.device)
-        return sampler
+            runner.rejection_sampler = KeyedRejectionSampler(self.sampler, runner.speculative_config, runner.device)
 
-    def _watch_steps(self, sampler: KeyedSampler | None) -> None:
-        """Wrap the parts of a step: `execute_model` begins it, `_sample` gets the keys of its rows, and
-        `sample_tokens`, which drafts as well, ends it and is counted."""
-        runner, counters, drafter = self.runner, self.counters, self.drafter
-        sample, sample_tokens, execute_model = runner._sample, runner.sample_tokens, runner.execute_model
-        drafts: list[int] | None = None
-        begin = 0.0
 
-        @functools.wraps(execute_model)
-        def begun(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal begin
-            begin = time.perf_counter()
-            if drafter:
-                drafter.begin_step(scheduler_output, begin)
-            return execute_model(scheduler_output, *args, **kwargs)
+_RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
-        @functools.wraps(sample)
-        def keyed(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
-            nonlocal drafts
-            drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
-            if drafter:
-                drafter.carried = drafts
-            if sampler is not None:
-                keys = torch.from_numpy(self._keys(drafts).view(np.int64))
-                sampler.keys = keys.to(logits.device, non_blocking=True)
-            return sample(logits, spec_decode_metadata)
 
-        @functools.wraps(sample_tokens)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal drafts
-            output, drafted, drafts = sample_tokens(*args, **kwargs), drafts, None
-            sampled = getattr(output, "sampled_token_ids", None)
-            if not sampled and runner.use_async_scheduling:  # the tokens are still on the device: one per request
-                unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
-                sampled = [[] if skip else [0] for skip in unread]
-            if sampled:
-                apart = [self._validates(req_id) for req_id in runner.input_batch.req_ids]
-                if not all(apart):
-                    training = [[] if skip else got for skip, got in zip(apart, sampled, strict=True)]
-                    counters.step(training, drafted or [0] * len(sampled), time.perf_counter() - begin)
-            return output
+@patch(f"{_RUNNER}.execute_model", since="0.24")
+def time_steps(stock: Any, state: WorkerState) -> Any:
+    """Without it nobody knows how long decode steps take."""
 
-        runner.execute_model, runner._sample, runner.sample_tokens = begun, keyed, counted
+    @functools.wraps(stock)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        state.began = time.perf_counter()
+        if state.drafter:
+            state.drafter.begin_step(scheduler_output, state.began)
+        return stock(scheduler_output, *args, **kwargs)
 
-    def _keys(self, drafts: list[int] | None) -> np.ndarray:
-        """uint64 [rows]: request after request, its drafted positions and one more."""
-        batch = self.runner.input_batch
-        seeds = np.fromiter(map(self._seed, batch.req_ids), dtype=np.uint64, count=batch.num_reqs)
-        positions = batch.num_tokens_no_spec[: batch.num_reqs].astype(np.int64)
-        if drafts is not None:
-            counts = np.asarray(drafts, dtype=np.int64) + 1
-            first = np.cumsum(counts) - counts
-            seeds, positions = np.repeat(seeds, counts), np.repeat(positions - first, counts)
-            positions += np.arange(len(positions))
-        return row_keys(seeds, positions)
+    return execute_model
 
-    def _validates(self, req_id: str) -> bool:
-        validates = self._validation.get(req_id)
-        if validates is None:
-            extra = self.runner.requests[req_id].sampling_params.extra_args or {}
-            self._validation[req_id] = validates = not extra.get(RECORD_ARG, 1)
-        return validates
 
-    def _seed(self, req_id: str) -> int:
-        seed = self._seeds.get(req_id)
-        if seed is None:
-            params = self.runner.requests[req_id].sampling_params
-            seed = (params.extra_args or {}).get(SEED_ARG, params.seed)
-            if seed is None:  # asked for no particular tokens
-                seed = random.getrandbits(63)
-            self._seeds[req_id] = seed = int(seed) & (2**64 - 1)
-        return seed
+@patch(f"{_RUNNER}._sample", since="0.24")
+def key_rows(stock: Any, state: WorkerState) -> Any:
+    """Without it the samplers have no keys, and nobody knows who carried a draft."""
+
+    @functools.wraps(stock)
+    def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        state.drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
+        if state.drafter:
+            state.drafter.carried = state.drafts
+        if state.sampler is not None:
+            state.sampler.keys = state.row_keys().to(logits.device, non_blocking=True)
+        return stock(logits, spec_decode_metadata)
+
+    return sample
+
+
+@patch(f"{_RUNNER}.sample_tokens", since="0.24")
+def count_tokens(stock: Any, state: WorkerState) -> Any:
+    """Without it no figures of the rollouts are logged. It ends a step, and drafts as well."""
+    runner = state.runner
+
+    @functools.wraps(stock)
+    def sample_tokens(*args: Any, **kwargs: Any) -> Any:
+        output = stock(*args, **kwargs)
+        drafts, state.drafts = state.drafts, None
+        sampled = getattr(output, "sampled_token_ids", None)
+        if not sampled and runner.use_async_scheduling:  # the tokens are still on the device: one per request
+            unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
+            sampled = [[] if skip else [0] for skip in unread]
+        if sampled:
+            state.count(sampled, drafts)
+        return output
+
+    return sample_tokens

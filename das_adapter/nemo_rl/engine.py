@@ -14,12 +14,10 @@ import numpy as np
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 from vllm.v1.worker.gpu_worker import Worker
 
-from das_adapter.core.noise import prompt_identity
+from das_adapter.engine.patches import STATE
 from das_adapter.nemo_rl.settings import REFRESHER
-from das_adapter.protocol.engine_args import PROBLEM_ARG
-
-Trajectory = tuple[int, bytes, int]
-"""(problem, int32 token ids of the response, weight version that wrote it)."""
+from das_adapter.protocol.label import Label
+from das_adapter.protocol.messages import Refresh, Trajectory
 
 
 class OwnHistory:
@@ -40,19 +38,16 @@ class OwnHistory:
     def _weight_update_lifecycle(self, transport: Any) -> Iterator[Any]:
         with super()._weight_update_lifecycle(transport) as finalize:
             yield finalize
-        worker = getattr(self, "_das_adapter", None)
-        if worker is None or self.vllm_config.additional_config.get(REFRESHER) == "host":
+        state = getattr(self, STATE, None)
+        if state is None or self.vllm_config.additional_config.get(REFRESHER) == "host":
             return
         self._das_version += 1
         trajectories, self._das_finished = self._das_finished or [], []
-        worker.call("refresh", {"version": self._das_version, "trajectories": trajectories})
+        state.call("refresh", Refresh(self._das_version, trajectories=trajectories).payload())
 
     def _trajectory(self, request: Any) -> Trajectory:
-        extra = request.sampling_params.extra_args or {}
-        problem = extra.get(PROBLEM_ARG)
-        if problem is None:
-            problem = prompt_identity(request.prompt_token_ids)
-        return problem, np.asarray(request.output_token_ids, dtype=np.int32).tobytes(), self._das_version
+        problem = Label.of(request.sampling_params.extra_args).problem_of(request.prompt_token_ids)
+        return Trajectory(problem, np.asarray(request.output_token_ids, dtype=np.int32).tobytes(), self._das_version)
 
 
 class DasWorker(OwnHistory, VllmInternalWorkerExtension, Worker):

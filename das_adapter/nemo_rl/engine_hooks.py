@@ -10,22 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
-from typing import Any
-
-import numpy as np
+from dataclasses import replace
+from typing import Any, Self
 
 from das_adapter.config import DasConfig
-from das_adapter.errors import plugin_not_loaded
-from das_adapter.nemo_rl.identity import Label, Labeller
-from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
-from das_adapter.service.ledger import RolloutClock
-from das_adapter.service.session import PATIENCE_S, History, remedy
-
-logger = logging.getLogger("das_adapter")
+from das_adapter.nemo_rl.identity import Labeller
+from das_adapter.patching import patch
+from das_adapter.protocol.label import Label
+from das_adapter.service.session import Session, of_async_engine
 
 REFITS = frozenset(
     (
@@ -42,29 +37,39 @@ labels: ContextVar[Sequence[Label] | None] = ContextVar("das_labels", default=No
 """Labels of the requests that the current call of the worker will send, if the driver gave any."""
 
 
-class Tap:
+class EngineHooks:
     """The part that does not depend on whether the engine is synchronous."""
 
     def __init__(self, llm: Any, das: DasConfig, source: int):
         """
         Args:
-            llm: `vllm.LLM` or `AsyncLLM`; its `generate` and `collective_rpc` are replaced.
+            llm: `vllm.LLM` or `AsyncLLM`; its `generate` and `collective_rpc` do the work.
             das: the run's block.
             source: distinguishes this worker's unlabelled requests from those of other workers.
         """
         self.version = 0
         self.validating = False
-        self._das = das
         self._labeller = Labeller(das.verify.seed, source)
-        self._history = History(das)
-        self._clock = RolloutClock()
-        self._stock_generate, self._stock_rpc = llm.generate, llm.collective_rpc
-        llm.generate, llm.collective_rpc = self.generate, self.collective_rpc
+        self._generate, self._rpc = llm.generate, llm.collective_rpc
+        self._session = Session(das, self._das_rpc)
+
+    @classmethod
+    def attach(cls, llm: Any, das: DasConfig, source: int) -> Self:
+        """Put the hooks on an engine; see the constructor for the arguments."""
+        hooks = cls(llm, das, source)
+        see_requests.apply(hooks.generate, owner=llm)
+        see_refits.apply(hooks.collective_rpc, owner=llm)
+        return hooks
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as the engine does, under labels; what is finished goes into the history."""
         raise NotImplementedError
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the workers as the engine does; a refit ends with a sync of the history."""
+        raise NotImplementedError
+
+    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
         raise NotImplementedError
 
     def _label(self, prompt: Any, given: Label | None) -> Label | None:
@@ -73,16 +78,16 @@ class Tap:
         if given is None and ids is None:
             return None
         label = given or self._labeller.label(ids, self.validating)
-        return {**label, RECORD_ARG: int(label[RECORD_ARG] and not self.validating)}
+        return replace(label, record=label.record and not self.validating)
 
     @staticmethod
     def _labelled(params: Any, label: Label | None) -> Any:
         if label is None:
             return params
-        # The samples of one request with n > 1 share its extra_args; they need different seeds.
-        seeded = {name: value for name, value in label.items() if name != SEED_ARG or params.n == 1}
+        if params.n != 1:  # the samples of one request share its extra_args; they need different seeds
+            label = replace(label, seed=None)
         params = copy.copy(params)
-        params.extra_args = {**seeded, **(params.extra_args or {})}
+        params.extra_args = {**label.extra_args(), **(params.extra_args or {})}
         return params
 
     def _finished(self, output: Any, texts: Sequence[Sequence[int]], label: Label | None, begin: float) -> None:
@@ -92,22 +97,15 @@ class Tap:
         end, stats = time.time(), output.metrics
         if stats is not None and stats.last_token_ts:
             begin, end = stats.arrival_time, stats.arrival_time + stats.last_token_ts - stats.queued_ts
-        if not label[RECORD_ARG]:
-            return
         for text in texts:
-            tokens = np.asarray(text, dtype=np.int32).tobytes()
-            self._clock.finished(begin, end, label[SEED_ARG], tokens)
-            self._history.push(label[PROBLEM_ARG], tokens, self.version)
+            self._session.finished(label, text, begin, end, self.version)
 
-    def _report(self, stats: list[dict[str, Any]]) -> dict[str, Any]:
-        """Counts since the last report, from the rank that samples."""
-        counts, rollout = max(stats, key=lambda s: s.get("tokens", -1)), self._clock.take()
-        if self._das.self.ladder:  # by which the replicas' drafts get their length at the next refit but one
-            self._history.report(self.version + 1, counts, rollout)
-        return {**counts, **rollout, "weight_version": self.version}
+    def _report(self) -> dict[str, Any]:
+        """Counts since the last report; the replicas' drafts get their length from them at the next refit but one."""
+        return {**self._session.report(self.version + 1), "weight_version": self.version}
 
 
-class SyncTap(Tap):
+class SyncEngineHooks(EngineHooks):
     """Around `vllm.LLM`."""
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
@@ -118,45 +116,38 @@ class SyncTap(Tap):
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         begin = time.time()
         params = [self._labelled(p, mark) for p, mark in zip(params, marks, strict=True)]
-        outputs = self._stock_generate(prompts, params, **kwargs)
+        outputs = self._generate(prompts, params, **kwargs)
         for output, mark in zip(outputs, marks, strict=True):
             self._finished(output, [sample.token_ids for sample in output.outputs], mark, begin)
         return outputs
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = self._stock_rpc(method, *args, **kwargs)
+        result = self._rpc(method, *args, **kwargs)
         if method in REFITS:
             self.version += 1
-            try:
-                answers = self._rpc("refresh", self._history.sync(self.version))
-                if again := remedy(self.version, answers):
-                    self._rpc("refresh", again)
-            except Exception:
-                logger.exception("das: refit %s without fresh history; decoding goes on", self.version)
+            self._session.sync(self.version)
         return result
 
     def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
-        try:
-            _started(self._rpc("hello", {}))
-        except Exception as error:
-            raise plugin_not_loaded() from error
+        self._session.start()
 
     def report(self) -> dict[str, Any]:
         """Counts since the last report."""
-        return self._report(self._rpc("stats", {}))
+        return self._report()
 
-    def _rpc(self, command: str, payload: dict[str, Any]) -> Any:
-        return self._stock_rpc("das_rpc", args=(command, payload))
+    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
+        answers: list[Any] = self._rpc("das_rpc", timeout=timeout, args=(command, payload))
+        return answers
 
 
-class AsyncTap(Tap):
+class AsyncEngineHooks(EngineHooks):
     """Around `AsyncLLM`."""
 
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         mark = self._label(prompt, (labels.get() or [None])[0])
         begin, texts = time.time(), {}
-        stream = self._stock_generate(prompt, self._labelled(sampling_params, mark), *args, **kwargs)
+        stream = self._generate(prompt, self._labelled(sampling_params, mark), *args, **kwargs)
         async with contextlib.aclosing(stream):  # a caller that gives up aborts the request
             async for output in stream:
                 for sample in output.outputs:
@@ -167,31 +158,40 @@ class AsyncTap(Tap):
                 yield output
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = await self._stock_rpc(method, *args, **kwargs)
+        result = await self._rpc(method, *args, **kwargs)
         if method in REFITS:
             self.version += 1
-            try:
-                payload = await asyncio.wait_for(asyncio.to_thread(self._history.sync, self.version), PATIENCE_S)
-                if again := remedy(self.version, await self._rpc("refresh", payload)):
-                    await self._rpc("refresh", again)
-            except Exception:
-                logger.exception("das: refit %s without fresh history; decoding goes on", self.version)
+            self._loop = asyncio.get_running_loop()
+            await asyncio.to_thread(self._session.sync, self.version)
         return result
 
     async def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
-        try:
-            _started(await self._rpc("hello", {}))
-        except Exception as error:
-            raise plugin_not_loaded() from error
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(self._session.start)
 
     async def report(self) -> dict[str, Any]:
         """Counts since the last report."""
-        return self._report(await self._rpc("stats", {}))
+        self._loop = asyncio.get_running_loop()
+        return await asyncio.to_thread(self._report)
 
-    async def _rpc(self, command: str, payload: dict[str, Any]) -> Any:
-        return await self._stock_rpc("das_rpc", args=(command, payload))
+    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
+        return of_async_engine(self._rpc, self._loop)(command, payload, timeout)
 
 
-def _started(hello: list[dict[str, Any]]) -> None:
-    logger.warning("das: generation worker speculates: %s", hello[0])
+@patch("vllm.entrypoints.llm:LLM.generate", since="0.24")
+def see_requests(stock: Any, generate: Any) -> Any:
+    """Without it requests of NeMo-RL have no label, and what they wrote does not reach the history. Of the worker's own
+    engine, synchronous (`LLM`) or asynchronous (`AsyncLLM`)."""
+    return _function(generate)
+
+
+@patch("vllm.entrypoints.llm:LLM.collective_rpc", since="0.24")
+def see_refits(stock: Any, collective_rpc: Any) -> Any:
+    """Without it nothing says when a refit is over. Of the worker's own engine, as `see_requests`."""
+    return _function(collective_rpc)
+
+
+def _function(method: Any) -> Any:
+    """A plain function, to which `patch` can put its mark."""
+    return lambda *args, **kwargs: method(*args, **kwargs)

@@ -16,11 +16,12 @@ from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDic
 from nemo_rl.models.generation.vllm.config import VllmConfig
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
-from das_adapter.nemo_rl import dispatch, settings
+from das_adapter.core import routing
+from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.identity import LABELS, Labeller
 from das_adapter.nemo_rl.install import HOST_KEY, WORKERS
-from das_adapter.protocol.engine_args import PROBLEM_ARG
-from das_adapter.service.ledger import figures, ledger
+from das_adapter.protocol.metrics import figures
+from das_adapter.service.ledger import ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -57,8 +58,8 @@ class DasVllmGeneration(VllmGeneration):
         data = self._labelled(data)
         if self.das.routing.policy == "host":
             return super().generate(data, greedy=greedy)
-        problems = [label[PROBLEM_ARG] for label in data[LABELS]]
-        plan = dispatch.longest_first(problems, self._expected(), self.dp_size)
+        problems = [label.problem for label in data[LABELS]]
+        plan = routing.longest_first(problems, self._expected(), self.dp_size)
         result = super().generate(_Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
@@ -71,13 +72,13 @@ class DasVllmGeneration(VllmGeneration):
                 yield result
             return
         data = self._labelled(data)
-        problem, work = data[LABELS][0][PROBLEM_ARG], 0.0
+        problem, work = data[LABELS][0].problem, 0.0
         if self.das.routing.policy != "host":
             if time.monotonic() > self._lengths_until:
                 self._lengths_until = time.monotonic() + _LENGTHS_FOR_S
                 self._lengths, _ = await self._ledger.predictions.remote()
             work = self._lengths.get(problem, 1.0)
-            shard = self._homes[problem] = dispatch.least_loaded(self._load, self._homes.get(problem))
+            shard = self._homes[problem] = routing.least_loaded(self._load, self._homes.get(problem))
             self._load[shard] += work
             _shard.set(shard)
         try:

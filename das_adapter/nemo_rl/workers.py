@@ -12,10 +12,11 @@ from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
 from das_adapter.config import DasConfig
-from das_adapter.nemo_rl import engine_hooks as tap
 from das_adapter.nemo_rl import settings
+from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, SyncEngineHooks, labels
 from das_adapter.nemo_rl.identity import LABELS
 from das_adapter.protocol.engine_args import SETTINGS_KEY, engine_env
+from das_adapter.service.session import for_run
 
 
 def prepare_engine(config: Any, llm_kwargs: dict[str, Any]) -> DasConfig:
@@ -29,7 +30,7 @@ def prepare_engine(config: Any, llm_kwargs: dict[str, Any]) -> DasConfig:
     os.environ.update(engine_env(das))
     config["vllm_cfg"]["cap_max_tokens_to_context"] = True
     additional = llm_kwargs.get("additional_config") or {}
-    llm_kwargs["additional_config"] = {**additional, SETTINGS_KEY: das.to_dict(), settings.REFRESHER: "host"}
+    llm_kwargs["additional_config"] = {**additional, SETTINGS_KEY: for_run(das).to_dict(), settings.REFRESHER: "host"}
     return das
 
 
@@ -39,28 +40,28 @@ class DasGenerationWorkerImpl(VllmGenerationWorkerImpl):
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         das = prepare_engine(self.cfg, llm_kwargs)
         super()._create_engine(llm_kwargs)
-        self.tap = tap.SyncTap(self.llm, das, source=1 + (llm_kwargs.get("seed") or 0))
+        self.hooks = SyncEngineHooks.attach(self.llm, das, source=1 + (llm_kwargs.get("seed") or 0))
 
     def post_init(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
         super().post_init()
-        self.tap.start()
+        self.hooks.start()
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """Generate as the stock worker does, under the labels that the batch carries."""
-        token = tap.labels.set(data.pop(LABELS, None))
+        token = labels.set(data.pop(LABELS, None))
         try:
             return super().generate(data, greedy=greedy)
         finally:
-            tap.labels.reset(token)
+            labels.reset(token)
 
     def das_validation(self, on: bool) -> None:
         """From now on requests are of a validation, or no longer."""
-        self.tap.validating = on
+        self.hooks.validating = on
 
     def das_report(self) -> dict[str, Any]:
         """Counts since the last report."""
-        return self.tap.report()
+        return self.hooks.report()
 
 
 class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
@@ -69,26 +70,26 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         das = prepare_engine(self.cfg, llm_kwargs)
         super()._create_engine(llm_kwargs)
-        self.tap = tap.AsyncTap(self.llm, das, source=1 + (llm_kwargs.get("seed") or 0))
+        self.hooks = AsyncEngineHooks.attach(self.llm, das, source=1 + (llm_kwargs.get("seed") or 0))
 
     async def post_init_async(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
         await super().post_init_async()
-        await self.tap.start()
+        await self.hooks.start()
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncGenerator[Any, None]:
         """Generate as the stock worker does, under the label that the sample carries."""
-        tap.labels.set(data.pop(LABELS, None))
+        labels.set(data.pop(LABELS, None))
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 
     async def das_validation(self, on: bool) -> None:
         """From now on requests are of a validation, or no longer."""
-        self.tap.validating = on
+        self.hooks.validating = on
 
     async def das_report(self) -> dict[str, Any]:
         """Counts since the last report."""
-        return await self.tap.report()
+        return await self.hooks.report()
 
 
 _NSIGHT = get_nsight_config_if_pattern_matches("vllm_generation_worker")

@@ -1,14 +1,7 @@
 """The decision log: what the controller decided in every step and how each request went, as lines of JSON.
 
-One file per engine worker and run. A line is a list whose first entry names its kind:
-
-    ["run", das-adapter version, process id]
-    ["s", begin, requests, tokens, draft tokens, accepted, seconds, predicted seconds or null]   a decode step
-    ["r", problem, length class, begin, end, tokens, draft tokens, accepted]                      a request that ended
-    ["a", [draft tokens ...], [accepted ...]]      by the power of two of the response's length, since the last "v"
-    ["v", version, time, latency model or null, seconds saved, reason why speculation stopped or null]  a weight sync
-
-Times are seconds since the epoch.
+One file per engine and run. A line is a list: the kind of record, then its fields in the order in which they stand
+here.
 """
 
 from __future__ import annotations
@@ -16,16 +9,71 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from das_adapter import __version__
+from das_adapter.errors import DasError
 
 _OCTAVES = 24
 _LINES = 256
 """Lines that are kept back before they are written together."""
+
+
+class Step(NamedTuple):
+    """A decode step that was timed."""
+
+    begin: float
+    """Seconds since the epoch, like every time here."""
+    requests: int
+    tokens: int
+    """In the policy's forward pass."""
+    drafted: int
+    """Draft tokens among them."""
+    accepted: int
+    seconds: float
+    predicted: float | None
+    """By the latency model; None before there was one."""
+
+
+class Request(NamedTuple):
+    """A request that ended."""
+
+    problem: int
+    length_class: int
+    begin: float
+    end: float
+    tokens: int
+    drafted: int
+    accepted: int
+
+
+class Acceptance(NamedTuple):
+    """Draft tokens since the last weight sync, by the power of two of the response's length so far."""
+
+    drafted: list[int]
+    accepted: list[int]
+
+
+class WeightSync(NamedTuple):
+    """A weight sync, which ends a rollout."""
+
+    version: int
+    at: float
+    model: dict[str, float] | None
+    """The latency model."""
+    saved: float
+    """Seconds that speculation saved since the last one."""
+    stopped: str | None
+    """Why speculation stopped, if it did."""
+
+
+_KINDS: dict[str, type] = {"s": Step, "r": Request, "a": Acceptance, "v": WeightSync}
 
 
 class DecisionLog:
@@ -36,30 +84,28 @@ class DecisionLog:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.path = Path(directory) / f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.jsonl"
         self._lines = [json.dumps(["run", __version__, os.getpid()])]
-        self._tried, self._kept = np.zeros(_OCTAVES), np.zeros(_OCTAVES)
+        self._drafted, self._accepted = np.zeros(_OCTAVES), np.zeros(_OCTAVES)
 
-    def step(
-        self, begin: float, requests: int, tokens: int, drafted: int, accepted: int, seconds: float, predicted: float
-    ) -> None:
-        """A decode step that was timed; `predicted` 0: there was no model."""
-        self._add(["s", round(begin, 4), requests, tokens, drafted, accepted, round(seconds, 6),
-                   round(predicted, 6) or None])  # fmt: skip
+    def add(self, record: Step | Request | Acceptance | WeightSync) -> None:
+        """Write a record, if not at once."""
+        kind = next(kind for kind, record_type in _KINDS.items() if isinstance(record, record_type))
+        values = [round(value, 6) if isinstance(value, float) else value for value in record]
+        self._lines.append(json.dumps([kind, *values], separators=(",", ":")))
+        if len(self._lines) >= _LINES:
+            self.flush()
 
-    def verified(self, written: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Where in their responses drafts were verified: tokens before, draft tokens, accepted; shape (b,) each."""
+    def verified(self, written: npt.NDArray[Any], drafted: npt.NDArray[Any], accepted: npt.NDArray[Any]) -> None:
+        """Count where in their responses drafts were verified: tokens before, draft tokens, accepted; shape (b,)
+        each."""
         octave = np.log2(np.maximum(written, 1)).astype(np.int64)
-        self._tried += np.bincount(octave, weights=drafted, minlength=_OCTAVES)
-        self._kept += np.bincount(octave, weights=accepted, minlength=_OCTAVES)
+        self._drafted += np.bincount(octave, weights=drafted, minlength=_OCTAVES)
+        self._accepted += np.bincount(octave, weights=accepted, minlength=_OCTAVES)
 
-    def request(self, problem: int, kind: int, tokens: int, drafted: int, accepted: int, begin: float) -> None:
-        """A request that ended just now."""
-        self._add(["r", problem, kind, round(begin, 4), round(time.time(), 4), tokens, drafted, accepted])
-
-    def sync(self, version: int, model: dict[str, float] | None, saved: float, stopped: str | None) -> None:
-        """A weight sync; everything so far is on disk after it."""
-        self._add(["a", self._tried.astype(int).tolist(), self._kept.astype(int).tolist()])
-        self._tried[:] = self._kept[:] = 0
-        self._add(["v", version, round(time.time(), 4), model, round(saved, 4), stopped])
+    def sync(self, record: WeightSync) -> None:
+        """Write a weight sync; everything so far is on disk after it."""
+        self.add(Acceptance(self._drafted.astype(int).tolist(), self._accepted.astype(int).tolist()))
+        self._drafted[:] = self._accepted[:] = 0
+        self.add(record)
         self.flush()
 
     def flush(self) -> None:
@@ -68,7 +114,61 @@ class DecisionLog:
             file.writelines(line + "\n" for line in self._lines)
         self._lines.clear()
 
-    def _add(self, record: list[Any]) -> None:
-        self._lines.append(json.dumps(record, separators=(",", ":")))
-        if len(self._lines) >= _LINES:
-            self.flush()
+
+@dataclass
+class Rollout:
+    """What happened between two weight syncs in one engine."""
+
+    source: str
+    """Name of the log file."""
+    steps: list[Step] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    acceptance: Acceptance | None = None
+    end: WeightSync | None = None
+    """The weight sync that followed; None: the log ends before it."""
+
+    @property
+    def version(self) -> int:
+        """Weight version that followed; -1: the log ends before it."""
+        return -1 if self.end is None else self.end.version
+
+
+def read(directory: Path) -> list[Rollout]:
+    """Read every rollout of the decision logs in a directory or under it, in the order of their beginning.
+
+    Raises:
+        DasError: there is no log, there are those of several runs, or a line is no record.
+    """
+    paths = sorted(directory.rglob("decisions-*.jsonl"))
+    if not paths:
+        raise DasError(f"report: no decisions-*.jsonl under {directory}: set das.log_dir in the run's config")
+    runs = sorted({str(path.parent) for path in paths})
+    if len(runs) > 1:
+        raise DasError(f"report: found logs of {len(runs)} runs under {directory}, choose one: {', '.join(runs)}")
+    rollouts = [rollout for path in paths for rollout in _rollouts(path)]
+    return sorted((r for r in rollouts if r.steps), key=lambda r: r.steps[0].begin)
+
+
+def _rollouts(path: Path) -> Iterator[Rollout]:
+    current = Rollout(path.name)
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            kind, *values = json.loads(line)
+            if kind == "run":
+                continue
+            if kind not in _KINDS:
+                raise ValueError(f"unknown kind {kind!r}")
+            record = _KINDS[kind](*values)
+        except (TypeError, ValueError) as error:
+            raise DasError(f"report: {path}, line {number}: {error}") from None
+        if isinstance(record, Step):
+            current.steps.append(record)
+        elif isinstance(record, Request):
+            current.requests.append(record)
+        elif isinstance(record, Acceptance):
+            current.acceptance = record
+        else:
+            current.end = record
+            yield current
+            current = Rollout(path.name)
+    yield current

@@ -8,18 +8,8 @@ from das_adapter.config import DasConfig
 
 SETTINGS_KEY = "das"
 """Key of vLLM's `additional_config` under which every engine process finds the `das:` block."""
-
-PROBLEM_ARG, SEED_ARG, RECORD_ARG, START_ARG = "das_problem", "das_seed", "das_record", "das_start"
-"""Keys of `SamplingParams.extra_args`: 64-bit identity of the problem, seed of the keyed noise, whether the text may
-serve as history (0 for validation), and where the trajectory's text begins that is in no history yet, in tokens of the
-prompt: what a resumed request has written already and a tool's answer lie behind it (default: the prompt's end).
-Flat integers, so that the OpenAI server's `vllm_xargs` can carry them."""
-
-_PROPOSERS = {
-    "history": "drafters.history.{Keyed}HistoryProposer",
-    "self": "drafters.policy_copy.{Keyed}SelfProposer",
-    "history+self": "drafters.mixed.{Keyed}MixedProposer",
-}
+DRAFTER = "das_adapter.engine.drafters.controlled.ControlledDrafter"
+"""The class that vLLM loads as proposer where das-adapter itself drafts."""
 
 
 def engine_args(config: DasConfig | None) -> dict[str, Any]:
@@ -34,27 +24,17 @@ def engine_args(config: DasConfig | None) -> dict[str, Any]:
     """
     if config is None:
         return {}
-    args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict()}}
-    tokens = config.num_draft_tokens
-    if config.own:
-        args["speculative_config"] = {
-            "method": "custom_class",
-            "model": f"das_adapter.engine.{_PROPOSERS[config.drafter].format(Keyed='Keyed' if config.keyed else '')}",
-            "num_speculative_tokens": tokens,
-        }
+    speculative: dict[str, Any] = {"num_speculative_tokens": config.num_draft_tokens}
+    if config.controlled:
+        speculative |= {"method": "custom_class", "model": DRAFTER}
     elif config.neural:
-        draft = config.draft
-        args["speculative_config"] = {"method": config.drafter, "num_speculative_tokens": tokens, **draft.options}
-        if draft.model is not None:
-            args["speculative_config"]["model"] = draft.model
+        speculative |= {"method": config.drafter, **config.draft.options}
+        if config.draft.model is not None:
+            speculative["model"] = config.draft.model
     elif config.drafter == "ngram":
-        args["speculative_config"] = {
-            "method": "ngram",
-            "num_speculative_tokens": tokens,
-            "prompt_lookup_min": 2,
-            "prompt_lookup_max": 5,
-        }
-    return args
+        speculative |= {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict()}}
+    return args if config.drafter == "none" else args | {"speculative_config": speculative}
 
 
 def engine_env(config: DasConfig | None) -> dict[str, str]:

@@ -1,14 +1,57 @@
-"""What an engine worker counts between two weight syncs; the same figures for every drafter, and for none."""
+"""What engines count between two weight syncs, and the figures of a training step that come of it; the same for every
+drafter, and for none."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
 from das_adapter.core.staleness import AGES
+
+
+class EngineStats(TypedDict, total=False):
+    """What a worker answers to `stats`: its `Counters`, and what its drafter adds."""
+
+    steps: int
+    request_forwards: int
+    drafted_forwards: int
+    draft_tokens: int
+    accepted_tokens: int
+    tokens: int
+    busy_seconds: float
+    propose_seconds: list[float]
+    error: str | None
+    alarm: str | None
+    history_tokens: int
+    history_bytes: int
+    staleness: list[list[int]]
+    """`core.staleness.Staleness.take`."""
+    class_steps: list[float]
+    """This and the following: `core.controller.Controller.take`."""
+    class_drafts: list[float]
+    time_saved_s: float
+    latency_model_error: float
+    planned_rounds: float
+    stopped: str | None
+    requantise_s: float
+    """Seconds that quantising the policy copy took."""
+    drafter_bytes: int
+    self_acceptance: float
+    """Share of the copy's draft tokens that is accepted."""
+    self_counts: tuple[int, int]
+    """Draft tokens of the copy, and those accepted, of training rollouts."""
+
+
+class RolloutStats(TypedDict):
+    """What `RolloutClock.take` returns."""
+
+    begin: float
+    ends: list[float]
+    token_hash: int
 
 
 @dataclass
@@ -51,11 +94,65 @@ class Counters:
                 self.draft_tokens += drafted
                 self.accepted_tokens += len(tokens) - 1
 
-    def take(self) -> dict[str, Any]:
-        """The counts as plain numbers (`merge` adds them up over workers), and start again at zero."""
-        counts = {name: value for name, value in vars(self).items()}
+    def take(self) -> EngineStats:
+        """Return the counts as plain numbers (`merge` adds them up over workers), and start again at zero."""
+        counts = EngineStats(**vars(self))
         self.__init__(error=self.error, alarm=self.alarm)  # type: ignore[misc]
         return counts
+
+
+class RolloutClock:
+    """When a replica's rollouts of one step began and ended, and a hash of what they say."""
+
+    def __init__(self) -> None:
+        self._begin = float("inf")
+        self._ends: list[float] = []
+        self._hash = 0
+
+    def finished(self, begin: float, end: float, seed: int, tokens: bytes) -> None:
+        """Count one response.
+
+        Args:
+            begin, end: seconds since the epoch.
+            seed: of the request.
+            tokens: int32 token ids.
+        """
+        self._begin = min(self._begin, begin)
+        self._ends.append(end)
+        digest = hashlib.blake2b(tokens, key=seed.to_bytes(8, "little"), digest_size=6).digest()
+        self._hash += int.from_bytes(digest, "little")
+
+    def take(self) -> RolloutStats:
+        """Return begin, ends and the hash, which does not depend on the order; and start again."""
+        taken = RolloutStats(begin=self._begin, ends=self._ends, token_hash=self._hash % 2**48)
+        self.__init__()  # type: ignore[misc]
+        return taken
+
+
+def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Add the reports of all replicas up to the figures of a training step; empty if there is none.
+
+    Args:
+        reports: one a replica, with the keys of `EngineStats` and `RolloutStats`.
+
+    Returns:
+        `merge`'s figures, and `das/rollout_s`: from the first request to the last response; `das/tail_s`: the part of
+        it after 80 % of the responses had ended; `das/history_tokens`, `das/history_bytes`: of a node;
+        `das/token_hash`: of all responses, whatever their order.
+    """
+    if not reports:
+        return {}
+    begin = min((r["begin"] for r in reports if r["ends"]), default=0.0)
+    ends = np.sort(np.concatenate([np.asarray(r["ends"], dtype=float) for r in reports]))
+    late = ends[max(0, int(np.ceil(0.8 * len(ends))) - 1)] if len(ends) else 0.0
+    return {
+        **merge(reports),
+        "das/rollout_s": max(0.0, float(ends[-1] - begin)) if len(ends) else 0.0,
+        "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
+        "das/history_tokens": float(max(r.get("history_tokens", 0) for r in reports)),
+        "das/history_bytes": float(max(r.get("history_bytes", 0) for r in reports)),
+        "das/token_hash": float(sum(r["token_hash"] for r in reports) % 2**48),
+    }
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -91,18 +188,16 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "das/acceptance_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
         "das/verify_waste": rejected / max(1, forwards + total["draft_tokens"]),
         "das/health": float(not any(map(_faulty, parts)) and not collapsed(total)),
-        "rollout/spec_accept_rate": total["accepted_tokens"] / max(1, total["draft_tokens"]),
-        "rollout/spec_accept_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
-        "rollout/spec_num_draft_tokens": float(total["draft_tokens"]),
-        "rollout/spec_num_accepted_tokens": float(total["accepted_tokens"]),
-        "rollout/spec_num_verify_steps": float(drafted),
+        "das/draft_tokens": float(total["draft_tokens"]),
+        "das/accepted_tokens": float(total["accepted_tokens"]),
+        "das/drafts": float(drafted),
     }
     if len(seconds):
         p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
         metrics |= {"das/propose_ms/p50": float(p50), "das/propose_ms/p99": float(p99)}
-    decided = [p for p in parts if "class_rounds" in p]
+    decided = [p for p in parts if "class_steps" in p]
     if decided:
-        rounds, drafts = (np.sum([p[name] for p in decided], axis=0) for name in ("class_rounds", "class_drafts"))
+        rounds, drafts = (np.sum([p[name] for p in decided], axis=0) for name in ("class_steps", "class_drafts"))
         budgets = drafts / np.maximum(rounds, 1.0)
         metrics |= {
             f"das/budget_{name}": float(b) for name, b in zip(("short", "medium", "long"), budgets, strict=True)

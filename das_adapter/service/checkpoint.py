@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.errors import DasError
-from das_adapter.service.ledger import Length
+from das_adapter.protocol.messages import ResponseLength
 
 NAME = "das_history"
 """Directory of the history inside a checkpoint."""
@@ -36,7 +36,7 @@ class Facts:
         return cls(scope, len(tokens), digest)
 
 
-def write(directory: Path, facts: Facts, lengths: Sequence[Length]) -> None:
+def write(directory: Path, facts: Facts, lengths: Sequence[ResponseLength]) -> None:
     """Write what stands beside the index."""
     table = np.array([[problem, length, version % 2**64] for problem, length, version in lengths], dtype=np.uint64)
     np.save(directory / _LENGTHS, table.reshape(-1, 3))
@@ -66,9 +66,17 @@ def check(directory: Path, facts: Facts, key: str) -> None:
                            f"this run has {mine!r}; its tokens would mean something else")  # fmt: skip
 
 
-def lengths(directory: Path, version: int) -> list[Length]:
-    """The lengths of a saved history, moved into the past so far that none is newer than `version`."""
-    table = np.load(directory / _LENGTHS)
+def lengths(directory: Path, version: int) -> list[ResponseLength]:
+    """Read the lengths of a saved history, moved into the past so far that none is newer than `version`.
+
+    Raises:
+        DasError: they are missing or damaged.
+    """
+    try:
+        table = np.load(directory / _LENGTHS)
+    except (OSError, ValueError) as error:
+        raise DasError(f"history: found damaged lengths in {str(directory)!r} ({error})") from None
     versions = table[:, 2].astype(np.int64)
     versions += version - versions.max(initial=version)
-    return list(zip(table[:, 0].tolist(), table[:, 1].tolist(), versions.tolist(), strict=True))
+    columns = (table[:, 0].tolist(), table[:, 1].tolist(), versions.tolist())
+    return list(map(ResponseLength, *columns))

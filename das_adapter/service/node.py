@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
-from das_adapter.service import checkpoint as saved
-from das_adapter.service import janitor, ledger
+from das_adapter.protocol.messages import Published, ResponseLength, Trajectory
+from das_adapter.service import checkpoint, janitor, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -32,14 +32,10 @@ _PEER_S = 20.0
 GRACE_S = 20.0
 """How long a directory outlives the actor that wrote it, so that its successor can take it over."""
 
-Trajectory = tuple[int, bytes, int]
-"""(problem, int32 token ids of the response, weight version that wrote it)."""
 Batch = tuple[str, int]
 """(source, number)."""
 Copy = tuple[bytes, set[Batch]]
 """(what `HistoryStore.save` wrote, the batches in it)."""
-Published = tuple[str, int]
-"""(directory, generation) for `SuffixIndex.attach` and `refresh`."""
 
 
 class NodeHistory:
@@ -53,13 +49,13 @@ class NodeHistory:
             root: where the directory lies; None: in shared memory if there is room for `max_bytes`.
             grace_s: see `GRACE_S`.
         """
-        self._config, self._name, self._root, self._grace_s = config, name, root, grace_s
+        self._policy, self._name, self._root, self._grace_s = HistoryPolicy(config), name, root, grace_s
         self._staged: dict[Batch, Sequence[Trajectory]] = {}
         self._taken: set[Batch] = set()
         self._sealing = threading.RLock()
         self._version = self._tidied = 0
-        self._older: int | None = None
-        """What a version of this run lacks to the number it has in the store; None before the first weight sync."""
+        self._offset: int | None = None
+        """Offset from this run's weight versions to the store's; None before the first weight sync."""
         self._trouble = ""
         self._store = self._open()
 
@@ -92,22 +88,22 @@ class NodeHistory:
         self._version = max(self._version, version)
         try:
             self._rescue()
-            if self._older is None:
+            if self._offset is None:
                 self._begin()
             self._seal()
             self._trouble = ""
         except Exception as error:
             self._report(error)
         lost = [number for number in numbers if (source, number) not in self._taken]
-        return (str(self._store.directory), self._store.generation), lost
+        return Published(str(self._store.directory), self._store.generation), lost
 
-    def save(self, directory: str, facts: saved.Facts, lengths: Sequence[ledger.Length]) -> None:
+    def save(self, directory: str, facts: checkpoint.Facts, lengths: Sequence[ResponseLength]) -> None:
         """Write the history, what arrived since the last weight sync too, to a directory."""
         self._seal()
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
-        saved.write(target, facts, lengths)
-        self._store.save(target / saved.INDEX)
+        checkpoint.write(target, facts, lengths)
+        self._store.save(target / checkpoint.INDEX)
 
     @ray.method(concurrency_group="copy")
     def copy(self) -> Copy | None:
@@ -115,8 +111,8 @@ class NodeHistory:
         if not self._store.tokens:
             return None
         with tempfile.TemporaryDirectory() as directory, self._sealing:
-            self._store.save(Path(directory) / saved.INDEX)
-            return (Path(directory) / saved.INDEX).read_bytes(), self._taken - self._staged.keys()
+            self._store.save(Path(directory) / checkpoint.INDEX)
+            return (Path(directory) / checkpoint.INDEX).read_bytes(), self._taken - self._staged.keys()
 
     def figures(self) -> dict[str, int | str]:
         """Tokens, problems, bytes and directory of the history, and this process."""
@@ -129,16 +125,14 @@ class NodeHistory:
             return
         with self._sealing:
             staged, self._staged = self._staged, {}
-            for problem, text, version in itertools.chain(*staged.values()):
-                tokens = np.frombuffer(text, dtype=np.int32)
-                self._store.add(problem if self._config.scope == "problem" else 0, tokens, version + (self._older or 0))
-            self._store.seal()
+            offset = self._offset or 0
+            trajectories = itertools.starmap(Trajectory, itertools.chain(*staged.values()))
+            self._policy.remember(self._store, (t._replace(version=t.version + offset) for t in trajectories))
 
     def _tidy(self) -> None:
         """Keep to the window and the byte budget: while engines roll out, since it may rewrite much of the history."""
         try:
-            self._store.expire(self._version + (self._older or 0) - self._config.window)
-            self._store.shrink(self._config.max_bytes)
+            self._policy.tidy(self._store, self._version + (self._offset or 0))
         except (OSError, DasError) as error:
             self._report(error)
 
@@ -150,13 +144,13 @@ class NodeHistory:
 
     def _begin(self) -> None:
         """The history starts with what lies in the directory, else with a peer's, else with what the run was given."""
-        self._older = 0
+        self._offset = 0
         if not self._store.tokens and (copy := self._peers_copy()):
             self._load(copy)
-        elif not self._store.tokens and (given := ray.get(ray.get_actor(ledger.NAME).saved.remote(), timeout=_PEER_S)):
-            self._store.load(Path(given) / saved.INDEX)
+        elif not self._store.tokens and (given := ray.get(ray.get_actor(ledger.NAME).start.remote(), timeout=_PEER_S)):
+            self._store.load(Path(given) / checkpoint.INDEX)
         if self._store.tokens:
-            self._older = max(0, self._store.newest - self._version)
+            self._offset = max(0, self._store.newest - self._version)
 
     def _peers_copy(self) -> Copy | None:
         for name, peer in nodes().items():
@@ -191,7 +185,7 @@ class NodeHistory:
         self._staged = {batch: of for batch, of in self._staged.items() if batch not in taken}
 
     def _open(self) -> HistoryStore:
-        root = Path(self._root) if self._root else _roomy(self._name, self._config.max_bytes)
+        root = Path(self._root) if self._root else _roomy(self._name, self._policy.config.max_bytes)
         threads = max(1, (os.cpu_count() or 1) // 8)
         try:
             store = HistoryStore(root / self._name, threads=threads)

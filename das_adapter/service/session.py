@@ -1,74 +1,154 @@
-"""A host's end of the history: what finished goes out, what is published comes back at a weight sync."""
+"""An engine's part in the run's history: what it finished goes out, what is published comes back at a weight sync."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
+import time
 import uuid
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import ray
 
 from das_adapter.config import DasConfig
+from das_adapter.core.history import HistoryPolicy
+from das_adapter.errors import plugin_not_loaded
+from das_adapter.protocol.label import Label
+from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory
+from das_adapter.protocol.metrics import RolloutClock
 from das_adapter.service import node
 from das_adapter.service.ledger import ledger
 
 logger = logging.getLogger("das_adapter")
 
 PATIENCE_S = 60.0
-"""How long a weight sync may wait for the history; after that the engines draft from what they have."""
-_ANSWER_S = 25.0
+"""How long a weight sync may take on our account; after that the engine drafts from what it has."""
 _BATCH, _BATCH_S = 32, 0.5
 
 
-class History:
-    """Of one engine. Sends in batches and never waits for them; a batch counts as sent when a weight sync has found it
-    there, and is sent again until then. Any thread may call."""
+class Rpc(Protocol):
+    """Calls `das_rpc` in every worker of an engine, and returns their answers; raises TimeoutError after `timeout`."""
 
-    def __init__(self, das: DasConfig):
-        self._das = das
+    def __call__(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]: ...
+
+
+def of_async_engine(call: Callable[..., Awaitable[list[Any]]], loop: asyncio.AbstractEventLoop) -> Rpc:
+    """Make an `Rpc`, for other threads than the loop's, of an asynchronous engine's `collective_rpc`."""
+
+    def rpc(command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
+        async def answer() -> list[Any]:
+            return await asyncio.wait_for(call("das_rpc", args=(command, payload)), timeout)
+
+        return asyncio.run_coroutine_threadsafe(answer(), loop).result()
+
+    return rpc
+
+
+class Session:
+    """Of one engine. Trajectories are sent in batches and never waited for; a batch counts as sent when a weight sync
+    has found it there, and is sent again until then. Any thread may call; no method but `start` raises."""
+
+    def __init__(self, das: DasConfig, rpc: Rpc):
+        self._das, self._rpc = das, rpc
+        self._shared = das.uses_history and HistoryPolicy(das.history).kept
+        self._clock = RolloutClock()
         self._source = uuid.uuid4().hex
         self._lock = threading.Lock()
-        self._batch: list[node.Trajectory] = []
+        self._batch: list[Trajectory] = []
         self._number = 0
         self._sent: dict[int, ray.ObjectRef] = {}
         self._cursor = 0
         self._find()
 
-    def push(self, problem: int, tokens: bytes, version: int) -> None:
-        """Hand a finished trajectory over: int32 token ids that a weight version wrote."""
-        with self._lock:
-            self._batch.append((problem, tokens, version))
-            if len(self._batch) >= _BATCH:
-                self._flush()
-            elif len(self._batch) == 1:
-                timer = threading.Timer(_BATCH_S, self.flush)
-                timer.daemon = True
-                timer.start()
+    def start(self) -> None:
+        """Make sure that das-adapter is in the engine's workers: a plug-in that was left out is an error now, not a run
+        that silently does without.
+
+        Raises:
+            UnsupportedHost: it is not.
+        """
+        try:
+            hello = self._rpc("hello", {}, PATIENCE_S)
+        except Exception as error:
+            raise plugin_not_loaded() from error
+        logger.warning("das: an engine speculates: %s", hello[0])
+
+    def finished(self, label: Label, tokens: Sequence[int], begin: float, end: float, version: int) -> None:
+        """Take a finished response into the step's figures and into the history, if it may be recorded.
+
+        Args:
+            label: of the request, with problem and seed.
+            tokens: token ids, the prompt excluded.
+            begin, end: seconds since the epoch.
+            version: weight version that wrote it.
+        """
+        if not label.record:
+            return
+        assert label.problem is not None and label.seed is not None
+        text = np.asarray(tokens, dtype=np.int32).tobytes()
+        self._clock.finished(begin, end, label.seed, text)
+        try:
+            self._push(Trajectory(label.problem, text, version))
+        except Exception:
+            logger.exception("das: a trajectory did not reach the history")
+
+    def report(self, step: int, timeout: float = PATIENCE_S) -> dict[str, Any]:
+        """Report the counts since the last time to the run's ledger, as those of a training step, and return them."""
+        stats = self._rpc("stats", {}, timeout)
+        counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
+        report = {**counts, **self._clock.take()}
+        self._ledger.report.remote(step, report)
+        return report
+
+    def sync(self, version: int, report: bool = False) -> None:
+        """A weight sync is over: everything of the engine's reaches the history, and all that is published the engine.
+
+        It takes `PATIENCE_S` at most. Where the history does not answer, and whatever else goes wrong, the engine
+        drafts from what it has; where its ranks have mapped different histories, and would draft apart, from none.
+
+        Args:
+            version: weight version from now on.
+            report: whether the figures of the step that ends are reported first.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+
+        def left() -> float:
+            return max(0.0, deadline - time.monotonic())
+
+        try:
+            if report:
+                self.report(version, left())
+            message = self._message(version, left)
+            answers: list[Refreshed] = self._rpc("refresh", message.payload(), left())
+            drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
+            if len({rank.get("generation") for rank in drafting}) > 1:
+                logger.error("das: weight sync %s: the ranks of an engine see different histories: they draft without",
+                             version)  # fmt: skip
+                self._rpc("refresh", Refresh(version, Published("", 0)).payload(), left())
+        except Exception:
+            logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
+
+    def predictions(self, timeout: float = 25.0) -> tuple[dict[int, float], float]:
+        """Ask for the expected response lengths, see `Ledger.predictions`; none, with a line in the log, where the
+        ledger does not answer."""
+        try:
+            found: tuple[dict[int, float], float] = ray.get(self._ledger.predictions.remote(), timeout=timeout)
+            return found
+        except (ray.exceptions.RayError, ValueError) as error:
+            logger.warning("das: no predicted lengths: %r", error)
+            return {}, float("inf")
 
     def flush(self) -> None:
         """Send what has been handed over; it goes by itself after half a second."""
         with self._lock:
             self._flush()
 
-    def report(self, step: int, engine: dict[str, Any], rollout: dict[str, Any]) -> None:
-        """See `Ledger.report`."""
-        self._ledger.report.remote(step, engine, rollout)
-
-    def sync(self, version: int) -> dict[str, Any]:
-        """Everything of the engine's reaches the history.
-
-        Args:
-            version: weight version from now on.
-
-        Returns:
-            What `das_rpc("refresh")` takes: `version`, `lengths` that are new to the engine, `draft_length` where the
-            config has a ladder, and `history`, what to map; None, with a line in the log, where the node's history does
-            not answer.
-
-        Waits less than `PATIENCE_S`.
-        """
-        payload: dict[str, Any] = {"version": version, "lengths": [], "history": None}
+    def _message(self, version: int, left: Callable[[], float]) -> Refresh:
+        """What the engine hears; without a history, and with a line in the log, where that does not answer."""
+        history, length, lengths = None, None, []
         try:
             self._find()
             self.flush()
@@ -76,50 +156,52 @@ class History:
                 numbers = list(self._sent)
             if self._here is not None:
                 question = self._here.sync.remote(version, self._source, numbers)
-                payload["history"], lost = ray.get(question, timeout=_ANSWER_S)
+                history, lost = ray.get(question, timeout=left())
                 with self._lock:
                     for number in set(numbers) - set(lost):
                         del self._sent[number]
                     self._send(lost)
             if ladder := self._das.copies_policy and self._das.self.ladder:
-                payload["draft_length"] = ray.get(self._ledger.draft_length.remote(ladder, version), timeout=_ANSWER_S)
-            self._cursor, payload["lengths"] = ray.get(self._ledger.since.remote(self._cursor), timeout=_ANSWER_S)
+                length = ray.get(self._ledger.draft_length.remote(ladder, version), timeout=left())
+            self._cursor, lengths = ray.get(self._ledger.since.remote(self._cursor), timeout=left())
         except (ray.exceptions.RayError, ValueError) as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
-        return payload
-
-    def predictions(self) -> tuple[dict[int, float], float]:
-        """See `Ledger.predictions`."""
-        found: tuple[dict[int, float], float] = ray.get(self._ledger.predictions.remote(), timeout=_ANSWER_S)
-        return found
+        return Refresh(version, history, lengths, draft_length=length)
 
     def _find(self) -> None:
-        """The actors of the run, started again where they are gone."""
+        """Find the actors of the run, and start those again that are gone."""
         self._ledger = ledger(self._das.history.window)
-        shared = self._das.recalls and self._das.history.scope != "request"
-        self._here = node.here(self._das.history) if shared else None
-        self._nodes = node.nodes() if shared else {}
+        self._here = node.here(self._das.history) if self._shared else None
+        self._nodes = node.nodes() if self._shared else {}
+
+    def _push(self, trajectory: Trajectory) -> None:
+        with self._lock:
+            self._batch.append(trajectory)
+            if len(self._batch) >= _BATCH:
+                self._flush()
+            elif len(self._batch) == 1:
+                timer = threading.Timer(_BATCH_S, self.flush)
+                timer.daemon = True
+                timer.start()
 
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
         if batch:
-            self._ledger.add.remote([(problem, len(tokens) // 4, version) for problem, tokens, version in batch])
+            self._ledger.add.remote([trajectory.length for trajectory in batch])
         if batch and self._here is not None:
             self._number += 1
             self._sent[self._number] = ray.put(batch)
             self._send([self._number])
 
-    def _send(self, numbers: list[int]) -> None:
+    def _send(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             for history in self._nodes.values():
                 history.push.remote(self._source, number, self._sent[number])
 
 
-def remedy(version: int, mapped: list[Any]) -> dict[str, Any] | None:
-    """What an engine must be refreshed with once more, from its ranks' answers to a refresh: without a history where
-    those that draft have mapped different ones, for they would draft apart. None: they agree."""
-    answers = [rank for rank in mapped if rank and ("generation" in rank or "error" in rank)]
-    if len({rank.get("generation") for rank in answers}) <= 1:
-        return None
-    logger.error("das: weight sync %s: the ranks of an engine see different histories: they draft without", version)
-    return {"version": version, "history": ("", 0)}
+def for_run(das: DasConfig) -> DasConfig:
+    """The block with what is of this run alone: its own directory under `log_dir`."""
+    if das.log_dir is None:
+        return das
+    name = ray.get(ledger(das.history.window).run.remote(), timeout=PATIENCE_S)
+    return das.model_copy(update={"log_dir": f"{das.log_dir}/{name}"})

@@ -50,12 +50,12 @@ def measure(
     from vllm import LLM, SamplingParams
 
     from das_adapter.config import DasConfig
-    from das_adapter.engine.drafters.sweep import SweepProposer
+    from das_adapter.engine.drafters.sweep import SweepDrafter
     from das_adapter.protocol.engine_args import engine_args
 
     args = engine_args(DasConfig())
     args["speculative_config"] |= {
-        "model": "das_adapter.engine.drafters.sweep.SweepProposer",
+        "model": "das_adapter.engine.drafters.sweep.SweepDrafter",
         "num_speculative_tokens": max(1, *drafts),
     }
     steps = rounds * len(drafts) + 4
@@ -64,15 +64,15 @@ def measure(
                 "enable_prefix_caching": False, "max_model_len": longest}  # fmt: skip
     llm = LLM(model, **{**settings, **args, **engine})
     plain = tuple(d for d in (0, *drafts) if d == 0)[:1]
-    SweepProposer.turns = (*plain, *(d for d in drafts if d))
+    SweepDrafter.turns = (*plain, *(d for d in drafts if d))
     found: list[Sample] = []
     for number, (requests, context) in enumerate(product(batches, contexts)):
-        SweepProposer.samples = []
+        SweepDrafter.samples = []
         params = SamplingParams(temperature=1.0, max_tokens=steps, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": [(7 * i + j) % 50 + 1 for j in range(context)]} for i in range(requests)]
         llm.generate(prompts, params, use_tqdm=False)
         for place, draft in enumerate(sorted({0, *drafts})):
-            seconds = [s for b, _, d, s in SweepProposer.samples if b == requests and d == draft][1:]
+            seconds = [s for b, _, d, s in SweepDrafter.samples if b == requests and d == draft][1:]
             if len(seconds) >= 3:
                 held_out = (number + place) % 3 == 2
                 found.append(Sample(requests, context, draft, float(np.median(seconds)), len(seconds), held_out))
@@ -169,19 +169,6 @@ def write(out: Path, model: str, samples: Sequence[Sample], result: dict[str, An
     content = {"provenance": provenance, **result, "samples": [asdict(s) for s in samples]}
     out.write_text(json.dumps(content, indent=2) + "\n")
     _plot(out.with_suffix(".png"), samples, StepModel(**result["line"]))
-
-
-def read(path: str | Path) -> StepModel:
-    """The fitted line of a calibration file.
-
-    Raises:
-        DasError: there is no such file, or it is no calibration.
-    """
-    try:
-        return StepModel(**json.loads(Path(path).read_text())["line"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DasError(f"das.toggle.calibration={str(path)!r}: found {error!r}, expected a file that "
-                       "das-adapter calibrate wrote") from None  # fmt: skip
 
 
 def _plot(path: Path, samples: Sequence[Sample], line: StepModel) -> None:

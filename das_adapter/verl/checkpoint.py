@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.config import DasConfig
+from das_adapter.core.history import HistoryPolicy
 from das_adapter.verl import settings
 
 logger = logging.getLogger("das_adapter")
@@ -49,7 +50,7 @@ def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
-        das = _recalling(self.config)
+        das = _with_history(self.config)
         if das is not None:
             try:
                 _save(self, das)
@@ -68,17 +69,17 @@ def _begin(trainer: Any) -> None:
     """
     import ray
 
-    from das_adapter.service import checkpoint as saved
+    from das_adapter.service import checkpoint
     from das_adapter.service.ledger import ledger
 
-    das = _recalling(trainer.config)
+    das = _with_history(trainer.config)
     if das is None:
         return
     chosen, key = das.history.persist, f"{settings.BLOCK}.history.persist"
     config, step = trainer.config.trainer, _step(trainer)
     if config.resume_mode != "disable" and step:
         resumed = config.resume_from_path if config.resume_mode == "resume_path" else _folder(trainer)
-        own = Path(resumed) / saved.NAME
+        own = Path(resumed) / checkpoint.NAME
         if own.exists():
             chosen, key = str(own), "trainer.resume_mode"
         else:
@@ -86,31 +87,30 @@ def _begin(trainer: Any) -> None:
     if chosen is None:
         return
     directory = Path(chosen).absolute()
-    saved.check(directory, saved.Facts.of(das.history.scope, trainer.tokenizer), key)
+    checkpoint.check(directory, checkpoint.Facts.of(das.history.scope, trainer.tokenizer), key)
     service = ledger(das.history.window)
-    ray.get([service.start_from.remote(str(directory)), service.add.remote(saved.lengths(directory, step))])
+    ray.get([service.start_from.remote(str(directory)), service.add.remote(checkpoint.lengths(directory, step))])
     logger.warning("das: the history starts with %s", directory)
 
 
 def _save(trainer: Any, das: DasConfig) -> None:
     import ray
 
-    from das_adapter.service import checkpoint as saved
-    from das_adapter.service import node
+    from das_adapter.service import checkpoint, node
     from das_adapter.service.ledger import ledger
 
     folder = _folder(trainer)
-    facts = saved.Facts.of(das.history.scope, trainer.tokenizer)
+    facts = checkpoint.Facts.of(das.history.scope, trainer.tokenizer)
     _, lengths = ray.get(ledger(das.history.window).since.remote(0), timeout=_PATIENCE_S)
-    ray.get(node.nearest().save.remote(str(folder / saved.NAME), facts, lengths), timeout=_PATIENCE_S)
+    ray.get(node.nearest().save.remote(str(folder / checkpoint.NAME), facts, lengths), timeout=_PATIENCE_S)
     for old in folder.parent.glob("global_step_*"):  # veRL has removed what else was in it
         if not (old / "actor").exists():
-            shutil.rmtree(old / saved.NAME, ignore_errors=True)
+            shutil.rmtree(old / checkpoint.NAME, ignore_errors=True)
 
 
-def _recalling(config: Any) -> DasConfig | None:
+def _with_history(config: Any) -> DasConfig | None:
     das = settings.of_run(config)
-    return das if das is not None and das.recalls and das.history.scope != "request" else None
+    return das if das is not None and das.uses_history and HistoryPolicy(das.history).kept else None
 
 
 def _folder(trainer: Any) -> Path:

@@ -1,7 +1,6 @@
-"""Hooks in veRL, which act where, and only where, the config has an active `das:` block.
+"""What das-adapter changes in veRL, which acts where, and only where, the config has an active `das:` block.
 
-Nothing of veRL is imported here: each hook waits until veRL itself imports the module it changes. Nothing of veRL is
-edited; without a `das:` block every hook calls the stock code.
+Nothing of veRL is imported here: each patch waits until veRL itself imports the module it changes.
 """
 
 from __future__ import annotations
@@ -12,33 +11,136 @@ from typing import Any
 
 import wrapt
 
+from das_adapter.patching import patch, when_imported
 
-def _checked(stock: Any) -> Any:
-    """A plain function, not a wrapt proxy: task runners that name it are pickled by Ray, and proxies can't be."""
-
-    @functools.wraps(stock)
-    def check_first(config: Any, *args: Any, **kwargs: Any) -> Any:
-        from das_adapter.verl.settings import check
-
-        check(config)
-        return stock(config, *args, **kwargs)
-
-    return check_first
+# Wrappers of what Ray ships are plain functions: it pickles the methods of actor classes and task runners, and pickle
+# strips a wrapt proxy off.
 
 
-@wrapt.when_imported("verl.utils.config")
-def _check_at_start(module: Any) -> None:
-    """A wrong `das:` block stops the run before anything is launched."""
-    module.validate_config = _checked(module.validate_config)
+@patch("verl.utils.config:validate_config", since="0.9.1")
+def check_at_start(stock: Any) -> Any:
+    """Without it a wrong `das:` block is found when engines start, or never."""
+    return _checked(stock)
 
 
-@wrapt.when_imported("verl.trainer.main_ppo")
-def _check_at_start_of_every_pipeline(module: Any) -> None:
-    """`fully_async_main` starts without `validate_config`."""
-    module.run_ppo = _checked(module.run_ppo)
+@patch("verl.trainer.main_ppo:run_ppo", since="0.9.1")
+def check_at_start_of_every_pipeline(stock: Any) -> Any:
+    """Without it the same holds for `fully_async_main`, which starts without `validate_config`."""
+    return _checked(stock)
 
 
-@wrapt.when_imported("verl.workers.rollout.replica")
+@patch("verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop", since="0.9.1")
+def follow_samples(stock: Any) -> Any:
+    """Without it requests have no identity: every agent loop, the user's own too, runs under that of its sample."""
+    from das_adapter.verl import identity
+
+    return identity.around_agent_loop(stock)
+
+
+@patch("verl.workers.rollout.llm_server:LLMServerClient.generate", since="0.9.1")
+def label_requests(stock: Any) -> Any:
+    """Without it the identity of a sample does not reach the engine."""
+    from das_adapter.verl import identity
+
+    return wrapt.FunctionWrapper(stock, identity.around_generate)
+
+
+@patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1")
+def route_requests(stock: Any) -> Any:
+    """Without it the `routing:` policy does nothing."""
+    from das_adapter.verl import router
+
+    return wrapt.FunctionWrapper(stock, router.around_init_load_balancer)
+
+
+def _saved_with_history(stock: Any) -> Any:
+    from das_adapter.verl import checkpoint
+
+    return checkpoint.after_save(stock)
+
+
+def _loaded_with_history(stock: Any) -> Any:
+    from das_adapter.verl import checkpoint
+
+    return checkpoint.after_load(stock)
+
+
+@patch("verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint", since="0.9.1")
+def save_history(stock: Any) -> Any:
+    """Without it checkpoints have no history."""
+    return _saved_with_history(stock)
+
+
+@patch("verl.trainer.ppo.v1.trainer_base:PPOTrainer._load_checkpoint", since="0.9.1")
+def load_history(stock: Any) -> Any:
+    """Without it a resumed run starts cold."""
+    return _loaded_with_history(stock)
+
+
+@patch("verl.trainer.ppo.ray_trainer:RayPPOTrainer._save_checkpoint", since="0.9.1")
+def save_history_of_v0(stock: Any) -> Any:
+    """The same for `trainer.use_v1: false` and the pipelines that build on it."""
+    return _saved_with_history(stock)
+
+
+@patch("verl.trainer.ppo.ray_trainer:RayPPOTrainer._load_checkpoint", since="0.9.1")
+def load_history_of_v0(stock: Any) -> Any:
+    """The same for `trainer.use_v1: false` and the pipelines that build on it."""
+    return _loaded_with_history(stock)
+
+
+_FULLY_ASYNC = (
+    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.__ray_metadata__.modified_class"
+)
+
+
+@patch(f"{_FULLY_ASYNC}._save_checkpoint", since="0.9.1")
+def save_history_of_fully_async(stock: Any) -> Any:
+    """The same for the fully asynchronous trainer, a Ray actor; its class is inside."""
+    return _saved_with_history(stock)
+
+
+@patch(f"{_FULLY_ASYNC}.load_checkpoint", since="0.9.1")
+def load_history_of_fully_async(stock: Any) -> Any:
+    """The same for the fully asynchronous trainer, a Ray actor; its class is inside."""
+    return _loaded_with_history(stock)
+
+
+@patch("verl.utils.tracking:Tracking.__init__", since="0.9.1")
+def know_the_block(stock: Any) -> Any:
+    """Without it the logger does not know whether there are figures to log."""
+    from das_adapter.verl import tracking
+
+    return wrapt.FunctionWrapper(stock, tracking.around_init)
+
+
+@patch("verl.utils.tracking:Tracking.log", since="0.9.1")
+def log_figures(stock: Any) -> Any:
+    """Without it the rollouts' figures are not among the trainer's own."""
+    from das_adapter.verl import tracking
+
+    return wrapt.FunctionWrapper(stock, tracking.around_log)
+
+
+HOOKS = (
+    *(check_at_start, check_at_start_of_every_pipeline, follow_samples, label_requests, route_requests),
+    *(save_history, load_history, save_history_of_v0, load_history_of_v0),
+    *(save_history_of_fully_async, load_history_of_fully_async, know_the_block, log_figures),
+)
+"""Applied in every process that imports veRL, each when its module is imported."""
+
+
+def install() -> None:
+    """Wait for veRL's modules; on a machine without an accelerator, bring the platform `cpu`."""
+    when_imported("verl.workers.rollout.replica", _register_replica)
+    for hook in HOOKS:
+        hook.when_imported()
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        from das_adapter.verl.cpu import platform  # noqa: F401
+
+        when_imported("verl.checkpoint_engine.base", _register_cpu_checkpoint_engine)
+
+
 def _register_replica(module: Any) -> None:
     """Rollout replicas whose server harvests trajectories and refreshes the drafter at each weight sync."""
 
@@ -50,62 +152,17 @@ def _register_replica(module: Any) -> None:
     module.RolloutReplicaRegistry.register("vllm", load)
 
 
-@wrapt.when_imported("verl.experimental.agent_loop.agent_loop")
-def _follow_samples(module: Any) -> None:
-    """Every agent loop, the user's own too, runs under the identity of the sample it works on."""
-    from das_adapter.verl import identity
-
-    worker = module.AgentLoopWorker
-    worker._run_agent_loop = identity.around_agent_loop(worker._run_agent_loop)
+def _register_cpu_checkpoint_engine(module: Any) -> None:
+    """Weight sync to separate rollout workers, where veRL's own backends need an accelerator."""
+    from das_adapter.verl.cpu import checkpoint_engine  # noqa: F401
 
 
-@wrapt.when_imported("verl.workers.rollout.llm_server")
-def _route_and_label_requests(module: Any) -> None:
-    """Requests carry their identity to the engine, and the `routing:` policy picks their replica."""
-    from das_adapter.verl import identity, router
+def _checked(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def check_first(config: Any, *args: Any, **kwargs: Any) -> Any:
+        from das_adapter.verl.settings import check
 
-    wrapt.wrap_function_wrapper(module, "LLMServerClient.generate", identity.around_generate)
-    wrapt.wrap_function_wrapper(module, "LLMServerManager._init_global_load_balancer", router.around_init_load_balancer)
+        check(config)
+        return stock(config, *args, **kwargs)
 
-
-@wrapt.when_imported("verl.trainer.ppo.v1.trainer_base")
-def _keep_history(module: Any) -> None:
-    """The history is saved and loaded with the trainer's checkpoints."""
-    _with_history(module.PPOTrainer, "_load_checkpoint")
-
-
-@wrapt.when_imported("verl.trainer.ppo.ray_trainer")
-def _keep_history_of_v0(module: Any) -> None:
-    """The same for `trainer.use_v1: false` and the pipelines that build on it."""
-    _with_history(module.RayPPOTrainer, "_load_checkpoint")
-
-
-@wrapt.when_imported("verl.experimental.fully_async_policy.fully_async_trainer")
-def _keep_history_of_fully_async(module: Any) -> None:
-    """The same for a trainer that is a Ray actor; its class is inside."""
-    _with_history(module.FullyAsyncTrainer.__ray_metadata__.modified_class, "load_checkpoint")
-
-
-def _with_history(trainer: type, load: str) -> None:
-    from das_adapter.verl import checkpoint
-
-    setattr(trainer, load, checkpoint.after_load(getattr(trainer, load)))
-    trainer._save_checkpoint = checkpoint.after_save(trainer._save_checkpoint)  # type: ignore[attr-defined]
-
-
-@wrapt.when_imported("verl.utils.tracking")
-def _log_metrics(module: Any) -> None:
-    """The figures of the rollouts join the trainer's own."""
-    from das_adapter.verl import tracking
-
-    wrapt.wrap_function_wrapper(module, "Tracking.__init__", tracking.around_init)
-    wrapt.wrap_function_wrapper(module, "Tracking.log", tracking.around_log)
-
-
-if os.environ.get("VERL_PLATFORM") == "cpu":
-    from das_adapter.verl.cpu import platform as cpu_platform  # noqa: F401
-
-    @wrapt.when_imported("verl.checkpoint_engine.base")
-    def _register_cpu_checkpoint_engine(module: Any) -> None:
-        """Weight sync to separate rollout workers, where veRL's own backends need an accelerator."""
-        from das_adapter.verl.cpu import checkpoint_engine as cpu_checkpoint  # noqa: F401
+    return check_first

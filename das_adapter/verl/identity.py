@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from das_adapter.config import DasConfig
-from das_adapter.core.noise import prompt_identity, request_seed
-from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG
+from das_adapter.core.identity import prompt_identity, request_seed
+from das_adapter.protocol.label import Label
 from das_adapter.verl import settings
 
 ABORTED = ("aborted", "abort")
@@ -73,7 +73,7 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
         params = dict(kwargs["sampling_params"])
         params["extra_args"] = {
             **(params.get("extra_args") or {}),
-            **label(instance._das, sample, kwargs["prompt_ids"]),
+            **label(instance._das, sample, kwargs["prompt_ids"]).extra_args(),
         }
         kwargs = {**kwargs, "sampling_params": params}
         output = await stock(*args, **kwargs)
@@ -83,18 +83,13 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
     return await stock(*args, **kwargs)
 
 
-def label(das: DasConfig, sample: Sample, prompt_ids: Any) -> dict[str, int]:
-    """The entries of `extra_args` that tell the engine who asks."""
+def label(das: DasConfig, sample: Sample, prompt_ids: Any) -> Label:
+    """Label a request of a sample."""
     if sample.problem is None:
         sample.problem, sample.start = prompt_identity(prompt_ids), len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
     seed = request_seed(das.verify.seed, sample.problem, sample.step, number, sample.row)
-    return {
-        PROBLEM_ARG: sample.problem,
-        SEED_ARG: seed,
-        RECORD_ARG: int(not sample.validate),
-        START_ARG: sample.start,
-    }
+    return Label(sample.problem, seed, not sample.validate, sample.start)
 
 
 def _integer(value: Any) -> int:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 
 try:
-    from das_adapter.verl import hooks  # noqa: F401
+    from das_adapter.verl import hooks
+
+    hooks.install()
 except Exception:  # veRL swallows what a plug-in raises
     logging.getLogger("das_adapter").exception("das: the hooks are not in; this veRL process runs without das-adapter")
     raise

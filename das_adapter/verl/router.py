@@ -10,7 +10,7 @@ import ray
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from das_adapter.core.routing import Spread
-from das_adapter.protocol.engine_args import PROBLEM_ARG
+from das_adapter.protocol.label import Label
 from das_adapter.service import ledger
 from das_adapter.verl import settings
 
@@ -33,7 +33,7 @@ class SiblingLoadBalancer(GlobalRequestLoadBalancer):
         """Pick a replica for a request; later turns of a trajectory stay where they are."""
         if self._request_id_to_server.get(request_id) in self._inflight_requests or not self._inflight_requests:
             return super().acquire_server(request_id)
-        problem = _problem(sampling_params)
+        problem = Label.of((sampling_params or {}).get("extra_args")).problem
         server = self._choose(request_id, problem)
         if problem is not None:
             self._siblings[problem] = server
@@ -121,8 +121,3 @@ def around_init_load_balancer(
         instance._load_balancer_cls = _BALANCERS[das.routing.policy]
     result: Awaitable[None] = stock(*args, **kwargs)
     return result
-
-
-def _problem(sampling_params: dict[str, Any] | None) -> int | None:
-    problem: int | None = ((sampling_params or {}).get("extra_args") or {}).get(PROBLEM_ARG)
-    return problem

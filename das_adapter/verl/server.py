@@ -10,15 +10,13 @@ import time
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from das_adapter.core.noise import prompt_identity, request_seed
-from das_adapter.errors import plugin_not_loaded
-from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG, engine_args, engine_env
-from das_adapter.service.ledger import RolloutClock
-from das_adapter.service.session import PATIENCE_S, History, remedy
+from das_adapter.core.identity import prompt_identity, request_seed
+from das_adapter.protocol.engine_args import engine_args, engine_env
+from das_adapter.protocol.label import Label
+from das_adapter.service.session import Session, for_run, of_async_engine
 from das_adapter.verl import settings
 from das_adapter.verl.identity import ABORTED
 
@@ -33,8 +31,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         das = settings.of_rollout(self.config)
         assert das is not None, "DasVLLMReplica chooses this server only for an active das: block"
         self._das = das
-        self._history = History(das)
-        self._clock = RolloutClock()
+        self._session: Session
         self._seen: Counter[int] = Counter()
         self._strangers = 0
         self._expected: dict[int, float] = {}
@@ -42,55 +39,50 @@ class DasVLLMHttpServer(vLLMHttpServer):
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
         os.environ.update(engine_env(self._das))
-        args = engine_args(self._das)
+        args = engine_args(for_run(self._das))
         additional = {**(engine_kwargs.get("additional_config") or {}), **args.pop("additional_config")}
         engine_kwargs.update(args, additional_config=additional)
         if self._das.routing.policy == "longest_first":
             engine_kwargs.setdefault("scheduling_policy", "priority")  # a longer queue starts with the longest, too
 
     async def run_server(self, args: Any) -> None:
-        """Start the engine, and make sure that das-adapter is in it: a plugin that was left out is an error now,
-        not a run that silently does without."""
+        """Start the engine, and make sure that das-adapter is in it."""
         await super().run_server(args)
-        try:
-            workers = await self.engine.collective_rpc("das_rpc", args=("hello", {}))
-        except Exception as error:
-            raise plugin_not_loaded() from error
-        logger.warning("das: replica %s speculates: %s", self.replica_rank, workers[0])
+        rpc = of_async_engine(self.engine.collective_rpc, asyncio.get_running_loop())
+        self._session = Session(self._das, rpc)
+        await asyncio.to_thread(self._session.start)
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> Any:
         """Generate as the stock server does; a finished training response goes into the history, with what it had
         written before it was interrupted and what tools answered since the turn before."""
-        sampling_params, extra = self._labelled(prompt_ids, sampling_params)
+        label = Label.of(sampling_params.get("extra_args"))
+        if label.problem is None:
+            label = self._label_stranger(prompt_ids)
+            extra = {**(sampling_params.get("extra_args") or {}), **label.extra_args()}
+            sampling_params = {**sampling_params, "extra_args": extra}
         if self._das.routing.policy == "longest_first" and not kwargs.get("priority"):
-            kwargs["priority"] = -round(self._expected.get(extra[PROBLEM_ARG], 0.0))
+            kwargs["priority"] = -round(self._expected.get(label.problem_of(prompt_ids), 0.0))
         begin = time.time()
         output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-        if extra[RECORD_ARG] and output.stop_reason not in ABORTED:
-            text = [*prompt_ids[extra[START_ARG] :], *output.token_ids]
-            tokens = np.asarray(text, dtype=np.int32).tobytes()
-            self._clock.finished(begin, time.time(), extra[SEED_ARG], tokens)
-            self._history.push(extra[PROBLEM_ARG], tokens, int(self.global_steps or 0))
+        if output.stop_reason not in ABORTED:
+            text = [*prompt_ids[label.start_in(len(prompt_ids)) :], *output.token_ids]
+            self._session.finished(label, text, begin, time.time(), int(self.global_steps or 0))
         return output
 
-    def _labelled(
-        self, prompt_ids: list[int], sampling_params: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, int]]:
-        extra = dict(sampling_params.get("extra_args") or {})
-        if PROBLEM_ARG not in extra:
-            if not self._strangers:
-                logger.warning(
-                    "das: a request came without identity, not from veRL's agent loop: it counts as training and its "
-                    "seed depends on the order of arrival"
-                )
-            self._strangers += 1
-            problem, version = prompt_identity(prompt_ids), int(self.global_steps or 0)
-            seed = request_seed(self._das.verify.seed, problem, version, self._seen[problem])
-            self._seen[problem] += 1
-            extra |= {PROBLEM_ARG: problem, SEED_ARG: seed, RECORD_ARG: 1, START_ARG: len(prompt_ids)}
-        return {**sampling_params, "extra_args": extra}, extra
+    def _label_stranger(self, prompt_ids: list[int]) -> Label:
+        """The label of a request that did not come from veRL's agent loop."""
+        if not self._strangers:
+            logger.warning(
+                "das: a request came without identity, not from veRL's agent loop: it counts as training and its "
+                "seed depends on the order of arrival"
+            )
+        self._strangers += 1
+        problem, version = prompt_identity(prompt_ids), int(self.global_steps or 0)
+        seed = request_seed(self._das.verify.seed, problem, version, self._seen[problem])
+        self._seen[problem] += 1
+        return Label(problem, seed, start=len(prompt_ids))
 
     async def set_global_steps(self, global_steps: int) -> None:
         """The end of a weight sync: report the step's figures, then bring the engine's history up to date.
@@ -100,21 +92,10 @@ class DasVLLMHttpServer(vLLMHttpServer):
         await super().set_global_steps(global_steps)
         if self.node_rank != 0:
             return
-        try:
-            await asyncio.wait_for(self._sync(int(global_steps or 0)), PATIENCE_S)
-        except Exception:
-            logger.exception("das: weight sync %s without fresh history; decoding goes on", global_steps)
-
-    async def _sync(self, version: int) -> None:
-        stats = await self.engine.collective_rpc("das_rpc", args=("stats", {}))
-        self._history.report(version, stats[0], self._clock.take())
         self._seen.clear()
-        payload = await asyncio.to_thread(self._history.sync, version)
-        answers = await self.engine.collective_rpc("das_rpc", args=("refresh", payload))
-        if again := remedy(version, answers):
-            await self.engine.collective_rpc("das_rpc", args=("refresh", again))
+        await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)
         if self._das.routing.policy == "longest_first":
-            self._expected, _ = await asyncio.to_thread(self._history.predictions)
+            self._expected, _ = await asyncio.to_thread(self._session.predictions)
 
 
 class DasVLLMReplica(vLLMReplica):

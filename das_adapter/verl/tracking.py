@@ -23,6 +23,21 @@ def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
         rest = args[1:]
         step = kwargs.get("step", rest[0] if rest else None)
         if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
-            data = {**data, **ledger.metrics(step)}
+            data = {**data, **_under_both_names(ledger.metrics(step))}
         args = (data, *rest)
     return stock(*args, **kwargs)
+
+
+def _under_both_names(figures: dict[str, float]) -> dict[str, float]:
+    """The figures, and those for which veRL has names of its own under these as well."""
+    if not figures:
+        return figures
+    drafted, accepted = figures["das/draft_tokens"], figures["das/accepted_tokens"]
+    return {
+        **figures,
+        "rollout/spec_accept_rate": accepted / max(1.0, drafted),
+        "rollout/spec_accept_length": figures["das/acceptance_length"],
+        "rollout/spec_num_draft_tokens": drafted,
+        "rollout/spec_num_accepted_tokens": accepted,
+        "rollout/spec_num_verify_steps": figures["das/drafts"],
+    }

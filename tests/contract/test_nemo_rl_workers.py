@@ -219,6 +219,7 @@ def ray_here() -> Any:
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
     from das_adapter.nemo_rl.dispatch import longest_first
+
     from das_adapter.nemo_rl.generation import _Planned
 
     problems = [1, 1, 2, 2, 3, 3, 4]

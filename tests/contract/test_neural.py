@@ -14,7 +14,7 @@ from test_losslessness import OFF, PLAIN, requests, two_rounds
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "make_drafters.py"
 METHODS = ["draft_model", "eagle3"]
-HOST = {"VERL_PLATFORM": "cpu"}
+HOST = {"DAS_CPU_WEIGHT_SYNC": "1"}
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from test_losslessness import HISTORY, OFF, PLAIN, requests, two_rounds
 
 SELF = {"drafter": "self"}
 MIXED = {"drafter": "history+self", "budget": {"min_chance": 0.02}}
-HOST = {"VERL_PLATFORM": "cpu"}
+HOST = {"DAS_CPU_WEIGHT_SYNC": "1"}
 """Weights are written into the live model, as veRL does on a CPU."""
 
 

@@ -17,7 +17,7 @@ from das_adapter.core.budget import (
     class_budgets,
     drafts_needed,
     makespan_weights,
-    plan,
+    plan_rollout,
 )
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import LengthClass
@@ -58,7 +58,7 @@ def test_no_budget_for_who_ends_in_time_and_no_end_to_it_where_the_ceiling_forbi
 def test_the_plan_is_the_best_of_all_round_counts(ratio: float) -> None:
     lengths = long_tail()
     alpha, k = np.full(64, 1.0), np.full(64, 0.7)
-    found = plan(lengths, alpha, k, 1.0, ratio)
+    found = plan_rollout(lengths, alpha, k, 1.0, ratio)
 
     def cost(rounds: float) -> float:
         return rounds + ratio * float(np.sum(np.minimum(lengths, rounds) + drafts_needed(rounds, lengths, alpha, k)))
@@ -71,7 +71,7 @@ def test_the_plan_is_the_best_of_all_round_counts(ratio: float) -> None:
 def test_dearer_tokens_mean_shorter_drafts_for_fewer_requests() -> None:
     lengths = long_tail()
     alpha, k = np.full(64, 1.0), np.full(64, 0.7)
-    plans = [plan(lengths, alpha, k, 1.0, ratio) for ratio in (0.0005, 0.002, 0.01, 0.05, 0.2)]
+    plans = [plan_rollout(lengths, alpha, k, 1.0, ratio) for ratio in (0.0005, 0.002, 0.01, 0.05, 0.2)]
     per_round = [p.drafts[lengths.argmax()] / p.rounds for p in plans]
     share = [np.mean(p.drafts > 0) for p in plans]
     assert per_round == sorted(per_round, reverse=True)

@@ -16,6 +16,8 @@ import torch
 
 from das_adapter.config import DasConfig
 from das_adapter.core.noise import row_keys
+from das_adapter.engine.sampling.draft_sample import draw
+from das_adapter.patching import patch
 
 logger = logging.getLogger("das_adapter")
 
@@ -23,34 +25,6 @@ PREFIX = "draft."
 """What a trainer that also trains the drafter puts before the names of its weights (NeMo-RL's convention)."""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
-
-
-def draw_with_keyed_noise(runner: Any, seed: Callable[[str], int]) -> None:
-    """vLLM's drafters draft the likeliest token, which at temperature 1 is often not the one that is drawn; where
-    verification is keyed, let them draw with its noise (`seed`: of a request id). Called once they are loaded."""
-    from das_adapter.engine.sampling.draft_sample import draw
-
-    drafter = runner.drafter
-    ahead = 2 if drafter.pass_hidden_states_to_model else 1  # EAGLE's inputs are one token ahead of their positions
-    positions = torch.zeros(0, dtype=torch.int64)
-    set_inputs = drafter.set_inputs_first_pass
-
-    @functools.wraps(set_inputs)
-    def first_pass(*args: Any, **kwargs: Any) -> Any:
-        nonlocal positions
-        result = set_inputs(*args, **kwargs)
-        positions = drafter.positions[result[1]] + ahead
-        return result
-
-    def sample(hidden: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, None]:
-        nonlocal positions
-        logits = drafter.model.compute_logits(hidden).float()
-        seeds = np.fromiter(map(seed, runner.input_batch.req_ids), dtype=np.uint64, count=len(logits))
-        keys = torch.from_numpy(row_keys(seeds, positions.cpu().numpy()).view(np.int64))
-        positions = positions + 1
-        return draw(logits, keys.to(logits.device), sampling), None
-
-    drafter.set_inputs_first_pass, drafter._sample_draft_tokens = first_pass, sample
 
 
 class DraftWeights:
@@ -61,21 +35,34 @@ class DraftWeights:
         self._arrived = 0
         self._mark: list[float] = []
         self._refused: str | None = None
-        load_model = runner.load_model
-
-        @functools.wraps(load_model)
-        def loaded(*args: Any, **kwargs: Any) -> None:
-            load_model(*args, **kwargs)
-            self._install()
-            if config.keyed and not config.draft.options.get("parallel_drafting"):
-                draw_with_keyed_noise(runner, seed)
-
-        runner.load_model = loaded
+        self._seed = seed
 
     @property
     def drafter(self) -> torch.nn.Module:
         """vLLM's drafter model."""
         return self._runner.drafter.model
+
+    def take_loaded(self) -> None:
+        """Take the drafter, which vLLM has just loaded with the policy."""
+        if self._config.draft.weights == "checkpoint":
+            if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
+                self._read_checkpoint()
+            self._mark = self._fingerprint()
+        split_weight_stream.apply(self.load, owner=self._runner.model)
+        if self._config.drafter == "mtp":  # hosts send the policy's stream to it as well
+            count_loaded_weights.apply(self._count, owner=self.drafter)
+        if self._config.keyed and not self._config.draft.options.get("parallel_drafting"):
+            noise = KeyedDrafts(self._runner, self._seed)
+            follow_positions.apply(noise, owner=self._runner.drafter)
+            draw_with_keyed_noise.apply(noise, owner=self._runner.drafter)
+
+    def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
+        """Load the policy's weights from a stream (`stock` does), and the drafter's that are among them."""
+        kept: list[tuple[str, torch.Tensor]] = []
+        result = stock(self._split(weights, kept), *args, **kwargs)
+        if kept:
+            self._load(kept)
+        return result
 
     def refresh(self) -> str | None:
         """A weight sync is over: what is wrong with the drafter's weights, None if nothing is."""
@@ -88,25 +75,6 @@ class DraftWeights:
             logger.warning("das: the drafter's weights were lost; reading its checkpoint again")
             self._read_checkpoint()
         return self._refused
-
-    def _install(self) -> None:
-        if self._config.draft.weights == "checkpoint":
-            if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
-                self._read_checkpoint()
-            self._mark = self._fingerprint()
-        policy, stock = self._runner.model, self._runner.model.load_weights
-
-        @functools.wraps(stock)
-        def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-            kept: list[tuple[str, torch.Tensor]] = []
-            result = stock(self._split(weights, kept), *args, **kwargs)
-            if kept:
-                self._load(kept)
-            return result
-
-        policy.load_weights = load_weights
-        if self._config.drafter == "mtp":  # hosts send the policy's stream to it as well
-            self._count_loads()
 
     def _split(self, weights: Weights, kept: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The policy's weights; the drafter's go to `kept`. Buffers of a stream are reused: keep copies."""
@@ -127,16 +95,8 @@ class DraftWeights:
         self.drafter.load_weights(trimmed)  # trainers pad the vocabulary
         self._arrived += len(trimmed)
 
-    def _count_loads(self) -> None:
-        stock = self.drafter.load_weights
-
-        @functools.wraps(stock)
-        def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-            loaded = stock(weights, *args, **kwargs)
-            self._arrived += len(loaded or ())
-            return loaded
-
-        self.drafter.load_weights = load_weights  # type: ignore[method-assign]
+    def _count(self, loaded: int) -> None:
+        self._arrived += loaded
 
     def _read_checkpoint(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -152,3 +112,80 @@ class DraftWeights:
         shared = {p.data_ptr() for p in self._runner.model.parameters()}
         own = (p for p in self.drafter.parameters() if p.numel() and p.data_ptr() not in shared)
         return [p.detach().flatten()[:16].float().abs().sum().item() for p in own]
+
+
+class KeyedDrafts:
+    """Draws a neural drafter's tokens as the policy's sampler will draw."""
+
+    def __init__(self, runner: Any, seed: Callable[[str], int]):
+        self._runner, self._seed = runner, seed
+        self._positions = torch.zeros(0, dtype=torch.int64)
+
+    def first_pass(self, last_tokens: torch.Tensor) -> None:
+        """Take the rows of the drafter's inputs at which requests end, int64 [batch]."""
+        drafter = self._runner.drafter
+        ahead = 2 if drafter.pass_hidden_states_to_model else 1  # EAGLE's inputs are one token ahead of their positions
+        self._positions = drafter.positions[last_tokens] + ahead
+
+    def draw(self, hidden: torch.Tensor, sampling: Any) -> torch.Tensor:
+        """Draw a token for each request, int64 [batch], from the drafter's hidden states [batch, size]."""
+        logits = self._runner.drafter.model.compute_logits(hidden).float()
+        seeds = np.fromiter(map(self._seed, self._runner.input_batch.req_ids), dtype=np.uint64, count=len(logits))
+        keys = torch.from_numpy(row_keys(seeds, self._positions.cpu().numpy()).view(np.int64))
+        self._positions = self._positions + 1
+        return draw(logits, keys.to(logits.device), sampling)
+
+
+@patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")
+def take_loaded_drafter(stock: Any, loaded: Callable[[], None]) -> Any:
+    """Without it nobody looks after the drafter's weights. vLLM loads the drafter after the policy."""
+
+    @functools.wraps(stock)
+    def load_model(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
+        loaded()
+
+    return load_model
+
+
+@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24")
+def split_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
+    """Without it the policy refuses the drafter's weights in the trainer's stream, and the drafter never gets them."""
+    return functools.wraps(stock)(functools.partial(load, stock))
+
+
+@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24")
+def count_loaded_weights(stock: Any, count: Callable[[int], None]) -> Any:
+    """Without it a weight sync that brought an MTP drafter nothing goes unnoticed."""
+
+    @functools.wraps(stock)
+    def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
+        loaded = stock(weights, *args, **kwargs)
+        count(len(loaded or ()))
+        return loaded
+
+    return load_weights
+
+
+@patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.set_inputs_first_pass", since="0.24")
+def follow_positions(stock: Any, noise: KeyedDrafts) -> Any:
+    """Without it `draw_with_keyed_noise` does not know for which positions it draws."""
+
+    @functools.wraps(stock)
+    def set_inputs_first_pass(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        noise.first_pass(result[1])
+        return result
+
+    return set_inputs_first_pass
+
+
+@patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_draft_tokens", since="0.24")
+def draw_with_keyed_noise(stock: Any, noise: KeyedDrafts) -> Any:
+    """Without it drafters draft the likeliest token, which at temperature 1 is often not the one that is drawn."""
+
+    @functools.wraps(stock)
+    def sample(hidden: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, None]:
+        return noise.draw(hidden, sampling), None
+
+    return sample

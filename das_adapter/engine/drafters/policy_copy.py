@@ -1,5 +1,5 @@
-"""The self-drafter: the policy with rounded linear layers drafts, on the policy's own KV cache (EfficientRollout, arXiv
-2606.18967, section 3).
+"""Draft tokens from a quantised copy of the policy, on the policy's own KV cache (EfficientRollout, arXiv 2606.18967,
+section 3).
 
 The copy shares everything with the policy but its linear layers: embeddings, norms, head and attention modules are the
 same objects, so a draft token's keys and values land in the policy's cache, in slots that the verifying forward pass
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from das_adapter.core.noise import row_keys
-from das_adapter.core.sources import Acceptance, Line, Probe, choose
-from das_adapter.engine import cpu_patches as cpu
-from das_adapter.engine.drafters.history import Proposer
+from das_adapter.core.policy_copy import CopyDrafts
+from das_adapter.engine import cpu_patches
+from das_adapter.engine.drafters.base import Drafter
 from das_adapter.engine.drafters.quantised import QuantisedWeight, quantised
 from das_adapter.engine.sampling.draft_sample import draw
 from das_adapter.errors import DasError, UnsupportedHost
@@ -34,7 +34,7 @@ _FIELDS = {f.name for f in dataclasses.fields(CommonAttentionMetadata)}
 
 
 class PolicyCopy:
-    """A second tree of the policy's modules whose linear layers are rounded."""
+    """A second tree of the policy's modules whose linear layers are quantised."""
 
     def __init__(self, policy: torch.nn.Module, weights: str):
         self.layers: list[tuple[torch.nn.Module, QuantisedWeight]] = []
@@ -47,10 +47,10 @@ class PolicyCopy:
         if isinstance(module, LinearBase):
             if not isinstance(module.quant_method, UnquantizedLinearMethod):
                 return module
-            rounded = quantised(module.weight, weights)
-            self.layers.append((module, rounded))
+            weight = quantised(module.weight, weights)
+            self.layers.append((module, weight))
             twin = copy.copy(module)
-            twin.quant_method = _Rounded(rounded)
+            twin.quant_method = _QuantisedMethod(weight)
             return twin
         children = {name: child and self._copy(child, weights) for name, child in module._modules.items()}
         if all(child is module._modules[name] for name, child in children.items()):
@@ -61,161 +61,99 @@ class PolicyCopy:
             twin.do_not_compile = True
         return twin
 
-    def renew(self) -> None:
-        """Round the policy's present weights; tensors stay where they are."""
-        for layer, rounded in self.layers:
-            rounded.renew(layer.weight)
+    def quantise(self) -> None:
+        """Quantise the policy's present weights; tensors stay where they are."""
+        for layer, weight in self.layers:
+            weight.quantise(layer.weight)
 
     @property
     def nbytes(self) -> int:
         """Memory beside the policy's."""
-        return sum(t.nbytes for _, rounded in self.layers for t in rounded.tensors())
+        return sum(t.nbytes for _, weight in self.layers for t in weight.tensors())
 
 
-class _Rounded(UnquantizedLinearMethod):
+class _QuantisedMethod(UnquantizedLinearMethod):
     """What a copied layer computes with; bias and tensor-parallel collectives are the layer's own."""
 
-    def __init__(self, rounded: QuantisedWeight):
+    def __init__(self, weight: QuantisedWeight):
         super().__init__()
-        self._rounded = rounded
+        self._weight = weight
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        y = self._rounded.linear(x)
+        y = self._weight.linear(x)
         return y if bias is None else y.add_(bias)
 
 
-class SelfProposer(Proposer):
-    """Drafts with a rounded copy of the policy, with the noise that the policy's sampler will use."""
+class CopySource:
+    """Runs the copy for some rows of the runner's batch, with the noise that the policy's sampler will use."""
 
-    NAME = "self"
-
-    def __init__(self, vllm_config: VllmConfig):
-        super().__init__(vllm_config)
-        self.drafter = SelfDrafter(vllm_config, self.config.self.weights, self.config.keyed)
-        self.clock = StepClock(self)
-
-    def load_model(self, policy: Any) -> None:
-        self.drafter.load(policy)
-
-    def refresh(self, version: int, draft_length: int | None = None, **news: Any) -> dict[str, Any]:
-        return super().refresh(version, **news) | self.drafter.refresh(draft_length)
-
-    def stats(self) -> dict[str, Any]:
-        return super().stats() | self.drafter.stats()
-
-    def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        self.clock.begin(sampled)
-        nothing = np.zeros(len(sampled))
-        drafts = self.drafter.propose(self, sampled, lengths, tokens, nothing, nothing.astype(np.int64))
-        self.clock.end(drafts)
-        return drafts
-
-
-class KeyedSelfProposer(SelfProposer):
-    """The same drafts, verified with keyed noise: its name tells vLLM's front end that any sampling parameter goes."""
-
-
-class SelfDrafter:
-    """Runs the copy for some rows of the runner's batch, and learns what that costs and brings."""
-
-    def __init__(self, vllm_config: VllmConfig, weights: str, keyed: bool):
-        self._config, self._weights, self._keyed = vllm_config, weights, keyed
+    def __init__(self, drafter: Drafter, vllm_config: VllmConfig, drafts: CopyDrafts):
+        """
+        Args:
+            drafter: whose runner and seeds count.
+            vllm_config: of the engine.
+            drafts: learns what the copy's passes take.
+        """
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise UnsupportedHost("das.drafter='self': found pipeline_parallel_size > 1, allowed: 1")
+        self.drafts = drafts
         self.copy: PolicyCopy
+        self._drafter, self._vllm_config = drafter, vllm_config
         self._policy: torch.nn.Module
-        self.acceptance = Acceptance()
-        self.policy_seconds, self.copy_seconds = Line(1.0), Line(0.4)
-        self.requantise_seconds = 0.0
-        self.length: int | None = None
-        """Of every draft, where replicas have agreed on one."""
-        self.counts = 0, 0
-        """Tokens drafted and accepted in training rollouts since the host last asked."""
-        self.drafted: dict[str, int] = {}
+        self._requantise_s = 0.0
+        self._counts = 0, 0
+        self._drafted: dict[str, int] = {}
         """Tokens of each request's present draft that are the copy's."""
-        self._probe = Probe()
 
     def load(self, policy: torch.nn.Module) -> None:
         """Make the copy (inside the memory pool of the weights, so that it sleeps and wakes with them)."""
         self._policy = policy
-        self.copy = PolicyCopy(policy, self._weights)
+        self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
 
-    def refresh(self, length: int | None = None) -> dict[str, Any]:
-        """A weight sync: round the new weights; from now on drafts have this length (None: any)."""
-        cpu.repack(self._policy)
+    def refresh(self, length: int | None) -> float:
+        """A weight sync: quantise the new weights; from now on drafts have this length (None: any). Returns seconds."""
+        cpu_patches.repack(self._policy)
         begin = time.perf_counter()
-        self.copy.renew()
+        self.copy.quantise()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.requantise_seconds = time.perf_counter() - begin
-        self.acceptance.forget()
-        self.drafted, self.length = {}, length
-        return {"requantise_s": self.requantise_seconds}
+        self._requantise_s = time.perf_counter() - begin
+        self._drafted, self.drafts.agreed = {}, length
+        return self._requantise_s
 
     def stats(self) -> dict[str, Any]:
-        """Figures for the host."""
-        counts, self.counts = self.counts, (0, 0)
-        return {"requantise_s": self.requantise_seconds, "drafter_bytes": self.copy.nbytes,
-                "self_acceptance": self.acceptance.rate, "self_counts": counts}  # fmt: skip
+        """Return the figures of the copy."""
+        counts, self._counts = self._counts, (0, 0)
+        return {"requantise_s": self._requantise_s, "drafter_bytes": self.copy.nbytes,
+                "self_acceptance": self.drafts.acceptance.rate, "self_counts": counts}  # fmt: skip
 
-    def propose(
-        self,
-        proposer: Proposer,
-        sampled: list[list[int]],
-        lengths: np.ndarray,
-        tokens: np.ndarray,
-        expected: np.ndarray,
-        drafted: np.ndarray,
-        policy: Callable[[float], float] | None = None,
-    ) -> list[list[int]]:
-        """Draft where that makes the batch faster.
+    def verified(self, req_ids: Sequence[str], got: np.ndarray) -> np.ndarray:
+        """How many draft tokens of the copy each of these requests carried into the step, int64 [requests].
 
         Args:
-            proposer: whose runner, seeds and limits count.
-            sampled, lengths, tokens: as in `Proposer.propose`.
-            expected: float64 [batch], tokens that would be accepted of another source's draft.
-            drafted: int64 [batch], tokens of that draft.
-            policy: seconds of a step of the policy by its tokens, where it is known better than here.
-
-        Returns:
-            Per request the copy's draft, empty where the other source's stands.
+            req_ids: [requests].
+            got: tokens that each got, int64 [requests].
         """
-        runner = proposer.runner
-        req_ids = runner.input_batch.req_ids[: len(sampled)]
-        room = np.zeros(len(sampled), dtype=np.int64)
-        for row, (req_id, got) in enumerate(zip(req_ids, sampled, strict=True)):
-            if (count := self.drafted.pop(req_id, 0)) and got:
-                accepted = min(count, len(got) - 1)
-                self.acceptance.observe(count, accepted)
-                if not proposer.validates(req_id):
-                    self.counts = self.counts[0] + count, self.counts[1] + accepted
-            if got:  # the next step writes the draft and one token more
-                room[row] = max(0, proposer.end(runner.requests[req_id]) - int(lengths[row]) - 1)
-        if len(self.drafted) > 4 * len(sampled):
-            self.drafted = {}
-        most = self.length or proposer.config.self.max_tokens
-        choices = [most] if self.length else list(range(1, most + 1))
-        policy, drafting = policy or self.policy_seconds, self.copy_seconds
-        if not drafting.seen:
-            drafting = Line(0.4 * policy(len(sampled)))
-        toggle, full = proposer.config.toggle, np.minimum(room, most)
-        if toggle.mode == "threshold" and len(sampled) > toggle.threshold:
-            counts = np.zeros_like(room)
-        elif toggle.mode == "off":
-            counts = np.where(self.acceptance.expected(full) > expected, full, 0)
-        else:
-            pace = proposer.clock.pace * len(sampled)
-            counts = choose(expected, drafted, room, self.acceptance, policy, drafting, choices, pace)
-            if self._probe.due(len(sampled), bool(counts.any())):
-                one = np.minimum(room, choices[0])
-                counts = np.where(self.acceptance.expected(one) > expected, one, 0)
-        drafts = self.draft(proposer, self._agreed(counts), lengths, tokens)
-        self.drafted.update({req_ids[row]: len(draft) for row, draft in enumerate(drafts) if draft})
-        return drafts
+        copied = np.array([self._drafted.pop(req_id, 0) for req_id in req_ids], dtype=np.int64)
+        self._drafted = {}  # of requests that are gone
+        training = [self._drafter.label(req_id).record for req_id in req_ids] if copied.any() else []
+        counted = copied * training if training else copied
+        drafted, accepted = self._counts
+        self._counts = drafted + int(counted.sum()), accepted + int(np.minimum(counted, got - 1).sum())
+        return copied
+
+    def draft(self, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, drafts: list[list[int]]) -> None:
+        """Draft `counts` [batch] tokens for each row of the batch, into `drafts`; `lengths` and `tokens` as in
+        `Drafter.propose`."""
+        counts = self._agreed(counts)
+        rows = np.flatnonzero(counts)
+        for row, ids in zip(rows.tolist(), self._draft(rows, counts[rows], lengths, tokens), strict=True):
+            drafts[row] = ids
+            self._drafted[self._drafter.runner.input_batch.req_ids[row]] = len(ids)
 
     def _agreed(self, counts: np.ndarray) -> np.ndarray:
         """Tensor-parallel ranks run the copy together: each drafts what the first one, by its clock, has chosen."""
-        if self._config.parallel_config.tensor_parallel_size == 1:
+        if self._vllm_config.parallel_config.tensor_parallel_size == 1:
             return counts
         from vllm.distributed import get_tp_group
 
@@ -223,28 +161,28 @@ class SelfDrafter:
         return agreed
 
     @torch.inference_mode()
-    def draft(self, proposer: Proposer, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        """Draft `counts` [batch] tokens for each row of the runner's batch (`lengths` tokens of `tokens` are known)."""
-        drafts: list[list[int]] = [[] for _ in counts]
-        runner = proposer.runner
-        rows = np.flatnonzero(counts)
+    def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        """The drafts of `rows`, one token a pass over those that still want one."""
+        runner, keyed = self._drafter.runner, self._drafter.config.keyed
+        drafts: list[list[int]] = [[] for _ in rows]
+        at = np.arange(len(rows))
         ids = tokens[rows, lengths[rows] - 1]
-        seeds = np.fromiter((proposer.seed(runner.input_batch.req_ids[row]) for row in rows), np.uint64, len(rows))
+        seeds = np.fromiter((self._drafter.seed(runner.input_batch.req_ids[row]) for row in rows), np.uint64, len(rows))
         for step in range(counts.max(initial=0)):
-            left = counts[rows] > step
-            rows, ids, seeds = rows[left], ids[left], seeds[left]
+            left = counts[at] > step
+            at, ids = at[left], ids[left]
             begin = time.perf_counter()
-            positions = lengths[rows].astype(np.int64) - 1 + step
-            logits = self._forward(runner, rows, ids, positions)
-            if self._keyed:
-                keys = torch.from_numpy(row_keys(seeds, positions + 1).view(np.int64)).to(logits.device)
-                which = torch.from_numpy(rows).to(logits.device)
+            positions = lengths[rows[at]].astype(np.int64) - 1 + step
+            logits = self._forward(runner, rows[at], ids, positions)
+            if keyed:
+                keys = torch.from_numpy(row_keys(seeds[at], positions + 1).view(np.int64)).to(logits.device)
+                which = torch.from_numpy(rows[at]).to(logits.device)
                 ids = draw(logits, keys, runner.input_batch.sampling_metadata, which).cpu().numpy()
             else:  # vLLM's own noise accepts a token as often as the policy would write it
                 ids = logits.argmax(dim=-1).cpu().numpy()
-            for row, token in zip(rows.tolist(), ids.tolist(), strict=True):
-                drafts[row].append(token)
-            self.copy_seconds.observe(len(rows), time.perf_counter() - begin)
+            for i, token in zip(at.tolist(), ids.tolist(), strict=True):
+                drafts[i].append(token)
+            self.drafts.timed_pass(len(at), time.perf_counter() - begin)
         return drafts
 
     def _forward(self, runner: Any, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
@@ -276,38 +214,7 @@ class SelfDrafter:
                 built = group.get_metadata_builder().build(0, cam)
                 metadata.update(dict.fromkeys(group.layer_names, built))
                 slots.update(dict.fromkeys(group.layer_names, slot))
-        with set_forward_context(metadata, self._config, num_tokens=n, cudagraph_runtime_mode=CUDAGraphMode.NONE,
+        with set_forward_context(metadata, self._vllm_config, num_tokens=n, cudagraph_runtime_mode=CUDAGraphMode.NONE,
                                  slot_mapping=slots, skip_compiled=True):  # fmt: skip
             hidden = self.copy.model(torch.from_numpy(ids).to(device), at)
         return self.copy.model.compute_logits(hidden).float()
-
-
-class StepClock:
-    """Times the policy's steps, from the end of one proposal to the begin of the next, and what all of it brings."""
-
-    FADE = 0.95
-
-    def __init__(self, proposer: Any):
-        self.pace = 0.0
-        """Tokens that a request gets per second, lately."""
-        self._proposer = proposer
-        self._brought = self._took = self._began = 0.0
-        self._ended: float | None = None
-        self._tokens = 0
-        self._requests: list[str] = []
-
-    def begin(self, sampled: list[list[int]]) -> None:
-        """A proposal begins; `sampled` holds what the step that ends now brought."""
-        requests = list(self._proposer.runner.input_batch.req_ids)
-        now = time.perf_counter()
-        if self._ended is not None and requests and requests == self._requests and all(sampled):  # no prompt was read
-            self._proposer.drafter.policy_seconds.observe(self._tokens, now - self._ended)
-            self._brought = self.FADE * self._brought + sum(map(len, sampled)) / len(sampled)
-            self._took = self.FADE * self._took + now - self._began
-            self.pace = self._brought / self._took
-        self._requests, self._began = requests, now
-
-    def end(self, drafts: list[list[int]]) -> None:
-        """A proposal ends; the next step verifies these drafts."""
-        self._tokens = len(drafts) + sum(map(len, drafts))
-        self._ended = time.perf_counter()

@@ -1,7 +1,8 @@
-"""Linear layers with rounded weights, made from and renewed from the policy's own: what the self-drafter computes with.
+"""Quantised linear layers, made from the policy's own weights: what its copy computes with.
 
 Round to nearest, asymmetric, one scale and zero point per row and group of 128 inputs (EfficientRollout, arXiv
-2606.18967). Tensors keep their addresses when they are renewed, so CUDA graphs and sleeping memory pools stay valid.
+2606.18967). Tensors keep their addresses when they are quantised anew, so CUDA graphs and sleeping memory pools stay
+valid.
 """
 
 from __future__ import annotations
@@ -18,20 +19,20 @@ GROUP, ROWS = 128, 16
 
 
 class QuantisedWeight(Protocol):
-    """A rounded copy of one weight matrix [rows, inputs]."""
+    """A quantised weight matrix [rows, inputs]."""
 
-    def renew(self, weight: torch.Tensor) -> None:
-        """Round `weight` [rows, inputs] into the tensors that are there."""
+    def quantise(self, weight: torch.Tensor) -> None:
+        """Quantise `weight` [rows, inputs] into the tensors that are there."""
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., inputs] times the matrix: [..., rows] in x's dtype."""
+        """Multiply x [..., inputs] by the matrix: [..., rows] in x's dtype."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """What it holds, in a fixed order."""
+        """Return what it holds, in a fixed order."""
 
 
 def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
-    """A rounded copy of `weight` [rows, inputs].
+    """Quantise a copy of `weight` [rows, inputs].
 
     Args:
         weight: float32 or bfloat16 on a CPU; float16 or bfloat16 on a GPU.
@@ -51,12 +52,12 @@ def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
             f"das.self.weights: found {weights!r}, allowed on {weight.device.type}: {', '.join(map(repr, formats))}"
         )
     copy: QuantisedWeight = formats[weights](weight)
-    copy.renew(weight)
+    copy.quantise(weight)
     return copy
 
 
 class _CpuWeight:
-    """4 or 8 bits, multiplied with inputs rounded to 8 bits: own kernels, faster than PyTorch's and oneDNN's for the
+    """4 or 8 bits, multiplied with inputs quantised to 8 bits: own kernels, faster than PyTorch's and oneDNN's for the
     few tokens of a decode step (`benchmarks/results/quantised_kernels.json`)."""
 
     bits = 8
@@ -72,7 +73,7 @@ class _CpuWeight:
         self.zeros = torch.empty(blocks, groups, ROWS, dtype=torch.uint8)
         self._copy = (*(t.data_ptr() for t in (self.codes, self.scales, self.zeros)),)
 
-    def renew(self, weight: torch.Tensor) -> None:
+    def quantise(self, weight: torch.Tensor) -> None:
         weight = weight.detach().contiguous()
         _native.quantise(weight.data_ptr(), weight.dtype == torch.bfloat16, self.rows, self.inputs, self.bits,
                          *self._copy, torch.get_num_threads())  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rounded linear layers on a GPU, through vLLM's own kernels (vLLM 0.24 to 0.32). Nothing here has run yet."""
+"""Quantised linear layers on a GPU, through vLLM's own kernels (vLLM 0.24 to 0.32). Not tried on a GPU yet."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ GROUP = 128
 
 
 class Fp8:
-    """float8_e4m3fn with a scale per row, inputs rounded per token; needs compute capability 8.9."""
+    """float8_e4m3fn with a scale per row, inputs quantised per token; needs compute capability 8.9."""
 
     def __init__(self, weight: torch.Tensor):
         self.codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
         self.scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
 
-    def renew(self, weight: torch.Tensor) -> None:
+    def quantise(self, weight: torch.Tensor) -> None:
         codes, scales = ops.scaled_fp8_quant(weight.contiguous(), use_per_token_if_dynamic=True)
         self.codes.copy_(codes)
         self.scales.copy_(scales)
@@ -56,7 +56,7 @@ class Int4:
         unordered = {"g_idx": none, "perm": none}  # vLLM 0.32 has them no more
         self._unordered = {k: v for k, v in unordered.items() if k in inspect.signature(ops.marlin_gemm).parameters}
 
-    def renew(self, weight: torch.Tensor) -> None:
+    def quantise(self, weight: torch.Tensor) -> None:
         groups = self.inputs // GROUP
         grouped = weight.float().view(self.rows, groups, GROUP)
         low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)

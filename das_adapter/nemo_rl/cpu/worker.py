@@ -18,10 +18,10 @@ prepare()  # an engine's own process comes here first, for CpuWorker
 from nemo_rl.models.generation.vllm import vllm_backend  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
-from das_adapter.engine import cpu_patches as cpu  # noqa: E402
+from das_adapter.engine import cpu_patches  # noqa: E402
 from das_adapter.nemo_rl.engine import OwnHistory  # noqa: E402
 
-cpu.apply(reload_weights=True)
+cpu_patches.apply(weight_sync=True)
 
 
 class CpuWorker(OwnHistory, vllm_backend.VllmInternalWorkerExtension, CPUWorker):

@@ -11,4 +11,5 @@ def cpu_env() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        "DAS_CPU_WEIGHT_SYNC": "1",  # see das_adapter.engine.cpu_patches
     }

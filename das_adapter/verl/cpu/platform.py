@@ -6,6 +6,7 @@ weights travel through shared memory. Needs the environment of `cpu_env`.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ import torch
 import torch.distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
+from das_adapter.patching import patch
 from das_adapter.verl.cpu.env import cpu_env
 
 
@@ -46,21 +48,20 @@ def _complete_torch_cpu() -> None:
             setattr(torch.cpu, name, function)
 
 
-def _accept_gloo_twice() -> None:
-    """veRL asks for "cpu:gloo,<device>:<backend>", which on this platform names the CPU twice; torch refuses that."""
-    stock = torch.distributed.init_process_group
-    if getattr(stock, "_das_adapter", False):
-        return
+@patch("torch.distributed:init_process_group", since="2.0")
+def accept_gloo_twice(stock: Any) -> Any:
+    """Without it torch refuses what veRL asks for: "cpu:gloo,<device>:<backend>", which on this platform names the CPU
+    twice."""
 
+    @functools.wraps(stock)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
         return stock("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
 
-    init_process_group._das_adapter = True  # type: ignore[attr-defined]
-    torch.distributed.init_process_group = init_process_group
+    return init_process_group
 
 
 _complete_torch_cpu()
-_accept_gloo_twice()
+accept_gloo_twice.apply()
 
 
 @PlatformRegistry.register(platform="cpu")

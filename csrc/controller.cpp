@@ -1,4 +1,4 @@
-// One decode step of the controller, for a batch: das_adapter/core/budget.py and controller.py say what and why.
+// One decode step of the controller, for a batch: das_adapter/core/controller.py and budget.py say what and why.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -107,37 +107,36 @@ std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>&
   return {std::max(best.gain, 0.0), total};
 }
 
-// Rows of the controller's state, a column per slot; das_adapter/core/controller.py names them in this order.
-enum Row { kWritten, kPace, kLoad, kDrafted, kAccepted, kFirstTried, kFirst, kRounds, kRows };
-
-void advance(nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> state, const In<int64_t>& slots,
-             const In<int64_t>& got, const In<int64_t>& carried, double memory, const In<int64_t>& classes,
-             Out<double> rounds, Out<double> drafts) {
-  const size_t width = state.shape(1);
-  if (state.shape(0) < kRows || got.size() != slots.size() || (carried.size() && carried.size() != slots.size()))
+// One decode step of the requests in `slots`; the arrays are RequestTable's (das_adapter/core/requests.py), by their names.
+void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& carried, double memory,
+             Out<double> written, Out<double> pace, Out<double> load, Out<double> drafted, Out<double> accepted,
+             Out<double> drafts, Out<double> drafts_hit, Out<double> steps, const In<int64_t>& length_class,
+             Out<double> class_steps, Out<double> class_drafts) {
+  const size_t width = written.size(), classes = class_steps.size();
+  if (got.size() != slots.size() || (carried.size() && carried.size() != slots.size()))
     throw std::invalid_argument("advance: slots, got and carried differ in length");
-  if (classes.size() != width || rounds.size() != drafts.size())
+  for (const auto* column : {&pace, &load, &drafted, &accepted, &drafts, &drafts_hit, &steps})
+    if (column->size() != width) throw std::invalid_argument("advance: the columns differ in length");
+  if (length_class.size() != width || class_drafts.size() != classes)
     throw std::invalid_argument("advance: a class per slot, and two counts per class");
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto slot = static_cast<size_t>(slots.data()[i]);
     if (slot >= width) throw std::out_of_range("advance: no such slot");
-    double* x = state.data() + slot;
+    const auto kind = static_cast<size_t>(length_class.data()[slot]);
+    if (kind >= classes) throw std::out_of_range("advance: no such class");
     const auto tokens = static_cast<double>(got.data()[i]);
-    const double drafted = carried.size() ? static_cast<double>(carried.data()[i]) : 0.0;
-    const auto kind = static_cast<size_t>(classes.data()[slot]);
-    if (kind >= rounds.size()) throw std::out_of_range("advance: no such class");
-    rounds.data()[kind] += 1;
-    drafts.data()[kind] += drafted;
-    x[kWritten * width] += tokens;
-    x[kRounds * width] += 1;
-    const double past = std::min(memory, x[kRounds * width] + 1);  // what was assumed at first counts for one round
-    x[kPace * width] += (tokens - x[kPace * width]) / past;
-    x[kLoad * width] += (drafted - x[kLoad * width]) / past;
-    if (drafted <= 0) continue;
-    x[kDrafted * width] += drafted;
-    x[kAccepted * width] += tokens - 1;
-    x[kFirstTried * width] += 1;
-    x[kFirst * width] += tokens > 1;
+    const double draft = carried.size() ? static_cast<double>(carried.data()[i]) : 0.0;
+    class_steps.data()[kind] += 1;
+    class_drafts.data()[kind] += draft;
+    written.data()[slot] += tokens;
+    const double past = std::min(memory, (steps.data()[slot] += 1) + 1);  // what was assumed at first counts for one step
+    pace.data()[slot] += (tokens - pace.data()[slot]) / past;
+    load.data()[slot] += (draft - load.data()[slot]) / past;
+    if (draft <= 0) continue;
+    drafted.data()[slot] += draft;
+    accepted.data()[slot] += tokens - 1;
+    drafts.data()[slot] += 1;
+    drafts_hit.data()[slot] += tokens > 1;
   }
 }
 
@@ -162,16 +161,19 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 
 }  // namespace
 
-void bind_allocation(nb::module_& m) {
+void bind_controller(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"),
         nb::arg("fade"), nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"),
         nb::arg("cut"), nb::arg("keep"),
-        "Draft tokens of each request to verify, into keep int64 [b]. Returns the expected gain in seconds, and the "
-        "draft tokens of all.");
-  m.def("advance", &advance, nb::arg("state"), nb::arg("slots"), nb::arg("got"), nb::arg("carried"),
-        nb::arg("memory"), nb::arg("classes"), nb::arg("rounds"), nb::arg("drafts"),
-        "Bring the controller's state float64 [rows, slots] forward by one decode step, and count its request forwards "
-        "and draft tokens by length class, float64 [classes] each.");
+        "Choose the draft tokens of each request to verify, into keep int64 [b]. Returns the expected gain in seconds "
+        "and the number of tokens.");
+  m.def("advance", &advance, nb::arg("slots"), nb::arg("got"), nb::arg("carried"), nb::arg("memory"),
+        nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),
+        nb::arg("drafts"), nb::arg("drafts_hit"), nb::arg("steps"), nb::arg("length_class"), nb::arg("class_steps"),
+        nb::arg("class_drafts"),
+        "Bring the requests in `slots` forward by one decode step, float64 [slots] columns in place, and count request "
+        "forwards and draft tokens by length class, float64 [classes] each.");
   m.def("interpolate", &interpolate, nb::arg("cdf"), nb::arg("scale"), nb::arg("lengths"), nb::arg("out"),
-        "Distribution functions float64 [b, g] at lengths float64 [b, k], linear in the logarithm, into out [b, k].");
+        "Evaluate distribution functions float64 [b, g] at lengths float64 [b, k], linear in the logarithm, into out "
+        "[b, k].");
 }

@@ -1,0 +1,73 @@
+"""What the history is: whose text a request drafts from, and what of it is kept."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.config import HistoryConfig
+from das_adapter.errors import DasError
+
+
+class Store(Protocol):
+    """Where trajectories are kept: an engine's own `SuffixIndex`, or a node's `HistoryStore`."""
+
+    def add(self, problem: int, tokens: npt.NDArray[np.int32], version: int) -> None: ...
+
+    def seal(self) -> object: ...
+
+    def expire(self, before_version: int) -> int: ...
+
+    def shrink(self, max_bytes: int) -> int: ...
+
+
+class HistoryPolicy:
+    """The `history:` block as rules."""
+
+    def __init__(self, config: HistoryConfig) -> None:
+        self.config = config
+        self._alone = itertools.count(1)
+
+    @property
+    def kept(self) -> bool:
+        """Whether rollouts outlive their request: there is a history to share, to save and to map."""
+        return self.config.scope != "request"
+
+    def key(self, problem: int) -> int:
+        """Under which key a problem's text is kept and drafted from: requests of one key draft from each other."""
+        if self.config.scope == "request":
+            return next(self._alone)
+        return 0 if self.config.scope == "global" else problem
+
+    def remember(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31) -> None:
+        """Add finished trajectories, and seal them.
+
+        Args:
+            store: takes them in.
+            trajectories: (problem, int32 token ids of the response, weight version that wrote it).
+            vocabulary: of the policy.
+
+        Raises:
+            DasError: a token id is no word of the vocabulary.
+        """
+        for problem, text, version in trajectories:
+            tokens = np.frombuffer(text, dtype=np.int32)
+            check_tokens(tokens, vocabulary)
+            store.add(self.key(problem), tokens, version)
+        store.seal()
+
+    def tidy(self, store: Store, version: int) -> None:
+        """Drop what is older than the window before a weight version, then what exceeds the byte budget."""
+        store.expire(version - self.config.window)
+        store.shrink(self.config.max_bytes)
+
+
+def check_tokens(tokens: npt.NDArray[np.int32], vocabulary: int) -> None:
+    """Refuse text that was written with another tokenizer, with a `DasError`."""
+    if len(tokens) and tokens.max() >= vocabulary:
+        raise DasError(f"history: found token {tokens.max()}, the policy's vocabulary has {vocabulary}: "
+                       "the history was written with another tokenizer")  # fmt: skip

@@ -1,0 +1,123 @@
+"""The live requests of an engine, as the controller sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.core.length import LengthClass, LengthModel
+from das_adapter.core.native import native
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+NOBODY: Ints = np.zeros(0, dtype=np.int64)
+PACE_STEPS = 16
+"""Steps over which a request's tokens per step are averaged."""
+
+
+_ADVANCED = ("written", "pace", "load", "drafted", "accepted", "drafts", "drafts_hit", "steps", "length_class")
+"""Columns that the native `advance` brings forward or reads, under the same names."""
+
+
+class RequestCounts(NamedTuple):
+    """What became of a request."""
+
+    problem: int
+    length_class: int
+    tokens: int
+    drafted: int
+    accepted: int
+
+
+@dataclass
+class ClassCounts:
+    """Request forwards and draft tokens by `LengthClass`, float64 [classes] each."""
+
+    steps: Floats = field(default_factory=lambda: np.zeros(len(LengthClass)))
+    drafts: Floats = field(default_factory=lambda: np.zeros(len(LengthClass)))
+
+
+def _column() -> Floats:
+    return np.zeros(0)
+
+
+@dataclass
+class RequestTable:
+    """A slot for each live request; columns float64 [slots], unless stated otherwise."""
+
+    written: Floats = field(default_factory=_column)
+    """Tokens of the response."""
+    pace: Floats = field(default_factory=_column)
+    """Tokens per step, lately."""
+    load: Floats = field(default_factory=_column)
+    """Draft tokens per step, lately."""
+    drafted: Floats = field(default_factory=_column)
+    """Draft tokens verified."""
+    accepted: Floats = field(default_factory=_column)
+    drafts: Floats = field(default_factory=_column)
+    """Drafts verified."""
+    drafts_hit: Floats = field(default_factory=_column)
+    """Drafts whose first token was accepted."""
+    steps: Floats = field(default_factory=_column)
+    """Decode steps taken part in."""
+    credited: Floats = field(default_factory=_column)
+    """Tokens since the weight sync that came from steps whose time is known."""
+    worth_own: Floats = field(default_factory=_column)
+    worth_tail: Floats = field(default_factory=_column)
+    worth_fade: Floats = field(default_factory=_column)
+    """The parts of `budget.Worth`."""
+    length_class: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """`LengthClass`, int64."""
+    problem: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    """Identity of the problem, uint64."""
+    cdf: Floats = field(default_factory=lambda: np.zeros((0, LengthModel.GRID)))
+    """Distribution of the response's length, float64 [slots, GRID]."""
+
+    def __post_init__(self) -> None:
+        self._free: list[int] = []
+
+    def open(self, problem: int, written: int, cdf: Floats) -> int:
+        """Give a request a slot."""
+        if not self._free:
+            self._grow()
+        slot = self._free.pop()
+        for column in fields(self):
+            getattr(self, column.name)[slot] = 0
+        self.problem[slot], self.written[slot], self.pace[slot] = problem, written, 1.0
+        self.length_class[slot], self.cdf[slot] = LengthClass.MEDIUM, cdf
+        return slot
+
+    def close(self, slot: int) -> None:
+        """Take a request's slot back."""
+        self._free.append(slot)
+
+    def advance(self, slots: Ints, got: Ints, carried: Ints | None, counts: ClassCounts) -> None:
+        """Take a decode step: tokens that each request got, draft tokens that each carried into it (None: nobody)."""
+        columns = {name: getattr(self, name) for name in _ADVANCED}
+        native().advance(
+            slots,
+            got,
+            NOBODY if carried is None else carried,
+            PACE_STEPS,
+            **columns,
+            class_steps=counts.steps,
+            class_drafts=counts.drafts,
+        )
+
+    def counts(self, slot: int) -> RequestCounts:
+        """What became of a request so far."""
+        columns = (self.problem, self.length_class, self.written, self.drafted, self.accepted)
+        return RequestCounts(*(int(column[slot]) for column in columns))
+
+    def _grow(self) -> None:
+        slots = len(self.written)
+        more = max(64, slots)
+        self._free += range(slots + more - 1, slots - 1, -1)
+        for column in fields(self):
+            values = getattr(self, column.name)
+            empty = np.zeros((more, *values.shape[1:]), dtype=values.dtype)
+            setattr(self, column.name, np.concatenate([values, empty]))

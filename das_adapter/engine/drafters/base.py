@@ -1,0 +1,122 @@
+"""What all of das-adapter's drafters share. vLLM runs them as proposers (`speculative_config.method: custom_class`)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+
+from das_adapter.config import parse
+from das_adapter.protocol.engine_args import SETTINGS_KEY
+from das_adapter.protocol.label import Label
+from das_adapter.protocol.messages import Refresh, Refreshed
+from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
+
+logger = logging.getLogger("das_adapter")
+
+
+class Drafter:
+    """A drafter that can fail, or draft nothing useful, without harm to the rollout.
+
+    `runner` (vLLM's model runner), `seed` (the noise seed of a request id) and `label` (of a request id) are bound by
+    `engine.worker` before the first step. The class has no attribute `model`, by which vLLM and the hosts would take it
+    for a drafter with weights.
+    """
+
+    def __init__(self, vllm_config: VllmConfig):
+        config = parse(vllm_config.additional_config[SETTINGS_KEY])
+        assert config is not None and vllm_config.speculative_config is not None
+        self.config = config
+        self.counters = Counters()
+        self.runner: Any = None
+        self.seed: Callable[[str], int] = hash
+        self.label: Callable[[str], Label] = lambda _: Label()
+        self.carried: list[int] | None = None
+        """Draft tokens that each request of the batch carried into the step being sampled; set by `WorkerState`."""
+        self._max_model_len = vllm_config.model_config.max_model_len
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
+        self._paused = False
+
+    def load_model(self, policy: Any) -> None:
+        """Take the policy, once vLLM has loaded it."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for every request of the batch.
+
+        Args:
+            sampled_token_ids: tokens each request got in this step; empty while its prompt is read.
+            num_tokens_no_spec: int [max_batch], tokens known of each request.
+            token_ids_cpu: int32 [max_batch, max_model_len], the tokens.
+            slot_mappings: not used.
+
+        Returns:
+            Per request at most `num_speculative_tokens` draft tokens; none of them after a drafter's failure.
+        """
+        if self.counters.error is None and not self._paused:
+            begin = time.perf_counter()
+            try:
+                drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                self._pause_if_collapsed()
+                return drafts
+            except Exception as error:
+                self._fail(error)
+            finally:
+                self.counters.propose_seconds.append(time.perf_counter() - begin)
+        return [[] for _ in sampled_token_ids]
+
+    def begin_step(self, scheduled: Any, now: float) -> None:
+        """The engine starts a forward pass: the one before, if it only decoded, took until now.
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput`.
+            now: seconds, of a clock that only runs forward.
+        """
+        if self.counters.error is None:
+            try:
+                self._begin_step(scheduled, now)
+            except Exception as error:
+                self._fail(error)
+
+    def refresh(self, message: Refresh) -> Refreshed:
+        """A weight sync."""
+        self._paused = False
+        return Refreshed()
+
+    def stats(self) -> EngineStats:
+        """Return the figures beside the counters'."""
+        return EngineStats()
+
+    def end(self, request: Any) -> int:
+        """The length at which a request stops at the latest."""
+        limit = request.sampling_params.max_tokens or self._max_model_len
+        return min(self._max_model_len, len(request.prompt_token_ids) + limit)
+
+    def _begin_step(self, scheduled: Any, now: float) -> None:
+        raise NotImplementedError
+
+    def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        raise NotImplementedError
+
+    def _fail(self, error: Exception) -> None:
+        self.counters.error = repr(error)
+        logger.exception("das: the %s drafter failed and is off; decoding goes on without drafts", self.config.drafter)
+
+    def _pause_if_collapsed(self) -> None:
+        """Stop until the next weight sync where all drafts are rejected: they cost time and bring nothing."""
+        if collapsed(vars(self.counters)):
+            self._paused = True
+            logger.error(
+                "das: acceptance collapsed (%d of %d draft tokens); no drafts until the next weight sync",
+                self.counters.accepted_tokens,
+                self.counters.draft_tokens,
+            )

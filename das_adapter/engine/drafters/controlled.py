@@ -1,0 +1,207 @@
+"""The drafters `history`, `self` and `history+self`: one controller, and one or two sources of draft tokens."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.config import VllmConfig
+
+from das_adapter.core.controller import Controller, Decoded
+from das_adapter.core.latency import read_calibration
+from das_adapter.core.policy_copy import CopyDrafts
+from das_adapter.engine.drafters.base import Drafter
+from das_adapter.engine.drafters.history import HistorySource
+from das_adapter.engine.drafters.policy_copy import CopySource
+from das_adapter.engine.drafters.timing import StepTimer
+from das_adapter.protocol import decision_log
+from das_adapter.protocol.decision_log import DecisionLog
+from das_adapter.protocol.messages import Refresh, Refreshed
+from das_adapter.protocol.metrics import EngineStats
+
+logger = logging.getLogger("das_adapter")
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request that is being drafted for."""
+
+    req_id: str
+    slot: int
+    """In the controller."""
+    problem: int
+    start: int
+    """Length at which its response began."""
+    end: int
+    """Length at which it stops."""
+    length: int
+    """Tokens it had when it was last looked at."""
+    record: bool
+    """Whether its text may serve as history."""
+    begin: float = field(default_factory=time.time)
+
+
+class ControlledDrafter(Drafter):
+    """Drafts from the history, with the policy copy, or from whichever is worth more, as the controller decides."""
+
+    def __init__(self, vllm_config: VllmConfig):
+        super().__init__(vllm_config)
+        config = self.config
+        self.history = HistorySource(config.history, self._vocabulary) if config.uses_history else None
+        self.copy = CopySource(self, vllm_config, CopyDrafts(config.self.max_tokens)) if config.copies_policy else None
+        self.controller = Controller(
+            config.budget,
+            config.toggle,
+            self._max_model_len,
+            config.history.window,
+            read_calibration(config.toggle.calibration) if config.toggle.calibration else None,
+            self.copy.drafts if self.copy else None,
+            config.num_draft_tokens,
+        )
+        first = vllm_config.parallel_config.rank == 0
+        self.log = DecisionLog(config.log_dir) if config.log_dir and first else None
+        self.timer = StepTimer()
+        self._live: dict[str, LiveRequest] = {}
+        self._synced = False
+        """Whether a weight sync lies between the last step and the next."""
+
+    def load_model(self, policy: Any) -> None:
+        if self.copy:
+            self.copy.load(policy)
+
+    def refresh(self, message: Refresh) -> Refreshed:
+        """A weight sync (DAS, section 4.1): bring the history up to date, quantise the policy copy anew."""
+        answer = super().refresh(message)
+        self._synced = True
+        self.close([req_id for req_id in self._live if req_id not in self.runner.requests])
+        if self.history:
+            if message.history is not None and not message.history.directory:
+                self.close(list(self._live))  # they are opened again, with what they have written
+            answer["generation"] = self.history.refresh(message)
+        if self.copy:
+            answer["requantise_s"] = self.copy.refresh(message.draft_length)
+        controller, model = self.controller, self.controller.times.model
+        if self.log is not None:
+            saved = controller.time_saved(self._slots())
+            fitted = None if model is None else model.to_dict()
+            self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, controller.stopped))
+        controller.sync(message.version, [*(t.length for t in message.trajectories), *message.lengths])
+        return answer
+
+    def stats(self) -> EngineStats:
+        """Return the figures of the sources and of the controller since the last call."""
+        sources = [source.stats() for source in (self.history, self.copy) if source]
+        return EngineStats(**functools.reduce(dict.__or__, sources, self.controller.take(self._slots())))
+
+    def close(self, req_ids: Iterable[str]) -> None:
+        """Take leave of requests."""
+        for req_id in req_ids:
+            if live := self._live.pop(req_id, None):
+                if self.history:
+                    self.history.close(live)
+                if self.log is not None:
+                    counts = self.controller.request_counts(live.slot)
+                    self.log.add(decision_log.Request(*counts[:2], live.begin, time.time(), *counts[2:]))
+                self.controller.close(live.slot)
+
+    def _begin_step(self, scheduled: Any, now: float) -> None:
+        if self._synced:  # what had ended before the weight sync is not of the live policy
+            self._synced = False
+            for req_id in scheduled.finished_req_ids & self._live.keys():
+                self._live[req_id].record = False
+        step = self.timer.begin(scheduled, now)
+        if step is None:
+            return
+        controller, running, drafted = self.controller, len(step.slots), step.tokens - len(step.slots)
+        if self.log is not None:
+            model = controller.times.model
+            predicted = None if model is None else model.step(step.tokens, running, drafted > 0)
+            begin, accepted = time.time() - step.seconds - step.copy_seconds, int(step.got.sum()) - running
+            self.log.add(decision_log.Step(begin, running, step.tokens, drafted, accepted, step.seconds, predicted))
+        stopped = controller.stopped
+        controller.timed(step)
+        if controller.stopped and not stopped:
+            logger.error("das: %s: no drafts until the next weight sync", controller.stopped)
+
+    def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        drafts: list[list[int]] = [[] for _ in sampled]
+        rows, live = self._decoding(sampled, lengths, tokens)
+        decoded = self._decoded(rows, live, sampled, lengths)
+        offer = None
+        if self.history:
+            offer = functools.partial(self.history.draft, rows, live, lengths, tokens)
+        plan = self.controller.plan(decoded, offer)
+        for request, row in zip(live, rows, strict=True):
+            request.length = int(lengths[row])
+        if self.history:
+            self.history.take(rows, plan.history, drafts)
+        if self.copy:
+            begin = time.perf_counter()
+            counts = np.zeros(len(sampled), dtype=np.int64)
+            counts[rows] = plan.copy
+            self.copy.draft(counts, lengths, tokens, drafts)
+            self.timer.copied(time.perf_counter() - begin)
+        return drafts
+
+    def _decoding(
+        self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
+    ) -> tuple[list[int], list[LiveRequest]]:
+        """The rows of the batch that decode, and their requests; those that are gone are closed, new ones opened."""
+        requests, req_ids = self.runner.requests, self.runner.input_batch.req_ids
+        if len(self._live) > len(sampled) or any(req_id not in self._live for req_id in req_ids):
+            self.close([req_id for req_id in self._live if req_id not in requests])
+        rows, live = [], []
+        for row, (req_id, new) in enumerate(zip(req_ids, sampled, strict=False)):
+            if not new:
+                continue
+            length = int(lengths[row])
+            known = self._live.get(req_id)
+            if known is None or known.length > length:
+                known = self._open(req_id, requests[req_id], tokens[row, :length])
+            rows.append(row)
+            live.append(known)
+        return rows, live
+
+    def _open(self, req_id: str, request: Any, text: np.ndarray) -> LiveRequest:
+        self.close([req_id])
+        prompt, label = np.asarray(request.prompt_token_ids, dtype=np.int32), self.label(req_id)
+        problem, start, end = label.problem_of(prompt), label.start_in(len(prompt)), self.end(request)
+        slot = self.controller.open(problem, len(text) - start, end - start)
+        live = LiveRequest(req_id, slot, problem, start, end, len(text), label.record)
+        if self.history:
+            self.history.open(live, prompt, text)
+        self._live[req_id] = live
+        return live
+
+    def _decoded(
+        self, rows: list[int], live: list[LiveRequest], sampled: list[list[int]], lengths: np.ndarray
+    ) -> Decoded:
+        """What the step brought to the requests that decode."""
+        slots = np.array([request.slot for request in live], dtype=np.int64)
+        got = np.array([len(sampled[row]) for row in rows], dtype=np.int64)
+        carried = None if self.carried is None else np.asarray(self.carried, dtype=np.int64)[rows]
+        self.carried = None
+        if carried is not None and not carried.any():
+            carried = None
+        copied = None
+        if self.copy:
+            copied = self.copy.verified([request.req_id for request in live], got)
+        if carried is not None:
+            theirs = carried if copied is None else np.where(copied > 0, 0, carried)
+            accepted = np.where(theirs > 0, got - 1, 0)
+            if self.history:
+                self.history.verified(live, theirs, accepted)
+            if self.log is not None:
+                self.log.verified(self.controller.requests.written[slots], carried, np.where(carried > 0, got - 1, 0))
+        self.timer.sampled(slots, got)
+        # The next step writes the draft and one token more: neither may pass the request's end.
+        room = np.array([request.end - 1 for request in live], dtype=np.int64) - lengths[rows]
+        return Decoded(slots, got, carried, copied, room)
+
+    def _slots(self) -> np.ndarray:
+        return np.array([request.slot for request in self._live.values()], dtype=np.int64)

@@ -1,0 +1,86 @@
+"""What a host and an engine tell each other. Payloads are plain containers, as vLLM's remote calls carry them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypedDict
+
+
+class Trajectory(NamedTuple):
+    """A finished response."""
+
+    problem: int
+    """64-bit identity of the problem."""
+    tokens: bytes
+    """int32 token ids, the prompt excluded."""
+    version: int
+    """Weight version that wrote it."""
+
+    @property
+    def length(self) -> ResponseLength:
+        """How long it is."""
+        return ResponseLength(self.problem, len(self.tokens) // 4, self.version)
+
+
+class ResponseLength(NamedTuple):
+    """How long a response was."""
+
+    problem: int
+    tokens: int
+    version: int
+
+
+class Published(NamedTuple):
+    """A history that a node's service has published."""
+
+    directory: str
+    """Empty: none, the engine drafts without."""
+    generation: int
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What an engine hears at a weight sync (command `refresh`)."""
+
+    version: int
+    """Weight version from now on."""
+    history: Published | None = None
+    """What to map; None: what is mapped stays."""
+    lengths: Sequence[ResponseLength] = ()
+    """Of responses since the last refresh, beside those of `trajectories`."""
+    trajectories: Sequence[Trajectory] = ()
+    """For the engine's own history, where no service keeps one."""
+    draft_length: int | None = None
+    """Length of the policy copy's drafts, where the config has a ladder."""
+
+    @classmethod
+    def of(cls, payload: dict[str, Any]) -> Refresh:
+        """Read what `payload` made."""
+        records: dict[str, Any] = {"lengths": ResponseLength, "trajectories": Trajectory}
+        parts = {name: [record(*row) for row in payload.get(name, ())] for name, record in records.items()}
+        history = payload.get("history")
+        return cls(**{**payload, **parts, "history": None if history is None else Published(*history)})
+
+    def payload(self) -> dict[str, Any]:
+        """The fields that say something."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, (), [])}
+
+
+class Refreshed(TypedDict, total=False):
+    """What one rank of an engine answers to a refresh."""
+
+    generation: int
+    """Of the history that is mapped, 0: none. Missing where the rank drafts from no history."""
+    requantise_s: float
+    """Seconds that quantising the policy copy took."""
+    error: str
+    """What went wrong; the rank goes on without drafts."""
+
+
+class Started(TypedDict):
+    """What one rank answers to `hello`."""
+
+    version: str
+    drafter: str
+    sampler: str
