@@ -1,172 +1,210 @@
-"""The `das:` block as frozen dataclasses. Importing this costs nothing: no torch, no vLLM, no host framework."""
+"""The `das:` block as pydantic models. Importing this loads no torch, no vLLM and no host framework."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
+import functools
+import json
+import os
 import re
-import types
-import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
 
 from das_adapter.errors import ConfigError
 
-Drafter = Literal["none", "history", "self", "history+self", "eagle3", "mtp", "draft_model", "ngram"]
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
+_HISTORY = ("history", "history+self")
+_COPY = ("self", "history+self")
+_CONTROLLED = ("history", "self", "history+self")
+_NEURAL = ("eagle3", "mtp", "draft_model")
 
-@dataclass(frozen=True)
-class HistoryConfig:
+
+def _read_size(size: Any) -> Any:
+    if not isinstance(size, str):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("expected a size such as 512MiB or 8GiB")
+    return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+def _refuse_yaml_off(drafter: Any) -> Any:
+    if drafter is None or drafter is False:
+        raise ValueError("to turn das-adapter off, write `drafter: none`")
+    return drafter
+
+
+def _accept_yaml_off(mode: Any) -> Any:
+    return "off" if mode is False else mode
+
+
+Drafter = Literal["none", "history", "self", "history+self", "eagle3", "mtp", "draft_model", "ngram"]
+Size = Annotated[int, BeforeValidator(_read_size)]
+"""Bytes; reads 512MiB and the like."""
+UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
+"""Path (or name on the hub) in which a leading `~` is expanded."""
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=True, allow_inf_nan=False
+    )
+
+
+class HistoryConfig(_Block):
+    """What `history` and `history+self` draft from."""
+
     scope: Literal["problem", "global", "request"] = "problem"
-    """Whose text a request drafts from: its own problem's rollouts, all problems' rollouts, or only its own text."""
-    window: int = 16
-    """Weight versions a trajectory stays in the history (one version per weight sync). At least 1."""
-    max_bytes: int = 8 * 2**30
-    """Bytes the sealed history may take per node; problems not seen for longest go first, then the oldest versions.
-    Accepts 512MiB, 8GiB, ..."""
-    persist: str | None = None
-    """Directory `das_history` of a checkpoint of another run, whose history this run starts with; None: it starts with
-    none, or with its own where it resumes."""
-
-    def __post_init__(self) -> None:
-        _at_least("history.window", self.window, 1)
-        _at_least("history.max_bytes", self.max_bytes, 2**16)
+    """Whose text a request drafts from. `problem`: the rollouts of its own prompt; `global`: those of all prompts;
+    `request`: its own text alone."""
+    window: Annotated[int, Field(ge=1)] = 16
+    """Weight versions, one per weight sync, for which a rollout stays in the history."""
+    max_bytes: Annotated[Size, Field(ge=2**16)] = 8 * 2**30
+    """Size of a node's history, such as 512MiB. The problems not seen for longest go first, then the oldest
+    versions."""
+    persist: UserPath | None = None
+    """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
+    empty history, or with its own where it resumes."""
 
 
-@dataclass(frozen=True)
-class BudgetConfig:
+class BudgetConfig(_Block):
+    """How many draft tokens a request gets."""
+
     policy: Literal["optimal", "classes", "uniform", "unlimited"] = "optimal"
-    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs.
-    `classes`: the maximum for requests that become long, a third of it for medium ones, none for short ones.
-    `uniform`: the same maximum for everyone. `unlimited`: as far as the drafter goes."""
-    max_draft_tokens: int = 16
-    """Most draft tokens per request and decode step (vLLM's num_speculative_tokens). 1 to 128."""
-    min_chance: float = 0.15
-    """A draft is cut where the estimated chance that it survives so far falls under this (`classes`, `uniform`).
-    0 to 1."""
-
-    def __post_init__(self) -> None:
-        _at_least("budget.max_draft_tokens", self.max_draft_tokens, 1, 128)
-        _at_least("budget.min_chance", self.min_chance, 0.0, 1.0)
+    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `classes`:
+    the maximum for long requests, a third of it for medium ones, none for short ones; `uniform`: the maximum for all;
+    `unlimited`: as far as the drafter goes."""
+    max_draft_tokens: Annotated[int, Field(ge=1, le=128)] = 16
+    """Most draft tokens of a request in a decode step (vLLM's `num_speculative_tokens`)."""
+    min_chance: Annotated[float, Field(ge=0, le=1)] = 0.15
+    """`classes`, `uniform`: a draft ends where its estimated chance to survive so far falls under this."""
 
 
-@dataclass(frozen=True)
-class ToggleConfig:
-    mode: Literal["off", "threshold", "roofline"] = "roofline"
-    """When a batch is speculated on at all. `roofline`: when the latency model, fitted to the engine's own steps,
-    predicts a speed-up. `threshold`: when few enough requests are running. `off`: always, even at a loss."""
-    margin: float = 0.05
-    """Predicted speed-up above 1 at which `roofline` turns speculation on; it turns off at 1. 0 to 1."""
-    threshold: int = 32
-    """Running requests of an engine up to which `threshold` speculates. At least 1."""
-    calibration: str | None = None
-    """File of `das-adapter calibrate` to start from; None: the first decode steps are the calibration."""
+class ToggleConfig(_Block):
+    """When a batch is drafted for at all."""
 
-    def __post_init__(self) -> None:
-        _at_least("toggle.margin", self.margin, 0.0, 1.0)
-        _at_least("toggle.threshold", self.threshold, 1)
+    mode: Annotated[Literal["off", "threshold", "roofline"], BeforeValidator(_accept_yaml_off)] = "roofline"
+    """When a batch is drafted for. `roofline`: when the latency model, fitted to the engine's own steps, predicts a
+    speed-up; `threshold`: when few enough requests run; `off`: always, even at a loss."""
+    margin: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Predicted speed-up above 1 at which `roofline` turns drafting on; it turns off at 1."""
+    threshold: Annotated[int, Field(ge=1)] = 32
+    """Running requests of an engine up to which `threshold` drafts."""
+    calibration: UserPath | None = None
+    """File of `das-adapter calibrate` to start from. None: the first decode steps are the calibration."""
 
 
-@dataclass(frozen=True)
-class RoutingConfig:
+class RoutingConfig(_Block):
+    """Which replica a request goes to."""
+
     policy: Literal["longest_first", "least_loaded", "host"] = "longest_first"
-    """Which replica a request goes to. `longest_first`: requests predicted to be long are spread over the replicas and
-    start first. `least_loaded`: the replica with the fewest requests in flight. `host`: the host's own balancer."""
+    """Which replica a request goes to. `longest_first`: requests predicted to be long start first and are spread over
+    the replicas; `least_loaded`: to the replica with the fewest requests in flight; `host`: the host's own balancer."""
 
 
-@dataclass(frozen=True)
-class SelfConfig:
+class SelfConfig(_Block):
+    """The quantised copy of the policy, with which `self` and `history+self` draft."""
+
     weights: Literal["int4", "int8", "fp8"] = "int4"
-    """What the copy of the policy is rounded to. CPU: int4, int8; GPU: int4, fp8."""
-    max_tokens: int = 5
-    """Most tokens the copy drafts for a request in a step; how many of them pay is measured. 1 to 16."""
+    """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU); `int4`, `fp8` (GPU)."""
+    max_tokens: Annotated[int, Field(ge=1, le=16)] = 5
+    """Most tokens that the copy drafts for a request in a step; how many of them pay is measured."""
     ladder: list[int] | None = None
-    """Draft lengths, rising, of which all replicas use the same one: it goes up where nearly all that is drafted is
-    accepted, and down where much is not (EfficientRollout, algorithm 1). None: the length that pays is chosen at every
-    step."""
+    """Rising draft lengths such as `[3, 5]`, of which all replicas use the same one: a longer one where nearly every
+    draft token is accepted, a shorter one where many are not (EfficientRollout, algorithm 1). None: the length that
+    pays is chosen at every step."""
 
-    def __post_init__(self) -> None:
-        _at_least("self.max_tokens", self.max_tokens, 1, 16)
-        if self.ladder is not None:
-            if not self.ladder or self.ladder != sorted(set(self.ladder)):
-                raise ConfigError(f"self.ladder: found {self.ladder}, allowed: rising draft lengths such as [3, 5, 7]")
-            _at_least("self.ladder", self.ladder[0], 1)
-            _at_least("self.ladder", self.ladder[-1], 1, self.max_tokens)
+    @field_validator("ladder")
+    @classmethod
+    def _check_ladder(cls, ladder: list[int] | None, info: ValidationInfo) -> list[int] | None:
+        most = info.data.get("max_tokens", 16)
+        if ladder is not None and not (ladder and ladder == sorted({n for n in ladder if 1 <= n <= most})):
+            raise ValueError(f"allowed: rising draft lengths of 1 to {most} (das.self.max_tokens), such as [3, 5]")
+        return ladder
 
 
-@dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(_Block):
     """The neural drafter of `eagle3`, `mtp` and `draft_model`."""
 
-    model: str | None = None
-    """Checkpoint of the drafter. None: `mtp` drafts with the layers in the policy's own checkpoint."""
-    tokens: int = 3
-    """Draft tokens per request and decode step. 1 to 16."""
+    model: UserPath | None = None
+    """Checkpoint of the neural drafter: a directory or a name on the hub. None: `mtp` drafts with the layers in the
+    policy's own checkpoint."""
+    tokens: Annotated[int, Field(ge=1, le=16)] = 3
+    """Draft tokens of the neural drafter per request and decode step."""
     weights: Literal["checkpoint", "trainer"] = "checkpoint"
-    """Where the drafter's weights come from: its checkpoint for the whole run, or the trainer at each weight sync,
-    with `draft.` before their names (`mtp`: under the names the policy's checkpoint has for them)."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further keys of vLLM's speculative_config."""
-
-    def __post_init__(self) -> None:
-        _at_least("draft.tokens", self.tokens, 1, 16)
-        for key in ("method", "model", "num_speculative_tokens"):
-            if key in self.options:
-                raise ConfigError(f"draft.options.{key}: found {self.options[key]!r}; das.drafter, das.draft.model and "
-                                  "das.draft.tokens set it: remove it")  # fmt: skip
+    """Where the drafter's weights come from. `checkpoint`: its own, for the whole run; `trainer`: the trainer sends
+    them at each weight sync, with `draft.` before their names (`mtp`: under their names in the policy's checkpoint)."""
+    options: dict[str, Any] = {}
+    """Further keys of vLLM's `speculative_config`."""
 
 
-@dataclass(frozen=True)
-class VerifyConfig:
+class VerifyConfig(_Block):
+    """How draft tokens are verified."""
+
     noise: Literal["keyed", "stock"] | None = None
-    """Sampling noise: `keyed` makes tokens independent of the drafter, `stock` keeps vLLM's sampler.
-    None: keyed where a drafter drafts, stock for `drafter: none`."""
-    seed: int = 0
-    """Run seed of the keyed noise; runs with equal seeds draw equal tokens. 0 to 2^63 - 1."""
+    """Sampling noise. `keyed`: tokens do not depend on the drafter; `stock`: vLLM's own sampler. None: `keyed` with any
+    drafter, `stock` with `drafter: none`."""
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """Seed of the keyed noise: runs with equal seeds draw equal tokens."""
     allow_lossy: bool = False
-    """Let settings of vLLM through under which the tokens no longer have the policy's distribution."""
-
-    def __post_init__(self) -> None:
-        _at_least("verify.seed", self.seed, 0, 2**63 - 1)
+    """Accept entries of `draft.options` with which the tokens no longer have the policy's distribution."""
 
 
-@dataclass(frozen=True)
-class DasConfig:
-    drafter: Drafter = "history"
-    """Where draft tokens come from: nothing, the run's own history, a rounded copy of the policy (`self`), whichever
-    of the two is worth more (`history+self`), a neural drafter (`eagle3`, `mtp`, `draft_model`: vLLM's own methods), or
-    vLLM's prompt look-up (`ngram`)."""
-    history: HistoryConfig = field(default_factory=HistoryConfig)
-    budget: BudgetConfig = field(default_factory=BudgetConfig)
-    toggle: ToggleConfig = field(default_factory=ToggleConfig)
-    routing: RoutingConfig = field(default_factory=RoutingConfig)
-    self: SelfConfig = field(default_factory=SelfConfig)
-    draft: DraftConfig = field(default_factory=DraftConfig)
-    verify: VerifyConfig = field(default_factory=VerifyConfig)
-    log_dir: str | None = None
-    """Directory into which every engine writes its decisions, for `das-adapter report`; None: nowhere."""
+class DasConfig(_Block):
+    """The whole `das:` block."""
 
-    @property
-    def own(self) -> bool:
-        """Whether das-adapter drafts; else one of vLLM's methods or nothing does."""
-        return self.drafter in ("history", "self", "history+self")
+    drafter: Annotated[Drafter, BeforeValidator(_refuse_yaml_off)] = "history"
+    """Where draft tokens come from: the run's `history`; a quantised copy of the policy (`self`); whichever of the two
+    is worth more (`history+self`); a neural drafter (`eagle3`, `mtp`, `draft_model`); vLLM's prompt look-up (`ngram`).
+    `none`: nowhere, and the other keys may stay as they are."""
+    history: HistoryConfig = HistoryConfig()
+    budget: BudgetConfig = BudgetConfig()
+    toggle: ToggleConfig = ToggleConfig()
+    routing: RoutingConfig = RoutingConfig()
+    self: SelfConfig = SelfConfig()
+    draft: DraftConfig = DraftConfig()
+    verify: VerifyConfig = VerifyConfig()
+    log_dir: UserPath | None = None
+    """Directory into which every engine writes its decisions, which `das-adapter report` plots. None: they are not
+    written."""
 
     @property
-    def recalls(self) -> bool:
-        """Whether the run's history is drafted from."""
-        return self.drafter in ("history", "history+self")
+    def controlled(self) -> bool:
+        """Whether das-adapter's controller decides on the draft tokens."""
+        return self.drafter in _CONTROLLED
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether drafts come from the run's history."""
+        return self.drafter in _HISTORY
 
     @property
     def neural(self) -> bool:
         """Whether a drafter with weights of its own drafts."""
-        return self.drafter in ("eagle3", "mtp", "draft_model")
+        return self.drafter in _NEURAL
 
     @property
     def copies_policy(self) -> bool:
-        """Whether a rounded copy of the policy drafts."""
-        return self.drafter in ("self", "history+self")
+        """Whether a quantised copy of the policy drafts."""
+        return self.drafter in _COPY
 
     @property
     def num_draft_tokens(self) -> int:
@@ -186,8 +224,32 @@ class DasConfig:
         return self.drafter != "none" or self.keyed
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain containers that `parse` reads back to an equal config."""
-        return dataclasses.asdict(self)
+        """Return plain containers that `parse` reads back to an equal config: the values that are not the default."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+
+NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
+    "history": {"drafter": _HISTORY},
+    "history.window": {"history.scope": ("problem", "global")},
+    "history.max_bytes": {"history.scope": ("problem", "global")},
+    "history.persist": {"history.scope": ("problem", "global")},
+    "budget": {"drafter": _CONTROLLED},
+    "budget.max_draft_tokens": {"drafter": (*_HISTORY, "ngram")},
+    "budget.min_chance": {"budget.policy": ("classes", "uniform")},
+    "toggle": {"drafter": _CONTROLLED},
+    "toggle.margin": {"toggle.mode": ("roofline",)},
+    "toggle.threshold": {"toggle.mode": ("threshold",)},
+    "self": {"drafter": _COPY},
+    "draft": {"drafter": _NEURAL},
+    "verify.seed": {"verify.noise": ("keyed", None)},
+    "verify.allow_lossy": {"drafter": _NEURAL},
+    "log_dir": {"drafter": _CONTROLLED},
+}
+"""The values of other keys that a key needs to have an effect. The entry of a block holds for each of its keys, unless
+the key's own entry names the same setting. Keys without an entry act with every drafter."""
+
+LOSSY = {"rejection_sample_method": ("standard", "block")}
+"""Keys of vLLM's speculative_config that decide acceptance, and their values that keep the policy's distribution."""
 
 
 def parse(block: Any) -> DasConfig | None:
@@ -201,40 +263,110 @@ def parse(block: Any) -> DasConfig | None:
         keyed noise).
 
     Raises:
-        ConfigError: an unknown or ill-typed key, a value out of range, or keys that contradict each other.
+        ConfigError: an unknown or ill-typed key, a value out of range, a key without effect, or keys that contradict
+            each other.
     """
     if block is None:
         return None
-    config = block if isinstance(block, DasConfig) else _build(DasConfig, _plain(block), "das")
-    if config.drafter != "none" and config.history.scope == "request" and config.history != HistoryConfig("request"):
-        raise ConfigError("das.history.window / max_bytes / persist have no effect with das.history.scope='request': "
-                          "remove them")  # fmt: skip
-    if config.toggle.mode != "threshold" and config.toggle.threshold != ToggleConfig.threshold:
-        raise ConfigError(f"das.toggle.threshold={config.toggle.threshold} has an effect only with "
-                          f"das.toggle.mode='threshold' (found {config.toggle.mode!r}): remove it")  # fmt: skip
-    _check_draft(config)
+    try:
+        config = block if isinstance(block, DasConfig) else DasConfig.model_validate(_plain(block))
+    except ValidationError as error:
+        raise ConfigError("\n".join(map(_message, error.errors()))) from None
+    if config.drafter != "none":
+        _check_effects(config)
+        _check_draft(config)
     return config if config.active else None
 
 
-LOSSY = {"rejection_sample_method": ("standard", "block")}
-"""Keys of vLLM's speculative_config that decide acceptance, and their values that keep the policy's distribution."""
+def block_of(parent: Any, where: str) -> Any:
+    """Return the `das:` block in a node of a host's config, None where there is none.
+
+    Args:
+        parent: the node, or whatever stands in its place.
+        where: its full key.
+
+    Raises:
+        ConfigError: the block is empty, or a key is probably meant to be `das`.
+    """
+    if not isinstance(parent, Mapping):
+        return None
+    if "das" not in parent:
+        for key in map(str, parent):
+            word = re.split("[_-]", key.lower())[0]
+            if len(word) > 2 and difflib.get_close_matches(word, ["das"], cutoff=0.8):
+                raise ConfigError(f"{where}.{key}: unknown key; did you mean 'das'?")
+    elif parent["das"] is None:
+        raise ConfigError(f"{where}.das: found an empty block: to turn das-adapter off, remove the key or write "
+                          "`drafter: none` under it; for the defaults, write `das: {}`")  # fmt: skip
+    return parent.get("das")
+
+
+def check_files(config: DasConfig) -> None:
+    """Refuse files and directories of the block that this machine can't read or write.
+
+    Raises:
+        ConfigError: names the key and the path.
+    """
+    if config.drafter == "none":
+        return
+    if (calibration := config.toggle.calibration) is not None:
+        try:
+            json.loads(Path(calibration).read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"das.toggle.calibration: found {calibration!r}, expected a file that das-adapter "
+                              f"calibrate wrote: {error}") from None  # fmt: skip
+    if (persist := config.history.persist) is not None and not os.path.isdir(persist):
+        raise ConfigError(f"das.history.persist: found {persist!r}, expected a directory that exists")
+    if config.log_dir is not None:
+        path = Path(config.log_dir).absolute()
+        there = next(p for p in (path, *path.parents) if os.path.exists(p))
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"das.log_dir: found {config.log_dir!r}, expected a directory that can be written to; "
+                              f"{str(there)!r} can't")  # fmt: skip
+
+
+def bounds(field: FieldInfo) -> str:
+    """Describe the range of a key's values, such as "1 to 128"; empty where it has none."""
+    found = {name: getattr(m, name) for m in field.metadata for name in ("ge", "le") if hasattr(m, name)}
+    if not found:
+        return ""
+    high = "2^63 - 1" if found.get("le") == 2**63 - 1 else found.get("le")
+    return f"{found['ge']} or more" if high is None else f"{found['ge']} to {high}"
+
+
+def _check_effects(config: DasConfig) -> None:
+    for key, value in _given(config):
+        for setting, values in (NEEDS.get(key.partition(".")[0], {}) | NEEDS.get(key, {})).items():
+            found: Any = functools.reduce(getattr, setting.split("."), config)
+            if found in values:
+                continue
+            remedy = "remove it"
+            if key == "budget.max_draft_tokens":
+                remedy = f"use das.{'self.max_tokens' if config.drafter == 'self' else 'draft.tokens'}"
+            raise ConfigError(f"das.{key}={value!r} has an effect only with das.{setting}={_either(values)} "
+                              f"(found {found!r}): {remedy}")  # fmt: skip
+
+
+def _given(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys that were set, with their values."""
+    for name in type(block).model_fields:
+        value = getattr(block, name)
+        if isinstance(value, BaseModel):
+            yield from _given(value, f"{prefix}{name}.")
+        elif name in block.model_fields_set:
+            yield f"{prefix}{name}", value
 
 
 def _check_draft(config: DasConfig) -> None:
-    draft = config.draft
-    if not config.neural:
-        if draft != DraftConfig():
-            raise ConfigError(f"das.draft has no effect with das.drafter={config.drafter!r}: remove it, or choose "
-                              "'eagle3', 'mtp' or 'draft_model'")  # fmt: skip
-    elif draft.model is None and config.drafter != "mtp":
+    if config.drafter in ("eagle3", "draft_model") and config.draft.model is None:
         raise ConfigError(f"das.draft.model: found None, das.drafter={config.drafter!r} needs the drafter's checkpoint")
-    if config.self != SelfConfig() and not config.copies_policy:
-        raise ConfigError(f"das.self has no effect with das.drafter={config.drafter!r}: remove it, or choose 'self' or "
-                          "'history+self'")  # fmt: skip
     if config.drafter == "history+self" and config.self.max_tokens > config.budget.max_draft_tokens:
         raise ConfigError(f"das.self.max_tokens: found {config.self.max_tokens}, allowed: at most "
                           f"das.budget.max_draft_tokens={config.budget.max_draft_tokens}")  # fmt: skip
-    for key, value in draft.options.items():
+    for key, value in config.draft.options.items():
+        if key in ("method", "model", "num_speculative_tokens"):
+            raise ConfigError(f"das.draft.options.{key}: found {value!r}; das.drafter, das.draft.model and "
+                              "das.draft.tokens set it: remove it")  # fmt: skip
         lossy = value not in LOSSY[key] if key in LOSSY else bool(re.search("synthetic|lenien|typical|posterior", key))
         if lossy and not config.verify.allow_lossy:
             raise ConfigError(f"das.draft.options.{key}: found {value!r}, with which tokens lose the policy's "
@@ -245,72 +377,59 @@ def _check_draft(config: DasConfig) -> None:
 
 
 def _plain(node: Any) -> Any:
+    """Turn a host's containers (OmegaConf's, say) into plain ones with strings as keys."""
     if isinstance(node, Mapping):
-        return {str(k): _plain(v) for k, v in node.items()}
-    if hasattr(node, "items"):  # an OmegaConf node that is no Mapping
-        return {str(k): _plain(v) for k, v in node.items()}
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, Sequence) and not isinstance(node, str | bytes):
+        return [_plain(value) for value in node]
     return node
 
 
-def _build(cls: type, found: Any, where: str) -> Any:
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where}: found {found!r}, expected a block with the keys {_names(cls)}")
-    hints = typing.get_type_hints(cls)
-    values = {}
-    for key, value in found.items():
-        if key not in hints:
-            near = difflib.get_close_matches(key, hints, n=1, cutoff=0.5)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
-            raise ConfigError(f"{where}.{key}: unknown key{hint} Allowed: {_names(cls)}")
-        values[key] = _value(hints[key], value, f"{where}.{key}")
-    try:
-        return cls(**values)
-    except ConfigError as e:
-        raise ConfigError(f"das.{e}") from None
+_EXPECTED = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a string",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "string_too_short": "a path",
+}
 
 
-def _value(hint: Any, value: Any, where: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, where)
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    if value is None and type(None) in options:
-        return None
-    kind = next(o for o in options if o is not type(None))
-    if typing.get_origin(kind) is dict:
-        kind = dict
-    if typing.get_origin(kind) is list:
-        (item,) = typing.get_args(kind)
-        if not isinstance(value, list):
-            raise ConfigError(f"{where}: found {value!r}, expected a list")
-        return [_value(item, x, f"{where}[{i}]") for i, x in enumerate(value)]
-    if typing.get_origin(kind) is Literal:
-        allowed = typing.get_args(kind)
-        if value not in allowed:
-            near = difflib.get_close_matches(str(value), allowed, n=1)
-            hint_ = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{where}: found {value!r}{hint_} Allowed: {', '.join(map(repr, allowed))}")
-        return value
-    if where.endswith("_bytes") and isinstance(value, str):
-        return _bytes(value, where)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind:
-        raise ConfigError(f"{where}: found {value!r} ({type(value).__name__}), expected {kind.__name__}")
-    return value
+def _message(error: ErrorDetails) -> str:
+    """Say one of pydantic's errors with the full key, what was found, and what is allowed."""
+    loc, kind, found = error["loc"], error["type"], error["input"]
+    key = "das" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
+    block = _block(loc)
+    if kind == "extra_forbidden":
+        return f"{key}: unknown key{_suggestion(loc[-1], block.model_fields)}{', '.join(block.model_fields)}"
+    if kind == "model_type":
+        return f"{key}: found {found!r}, expected a block with the keys {', '.join(block.model_fields)}"
+    if kind == "literal_error":
+        allowed = error["ctx"]["expected"]
+        hint = _suggestion(found, re.findall("'(.+?)'", allowed))
+        return f"{key}: found {found!r}{hint}{allowed}"
+    if kind in ("greater_than_equal", "less_than_equal", "finite_number"):
+        return f"{key}: found {found}, allowed: {bounds(block.model_fields[str(loc[-1])])}"
+    if kind == "value_error":
+        return f"{key}: found {found!r}, {error['ctx']['error']}"
+    return f"{key}: found {found!r} ({type(found).__name__}), expected {_EXPECTED.get(kind, error['msg'])}"
 
 
-def _bytes(text: str, where: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{where}: found {text!r}, expected a size such as 512MiB or 8GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+def _block(loc: Iterable[int | str]) -> type[_Block]:
+    """Return the innermost block that a key names or lies in."""
+    block: type[_Block] = DasConfig
+    for part in loc:
+        inner = getattr(block.model_fields.get(str(part)), "annotation", None)
+        block = inner if isinstance(inner, type) and issubclass(inner, _Block) else block
+    return block
 
 
-def _at_least(key: str, value: float, low: float, high: float | None = None) -> None:
-    if value < low or (high is not None and value > high):
-        raise ConfigError(f"{key}: found {value}, allowed: {low} to {high}" if high is not None
-                          else f"{key}: found {value}, allowed: {low} or more")  # fmt: skip
+def _suggestion(word: Any, allowed: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(word), list(allowed), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}? Allowed: " if near else ". Allowed: "
 
 
-def _names(cls: type) -> str:
-    return ", ".join(f.name for f in dataclasses.fields(cls))
+def _either(values: Iterable[str | None]) -> str:
+    *most, last = (repr(value) for value in values if value is not None)
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,4 +1,4 @@
-"""Reading the `das:` block out of a NeMo-RL config, and what it excludes there."""
+"""Read the `das:` block of a NeMo-RL config, and refuse what it excludes there."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from das_adapter import compat
-from das_adapter.config import DasConfig, parse
+from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.errors import ConfigError
 
-BLOCK = "policy.generation.das"
+GENERATION = "policy.generation"
+BLOCK = f"{GENERATION}.das"
+ADDITIONAL = f"{GENERATION}.vllm_kwargs.additional_config"
 REFRESHER = "das_refresher"
 """Key of vLLM's `additional_config`: `host` where the generation worker brings the engine's history up to date after a
 refit; without it the engine's own worker does (`das_adapter.nemo_rl.engine`)."""
 
 
 def of_generation(generation: Mapping[str, Any]) -> DasConfig | None:
-    """The block of a generation config (`policy.generation`); None leaves NeMo-RL as it is.
+    """Return the block of a generation config (`policy.generation`); None leaves NeMo-RL as it is.
 
     The engine reads the block from `vllm_kwargs.additional_config.das`, where the overlay puts it too; one of the two
     places is enough, and both must agree.
     """
-    block, engine = generation.get("das"), (_vllm_kwargs(generation).get("additional_config") or {}).get("das")
+    block = block_of(generation, GENERATION)
+    engine = block_of(_vllm_kwargs(generation).get("additional_config"), ADDITIONAL)
     if block is not None and engine is not None and parse(block) != parse(engine):
-        raise ConfigError(
-            f"{BLOCK} and policy.generation.vllm_kwargs.additional_config.das differ: "
-            "set the latter to ${policy.generation.das}, or remove it"
-        )
+        raise ConfigError(f"{BLOCK} and {ADDITIONAL}.das differ: set the latter to ${{{BLOCK}}}, or remove it")
     return parse(engine if block is None else block)
 
 
@@ -35,24 +35,29 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
 
     Raises:
         ConfigError: names the key, what was found and what is allowed.
-        UnsupportedHost: NeMo-RL lacks a symbol we stand on.
+        UnsupportedHost: NeMo-RL lacks a symbol that das-adapter needs.
     """
     das = of_generation(generation)
     if das is None:
         return None
     if generation.get("backend", "vllm") != "vllm":
-        raise ConfigError(f"{BLOCK}: found policy.generation.backend={generation['backend']!r}, allowed: 'vllm'")
+        raise ConfigError(f"{BLOCK}: found {GENERATION}.backend={generation['backend']!r}, allowed: 'vllm'")
+    additional = _vllm_kwargs(generation).get("additional_config")
+    if additional is not None and not isinstance(additional, Mapping):
+        raise ConfigError(f"{ADDITIONAL}: found {additional!r}, expected a mapping")
     if das.drafter != "none" and _vllm_kwargs(generation).get("speculative_config"):
         raise ConfigError(
-            f"{BLOCK}.drafter={das.drafter!r} and policy.generation.vllm_kwargs.speculative_config both choose a "
+            f"{BLOCK}.drafter={das.drafter!r} and {GENERATION}.vllm_kwargs.speculative_config both choose a "
             "drafter: remove one of them"
         )
-    if das.history.persist is not None:
-        raise ConfigError(f"{BLOCK}.history.persist: found {das.history.persist!r}; allowed under NeMo-RL: null")
+    if das.uses_history and das.history.persist is not None:
+        raise ConfigError(f"{BLOCK}.history.persist: found {das.history.persist!r}, allowed under NeMo-RL: null")
     if generation.get("quant_cfg") is not None:
         raise ConfigError(
-            f"{BLOCK}: found policy.generation.quant_cfg, whose workers replace ours; allowed: quant_cfg: null"
+            f"{BLOCK}: found {GENERATION}.quant_cfg={generation['quant_cfg']!r}, whose workers take the place of "
+            "das-adapter's; allowed: null"
         )
+    check_files(das)
     compat.require("nemo_rl")
     return das
 

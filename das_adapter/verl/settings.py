@@ -1,24 +1,25 @@
-"""Reading the `das:` block out of a veRL config, and what it excludes there."""
+"""Read the `das:` block of a veRL config, and refuse what it excludes there."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from das_adapter import compat
-from das_adapter.config import DasConfig, parse
+from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.errors import ConfigError
 
-BLOCK = "actor_rollout_ref.rollout.custom.das"
+ROLLOUT = "actor_rollout_ref.rollout"
+BLOCK = f"{ROLLOUT}.custom.das"
 
 
 def of_rollout(rollout: Any) -> DasConfig | None:
-    """The block of a rollout config (OmegaConf node or veRL's `RolloutConfig`); None leaves veRL as it is."""
-    custom = _get(rollout, "custom")
-    return parse(_get(custom, "das"))
+    """Return the block of a rollout config (OmegaConf node or veRL's `RolloutConfig`); None leaves veRL as it is."""
+    return parse(block_of(_get(rollout, "custom"), f"{ROLLOUT}.custom"))
 
 
 def of_run(config: Any) -> DasConfig | None:
-    """The block of a whole run's config; None where there is none."""
+    """Return the block of a whole run's config; None where there is none."""
     rollout = _get(_get(config, "actor_rollout_ref"), "rollout")
     return of_rollout(rollout)
 
@@ -28,37 +29,41 @@ def check(config: Any) -> DasConfig | None:
 
     Raises:
         ConfigError: names the key, what was found and what is allowed.
-        UnsupportedHost: vLLM or veRL lacks a symbol we stand on.
+        UnsupportedHost: vLLM or veRL lacks a symbol that das-adapter needs.
     """
     das = of_run(config)
     if das is None:
         return None
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
-        raise ConfigError(f"{BLOCK}: found actor_rollout_ref.rollout.name={rollout.name!r}, allowed: 'vllm'")
+        raise ConfigError(f"{BLOCK}: found {ROLLOUT}.name={rollout.name!r}, allowed: 'vllm'")
     engine = _get(_get(rollout, "engine_kwargs"), "vllm")
+    additional = _get(engine, "additional_config")
+    if additional is not None and not isinstance(additional, Mapping):
+        raise ConfigError(f"{ROLLOUT}.engine_kwargs.vllm.additional_config: found {additional!r}, expected a mapping")
     if das.drafter != "none":
         if _get(engine, "speculative_config"):
             raise ConfigError(
-                f"{BLOCK}.drafter={das.drafter!r} and actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config "
-                "both choose a drafter: remove one of them"
+                f"{BLOCK}.drafter={das.drafter!r} and {ROLLOUT}.engine_kwargs.vllm.speculative_config both choose a "
+                "drafter: remove one of them"
             )
         mtp = _get(_get(config.actor_rollout_ref, "model"), "mtp")
         if _get(mtp, "enable") and _get(mtp, "enable_rollout"):
             raise ConfigError(
                 f"{BLOCK}.drafter={das.drafter!r} and actor_rollout_ref.model.mtp.enable_rollout=True both choose a "
-                "drafter: set one of them off"
+                "drafter: turn one of them off"
             )
         if _get(_get(rollout, "checkpoint_engine"), "backend") == "delta_sharded":
             raise ConfigError(
-                f"{BLOCK}.drafter={das.drafter!r}: found rollout.checkpoint_engine.backend='delta_sharded', "
+                f"{BLOCK}.drafter={das.drafter!r}: found {ROLLOUT}.checkpoint_engine.backend='delta_sharded', "
                 "which refuses speculative decoding; any other backend is allowed"
             )
     if das.routing.policy != "host" and _get(rollout, "router_config_path"):
         raise ConfigError(
-            f"{BLOCK}.routing.policy={das.routing.policy!r} and actor_rollout_ref.rollout.router_config_path "
-            f"both choose a router: set {BLOCK}.routing.policy='host', or remove the other"
+            f"{BLOCK}.routing.policy={das.routing.policy!r} and {ROLLOUT}.router_config_path both choose a router: "
+            f"set {BLOCK}.routing.policy='host', or remove the other"
         )
+    check_files(das)
     compat.require("vllm")
     compat.require("verl")
     return das
