@@ -167,14 +167,15 @@ def cpu_env() -> None:
 @click.option("--version", type=int, help="Weight version whose rollout is shown over time; default: the last.")
 def report(run_dir: Path, out: Path | None, version: int | None) -> None:
     """Turn the decision logs of a run (das.log_dir) into plots: timeline, steps, acceptance, latency."""
-    from das_adapter.tools import report as logs
+    from das_adapter.protocol import decision_log
+    from das_adapter.tools import report as plots
 
     try:
-        rollouts = logs.read(run_dir)
-        written = logs.write(rollouts, out or run_dir / "report", version)
+        rollouts = decision_log.read(run_dir)
+        written = plots.write(rollouts, out or run_dir / "report", version)
     except DasError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(json.dumps(logs.summary(rollouts), indent=2))
+    click.echo(json.dumps(plots.summary(rollouts), indent=2))
     click.echo("\n".join(map(str, written)))
 
 

@@ -18,6 +18,7 @@ import random
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
@@ -35,42 +36,42 @@ os.environ.update(
 
 def sabotage(kind: str) -> None:
     """Break a part of das-adapter, to see that it is needed or that nothing depends on it."""
-    from das_adapter.engine import cpu_patches as cpu
-    from das_adapter.engine.drafters import history as proposer
+    from das_adapter.engine import cpu_patches
+    from das_adapter.engine.drafters.controlled import ControlledDrafter
 
     def garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
         rng = random.Random(len(sampled))
         return [[rng.randrange(90) for _ in range(rng.randrange(17))] if tokens else [] for tokens in sampled]
 
     def failing(self: Any, sampled: list[list[int]], *args: Any) -> list[list[int]]:
-        if self.index.tokens or max(args[0][: len(sampled)]) > 60:
+        if self.history.index.tokens or max(args[0][: len(sampled)]) > 60:
             raise RuntimeError("the drafter is broken on purpose")
         return garbage(self, sampled)
 
     if kind == "garbage drafts":
-        proposer.HistoryProposer._propose = garbage
+        ControlledDrafter._propose = garbage
     elif kind == "failing drafter":
-        proposer.HistoryProposer._propose = failing
+        ControlledDrafter._propose = failing
     elif kind == "no CPU fix":
-        cpu._expand_batch_to_tokens = lambda: None
+        cpu_patches.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
     elif kind == "drafter without weights":
         from das_adapter.engine.drafters.neural import DraftWeights
 
-        stock = DraftWeights._install
+        stock = DraftWeights.take_loaded
 
-        def install(self: Any) -> None:
+        def take_loaded(self: Any) -> None:
             stock(self)
             lose(self._runner)
 
-        DraftWeights._install = install
+        DraftWeights.take_loaded = take_loaded
     elif kind == "stale copy":
         from das_adapter.engine.drafters.policy_copy import PolicyCopy
 
-        PolicyCopy.renew = lambda self: None
+        PolicyCopy.quantise = lambda self: None
     elif kind == "no room near max_model_len":
-        from das_adapter.engine.worker import DasWorker
+        from das_adapter.engine.worker import WorkerState
 
-        DasWorker._draft_up_to_the_end = lambda self: None
+        WorkerState._draft_up_to_the_end = lambda self: None
     else:
         raise ValueError(kind)
 
@@ -216,8 +217,8 @@ def sleep(llm: Any, level: int) -> None:
     if level == 2:
         for parameter in runner.model.parameters():
             parameter.data.zero_()
-        for _, rounded in runner.drafter.drafter.copy.layers:
-            for tensor in rounded.tensors():
+        for _, weight in runner.drafter.copy.copy.layers:
+            for tensor in weight.tensors():
                 tensor.zero_()
         perturb(runner.model, 0.0)  # what the host sends after waking up
 
@@ -228,9 +229,9 @@ def copy_is_fresh(runner: Any) -> bool:
 
     from das_adapter.engine.drafters.policy_copy import PolicyCopy
 
-    drafter = runner.drafter.drafter
-    fresh = PolicyCopy(runner.model, drafter._weights)
-    return all(torch.equal(a, b) for (_, x), (_, y) in zip(drafter.copy.layers, fresh.layers, strict=True)
+    drafter = runner.drafter
+    fresh = PolicyCopy(runner.model, drafter.config.self.weights)
+    return all(torch.equal(a, b) for (_, x), (_, y) in zip(drafter.copy.copy.layers, fresh.layers, strict=True)
                for a, b in zip(x.tensors(), y.tensors(), strict=True))  # fmt: skip
 
 

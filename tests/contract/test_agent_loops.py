@@ -24,9 +24,9 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from das_adapter.core.identity import prompt_identity
 from das_adapter.core.index import SuffixIndex
-from das_adapter.core.noise import prompt_identity
-from das_adapter.protocol.engine_args import PROBLEM_ARG, SEED_ARG, START_ARG
+from das_adapter.protocol.label import Label
 from das_adapter.verl import identity
 from das_adapter.verl.router import SiblingLoadBalancer
 
@@ -64,7 +64,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], dict[str, int]]]]]]:
+def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], Label]]]]]:
     """Two samples of a problem: what the agent loop returned, and the requests it made."""
     with initialize_config_dir(str(ROOT / "examples/verl"), version_base=None):
         multi_turn = {"format": "always", "max_assistant_turns": 3, "max_parallel_calls": 1}
@@ -88,7 +88,7 @@ def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], dict[str, int]]]
         trajectory = {"step": 1, "sample_index": 5, "rollout_n": number, "validate": False}
         prompt = [{"role": "user", "content": "17 a=5+3"}]
         output = await identity.around_agent_loop(run)(None, {}, trajectory, session_id=number, raw_prompt=prompt)
-        return output, await server.asked.remote()
+        return output, [(ids, Label.of(extra)) for ids, extra in await server.asked.remote()]
 
     yield [asyncio.run(sample(number)) for number in range(2)]
     ray.shutdown()
@@ -102,15 +102,15 @@ def test_the_hooks_are_in() -> None:
 def test_every_turn_is_of_the_first_turns_problem(samples: Any) -> None:
     (_, mine), (_, siblings) = samples
     assert len(mine) == len(siblings) == len(ANSWERS)
-    problems = {label[PROBLEM_ARG] for _, label in (*mine, *siblings)}
+    problems = {label.problem for _, label in (*mine, *siblings)}
     assert problems == {prompt_identity(mine[0][0])}
-    assert len({label[SEED_ARG] for _, label in mine}) == 1 != len({mine[0][1][SEED_ARG], siblings[0][1][SEED_ARG]})
+    assert len({label.seed for _, label in mine}) == 1 != len({mine[0][1].seed, siblings[0][1].seed})
 
 
 def test_turns_together_are_the_conversation_each_token_once(samples: Any) -> None:
     """What the server hands to the history: the answers, and in front of each what the tool said before."""
     output, requests = samples[0]
-    texts = [[*prompt[label[START_ARG] :], *said] for (prompt, label), said in zip(requests, ANSWERS, strict=True)]
+    texts = [[*prompt[label.start :], *said] for (prompt, label), said in zip(requests, ANSWERS, strict=True)]
     assert [token for text in texts for token in text] == output.response_ids
     assert texts[0] == ANSWERS[0]
     assert len(texts[1]) > len(ANSWERS[1])  # the tool's words are history
@@ -123,9 +123,9 @@ def test_the_tools_words_are_drafted_from_but_are_no_output(samples: Any) -> Non
 
     index = SuffixIndex()
     for (prompt, label), said in zip(requests, ANSWERS, strict=True):
-        index.add(label[PROBLEM_ARG], [*prompt[label[START_ARG] :], *said], 0)
+        index.add(label.problem, [*prompt[label.start :], *said], 0)
     index.seal()
     prompt, label = siblings[1]  # of the other sample, with the tool's words at its end
-    start = label[START_ARG]
-    handle = index.open(label[PROBLEM_ARG], prompt[:start], prefix=prompt[start:])
+    start = label.start
+    handle = index.open(label.problem, prompt[:start], prefix=prompt[start:])
     assert index.draft([handle], [4], 0.0)[0][0].tolist()[:2] == ANSWERS[1]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_losslessness import OFF, PLAIN, requests, two_rounds
 
+from das_adapter.protocol.decision_log import read
 from das_adapter.tools import report
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
@@ -29,9 +30,9 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
         assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
         assert not any(r["stats"]["error"] for r in result)
         for r in result:
-            assert sum(r["stats"]["class_rounds"]) == r["stats"]["request_forwards"]
+            assert sum(r["stats"]["class_steps"]) == r["stats"]["request_forwards"]
             assert sum(r["stats"]["class_drafts"]) == r["stats"]["draft_tokens"]
-    rollouts = report.read(logs)
+    rollouts = read(logs)
     figures = report.summary(rollouts)
     assert figures["requests"] > 0
     assert figures["decode_steps"] > 50

@@ -28,12 +28,12 @@ from omegaconf import OmegaConf
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 from das_adapter import compat
+from das_adapter.core.identity import prompt_identity
 from das_adapter.core.index import SuffixIndex
-from das_adapter.core.noise import prompt_identity
 from das_adapter.errors import ConfigError, UnsupportedHost
-from das_adapter.nemo_rl import engine_hooks as tap
 from das_adapter.nemo_rl import install, settings
-from das_adapter.protocol.engine_args import RECORD_ARG, SEED_ARG
+from das_adapter.nemo_rl.engine_hooks import REFITS, AsyncEngineHooks, SyncEngineHooks
+from das_adapter.protocol.label import Label
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = Path(nemo_rl.__file__).parents[1]
@@ -114,7 +114,7 @@ def test_every_refit_of_the_host_is_known() -> None:
     called = {name for path in sources for name in re.findall(pattern, path.read_text())}
     called.remove("update_weights_from_decoded_sparse_payload")  # a part of a refit, finished by finish_sparse...
     engine_side = {name for name in called if not name.endswith("_async")}
-    assert engine_side == tap.REFITS
+    assert engine_side == REFITS
 
 
 class Engine:
@@ -162,7 +162,7 @@ def block() -> Any:
 
 def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_here: None) -> None:
     engine = Engine()
-    front = tap.SyncTap(engine, block(), source=1)
+    front = SyncEngineHooks.attach(engine, block(), source=1)
     front.start()
     engine.generate([{"prompt_token_ids": [1, 2]}] * 2, SamplingParams())
     front.validating = True
@@ -174,9 +174,9 @@ def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_h
     assert first["lengths"] == [(prompt_identity([1, 2]), 3, 0)] * 2
     assert second["lengths"] == []
     assert written(first["history"]) == 6
-    seeds = [p.extra_args[SEED_ARG] for p in engine.params]
-    assert len(set(seeds)) == 3
-    assert [p.extra_args[RECORD_ARG] for p in engine.params] == [1, 1, 0]
+    sent = [Label.of(params.extra_args) for params in engine.params]
+    assert len({label.seed for label in sent}) == 3
+    assert [label.record for label in sent] == [True, True, False]
     assert front.report()["weight_version"] == 2
 
 
@@ -184,7 +184,7 @@ def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) ->
     """NeMo-Gym's requests reach the engine over HTTP, without labels, and some ask for several samples."""
 
     async def serve() -> list[Any]:
-        front = tap.AsyncTap(engine, block(), source=3)
+        front = AsyncEngineHooks.attach(engine, block(), source=3)
         await front.start()
         for params in (SamplingParams(), SamplingParams(n=2, seed=5)):
             async for _ in engine.generate({"prompt_token_ids": [1, 2]}, params, "id"):
@@ -197,15 +197,15 @@ def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) ->
     assert payload["lengths"] == [(prompt_identity([1, 2]), 3, 0)] * 2
     assert written(payload["history"]) == 6
     one, several = engine.params
-    assert SEED_ARG in one.extra_args
-    assert SEED_ARG not in several.extra_args and several.seed == 5
+    assert Label.of(one.extra_args).seed is not None
+    assert Label.of(several.extra_args).seed is None and several.seed == 5
 
 
 def test_a_host_without_our_plug_in_is_told_so(ray_here: None) -> None:
     engine = Engine()
     engine.collective_rpc = lambda *_, **__: [][0]  # type: ignore[method-assign]
     with pytest.raises(UnsupportedHost, match="entry point"):
-        tap.SyncTap(engine, block(), source=1).start()
+        SyncEngineHooks.attach(engine, block(), source=1).start()
 
 
 @pytest.fixture
@@ -218,8 +218,7 @@ def ray_here() -> Any:
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
-    from das_adapter.nemo_rl.dispatch import longest_first
-
+    from das_adapter.core.routing import longest_first
     from das_adapter.nemo_rl.generation import _Planned
 
     problems = [1, 1, 2, 2, 3, 3, 4]

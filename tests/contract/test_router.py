@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("verl")
 import ray
 
-from das_adapter.protocol.engine_args import PROBLEM_ARG
+from das_adapter.protocol.label import Label
 from das_adapter.service.ledger import ledger
 from das_adapter.verl.router import LongestFirstBalancer
 
@@ -25,7 +25,7 @@ def service() -> Iterator[Any]:
 
 
 def acquire(balancer: LongestFirstBalancer, request: str, problem: int) -> str:
-    return balancer.acquire_server(request, {"extra_args": {PROBLEM_ARG: problem}})[0]
+    return balancer.acquire_server(request, {"extra_args": Label(problem).extra_args()})[0]
 
 
 def remember(service: Any) -> None:

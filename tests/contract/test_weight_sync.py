@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_losslessness import HISTORY, OFF, PLAIN, requests, two_rounds
+from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, requests, two_rounds
 
-SELF = {"drafter": "self"}
-MIXED = {"drafter": "history+self", "budget": {"min_chance": 0.02}}
 HOST = {"DAS_CPU_WEIGHT_SYNC": "1"}
 """Weights are written into the live model, as veRL does on a CPU."""
 
@@ -36,7 +34,7 @@ def test_a_text_that_ends_with_the_last_step_before_a_sync_is_not_live_after_it(
     assert 0 < second["stats"]["accepted_tokens"] == first["stats"]["accepted_tokens"]
 
 
-def test_a_copy_that_is_not_renewed_drafts_for_the_old_policy(engine: Any) -> None:
+def test_a_copy_that_is_not_quantised_anew_drafts_for_the_old_policy(engine: Any) -> None:
     first, second = two_rounds(requests(PLAIN))
     rounds = [{**first, "perturb": 1.0}, second]
     rate = [
@@ -77,8 +75,7 @@ def test_slots_for_drafts_are_reserved(engine: Any) -> None:
 
 def test_a_length_that_replicas_agreed_on_is_drafted(engine: Any) -> None:
     first, second = two_rounds(requests(PLAIN))
-    das = {**SELF, "toggle": {"mode": "off"}}
-    result = engine(das=das, rounds=[{**first, "draft_length": 2}, second], env=HOST)
+    result = engine(das=SELF, rounds=[{**first, "draft_length": 2}, second], env=HOST)
     length = [r["stats"]["draft_tokens"] / r["stats"]["drafted_forwards"] for r in result]
     assert length[0] > 4
     assert 1.9 < length[1] <= 2

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from das_adapter.core.latency import Hardware, Roofline, StepModel
+from das_adapter.core.latency import Hardware, Roofline, StepModel, read_calibration
 from das_adapter.errors import DasError
-from das_adapter.tools.calibrate import Sample, analyse, read, write
+from das_adapter.tools.calibrate import Sample, analyse, write
 
 CONFIG = dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
               intermediate_size=4864, vocab_size=32000)  # fmt: skip
@@ -46,10 +46,10 @@ def test_what_is_written_is_read_back_and_says_where_it_comes_from(tmp_path: Pat
     samples = sweep(lambda b, s, d: 0.02 + 0.0004 * b * (1 + d))
     result = analyse(samples, CONFIG)
     write(tmp_path / "c.json", "a-model", samples, result, "das-adapter calibrate a-model")
-    assert read(tmp_path / "c.json") == StepModel(**result["line"])
+    assert read_calibration(str(tmp_path / "c.json")) == StepModel(**result["line"])
     content = json.loads((tmp_path / "c.json").read_text())
     assert content["provenance"]["command"] == "das-adapter calibrate a-model"
     assert len(content["samples"]) == 40
     assert (tmp_path / "c.png").stat().st_size > 1000
     with pytest.raises(DasError, match=r"das\.toggle\.calibration"):
-        read(tmp_path / "missing.json")
+        read_calibration(str(tmp_path / "missing.json"))

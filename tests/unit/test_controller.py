@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from das_adapter.config import BudgetConfig, ToggleConfig
-from das_adapter.core.controller import LOOK, Controller
+from das_adapter.core.controller import CONSIDER_STEPS, Controller, Decoded, TimedStep
 from das_adapter.core.latency import StepModel
 
 MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
@@ -22,6 +22,13 @@ class Rollout:
     drafted: int
     accepted: int
     texts: list[int]
+
+
+def stated(limits: np.ndarray, chance: float) -> tuple[np.ndarray, np.ndarray]:
+    """Drafts as long as they may be, whose tokens are each accepted with `chance`."""
+    offsets = np.concatenate([[0], np.cumsum(limits)])
+    place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], limits)
+    return np.maximum(chance ** (place + 1), 1e-3).astype(np.float32), offsets
 
 
 def rollout(
@@ -61,19 +68,13 @@ def rollout(
         if controller is None:
             continue
         at, grown = np.array([slots[i] for i in live]), np.array(got)
-        controller.verified(at, grown, carried if carried.any() else None)
-        controller.step(at, grown, tokens, bool(carried.any()), took)
+        room = np.maximum(lengths[live] - done[live] - 1, 0)
+        decoded = Decoded(at, grown, carried if carried.any() else None, None, room)
+        plan = controller.plan(decoded, lambda limits, floor: stated(limits, chance))
+        keep = dict(zip(live, plan.history.tolist(), strict=True))
+        controller.timed(TimedStep(at, grown, tokens, took))
         for i in [i for i in live if done[i] >= lengths[i]]:
             controller.close(slots.pop(i))
-        left = [i for i in live if done[i] < lengths[i]]
-        keep = {}
-        if controller.looks(len(left)):
-            at = np.array([slots[i] for i in left])
-            caps = controller.caps(at, lengths[left] - done[left] - 1)
-            offsets = np.concatenate([[0], np.cumsum(caps)])
-            place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], caps)
-            stated = np.maximum(chance ** (place + 1), 1e-3).astype(np.float32)
-            keep = dict(zip(left, controller.cut(at, stated, offsets).tolist(), strict=True))
     return Rollout(seconds, steps, total_drafted, total_accepted, done.tolist())
 
 
@@ -156,7 +157,7 @@ def test_drafting_goes_to_those_who_decide_the_end() -> None:
     controller.take(np.zeros(0, dtype=int))
     rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
     figures = controller.take(np.zeros(0, dtype=int))
-    short, _, long = np.array(figures["class_drafts"]) / np.maximum(1, figures["class_rounds"])
+    short, _, long = np.array(figures["class_drafts"]) / np.maximum(1, figures["class_steps"])
     assert long > 1.0
     assert short < 0.2 * long
 
@@ -171,16 +172,32 @@ def test_a_compute_bound_batch_gets_no_drafts_and_its_tail_does() -> None:
     assert result.seconds < rollout(lengths, truth, None).seconds
 
 
+def asked(controller: Controller) -> bool:
+    """Whether the next step of eight requests is considered for drafts."""
+    calls = []
+    slots = np.array([controller.open(i, 0, 100) for i in range(8)])
+    ones = np.ones(8, dtype=int)
+
+    def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
+        calls.append(limits)
+        return stated(limits, 0.5)
+
+    controller.plan(Decoded(slots, ones, None, None, 50 * ones), history)
+    for slot in slots:
+        controller.close(int(slot))
+    return bool(calls)
+
+
 def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:
     lengths = np.full(32, 600)
     controller = make("unlimited", mode="threshold", threshold=64)
     rollout(lengths, COMPUTE_BOUND, controller, chance=0.1)
     assert controller.stopped is not None
     assert "drafted steps" in controller.stopped
-    assert not controller.looks(8)
+    assert not asked(controller)
     controller.sync(1, [])
     assert controller.stopped is None
-    assert controller.looks(8)
+    assert asked(controller)
 
 
 @pytest.mark.parametrize("policy", ["classes", "uniform", "unlimited"])
@@ -195,20 +212,20 @@ def test_always_means_always_and_asks_no_clock(policy: str) -> None:
     assert runs[0].steps == runs[1].steps
 
 
-def test_while_nothing_pays_it_looks_once_in_a_while() -> None:
+def test_while_nothing_pays_it_considers_drafts_once_in_a_while() -> None:
     lengths = np.full(64, 300)
     controller = warm(make(), lengths, COMPUTE_BOUND, chance=0.05)
-    looked = 0
-    original = controller.caps
+    considered = 0
+    original = controller._draft_limits
 
     def counted(slots: np.ndarray, room: np.ndarray) -> np.ndarray:
-        nonlocal looked
-        looked += 1
+        nonlocal considered
+        considered += 1
         return original(slots, room)
 
-    controller.caps = counted  # type: ignore[method-assign]
+    controller._draft_limits = counted  # type: ignore[method-assign]
     result = rollout(lengths, COMPUTE_BOUND, controller, chance=0.05)
-    assert looked <= result.steps / LOOK + 2 * LOOK
+    assert considered <= result.steps / CONSIDER_STEPS + 2 * CONSIDER_STEPS
 
 
 def test_a_refilling_batch_is_judged_by_its_rate() -> None:
@@ -229,11 +246,17 @@ def test_equal_inputs_give_equal_decisions() -> None:
 
 
 @pytest.mark.parametrize("policy", ["optimal", "classes", "uniform", "unlimited"])
-def test_caps_keep_to_the_room_and_the_maximum(policy: str) -> None:
+def test_drafts_keep_to_the_room_and_the_maximum(policy: str) -> None:
     controller = make(policy, most=8)
     slots = np.array([controller.open(i, 5, 100) for i in range(5)])
     room = np.array([0, 3, 8, 50, 1])
-    controller.verified(slots, np.ones(5, dtype=int), None)
-    caps = controller.caps(slots, room)
-    assert np.all(caps <= np.minimum(room, 8))
-    assert np.all(caps >= 0)
+    seen = []
+
+    def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
+        seen.append(limits)
+        return stated(limits, 0.9)
+
+    plan = controller.plan(Decoded(slots, np.ones(5, dtype=int), None, None, room), history)
+    assert np.all(seen[0] <= np.minimum(room, 8))
+    assert np.all(seen[0] >= 0)
+    assert np.all(plan.history <= seen[0])

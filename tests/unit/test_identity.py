@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG, START_ARG
+from das_adapter.core.identity import prompt_identity
+from das_adapter.protocol.label import Label
 from das_adapter.verl import identity
 
 ON = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "history"}}}}}
@@ -33,13 +35,17 @@ def requests(
     return sent
 
 
+def labels(sent: list[dict]) -> list[Label]:
+    return [Label.of(params["extra_args"]) for params in sent]
+
+
 TRAJECTORY = {"step": 5, "sample_index": 3, "rollout_n": 0, "validate": False}
 
 
 def test_samples_of_a_problem_share_it_and_differ_in_seed() -> None:
-    a, b = (requests(ON, TRAJECTORY, [[1, 2]], session_id=i)[0]["extra_args"] for i in (0, 1))
-    assert a[PROBLEM_ARG] == b[PROBLEM_ARG]
-    assert a[SEED_ARG] != b[SEED_ARG]
+    a, b = (labels(requests(ON, TRAJECTORY, [[1, 2]], session_id=i))[0] for i in (0, 1))
+    assert a.problem == b.problem
+    assert a.seed != b.seed
 
 
 def test_the_same_sample_has_the_same_seed_in_every_run() -> None:
@@ -47,15 +53,15 @@ def test_the_same_sample_has_the_same_seed_in_every_run() -> None:
 
 
 def test_later_turns_keep_problem_and_seed() -> None:
-    first, second = (r["extra_args"] for r in requests(ON, TRAJECTORY, [[1, 2], [1, 2, 7, 7, 4]], session_id=0))
-    assert [first.pop(START_ARG), second.pop(START_ARG)] == [2, 4]  # the tool's answer is text that is not known yet
-    assert first == second
+    first, second = labels(requests(ON, TRAJECTORY, [[1, 2], [1, 2, 7, 7, 4]], session_id=0))
+    assert (first.start, second.start) == (2, 4)  # the tool's answer is text that is not known yet
+    assert replace(first, start=0) == replace(second, start=0)
 
 
 def test_a_resumed_request_begins_where_it_began() -> None:
     prompts, stops = [[1, 2], [1, 2, 7, 7], [1, 2, 7, 7, 7, 7, 4]], ("aborted", "completed", "completed")
     sent = requests(ON, TRAJECTORY, prompts, stops=stops, session_id=0)
-    assert [r["extra_args"][START_ARG] for r in sent] == [2, 2, 6]
+    assert [label.start for label in labels(sent)] == [2, 2, 6]
 
 
 def test_steps_rows_and_validation_draw_anew() -> None:
@@ -65,9 +71,9 @@ def test_steps_rows_and_validation_draw_anew() -> None:
         {**TRAJECTORY, "sample_index": 4},
         {**TRAJECTORY, "validate": True},
     ]
-    labels = [requests(ON, t, [[1, 2]], session_id=0)[0]["extra_args"] for t in variants]
-    assert len({label[SEED_ARG] for label in labels}) == 4
-    assert [label[RECORD_ARG] for label in labels] == [1, 1, 1, 0]
+    found = [labels(requests(ON, t, [[1, 2]], session_id=0))[0] for t in variants]
+    assert len({label.seed for label in found}) == 4
+    assert [label.record for label in found] == [True, True, True, False]
 
 
 def test_without_an_active_block_requests_are_untouched() -> None:
@@ -77,4 +83,12 @@ def test_without_an_active_block_requests_are_untouched() -> None:
 
 def test_a_loop_without_index_or_session_still_works() -> None:
     sent = requests(ON, {"step": -1, "sample_index": None, "rollout_n": 2, "validate": False}, [[1]])
-    assert set(sent[0]["extra_args"]) == {PROBLEM_ARG, SEED_ARG, RECORD_ARG, START_ARG}
+    assert set(sent[0]["extra_args"]) == {"das_problem", "das_seed", "das_record", "das_start"}
+
+
+def test_a_label_is_read_back_and_has_its_defaults() -> None:
+    label = Label(problem=2**64 - 1, seed=7, record=False, start=3)
+    assert Label.of({**label.extra_args(), "other": "x"}) == label
+    assert Label.of(None) == Label.of({}) == Label()
+    assert (Label().record, Label().start_in(9), label.start_in(9), label.start_in(2)) == (True, 9, 3, 2)
+    assert Label().problem_of([1, 2]) == prompt_identity([1, 2])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from das_adapter.core.staleness import AGES, Staleness
-from das_adapter.protocol.metrics import Counters, merge
-from das_adapter.service.ledger import Ledger, RolloutClock
+from das_adapter.protocol.metrics import Counters, RolloutClock, merge
+from das_adapter.service.ledger import Ledger
 
 
 def counted(*steps: tuple[list[list[int]], list[int]]) -> dict:
@@ -23,7 +23,7 @@ def test_figures_of_a_hand_counted_step() -> None:
     assert figures["das/tokens_per_forward"] == pytest.approx(5 / 3)
     assert figures["das/draft_coverage"] == pytest.approx(2 / 3)
     assert figures["das/acceptance_length"] == pytest.approx(1 + 2 / 2)
-    assert figures["rollout/spec_accept_rate"] == pytest.approx(2 / 7)
+    assert figures["das/accepted_tokens"] / figures["das/draft_tokens"] == pytest.approx(2 / 7)
     assert figures["das/health"] == 1.0
 
 
@@ -73,7 +73,7 @@ def test_the_token_hash_depends_on_tokens_and_seeds_but_not_on_order() -> None:
 
 def decided(rounds: list[float], drafts: list[float], saved: float, error: float, stopped: str | None = None) -> dict:
     return {**Counters(request_forwards=10, draft_tokens=6, accepted_tokens=2, drafted_forwards=3).take(),
-            "class_rounds": rounds, "class_drafts": drafts, "time_saved_s": saved, "latency_model_error": error,
+            "class_steps": rounds, "class_drafts": drafts, "time_saved_s": saved, "latency_model_error": error,
             "stopped": stopped, "planned_rounds": 100.0 + saved}  # fmt: skip
 
 
@@ -112,15 +112,15 @@ def test_predictions_follow_the_lengths() -> None:
     assert lengths[9] > bound > lengths[1]
 
 
-def report(begin: float, ends: list[float], tokens: int = 10) -> tuple[dict, dict]:
+def report(begin: float, ends: list[float], tokens: int = 10) -> dict:
     engine = {**Counters(tokens=tokens, request_forwards=5).take(), "history_tokens": 3, "history_bytes": 40}
-    return engine, {"begin": begin, "ends": ends, "token_hash": 7}
+    return {**engine, "begin": begin, "ends": ends, "token_hash": 7}
 
 
 def test_a_step_lasts_from_the_first_request_to_the_last_response_of_all_replicas() -> None:
     ledger = Ledger(window=4)
-    ledger.report(3, *report(10.0, [11.0, 12.0, 13.0, 14.0]))
-    ledger.report(3, *report(10.5, [11.5, 12.5, 13.5, 20.0, 12.0, 12.0]))
+    ledger.report(3, report(10.0, [11.0, 12.0, 13.0, 14.0]))
+    ledger.report(3, report(10.5, [11.5, 12.5, 13.5, 20.0, 12.0, 12.0]))
     figures = ledger.metrics(3)
     assert figures["das/rollout_s"] == pytest.approx(10.0)
     assert figures["das/tail_s"] == pytest.approx(20.0 - 13.5)  # eight of ten were done at 13.5
@@ -131,8 +131,8 @@ def test_a_step_lasts_from_the_first_request_to_the_last_response_of_all_replica
 
 def test_a_clock_that_is_set_back_costs_a_figure_and_nothing_else() -> None:
     ledger = Ledger(window=4)
-    ledger.report(3, *report(1e9, [1e9 + 1, 5.0, 4.0]))  # set back during the step
-    ledger.report(4, *report(1e9, [5.0, 6.0]))
+    ledger.report(3, report(1e9, [1e9 + 1, 5.0, 4.0]))  # set back during the step
+    ledger.report(4, report(1e9, [5.0, 6.0]))
     for step in (3, 4):
         assert all(np.isfinite(value) and value >= 0 for value in ledger.metrics(step).values())
 
@@ -155,6 +155,6 @@ def test_the_replicas_agree_on_the_length_of_drafts() -> None:
     lengths = []
     for step in range(1, 6):
         for accepted in (95, 98):  # of two replicas; the second reports when the first has asked already
-            ledger.report(step, {"self_counts": (100, accepted)}, {})
+            ledger.report(step, {"self_counts": (100, accepted)})
             lengths.append(ledger.draft_length(rungs, step))
     assert lengths == [3, 3, 3, 3, 5, 5, 5, 5, 7, 7]

@@ -6,10 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from das_adapter.core.noise import prompt_identity
-from das_adapter.nemo_rl.dispatch import least_loaded, longest_first
-from das_adapter.nemo_rl.identity import FirstTurns, Labeller
-from das_adapter.protocol.engine_args import PROBLEM_ARG, RECORD_ARG, SEED_ARG
+from das_adapter.core.identity import FirstTurns, prompt_identity
+from das_adapter.core.routing import least_loaded, longest_first
+from das_adapter.nemo_rl.identity import Labeller
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -39,17 +38,17 @@ def test_samples_differ_and_runs_agree() -> None:
     prompts = [ids(1), ids(1), ids(2), ids(1)]
     labels = [a.label(p, validate=False) for p in prompts]
     assert labels == [b.label(p, validate=False) for p in prompts]
-    assert len({label[SEED_ARG] for label in labels}) == 4
-    assert len({label[PROBLEM_ARG] for label in labels}) == 2
-    assert elsewhere.label(ids(1), validate=False)[SEED_ARG] not in {label[SEED_ARG] for label in labels}
+    assert len({label.seed for label in labels}) == 4
+    assert len({label.problem for label in labels}) == 2
+    assert elsewhere.label(ids(1), validate=False).seed not in {label.seed for label in labels}
 
 
 def test_a_validation_shifts_no_training_sample() -> None:
     plain, validated = Labeller(0), Labeller(0)
-    assert validated.label(ids(1), validate=True)[RECORD_ARG] == 0
+    assert not validated.label(ids(1), validate=True).record
     label = validated.label(ids(1), validate=False)
     assert label == plain.label(ids(1), validate=False)
-    assert label[RECORD_ARG] == 1
+    assert label.record
 
 
 @given(

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from das_adapter.core.noise import gumbel, prompt_identity, request_seed, row_keys
+from das_adapter.core.identity import prompt_identity, request_seed
+from das_adapter.core.noise import gumbel, row_keys
 
 torch = pytest.importorskip("torch")
 from das_adapter.engine.sampling.keyed_sample import keyed_sample, torch_sample  # noqa: E402

@@ -72,11 +72,11 @@ def test_rows_do_not_depend_on_what_else_is_in_the_batch() -> None:
     assert all(torch.equal(copy.linear(x[i : i + 1])[0], together[i]) for i in range(13))
 
 
-def test_renewing_equals_a_fresh_copy_and_moves_nothing() -> None:
+def test_quantising_anew_equals_a_fresh_copy_and_moves_nothing() -> None:
     old, new = torch.randn(2, 32, 256, generator=torch.Generator().manual_seed(5))
     copy = quantised(old, "int4")
     places = [t.data_ptr() for t in copy.tensors()]
-    copy.renew(new)
+    copy.quantise(new)
     assert [t.data_ptr() for t in copy.tensors()] == places
     for kept, fresh in zip(copy.tensors(), quantised(new, "int4").tensors(), strict=True):
         assert torch.equal(kept, fresh)

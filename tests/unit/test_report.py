@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from das_adapter.cli import main
 from das_adapter.errors import DasError
-from das_adapter.protocol.decision_log import DecisionLog
+from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync, read
 from das_adapter.tools import report
 
 
@@ -20,29 +20,31 @@ def logged(directory: Path, steps: int = 300) -> DecisionLog:
     log = DecisionLog(str(directory))
     for version in (1, 2):
         for i in range(steps):
-            log.step(100.0 + i, 4, 10, 6, 3, 0.5, 0.4 if version == 2 else 0.0)
+            log.add(Step(100.0 + i, 4, 10, 6, 3, 0.5, 0.4 if version == 2 else None))
             log.verified(np.array([5, 40]), np.array([4, 2]), np.array([3, 0]))
-        log.request(problem=2**63, kind=2, tokens=700, drafted=900, accepted=450, begin=100.0)
+        log.add(Request(2**63, length_class=2, begin=100.0, end=250.0, tokens=700, drafted=900, accepted=450))
         if version == 1:
-            log.sync(version, {"base": 0.1}, saved=12.5, stopped=None)
+            log.sync(WeightSync(version, 250.0, {"base": 0.1}, saved=12.5, stopped=None))
     log.flush()
     return log
 
 
 def test_what_was_logged_is_read_back(tmp_path: Path) -> None:
     logged(tmp_path)
-    first, second = report.read(tmp_path)
+    first, second = read(tmp_path)
     assert (first.version, second.version) == (1, -1)
     assert len(first.steps) == len(second.steps) == 300
-    assert first.requests[0][0] == 2**63
-    assert first.tried[2] == 300 * 4
-    assert first.kept[2] == 300 * 3
-    assert first.tried[5] == 300 * 2
+    assert first.steps[0] == Step(100.0, 4, 10, 6, 3, 0.5, None)
+    assert first.requests[0].problem == 2**63
+    assert first.acceptance is not None
+    assert first.acceptance.drafted[2] == 300 * 4
+    assert first.acceptance.accepted[2] == 300 * 3
+    assert first.acceptance.drafted[5] == 300 * 2
 
 
 def test_the_summary_counts(tmp_path: Path) -> None:
     logged(tmp_path)
-    figures = report.summary(report.read(tmp_path))
+    figures = report.summary(read(tmp_path))
     assert figures["decode_steps"] == 600
     assert figures["draft_tokens"] == 3600
     assert figures["accepted_tokens"] == 1800
@@ -63,10 +65,18 @@ def test_the_command_writes_plots_and_prints_the_figures(tmp_path: Path) -> None
 
 def test_a_directory_without_logs_and_a_foreign_line_are_named(tmp_path: Path) -> None:
     with pytest.raises(DasError, match=r"no decisions-\*.jsonl"):
-        report.read(tmp_path)
+        read(tmp_path)
     (tmp_path / "decisions-x.jsonl").write_text('["run", "0", 1]\n["z", 1]\n')
     with pytest.raises(DasError, match="line 2: unknown kind 'z'"):
-        report.read(tmp_path)
+        read(tmp_path)
     result = CliRunner().invoke(main, ["report", str(tmp_path)])
     assert result.exit_code == 1
     assert "unknown kind" in result.output
+
+
+def test_logs_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        logged(tmp_path / run, steps=3)
+    with pytest.raises(DasError, match=r"logs of 2 runs.*/a, .*/b"):
+        read(tmp_path)
+    assert len(read(tmp_path / "a")) == 2

@@ -56,6 +56,7 @@ class HistoryStore:
         try:
             with _files():
                 self._core.attach(str(self.directory), True)
+            self._merge_in_background()  # what an earlier store did not get round to
         except Exception:
             os.close(self._writer)
             raise
@@ -82,10 +83,13 @@ class HistoryStore:
             if max_bytes is not None:
                 self._core.shrink(max_bytes)
             self._core.publish()
-            if self._merging is None and not self._closed:
-                self._merging = threading.Thread(target=self._merge, name="das-history-merge", daemon=True)
-                self._merging.start()
+            self._merge_in_background()
             return self.generation
+
+    def _merge_in_background(self) -> None:
+        if self._merging is None and not self._closed:
+            self._merging = threading.Thread(target=self._merge, name="das-history-merge", daemon=True)
+            self._merging.start()
 
     def _merge(self) -> None:
         any_merged = False

@@ -1,0 +1,203 @@
+"""For whom the policy copy drafts: against brute force, at the edges, and as the controller asks for it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_controller import stated
+
+from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.core.acceptance import AcceptanceRate
+from das_adapter.core.budget import Allocation, Worth
+from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.latency import StepModel
+from das_adapter.core.policy_copy import CopyDrafts
+
+
+def copy(rate: float, seconds: float, most: int = 5) -> CopyDrafts:
+    """A copy whose tokens are accepted at this rate, and whose passes take so long."""
+    drafts = CopyDrafts(most)
+    drafts.acceptance = AcceptanceRate(1000 * rate, 1000, fade=1.0)
+    drafts.passes.model = StepModel(base=seconds, token=0.0)
+    return drafts
+
+
+def worth(own: list[float], tail: list[float] | None = None, fade: float = 0.0) -> Worth:
+    a = np.array(own, dtype=float)
+    return Worth(a, np.zeros_like(a) if tail is None else np.array(tail, dtype=float), np.full_like(a, fade))
+
+
+def gain(
+    drafted: tuple[int, ...], keep: list[int], theirs: list[float], w: Worth, c: CopyDrafts, m: StepModel
+) -> float:
+    """Seconds that a step gains where the copy drafts so many tokens, by the definition."""
+    batch, total, value = len(drafted), 0, 0.0
+    for i, count in enumerate(drafted):
+        total += count or keep[i]
+        tokens = range(count)
+        mine = sum(c.acceptance.rate ** (j + 1) * (w.own[i] + w.tail[i] * np.exp(-w.fade[i] * j)) for j in tokens)
+        value += mine if count else theirs[i]
+    passes = sum(c.passes.model.step(1, 1, False) for step in range(max(drafted)) if any(d > step for d in drafted))
+    return value - (m.step(batch + total, batch, total > 0) - m.step(batch, batch, False)) - passes
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.integers(0, 4), st.integers(0, 5)), min_size=1, max_size=4),
+    st.floats(0.05, 0.99), st.floats(0.0, 2.0), st.floats(0.0, 0.2),
+)  # fmt: skip
+def test_no_common_length_gains_more(
+    rows: list[tuple[float, int, int]], rate: float, seconds: float, token: float
+) -> None:
+    theirs, keep = [value if kept else 0.0 for value, kept, _ in rows], [kept for _, kept, _ in rows]
+    limits = np.array([limit for *_, limit in rows])
+    w, c, m = worth([1.0] * len(rows), [0.5] * len(rows), 0.1), copy(rate, seconds), StepModel(base=1.0, token=token)
+    nobody = (0,) * len(rows)
+    found = Allocation(np.array(keep), sum(keep), gain(nobody, keep, theirs, w, c, m))
+    plan = c.plan(found, np.array(theirs), w, limits, m, range(1, 6))
+    assert (plan.copy <= limits).all()
+    assert not (plan.copy * plan.keep).any()
+    assert plan.gain == pytest.approx(gain(tuple(plan.copy), list(plan.keep), theirs, w, c, m), abs=1e-9)
+    for length in range(1, 6):
+        mine = w.of_drafts(c.acceptance.chances(length))[np.arange(len(rows)), np.minimum(limits, length)]
+        better = mine - token * np.minimum(limits, length) > np.array(theirs) - token * np.array(keep)
+        drafted = np.where(better, np.minimum(limits, length), 0)
+        if drafted.any():
+            assert plan.gain >= gain(tuple(drafted), keep, theirs, w, c, m) - 1e-9
+
+
+def test_one_request_alone_gets_the_best_length_of_all() -> None:
+    for rate, seconds in itertools.product((0.3, 0.7, 0.95), (0.05, 0.3, 0.9)):
+        w, c, m = worth([1.0]), copy(rate, seconds, most=8), StepModel(base=1.0, token=0.02)
+        plan = c.plan(Allocation(np.zeros(1, int), 0, 0.0), np.zeros(1), w, np.array([8]), m, range(1, 9))
+        gains = [gain((k,), [0], [0.0], w, c, m) for k in range(9)]
+        assert plan.copy[0] == int(np.argmax(gains))
+
+
+def test_a_sure_match_beats_the_copy_and_no_match_leaves_it_to_the_copy() -> None:
+    found = Allocation(np.array([8, 0]), 8, 7.0)
+    plan = copy(0.9, 0.05).plan(found, np.array([7.5, 0.0]), worth([1.0, 1.0]), np.array([20, 20]),
+                                StepModel(base=1.0, token=0.01), range(1, 6))  # fmt: skip
+    assert plan.copy[0] == 0 < plan.copy[1]
+    assert plan.keep.tolist() == [8, 0]
+
+
+def test_what_time_brings_elsewhere_is_not_given_away_for_less() -> None:
+    """A step without a match, in a text whose other steps get nine tokens each: a token is worth a ninth of a step."""
+    found, m = Allocation(np.zeros(1, int), 0, 0.0), StepModel(base=1.0, token=0.0)
+    for value, drafted in ((1.0, 5), (1 / 9, 0)):
+        assert copy(0.99, 0.4).plan(found, np.zeros(1), worth([value]), np.array([9]), m, [5]).copy[0] == drafted
+
+
+def test_a_length_that_replicas_agreed_on_is_that_or_nothing() -> None:
+    found, room, m = Allocation(np.zeros(3, int), 0, 0.0), np.array([9, 9, 1]), StepModel(base=1.0, token=0.0)
+    for rate, wanted in ((0.99, [7, 7, 1]), (0.05, [0, 0, 0])):
+        c = copy(rate, 0.4)
+        c.agreed = 7
+        assert c.lengths(0.0) == [7]
+        assert c.plan(found, np.zeros(3), worth([1.0] * 3), room, m, c.lengths(0.0)).copy.tolist() == wanted
+
+
+def test_tokens_that_hardly_survive_are_not_drafted() -> None:
+    assert list(copy(0.5, 0.1).lengths(0.2)) == [1, 2]
+
+
+def test_the_first_passes_are_assumed_and_then_known() -> None:
+    c = CopyDrafts(5)
+    assert c.seconds(np.array([2, 1]), plain=1.0) == pytest.approx(0.8)
+    for _ in range(20):
+        c.timed_pass(4, 0.1)
+    assert c.seconds(np.array([2, 1, 0]), plain=1.0) == pytest.approx(0.2)
+
+
+def test_acceptance_counts_only_what_was_tried() -> None:
+    a = AcceptanceRate(0.0, 0.0, fade=1.0)
+    a.observe(np.array([5, 5]), np.array([5, 2]))
+    assert (a.accepted, a.tried) == (7, 8)
+    assert a.chances(2).tolist() == pytest.approx([7 / 8, 49 / 64])
+
+
+def test_a_weight_sync_keeps_the_rate_and_lets_it_change_soon() -> None:
+    a = AcceptanceRate(fade=1.0)
+    a.observe(np.full(1000, 5), np.full(1000, 4))
+    rate = a.rate
+    a.forget()
+    assert a.rate == pytest.approx(rate)
+    assert a.tried == AcceptanceRate.tried
+
+
+def rollout(controller: Controller, lengths: np.ndarray, truth: StepModel, rate: float, pass_s: float) -> float:
+    """Seconds of a rollout that nobody drafts for but the copy."""
+    rng = np.random.default_rng(3)
+    right = [rng.random(n + 10) < rate for n in lengths]
+    done, seconds = np.zeros(len(lengths), dtype=int), 0.0
+    slots = {i: controller.open(i, 0, int(lengths.max())) for i in range(len(lengths))}
+    copied = dict.fromkeys(slots, 0)
+    while slots:
+        live = list(slots)
+        carried = np.array([copied[i] for i in live])
+        got = np.array([
+            min(int(np.argmin(np.append(right[i][done[i] : done[i] + c], False))) + 1, lengths[i] - done[i])
+            for i, c in zip(live, carried, strict=True)
+        ])  # fmt: skip
+        done[live] += got
+        at, drafted = np.array([slots[i] for i in live]), carried if carried.any() else None
+        room = np.maximum(lengths[live] - done[live] - 1, 0)
+        plan = controller.plan(Decoded(at, got, drafted, carried, room))
+        copied = dict(zip(live, plan.copy.tolist(), strict=True))
+        passes = pass_s * int(plan.copy.max(initial=0))
+        for step in range(int(plan.copy.max(initial=0))):
+            controller.copy.timed_pass(int((plan.copy > step).sum()), pass_s)
+        tokens = len(live) + int(carried.sum())
+        took = truth.step(tokens, len(live), carried.any())
+        seconds += took + passes
+        controller.timed(TimedStep(at, got, tokens, took, passes))
+        for i in [i for i in live if done[i] >= lengths[i]]:
+            controller.close(slots.pop(i))
+    return seconds
+
+
+def self_controller(**toggle: object) -> Controller:
+    copy, toggle_config = CopyDrafts(5), ToggleConfig(**toggle)  # type: ignore[arg-type]
+    return Controller(BudgetConfig(), toggle_config, limit=2048, copy=copy, most=5)
+
+
+@pytest.mark.parametrize(("rate", "pass_s", "bar"), [(0.9, 0.01, 0.6), (0.9, 0.047, 1.03), (0.1, 0.02, 1.03)])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_the_controller_lets_the_copy_draft_where_it_pays(rate: float, pass_s: float, bar: float, batch: int) -> None:
+    lengths, truth = np.random.default_rng(batch).integers(200, 400, batch), StepModel(base=0.048, token=0.0001)
+    off = sum(truth.step((lengths > n).sum(), (lengths > n).sum(), False) for n in range(lengths.max()))
+    controller = self_controller()
+    for version in (1, 2):
+        on = rollout(controller, lengths, truth, rate, pass_s)
+        saved = controller.time_saved(np.zeros(0, dtype=int))
+        controller.sync(version, [(i, int(n), version) for i, n in enumerate(lengths)])
+    assert on <= bar * off
+    assert saved == pytest.approx(off - on, abs=0.05 * off)
+
+
+def test_a_threshold_keeps_the_copy_out_of_larger_batches() -> None:
+    controller = self_controller(mode="threshold", threshold=4)
+    controller.times.model = StepModel(base=0.05, token=0.0)
+    for batch, drafted in ((8, False), (4, True)):
+        slots = np.array([controller.open(i, 0, 500) for i in range(batch)])
+        plan = controller.plan(Decoded(slots, np.ones(batch, int), None, None, np.full(batch, 100)))
+        assert bool(plan.copy.any()) is drafted
+        for slot in slots.tolist():
+            controller.close(slot)
+
+
+def test_under_fixed_budgets_history_and_copy_share_the_batch() -> None:
+    budget, toggle = BudgetConfig(policy="uniform", max_draft_tokens=8, min_chance=0.1), ToggleConfig(mode="off")
+    controller = Controller(budget, toggle, limit=2048, copy=copy(0.8, 0.1))
+    slots = np.array([controller.open(i, 0, 500) for i in range(2)])
+
+    def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
+        return stated(limits * (1, 0), 0.95)  # the second request has no match
+
+    plan = controller.plan(Decoded(slots, np.ones(2, int), None, None, np.array([100, 100])), history)
+    assert plan.history.tolist() == [8, 0]
+    assert plan.copy.tolist() == [0, 5]
