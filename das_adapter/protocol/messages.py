@@ -57,10 +57,13 @@ class Refresh:
     @classmethod
     def of(cls, payload: dict[str, Any]) -> Refresh:
         """Read what `payload` made."""
-        records: dict[str, Any] = {"lengths": ResponseLength, "trajectories": Trajectory}
-        parts = {name: [record(*row) for row in payload.get(name, ())] for name, record in records.items()}
-        history = payload.get("history")
-        return cls(**{**payload, **parts, "history": None if history is None else Published(*history)})
+        found = dict(payload)
+        for name, record in (("lengths", ResponseLength), ("trajectories", Trajectory)):
+            if name in found:
+                found[name] = [record(*row) for row in found[name]]
+        if found.get("history") is not None:
+            found["history"] = Published(*found["history"])
+        return cls(**found)
 
     def payload(self) -> dict[str, Any]:
         """The fields that say something."""

@@ -126,7 +126,7 @@ class NodeHistory:
         with self._sealing:
             staged, self._staged = self._staged, {}
             offset = self._offset or 0
-            trajectories = itertools.starmap(Trajectory, itertools.chain(*staged.values()))
+            trajectories = itertools.chain(*staged.values())
             self._policy.remember(self._store, (t._replace(version=t.version + offset) for t in trajectories))
 
     def _tidy(self) -> None:

@@ -26,11 +26,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noq
 from das_adapter.config import HistoryConfig, parse  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
+from das_adapter.protocol.label import Label  # noqa: E402
+from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
+from das_adapter.protocol.metrics import Counters  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
-from das_adapter.service import node  # noqa: E402
+from das_adapter.service import node, session  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.service.node import NodeHistory  # noqa: E402
-from das_adapter.service.session import History, remedy  # noqa: E402
+from das_adapter.service.session import Session  # noqa: E402
 from das_adapter.verl import checkpoint  # noqa: E402
 
 DAS = {"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}}
@@ -39,12 +42,34 @@ POEM = np.arange(11, 41, dtype=np.int32)
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 
 
+class Engine:
+    """An engine that writes what it is told to, and what it hears at weight syncs."""
+
+    def __init__(self, answers: tuple[dict[str, Any], ...] = ({"generation": 1},)):
+        self.heard: list[tuple[str, dict[str, Any]]] = []
+        self._answers = answers
+        self.session = Session(parse(DAS), self._rpc)
+
+    def _rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
+        assert 0 < timeout <= session.PATIENCE_S
+        self.heard.append((command, payload))
+        return [Counters(tokens=7).take()] if command == "stats" else list(self._answers)
+
+    def write(self, problem: int, text: np.ndarray, version: int) -> None:
+        self.session.finished(Label(problem, seed=1), text, 0.0, 1.0, version)
+
+    def sync(self, version: int) -> Refresh:
+        self.session.sync(version)
+        return Refresh.of(self.heard[-1][1])
+
+
 @pytest.fixture(scope="module")
 def job() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:  # whoever else starts Ray on this machine must not join this cluster
         patch.setattr("ray._private.utils.write_ray_address", lambda *_, **__: None)
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     ray.init(address=cluster.address, log_to_driver=False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can't import a test
     ledger(4)
     yield cluster
     ray.shutdown()
@@ -91,37 +116,73 @@ def until(done: Callable[[], Any], tries: int = 120) -> None:
     raise AssertionError("it never came true")
 
 
-def test_what_engines_push_is_published_at_the_weight_sync(job: Cluster) -> None:
-    here, sibling = History(parse(DAS)), History(parse(DAS))
-    here.push(1, POEM.tobytes(), 0)
-    sibling.push(2, POEM.tobytes(), 0)
+def test_what_engines_write_is_published_at_the_weight_sync(job: Cluster) -> None:
+    here, sibling = Engine(), Engine()
+    here.write(1, POEM, 0)
+    sibling.write(2, POEM, 0)
+    here.session.finished(Label(3, seed=1, record=False), POEM, 0.0, 1.0, 0)  # a validation's
     sibling.sync(1)
-    payload = here.sync(1)
-    assert payload["version"] == 1
-    assert sorted(payload["lengths"]) == [(1, 30, 0), (2, 30, 0)]
-    assert drafted(mapped(payload["history"])) == POEM.tolist()
-    assert tokens(payload["history"]) == 60
-    assert here.sync(2)["lengths"] == []
-    again = History(parse(DAS)).sync(2)  # an engine that was started again
-    assert (len(again["lengths"]), tokens(again["history"])) == (2, 60)
+    message = here.sync(1)
+    assert message.version == 1
+    assert sorted(message.lengths) == [(1, 30, 0), (2, 30, 0)]
+    assert drafted(mapped(message.history)) == POEM.tolist()
+    assert tokens(message.history) == 60
+    assert not here.sync(2).lengths
+    again = Engine().sync(2)  # an engine that was started again
+    assert (len(again.lengths), tokens(again.history)) == (2, 60)
 
 
-def test_what_is_pushed_arrives_without_a_weight_sync(job: Cluster) -> None:
+def test_what_is_written_arrives_without_a_weight_sync(job: Cluster) -> None:
     """A checkpoint is written before it."""
-    history = History(parse(DAS))
-    before = len(ray.get(history._ledger.since.remote(0))[1])
-    history.push(1, POEM.tobytes(), 2)
-    until(lambda: len(ray.get(history._ledger.since.remote(0))[1]) == before + 1)
+    engine = Engine()
+    before = len(ray.get(engine.session._ledger.since.remote(0))[1])
+    engine.write(1, POEM, 2)
+    until(lambda: len(ray.get(engine.session._ledger.since.remote(0))[1]) == before + 1)
+
+
+def test_a_sync_reports_first_and_then_refreshes(job: Cluster) -> None:
+    engine = Engine()
+    engine.write(5, POEM, 1)
+    engine.session.sync(2, report=True)
+    assert [command for command, _ in engine.heard] == ["stats", "refresh"]
+    figures = ray.get(ledger(4).metrics.remote(2))
+    assert (figures["das/tokens_per_forward"], figures["das/rollout_s"]) == (7.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "agree"),
+    [
+        ([{"generation": 3}, {"generation": 3}], True),
+        ([{}, {}], True),
+        ([None, {}, {"generation": 3}], True),  # earlier stages of a pipeline draft nothing
+        ([{"generation": 3}, {"generation": 2}], False),
+        ([{"generation": 3}, {"error": "it failed"}], False),
+    ],
+)
+def test_ranks_that_map_different_histories_draft_without(job: Cluster, answers: Any, agree: bool) -> None:
+    engine = Engine(answers)
+    message = engine.sync(4)
+    assert len(engine.heard) == 1 + (not agree)
+    assert agree or message == Refresh(4, ("", 0))
+
+
+def test_an_engine_that_does_not_answer_costs_the_history_and_raises_nothing(job: Cluster, caplog: Any) -> None:
+    engine = Engine()
+    engine.session._rpc = lambda *_: (_ for _ in ()).throw(TimeoutError("no answer"))
+    engine.session.sync(4, report=True)
+    assert "weight sync 4 without fresh history; decoding goes on" in caplog.text
+    with pytest.raises(DasError, match="entry point"):
+        engine.session.start()
 
 
 def test_a_batch_that_arrives_twice_or_late_is_taken_once(writer: NodeHistory) -> None:
-    late = [(1, POEM[::-1].tobytes(), 0)]
+    late = [Trajectory(1, POEM[::-1].tobytes(), 0)]
     for _ in range(2):
-        writer.push("a", 1, [(1, POEM.tobytes(), 3)])
-    writer.push("b", 1, [(1, POEM.tobytes(), 3)])
+        writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 3)])
+    writer.push("b", 1, [Trajectory(1, POEM.tobytes(), 3)])
     published, lost = writer.sync(4, "a", [1, 2])
     assert (tokens(published), lost) == (60, [2])
-    writer.push("a", 1, [(1, POEM.tobytes(), 3)])
+    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 3)])
     writer.push("a", 2, late)
     published, lost = writer.sync(4, "a", [2])
     assert (tokens(published), lost) == (90, [])
@@ -132,7 +193,7 @@ def test_a_batch_that_arrives_twice_or_late_is_taken_once(writer: NodeHistory) -
 
 def test_an_engine_two_versions_behind_turns_nothing_back(writer: NodeHistory) -> None:
     for version in range(8):
-        writer.push("ahead", version, [(1, POEM.tobytes(), version)])
+        writer.push("ahead", version, [Trajectory(1, POEM.tobytes(), version)])
         published, _ = writer.sync(version + 1, "ahead", [])
     late, _ = writer.sync(6, "behind", [])
     assert late[0] == published[0]
@@ -143,33 +204,33 @@ def test_an_engine_two_versions_behind_turns_nothing_back(writer: NodeHistory) -
 @pytest.mark.parametrize("restarted", [True, False])
 def test_a_killed_service_comes_back_with_all_it_had(job: Cluster, restarted: bool) -> None:
     """By Ray, in place; or by the next weight sync, where Ray thinks that it ended for good."""
-    history = History(parse(DAS))
-    history.push(1, POEM.tobytes(), 0)
-    first = history.sync(1)["history"]
+    engine = Engine()
+    engine.write(1, POEM, 0)
+    first = engine.sync(1).history
     all_of_it = tokens(first) + 30
-    history.push(2, POEM.tobytes(), 1)
-    history.flush()
-    before = ray.get(history._here.figures.remote())
+    engine.write(2, POEM, 1)
+    engine.session.flush()
+    before = ray.get(engine.session._here.figures.remote())
     if restarted:
         os.kill(before["pid"], signal.SIGKILL)
     else:
-        ray.kill(history._here, no_restart=True)
+        ray.kill(engine.session._here, no_restart=True)
     found = []
-    until(lambda: found.append(history.sync(2)["history"]) or (found[-1] and tokens(found[-1]) == all_of_it))
-    assert found[-1][0] == first[0]  # the directory was taken over
-    assert ray.get(history._here.figures.remote())["pid"] != before["pid"]
-    assert history.sync(3)["history"] is not None
-    assert not history._sent
+    until(lambda: found.append(engine.sync(2).history) or (found[-1] and tokens(found[-1]) == all_of_it))
+    assert found[-1].directory == first.directory  # it was taken over
+    assert ray.get(engine.session._here.figures.remote())["pid"] != before["pid"]
+    assert engine.sync(3).history is not None
+    assert not engine.session._sent
 
 
 def test_full_memory_delays_the_history_and_loses_none(writer: NodeHistory, caplog: Any) -> None:
-    writer.push("a", 1, [(1, POEM.tobytes(), 0)])
+    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
     before, _ = writer.sync(1, "a", [])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # any larger file: no space
     try:
         for version in (2, 3):
-            writer.push("a", version, [(1, POEM.tobytes(), version - 1)])
+            writer.push("a", version, [Trajectory(1, POEM.tobytes(), version - 1)])
             assert writer.sync(version, "a", [])[0] == before
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -180,7 +241,7 @@ def test_full_memory_delays_the_history_and_loses_none(writer: NodeHistory, capl
 
 @pytest.mark.parametrize("everything", [True, False])
 def test_removed_files_are_published_anew(writer: NodeHistory, caplog: Any, everything: bool) -> None:
-    writer.push("a", 1, [(1, POEM.tobytes(), 0)])
+    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
     before, _ = writer.sync(1, "a", [])
     engine = mapped(before)
     if everything:
@@ -188,7 +249,7 @@ def test_removed_files_are_published_anew(writer: NodeHistory, caplog: Any, ever
     else:
         next(Path(before[0]).glob("segments-*")).unlink()
     assert drafted(engine) == POEM.tolist()  # what is mapped stays
-    writer.push("a", 2, [(2, POEM.tobytes(), 1)])
+    writer.push("a", 2, [Trajectory(2, POEM.tobytes(), 1)])
     after, _ = writer.sync(2, "a", [])
     assert tokens(after) == 60
     assert drafted(mapped(after)) == POEM.tolist()
@@ -203,7 +264,7 @@ def test_a_directory_that_is_taken_is_left_for_a_new_one(job: Cluster, tmp_path:
     first = NodeHistory(CONFIG, "history", root=str(tmp_path), grace_s=1.0)
     (published, _), _ = first.sync(1, "a", [])
     second = NodeHistory(CONFIG, "history", root=str(tmp_path), grace_s=1.0)  # the first still writes
-    second.push("a", 1, [(1, POEM.tobytes(), 1)])
+    second.push("a", 1, [Trajectory(1, POEM.tobytes(), 1)])
     other, _ = second.sync(2, "a", [])
     assert other[0] != published and tokens(other) == 30
     assert caplog.text.count("can't be taken over") == 1
@@ -211,9 +272,9 @@ def test_a_directory_that_is_taken_is_left_for_a_new_one(job: Cluster, tmp_path:
 
 def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Path) -> None:
     old = NodeHistory(CONFIG, "old", root=str(tmp_path), grace_s=1.0)
-    old.push("a", 1, [(1, POEM.tobytes(), 50)])
+    old.push("a", 1, [Trajectory(1, POEM.tobytes(), 50)])
     old.sync(51, "a", [])
-    old.push("a", 2, [(2, POEM.tobytes(), 51)])  # since the weight sync
+    old.push("a", 2, [Trajectory(2, POEM.tobytes(), 51)])  # since the weight sync
     facts = saved.Facts.of("problem", TOKENIZER)
     old.save(str(tmp_path / "saved"), facts, [(1, 30, 50), (2, 30, 51)])
 
@@ -221,10 +282,10 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
     fresh = NodeHistory(CONFIG, "new", root=str(tmp_path), grace_s=1.0)
     assert tokens(fresh.sync(0, "a", [])[0]) == 60
     ray.get(ledger(4).start_from.remote(None))
-    fresh.push("a", 1, [(3, POEM.tobytes(), 0)])
+    fresh.push("a", 1, [Trajectory(3, POEM.tobytes(), 0)])
     assert tokens(fresh.sync(1, "a", [])[0]) == 90
     fresh.sync(4, "a", [])
-    fresh.push("a", 2, [(3, POEM.tobytes(), 4)])
+    fresh.push("a", 2, [Trajectory(3, POEM.tobytes(), 4)])
     assert tokens(fresh.sync(5, "a", [])[0]) == 90  # the oldest of the old run has gone
     fresh.push("a", 3, [])
     assert tokens(fresh.sync(5, "a", [])[0]) == 30  # the old run's versions count as written before version 0
@@ -236,7 +297,7 @@ def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: NodeHis
     ray.get(ledger(4).start_from.remote("/nowhere"))
     try:
         for version in (1, 2):
-            writer.push("a", version, [(1, POEM.tobytes(), version)])
+            writer.push("a", version, [Trajectory(1, POEM.tobytes(), version)])
             published, _ = writer.sync(version, "a", [])
     finally:
         ray.get(ledger(4).start_from.remote(None))
@@ -267,8 +328,7 @@ def trainer(path: Path, step: int, **changes: Any) -> SimpleNamespace:
 
 
 def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: Cluster, tmp_path: Path) -> None:
-    history = History(parse(DAS))
-    history.sync(1)
+    Engine().sync(1)
 
     def save(self: Any) -> None:
         (tmp_path / f"global_step_{self.global_steps}" / "actor").mkdir(parents=True)
@@ -286,10 +346,10 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: Cluster, tmp
 
     try:
         assert asyncio.run(checkpoint.after_load(load)(trainer(tmp_path, 6))) == 6
-        assert ray.get(ledger(4).saved.remote()) == str(tmp_path / "global_step_6" / saved.NAME)
+        assert ray.get(ledger(4).start.remote()) == str(tmp_path / "global_step_6" / saved.NAME)
         warm = str(tmp_path / "global_step_4" / saved.NAME)
         checkpoint.after_load(lambda self: None)(trainer(tmp_path / "fresh", 0, persist=warm))
-        assert ray.get(ledger(4).saved.remote()) == warm
+        assert ray.get(ledger(4).start.remote()) == warm
     finally:
         ray.get(ledger(4).start_from.remote(None))
     with pytest.raises(DasError, match=r"custom.das.history.persist: found no history in '/nowhere'"):
@@ -302,28 +362,28 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: Cluster, tmp
 def test_nodes_exchange_what_their_engines_write_and_late_ones_get_a_copy(job: Cluster) -> None:
     def engine(node_id: str) -> Any:
         pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        return ray.remote(History).options(num_cpus=0, scheduling_strategy=pinned).remote(parse(DAS))
+        return ray.remote(Engine).options(num_cpus=0, scheduling_strategy=pinned).remote()
 
     def all_have(count: int) -> Callable[[], bool]:
         def done() -> bool:
-            found[:] = [payload["history"] for payload in ray.get([e.sync.remote(1) for e in engines])]
+            found[:] = [message.history for message in ray.get([e.sync.remote(1) for e in engines])]
             return all(history and tokens(history) == count for history in found)
 
         return done
 
     found: list[Any] = []
     one, two = engines = [engine(ray.get_runtime_context().get_node_id()), engine(job.add_node(num_cpus=1).node_id)]
-    before = tokens(ray.get(one.sync.remote(1))["history"])
+    before = tokens(ray.get(one.sync.remote(1)).history)
     large = np.arange(300_000, dtype=np.int32)  # through the object store, not inside a message
-    ray.get([one.push.remote(11, POEM.tobytes(), 0), two.push.remote(12, large.tobytes(), 0)])
+    ray.get([one.write.remote(11, POEM, 0), two.write.remote(12, large, 0)])
     until(all_have(before + 300_030))
     assert found[0][0] != found[1][0]
     assert [drafted(mapped(history), 11) for history in found] == [POEM.tolist()] * 2
 
     third = job.add_node(num_cpus=1).node_id
     engines.append(engine(third))
-    assert tokens(ray.get(engines[2].sync.remote(1))["history"]) == before + 300_030
-    engines[2].push.remote(13, POEM.tobytes(), 1)
+    assert tokens(ray.get(engines[2].sync.remote(1)).history) == before + 300_030
+    engines[2].write.remote(13, POEM, 1)
     until(all_have(before + 300_060))
     assert len(node.nodes()) == 3
 
@@ -336,11 +396,12 @@ def test_nodes_exchange_what_their_engines_write_and_late_ones_get_a_copy(job: C
 SCRIPT = """
 import os, ray, signal, sys
 from das_adapter.config import HistoryConfig
+from das_adapter.protocol.messages import Trajectory
 from das_adapter.service import ledger, node
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 ledger.ledger(4)
 here = node.here(HistoryConfig(max_bytes=2**26), grace_s=1.0)
-here.push.remote("a", 1, [(1, b"abcd", 0)])
+here.push.remote("a", 1, [Trajectory(1, b"abcd", 0)])
 print(ray.get(here.sync.remote(1, "a", []))[0][0], flush=True)
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -353,11 +414,3 @@ def test_nothing_is_left_in_shared_memory(end: str) -> None:
     directory = Path(run.stdout.strip())
     assert directory.parent == Path("/dev/shm"), run.stderr
     until(lambda: not directory.exists())
-
-
-def test_ranks_that_map_different_histories_are_noticed() -> None:
-    assert not remedy(4, [{"generation": 3}, {"generation": 3}])
-    assert not remedy(4, [{}, {}])
-    assert not remedy(4, [None, {}, {"generation": 3}])  # earlier stages of a pipeline draft nothing
-    assert remedy(4, [{"generation": 3}, {"generation": 2}]) == {"version": 4, "history": ("", 0)}
-    assert remedy(4, [{"generation": 3}, {"error": "it failed"}])
