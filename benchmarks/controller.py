@@ -128,7 +128,7 @@ class Bench:
 
     def practise(self, count: int = 300) -> None:
         """Draft for `count` other problems of the same kind without the engine: what a run has learned before."""
-        rng, index = np.random.default_rng(self.seed + 2), self.drafter.index
+        rng, index = np.random.default_rng(self.seed + 2), self.drafter.history.index
         texts = [rng.integers(1, 32000, 200, dtype=np.int32) for _ in range(count)]
         problems = [{"problem": i} for i in range(count)]  # those of turn 0
         for problem, ids, version in self.history(problems, [text.tolist() for text in texts]):
@@ -147,37 +147,37 @@ class Bench:
         """A controller for an arm, with the step times seen so far, and the history under new problem ids."""
         from das_adapter.config import BudgetConfig, ToggleConfig
         from das_adapter.core.controller import Controller
+        from das_adapter.protocol.messages import Refresh, Trajectory
 
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]) if arm[0] == "k" else MOST)
         mode = "roofline" if arm == "optimal" else "off"
         drafter = self.drafter
-        drafter._close(list(drafter._live))
-        drafter._paused, drafter._step = False, None
-        drafter.controller = Controller(
-            BudgetConfig(policy=policy, max_draft_tokens=most), ToggleConfig(mode=mode), drafter._max_model_len
-        )
+        budget = BudgetConfig(policy=policy, max_draft_tokens=most)
+        controller = Controller(budget, ToggleConfig(mode=mode), self.runner.max_model_len)
         if times is not None:
-            drafter.controller.times = copy.deepcopy(times)
+            controller.times = copy.deepcopy(times)
+        drafter.restart(controller)
         drafter.counters.take()
         self.turn += 1
         shift, version = self.turn * PROBLEMS, self.turn * WINDOW
-        drafter.refresh(version, [(problem + shift, text, version + age - 2) for problem, text, age in trajectories])
+        kept = [Trajectory(problem + shift, text, version + age - 2) for problem, text, age in trajectories]
+        drafter.refresh(Refresh(version, trajectories=kept))
         if arm == "idle":
-            drafter.controller.stopped = "idle"
+            controller.stopped = "idle"
 
     def arm(self, name: str, requests: Any, trajectories: Any, times: Any) -> dict[str, Any]:
         """One arm's rollout."""
         self.prepare(name, trajectories, times)
         seconds, texts = self.run(requests)
-        controller, counters = self.drafter.controller, vars(self.drafter.counters)
+        counters = vars(self.drafter.counters)
         if self.drafter.counters.error:
             sys.exit(f"{name}: {self.drafter.counters.error}")
         return {
             "seconds": seconds, "steps": counters["steps"], "draft_tokens": counters["draft_tokens"],
             "accepted_tokens": counters["accepted_tokens"],
             "propose_ms_p50": float(np.median(counters["propose_seconds"]) * 1e3),
-            "time_saved_s": controller.time_saved(self.drafter._slots()),
-            "latency_model_error": controller.times.take_error(), "hash": digest(texts),
+            "time_saved_s": self.drafter.stats()["time_saved_s"],
+            "hash": digest(texts),
         }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
     python benchmarks/controller_overhead.py [--steps 3000] [--out FILE.json]
 
 A warm controller decides on drafts of 0 to 16 tokens with falling chances, as the index hands them over; the figures
-hold everything that the proposer and the worker call in a step: `verified`, `step`, `looks`, `caps` and `cut`.
+hold everything that a drafter calls in a step: `plan` and `timed`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from das_adapter.config import BudgetConfig, ToggleConfig
-from das_adapter.core.controller import Controller
+from das_adapter.core.controller import Controller, Decoded, TimedStep
 from das_adapter.core.latency import StepModel
 
 TRUTH = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
@@ -30,29 +30,28 @@ def measure(batch: int, steps: int) -> dict[str, float]:
     keep, seconds = np.zeros(batch, dtype=np.int64), []
     lengths = rng.integers(0, 17, (64, batch))
     chances = [np.concatenate([0.85 ** np.arange(1, n + 1) for n in row]).astype(np.float32) for row in lengths]
-    drafted = 0
+    drafted, room = 0, np.full(batch, 1000)
     for i in range(steps):
         got, carried = 1 + rng.binomial(keep, 0.6), keep
         total = batch + int(carried.sum())
         took = TRUTH.step(total, batch, total > batch) * rng.uniform(0.97, 1.03)
-        room = np.full(batch, 1000)
-        begin = time.thread_time()
-        controller.verified(slots, got, carried if total > batch else None)
-        controller.step(slots, got, total, total > batch, took)
-        keep = np.zeros(batch, dtype=np.int64)
-        if controller.looks(batch):
-            middle = time.thread_time()
-            caps = controller.caps(slots, room)
-            before = time.thread_time() - middle
-            cut = np.minimum(lengths[i % 64], caps)
+        asked = 0.0  # of that, what stands for the index
+
+        def history(limits: np.ndarray, floor: float, i: int = i) -> tuple[np.ndarray, np.ndarray]:
+            nonlocal asked
+            start = time.thread_time()
+            cut = np.minimum(lengths[i % 64], limits)
             at = np.repeat(np.concatenate([[0], np.cumsum(lengths[i % 64])])[:-1], cut)
             offsets = np.concatenate([[0], np.cumsum(cut)])
             stated = chances[i % 64][at + np.arange(offsets[-1]) - np.repeat(offsets[:-1], cut)]
-            after = time.thread_time()
-            keep = controller.cut(slots, stated, offsets)
-            seconds.append(middle - begin + before + time.thread_time() - after)
-        else:
-            seconds.append(time.thread_time() - begin)
+            asked = time.thread_time() - start
+            return stated, offsets
+
+        decoded = Decoded(slots, got, carried if total > batch else None, None, room)
+        begin = time.thread_time()
+        keep = controller.plan(decoded, history).history
+        controller.timed(TimedStep(slots, got, total, took))
+        seconds.append(time.thread_time() - begin - asked)
         drafted += int(keep.any())
     micros = np.array(seconds[steps // 10 :]) * 1e6
     return {

@@ -119,18 +119,8 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What the drafter takes, then a rollout's figures for each batch and repeat."""
     import numpy as np
 
-    from das_adapter.core import sources
-
     llm = engine(job)
     core = llm.llm_engine.engine_core.engine_core
-    times: dict[tuple[int, int], list[float]] = defaultdict(list)
-    observe = sources.Line.observe
-
-    def recorded(self: Any, tokens: int, seconds: float) -> None:
-        times[(id(self), tokens)].append(seconds)
-        observe(self, tokens, seconds)
-
-    sources.Line.observe = recorded  # type: ignore[method-assign]
 
     def rpc(command: str, **payload: Any) -> Any:
         return llm.collective_rpc("das_rpc", args=(command, payload))[0]
@@ -162,7 +152,7 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
             figures = summary(seconds, stats)
             figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
             if not repeat and job["das"]["drafter"] == "self" and batch <= 4:
-                figures["fixed"] = fixed_length(llm, batch, work, rollout, times)
+                figures["fixed"] = fixed_length(llm, batch, work, rollout)
             yield figures
 
 
@@ -190,24 +180,49 @@ def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fixed_length(llm: Any, batch: int, work: Any, rollout: Any, times: dict[tuple[int, int], list[float]]) -> Any:
+def fixed(drafter: Any, length: int) -> Any:
+    """A controller under which the copy always drafts so many tokens."""
+    from das_adapter.config import BudgetConfig, ToggleConfig
+    from das_adapter.core.controller import Controller
+
+    budget, toggle = BudgetConfig(policy="unlimited"), ToggleConfig(mode="off")
+    return Controller(budget, toggle, 1024, copy=drafter.copy.drafts, most=length)
+
+
+def record_step_times() -> dict[tuple[int, int], list[float]]:
+    """Keep every step time that a model is told from now on, by the model and the tokens of the step."""
+    from das_adapter.core.latency import StepTimes
+
+    times: dict[tuple[int, int], list[float]] = defaultdict(list)
+    add = StepTimes.add
+
+    def recorded(self: Any, tokens: int, requests: int, drafted: bool, seconds: float) -> None:
+        times[(id(self), tokens)].append(seconds)
+        add(self, tokens, requests, drafted, seconds)
+
+    StepTimes.add = recorded  # type: ignore[method-assign]
+    return times
+
+
+def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Any:
     """Draft always `FIXED` tokens and never, and set the speed-up beside the roofline's."""
     import numpy as np
 
     from das_adapter.core.toggle import seconds_of
-    from das_adapter.engine.drafters import policy_copy as self_drafter
 
-    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter.drafter
-    chosen = self_drafter.choose
+    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
+    usual, times = drafter.controller, record_step_times()
     out: dict[str, Any] = {}
+    policies = []
     for length in (0, FIXED):
-        self_drafter.choose = lambda e, d, room, *_, n=length: np.minimum(room, n)
+        drafter.restart(fixed(drafter, length))
+        policies.append(id(drafter.controller.times))
         seconds, texts, stats = rollout(batch, work)
         out[str(length)] = summary(seconds, stats)
-    self_drafter.choose = chosen
+    drafter.restart(usual)
     policy, copy = (
-        {tokens: median(seen) for (line, tokens), seen in times.items() if line == id(kind) and len(seen) > 2}
-        for kind in (drafter.policy_seconds, drafter.copy_seconds)
+        {tokens: median(seen) for (model, tokens), seen in times.items() if model in models and len(seen) > 2}
+        for models in (policies, [id(drafter.copy.drafts.passes)])
     )
 
     def at(curve: dict[int, float], tokens: Any) -> Any:
@@ -234,31 +249,26 @@ QWEN3 = {
 
 
 def child_steps(job: dict[str, Any]) -> Any:
-    import numpy as np
     from vllm import SamplingParams
-
-    from das_adapter.core import sources
-    from das_adapter.engine.drafters import policy_copy as self_drafter
 
     llm = engine(job, load_format="dummy", skip_tokenizer_init=True)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    times: dict[tuple[int, int], list[float]] = defaultdict(list)
-    sources.Line.observe = lambda line, tokens, seconds: times[(id(line), tokens)].append(seconds)
-    drafter = runner.drafter.drafter
-    policy, copy = id(drafter.policy_seconds), id(drafter.copy_seconds)
+    drafter, times = runner.drafter, record_step_times()
+    controllers = {length: fixed(drafter, length) for length in (0, FIXED)}
+    policy, verify, copy = (id(x) for x in (controllers[0].times, controllers[FIXED].times, drafter.copy.drafts.passes))
     rows = {}
     for batch in job["batches"]:
         for length in (0, FIXED):
-            self_drafter.choose = lambda e, d, room, *_, n=length: np.minimum(room, n)
+            drafter.restart(controllers[length])
             llm.generate([{"prompt_token_ids": [5 + i] * 64} for i in range(batch)],
                          SamplingParams(max_tokens=20 + 20 * length, ignore_eos=True, detokenize=False, temperature=0),
                          use_tqdm=False)  # fmt: skip
         plain = times[(policy, batch)]
         rows[batch] = {"policy_ms": min(plain) * 1e3, "copy_ms": min(times[(copy, batch)]) * 1e3,
                        "policy_ms_median": median(plain) * 1e3, "copy_ms_median": median(times[(copy, batch)]) * 1e3,
-                       "verify_ms": min(times[(policy, batch * (FIXED + 1))]) * 1e3}  # fmt: skip
-    refreshed = min(drafter.refresh()["requantise_s"] for _ in range(3))
-    return {"batches": rows, "requantise_s": refreshed, "drafter_bytes": drafter.copy.nbytes,
+                       "verify_ms": min(times[(verify, batch * (FIXED + 1))]) * 1e3}  # fmt: skip
+    refreshed = min(drafter.copy.refresh(None) for _ in range(3))
+    return {"batches": rows, "requantise_s": refreshed, "drafter_bytes": drafter.copy.copy.nbytes,
             "policy_bytes": sum(p.nbytes for p in runner.model.parameters())}  # fmt: skip
 
 

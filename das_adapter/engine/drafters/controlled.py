@@ -98,6 +98,11 @@ class ControlledDrafter(Drafter):
         sources = [source.stats() for source in (self.history, self.copy) if source]
         return EngineStats(**functools.reduce(dict.__or__, sources, self.controller.take(self._slots())))
 
+    def restart(self, controller: Controller) -> None:
+        """Begin anew under another controller, as a measurement does with each of its arms."""
+        self.close(list(self._live))
+        self.controller, self.timer, self._paused = controller, StepTimer(), False
+
     def close(self, req_ids: Iterable[str]) -> None:
         """Take leave of requests."""
         for req_id in req_ids:

@@ -1,0 +1,128 @@
+"""`das-adapter doctor`: what is installed, whether it fits, and what das-adapter changes in it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from das_adapter import __version__, compat, patching
+from das_adapter.errors import UnsupportedHost
+
+_PATCHES = {
+    "vllm": ("engine.patches", "engine.cpu_patches", "engine.worker", "engine.drafters.neural"),
+    "verl": ("verl.hooks",),
+    "nemo_rl": ("nemo_rl.install", "nemo_rl.engine_hooks"),
+}
+"""Modules that hold patches, in the order in which they are applied."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    name: str
+    state: Literal["ok", "absent", "untried", "broken"]
+    detail: str
+
+
+@dataclass(frozen=True)
+class Change:
+    """One attribute of another package that is replaced or added."""
+
+    patch: str
+    target: str
+    signature: str
+    """The parameters it relies on, as checked; empty: the name counts."""
+    why: str
+    since: str
+    upstream: str
+
+
+def changes() -> list[Change]:
+    """List what is changed in the packages that are installed, in order."""
+    for host, modules in _PATCHES.items():
+        if compat.version(host) is not None and not compat.missing(host):
+            for module in modules:
+                importlib.import_module(f"das_adapter.{module}")
+    signatures = {f"{s.module}:{s.name}": s.parameters for host in compat.HOSTS.values() for s in host.symbols}
+    return [
+        Change(p.name, p.target, ", ".join(signatures.get(p.target, ())), p.why, p.since, p.upstream)
+        for p in patching.PATCHES
+    ]
+
+
+def examine() -> Iterator[Finding]:
+    """Check one part after the other."""
+    yield Finding("das-adapter", "ok", __version__)
+    yield _native_core()
+    for host in ("torch", *compat.HOSTS):
+        yield _host(host)
+    yield _entry_points()
+    if compat.version("vllm") and not compat.missing("vllm"):
+        yield _engine_process()
+
+
+def _native_core() -> Finding:
+    try:
+        import numpy as np
+
+        from das_adapter import _native
+
+        tokens = np.zeros(1, dtype=np.int64)
+        _native.keyed_sample(np.array([[0.0, 50.0, 0.0]], dtype=np.float32), np.ones(1, dtype=np.uint64), tokens)
+        assert tokens[0] == 1
+        return Finding("native core", "ok", str(_native.__file__))
+    except (ImportError, AssertionError) as error:
+        return Finding("native core", "broken", f"{error!r}: reinstall das-adapter; it needs a C++17 compiler")
+
+
+def _host(host: str) -> Finding:
+    if host == "torch":
+        try:
+            return Finding("torch", "ok", importlib.metadata.version("torch"))
+        except importlib.metadata.PackageNotFoundError:
+            return Finding("torch", "broken", "not installed")
+    version, state, known = compat.version(host), compat.state(host), compat.HOSTS[host]
+    if state == "absent":
+        return Finding(host, "broken" if host == "vllm" else "absent", "not installed")
+    if state == "broken":
+        try:
+            compat.require(host)
+        except UnsupportedHost as error:
+            return Finding(host, "broken", str(error))
+    signatures = sum(bool(symbol.parameters) for symbol in known.symbols)
+    checked = f"{len(known.symbols)} symbols are there, {signatures} with the signature relied on"
+    if state == "untried":
+        return Finding(host, "untried", f"{version}; tried are {', '.join(known.tried)}; {checked}")
+    return Finding(host, "ok", f"{version}; {checked}")
+
+
+def _entry_points() -> Finding:
+    groups = ("vllm.general_plugins", "verl.plugins")
+    lacking = [g for g in groups if not any(e.name == "das_adapter" for e in importlib.metadata.entry_points(group=g))]
+    if lacking:
+        return Finding("entry points", "broken", f"{', '.join(lacking)}: das-adapter is not installed, only importable")
+    return Finding("entry points", "ok", ", ".join(groups))
+
+
+_ENGINE_START = """
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from vllm.v1.worker.worker_base import WorkerBase
+assert hasattr(WorkerBase, "das_rpc"), "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
+import das_adapter.engine.drafters.controlled, das_adapter.engine.worker
+"""
+
+
+def _engine_process() -> Finding:
+    """Start a process as vLLM starts a worker, up to the point at which a model would be loaded."""
+    run = subprocess.run([sys.executable, "-c", _ENGINE_START], capture_output=True, text=True, check=False)
+    if run.returncode:
+        reason = run.stderr.strip().splitlines()[-1] if run.stderr.strip() else f"exit code {run.returncode}"
+        return Finding("plug-in in an engine process", "broken", reason)
+    return Finding("plug-in in an engine process", "ok", "das_rpc is on vLLM's workers")
