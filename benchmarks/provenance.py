@@ -15,7 +15,7 @@ def provenance() -> dict[str, Any]:
     """Of the process that calls it."""
     return {
         "command": " ".join(["python", *_arguments()]),
-        "versions": {name: _version(name) for name in ("das-adapter", "vllm", "torch", "numpy")},
+        "versions": {name: _version(name) for name in ("das-adapter", "vllm", "torch", "numpy", "arctic-inference")},
         "revision": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
             capture_output=True, text=True, check=False, cwd=Path(__file__).parent,

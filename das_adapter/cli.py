@@ -133,74 +133,24 @@ def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int
     from das_adapter.tools import calibrate as sweep
 
     try:
+        arguments = json.loads(engine)
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"found {engine!r}, expected JSON: {error}", param_hint="--engine") from None
+    try:
         config = AutoConfig.from_pretrained(model).to_dict()
-        samples = sweep.measure(model, rounds=rounds, **grid, **json.loads(engine))  # type: ignore[arg-type]
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"found {model!r}, expected a directory or name with a Hugging Face config: {error}",
+                                 param_hint="MODEL") from None  # fmt: skip
+    try:
+        samples = sweep.measure(model, rounds=rounds, **grid, **arguments)  # type: ignore[arg-type]
         result = sweep.analyse(samples, config)
-    except (DasError, json.JSONDecodeError) as error:
+    except DasError as error:
         raise click.ClickException(str(error)) from None
     options = " ".join(f"--{name} {','.join(map(str, values))}" for name, values in grid.items())
     command = f"das-adapter calibrate {model} {options} --rounds {rounds} --engine '{engine}'"
     sweep.write(out, model, samples, result, command)
     click.echo(json.dumps(result["validation"], indent=2))
     click.echo(str(out))
-
-
-@main.group()
-def bench() -> None:
-    """Measure das-adapter's parts on this machine."""
-
-
-@bench.command("index")
-@click.option(
-    "--traces",
-    type=click.Path(exists=True, path_type=Path),
-    multiple=True,
-    help="Recorded rollouts, or a directory of .npz of them. Default: made-up ones.",
-)
-@click.option("--tokenizer", help="Tokenizer of --traces that hold text.")
-@click.option(
-    "--against",
-    type=click.Choice(["arctic", "plain", "ceiling"]),
-    multiple=True,
-    help="Also measure this drafter, in the same run.",
-)
-@click.option("--budget", default=8, show_default=True, help="Most draft tokens of a request in a round.")
-@click.option("--every", default=1, show_default=True, help="Take every n-th group only.")
-@click.option(
-    "--setting",
-    "settings",
-    multiple=True,
-    type=click.Choice(["own", "growing", "finished", "earlier+growing", "earlier+finished"]),
-    help="What is drafted from. Default: all but own.",
-)
-@click.option(
-    "--json", "target", type=click.Path(path_type=Path), help="Write the figures here, and a table beside them."
-)
-def bench_index(
-    traces: tuple[Path, ...],
-    tokenizer: str | None,
-    against: tuple[str, ...],
-    budget: int,
-    every: int,
-    settings: tuple[str, ...],
-    target: Path | None,
-) -> None:
-    """What the suffix index costs, and what it drafts: insert, seal, memory, draft time, mapping, accepted tokens."""
-    from das_adapter.tools import rollouts
-    from das_adapter.tools.bench import index, workload
-
-    files = [file for path in traces for file in (sorted(path.glob("*.npz")) or [path] if path.is_dir() else [path])]
-    try:
-        work = {file.stem: rollouts.read(file, tokenizer) for file in files}
-    except DasError as error:
-        raise click.ClickException(str(error)) from None
-    work = work or {"synthetic": workload.synthetic(problems=64, samples=16, mean_tokens=2000)}
-    figures = index.run(work, against, budget, every, settings or index.SETTINGS[1:], click.echo)
-    table = index.table(figures)
-    click.echo(table)
-    if target:
-        target.with_suffix(".md").write_text(table)
-        target.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 @main.command()

@@ -7,7 +7,9 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from das_adapter.cli import main
 from das_adapter.core.latency import Hardware, Roofline, StepModel, read_calibration
 from das_adapter.errors import DasError
 from das_adapter.tools.calibrate import Sample, analyse, write
@@ -53,3 +55,20 @@ def test_what_is_written_is_read_back_and_says_where_it_comes_from(tmp_path: Pat
     assert (tmp_path / "c.png").stat().st_size > 1000
     with pytest.raises(DasError, match=r"das\.toggle\.calibration"):
         read_calibration(str(tmp_path / "missing.json"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/nowhere/model"], ["MODEL", "'/nowhere/model'", "Hugging Face config"]),
+        (["x", "--engine", "{dtype}"], ["--engine", "'{dtype}'", "expected JSON"]),
+        (["x", "--batches", "1,two"], ["--batches", "'1,two'", "whole numbers"]),
+    ],
+)
+def test_bad_input_is_named(arguments: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = CliRunner().invoke(main, ["calibrate", *arguments])
+    assert result.exit_code == 2
+    for word in words:
+        assert word in " ".join(result.output.replace("│", " ").split())

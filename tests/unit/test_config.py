@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import reference
 from omegaconf import DictConfig, OmegaConf
 
 from das_adapter import compat
@@ -18,7 +19,6 @@ from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse
 from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import settings as nemo_rl
 from das_adapter.protocol.engine_args import DRAFTER, engine_args
-from das_adapter.tools import reference
 from das_adapter.verl import settings as verl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -515,7 +515,7 @@ def test_there_are_shipped_blocks_of_both_hosts() -> None:
 
 def test_the_readme_has_the_table_of_keys_that_the_models_give() -> None:
     text = (ROOT / "README.md").read_text()
-    assert reference.update(text) == text, "run python -m das_adapter.tools.reference README.md"
+    assert reference.update(text) == text, "run python tools/reference.py README.md"
 
 
 def test_every_key_is_documented() -> None:

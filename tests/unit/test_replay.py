@@ -7,16 +7,17 @@ import json
 import sys
 from pathlib import Path
 
+import index
+import index_workload as workload
 import numpy as np
 import pytest
 import zstandard
 from click.testing import CliRunner
+from index import accepted, cost
+from index_drafters import Arctic, Ceiling, Ours, Plain
 
 from das_adapter.cli import main
 from das_adapter.errors import DasError
-from das_adapter.tools.bench import index, workload
-from das_adapter.tools.bench.drafters import Arctic, Ceiling, Ours, Plain
-from das_adapter.tools.bench.index import accepted, cost
 from das_adapter.tools.replay import SOURCES, plot, replay, report
 from das_adapter.tools.rollouts import Rollout, RolloutFileError, read
 
@@ -202,8 +203,8 @@ def test_the_bench_measures_all_engines_on_the_same_groups(tmp_path: Path, monke
     lengths = [len(r.tokens) for r in rollouts]
     ids = np.concatenate([r.tokens for r in rollouts])
     np.savez(tmp_path / "made.npz", ids=ids, offsets=np.cumsum([0, *lengths]), **arrays)
-    arguments = ["bench", "index", "--traces", str(tmp_path), "--against", "plain", "--against", "arctic"]
-    out = CliRunner().invoke(main, [*arguments, "--json", str(tmp_path / "index.json")])
+    arguments = ["--traces", str(tmp_path), "--against", "plain", "--against", "arctic"]
+    out = CliRunner().invoke(index.main, [*arguments, "--json", str(tmp_path / "index.json")])
     assert out.exit_code == 0, out.output
     figures = json.loads((tmp_path / "index.json").read_text())
     assert "arctic-inference" in figures["skipped"]["arctic"]
@@ -211,6 +212,6 @@ def test_the_bench_measures_all_engines_on_the_same_groups(tmp_path: Path, monke
     assert set(figures["work"]["made"]["accepted"]["growing"]) == {"ours", "plain"}
     assert figures["mapping"]["tokens"] == 5 * 4 * 1250  # five versions of four problems
     text = (tmp_path / "index.md").read_text()
-    out = CliRunner().invoke(main, ["bench", "index", "--traces", str(write(tmp_path / "no.jsonl", {"a": 1}))])
+    out = CliRunner().invoke(index.main, ["--traces", str(write(tmp_path / "no.jsonl", {"a": 1}))])
     assert out.exit_code == 1 and "no.jsonl:1" in out.output
     assert "| made, finished | 2 |" in text and "first use of all problems" in text

@@ -1,26 +1,28 @@
-"""`das-adapter bench index`: what the suffix index costs and what it drafts, beside other drafters in the same run."""
+"""What the suffix index costs and what it drafts, beside other drafters in the same run.
+
+python benchmarks/index.py --traces DIR --against arctic --against plain --against ceiling --json FILE.json
+"""
 
 from __future__ import annotations
 
-import importlib.metadata
+import json
 import os
-import platform
-import shlex
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
+from index_drafters import ENGINES, Ceiling, Engine, Ours
+from index_workload import SETTINGS, Group, batches, groups, synthetic
+from provenance import provenance
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
-from das_adapter.tools.bench.drafters import ENGINES, Ceiling, Engine, Ours
-from das_adapter.tools.bench.workload import SETTINGS, Group, batches, groups
-from das_adapter.tools.hardware import processor
+from das_adapter.tools import rollouts as dumps
 from das_adapter.tools.rollouts import Rollout
 
 BATCHES = (1, 16, 64, 256)
@@ -229,7 +231,7 @@ def table(figures: dict[str, Any]) -> str:
     lines = [
         f"`{origin['command']}`",
         "",
-        f"{origin['cpu']}, {origin['cores']} cores; Python {origin['python']}, {versions}",
+        f"{origin['hardware']['cpu']}, {origin['hardware']['cores']} cores; {versions}",
         "",
     ]
     lines += [f"skipped {reason}" for reason in figures["skipped"].values()]
@@ -266,22 +268,55 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def provenance() -> dict[str, Any]:
-    """Command, versions and hardware."""
+@click.command()
+@click.option(
+    "--traces",
+    type=click.Path(exists=True, path_type=Path),
+    multiple=True,
+    help="Recorded rollouts, or a directory of .npz of them. Default: made-up ones.",
+)
+@click.option("--tokenizer", help="Tokenizer of --traces that hold text.")
+@click.option(
+    "--against",
+    type=click.Choice(["arctic", "plain", "ceiling"]),
+    multiple=True,
+    help="Also measure this drafter, in the same run.",
+)
+@click.option("--budget", default=8, show_default=True, help="Most draft tokens of a request in a round.")
+@click.option("--every", default=1, show_default=True, help="Take every n-th group only.")
+@click.option(
+    "--setting",
+    "settings",
+    multiple=True,
+    type=click.Choice(SETTINGS),
+    help="What is drafted from. Default: all but own.",
+)
+@click.option(
+    "--json", "target", type=click.Path(path_type=Path), help="Write the figures here, and a table beside them."
+)
+def main(
+    traces: tuple[Path, ...],
+    tokenizer: str | None,
+    against: tuple[str, ...],
+    budget: int,
+    every: int,
+    settings: tuple[str, ...],
+    target: Path | None,
+) -> None:
+    """Measure the suffix index: insert, seal, memory, draft time, mapping, accepted tokens."""
+    files = [file for path in traces for file in (sorted(path.glob("*.npz")) or [path] if path.is_dir() else [path])]
+    try:
+        work = {file.stem: dumps.read(file, tokenizer) for file in files}
+    except DasError as error:
+        raise click.ClickException(str(error)) from None
+    work = work or {"synthetic": synthetic(problems=64, samples=16, mean_tokens=2000)}
+    figures = run(work, against, budget, every, settings or SETTINGS[1:], click.echo)
+    written = table(figures)
+    click.echo(written)
+    if target:
+        target.with_suffix(".md").write_text(written)
+        target.write_text(json.dumps(figures, indent=1) + "\n")
 
-    def version(name: str) -> str | None:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
 
-    return {
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "python": platform.python_version(),
-        "cpu": processor(),
-        "cores": os.cpu_count(),
-        "versions": {name: version(name) for name in ("das-adapter", "numpy", "arctic-inference")},
-    }
-
-
-__all__ = ["SETTINGS", "accepted", "cost", "mapping", "run", "table"]
+if __name__ == "__main__":
+    main()
