@@ -53,57 +53,34 @@ def route_requests(stock: Any) -> Any:
     return wrapt.FunctionWrapper(stock, router.around_init_load_balancer)
 
 
-def _saved_with_history(stock: Any) -> Any:
+def save_history(stock: Any) -> Any:
+    """Without it checkpoints have no history."""
     from das_adapter.verl import checkpoint
 
     return checkpoint.after_save(stock)
 
 
-def _loaded_with_history(stock: Any) -> Any:
+def load_history(stock: Any) -> Any:
+    """Without it a resumed run starts cold."""
     from das_adapter.verl import checkpoint
 
     return checkpoint.after_load(stock)
 
 
-@patch("verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint", since="0.9.1")
-def save_history(stock: Any) -> Any:
-    """Without it checkpoints have no history."""
-    return _saved_with_history(stock)
-
-
-@patch("verl.trainer.ppo.v1.trainer_base:PPOTrainer._load_checkpoint", since="0.9.1")
-def load_history(stock: Any) -> Any:
-    """Without it a resumed run starts cold."""
-    return _loaded_with_history(stock)
-
-
-@patch("verl.trainer.ppo.ray_trainer:RayPPOTrainer._save_checkpoint", since="0.9.1")
-def save_history_of_v0(stock: Any) -> Any:
-    """The same for `trainer.use_v1: false` and the pipelines that build on it."""
-    return _saved_with_history(stock)
-
-
-@patch("verl.trainer.ppo.ray_trainer:RayPPOTrainer._load_checkpoint", since="0.9.1")
-def load_history_of_v0(stock: Any) -> Any:
-    """The same for `trainer.use_v1: false` and the pipelines that build on it."""
-    return _loaded_with_history(stock)
-
-
-_FULLY_ASYNC = (
-    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.__ray_metadata__.modified_class"
-)
-
-
-@patch(f"{_FULLY_ASYNC}._save_checkpoint", since="0.9.1")
-def save_history_of_fully_async(stock: Any) -> Any:
-    """The same for the fully asynchronous trainer, a Ray actor; its class is inside."""
-    return _saved_with_history(stock)
-
-
-@patch(f"{_FULLY_ASYNC}.load_checkpoint", since="0.9.1")
-def load_history_of_fully_async(stock: Any) -> Any:
-    """The same for the fully asynchronous trainer, a Ray actor; its class is inside."""
-    return _loaded_with_history(stock)
+_TRAINERS = {
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer": "_load_checkpoint",
+    # trainer.use_v1: false, and the pipelines that build on it
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer": "_load_checkpoint",
+    # a Ray actor; its class is inside
+    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.__ray_metadata__.modified_class": (
+        "load_checkpoint"
+    ),
+}
+CHECKPOINTS = [
+    patch(f"{trainer}.{method}", since="0.9.1")(act)
+    for trainer, load in _TRAINERS.items()
+    for method, act in (("_save_checkpoint", save_history), (load, load_history))
+]
 
 
 @patch("verl.utils.tracking:Tracking.__init__", since="0.9.1")
@@ -124,8 +101,8 @@ def log_figures(stock: Any) -> Any:
 
 HOOKS = (
     *(check_at_start, check_at_start_of_every_pipeline, follow_samples, label_requests, route_requests),
-    *(save_history, load_history, save_history_of_v0, load_history_of_v0),
-    *(save_history_of_fully_async, load_history_of_fully_async, know_the_block, log_figures),
+    *CHECKPOINTS,
+    *(know_the_block, log_figures),
 )
 """Applied in every process that imports veRL, each when its module is imported."""
 
