@@ -3,8 +3,8 @@
     python examples/tiny_math/widen_policy.py OUT [--width 4] [--layers 24] [--drafters DIR]
 
 It is for measurements that need a policy of a few hundred million parameters whose text is real: its layers are as hard
-to quantise as the tiny policy's. A repeated input x, x, ... meets weights W/c + E, where E adds up to zero over the c copies
-and gives every weight the variance that a layer of that width has.
+to quantise as the tiny policy's. A repeated input x, x, ... meets weights W/c + E, where E adds up to zero over the c
+copies and gives every weight the variance that a layer of that width has.
 
 With `--drafters`, made by make_drafters.py, the EAGLE-3 head is written to OUT/eagle3 for the larger policy: its input
 layer reads the repeated hidden states. The draft model needs no change.
