@@ -1,14 +1,14 @@
-"""The controller on real engines: rollout time by budget policy, against fixed draft lengths, by starting batch.
+"""Measure the controller on real engines: rollout time by budget policy, fixed draft length and starting batch.
 
     python benchmarks/controller.py rollout --model random --out FILE.json    # long-tailed batch, every policy
     python benchmarks/controller.py batches --model random --out FILE.json    # starting batches from 1 to 64
     python benchmarks/controller.py routing --model random --out FILE.json    # two replicas, by routing policy
     python benchmarks/controller.py off --model random --out FILE.json        # the same rollouts without a drafter
 
-Two policies. `tiny`: examples/tiny_math/policy in float32; the history is its own previous rollout of the same
-problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its text is its own, its history
-is that text with tokens exchanged at rates of 5 to 40 % (`--rates`), one for each stretch of 16 tokens, and lengths
-that are off by a fifth (replayed acceptance). Lengths are forced; the policy's own for `tiny`.
+There are two policies. `tiny`: examples/tiny_math/policy in float32; the history is its own previous rollout of the
+same problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its history is its own text
+with tokens exchanged at rates of 5 to 40 % (`--rates`), one rate for each stretch of 16 tokens, and lengths that are
+wrong by a fifth (replayed acceptance). Lengths are forced; for `tiny` to the policy's own.
 
 All arms run in one engine, one after the other, in turns. The engine has been rolling out before: each arm starts with
 the step times and the chances learned there, and with the same history under problem ids of its own. `idle` is the
@@ -166,7 +166,7 @@ class Bench:
             controller.stopped = "idle"
 
     def arm(self, name: str, requests: Any, trajectories: Any, times: Any) -> dict[str, Any]:
-        """One arm's rollout."""
+        """Run one arm's rollout."""
         self.prepare(name, trajectories, times)
         seconds, texts = self.run(requests)
         counters = vars(self.drafter.counters)
@@ -203,12 +203,12 @@ def digest(texts: list[list[int]]) -> str:
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The repetition that took least; others on this machine only add to it."""
+    """Return the repetition that took least time; other processes on the machine only add to it."""
     return {**min(rows, key=lambda r: float(r["seconds"])), "all_seconds": [round(r["seconds"], 3) for r in rows]}
 
 
 def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
-    """Rollouts of the same requests by every arm, in turns."""
+    """Roll out the same requests with every arm, in turns."""
     requests = bench.requests(count, longest)
     bench.prepare("idle", [])
     _, texts = bench.run(requests)

@@ -1,9 +1,9 @@
-"""Processor time of all controller work in one decode step, by batch size.
+"""Measure the processor time of all controller work in one decode step, by batch size.
 
     python benchmarks/controller_overhead.py [--steps 3000] [--out FILE.json]
 
-A warm controller decides on drafts of 0 to 16 tokens with falling chances, as the index hands them over; the figures
-hold everything that a drafter calls in a step: `plan` and `timed`.
+A warm controller decides on drafts of 0 to 16 tokens with falling chances, as the index returns them. The figures
+include everything that a drafter calls in a step: `plan` and `timed`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Every drafter on one policy: rollout time against off, tokens per forward, memory, refresh; and what a step costs.
+"""Measure every drafter on one policy: rollout time relative to off, tokens per forward, memory, refresh, step times.
 
     python benchmarks/drafters.py modes POLICY [--arms off self:int4 ...] [--batches 1 4] [--draft DIR] [--eagle DIR]
     python benchmarks/drafters.py steps [CONFIG_DIR] [--batches 1 4]
 
-`modes` samples the same problems at temperature 1 with the same seeds in every arm, with as many requests in flight as
-the batch says, after a warm-up that fills the history. The arms take turns; of `--repeats` rollouts the fastest counts.
-For the self-drafter it also drafts a fixed length and compares with the roofline, L / (γ r + v), from the measured step
-times and with the batch as it drains.
+`modes` samples the same problems at temperature 1 with the same seeds in every arm, with a given number of requests in
+flight, after a warm-up that fills the history. The arms take turns; of `--repeats` rollouts the fastest counts. For the
+policy copy it also drafts a fixed length, and compares the speed-up with the roofline, L / (γ r + v), from the measured
+step times and with the batch as it becomes smaller.
 `steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
 of the copy, and of verification. POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
 """

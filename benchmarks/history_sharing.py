@@ -1,8 +1,8 @@
-"""What a node's history costs: resident bytes by the number of engines that map it, and what a weight sync waits for.
+"""Measure what a node's history costs: resident bytes by the number of engines that map it, and the wait in a sync.
 
 Engines are processes that attach the directory and look every problem up once; the writer is the node's service, called
-in this process. Proportional set sizes share each page out among the processes that map it, so that they add up; what
-they add up to beyond the files, which lie in memory once and are mapped by the writer from the start, is the engines'.
+in this process. Proportional set sizes divide each page among the processes that map it, so that they can be added up.
+The files lie in memory once, and the writer maps them from the start; all beyond them is added by the engines.
 """
 
 from __future__ import annotations

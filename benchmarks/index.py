@@ -30,10 +30,10 @@ Log = Callable[[str], None]
 
 
 def accepted(engine: Engine, found: Sequence[Group], setting: str, budget: int, at_once: int = 64) -> dict[str, float]:
-    """Write each group's target again and count what is drafted right.
+    """Write each group's target again, and count the draft tokens that are right.
 
     Args:
-        setting: what it drafts from beside its own text and prompt: nothing (`own`), siblings that are as long as it
+        setting: what it drafts from besides its own text and prompt: nothing (`own`), siblings that are as long as it
             is now (`growing`) or `finished`, and rollouts of the same prompt by `earlier` policies.
         at_once: groups written together.
 
@@ -83,10 +83,10 @@ def accepted(engine: Engine, found: Sequence[Group], setting: str, budget: int, 
 
 
 def cost(engine: Engine, rollouts: Sequence[Rollout], budget: int = 8, steps: int = 100) -> dict[str, Any]:
-    """Insert and seal speed, memory, and the time of a decode step by batch: each request writes three tokens a step,
-    which are inserted, and gets a draft.
+    """Measure insert and seal speed, memory, and the time of a decode step by batch: each request writes three tokens a
+    step, which are inserted, and gets a draft.
 
-    Everything but the last 256 rollouts is history, in groups of 16 (four versions); those last ones are live, half
+    All rollouts but the last 256 are history, in groups of 16 (four versions); the last ones are live and half
     written.
     """
     rollouts = [r for r in rollouts if len(r.tokens) >= 64]
@@ -135,9 +135,9 @@ def cost(engine: Engine, rollouts: Sequence[Rollout], budget: int = 8, steps: in
 
 
 def mapping(tokens: int = 10_000_000, problems: int = 512, versions: int = 16) -> dict[str, Any]:
-    """What an engine pays at a weight sync to take over a node's history of `tokens` (milliseconds).
+    """Measure what it costs an engine, at a weight sync, to map a node's history of `tokens` (milliseconds).
 
-    `refresh_step`: one more step's file beside those it maps. `refresh_merged`: after all of it was merged, with no
+    `refresh_step`: one more step's file besides those it maps. `refresh_merged`: after all of it was merged, with no
     request live, and with one of every problem live (then all bytes are read and checked). `attach`: a fresh engine;
     `first_use`: it opens a request of every problem, which reads and checks all bytes.
     """
@@ -182,7 +182,7 @@ def mapping(tokens: int = 10_000_000, problems: int = 512, versions: int = 16) -
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the bytes of this process in memory."""
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -190,9 +190,9 @@ def resident() -> int:
 def run(
     work: dict[str, list[Rollout]], against: Iterable[str], budget: int, every: int, settings: Sequence[str], log: Log
 ) -> dict[str, Any]:
-    """Measure all engines on all work; an engine that is not there is named in `skipped` with the reason.
+    """Measure all drafters on all work; one that is not installed is named in `skipped`, with the reason.
 
-    Costs are those of the engines' default settings; for accepted tokens ours and the plain one draft up to `budget`.
+    Costs are those of the drafters' default settings; for accepted tokens ours and the plain one draft up to `budget`.
     """
     names, skipped = ["ours"], {}
     for name in against:

@@ -1,4 +1,4 @@
-"""Drafters behind one face, to be measured on the same work: ours, a plain one, and ArcticInference's."""
+"""Drafters with one interface, to be measured on the same work: das-adapter's, a plain one, and ArcticInference's."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from das_adapter.errors import DasError
 
 
 class Engine(Protocol):
-    """What the benchmark asks of a drafter."""
+    """The interface that the benchmark needs of a drafter."""
 
     def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
-        """Take finished (version, response)s of one problem into the history."""
+        """Add finished (version, response) pairs of one problem to the history."""
 
     def seal(self) -> None:
-        """What was learned is drafted from now on."""
+        """Draft from what was learned, from now on."""
 
     def open(self, problem: int, prompt: Int32) -> int: ...
 
@@ -31,13 +31,13 @@ class Engine(Protocol):
     def draft(self, handles: list[int], budget: int) -> list[Int32]: ...
 
     def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
-        """A decode step to be timed, inserting and drafting, with its arguments as the engine has them at hand."""
+        """Prepare a decode step to be timed: insert and draft, with its arguments in the form the drafter needs."""
 
     def close(self, handles: list[int]) -> None: ...
 
 
 class Ours:
-    """`SuffixIndex`."""
+    """das-adapter's `SuffixIndex`."""
 
     def __init__(self, min_chance: float = 0.0) -> None:
         self.index = SuffixIndex()
@@ -78,7 +78,7 @@ class Ours:
 
 
 class _Counting:
-    """A drafter that counts what texts hold, history at once."""
+    """A drafter that counts the contents of texts, and uses history at once."""
 
     def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
         for _, tokens in texts:
@@ -93,7 +93,7 @@ class _Counting:
 
 class Plain(_Counting):
     """Longest suffix match up to 24 tokens in the problem's texts, the request's own and its prompt; the most frequent
-    continuation (of equally frequent ones that which appeared last)."""
+    continuation (of equally frequent ones, the one that appeared last)."""
 
     DEPTH = 24
 
@@ -152,8 +152,8 @@ class Plain(_Counting):
 
 
 class Ceiling(_Counting):
-    """What copying could bring at best: somebody who knows how the request goes on copies from whichever place, in the
-    problem's texts, the request's own or its prompt, agrees longest, of those that share its last token."""
+    """The most that copying can bring: it knows how the request goes on, and copies from the place that agrees longest,
+    of the places in the problem's texts, the request's own and its prompt that share its last token."""
 
     def __init__(self) -> None:
         self._grams: dict[int, set[bytes]] = defaultdict(set)
@@ -174,7 +174,7 @@ class Ceiling(_Counting):
         return handle
 
     def reveal(self, handle: int, text: Int32) -> None:
-        """How the request will go on, from its first token."""
+        """Tell how the request will go on, from its first token."""
         problem, written, _ = self._live[handle]
         self._live[handle] = (problem, written, np.array([*written, *text], dtype=np.int32))
 
@@ -259,7 +259,7 @@ class Arctic:
         return lambda: (self.extend(handles, texts), self.draft(handles, budget))
 
     def close(self, handles: list[int]) -> None:
-        for handle in handles:  # the cache would keep them, for other groups of the same problem to draft from
+        for handle in handles:  # the cache would keep them, and other groups of the problem would draft from them
             self.cache.stop_request(handle)
             for gone in (handle, *self._learned.pop(self._problem.pop(handle), ())):
                 self.cache.evict_cached_response(gone)

@@ -27,9 +27,9 @@ class Group:
 
 
 def synthetic(problems: int, samples: int, mean_tokens: int, seed: int = 0, vocabulary: int = 32_000) -> list[Rollout]:
-    """Made-up rollouts: a problem's samples walk the same chain of passages, skip and vary some, and change 6 % of the
-    tokens; lengths are log-normal (p99 about four times the mean), tokens follow Zipf's law. Acceptance on it is a
-    property of this generator: compare drafters with it, nothing else.
+    """Make up rollouts: a problem's samples follow the same chain of passages, vary some of them, and change 6 % of the
+    tokens; lengths are log-normal (p99 about four times the mean), tokens follow Zipf's law. Acceptance on them is a
+    property of this generator: use it only to compare drafters.
     """
     rng = np.random.default_rng(seed)
 
@@ -56,7 +56,7 @@ def synthetic(problems: int, samples: int, mean_tokens: int, seed: int = 0, voca
 
 
 def groups(rollouts: Sequence[Rollout], samples: int | None = None, most: int = 5) -> list[Group]:
-    """Groups of `samples` responses of one problem, step and run, at most `most` of each.
+    """Form groups of `samples` responses of one problem, step and run, at most `most` of each.
 
     Args:
         samples: None: 8 where the smallest set of siblings has that many, else as many as it has.
@@ -77,6 +77,6 @@ def groups(rollouts: Sequence[Rollout], samples: int | None = None, most: int = 
 
 
 def batches(found: Sequence[Group], size: int) -> Iterator[list[Group]]:
-    """The groups, `size` at a time."""
+    """Yield the groups, `size` at a time."""
     for i in range(0, len(found), size):
         yield list(found[i : i + size])

@@ -1,11 +1,11 @@
-"""veRL's pipelines on a CPU: what drafting brings to the asynchronous ones, and whether a long run holds its memory.
+"""Run veRL's pipelines on a CPU: what drafting gains in the asynchronous ones, and whether a long run leaks memory.
 
     python benchmarks/pipelines.py throughput --out FILE.json
     python benchmarks/pipelines.py soak --steps 300 --out FILE.json
 
 `throughput`: each pipeline without and with the history, same seeds; tokens per second of the engine's own steps, and
 acceptance by the age of the history. `soak`: a synchronous run with weight syncs, validation and checkpoints; memory
-of each of its processes, `das/health`, and what it left behind.
+of each of its processes, `das/health`, and the files and processes that it left behind.
 """
 
 from __future__ import annotations

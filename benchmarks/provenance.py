@@ -1,4 +1,4 @@
-"""Where a result comes from: command, versions, hardware, revision. Beside every figure in results/."""
+"""The provenance of every result in results/: command, versions, hardware, revision."""
 
 from __future__ import annotations
 

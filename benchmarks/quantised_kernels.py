@@ -1,4 +1,4 @@
-"""Linear layers of a 0.6 B policy on a CPU: the policy's kernels against rounded ones, ours and those that are there.
+"""Time linear layers of a 0.6 B policy on a CPU: the policy's kernels against quantised ones, ours and existing ones.
 
     OMP_NUM_THREADS=2 python benchmarks/quantised_kernels.py [--out FILE]
 

@@ -1,4 +1,4 @@
-// One decode step of the controller, for a batch: das_adapter/core/controller.py and budget.py say what and why.
+// The controller's arithmetic for one decode step of a batch; das_adapter/core/controller.py and budget.py explain it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -26,14 +26,14 @@ struct Cost {
   double of(double m) const { return slope * m + bend * std::max(0.0, m - std::max(room, 0.0)); }
 };
 
-// The tokens of greatest value whose sum minus cost is greatest: which m, and the least value among them.
+// The best set of tokens: those of greatest value whose sum minus cost is greatest, described by a threshold.
 //
-// On a straight stretch of the cost a token is kept iff its value exceeds the slope, so only the ends of the two
-// stretches and what their slopes keep can be best. The values beyond a threshold are a prefix of each draft.
+// On a straight part of the cost a token is kept if and only if its value exceeds the slope, so the best set is what
+// one of the two slopes keeps, or it ends where they meet. The values above a threshold are a prefix of each draft.
 struct Best {
   double gain = 0;
-  float threshold = 0;    // keep all above it
-  int64_t ties = 0;       // and so many that equal it
+  float threshold = 0;    // keep all values above it
+  int64_t ties = 0;       // and so many values that equal it
 };
 
 Best best_set(std::vector<float>& values, const Cost& cost) {
@@ -76,7 +76,7 @@ std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>&
   const float* c = chances.data();
   const int64_t* at = offsets.data();
   if (at[0] != 0 || at[batch] != n || !std::is_sorted(at, at + batch + 1))
-    throw std::invalid_argument("allocate: offsets must rise from 0 to the number of chances");
+    throw std::invalid_argument("allocate: offsets: expected ascending numbers from 0 to the number of chances");
   std::vector<float> value(n);
   for (size_t i = 0; i < batch; ++i) {
     const auto always = static_cast<float>(own.data()[i]);
@@ -107,7 +107,7 @@ std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>&
   return {std::max(best.gain, 0.0), total};
 }
 
-// One decode step of the requests in `slots`; the arrays are RequestTable's (das_adapter/core/requests.py), by their names.
+// Adds one decode step to the requests in `slots`; arrays are RequestTable's columns (das_adapter/core/requests.py).
 void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& carried, double memory,
              Out<double> written, Out<double> pace, Out<double> load, Out<double> drafted, Out<double> accepted,
              Out<double> drafts, Out<double> drafts_hit, Out<double> steps, const In<int64_t>& length_class,
@@ -118,7 +118,7 @@ void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>
   for (const auto* column : {&pace, &load, &drafted, &accepted, &drafts, &drafts_hit, &steps})
     if (column->size() != width) throw std::invalid_argument("advance: the columns differ in length");
   if (length_class.size() != width || class_drafts.size() != classes)
-    throw std::invalid_argument("advance: a class per slot, and two counts per class");
+    throw std::invalid_argument("advance: expected one length class per slot and two counts per class");
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto slot = static_cast<size_t>(slots.data()[i]);
     if (slot >= width) throw std::out_of_range("advance: no such slot");
@@ -129,7 +129,7 @@ void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>
     class_steps.data()[kind] += 1;
     class_drafts.data()[kind] += draft;
     written.data()[slot] += tokens;
-    const double past = std::min(memory, (steps.data()[slot] += 1) + 1);  // what was assumed at first counts for one step
+    const double past = std::min(memory, (steps.data()[slot] += 1) + 1);  // the initial value counts as one step
     pace.data()[slot] += (tokens - pace.data()[slot]) / past;
     load.data()[slot] += (draft - load.data()[slot]) / past;
     if (draft <= 0) continue;
@@ -142,7 +142,7 @@ void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>
 
 using Table = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Row i of `cdf`, tabulated at geometric steps from 1 (`scale` of them to a factor of e), at each of row i of `lengths`.
+// Evaluates row i of `cdf`, tabulated at geometric steps from 1 (`scale` steps per factor e), at row i of `lengths`.
 void interpolate(const Table& cdf, double scale, const Table& lengths,
                  nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
   const size_t rows = cdf.shape(0), grid = cdf.shape(1), points = lengths.shape(1);
@@ -165,14 +165,14 @@ void bind_controller(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"),
         nb::arg("fade"), nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"),
         nb::arg("cut"), nb::arg("keep"),
-        "Choose the draft tokens of each request to verify, into keep int64 [b]. Returns the expected gain in seconds "
-        "and the number of tokens.");
+        "Choose how many draft tokens of each request to verify, into keep int64 [b]. Return the expected gain in "
+        "seconds and the number of tokens.");
   m.def("advance", &advance, nb::arg("slots"), nb::arg("got"), nb::arg("carried"), nb::arg("memory"),
         nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),
         nb::arg("drafts"), nb::arg("drafts_hit"), nb::arg("steps"), nb::arg("length_class"), nb::arg("class_steps"),
         nb::arg("class_drafts"),
-        "Bring the requests in `slots` forward by one decode step, float64 [slots] columns in place, and count request "
-        "forwards and draft tokens by length class, float64 [classes] each.");
+        "Add one decode step to the requests in `slots`: update the float64 [slots] columns in place, and count "
+        "request forwards and draft tokens by length class, float64 [classes] each.");
   m.def("interpolate", &interpolate, nb::arg("cdf"), nb::arg("scale"), nb::arg("lengths"), nb::arg("out"),
         "Evaluate distribution functions float64 [b, g] at lengths float64 [b, k], linear in the logarithm, into out "
         "[b, k].");

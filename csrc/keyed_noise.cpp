@@ -35,7 +35,7 @@ constexpr int kBlock = 256;
 
 int64_t sample_row(const float* logits, int64_t vocab, uint64_t key) {
   const auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-  // Start from the likeliest token, so that the bound prunes from the first block on.
+  // Start from the most likely token, so that the bound excludes tokens from the first block on.
   int64_t winner = 0;
   for (int64_t v = 1; v < vocab; ++v)
     if (logits[v] > logits[winner]) winner = v;

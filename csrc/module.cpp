@@ -9,7 +9,7 @@ void bind_quantised_linear(nb::module_& m);
 void bind_suffix_index(nb::module_& m);
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of das-adapter: keyed-noise sampling, the suffix index, the split of a step's draft tokens, "
+  m.doc() = "Native core of das-adapter: keyed-noise sampling, the suffix index, the allocation of draft tokens, "
             "quantised linear layers.";
   bind_controller(m);
   bind_keyed_noise(m);

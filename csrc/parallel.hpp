@@ -1,4 +1,4 @@
-// Loops on the threads that PyTorch's own operators run on, so that the two never compete for cores.
+// Runs loops on the threads of PyTorch's own operators, so that the two never compete for cores.
 #pragma once
 
 #include <dlfcn.h>
@@ -8,8 +8,8 @@
 
 namespace das {
 
-// Calls body(i) for i in [0, count). The OpenMP runtime is looked up in the process, not linked: PyTorch brings its own,
-// and a second one would spin beside it. Without one, or with threads < 2, the loop is serial.
+// Calls body(i) for i in [0, count). The OpenMP runtime is looked up in the process, not linked: PyTorch loads its own,
+// and the threads of a second one would compete with it. Without one, or with threads < 2, the loop is serial.
 template <typename Body>
 void parallel_for(int64_t count, int threads, const Body& body) {
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);

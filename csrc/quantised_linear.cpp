@@ -1,9 +1,9 @@
 // Linear layers with 4- or 8-bit weights for a CPU: y = W x with W = scale (code - zero) per row and group of 128 inputs,
-// x rounded to 8 bits per token and group. Decoding reads every weight once per token, so time follows their bytes.
+// x quantised to 8 bits per token and group. Decoding reads every weight in each step, so time follows their bytes.
 //
-// Sixteen output rows form a block; inside it four consecutive inputs of one row are one 32-bit lane, which is what the
-// VNNI instruction multiplies and adds. Codes of a block: [inputs / 4][16 rows][4] bytes; with 4 bits two such steps
-// share their bytes, the earlier one in the low halves. Scales (float32) and zeros (uint8): [block][group][16 rows].
+// Sixteen output rows form a block. In a block, four consecutive inputs of one row form one 32-bit lane, which the VNNI
+// instruction multiplies and adds. Codes of a block: [inputs / 4][16 rows][4] bytes; with 4 bits two such steps share
+// their bytes, the earlier one in the low halves. Scales (float32) and zeros (uint8): [block][group][16 rows].
 #include <nanobind/nanobind.h>
 
 #include <algorithm>
@@ -89,7 +89,7 @@ void quantise_block(const Shape& s, int64_t block, const void* weight, bool bf16
     }
 }
 
-// One token's inputs in 8 bits; groups past the end are zero and add nothing.
+// Quantises one token's inputs to 8 bits; groups past the end are zero and add nothing.
 struct Activations {
   std::vector<int8_t> codes;
   std::vector<float> scales, sums;
@@ -119,7 +119,7 @@ struct Weights {
   const uint8_t* zeros;
 };
 
-// One block of rows times tokens [t, t + T); `out` is [T][16]. The portable form, and the definition of the result.
+// Multiplies one block of rows with tokens [t, t + T); `out` is [T][16]. This portable form defines the result.
 template <int kBits>
 void multiply(const Shape& s, const Weights& w, int64_t block, const Activations& a, int64_t t, int count, float* out) {
   const uint8_t* codes = w.codes + block * s.block_bytes();

@@ -1,4 +1,4 @@
-// Python's face of the suffix index: argument checks, and numpy arrays in and out.
+// Python bindings of the suffix index: they check arguments, take numpy arrays and return them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>

@@ -1,4 +1,4 @@
-// Making a segment from older ones and from trajectories that have just ended.
+// Builds a segment from older segments and from new trajectories.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,12 @@
 
 namespace das {
 
+// Collects segments and trajectories of one problem, oldest first, and merges them into one segment.
 class Builder {
  public:
   explicit Builder(uint32_t depth) : depth_(depth) { tokens_.push_back(kStart); }
 
-  // Takes over what a segment holds of versions >= `from`. All that is added is younger than what was added before.
+  // Adds a segment's trajectories of versions >= `from`. Whatever is added must be younger than what was added before.
   void add(const Segment& segment, int64_t from = INT64_MIN) {
     std::vector<uint32_t> renamed(segment.trajectories.size, UINT32_MAX), moved(segment.trajectories.size);
     for (size_t i = 0; i < renamed.size(); ++i) {
@@ -27,7 +28,7 @@ class Builder {
     }
     Places places;
     places.reserve(segment.places.size);
-    uint32_t lcp = 0;  // with the last place kept: the least on the way from it
+    uint32_t lcp = 0;  // shared with the last place kept: the least lcp since then
     for (const Segment::Place& p : segment.places) {
       lcp = std::min<uint32_t>(lcp, p.lcp);
       if (renamed[p.trajectory] == UINT32_MAX) continue;
@@ -53,7 +54,7 @@ class Builder {
   bool empty() const { return trajectories_.empty(); }
 
   Segment build() {
-    while (runs_.size() > 1) {  // the youngest first: they are the smallest
+    while (runs_.size() > 1) {  // the youngest first, because they are the smallest
       Places fresh = std::move(runs_.back());
       runs_.pop_back();
       if (runs_.back().empty() || fresh.empty()) runs_.back().insert(runs_.back().end(), fresh.begin(), fresh.end());
@@ -76,11 +77,11 @@ class Builder {
  private:
   using Places = std::vector<Segment::Place>;
   struct Item {
-    uint64_t key;  // the two context tokens at the current depth
+    uint64_t key;  // two context tokens, at the depth that is being sorted
     uint32_t position, trajectory;
   };
 
-  // Returns the position of the kStart before the text.
+  // Appends a trajectory, and returns the position of the kStart before its text.
   uint32_t append(const Token* text, size_t size, int64_t version) {
     if (tokens_.size() + size > UINT32_MAX || trajectories_.size() + 1 >= (1u << 24))
       throw std::length_error("one problem holds at most 2^32 tokens in 2^24 trajectories: expire older versions");
@@ -91,8 +92,8 @@ class Builder {
     return start;
   }
 
-  // Sorts [begin, end), whose contexts agree in `at` tokens, two tokens at a time, and appends the places; `lcp` is
-  // what the first one shares with the place before it.
+  // Sorts [begin, end), whose contexts agree in `at` tokens, by the next two tokens at a time, and appends the places.
+  // `lcp`: tokens that the first one shares with the place before it.
   void order(Item* begin, Item* end, uint32_t at, uint32_t lcp, Places& out) const {
     for (Item* i = begin; i != end; ++i) {
       const Token* last = &tokens_[i->position] - at;
@@ -118,12 +119,12 @@ class Builder {
     }
   }
 
-  // Merges two orders by their lcp arrays: tokens are compared only where those tie. `fresh` lies behind `old`.
+  // Merges two sorted runs by their lcp values: tokens are compared only where these tie. `fresh` lies behind `old`.
   Places merged(const Places& old, const Places& fresh) const {
     Places out;
     out.reserve(old.size() + fresh.size());
     size_t i = 0, j = 0;
-    uint32_t a = 0, b = 0;  // what old[i] and fresh[j] share with the place written last
+    uint32_t a = 0, b = 0;  // tokens that old[i] and fresh[j] share with the place written last
     const auto take = [&out](const Places& list, size_t& next, uint32_t& lcp) {
       out.push_back(list[next++]);
       out.back().lcp = lcp;

@@ -1,4 +1,4 @@
-// From matches to a draft: weighted votes token by token, and the chance that it is accepted so far.
+// Makes a draft from matches: weighted votes on each token, and the chance that the draft is accepted up to there.
 #pragma once
 
 #include <algorithm>
@@ -11,31 +11,31 @@
 
 namespace das {
 
-// Strength of a match in half tokens: its length, and what agrees beyond a single differing token. With no equal token
-// at all (`length` 0) it is the agreement before the last token that counts.
-constexpr uint32_t kBeyond = 3;  // agreement beyond the differing token is counted this far
+// Strength of a match in half tokens: two per equal token (`length`), and one per token that agrees beyond a single
+// differing one (`beyond`). Where the last token differs (`length` 0), only the agreement before it counts.
+constexpr uint32_t kBeyond = 3;  // at most so many tokens beyond the differing one count
 inline uint32_t strength(uint32_t length, uint32_t beyond) { return length ? 2 * length + beyond : beyond - 1; }
 
-// One occurrence and what follows it there.
+// A place where the context occurs, and the tokens that follow it there.
 struct Candidate {
   const Token* next;
   const Token* end;
   uint32_t strength;
-  uint32_t weight;  // of its source
+  uint32_t weight;  // weight of its text: own, a sibling's, the prompt, or history by age
   bool own;         // the request's own text or prompt
 
   bool over() const { return next == end || *next < 0; }
 };
 
-// What the candidates that go on with `token` say.
+// The votes of all candidates whose next token is `token`.
 struct Vote {
   Token token;
-  uint32_t count, strength;  // how many there are, and the strongest
+  uint32_t count, strength;  // the number of these candidates, and the strength of the strongest
   uint64_t votes;
-  bool own;  // no other text goes on so
+  bool own;  // all of them are in the request's own text or prompt
 };
 
-// Votes grow with the 6th power of strength: nearly "the longest match decides", but many shorter ones can object.
+// Votes grow with the 6th power of strength: the longest match nearly decides, but many shorter ones can outvote it.
 inline const std::array<uint64_t, 200>& vote_table() {
   static const auto table = [] {
     std::array<uint64_t, 200> t{};
@@ -45,10 +45,14 @@ inline const std::array<uint64_t, 200>& vote_table() {
   return table;
 }
 
-// How often draft tokens of one kind were accepted, learned from what requests went on with. A kind is the share of
-// the votes, the strength and the number of the occurrences behind a token, and its source: only the request's own text
-// or others too. What recorded rollouts of twelve models show of the kinds is where each starts, at the odds by which
-// its source turns out better or worse than that.
+// Estimates the chance that a draft token is accepted, given that all before it in its draft were; it learns from what
+// requests wrote after their drafts.
+//
+// Each draft token has a kind: its share of the votes, the strength of the strongest candidate behind it, how many
+// candidates there are, and its source (`own`: only the request's own text or prompt; else other texts too). For each
+// kind the tokens that were tried and those accepted are counted. While a kind has few counts, its estimate is close to
+// a prior, which weighs as much as kPrior tokens: the rate that fits recorded rollouts of twelve models, with its odds
+// multiplied by how much better or worse than these rates the tokens of the same source have been accepted so far.
 class Acceptance {
  public:
   Acceptance() {
@@ -90,8 +94,8 @@ class Acceptance {
   static constexpr uint32_t kShares = 8, kStrengths = 8, kCounts = 3, kKinds = kShares * kStrengths * kCounts;
   static constexpr std::array<double, kShares - 1> kShareSteps{0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0};
   static constexpr std::array<uint32_t, kStrengths - 1> kStrengthSteps{3, 5, 8, 12, 18, 32, 64};
-  static constexpr double kPrior = 40, kDoubt = 8;  // tokens that a kind's start and a source's count for
-  static constexpr uint32_t kMemory = 1u << 13;     // tokens that the past counts for at most
+  static constexpr double kPrior = 40, kDoubt = 8;  // weight of a kind's prior and of a source's, tokens
+  static constexpr uint32_t kMemory = 1u << 13;     // weight of the past at most, tokens
   struct Cell {
     uint32_t accepted = 0, tried = 0;
   };

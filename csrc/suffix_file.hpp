@@ -1,4 +1,4 @@
-// A file of segments: header, table of contents, then each segment's bytes. Mapped or read, and checked.
+// A file of segments: header, table of contents, then each segment's bytes. It is mapped or read, and checked.
 #pragma once
 
 #include <fcntl.h>
@@ -25,14 +25,14 @@
 
 namespace das {
 
-struct FileError : std::runtime_error {  // the file is not what it should be
+struct FileError : std::runtime_error {  // the contents of a file are wrong
   FileError(const std::string& path, const std::string& what) : std::runtime_error("'" + path + "': " + what) {}
 };
-[[noreturn]] inline void fail(const std::string& path) {  // it can't be read or written, errno says why
+[[noreturn]] inline void fail(const std::string& path) {  // a file can't be read or written; errno says why
   throw std::filesystem::filesystem_error("", path, std::error_code(errno, std::generic_category()));
 }
 
-// Any change within one 8-byte word changes the result; eight words at a time.
+// Checksum of some bytes, eight 8-byte words at a time. Any change within one word changes the result.
 inline uint64_t checksum(const void* data, size_t bytes) {
   std::array<uint64_t, 8> lanes;
   for (size_t i = 0; i < lanes.size(); ++i) lanes[i] = 0xcbf29ce484222325 + i;
@@ -59,7 +59,7 @@ struct FileHeader {
   uint64_t format = 2;
   uint64_t bytes = 0;     // of the whole file
   uint64_t depth = 0;
-  int64_t newest = 0;     // version that was ever sealed
+  int64_t newest = 0;     // the newest version that was ever sealed
   uint64_t count = 0;     // of entries in the table
   uint64_t number = 0;    // of the file; of a manifest: its generation
   uint64_t extra = 0;     // manifest: files, which come before the segments in the table
@@ -71,7 +71,7 @@ struct FileHeader {
 constexpr uint64_t kSegmentMagic = 0x3247455358534144;   // "DASXSEG2" on a little-endian machine
 constexpr uint64_t kManifestMagic = 0x324e414d58534144;  // "DASXMAN2"
 
-// Bytes of a file, in memory of our own or mapped; dropped with the last that uses them.
+// Bytes of a file, read into memory or mapped.
 class Bytes {
  public:
   Bytes(const std::string& path, bool map) {
@@ -113,7 +113,7 @@ class Bytes {
   std::vector<uint64_t> own_;
 };
 
-// Reads the header and checks it and the table of `Entry` behind it; what else the bytes hold is not looked at.
+// Reads the header, and checks it and the table of `Entry` behind it; the other bytes are not read.
 template <class Entry>
 FileHeader read_header(const Bytes& bytes, const std::string& path, uint64_t magic) {
   FileHeader h;
@@ -165,7 +165,7 @@ class SegmentFile {
   uint64_t body() const { return header_.bytes - sizeof header_ - header_.count * sizeof(Entry); }
   const Entry& entry(size_t i) const { return reinterpret_cast<const Entry*>(bytes_.data() + sizeof header_)[i]; }
 
-  // The segment keeps the file. Its bytes are not looked at before `check`.
+  // Returns a segment that keeps the file alive. Its bytes are not read before `check`.
   static Segment segment(const std::shared_ptr<SegmentFile>& file, size_t i) {
     const Entry& e = file->entry(i);
     Segment segment(file->bytes_.data() + e.offset, e.shape(), file);
@@ -173,7 +173,7 @@ class SegmentFile {
     return segment;
   }
 
-  // Reads a segment's bytes once, and never again: a damaged one is an error.
+  // Checks a segment's bytes, the first time only; throws FileError for a damaged one.
   void check(size_t i) {
     if (checked_[i]) return;
     const Entry& e = entry(i);
@@ -195,7 +195,7 @@ inline void check(const Segment& segment) {
   if (segment.file) segment.file->check(segment.entry);
 }
 
-// Writes a file under a temporary name and renames it: other processes see all of it or nothing.
+// Writes a file under a temporary name and renames it, so that other processes see all of it or nothing.
 template <class Write>
 void write_file(const std::string& path, Write&& write) {
   const std::string temporary = path + "." + std::to_string(getpid()) + ".tmp";

@@ -1,4 +1,5 @@
-// Suffix index: see suffix_index.hpp, and das_adapter/core/index/ for the Python face and the reference.
+// Suffix index: see suffix_index.hpp; das_adapter/core/index/ is its Python side, tests/unit/reference_index.py the
+// same index in Python.
 #include "suffix_index.hpp"
 
 #include <cfloat>
@@ -12,10 +13,10 @@ namespace das {
 
 namespace {
 
-constexpr uint32_t kSure = 8;  // strength of a match from which on places that differ in the last token don't matter
-constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;  // weights; newest history weighs as much as a sibling
+constexpr uint32_t kSure = 8;  // places that differ in the last token are searched only below this strength
+constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;  // weights; the newest history has a sibling's
 
-// Votes for what follows, `step` tokens after the places that the candidates were found at.
+// Collects the votes on the next token, `step` tokens after the places at which the candidates were found.
 void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<Vote>& votes) {
   votes.clear();
   for (const Candidate& c : candidates) {
@@ -115,7 +116,7 @@ uint64_t SuffixIndex::shrink(uint64_t max_bytes) {
   uint64_t bytes = nbytes(), dropped = 0;
   if (bytes <= max_bytes) return 0;
   int64_t oldest = INT64_MAX, newest = INT64_MIN;
-  std::vector<std::pair<int64_t, uint64_t>> used;  // when last, and by which problem
+  std::vector<std::pair<int64_t, uint64_t>> used;  // newest version and problem
   for (const auto& [id, problem] : problems_) {
     int64_t last = INT64_MIN;
     for (const Segment& segment : problem.history) {
@@ -205,7 +206,7 @@ void SuffixIndex::search(const Request& request, Context response, Context whole
 }
 
 void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
-  // What can be compared of the response with its draft, and of the same with the prompt in place of kStart.
+  // The end of the response with its draft, as far as it is compared; and the same after the prompt, without kStart.
   auto& [candidates, votes, response_text, whole_text] = scratch;
   const size_t window = depth_ + kBeyond + 2;
   const Text& text = request.stream->text;
@@ -234,7 +235,7 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
   const Token written = response[0];
   search(request, response.without_last(), whole.without_last(),
          [&, out = &candidates](Context, const Token* last, const Token* end, uint32_t length, uint32_t weight, bool own) {
-           if (last[1] == written) return;  // matches as it is
+           if (last[1] == written) return;  // found by the search above
            out->push_back({last + 2, end, strength(0, std::min(length, kBeyond)), weight, own});
          });
 }
@@ -257,7 +258,7 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
   double chance = 1;
   for (uint32_t step = 0, searched = 0;; ++step) {
     poll(candidates, step - searched, scratch.votes);
-    if (scratch.votes.empty() && step > searched) {  // every occurrence ended here: look for others of the draft
+    if (scratch.votes.empty() && step > searched) {  // all candidates ended here: search with the draft too
       gather(r, scratch);
       poll(candidates, 0, scratch.votes);
       searched = step;
@@ -314,7 +315,7 @@ void SuffixIndex::load(const std::string& path) {
   for (size_t i = 0; i < file->header().count; ++i) {
     file->check(i);
     segments.emplace_back(file->entry(i).problem, SegmentFile::segment(file, i));
-    segments.back().second.file = nullptr;  // it lies in memory; a store shall write it
+    segments.back().second.file = nullptr;  // it is in memory only, so that a store writes it
   }
   take(std::move(segments), file->header(), path);
 }
@@ -345,7 +346,7 @@ FileHeader SuffixIndex::header() const {
   return header;
 }
 
-// Puts segments from files in place of the history: all of them, or none where one is damaged.
+// Replaces the history by segments from files: by all of them, or by none if one is damaged.
 void SuffixIndex::take(Store::Segments segments, const FileHeader& header, const std::string& path) {
   std::unordered_map<uint64_t, std::vector<Segment>> history;
   history.reserve(segments.size());

@@ -1,4 +1,4 @@
-// Suffix index of a run: per problem its sealed history and the requests that are being answered now.
+// Suffix index of a run: for each problem its sealed history and its live requests.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ class SuffixIndex {
   SuffixIndex(const SuffixIndex&) = delete;  // requests point into it
   SuffixIndex& operator=(const SuffixIndex&) = delete;
 
-  // History: as calls make it, or as a store's files have it.
+  // The history: made by calls, or mapped from a store's files.
   void add(uint64_t problem, const Token* tokens, size_t count, int64_t version);
   void seal(bool merge, size_t threads);
   uint64_t merge(uint64_t tokens);  // problems with several segments, about this many tokens; returns how many
@@ -52,7 +52,7 @@ class SuffixIndex {
   uint64_t nbytes() const;
   uint64_t token_count() const;
   uint64_t problem_count() const;
-  int64_t newest() const { return newest_; }  // version that was ever sealed
+  int64_t newest() const { return newest_; }  // the newest version that was ever sealed
   uint32_t max_depth() const { return depth_; }
 
  private:
@@ -67,11 +67,11 @@ class SuffixIndex {
     Problem* problem;
     Stream* stream;
     uint64_t problem_id;
-    Text drafted;                 // since the last extend, and one token past the cut
-    std::vector<uint16_t> kinds;  // of those tokens
+    Text drafted;                 // the last draft since `extend`, and one token more if there is one
+    std::vector<uint16_t> kinds;  // `Acceptance` kinds of those tokens
   };
 
-  // What drafting needs beside the index: one per thread.
+  // Working memory of drafting: one per thread.
   struct Scratch {
     std::vector<Candidate> candidates;
     std::vector<Vote> votes;
@@ -87,7 +87,7 @@ class SuffixIndex {
   void search(const Request& request, Context response, Context whole, Visit&& visit) const;
   void gather(const Request& request, Scratch& scratch) const;  // candidates for what follows its text and its draft
   template <class Function>
-  void each_problem(Function&& function);  // dropping those that it left empty
+  void each_problem(Function&& function);  // drops problems that the function left empty
 
   uint32_t depth_;
   int64_t newest_ = INT64_MIN;

@@ -1,4 +1,4 @@
-// Text that still grows: the responses of one problem's live requests, found again by hashes of their last tokens.
+// Live text: the responses of one problem's live requests, searched by hashes of their last tokens.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,11 @@ namespace das {
 // One request: kStart and its response so far. Its prompt is searched for this request only.
 struct Stream {
   Text text{kStart};
-  std::shared_ptr<const std::vector<Segment>> prompt;  // one
+  std::shared_ptr<const std::vector<Segment>> prompt;  // one segment
   enum { kOpen, kClosed, kForgotten } state = kOpen;
 };
 
-// Places of the growing responses, chained from the latest to earlier ones with the same last kGrams[i] tokens.
+// Places in live text; for each i, places with the same last kGrams[i] tokens form a chain, the latest first.
 class Live {
  public:
   static constexpr std::array<uint32_t, 3> kGrams{4, 2, 1};
@@ -34,7 +34,7 @@ class Live {
     }
   }
 
-  // Forgets a stream's text; its places stay in the chains, unseen, until they outnumber the others.
+  // Forgets a stream's text; its places stay in the chains, where searches skip them, until they outnumber the others.
   void forget(Stream& stream) {
     stream.state = Stream::kForgotten;
     forgotten_ += stream.text.size();
@@ -67,7 +67,7 @@ class Live {
       for (uint32_t i = 0; i < count; ++i) {
         const Stream& stream = *walked[i]->stream;
         const Match m = match(context, &stream.text[walked[i]->position], depth);
-        if (level && (m.ended || m.length >= kGrams[level - 1])) continue;  // seen in the chain before
+        if (level && (m.ended || m.length >= kGrams[level - 1])) continue;  // visited in the previous chain
         visit(stream, walked[i]->position, m.length);
         ++found;
       }
@@ -97,7 +97,7 @@ class Live {
                   streams.end());
   }
 
-  // Hash of the last kGrams[level] tokens; before kStart there is more of the same.
+  // Hash of the last kGrams[level] tokens; in front of kStart it is repeated.
   static uint64_t gram(Context context, size_t level) {
     uint64_t h = 0x9e3779b97f4a7c15ull * (level + 1);
     for (uint32_t i = 0; i < kGrams[level]; ++i) {

@@ -1,4 +1,4 @@
-// Work that falls into independent items, on as many threads as the caller asks for.
+// Runs independent items of work on as many threads as the caller asks for.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 namespace das {
 
-// Calls function(item, worker) for every item below `count`; workers, this thread among them, are below `threads`.
-// Of several failures one is rethrown, once all threads are done.
+// Calls function(item, worker) for every item below `count`; `worker`, the number of the thread, is below `threads`.
+// If items fail, one of the failures is rethrown when all threads are done.
 template <class Function>
 void parallel(size_t count, size_t threads, Function&& function) {
   std::atomic<size_t> next{0};

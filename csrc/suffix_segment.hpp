@@ -1,4 +1,4 @@
-// Sealed text of one problem, read-only and position-independent: in memory as in a file.
+// Sealed text of one problem: read-only and position-independent, with the same bytes in memory and in a file.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ struct Segment {
     uint32_t size;   // tokens after it
     int64_t version;
   };
-  // How much there is; the bytes are: trajectories, places, samples, tokens, filled up to a multiple of 8.
+  // Sizes of the arrays. The bytes are trajectories, places, samples and tokens, padded to a multiple of 8.
   struct Shape {
     uint64_t tokens = 0, trajectories = 0;  // tokens with every trajectory between two kStart
 
@@ -66,7 +66,7 @@ struct Segment {
   uint64_t nbytes() const { return shape().bytes(); }
   uint64_t token_count() const { return places.size; }
 
-  // Whether the arrays, of whatever origin, can be searched without leaving them.
+  // Whether the arrays, from whatever source, are consistent, so that a search never reads outside them.
   bool sound() const {
     uint64_t position = 0;
     for (const Trajectory& t : trajectories) {
@@ -78,13 +78,13 @@ struct Segment {
     bool sound = true;
     for (const Place& p : places) {
       if (p.trajectory >= trajectories.size) return false;
-      const uint32_t before = p.position - trajectories[p.trajectory].start;  // and more than any if it is in front
+      const uint32_t before = p.position - trajectories[p.trajectory].start;  // huge if it lies in front
       sound &= (before < trajectories[p.trajectory].size) & (p.lcp <= before + 1);
     }
     return sound;
   }
 
-  // The two last context tokens, ordered as contexts are: what `samples` holds of every kStride-th place.
+  // The last two context tokens as a number that orders as contexts do; `samples` has that of every kStride-th place.
   static uint64_t key(Token last, Token before) {
     const uint32_t high = static_cast<uint32_t>(last) + 1;
     return uint64_t{high} << 32 | (high ? static_cast<uint32_t>(before) + 1 : 0);
@@ -107,8 +107,8 @@ struct Segment {
   Span<Place> places;
   Span<uint64_t> samples;
   Span<Token> tokens;
-  std::shared_ptr<const void> owner;  // of the bytes
-  SegmentFile* file = nullptr;        // which that is, if it is one, and where in it
+  std::shared_ptr<const void> owner;  // owner of the bytes
+  SegmentFile* file = nullptr;        // the owner if it is a file; `entry` is the segment's number in it
   size_t entry = 0;
 
  private:
@@ -119,7 +119,7 @@ struct Segment {
     return last[-static_cast<ptrdiff_t>(m.length)] < context[m.length];
   }
 
-  // The first element that is not `before`, in an order that has those in front; fetches both it may look at next.
+  // The first element that is not `before`, where those that are come first; prefetches both possible next ones.
   template <class T, class Before>
   static const T* halve(const T* first, size_t left, Before&& before) {
     while (left) {
@@ -134,13 +134,13 @@ struct Segment {
   }
 };
 
-static_assert(sizeof(Segment::Place) == 8 && sizeof(Segment::Trajectory) == 16, "as files have them");
+static_assert(sizeof(Segment::Place) == 8 && sizeof(Segment::Trajectory) == 16, "the layout of files");
 
-constexpr size_t kSegments = 8;  // that one problem may have
+constexpr size_t kSegments = 8;  // most segments of one problem
 
-// Visits up to kMost places of one problem's segments, oldest segment first, as if they were one: by match length,
-// longest first; equal lengths: places after the context's own place in the order before those in front of it, nearest
-// first. visit(segment, place, match length); lengths are >= 1.
+// Visits up to kMost places of one problem's segments, given oldest first, as if they were one segment. The longest
+// match comes first; of equal lengths, places that sort after the context come before those in front of it, the nearest
+// first. Calls visit(segment, place, match length) with lengths >= 1.
 template <class Visit>
 void search(const std::vector<Segment>& segments, Context context, uint32_t depth, Visit&& visit) {
   struct Cursor {

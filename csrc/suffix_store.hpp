@@ -14,8 +14,8 @@
 
 namespace das {
 
-// Files are never changed. A manifest lists those of one generation and which of their segments belong to it;
-// `manifest` is the newest, `manifest-N` that of generation N. What a generation lacks stays for kKept more.
+// Files never change. A manifest lists the files of one generation and which of their segments belong to it: `manifest`
+// is the newest, `manifest-N` that of generation N. A file that a generation no longer needs stays for kKept more.
 class Store {
  public:
   using Segments = std::vector<std::pair<uint64_t, Segment>>;  // by problem, each problem's oldest first
@@ -25,7 +25,7 @@ class Store {
     Files files;
     Segments segments;
   };
-  static constexpr uint64_t kKept = 2;
+  static constexpr uint64_t kKept = 2;  // older generations that can still be mapped
 
   explicit Store(std::string directory) : directory_(std::move(directory)) {}
 
@@ -38,7 +38,7 @@ class Store {
     return sum;
   }
 
-  // Maps a generation; 0: the newest. Files of the generation that is `kept` are not opened again.
+  // Maps a generation; 0: the newest. Files of the generation that was given to `keep` are not opened again.
   Generation read(uint64_t generation) const {
     for (int attempts = 8;; --attempts) {
       try {
@@ -51,7 +51,7 @@ class Store {
 
   void keep(Generation& generation) { files_ = std::move(generation.files), header_ = generation.header; }
 
-  // For the process that will write: takes the directory over as the last writer left it.
+  // Takes over the directory as the last writer left it; called by the process that will write.
   void take_over() {
     for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
       const std::string file = entry.path().filename();
@@ -64,8 +64,9 @@ class Store {
     }
   }
 
-  // Publishes the next generation. Segments that lie in no file yet, or in one of which little else is left, are
-  // written to a new one; all are replaced by what is mapped then. The header says depth and newest version.
+  // Publishes the next generation. Segments that are in no file yet, or in a file of which more than a quarter is no
+  // longer needed, are written to a new file, and then replaced by what is mapped of it. `header` has depth and newest
+  // version.
   void publish(const std::vector<std::pair<uint64_t, Segment*>>& segments, FileHeader header) {
     std::map<const SegmentFile*, uint64_t> alive;
     for (const auto& [problem, s] : segments) alive[s->file] += s->nbytes();
@@ -90,7 +91,7 @@ class Store {
   }
 
  private:
-  struct Line {  // of a file: number, bytes, checksum of its header. Of a segment: line of its file, entry there, 0.
+  struct Line {  // a file: number, bytes, checksum of its header; a segment: line of its file, entry in it, 0
     uint64_t first, second, third;
   };
 
@@ -167,7 +168,7 @@ class Store {
   std::string directory_;
   FileHeader header_;
   Files files_;
-  std::map<uint64_t, uint64_t> dead_;  // file: the generation from which on it is not needed
+  std::map<uint64_t, uint64_t> dead_;  // file number: the first generation that does not need it
   uint64_t next_ = 1;
 };
 

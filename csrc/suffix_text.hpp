@@ -1,4 +1,4 @@
-// Token text read backwards: what "context", "match" and "one token differs" mean everywhere in the index.
+// Token text read backwards: the meaning of "context", "match" and "differing token" in the whole index.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 namespace das {
 
 using Token = int32_t;                // real tokens are >= 0
-constexpr Token kStart = -1;          // stands before the first token of every response
+constexpr Token kStart = -1;          // precedes the first token of every response
 constexpr uint32_t kMost = 16;        // places that one search of a text visits (live text: per chain)
 using Text = std::vector<Token>;
 

@@ -124,7 +124,7 @@ def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...
 @click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
 @click.option("--engine", default="{}", help="Further arguments of vllm.LLM as JSON: dtype, tensor_parallel_size, ...")
 def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int, ...]) -> None:
-    """Measure MODEL's decode steps here, fit the latency models, judge them on held-out points, and write it all down.
+    """Measure MODEL's decode steps here, fit the latency models, judge them on held-out points, and write a file.
 
     MODEL is a directory or name with a Hugging Face config; its weights are not read.
     """

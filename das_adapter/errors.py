@@ -6,19 +6,19 @@ import os
 
 
 class DasError(Exception):
-    """Anything das-adapter refuses: the message names the key or symbol, what was found and what is allowed."""
+    """Anything that das-adapter refuses: the message names the key or symbol, what was found and what is allowed."""
 
 
 class ConfigError(DasError):
-    """An unknown, misspelt or contradictory key of the `das:` block."""
+    """A key of the config that is unknown, has a value that is not allowed, or contradicts others."""
 
 
 class UnsupportedHost(DasError):
-    """A vLLM, veRL or Ray whose required symbols are missing."""
+    """A host package that lacks a required symbol, or a host that das-adapter can't run in."""
 
 
 def plugin_not_loaded() -> UnsupportedHost:
-    """What a host says whose engine's workers don't know das-adapter."""
+    """Make the error of a host whose engine's workers have not loaded das-adapter."""
     return UnsupportedHost(
         "das-adapter did not reach vLLM's workers: its entry point vllm.general_plugins:das_adapter was not loaded "
         f"there (VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} must be unset or name das_adapter)"

@@ -16,14 +16,14 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first."""
+    """Run the tests that take longest first."""
     items.sort(key=lambda item: "/e2e/" not in item.nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several pytest workers, what shares a fixture that is dear stays on one: a file's tests on one vLLM build,
-    and whole training runs, which are done one after the other."""
+    """With several pytest workers, tests that share an expensive fixture stay on one: a file's tests on one vLLM
+    build, and whole training runs, which are done one after the other."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Shared(LoadScopeScheduling):

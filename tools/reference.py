@@ -18,7 +18,7 @@ END = "<!-- end of keys -->"
 
 
 def table() -> str:
-    """Return the table: a row per key with its default and what it does."""
+    """Return the table: a row per key, with its default and what it does."""
     rows = ["| key | default | what it does |", "|---|---|---|"]
     for key, field in keys(DasConfig):
         does = " ".join((field.description or "").split()).replace("None:", "`null`:")

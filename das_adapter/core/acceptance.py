@@ -1,5 +1,5 @@
 """How many draft tokens are accepted: DAS's curve per problem, for a rollout, and the policy copy's rate, per token.
-The chance of a token from the history is stated by `SuffixIndex`."""
+`SuffixIndex` estimates the chance of a token from the history."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class AcceptanceRate:
     fade: float = 0.999
 
     def observe(self, drafted: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
-        """Take verified drafts, int64 [drafts]: the tokens after the first rejected one were not tried."""
+        """Take verified drafts, int64 [drafts]: tokens after the first rejected one do not count as tried."""
         kept = self.fade ** len(drafted)
         self.accepted = self.accepted * kept + float(accepted.sum())
         self.tried = self.tried * kept + float(np.minimum(drafted, accepted + 1).sum())
 
     def forget(self) -> None:
-        """A weight sync: what is known counts for no more than the assumption at the start did."""
+        """Reduce the counts, at a weight sync, to at most the weight of the assumption at the start."""
         share = min(1.0, AcceptanceRate.tried / self.tried)
         self.accepted, self.tried = share * self.accepted, share * self.tried
 
@@ -35,7 +35,7 @@ class AcceptanceRate:
         return self.accepted / self.tried
 
     def chances(self, length: int) -> npt.NDArray[np.float64]:
-        """Survival chance of each token of a draft, float64 [length]."""
+        """Return the survival chance of each token of a draft, float64 [length]."""
         survival: npt.NDArray[np.float64] = self.rate ** np.arange(1, length + 1)
         return survival
 
@@ -53,16 +53,16 @@ class AcceptanceCurves:
     """DAS's A_i(p) = k_i·l_i·(1 - exp(-alpha_i·p / l_i)) for every problem (section 4.2): tokens of a rollout of l_i
     that are accepted when p are drafted over it.
 
-    alpha·k is the acceptance rate of a draft's first token, counted; k then follows from the share that was accepted in
-    all. A problem counts with what it has written, the population with `POPULATION` tokens. The paper does not say how
-    it estimates them.
+    alpha·k is the measured acceptance rate of a draft's first token; k then follows from the share of all draft tokens
+    that was accepted. A problem is weighted by the tokens it has written, the population by `POPULATION` tokens. The
+    paper does not say how it estimates alpha and k.
     """
 
     POPULATION = 256.0
 
     def __init__(self) -> None:
         self._problems: defaultdict[int, _Sums] = defaultdict(_Sums)
-        # Until something is seen: half of the first tokens, and a ceiling of 0.6.
+        # Before anything is observed: half of the first tokens are accepted, and k is 0.6.
         self._all = _Sums(tokens=100.0, drafted=80.0, accepted=29.0, first_tried=40.0, first_kept=20.0)
 
     def observe(
@@ -78,7 +78,7 @@ class AcceptanceCurves:
             sums.first_kept += first_kept
 
     def forget(self) -> None:
-        """A weight sync: the past counts half."""
+        """Halve the weight of the past, at a weight sync."""
         for problem, sums in list(self._problems.items()):
             if sums.tokens < 1.0:
                 del self._problems[problem]
@@ -87,7 +87,7 @@ class AcceptanceCurves:
                 setattr(sums, name, 0.5 * getattr(sums, name))
 
     def of(self, problem: int) -> tuple[float, float]:
-        """(alpha, k) of a problem: alpha·k <= 1, 0 < k < 1."""
+        """Return (alpha, k) of a problem: alpha·k <= 1, 0 < k < 1."""
         everyone = self._all
         own = self._problems.get(problem) or _Sums()
         share = self.POPULATION / max(everyone.tokens, 1.0)
@@ -102,7 +102,7 @@ class AcceptanceCurves:
 
 
 def solve_curve(first: float, drafted: float, accepted: float) -> tuple[float, float]:
-    """(alpha, k) of the curve with alpha·k = `first` through (`drafted`, `accepted`), both per token of the rollout.
+    """Return (alpha, k) of the curve with alpha·k = `first` through (`drafted`, `accepted`), both per rollout token.
 
     k is at most 0.98: a rollout that is drafted in full still takes some rounds.
     """

@@ -1,5 +1,5 @@
 """How many draft tokens a request gets: DAS's optimum for a whole rollout (section 4.2), its three classes (4.3), and
-the same trade for one decode step."""
+the same trade-off for one decode step."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
 CLASS_SHARE = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: 1 / 3, LengthClass.LONG: 1.0}
-"""Share of the largest budget that a class gets. DAS: none, moderate, aggressive, without numbers."""
+"""Share of the largest budget that a class gets. DAS calls them none, moderate and aggressive, without numbers."""
 
 
 def accepted(drafted: Floats, lengths: Floats, alpha: Floats, k: Floats) -> Floats:
-    """A_i(p) = k·l·(1 - exp(-alpha·p/l)): tokens accepted of p drafted over a rollout of l."""
+    """Return the tokens accepted of p drafted over a rollout of l tokens: A_i(p) = k·l·(1 - exp(-alpha·p/l))."""
     total: Floats = k * lengths * (1.0 - np.exp(-alpha * drafted / lengths))
     return total
 
 
 def drafts_needed(rounds: float, lengths: Floats, alpha: Floats, k: Floats) -> Floats:
-    """p_i*(N): draft tokens with which a rollout of l tokens ends within N rounds; 0 where l <= N (equation 7).
+    """Return p_i*(N): draft tokens with which a rollout of l tokens ends within N rounds; 0 where l <= N (equation 7).
 
     It is the inverse of `accepted`: l - A(p) = N, feasible for N > l·(1 - k). Infinite where it is not.
     """
@@ -40,14 +40,14 @@ def drafts_needed(rounds: float, lengths: Floats, alpha: Floats, k: Floats) -> F
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """A rollout's budgets: decode rounds until the last request ends, and draft tokens of each over all of them."""
+    """A rollout's budgets: decode rounds until the last request ends, and each request's draft tokens in all."""
 
     rounds: float
     drafts: Floats
 
 
 def plan_rollout(lengths: Floats, alpha: Floats, k: Floats, base: float, token: float) -> RolloutPlan:
-    """The budgets that minimise a rollout's time, c_base·N + c_tok·sum_i(min(l_i, N) + p_i*(N)).
+    """Compute the budgets that minimise a rollout's time, c_base·N + c_tok·sum_i(min(l_i, N) + p_i*(N)).
 
     Convex in N while alpha·k <= 1, so that bisection on its derivative finds the minimum.
 
@@ -71,7 +71,7 @@ def plan_rollout(lengths: Floats, alpha: Floats, k: Floats, base: float, token: 
 
 
 def class_budgets(classes: npt.NDArray[np.int64], most: int) -> Ints:
-    """Draft tokens per round of each request by its `LengthClass`, shape (b,)."""
+    """Return the draft tokens per round of each request by its `LengthClass`, shape (b,)."""
     shares = np.array([round(CLASS_SHARE[c] * most) for c in LengthClass], dtype=np.int64)
     return shares[classes]
 
@@ -94,18 +94,18 @@ class Worth(NamedTuple):
     own: Floats
     """What the request's own part in a step costs, shape (b,)."""
     tail: Floats
-    """By what the rollout ends earlier, shape (b,)."""
+    """By how much the rollout ends earlier, shape (b,)."""
     fade: Floats
-    """How fast that becomes less, shape (b,): who gets ahead decides the end no more."""
+    """How fast `tail` decreases along a draft, shape (b,): a request that gets ahead no longer decides the end."""
 
     def of_drafts(self, chances: Floats) -> Floats:
-        """Expected worth of drafts by length, shape (b, n + 1), for survival chances that all requests share, (n,)."""
+        """Return the expected worth of drafts by length, shape (b, n + 1); all requests share the chances, (n,)."""
         place = np.arange(len(chances))
         tokens = chances * (self.own[:, None] + self.tail[:, None] * np.exp(-self.fade[:, None] * place))
         return np.concatenate([np.zeros((len(self.own), 1)), np.cumsum(tokens, axis=1)], axis=1)
 
     def of_kept(self, chances: Chances, offsets: Ints, keep: Ints) -> Floats:
-        """Expected worth of the first `keep` tokens of each draft, shape (b,); arguments as in `allocate`."""
+        """Return the expected worth of the first `keep` tokens of each draft, shape (b,); see `allocate`."""
         drafted = np.diff(offsets)
         place = np.arange(len(chances)) - np.repeat(offsets[:-1], drafted)
         own, tail, fade = (np.repeat(part, drafted) for part in self)
@@ -122,7 +122,7 @@ def allocate(
     model: StepModel,
     cut: bool = True,
 ) -> Allocation:
-    """Keep the draft tokens that are worth more than they cost, each at the step size that all of them make.
+    """Keep the draft tokens that are worth more than they cost in the step that all kept tokens make up.
 
     Neither a request's chances nor their worth increase along its draft, so the tokens of greatest value are always a
     prefix of each draft, and the best set of m tokens is the m of greatest value: the best m gives the optimum for any
@@ -133,7 +133,7 @@ def allocate(
         offsets: shape (b + 1,); request i's are `chances[offsets[i]:offsets[i + 1]]`.
         worth: of the tokens.
         model: what the step costs.
-        cut: False: keep everything, and say what that gains.
+        cut: False: keep all tokens, and return what that gains.
     """
     requests = len(worth.own)
     keep = np.empty(requests, dtype=np.int64)
@@ -143,15 +143,16 @@ def allocate(
 
 
 AHEAD = 16.0
-"""Tokens over which it is seen how the chance to be the last one fades."""
+"""Tokens of progress over which it is measured how the chance to be the last request fades."""
 
 
 def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, points: int = 32) -> tuple[Floats, Floats]:
-    """Chance of each request to be the last one of the batch, shape (b,), summing to 1; and how fast it fades with
-    each token that the request gets ahead of the others, shape (b,).
+    """Return the chance of each request to be the last one of the batch, shape (b,), summing to 1; and how fast it
+    fades with each token that the request gets ahead of the others, shape (b,).
 
-    The first is the derivative of the expected number of rounds left with respect to that request's own. All go at one
-    pace here: judged by its present one, whoever is drafted for would look done and lose its drafts again.
+    The chance is the derivative of the expected number of rounds left with respect to that request's own. All requests
+    are taken to write at the same pace: at its present pace, a request that is drafted for would look nearly done, and
+    lose its drafts again.
 
     Args:
         cdf: shape (b, g): distribution of each request's length at `edges`.

@@ -1,4 +1,4 @@
-"""What the history is: whose text a request drafts from, and what of it is kept."""
+"""The rules of the history: whose text a request drafts from, and how long it is kept."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HistoryPolicy:
         return self.config.scope != "request"
 
     def key(self, problem: int) -> int:
-        """Under which key a problem's text is kept and drafted from: requests of one key draft from each other."""
+        """Return the key of a problem's text in the history: requests of one key draft from each other."""
         if self.config.scope == "request":
             return next(self._alone)
         return 0 if self.config.scope == "global" else problem
@@ -52,7 +52,7 @@ class HistoryPolicy:
             vocabulary: of the policy.
 
         Raises:
-            DasError: a token id is no word of the vocabulary.
+            DasError: a token id is outside the vocabulary.
         """
         for problem, text, version in trajectories:
             tokens = np.frombuffer(text, dtype=np.int32)

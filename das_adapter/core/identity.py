@@ -1,4 +1,4 @@
-"""Who asks: the identity of a problem, and the seeds of the requests about it."""
+"""The identity of a problem, and the seeds of the requests about it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 
 def request_seed(run_seed: int, problem: int, step: int, sample: int, row: int = 0) -> int:
-    """Seed of one request: the same in every run that draws this sample of this problem in this step.
+    """Compute the seed of one request: the same in every run that draws this sample of this problem in this step.
 
     Args:
         run_seed: `verify.seed` of the run.
@@ -28,7 +28,7 @@ def request_seed(run_seed: int, problem: int, step: int, sample: int, row: int =
 
 
 def prompt_identity(prompt_ids: npt.ArrayLike) -> int:
-    """64-bit identity of a problem: a hash of its first prompt's token ids, equal across epochs, runs and hosts."""
+    """Return the 64-bit identity of a problem: a hash of its first prompt's ids, equal in every epoch, run and host."""
     digest = _hash()
     digest.update(_text(prompt_ids))
     return _number(digest)
@@ -43,7 +43,7 @@ class FirstTurns:
         self._lengths: Counter[int] = Counter()
 
     def problem(self, prompt: npt.NDArray[np.int32]) -> int:
-        """64-bit identity of the conversation's first prompt.
+        """Return the 64-bit identity of the conversation's first prompt.
 
         Args:
             prompt: int32 [tokens]; in later turns it begins with the first turn's prompt.

@@ -39,26 +39,26 @@ class StepModel:
     draft: float = 0.0
 
     def seconds(self, tokens: npt.ArrayLike, requests: npt.ArrayLike, drafted: npt.ArrayLike) -> Floats:
-        """Time of steps. Arguments broadcast: tokens in the forward pass, requests, whether anything was drafted."""
+        """Return step times. Arguments broadcast: tokens in the forward pass, requests, whether any was drafted."""
         n, b = np.asarray(tokens, dtype=float), np.asarray(requests, dtype=float)
         bent = self.bend * np.maximum(0.0, n - self.knee)
         return np.asarray(self.base + self.token * n + bent + self.request * b + self.draft * np.asarray(drafted))
 
     def step(self, tokens: float, requests: float, drafted: bool) -> float:
-        """`seconds` of one step."""
+        """Return the seconds of one step, for plain numbers."""
         bent = self.bend * (tokens - self.knee) if tokens > self.knee else 0.0
         return self.base + self.token * tokens + bent + self.request * requests + (self.draft if drafted else 0.0)
 
     def plain(self, requests: npt.ArrayLike) -> Floats:
-        """Time of steps without drafts."""
+        """Return the time of steps without drafts."""
         return self.seconds(requests, requests, False)
 
     def slope(self, tokens: float) -> float:
-        """Seconds that one more token costs a step of `tokens`."""
+        """Return the seconds that one more token adds to a step of `tokens`."""
         return self.token + (self.bend if tokens >= self.knee else 0.0)
 
     def to_dict(self) -> dict[str, float]:
-        """Plain numbers, by field."""
+        """Return the fields as plain numbers."""
         return asdict(self)
 
 
@@ -72,8 +72,9 @@ class _Cell:
 class StepTimes:
     """Step times as they are observed, and the model fitted to them.
 
-    Times are kept per kind of step (tokens, requests, drafted or not; larger numbers in steps of an eighth), the latest
-    few of each, and fitted by their medians: a pause of the process moves nothing. Prefill steps do not belong here.
+    The latest few times of each kind of step are kept (tokens, requests, drafted or not; larger numbers in steps of an
+    eighth). The model is fitted to their medians, so that a pause of the process changes nothing. Steps that read
+    prompts do not belong here.
     """
 
     KEEP = 15
@@ -83,7 +84,7 @@ class StepTimes:
         """
         Args:
             prior: the model until the first fit (`Roofline.line`, or a calibration's).
-            kinds: of step that must have been seen twice before the model is fitted.
+            kinds: how many kinds of step must have been seen twice before the model is fitted.
         """
         self.model = prior
         self.observed = 0
@@ -97,7 +98,7 @@ class StepTimes:
         self._judged = 0
 
     def add(self, tokens: int, requests: int, drafted: bool, seconds: float) -> None:
-        """Take one decode step."""
+        """Take the time of one decode step."""
         if self.model is not None and seconds > 0:
             error = min(1.0, abs(self.model.step(tokens, requests, drafted) / seconds - 1.0))
             self._error += error
@@ -114,24 +115,24 @@ class StepTimes:
         cell.seconds.append(seconds)
 
     def plain_steps(self, requests: int) -> int:
-        """Steps without drafts that were seen of about so many requests."""
+        """Return how many steps without drafts were seen with about so many requests."""
         return self._plain[requests.bit_length()]
 
     def take_error(self) -> float:
-        """Mean relative error of the predictions since the last call, each made before its step was fitted; 0 if there
-        were none."""
+        """Return the mean relative error of the predictions since the last call, each made before its step was fitted;
+        0 if there were none."""
         error, self._error, judged, self._judged = self._error, 0.0, self._judged, 0
         return error / judged if judged else 0.0
 
     def keep_fitted(self) -> None:
-        """Fit the model anew once enough steps came since the last time, sooner where it was wrong lately."""
+        """Fit the model again after enough new steps, earlier where its recent predictions were wrong."""
         since, surprised = self.observed - self._fitted_at, self.surprise > SURPRISE
         if since >= (8 if surprised else min(max(16, self._fitted_at), 4096)):
             self._fitted_at = self.observed
             self.fit()
 
     def fit(self) -> StepModel | None:
-        """Fit the model anew. None, or the prior, while too few kinds of step were seen twice."""
+        """Fit the model again and return it; the prior, or None, while too few kinds of step were seen twice."""
         cells = [(c, drafted) for (_, _, drafted), c in self._cells.items() if len(c.seconds) >= 2]
         if len(cells) == self._kinds == 1:
             self.model = StepModel(base=float(np.median(cells[0][0].seconds)), token=0.0)
@@ -159,7 +160,7 @@ def fit(
     seconds: Floats,
     weights: npt.ArrayLike = 1.0,
 ) -> StepModel:
-    """The small model that fits best, by relative error, with a price on every further coefficient (BIC).
+    """Fit the small model that is best by relative error, with a penalty on every further coefficient (BIC).
 
     Args:
         tokens, requests, seconds: shape (n,).
@@ -200,7 +201,7 @@ def fit(
 def _robust(
     names: tuple[str, ...], columns: Mapping[str, Floats], t: Floats, weight: Floats
 ) -> tuple[dict[str, float], float]:
-    """Least squares with Huber's weights on the relative residuals; a coefficient below its bound is left out."""
+    """Fit least squares with Huber's weights on the relative residuals; leave out a coefficient below its bound."""
     keep, huber = list(names), np.ones_like(t)
     while True:
         x = np.stack([columns[name] for name in keep], axis=1)
@@ -223,7 +224,7 @@ def _robust(
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a device does with real kernels."""
+    """Speed of a device with real kernels."""
 
     bandwidth: float
     """Bytes per second from device memory."""
@@ -232,7 +233,7 @@ class Hardware:
 
 
 _READ, _COMPUTE = 0.79, 0.75
-"""Share of the data sheet's peaks that fitted decode steps reach: EfficientRollout's A100 fits over A100's peaks."""
+"""Share of the data sheet's peaks that decode steps reach: EfficientRollout's fits on an A100, over its peaks."""
 HARDWARE = {
     name: Hardware(_READ * tb * 1e12, _COMPUTE * tf * 1e12)
     for name, tb, tf in (
@@ -253,9 +254,9 @@ class Roofline:
 
     weight_bytes: float
     linear_bytes: float
-    """Of the weights, those in linear layers: what a self-drafter quantises."""
+    """Bytes of the weights in linear layers, which a policy copy quantises."""
     kv_bytes: float
-    """Read per request and token of context."""
+    """Bytes read per request and token of context."""
     dense_flops: float
     """Per token."""
     attention_flops: float
@@ -266,11 +267,11 @@ class Roofline:
     verify_us: float = 0.0
     """Host time per request of a plain, a draft and a verification step, microseconds."""
     draft_read: float = 1.0
-    """How much longer a self-drafter's weights take than their bytes say (eta_d)."""
+    """How much longer reading a policy copy's weights takes than their bytes imply, a factor (eta_d)."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any], hardware: Hardware, tensor_parallel: int = 1, **fitted: float) -> Roofline:
-        """From a Hugging Face config of a dense decoder (Llama, Qwen2, Qwen3, Mistral) in 16-bit weights.
+        """Build it from a Hugging Face config of a dense decoder (Llama, Qwen2, Qwen3, Mistral) in 16-bit weights.
 
         Args:
             config: `config.json` as a mapping.
@@ -298,25 +299,25 @@ class Roofline:
         return cls(hardware=hardware, **{**values, **fitted})
 
     def verify(self, requests: float, context: float, drafts: float) -> float:
-        """Seconds of the target's step that verifies `drafts` tokens of each request; 0 drafts is a plain step."""
+        """Return the seconds of a step that verifies `drafts` tokens of each request; 0 drafts is a plain step."""
         read = (self.weight_bytes + self.kv_bytes * requests * context) / self.hardware.bandwidth
         host = self.verify_us if drafts else self.plain_us
         return max(read, (drafts + 1) * self._compute(requests, context)) + host * requests * 1e-6
 
     def draft(self, requests: float, context: float, share: float) -> float:
-        """Seconds of one step of a self-drafter whose linear weights take `share` of the target's bytes."""
+        """Return the seconds of one pass of a policy copy whose linear weights take `share` of the policy's bytes."""
         weights = self.weight_bytes - (1 - share) * self.linear_bytes
         read = (self.draft_read * weights + self.kv_bytes * requests * context) / self.hardware.bandwidth
         return max(read, self._compute(requests, context)) + self.draft_us * requests * 1e-6
 
     def speedup(self, requests: float, context: float, drafts: int, length: float, share: float | None) -> float:
-        """Speed against plain decoding at a mean acceptance length (accepted + 1); `share` None: drafts are free."""
+        """Return the speed-up at a mean acceptance length (accepted + 1); `share` None: drafting takes no time."""
         drafting = 0.0 if share is None else drafts * self.draft(requests, context, share)
         plain = self.verify(requests, context, 0)
         return length * plain / (drafting + self.verify(requests, context, drafts))
 
     def line(self, context: float = 1024.0) -> StepModel:
-        """The same as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line."""
+        """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line."""
         read = self.weight_bytes / self.hardware.bandwidth
         token = self._compute(1, context)
         per_request = self.kv_bytes * context / self.hardware.bandwidth + self.plain_us * 1e-6
@@ -330,7 +331,7 @@ def read_calibration(path: str) -> StepModel:
     """Read the fitted line of a calibration file, for `toggle.calibration`.
 
     Raises:
-        DasError: no such file, or not one of `das-adapter calibrate`.
+        DasError: the file does not exist, or `das-adapter calibrate` did not write it.
     """
     try:
         return StepModel(**json.loads(Path(path).read_text())["line"])

@@ -1,4 +1,4 @@
-"""How long a rollout gets: from its problem's history, and from how long it already is (DAS, section 4.3)."""
+"""How long a response will be: from its problem's history, and from its length so far (DAS, section 4.3)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _NORMAL = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in _Z])
 
 
 class LengthClass(IntEnum):
+    """Class of a response by its predicted length."""
+
     SHORT = 0
     MEDIUM = 1
     LONG = 2
@@ -29,9 +31,9 @@ class LengthClass(IntEnum):
 class LengthModel:
     """Distribution of response lengths, over all problems and per problem, on a logarithmic grid.
 
-    A problem's own lengths are weighted by their number, the population like `POPULATION` of them. Each length
+    A problem's own lengths are weighted by their number, the population as `POPULATION` of them. Each length
     stands for a log-normal around it: the next rollout of a problem is about as long, not exactly. The classes' bounds
-    are quantiles of the recent lengths, set anew by every `refit`.
+    are quantiles of the recent lengths, computed by every `refit`.
     """
 
     GRID = 64
@@ -57,16 +59,16 @@ class LengthModel:
         self._lengths: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
         self._everyone: deque[tuple[int, int]] = deque()
         self._population: Floats = self._log / self._log[-1]
-        """Of all problems. Without history a length is as likely in one octave as in the next."""
+        """Distribution over all problems. Without history a length is as likely in one octave as in the next."""
 
     def observe(self, problem: int, length: int, version: int) -> None:
-        """Take a finished response's length in tokens, written by a weight version."""
+        """Take the length in tokens of a finished response, and the weight version that wrote it."""
         if length > 0:
             self._lengths[problem].append((version, length))
             self._everyone.append((version, length))
 
     def refit(self, version: int) -> None:
-        """A weight sync: forget what left the window, set the population and the classes' bounds anew."""
+        """Forget what left the window, at a weight sync, and compute the population and the classes' bounds again."""
         oldest = version - self.window
         for problem in [p for p, seen in self._lengths.items() if _drop(seen, oldest)]:
             del self._lengths[problem]
@@ -79,7 +81,7 @@ class LengthModel:
             self._population = self._smooth(lengths)
 
     def cdf(self, problem: int) -> Floats:
-        """Chance that a response of the problem is at most `edges` long, shape (GRID,); 1 at the last."""
+        """Return the chance that a response of the problem is at most `edges` long, shape (GRID,); 1 at the last."""
         seen = self._lengths.get(problem)
         if not seen:
             return self._population
@@ -88,7 +90,7 @@ class LengthModel:
         return mixed
 
     def expected(self, problem: int) -> float:
-        """Mean length of the problem's responses in tokens, before a word is written."""
+        """Return the mean length of the problem's responses in tokens, for a response that has not begun."""
         mean: float = _mean_beyond(self.cdf(problem)[None, :], self.edges, np.zeros(1))[0]
         return mean
 
@@ -105,7 +107,7 @@ class LengthLog:
     """The response lengths of a run over the window, in the order in which they arrived."""
 
     LONGEST = 2**17
-    """Tokens; longer responses are taken for this long when lengths are predicted."""
+    """Tokens; a longer response counts as this long when lengths are predicted."""
 
     def __init__(self, window: int) -> None:
         """`window`: weight versions that lengths are remembered for."""
@@ -114,7 +116,7 @@ class LengthLog:
         self._dropped = 0
 
     def add(self, lengths: Iterable[Response]) -> None:
-        """Take finished responses (problem, tokens, weight version); those older than the window of the newest go."""
+        """Take finished responses (problem, tokens, weight version), and drop those older than the newest's window."""
         self._lengths.extend(lengths)
         newest = self._lengths[-1][2] if self._lengths else 0
         while self._lengths and self._lengths[0][2] < newest - self._window:
@@ -127,10 +129,10 @@ class LengthLog:
         return self._dropped + len(self._lengths), list(self._lengths)[start:]
 
     def predictions(self) -> tuple[dict[int, float], float]:
-        """Predict the response length of each problem, and above which a problem is long; empty before there is
-        history.
+        """Predict the response length of each problem, and the length above which a problem is long; empty and
+        infinite before there is history.
 
-        Distributions as the engines have them: over the versions of the window, shrunk to the population.
+        The distributions are those of the engines: over the versions of the window, shrunk towards the population.
         """
         if not self._lengths:
             return {}, float("inf")
@@ -143,7 +145,7 @@ class LengthLog:
 
 
 def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
-    """Chance to be at most `at` long, given that a response is longer than `lengths`.
+    """Return the chance that a response is at most `at` long, given that it is longer than `lengths`.
 
     Args:
         cdf: shape (b, g), by request, at `edges`.
@@ -162,15 +164,15 @@ def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
 
 
 def expected_remaining(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
-    """Mean tokens still to come, given the tokens that are there, shape (b,). Arguments as in `beyond`."""
+    """Return the mean tokens still to come, given the tokens that are there, shape (b,). Arguments as in `beyond`."""
     remaining: Floats = np.maximum(_mean_beyond(cdf, edges, lengths) - lengths, 1.0)
     return remaining
 
 
 def classes(cdf: Floats, edges: Floats, lengths: Floats, bounds: Sequence[float]) -> npt.NDArray[np.int64]:
-    """The most likely `LengthClass` of each request given its history and its length so far, shape (b,).
+    """Return the most likely `LengthClass` of each request given its history and its length so far, shape (b,).
 
-    DAS's argmax over c of P(c | l, Init); the problem's distribution stands in the place of its majority class.
+    This is DAS's argmax over c of P(c | l, Init), with the problem's distribution in place of its majority class.
     """
     at = np.broadcast_to(np.asarray(bounds, dtype=float), (len(lengths), 2))
     short, medium = beyond(cdf, edges, lengths, at).T

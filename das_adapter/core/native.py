@@ -7,5 +7,5 @@ from typing import Any
 
 
 def native() -> Any:
-    """The module `das_adapter._native`."""
+    """Return the module `das_adapter._native`."""
     return importlib.import_module("das_adapter._native")

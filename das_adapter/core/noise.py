@@ -16,7 +16,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 def row_keys(seeds: UInt64, positions: npt.NDArray[np.int64]) -> UInt64:
-    """Keys of rows that sample the token at `positions` (0 = first prompt token) of the requests with `seeds`.
+    """Return the keys of rows that sample the token at `positions` (0 = first prompt token) of requests with `seeds`.
 
     Args:
         seeds: uint64 [rows].
@@ -38,7 +38,7 @@ def _mix(x: UInt64) -> UInt64:
 
 
 def gumbel(keys: UInt64, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The noise itself, float64 [rows, tokens]: the definition that the compiled samplers are tested against."""
+    """Compute the noise itself, float64 [rows, tokens]. The compiled samplers are tested against this definition."""
     k0, k1 = (keys & np.uint64(0xFFFFFFFF)).astype(np.uint32), (keys >> np.uint64(32)).astype(np.uint32)
     with np.errstate(over="ignore"):
         h = tokens.astype(np.uint32)[None, :] * np.uint32(0x9E3779B1) + k0[:, None]

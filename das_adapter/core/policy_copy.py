@@ -1,4 +1,4 @@
-"""For whom the quantised copy of the policy drafts: what its drafts cost and bring (EfficientRollout, arXiv
+"""Which requests the policy copy drafts for, by what its drafts cost and gain (EfficientRollout, arXiv
 2606.18967).
 
 A draft of γ tokens takes γ forward passes of the copy before the policy verifies it: the speed-up is
@@ -21,7 +21,7 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 UNSEEN_PASS = 0.4
-"""Time of a pass of the copy before one was timed, of a decode step of the policy."""
+"""Time of a pass of the copy before one was timed, as a share of the policy's decode step."""
 
 
 class CopyPlan(NamedTuple):
@@ -40,7 +40,7 @@ class CopyPlan(NamedTuple):
 
 
 class CopyDrafts:
-    """What the copy's passes take and how many of its tokens are accepted, learned from the engine's own steps."""
+    """How long the copy's passes take and how many of its tokens are accepted, learned from the engine's own steps."""
 
     def __init__(self, most: int) -> None:
         """`most`: tokens it drafts for a request in a step at most."""
@@ -51,7 +51,7 @@ class CopyDrafts:
         self.acceptance = AcceptanceRate()
 
     def sync(self) -> None:
-        """A weight sync: the copy is quantised anew."""
+        """Forget most of the acceptance at a weight sync, which quantises the copy again."""
         self.acceptance.forget()
         self.passes.fit()
 
@@ -61,12 +61,12 @@ class CopyDrafts:
         self.passes.keep_fitted()
 
     def lengths(self, least_chance: float) -> Sequence[int]:
-        """Lengths that drafts may have, of which one is chosen; none whose last token survives less often than said."""
+        """Return the lengths that drafts may have; none whose last token survives with less than this chance."""
         lengths = range(1, self.most + 1) if self.agreed is None else [self.agreed]
         return [length for length in lengths if self.acceptance.rate**length >= least_chance]
 
     def seconds(self, drafted: Ints, plain: float) -> float:
-        """Time of the passes that draft so many tokens for each request, shape (b,), beside a plain step's."""
+        """Return the time of the passes that draft so many tokens for each request, shape (b,); `plain`: a step's."""
         model, longest = self.passes.model, int(drafted.max(initial=0))
         requests = [int(np.count_nonzero(drafted > step)) for step in range(longest)]
         return UNSEEN_PASS * plain * longest if model is None else sum(model.step(n, n, False) for n in requests)

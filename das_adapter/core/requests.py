@@ -24,7 +24,7 @@ _ADVANCED = ("written", "pace", "load", "drafted", "accepted", "drafts", "drafts
 
 
 class RequestCounts(NamedTuple):
-    """What became of a request."""
+    """Counts of what a request wrote and drafted."""
 
     problem: int
     length_class: int
@@ -93,7 +93,7 @@ class RequestTable:
         return slot
 
     def close(self, slot: int) -> None:
-        """Take a request's slot back."""
+        """Free a request's slot."""
         self._free.append(slot)
 
     def advance(self, slots: Ints, got: Ints, carried: Ints | None, counts: ClassCounts) -> None:
@@ -109,7 +109,7 @@ class RequestTable:
         )
 
     def counts(self, slot: int) -> RequestCounts:
-        """What became of a request so far."""
+        """Return the counts of a request so far."""
         columns = (self.problem, self.length_class, self.written, self.drafted, self.accepted)
         return RequestCounts(*(int(column[slot]) for column in columns))
 

@@ -1,4 +1,4 @@
-"""Which replica a request goes to, and which start first (DAS, section 4.2): lengths are those predicted.
+"""Which replica a request goes to, and which requests start first, by their predicted lengths (DAS, section 4.2).
 
 veRL's requests come one by one (`Spread`), NeMo-RL's as a batch (`longest_first`) or one by one (`least_loaded`).
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 
 def longest_first(problems: Sequence[int], lengths: Mapping[int, float], workers: int) -> list[list[int]]:
-    """Share a batch out by expected work (longest processing time first; DAS, section 4.2).
+    """Distribute a batch over workers by expected work (longest processing time first; DAS, section 4.2).
 
     A problem's samples stay on one worker, where they draft from each other, unless there are fewer than two problems
     per worker.
@@ -41,7 +41,7 @@ def longest_first(problems: Sequence[int], lengths: Mapping[int, float], workers
 
 
 def least_loaded(load: Sequence[float], home: int | None) -> int:
-    """The worker for one request of an asynchronous run.
+    """Choose the worker for one request of an asynchronous run.
 
     Args:
         load: expected tokens in flight of each worker.
@@ -52,10 +52,10 @@ def least_loaded(load: Sequence[float], home: int | None) -> int:
 
 
 class Spread:
-    """Replicas and the predicted tokens they still owe; each request goes where its arrival delays the end least.
+    """Replicas and the predicted tokens that they still have to write; a request goes where it delays the end least.
 
-    A replica's step time grows little with its batch, so its rollout ends with its longest requests: what is balanced
-    first is the number of long ones, then the tokens. Requests of a problem need not stay together, the history is
+    A replica's step time grows little with its batch, so its rollout ends with its longest requests: the number of long
+    requests is balanced first, then the tokens. Requests of a problem need not stay together, because the history is
     shared.
     """
 
@@ -64,29 +64,29 @@ class Spread:
         self._long: dict[str, int] = dict.fromkeys(self._tokens, 0)
 
     def add(self, replica: str) -> None:
-        """A replica joined."""
+        """Add a replica that joined."""
         self._tokens.setdefault(replica, 0.0)
         self._long.setdefault(replica, 0)
 
     def remove(self, replica: str) -> None:
-        """A replica left."""
+        """Remove a replica that left."""
         self._tokens.pop(replica, None)
         self._long.pop(replica, None)
 
     def pick(self, length: float, long: bool) -> str:
-        """The replica for a request of a predicted length, and note it there. There must be a replica."""
+        """Choose a replica for a request of a predicted length, and count it there. There must be a replica."""
         best = min(self._tokens, key=lambda r: (self._long[r] if long else 0, self._tokens[r]))
         self._tokens[best] += length
         self._long[best] += long
         return best
 
     def done(self, replica: str, length: float, long: bool) -> None:
-        """A request that was picked with these figures ended."""
+        """Take off a request that ended, with the figures with which its replica was picked."""
         if replica in self._tokens:
             self._tokens[replica] = max(0.0, self._tokens[replica] - length)
             self._long[replica] -= long
 
     @property
     def load(self) -> Mapping[str, float]:
-        """Predicted tokens that each replica owes."""
+        """Predicted tokens that each replica still has to write."""
         return self._tokens

@@ -1,5 +1,5 @@
 """When to speculate at all, and how far: the on/off switch and the draft-length ladder of EfficientRollout (sections
-3.3, 3.4), and the guard that never lets speculation cost more than it saves."""
+3.3, 3.4), and the time that speculation saved."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from das_adapter.core.latency import Floats, StepModel
 class Toggle:
     """Whether drafts are worth their cost in the batch as it is, with hysteresis.
 
-    Off turns on at a speed-up of 1 + margin (`roofline`) or at `threshold` running requests (`threshold`). While no
-    request arrives after it turned on, the batch only drains and what paid once keeps paying: on stays on until
-    `reset`. Where batches refill, on turns off again under a speed-up of 1, or a quarter above the threshold.
+    It turns on at a speed-up of 1 + margin (`roofline`) or at `threshold` running requests (`threshold`). While no
+    request arrives after that, the batch only becomes smaller and drafting keeps paying: it stays on until `reset`.
+    Where requests still arrive, it turns off again under a speed-up of 1, or a quarter above the threshold.
 
-    While requests still stream in at the start of a rollout the batch is small for another reason (ramp guard): on is
-    not held before `RAMP` steps without an arrival.
+    At the start of a rollout the batch is small only because requests are still arriving (ramp guard): it is not held
+    on before `RAMP` steps without an arrival.
     """
 
     RAMP = 8
 
     def __init__(self, mode: str, margin: float, threshold: int) -> None:
-        """`mode`: off (never switches: always on), threshold or roofline."""
+        """`mode`: `off` (never switches: always on), `threshold` or `roofline`."""
         self.mode, self.margin, self.threshold = mode, margin, threshold
         self.reset()
 
     def reset(self) -> None:
-        """A weight sync: start off."""
+        """Start off again, at a weight sync (with mode `off`: on)."""
         self.on = self.mode == "off"
         self._held = False
         self._quiet = 0
 
     def update(self, running: int, speedup: float, arrived: bool) -> bool:
-        """One decode step.
+        """Decide whether to speculate in one decode step.
 
         Args:
             running: requests in the batch.
@@ -64,7 +64,7 @@ class Toggle:
 
 
 class Ladder:
-    """Draft length in rungs, one for all replicas: longer when nearly everything is accepted, shorter when not
+    """Draft length in rungs, the same for all replicas: longer when nearly everything is accepted, shorter when not
     (EfficientRollout, algorithm 1). Decided where all replicas' counts come together, once per training rollout."""
 
     def __init__(
@@ -82,8 +82,8 @@ class Ladder:
         return self.rungs[self.rung]
 
     def observe(self, accepted: int, drafted: int, validation: bool = False) -> int:
-        """Take the sums over all replicas of one rollout; returns the length for the next. Validation counts nothing,
-        and neither does a rollout without drafts."""
+        """Take the counts of one rollout, summed over all replicas, and return the draft length for the next. A
+        validation, or a rollout without drafts, changes nothing."""
         if validation or drafted <= 0:
             return self.length
         rate = accepted / drafted
@@ -102,8 +102,8 @@ class Savings:
 
     In a synchronous rollout plain decoding takes as many rounds as the longest request has tokens, and in round r
     the requests of at least r tokens take part. Where requests arrive while others end, rounds have no common start;
-    there each step's tokens are taken at plain decoding's rate for its batch. Steps without drafts count as the model
-    has them, on both sides, so that the difference is what the drafted ones made.
+    there each step's tokens are valued at plain decoding's rate for its batch. Steps without drafts count with the
+    model's time on both sides, so that only the drafted steps make a difference.
     """
 
     spent: float = 0.0
@@ -124,11 +124,11 @@ class Savings:
         self._widest = max(self._widest, requests)
 
     def refilled(self) -> None:
-        """A request arrived after another had ended, and not because the batch was full."""
+        """Note that requests arrive while others end."""
         self._refilled = True
 
     def saved(self, running: npt.ArrayLike, model: StepModel) -> float:
-        """Seconds saved so far. `running`: tokens of the requests that are still in the batch, shape (b,)."""
+        """Return the seconds saved so far. `running`: tokens of the requests still in the batch, shape (b,)."""
         if self._refilled:
             return self._rate - self.spent
         lengths = np.concatenate([self.finished, np.asarray(running)])
@@ -136,9 +136,9 @@ class Savings:
 
 
 def seconds_of(rounds: npt.ArrayLike, slots: int, step: Callable[[Floats], Floats]) -> float:
-    """Time of a rollout whose requests take so many rounds each, shape (n,), `slots` of them at a time.
+    """Return the time of a rollout whose requests take so many rounds each, shape (n,), `slots` of them at a time.
 
-    `step`: seconds of a round by the requests in it. Plain decoding takes as many rounds as there are tokens.
+    `step`: returns the seconds of a round by the requests in it. In plain decoding each token takes a round.
     """
     ordered = np.sort(np.asarray(rounds, dtype=float))
     if not len(ordered):

@@ -1,7 +1,7 @@
-"""A vLLM worker that keeps its own history: speculation in a NeMo-RL that was started as ever, by YAML alone.
+"""A vLLM worker that keeps its own history, for NeMo-RL runs that are started with the overlay alone.
 
-Without das-adapter in the driver nobody harvests and refreshes, so each engine does both for itself. Its history is its
-own, and holds validation rollouts too, of which it knows nothing.
+Without das-adapter in the driver no host harvests trajectories and refreshes drafters, so each engine does both itself.
+Each has a history of its own, which contains validation rollouts too: the engine can't tell them apart.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from das_adapter.protocol.messages import Refresh, Trajectory
 
 
 class OwnHistory:
-    """Harvests finished requests and refreshes the drafter at the end of every refit, unless the host does."""
+    """Harvests trajectories and refreshes the drafter at the end of every weight sync (refit), unless the host does."""
 
     _das_version = 0
     _das_finished: list[Trajectory] | None = None
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """A decode step; the scheduler names the requests that have finished since the last one."""
+        """Run a step; first take the requests that, as the scheduler says, have finished since the last one."""
         if self._das_finished is not None:
             for req_id in scheduler_output.finished_req_ids:
                 if request := self.model_runner.requests.get(req_id):

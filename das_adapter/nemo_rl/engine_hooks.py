@@ -1,7 +1,7 @@
-"""What NeMo-RL's generation worker sends to its engine passes here: requests are labelled, finished text goes into the
-history, and after every refit the engine's history is brought up to date.
+"""Hooks on the engine of a NeMo-RL generation worker: requests are labelled, trajectories go into the history, and each
+refit (weight sync) brings the engine's history up to date.
 
-It sits on the engine's own `generate` and `collective_rpc`, through which every path of NeMo-RL leads: batches, single
+They wrap the engine's own `generate` and `collective_rpc`, which every path of NeMo-RL uses: batches, single
 samples, the HTTP server; refits over IPC, collectives, resharding, checkpoint engines and sparse deltas.
 """
 
@@ -62,18 +62,18 @@ class EngineHooks:
         return hooks
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the engine does, under labels; what is finished goes into the history."""
+        """Generate as the engine does, with labels; trajectories go into the history."""
         raise NotImplementedError
 
     def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the workers as the engine does; a refit ends with a sync of the history."""
+        """Call the workers as the engine does; after a refit, sync the history."""
         raise NotImplementedError
 
     def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
         raise NotImplementedError
 
     def _label(self, prompt: Any, given: Label | None) -> Label | None:
-        """The label of a request; None for a prompt that is no token ids."""
+        """Label a request; None for a prompt without token ids."""
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else getattr(prompt, "prompt_token_ids", None)
         if given is None and ids is None:
             return None
@@ -101,12 +101,12 @@ class EngineHooks:
             self._session.finished(label, text, begin, end, self.version)
 
     def _report(self) -> dict[str, Any]:
-        """Counts since the last report; the replicas' drafts get their length from them at the next refit but one."""
+        """Return the counts since the last report; they set the ladder's draft length at the next refit but one."""
         return {**self._session.report(self.version + 1), "weight_version": self.version}
 
 
 class SyncEngineHooks(EngineHooks):
-    """Around `vllm.LLM`."""
+    """Hooks on `vllm.LLM`."""
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
         if isinstance(prompts, (str, dict)):
@@ -133,7 +133,7 @@ class SyncEngineHooks(EngineHooks):
         self._session.start()
 
     def report(self) -> dict[str, Any]:
-        """Counts since the last report."""
+        """Return the counts since the last report."""
         return self._report()
 
     def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
@@ -142,13 +142,13 @@ class SyncEngineHooks(EngineHooks):
 
 
 class AsyncEngineHooks(EngineHooks):
-    """Around `AsyncLLM`."""
+    """Hooks on `AsyncLLM`."""
 
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         mark = self._label(prompt, (labels.get() or [None])[0])
         begin, texts = time.time(), {}
         stream = self._generate(prompt, self._labelled(sampling_params, mark), *args, **kwargs)
-        async with contextlib.aclosing(stream):  # a caller that gives up aborts the request
+        async with contextlib.aclosing(stream):  # where the caller gives up, the request is aborted
             async for output in stream:
                 for sample in output.outputs:
                     pieces = texts.get(sample.index, []) if sampling_params.output_kind.name == "DELTA" else []
@@ -171,7 +171,7 @@ class AsyncEngineHooks(EngineHooks):
         await asyncio.to_thread(self._session.start)
 
     async def report(self) -> dict[str, Any]:
-        """Counts since the last report."""
+        """Return the counts since the last report."""
         self._loop = asyncio.get_running_loop()
         return await asyncio.to_thread(self._report)
 
@@ -181,14 +181,14 @@ class AsyncEngineHooks(EngineHooks):
 
 @patch("vllm.entrypoints.llm:LLM.generate", since="0.24")
 def see_requests(stock: Any, generate: Any) -> Any:
-    """Without it requests of NeMo-RL have no label, and what they wrote does not reach the history. Of the worker's own
-    engine, synchronous (`LLM`) or asynchronous (`AsyncLLM`)."""
+    """Without it requests of NeMo-RL have no label, and what they wrote does not reach the history. It is applied to
+    the worker's own engine, synchronous (`LLM`) or asynchronous (`AsyncLLM`)."""
     return _function(generate)
 
 
 @patch("vllm.entrypoints.llm:LLM.collective_rpc", since="0.24")
 def see_refits(stock: Any, collective_rpc: Any) -> Any:
-    """Without it nothing says when a refit is over. Of the worker's own engine, as `see_requests`."""
+    """Without it nothing says when a refit is over. It is applied to the worker's own engine, as `see_requests`."""
     return _function(collective_rpc)
 
 

@@ -26,14 +26,14 @@ from das_adapter.service.ledger import ledger
 logger = logging.getLogger("das_adapter")
 
 _LENGTHS_FOR_S = 10.0
-"""How long an asynchronous run goes on with the expected lengths it has."""
+"""How long an asynchronous run uses the same expected lengths."""
 
 _shard: ContextVar[int | None] = ContextVar("das_shard", default=None)
 _live: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
 
 
 class DasVllmGeneration(VllmGeneration):
-    """Stock where `policy.generation` has no active `das:` block. Pickled into NeMo-RL's trajectory collector."""
+    """NeMo-RL's generation; stock without an active `das:` block. It is pickled into NeMo-RL's trajectory collector."""
 
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any):
         self.das = settings.check(config)
@@ -89,7 +89,7 @@ class DasVllmGeneration(VllmGeneration):
                 self._load[shard] -= work
 
     def get_step_metrics(self) -> dict[str, float]:
-        """NeMo-RL's own figures of a step (`vllm/spec_*`) and das-adapter's (`das/*`)."""
+        """Return NeMo-RL's own figures of a step (`vllm/spec_*`) and das-adapter's (`das/*`)."""
         metrics: dict[str, float] = super().get_step_metrics()
         if self.das is None:
             return metrics
@@ -100,7 +100,7 @@ class DasVllmGeneration(VllmGeneration):
         return {**metrics, **ours}
 
     def set_validating(self, on: bool) -> None:
-        """From now on requests are of a validation, whose text stays out of the history, or no longer."""
+        """Mark requests from now on as a validation's, whose text stays out of the history; off: no longer."""
         if self.das is not None:
             self._validating = on
             ray.get(self._on_replicas("das_validation", on=on))
@@ -115,7 +115,7 @@ class DasVllmGeneration(VllmGeneration):
         try:
             self._lengths, _ = ray.get(self._ledger.predictions.remote(), timeout=10)
         except ray.exceptions.RayError as error:
-            logger.warning("das: the ledger does not answer, lengths of rollouts are those known before: %r", error)
+            logger.warning("das: the ledger does not answer; expected lengths are those known before: %r", error)
         return self._lengths
 
     def _next_dp_shard_idx(self) -> int:
@@ -132,7 +132,7 @@ class DasVllmGeneration(VllmGeneration):
 
 
 class _Planned(BatchedDataDict[Any]):
-    """A batch that is shared out by a plan instead of into equal pieces."""
+    """A batch that is distributed by a plan instead of in equal pieces."""
 
     def __init__(self, data: BatchedDataDict[Any], plan: list[list[int]]):
         super().__init__(data.data)
@@ -145,7 +145,7 @@ class _Planned(BatchedDataDict[Any]):
 
 @contextmanager
 def validation() -> Iterator[None]:
-    """Requests made inside are of a validation, whichever of this process's generations makes them."""
+    """Mark all requests made inside as a validation's, in every generation of this process."""
     generations = list(_live)
     for generation in generations:
         generation.set_validating(True)

@@ -1,5 +1,5 @@
-"""Who asks: the label of a request. NeMo-RL hands its generation nothing but token ids, so the first turn's prompt is a
-problem's identity."""
+"""The label of a request. NeMo-RL gives its generation only token ids, so the first turn's prompt is a problem's
+identity."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What das-adapter changes in NeMo-RL, so that it uses our classes. Nothing of it is edited; without an active `das:`
-block it is stock."""
+"""What das-adapter changes in NeMo-RL, so that it uses das-adapter's classes. No file is edited; without an active
+`das:` block it is stock."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ HOOKS = (
 
 
 def install() -> None:
-    """Replace the generation class and its workers, and mark validations. A second call changes nothing."""
+    """Replace the generation class and its workers, and mark validations; a second call changes nothing."""
     from nemo_rl.distributed import ray_actor_environment_registry as environments
 
     registry = environments.ACTOR_ENVIRONMENT_REGISTRY
@@ -90,8 +90,8 @@ def install() -> None:
 
 
 def _built_environment(worker: str) -> str | None:
-    """The interpreter of a stock worker's virtual environment, where NeMo-RL's containers have built it: one named
-    after our worker would be built anew, without das-adapter."""
+    """Return the interpreter of a stock worker's virtual environment, where NeMo-RL's containers have built it: one
+    named after das-adapter's worker would be built anew, without das-adapter."""
     python = Path(os.environ.get("NEMO_RL_VENV_DIR", "venvs")) / worker / "bin" / "python"
     return str(python) if python.exists() else None
 

@@ -22,8 +22,8 @@ from das_adapter.service.session import for_run
 def prepare_engine(config: Any, llm_kwargs: dict[str, Any]) -> DasConfig:
     """Give an engine its block: the plug-in in its processes does what the block says.
 
-    The response must end at `vllm_cfg.max_model_len` whether drafts look past it or not: NeMo-RL caps it there, and
-    its clamp for speculative runs, K + 1 tokens earlier, does not see a drafter that the block chose.
+    A response must end at `vllm_cfg.max_model_len`, whether drafts reach past it or not. NeMo-RL is told to cap it
+    there; its clamp for speculative runs, K + 1 tokens earlier, does not see a drafter that the block chose.
     """
     das = settings.of_generation(config)
     assert das is not None, "these workers are chosen for an active das: block only"
@@ -56,11 +56,11 @@ class DasGenerationWorkerImpl(VllmGenerationWorkerImpl):
             labels.reset(token)
 
     def das_validation(self, on: bool) -> None:
-        """From now on requests are of a validation, or no longer."""
+        """Mark requests from now on as a validation's; off: no longer."""
         self.hooks.validating = on
 
     def das_report(self) -> dict[str, Any]:
-        """Counts since the last report."""
+        """Return the counts since the last report."""
         return self.hooks.report()
 
 
@@ -84,11 +84,11 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
             yield result
 
     async def das_validation(self, on: bool) -> None:
-        """From now on requests are of a validation, or no longer."""
+        """Mark requests from now on as a validation's; off: no longer."""
         self.hooks.validating = on
 
     async def das_report(self) -> dict[str, Any]:
-        """Counts since the last report."""
+        """Return the counts since the last report."""
         return await self.hooks.report()
 
 

@@ -1,5 +1,5 @@
-"""What engines count between two weight syncs, and the figures of a training step that come of it; the same for every
-drafter, and for none."""
+"""What engines count between two weight syncs, and the figures of a training step made from it; the same for every
+drafter, and without one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from das_adapter.core.staleness import AGES
 
 
 class EngineStats(TypedDict, total=False):
-    """What a worker answers to `stats`: its `Counters`, and what its drafter adds."""
+    """A worker's answer to `stats`: its `Counters`, and what its drafter adds."""
 
     steps: int
     request_forwards: int
@@ -41,13 +41,13 @@ class EngineStats(TypedDict, total=False):
     """Seconds that quantising the policy copy took."""
     drafter_bytes: int
     self_acceptance: float
-    """Share of the copy's draft tokens that is accepted."""
+    """Chance that a draft token of the policy copy is accepted, given that all before it were."""
     self_counts: tuple[int, int]
-    """Draft tokens of the copy, and those accepted, of training rollouts."""
+    """Draft tokens of the policy copy, and those accepted, in training rollouts."""
 
 
 class RolloutStats(TypedDict):
-    """What `RolloutClock.take` returns."""
+    """The answer of `RolloutClock.take`."""
 
     begin: float
     ends: list[float]
@@ -56,8 +56,8 @@ class RolloutStats(TypedDict):
 
 @dataclass
 class Counters:
-    """Counts since the last `take`, of training rollouts alone. A request forward is one request's share of one decode
-    step of the target."""
+    """Counts since the last `take`, of training rollouts only. A request forward is one request's part in one decode
+    step of the policy."""
 
     steps: int = 0
     request_forwards: int = 0
@@ -66,13 +66,13 @@ class Counters:
     accepted_tokens: int = 0
     tokens: int = 0
     busy_seconds: float = 0.0
-    """From the begin of each step to its end, drafting included."""
+    """Seconds from the begin of each step to its end, drafting included."""
     propose_seconds: list[float] = field(default_factory=list)
     error: str | None = None
     """What the drafter raised; from then on the engine decodes without it. Survives `take`."""
     alarm: str | None = None
-    """What makes the drafter useless but not fail: its weights were not synced, or next to nothing is accepted.
-    Survives `take`, until the next weight sync."""
+    """What makes the drafter useless although it does not fail: its weights were not synced, or almost nothing is
+    accepted. Survives `take`, until the next weight sync."""
 
     def step(self, sampled: Sequence[Sequence[int]], drafts: Sequence[int], seconds: float = 0.0) -> None:
         """Count one decode step.
@@ -102,7 +102,7 @@ class Counters:
 
 
 class RolloutClock:
-    """When a replica's rollouts of one step began and ended, and a hash of what they say."""
+    """When a replica's rollouts of one step began and ended, and a hash of their tokens."""
 
     def __init__(self) -> None:
         self._begin = float("inf")
@@ -123,14 +123,14 @@ class RolloutClock:
         self._hash += int.from_bytes(digest, "little")
 
     def take(self) -> RolloutStats:
-        """Return begin, ends and the hash, which does not depend on the order; and start again."""
+        """Return begin, ends and the hash, which does not depend on the order, and start again."""
         taken = RolloutStats(begin=self._begin, ends=self._ends, token_hash=self._hash % 2**48)
         self.__init__()  # type: ignore[misc]
         return taken
 
 
 def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Add the reports of all replicas up to the figures of a training step; empty if there is none.
+    """Add up the reports of all replicas to the figures of a training step; empty if there is none.
 
     Args:
         reports: one a replica, with the keys of `EngineStats` and `RolloutStats`.
@@ -138,7 +138,7 @@ def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     Returns:
         `merge`'s figures, and `das/rollout_s`: from the first request to the last response; `das/tail_s`: the part of
         it after 80 % of the responses had ended; `das/history_tokens`, `das/history_bytes`: of a node;
-        `das/token_hash`: of all responses, whatever their order.
+        `das/token_hash`: of all responses; it does not depend on their order.
     """
     if not reports:
         return {}
@@ -156,7 +156,7 @@ def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Figures of one training step from the counts of all engines, under the names the trainer logs.
+    """Compute a training step's figures from the counts of all engines, under the names the trainer logs.
 
     `das/tokens_per_s`: tokens an engine writes in a second of its steps, drafting included.
     `das/tokens_per_forward`: tokens per request forward, drafted or not. `das/draft_coverage`: share of request
@@ -171,10 +171,10 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     rollout, as far as lengths and acceptance are known (the slowest replica's).
 
     Where the history is drafted from: `das/accept_rate_age_*` (`none`, `1`, `2_4`, `older`): accepted share of the
-    draft tokens by the weight versions since their problem was last written about.
+    draft tokens by the weight versions since their problem's newest rollout.
 
-    With a copy of the policy: `das/requantise_s`, seconds of the last weight sync's rounding; `das/drafter_bytes`, its
-    memory; `das/self_acceptance`, the chance that one of its tokens is accepted.
+    With a policy copy: `das/requantise_s`: seconds of quantising it at the last weight sync; `das/drafter_bytes`:
+    its memory; `das/self_acceptance`: the chance that one of its draft tokens is accepted.
     """
     added = ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens", "busy_seconds")
     total = {name: sum(p[name] for p in parts) for name in added}
@@ -219,7 +219,7 @@ COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
 
 
 def collapsed(total: Mapping[str, float]) -> bool:
-    """Whether drafting has stopped paying: of many draft tokens, next to none is accepted."""
+    """Return whether drafts are useless: of many draft tokens, almost none is accepted."""
     return total["draft_tokens"] >= COLLAPSE_TOKENS and total["accepted_tokens"] < COLLAPSE_RATE * total["draft_tokens"]
 
 

@@ -21,7 +21,7 @@ INDEX, _FACTS, _LENGTHS = "index", "history.json", "lengths.npy"
 
 @dataclass(frozen=True)
 class Facts:
-    """What must be the same where a history is used again."""
+    """Facts that must be the same where a history is used again."""
 
     scope: str
     vocabulary: int
@@ -30,29 +30,29 @@ class Facts:
 
     @classmethod
     def of(cls, scope: str, tokenizer: Any) -> Facts:
-        """Of a run with this `history.scope` and tokenizer (Hugging Face's)."""
+        """Return the facts of a run with this `history.scope` and tokenizer (Hugging Face's)."""
         tokens = sorted(tokenizer.get_vocab().items())
         digest = hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
         return cls(scope, len(tokens), digest)
 
 
 def write(directory: Path, facts: Facts, lengths: Sequence[ResponseLength]) -> None:
-    """Write what stands beside the index."""
+    """Write the files that stand beside the index: facts and lengths."""
     table = np.array([[problem, length, version % 2**64] for problem, length, version in lengths], dtype=np.uint64)
     np.save(directory / _LENGTHS, table.reshape(-1, 3))
     (directory / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
 
 
 def check(directory: Path, facts: Facts, key: str) -> None:
-    """Refuse a history that can't serve a run.
+    """Refuse a history that can't be used in a run.
 
     Args:
         directory: what `write` wrote to, and `INDEX` beside it.
         facts: the run's.
-        key: of the config, that chose the directory.
+        key: the key of the config that chose the directory.
 
     Raises:
-        DasError: no history lies there, or one of another scope, vocabulary or tokenizer.
+        DasError: no history lies there, or it has another scope, vocabulary or tokenizer.
     """
     try:
         found = Facts(**json.loads((directory / _FACTS).read_text()))
@@ -63,11 +63,11 @@ def check(directory: Path, facts: Facts, key: str) -> None:
     for name, mine in asdict(facts).items():
         if (theirs := getattr(found, name)) != mine:
             raise DasError(f"{key}: the history in {str(directory)!r} was written with {name} {theirs!r}, "
-                           f"this run has {mine!r}; its tokens would mean something else")  # fmt: skip
+                           f"this run has {mine!r}; both must be equal")  # fmt: skip
 
 
 def lengths(directory: Path, version: int) -> list[ResponseLength]:
-    """Read the lengths of a saved history, moved into the past so far that none is newer than `version`.
+    """Read the lengths of a saved history; their weight versions are moved back so that none is newer than `version`.
 
     Raises:
         DasError: they are missing or damaged.

@@ -1,4 +1,4 @@
-"""Removes a history directory once nobody writes there any more, however its writer ended."""
+"""Remove a history directory once nobody writes there any more, however its writer ended."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import IO
 
 
 def watch(directory: Path, grace_s: float) -> None:
-    """Leave a process behind that outlives this one, and the job, until `directory` is gone.
+    """Start a process that outlives this one and the job, and removes `directory` when it has no writer any more.
 
     A writer holds the lock of `directory / "writer"` (see `HistoryStore`). When it has been free for `grace_s` seconds,
-    time enough for a restarted writer to take over, the directory goes.
+    time enough for a restarted writer to take over, the directory is removed.
     """
     command = [sys.executable, "-S", "-E", __file__, str(directory), str(grace_s)]
     nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    # It forks once more, out of reach of what ends this process's children.
+    # It forks once more, so that it is not ended together with this process's children.
     subprocess.run(command, check=True, start_new_session=True, **nowhere)
 
 
@@ -44,7 +44,7 @@ def _watch(directory: Path, grace_s: float) -> None:
 
 
 def _lies(writer: IO[str], directory: Path) -> bool:
-    """Whether the directory is still the one that was to be watched, and not another of its name."""
+    """Whether the directory is still the one to be watched, and not another of the same name."""
     try:
         return os.path.samestat(os.fstat(writer.fileno()), (directory / "writer").stat())
     except FileNotFoundError:

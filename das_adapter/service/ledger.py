@@ -1,5 +1,5 @@
-"""One per run: how long responses were, the engines' counts, added up to one set of figures per training step, and what
-the run's history starts from."""
+"""A run's ledger, a Ray actor: how long responses were, the engines' counts, added up to one set of figures per
+training step, and what the run's history starts from."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger("das_adapter")
 
 NAME = "das_ledger"
 _started: list[Any] = []
-"""Actors end with the last of the handles that they were started through: these live as long as this process."""
+"""Handles of the actors that this process started: an actor ends with the last handle that it was started through."""
 
 
 class Ledger:
@@ -36,11 +36,11 @@ class Ledger:
         self._climbed = 0
 
     def run(self) -> str:
-        """Name the run, for what is written of it."""
+        """Return the run's name, for the files written about it."""
         return self._name
 
     def add(self, lengths: Sequence[ResponseLength]) -> None:
-        """Take finished responses, see `LengthLog.add`."""
+        """Take the lengths of finished responses, see `LengthLog.add`."""
         self._lengths.add(lengths)
 
     def since(self, cursor: int) -> tuple[int, list[ResponseLength]]:
@@ -84,13 +84,13 @@ class Ledger:
 
 
 def ledger(window: int) -> Any:
-    """Find the run's ledger, started if need be. It lives as long as the process that started it."""
+    """Return the run's ledger, started if need be. It lives as long as the process that started it."""
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Ledger)
     return named(NAME, actor, window)
 
 
 def named(name: str, actor: Any, *args: Any, **options: Any) -> Any:
-    """Find the run's actor of this name, started with `args` and Ray's `options` if there is none."""
+    """Return the run's actor of this name, started with `args` and Ray's `options` if there is none."""
     try:
         return ray.get_actor(name)
     except ValueError:

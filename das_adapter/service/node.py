@@ -39,7 +39,7 @@ Copy = tuple[bytes, set[Batch]]
 
 
 class NodeHistory:
-    """The writer of one directory. Whatever happens to it or to the directory, `sync` answers."""
+    """The writer of one directory. Whatever happens to the directory, `sync` answers."""
 
     def __init__(self, config: HistoryConfig, name: str, root: str | None = None, grace_s: float = GRACE_S):
         """
@@ -60,11 +60,11 @@ class NodeHistory:
         self._store = self._open()
 
     def push(self, source: str, number: int, trajectories: Sequence[Trajectory]) -> None:
-        """Take a batch of finished trajectories; the first after a weight sync finds time to drop what is too old.
+        """Take a batch of finished trajectories; the first one after a weight sync also drops what is too old.
 
         Args:
             source: who sends.
-            number: of the batch; one that was taken before is left.
+            number: of the batch; one that was taken before is ignored.
             trajectories: of any weight versions.
         """
         if (source, number) not in self._taken:
@@ -75,12 +75,12 @@ class NodeHistory:
             self._tidy()
 
     def sync(self, version: int, source: str, numbers: Sequence[int]) -> tuple[Published, list[int]]:
-        """A weight sync of one engine: publish what has arrived.
+        """Publish what has arrived, at a weight sync of one engine.
 
         Args:
-            version: the engine's from now on.
+            version: the engine's weight version from now on.
             source: who asks.
-            numbers: of the batches it has sent and not heard of.
+            numbers: of the batches that it has sent and that are not confirmed yet.
 
         Returns:
             What to map, and which of `numbers` have not arrived.
@@ -98,7 +98,7 @@ class NodeHistory:
         return Published(str(self._store.directory), self._store.generation), lost
 
     def save(self, directory: str, facts: checkpoint.Facts, lengths: Sequence[ResponseLength]) -> None:
-        """Write the history, what arrived since the last weight sync too, to a directory."""
+        """Write the history to a directory, including what arrived since the last weight sync."""
         self._seal()
         target = Path(directory)
         target.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class NodeHistory:
 
     @ray.method(concurrency_group="copy")
     def copy(self) -> Copy | None:
-        """The published history; None while there is none."""
+        """Return the published history and the batches in it; None while there is none."""
         if not self._store.tokens:
             return None
         with tempfile.TemporaryDirectory() as directory, self._sealing:
@@ -115,7 +115,7 @@ class NodeHistory:
             return (Path(directory) / checkpoint.INDEX).read_bytes(), self._taken - self._staged.keys()
 
     def figures(self) -> dict[str, int | str]:
-        """Tokens, problems, bytes and directory of the history, and this process."""
+        """Return tokens, problems, bytes and directory of the history, and the id of this process."""
         store = self._store
         return {"tokens": store.tokens, "problems": store.problems, "bytes": store.nbytes,
                 "directory": str(store.directory), "pid": os.getpid()}  # fmt: skip
@@ -130,20 +130,21 @@ class NodeHistory:
             self._policy.remember(self._store, (t._replace(version=t.version + offset) for t in trajectories))
 
     def _tidy(self) -> None:
-        """Keep to the window and the byte budget: while engines roll out, since it may rewrite much of the history."""
+        """Apply the window and the byte budget; called while engines roll out, because it may rewrite much of the
+        history."""
         try:
             self._policy.tidy(self._store, self._version + (self._offset or 0))
         except (OSError, DasError) as error:
             self._report(error)
 
     def _report(self, error: Exception) -> None:
-        """One line, until it is over."""
+        """Log an error once, until it is over."""
         if self._trouble != repr(error):
             logger.error("das: history: %r; engines go on with what is published", error)
         self._trouble = repr(error)
 
     def _begin(self) -> None:
-        """The history starts with what lies in the directory, else with a peer's, else with what the run was given."""
+        """Start the history from what lies in the directory, else from a peer's, else from what the run was given."""
         self._offset = 0
         if not self._store.tokens and (copy := self._peers_copy()):
             self._load(copy)
@@ -164,7 +165,7 @@ class NodeHistory:
         return None
 
     def _rescue(self) -> None:
-        """Publish anew, elsewhere, when files have been removed; they stay readable here as long as they are mapped."""
+        """Publish the history again, elsewhere, when files were removed; mapped files stay readable here."""
         if self._store.intact:
             return
         logger.error("das: history: files in %s were removed; it is published anew", self._store.directory)
@@ -190,7 +191,7 @@ class NodeHistory:
         try:
             store = HistoryStore(root / self._name, threads=threads)
         except (DasError, OSError) as error:
-            logger.error("das: history: %s can't be taken over (%r); a new one begins", root / self._name, error)
+            logger.error("das: history: %s can't be taken over (%r); a new history begins", root / self._name, error)
             store = HistoryStore(tempfile.mkdtemp(prefix=f"{self._name}-", dir=root), threads=threads)
         janitor.watch(store.directory, self._grace_s)
         logger.warning("das: the history lies in %s", store.directory)
@@ -198,19 +199,19 @@ class NodeHistory:
 
 
 def _roomy(name: str, size: int) -> Path:
-    """Shared memory, or a directory for temporary files where it has no room for `size` bytes and no directory yet."""
+    """Return shared memory, or a temporary directory if it has no room for `size` bytes, nor the directory yet."""
     if (_SHARED_MEMORY / name).is_dir():
         return _SHARED_MEMORY
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= size:
         return _SHARED_MEMORY
     temporary = Path(tempfile.gettempdir())
-    logger.warning("das: history: %s has no room for das.history.max_bytes=%s: it lies in %s",
+    logger.warning("das: history: %s has no room for das.history.max_bytes=%s; the history lies in %s",
                    _SHARED_MEMORY, size, temporary)  # fmt: skip
     return temporary
 
 
 def here(config: HistoryConfig, root: str | None = None, grace_s: float = GRACE_S) -> Any:
-    """The history of this process's node, started if need be. It lives as long as the process that started it."""
+    """Return this node's history, started if need be. It lives as long as the process that started it."""
     context = ray.get_runtime_context()
     node = context.get_node_id()
     actor = ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups={"copy": 1})(NodeHistory)
@@ -220,7 +221,7 @@ def here(config: HistoryConfig, root: str | None = None, grace_s: float = GRACE_
 
 
 def nodes() -> dict[str, Any]:
-    """The histories of all nodes of the run, by name."""
+    """Return the histories of all nodes of the run, by name."""
     found = {}
     for name in ray.util.list_named_actors():
         if name.startswith(_PREFIX):
@@ -232,7 +233,7 @@ def nodes() -> dict[str, Any]:
 
 
 def nearest() -> Any:
-    """The history of this process's node, else of another.
+    """Return the history of this process's node, else of another.
 
     Raises:
         DasError: the run has none.

@@ -19,7 +19,7 @@ from das_adapter.errors import DasError
 from das_adapter.tools.hardware import hardware
 
 _ACCEPTED = (0.2, 0.5, 0.8)
-"""Shares of a draft's tokens taken for accepted when on/off decisions are compared."""
+"""Shares of a draft's tokens that count as accepted when on/off decisions are compared."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Sample:
     seconds: float
     steps: int
     held_out: bool
-    """Not shown to the fit."""
+    """Whether the fit does not see it."""
 
 
 def measure(
     model: str, batches: Sequence[int], contexts: Sequence[int], drafts: Sequence[int], rounds: int, **engine: Any
 ) -> list[Sample]:
-    """Run a real engine over the grid; the draft lengths alternate from step to step, so that drift hits all alike.
+    """Run a real engine over the grid; draft lengths alternate from step to step, so that drift affects all equally.
 
     Args:
         model: path or name; its weights are not read (`load_format: dummy`) unless `engine` says otherwise.
@@ -107,14 +107,14 @@ def analyse(samples: Sequence[Sample], config: dict[str, Any]) -> dict[str, Any]
 
 
 def fit_line(samples: Sequence[Sample]) -> StepModel:
-    """`core.latency.fit` of the samples."""
+    """Fit a step model to the samples; see `core.latency.fit`."""
     b = np.array([s.requests for s in samples], dtype=float)
     d = np.array([s.drafts for s in samples])
     return fit(b * (1 + d), b, d > 0, np.array([s.seconds for s in samples]))
 
 
 def fit_roofline(start: Roofline, samples: Sequence[Sample]) -> Roofline:
-    """Bandwidth, FLOP/s, bytes per KV token and host times that fit best in relative error (coordinate descent)."""
+    """Fit bandwidth, FLOP/s, bytes per KV token and host times, by relative error (coordinate descent)."""
     b, s, d, t = (np.array([getattr(x, n) for x in samples], dtype=float) for n in
                   ("requests", "context", "drafts", "seconds"))  # fmt: skip
 
@@ -142,7 +142,7 @@ def fit_roofline(start: Roofline, samples: Sequence[Sample]) -> Roofline:
 
 
 def _judge(model: Callable[[int, int, int], float], samples: Sequence[Sample], hidden: Sequence[Sample]) -> Any:
-    """Mean relative error on the samples held out, and the share of right on/off decisions there."""
+    """Return the mean relative error on the samples held out, and the share of right on/off decisions there."""
     errors = [abs(model(s.requests, s.context, s.drafts) / s.seconds - 1) for s in hidden]
     plain = {(s.requests, s.context): s.seconds for s in samples if not s.drafts}
     right = []
@@ -159,7 +159,7 @@ def _judge(model: Callable[[int, int, int], float], samples: Sequence[Sample], h
 
 
 def write(out: Path, model: str, samples: Sequence[Sample], result: dict[str, Any], command: str) -> None:
-    """Write the calibration with where it comes from (`toggle.calibration` reads it), and a plot beside it."""
+    """Write the calibration with its provenance (`toggle.calibration` reads it), and a plot beside it."""
     provenance = {
         "command": command, "model": model, "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch", "numpy")},

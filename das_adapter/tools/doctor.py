@@ -37,7 +37,7 @@ class Change:
     patch: str
     target: str
     signature: str
-    """The parameters it relies on, as checked; empty: the name counts."""
+    """The parameters that are relied on, as checked; empty: only the name is."""
     why: str
     since: str
     upstream: str
@@ -57,7 +57,7 @@ def changes() -> list[Change]:
 
 
 def examine() -> Iterator[Finding]:
-    """Check one part after the other."""
+    """Check the parts of the installation one after the other."""
     yield Finding("das-adapter", "ok", __version__)
     yield _native_core()
     for host in ("torch", *compat.HOSTS):

@@ -1,4 +1,4 @@
-"""What figures were measured on."""
+"""Describe the machine on which figures were measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     about = Path("/proc/cpuinfo")
     lines = about.read_text().splitlines() if about.exists() else []
     name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
@@ -17,7 +17,7 @@ def processor() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, GPU (None: none that torch sees) and system."""
+    """Return processor, cores, GPU (None: torch sees none) and system."""
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""Replaying recorded rollouts step by step as the drafter would have seen them."""
+"""Replay recorded rollouts step by step, as the drafter would have seen them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLASSES = ("short", "medium", "long")
 
 @dataclass
 class Tally:
-    """What was drafted, and what of it the recorded responses confirm."""
+    """Draft tokens, and how many of them the recorded responses confirm."""
 
     rounds: int = 0
     """Forward passes that wrote the responses: each writes what was accepted and one token."""
@@ -41,15 +41,15 @@ class Tally:
 
 @dataclass
 class Outcome:
-    """What one replay showed."""
+    """The result of one replay."""
 
     total: Tally = field(default_factory=Tally)
     by_step: dict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
     by_length: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
     tried: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Draft tokens by position in the draft, those whose predecessors were accepted; shape (budget,)."""
+    """Draft tokens by position in the draft, only those whose predecessors were accepted; shape (budget,)."""
     right: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    """Of these, accepted ones."""
+    """Those of them that were accepted."""
     bins: np.ndarray = field(default_factory=lambda: np.zeros((20, 3)))
     """Draft tokens by their chance, in 20 equal bins: how many, sum of chances, survivors."""
     draft_seconds: float = 0.0
@@ -95,7 +95,7 @@ def replay(
 
     Args:
         rollouts: of any steps; a step's rollouts are written together, `batch` at a time, whole groups first.
-        sources: one of `SOURCES`: a request's own text, its siblings' as they grow, earlier steps' rollouts.
+        sources: one of `SOURCES`: a request's own text, its siblings' live text, earlier steps' rollouts.
         budget: most draft tokens of a request in a round.
         min_chance: as in `SuffixIndex.draft_flat`.
         window: steps that a rollout stays in the history.
@@ -164,7 +164,7 @@ def _round(index: SuffixIndex, live: list[_Live], step: int, out: Outcome, budge
 def report(
     rollouts: Sequence[Rollout], budget: int = 8, min_chance: float = 0.0, window: int = 16, batch: int = 256
 ) -> dict[str, Any]:
-    """`replay` with all sources, and beside it what each source adds; figures as JSON can hold them."""
+    """Replay with all sources, and with fewer, to show what each adds; return figures for JSON."""
     outcomes = {s: replay(rollouts, s, budget, min_chance, window, batch) for s in SOURCES}
     return {
         "rollouts": len(rollouts),
@@ -177,7 +177,7 @@ def report(
 
 
 def plot(figures: dict[str, Any], path: str) -> None:
-    """Tokens per forward by step, source and length, acceptance by position, and the chances' reliability, as a PNG.
+    """Plot tokens per forward by step, source and length, acceptance by position, and the chances' reliability.
 
     Raises:
         ImportError: matplotlib is not installed (extra `plot`).

@@ -16,7 +16,7 @@ _COLOURS = {LengthClass.SHORT: "tab:green", LengthClass.MEDIUM: "tab:orange", Le
 
 
 def summary(rollouts: list[Rollout]) -> dict[str, Any]:
-    """Figures over all rollouts, as plain numbers."""
+    """Sum up all rollouts, as plain numbers."""
     steps = [step for rollout in rollouts for step in rollout.steps]
     tokens, drafted = sum(s.tokens for s in steps), sum(s.drafted for s in steps)
     accepted = sum(s.accepted for s in steps)
@@ -39,7 +39,7 @@ def summary(rollouts: list[Rollout]) -> dict[str, Any]:
 
 
 def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> list[Path]:
-    """Write summary.json and the plots; those over time show one rollout, the last complete one if none is named.
+    """Write summary.json and the plots; those over time show one rollout, the last if none is named.
 
     Raises:
         DasError: the version named is not in the logs.
@@ -48,7 +48,7 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> lis
     if version is None:
         version = versions[-1]
     if version not in versions:
-        raise DasError(f"report: found no rollout before weight version {version}; there are {versions}")
+        raise DasError(f"report: found no rollout of weight version {version}, allowed: {versions}")
     shown = [r for r in rollouts if r.version == version]
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").write_text(json.dumps(summary(rollouts), indent=2) + "\n")
@@ -73,7 +73,7 @@ def _figure(path: Path, draw: Any, rollouts: list[Rollout]) -> None:
 
 
 def _timeline(axis: Any, rollouts: list[Rollout]) -> None:
-    """A bar per request, the last to end on top: who makes the tail, and was drafted for."""
+    """Draw a bar per request, the last to end on top: which requests form the tail, and what share was drafted."""
     start = min(r.steps[0].begin for r in rollouts)
     bars = sorted((q for r in rollouts for q in r.requests), key=lambda request: request.end)
     for row, bar in enumerate(bars):
@@ -87,7 +87,7 @@ def _timeline(axis: Any, rollouts: list[Rollout]) -> None:
 
 
 def _steps(axis: Any, rollouts: list[Rollout]) -> None:
-    """Requests and draft tokens in each step over time."""
+    """Draw the requests and draft tokens of each step over time."""
     start = min(r.steps[0].begin for r in rollouts)
     right = axis.twinx()
     for rollout in rollouts:
@@ -103,7 +103,7 @@ def _steps(axis: Any, rollouts: list[Rollout]) -> None:
 
 
 def _acceptance(axis: Any, rollouts: list[Rollout]) -> None:
-    """Share of draft tokens accepted, by how long the response was already."""
+    """Draw the share of draft tokens accepted, by the length of the response so far."""
     drafted, accepted = np.sum([r.acceptance for r in rollouts if r.acceptance] or [([0], [0])], axis=0)
     octaves = np.flatnonzero(drafted)
     axis.bar(range(len(octaves)), accepted[octaves] / drafted[octaves], color="tab:green")
@@ -112,7 +112,7 @@ def _acceptance(axis: Any, rollouts: list[Rollout]) -> None:
 
 
 def _latency(axis: Any, rollouts: list[Rollout]) -> None:
-    """Predicted against measured step times."""
+    """Draw predicted over measured step times."""
     steps = [s for r in rollouts for s in r.steps if s.predicted]
     for drafted, colour, name in ((False, "tab:blue", "plain"), (True, "tab:orange", "drafted")):
         points = np.array([(s.seconds, s.predicted) for s in steps if (s.drafted > 0) == drafted]) * 1e3

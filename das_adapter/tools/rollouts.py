@@ -1,4 +1,4 @@
-"""Reading recorded rollouts: veRL's and NeMo-RL's dumps, and plain ones."""
+"""Read recorded rollouts: veRL's and NeMo-RL's dumps, and plain ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Rollout:
 
 
 def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:
-    """Rollouts of a file, or of all of a directory.
+    """Read the rollouts of a file, or of all files of a directory.
 
     Args:
         path: `.npz` (arrays `ids`, `offsets`, `problem`, `step`, `run`, `prompt_ids`, `prompt_offsets`), `.jsonl` or
@@ -48,8 +48,8 @@ def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:
         tokenizer: name or folder of a Hugging Face tokenizer; needed where a dump holds text and no token ids.
 
     Raises:
-        RolloutFileError: none of these, or text without a tokenizer.
-        OSError: it can't be read.
+        RolloutFileError: the file is none of these, or it holds text and there is no tokenizer.
+        OSError: the file can't be read.
     """
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.name.endswith((".jsonl", ".jsonl.zst")))
@@ -110,7 +110,7 @@ def _texts(row: dict[str, Any], tokenize: Tokenize) -> tuple[Int32, Int32]:
     def ids(text: str) -> Int32:
         return np.array(tokenize(text), dtype=np.int32)
 
-    if "token_ids" in row:  # NeMo-RL: one padded sequence, and which of it the policy wrote
+    if "token_ids" in row:  # NeMo-RL: one padded sequence, and a mask of what the policy wrote
         tokens = np.array(row["token_ids"], dtype=np.int32).reshape(-1)
         written = np.array(row["token_loss_mask"]).reshape(-1).astype(bool)[: len(tokens)]
         length = int(np.array(row.get("input_lengths", len(tokens))).reshape(-1)[0])

@@ -24,7 +24,7 @@ _PATIENCE_S = 600.0
 
 
 def after_load(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the loading of a checkpoint, which runs at every start, before the first weight sync."""
+    """Wrap the loading of a checkpoint, at every start before the first weight sync, to choose the history as well."""
     if inspect.iscoroutinefunction(stock):
 
         @functools.wraps(stock)
@@ -45,7 +45,7 @@ def after_load(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `_save_checkpoint`. A history that can't be saved costs a warm start, not the run."""
+    """Wrap `_save_checkpoint` to save the history as well. If that fails, the run goes on with a line in the log."""
 
     @functools.wraps(stock)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -55,17 +55,17 @@ def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 _save(self, das)
             except Exception:
-                logger.exception("das: the checkpoint of step %s has no history", _step(self))
+                logger.exception("das: the history was not saved with the checkpoint of step %s", _step(self))
         return result
 
     return save
 
 
 def _begin(trainer: Any) -> None:
-    """Choose what the history starts with, and refuse what can't serve.
+    """Choose what the history starts with, and refuse what can't be used.
 
     Raises:
-        DasError: no history there, or of another scope, vocabulary or tokenizer.
+        DasError: no history lies there, or it has another scope, vocabulary or tokenizer.
     """
     import ray
 
@@ -83,7 +83,7 @@ def _begin(trainer: Any) -> None:
         if own.exists():
             chosen, key = str(own), "trainer.resume_mode"
         else:
-            logger.error("das: the checkpoint %s has no history", resumed)
+            logger.error("das: the checkpoint %s has no history to resume from", resumed)
     if chosen is None:
         return
     directory = Path(chosen).absolute()
@@ -103,7 +103,7 @@ def _save(trainer: Any, das: DasConfig) -> None:
     facts = checkpoint.Facts.of(das.history.scope, trainer.tokenizer)
     _, lengths = ray.get(ledger(das.history.window).since.remote(0), timeout=_PATIENCE_S)
     ray.get(node.nearest().save.remote(str(folder / checkpoint.NAME), facts, lengths), timeout=_PATIENCE_S)
-    for old in folder.parent.glob("global_step_*"):  # veRL has removed what else was in it
+    for old in folder.parent.glob("global_step_*"):  # veRL has removed its other files
         if not (old / "actor").exists():
             shutil.rmtree(old / checkpoint.NAME, ignore_errors=True)
 

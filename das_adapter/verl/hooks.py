@@ -1,4 +1,4 @@
-"""What das-adapter changes in veRL, which acts where, and only where, the config has an active `das:` block.
+"""What das-adapter changes in veRL. It acts only where the config has an active `das:` block.
 
 Nothing of veRL is imported here: each patch waits until veRL itself imports the module it changes.
 """
@@ -25,13 +25,13 @@ def check_at_start(stock: Any) -> Any:
 
 @patch("verl.trainer.main_ppo:run_ppo", since="0.9.1")
 def check_at_start_of_every_pipeline(stock: Any) -> Any:
-    """Without it the same holds for `fully_async_main`, which starts without `validate_config`."""
+    """Without it `fully_async_main`, which starts without `validate_config`, finds a wrong block late or never."""
     return _checked(stock)
 
 
 @patch("verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop", since="0.9.1")
 def follow_samples(stock: Any) -> Any:
-    """Without it requests have no identity: every agent loop, the user's own too, runs under that of its sample."""
+    """Without it requests have no identity. Every agent loop, also the user's own, runs under that of its sample."""
     from das_adapter.verl import identity
 
     return identity.around_agent_loop(stock)
@@ -93,7 +93,7 @@ def know_the_block(stock: Any) -> Any:
 
 @patch("verl.utils.tracking:Tracking.log", since="0.9.1")
 def log_figures(stock: Any) -> Any:
-    """Without it the rollouts' figures are not among the trainer's own."""
+    """Without it the trainer's logger does not get the rollouts' figures."""
     from das_adapter.verl import tracking
 
     return wrapt.FunctionWrapper(stock, tracking.around_log)
@@ -108,7 +108,7 @@ HOOKS = (
 
 
 def install() -> None:
-    """Wait for veRL's modules; on a machine without an accelerator, bring the platform `cpu`."""
+    """Patch veRL's modules as they are imported; with `VERL_PLATFORM=cpu`, also add the platform `cpu`."""
     when_imported("verl.workers.rollout.replica", _register_replica)
     for hook in HOOKS:
         hook.when_imported()
@@ -119,7 +119,7 @@ def install() -> None:
 
 
 def _register_replica(module: Any) -> None:
-    """Rollout replicas whose server harvests trajectories and refreshes the drafter at each weight sync."""
+    """Register the replicas whose server harvests trajectories and refreshes the drafter at each weight sync."""
 
     def load() -> type:
         from das_adapter.verl.server import DasVLLMReplica
@@ -130,7 +130,7 @@ def _register_replica(module: Any) -> None:
 
 
 def _register_cpu_checkpoint_engine(module: Any) -> None:
-    """Weight sync to separate rollout workers, where veRL's own backends need an accelerator."""
+    """Register a weight sync to separate rollout workers; veRL's own backends need an accelerator."""
     from das_adapter.verl.cpu import checkpoint_engine  # noqa: F401
 
 

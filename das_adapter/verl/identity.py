@@ -1,6 +1,6 @@
-"""Who asks: the identity of a sample, carried from the agent loop through the client into `extra_args`.
+"""The identity of a sample, carried from the agent loop through the client into `extra_args`.
 
-Works with any agent loop: the identity rides in a context variable of the sample's asyncio task, so neither the
+It works with any agent loop: the identity is in a context variable of the sample's asyncio task, so neither the
 loop nor its tools need to know of it.
 """
 
@@ -23,7 +23,7 @@ ABORTED = ("aborted", "abort")
 
 @dataclass
 class Sample:
-    """One trajectory in the making."""
+    """A trajectory that is being written."""
 
     row: int
     """Index of the prompt in the data set; 0 where it has none."""
@@ -41,7 +41,7 @@ _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
 
 
 def around_agent_loop(stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Wraps `AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, *, agent_name, ...)`.
+    """Wrap `AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, *, agent_name, ...)`: set the sample.
 
     A plain function: Ray ships the methods of an actor class by pickle, which strips a wrapt proxy off.
     """
@@ -65,7 +65,7 @@ def around_agent_loop(stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
 
 
 async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps `LLMServerClient.generate(request_id, *, prompt_ids, sampling_params, ...)`."""
+    """Wrap `LLMServerClient.generate(request_id, *, prompt_ids, sampling_params, ...)`: label the request."""
     if not hasattr(instance, "_das"):
         instance._das = settings.of_run(instance.config)
     sample = _current.get()
@@ -95,5 +95,5 @@ def label(das: DasConfig, sample: Sample, prompt_ids: Any) -> Label:
 def _integer(value: Any) -> int:
     try:
         return int(value)
-    except (TypeError, ValueError):  # no number, or none at all
+    except (TypeError, ValueError):  # not a number, or missing
         return 0

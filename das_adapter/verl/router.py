@@ -18,19 +18,19 @@ logger = logging.getLogger("das_adapter")
 
 
 class SiblingLoadBalancer(GlobalRequestLoadBalancer):
-    """`least_loaded`: veRL's balancer with its random tie-break replaced: a tie goes to the replica that has the
-    problem's other samples, whose growing text the drafter uses; then to the first."""
+    """`least_loaded`: veRL's balancer without its random tie-break: a tie goes to the replica that has the problem's
+    other samples, whose live text the drafter uses; else to the first replica."""
 
     def __init__(self, servers: dict[str, Any], *args: Any, **kwargs: Any):
         super().__init__(servers, *args, **kwargs)
         self._siblings: dict[int, str] = {}
 
     def require_acquire_fields(self) -> list[str]:
-        """veRL sends only what is named here."""
+        """Name the fields that veRL sends to `acquire_server`."""
         return ["sampling_params"]
 
     def acquire_server(self, request_id: str, sampling_params: dict[str, Any] | None = None) -> tuple[str, Any]:
-        """Pick a replica for a request; later turns of a trajectory stay where they are."""
+        """Choose a replica for a request; later turns of a trajectory stay on theirs."""
         if self._request_id_to_server.get(request_id) in self._inflight_requests or not self._inflight_requests:
             return super().acquire_server(request_id)
         problem = Label.of((sampling_params or {}).get("extra_args")).problem
@@ -48,7 +48,7 @@ class SiblingLoadBalancer(GlobalRequestLoadBalancer):
         return home if home in free else free[0]
 
     def clear_sticky_cache(self) -> dict[str, Any]:
-        """Forget who is where, between phases of training."""
+        """Forget which replica has which requests, between phases of training."""
         self._siblings.clear()
         return super().clear_sticky_cache()
 
@@ -56,8 +56,8 @@ class SiblingLoadBalancer(GlobalRequestLoadBalancer):
 class LongestFirstBalancer(SiblingLoadBalancer):
     """`longest_first`: requests that are predicted to be long are spread over the replicas before tokens are balanced.
 
-    The lengths come from the run's ledger, once per batch. Until it has seen a weight version every request counts
-    the same, and the tie-break above decides.
+    The lengths come from the run's ledger, which is asked when no request is in flight and every 1024 requests. Until
+    it knows lengths, a request goes to the replica with the fewest, as with `least_loaded`.
     """
 
     def __init__(self, servers: dict[str, Any], *args: Any, **kwargs: Any):
@@ -69,7 +69,7 @@ class LongestFirstBalancer(SiblingLoadBalancer):
         self._acquired = 0
 
     def require_release_fields(self) -> list[str]:
-        """Whose predicted tokens a replica no longer owes."""
+        """Name the fields that veRL sends to `release_server`: the request whose predicted tokens are taken off."""
         return ["request_id"]
 
     def _choose(self, request_id: str, problem: int | None) -> str:
@@ -86,24 +86,24 @@ class LongestFirstBalancer(SiblingLoadBalancer):
         try:
             self._lengths, self._long = ray.get(ray.get_actor(ledger.NAME).predictions.remote(), timeout=5)
         except (ValueError, ray.exceptions.RayError) as error:
-            logger.warning("das: no predicted lengths, requests are spread by their number: %r", error)
+            logger.warning("das: no predicted lengths, requests are balanced by their number: %r", error)
             self._lengths = {}
         self._mean = sum(self._lengths.values()) / max(1, len(self._lengths))
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
-        """A request, or a turn of it, ended."""
+        """Take off a request, or a turn of it, that ended."""
         super().release_server(server_id, request_id)
         if noted := self._noted.pop(request_id or "", None):
             self._spread.done(server_id, *noted)
 
     def add_servers(self, servers: dict[str, Any]) -> None:
-        """Replicas joined."""
+        """Add replicas that joined."""
         super().add_servers(servers)
         for server in servers:
             self._spread.add(server)
 
     def remove_servers(self, server_ids: list[str]) -> None:
-        """Replicas left."""
+        """Remove replicas that left."""
         super().remove_servers(server_ids)
         for server in server_ids:
             self._spread.remove(server)
@@ -115,7 +115,7 @@ _BALANCERS = {"least_loaded": SiblingLoadBalancer, "longest_first": LongestFirst
 def around_init_load_balancer(
     stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Awaitable[None]:
-    """Wraps `LLMServerManager._init_global_load_balancer`."""
+    """Wrap `LLMServerManager._init_global_load_balancer` to choose the balancer of `routing.policy`."""
     das = settings.of_rollout(instance.rollout_config)
     if das is not None and das.routing.policy in _BALANCERS and instance._load_balancer_cls is None:
         instance._load_balancer_cls = _BALANCERS[das.routing.policy]

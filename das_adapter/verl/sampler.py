@@ -1,7 +1,7 @@
 """Replay-buffer samplers for measurements: they poll fast, and one orders a batch by content instead of by arrival.
 
-veRL polls for finished rollouts every 2 seconds, which quantises `timing_s/gen`, and trains on a batch in the order
-of arrival, so that a faster rollout changes the float sums of the update. Not needed for training; choose it by
+veRL polls for finished rollouts every 2 seconds, so `timing_s/gen` is a multiple of that, and trains on a batch in the
+order of arrival, so that a faster rollout changes the float sums of the update. Not needed for training; choose it by
 `trainer.v1.sampler.custom_sampler: {path: pkg://das_adapter.verl.sampler, name: OrderedSampler}`.
 """
 

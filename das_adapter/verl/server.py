@@ -24,7 +24,7 @@ logger = logging.getLogger("das_adapter")
 
 
 class DasVLLMHttpServer(vLLMHttpServer):
-    """One per replica and node; a Ray actor."""
+    """veRL's server with das-adapter in its engine: a Ray actor, one per replica and node."""
 
     def _post_init(self, *args: Any, **kwargs: Any) -> None:
         super()._post_init(*args, **kwargs)
@@ -43,7 +43,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         additional = {**(engine_kwargs.get("additional_config") or {}), **args.pop("additional_config")}
         engine_kwargs.update(args, additional_config=additional)
         if self._das.routing.policy == "longest_first":
-            engine_kwargs.setdefault("scheduling_policy", "priority")  # a longer queue starts with the longest, too
+            engine_kwargs.setdefault("scheduling_policy", "priority")  # waiting requests start longest first as well
 
     async def run_server(self, args: Any) -> None:
         """Start the engine, and make sure that das-adapter is in it."""
@@ -55,8 +55,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, **kwargs: Any
     ) -> Any:
-        """Generate as the stock server does; a finished training response goes into the history, with what it had
-        written before it was interrupted and what tools answered since the turn before."""
+        """Generate as the stock server does; a finished training response goes into the history, with what it wrote
+        before it was interrupted, and what tools answered since the previous turn."""
         label = Label.of(sampling_params.get("extra_args"))
         if label.problem is None:
             label = self._label_stranger(prompt_ids)
@@ -85,7 +85,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         return Label(problem, seed, start=len(prompt_ids))
 
     async def set_global_steps(self, global_steps: int) -> None:
-        """The end of a weight sync: report the step's figures, then bring the engine's history up to date.
+        """Report the step's figures at the end of a weight sync, then bring the engine's history up to date.
 
         Never raises and never waits for long: the trainer would hang.
         """

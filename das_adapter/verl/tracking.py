@@ -8,14 +8,14 @@ from das_adapter.verl import settings
 
 
 def around_init(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps `Tracking.__init__(project_name, experiment_name, default_backend, config)`."""
+    """Wrap `Tracking.__init__(project_name, experiment_name, default_backend, config)` to read the `das:` block."""
     config = kwargs.get("config", args[3] if len(args) > 3 else None)
     instance._das = settings.of_run(config)
     return stock(*args, **kwargs)
 
 
 def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wraps `Tracking.log(data, step, backend)`: adds the step's figures to the trainer's."""
+    """Wrap `Tracking.log(data, step, backend)` to add the step's figures to the trainer's."""
     if getattr(instance, "_das", None) is not None:
         from das_adapter.service import ledger
 
@@ -29,7 +29,7 @@ def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _under_both_names(figures: dict[str, float]) -> dict[str, float]:
-    """The figures, and those for which veRL has names of its own under these as well."""
+    """Return the figures; those for which veRL has names of its own are there under both names."""
     if not figures:
         return figures
     drafted, accepted = figures["das/draft_tokens"], figures["das/accepted_tokens"]

@@ -1,4 +1,4 @@
-"""Runs the arms of an example, each in a process of its own, and says what speculation changed."""
+"""Run the arms of an example, each in a process of its own, and show what speculation changed."""
 
 from __future__ import annotations
 

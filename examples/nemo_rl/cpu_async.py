@@ -1,7 +1,7 @@
 """Asynchronous GRPO through NeMo-RL on CPU, with in-flight weight updates, without and with speculation.
 
-Which weights write which token depends on timing there, so that no two runs agree token by token, with speculation or
-without. A problem comes back because the data set repeats it: this trainer passes over its data once.
+Which weights write which token depends on timing in this pipeline, so no two runs agree token by token, with or without
+speculation. The data set repeats its problems, because this trainer goes through its data only once.
 
 PYTHONPATH=/path/to/NeMo-RL python examples/nemo_rl/cpu_async.py
 """

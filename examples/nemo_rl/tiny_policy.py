@@ -1,4 +1,4 @@
-"""A policy for NeMo-RL's `policy_factory`: Hugging Face model, torch, AdamW, one CPU thread; it really trains."""
+"""A policy for NeMo-RL's `policy_factory`: Hugging Face model, torch, AdamW, one CPU thread; it is really trained."""
 
 from __future__ import annotations
 

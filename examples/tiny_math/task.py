@@ -9,8 +9,8 @@ and ends with the result::
     c-4:66>62
     #### 62
 
-A line may state its step twice (``a+5:17>22?17>22``, a "double-check"); the last statement counts.  A ``~`` in the
-place of ``>`` admits a guess; the checker looks at the values only.
+A line may state its step twice (``a+5:17>22?17>22``, a "double-check"); the last statement counts.  A ``~``
+instead of ``>`` marks a guess; the checker looks at the values only.
 This file uses only the standard library, so it can be loaded by path as a reward function.
 """
 

@@ -3,9 +3,9 @@
 The policy is a small Qwen2 trained by supervised next-token cross-entropy (on the response only) on generated
 solutions.  The demonstrations are deliberately noisy: each stated result is 10 too low or too high with probability
 ``--slip``, and replaced by such a number and a ``~`` with probability ``--guess``.  A sample at temperature 1 therefore
-errs at about that rate per step, although the policy knows the right result: this is the head-room which reinforcement
-learning can sharpen away.  With probability ``--check`` a line is stated twice, which makes lengths differ between
-samples of one prompt.  ``--init`` goes on from a checkpoint this script wrote.
+is wrong at about that rate per step, although the policy knows the right result: these are the mistakes that
+reinforcement learning can remove.  With probability ``--check`` a line is stated twice, which makes lengths differ
+between samples of one prompt.  ``--init`` continues from a checkpoint that this script wrote.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Write a larger policy that says the same: the tiny one with every dimension repeated, and layers that add nothing.
+"""Write a larger policy with the same logits: the tiny one with every dimension repeated, and layers that add nothing.
 
     python examples/tiny_math/widen_policy.py OUT [--width 4] [--layers 24] [--drafters DIR]
 
-For measurements that need a policy of a few hundred million parameters whose text is real: its layers are as hard to
-round as the tiny policy's. A repeated input x, x, ... meets weights W/c + E, where E adds up to zero over the c copies
-and gives every weight the variance that a layer of that width has.
+It is for measurements that need a policy of a few hundred million parameters whose text is real: its layers are as hard
+to quantise as the tiny policy's. A repeated input x, x, ... meets weights W/c + E, where E adds up to zero over the c
+copies and gives every weight the variance that a layer of that width has.
 
 With `--drafters`, made by make_drafters.py, the EAGLE-3 head is written to OUT/eagle3 for the larger policy: its input
 layer reads the repeated hidden states. The draft model needs no change.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# An existing veRL launch script with das-adapter switched on: only the last lines are new. Arguments go to veRL.
+# A usual veRL launch script with das-adapter switched on: only the last lines are new. Arguments are passed to veRL.
 #   bash examples/verl/run_qwen2_5_7b_gsm8k.sh                                                       on
 #   bash examples/verl/run_qwen2_5_7b_gsm8k.sh actor_rollout_ref.rollout.custom.das.drafter=none     off
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO of the tiny policy on a laptop, after `make env`. Arguments go to veRL.
+# GRPO of the tiny policy on a laptop, after `make env`. Arguments are passed to veRL.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bin="${VENV:-.venv}/bin"

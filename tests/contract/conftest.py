@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 NEWEST = Path(sys.prefix) / "newest"
-"""Packages of the newest vLLM CPU build, laid over the environment (`make env`)."""
+"""Directory of the newest vLLM CPU build, put on top of the environment (`make env`)."""
 
 
 @pytest.fixture(scope="session", params=["default", "newest"])

@@ -1,13 +1,13 @@
-"""vLLM engines, each in a process of its own: reads jobs as JSON, a line each, and prints the results likewise.
+"""Run vLLM engines, each in a process of its own: read jobs as JSON, one per line, and print the results likewise.
 
-What importing vLLM takes is paid once: every job runs in a fork. Job: `log` (file for the engine's messages), `das`
+vLLM is imported once: every job runs in a fork. Job: `log` (file for the engine's messages), `das`
 (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env` (environment
-variables). A round: `requests` with `prompt` and `params`, `copies` of them, and for afterwards, if wanted,
-`perturb`: change the policy's weights by so much, `draft_weights`: a file to send as the drafter's, `lose_drafter`:
-its weights, `sleep`: a level to sleep at and wake up from, `refresh`: the weight version to go to, `written`: the one
-that the texts are taken to be of, `shared`: the directory in which to publish the texts for it, instead of handing them
-over, and `lose`: what of that is gone when the engine looks for it, `generation` or `directory`; `fresh_copy`: compare
-the self-drafter with a fresh one.
+variables). A round: `requests` with `prompt` and `params`, `copies` of them, and, to be done after them, if
+given, `perturb`: change the policy's weights by so much; `draft_weights`: send a file as the drafter's weights;
+`lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up; `refresh`: sync to this weight
+version; `written`: the weight version that counts as having written the texts; `shared`: publish the texts in this
+directory, instead of handing them over; `lose`: remove its `generation` or the `directory` before the engine reads it;
+`fresh_copy`: compare the policy copy with a fresh one.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def run(job: dict[str, Any]) -> None:
 
 
 def publish(directory: str, trajectories: list[tuple[int, bytes, int]], lose: str | None) -> tuple[str, int]:
-    """Publish trajectories as a node's history does; returns what the engine is told."""
+    """Publish trajectories as a node's history does; return what the engine is told."""
     import shutil
 
     import numpy as np
@@ -200,7 +200,7 @@ def perturb(policy: Any, size: float) -> None:
 
 
 def lose(runner: Any) -> None:
-    """Turn the drafter's own weights into noise, as memory that was given away is."""
+    """Overwrite the drafter's own weights with noise, as when their memory was given away."""
     import torch
 
     torch.manual_seed(0)
@@ -211,7 +211,7 @@ def lose(runner: Any) -> None:
 
 
 def sleep(llm: Any, level: int) -> None:
-    """Sleep and wake up; a CPU engine has no memory pool, so what level 2 throws away is thrown away here."""
+    """Sleep and wake up; a CPU engine has no memory pool, so what level 2 discards is discarded here."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     llm.reset_prefix_cache()
     if level == 2:
@@ -224,7 +224,7 @@ def sleep(llm: Any, level: int) -> None:
 
 
 def copy_is_fresh(runner: Any) -> bool:
-    """Whether the self-drafter equals one made from the policy's weights of this moment, bit for bit."""
+    """Return whether the policy copy equals one made from the policy's present weights, bit for bit."""
     import torch
 
     from das_adapter.engine.drafters.policy_copy import PolicyCopy
@@ -236,7 +236,7 @@ def copy_is_fresh(runner: Any) -> bool:
 
 
 def memory() -> int:
-    """Bytes of this process that are resident, after collecting what is free."""
+    """Return the resident bytes of this process, after collecting garbage."""
     import ctypes
     import gc
 

@@ -1,4 +1,4 @@
-"""A pytest plugin for NeMo-RL's own tests: they run with das-adapter installed into NeMo-RL.
+"""Run NeMo-RL's own tests with das-adapter installed into NeMo-RL: a pytest plugin.
 
 python -m pytest -p nemo_rl_installed --noconftest <NeMo-RL>/tests/unit/models/generation/test_vllm_utils.py
 """

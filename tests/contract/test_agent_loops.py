@@ -1,4 +1,4 @@
-"""veRL's own tool agent loop, with its client and a balancer, around a server that says what a test tells it to."""
+"""veRL's own tool agent loop, with its client and a balancer, around a server whose answers a test chooses."""
 
 from __future__ import annotations
 

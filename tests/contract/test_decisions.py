@@ -1,4 +1,4 @@
-"""The controller inside a real engine: whatever it decides, the tokens are the same, and it says what it decided."""
+"""The controller inside a real engine: whatever it decides, the tokens are the same, and its decisions are logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's samplers draw, ours and its own, has the distribution of the softmax, with and without drafts."""
+"""The tokens that the samplers draw, das-adapter's and vLLM's, follow the softmax, with and without drafts."""
 
 from __future__ import annotations
 

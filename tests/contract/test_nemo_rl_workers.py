@@ -1,4 +1,4 @@
-"""What the adapter relies on in NeMo-RL, which is in no package registry: put a checkout on PYTHONPATH to run these."""
+"""What das-adapter relies on in NeMo-RL, which is in no package registry: put a checkout on PYTHONPATH to run these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that is given the block and nothing else."""
+"""The plug-in in an engine that is given only the `das:` block."""
 
 from __future__ import annotations
 

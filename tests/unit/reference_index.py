@@ -1,4 +1,4 @@
-"""The suffix index in plain Python: what `SuffixIndex` must draft, for the tests. Quadratic, and has no files."""
+"""The suffix index in plain Python: the tests compare `SuffixIndex` with it. It is quadratic and has no files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from das_adapter.core.index.values import Float32, Int32, Int64, Tokens, check_k
 
 START = -1  # stands before the first token of every response
 MOST = 16  # places that one search of a text visits (live text: per gram size)
-SURE = 8  # strength of a match from which on places that differ in the last token are not looked for
-BEYOND = 3  # agreement beyond a differing token is counted this far
+SURE = 8  # places that differ in the last token are searched only below this strength of a match
+BEYOND = 3  # at most so many tokens beyond a differing one count
 GRAMS = (4, 2, 1)  # live text is searched for this many equal last tokens
-OWN, SIBLING, PROMPT = 512, 256, 64  # weights of the sources; newest history weighs as much as a sibling
+OWN, SIBLING, PROMPT = 512, 256, 64  # weights of the sources; the newest history has a sibling's
 VOTES = [(i + 1) ** 6 for i in range(200)]
-PRIOR, DOUBT, MEMORY = 40.0, 8.0, 2**13  # tokens that a kind's start, a source's and the past at most count for
+PRIOR, DOUBT, MEMORY = 40.0, 8.0, 2**13  # weights of a kind's prior, of a source's, and of the past at most, tokens
 
 
 Kind = tuple[bool, int, int, int]  # whether only its own text, share of the votes, strength, number of places

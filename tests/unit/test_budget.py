@@ -1,4 +1,4 @@
-"""Budgets against brute force: DAS's optimum for a rollout, the split of one step, and who decides the makespan."""
+"""Budgets against brute force: DAS's optimum for a rollout, the allocation of one step, and the makespan weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of required symbols tells a missing one before it is needed."""
+"""The table of required symbols finds a missing one before it is needed."""
 
 from __future__ import annotations
 

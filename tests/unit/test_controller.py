@@ -1,4 +1,4 @@
-"""The controller on a modelled engine: what it makes of a batch, and that it never makes a rollout slower."""
+"""The controller on a modelled engine: what it decides for a batch, and that it never makes a rollout slower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks: the identity that a request carries from any agent loop to the engine."""
+"""The identity that a request carries from any agent loop to the engine."""
 
 from __future__ import annotations
 

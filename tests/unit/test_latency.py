@@ -1,4 +1,4 @@
-"""Step-time models: what the fit recovers, what it shrugs off, and the roofline against its published fits."""
+"""Step-time models: what the fit recovers, what it tolerates, and the roofline against its published fits."""
 
 from __future__ import annotations
 

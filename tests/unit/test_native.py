@@ -1,4 +1,4 @@
-"""The native index under the address and undefined-behaviour sanitizers, with damaged files as its food."""
+"""The native index under the address and undefined-behaviour sanitizers, with damaged files as input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For whom the policy copy drafts: against brute force, at the edges, and as the controller asks for it."""
+"""Which requests the policy copy drafts for: against brute force, at the limits, and through the controller."""
 
 from __future__ import annotations
 

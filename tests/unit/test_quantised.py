@@ -1,4 +1,4 @@
-"""Rounded linear layers: the codes are those of the definition, and every form of the kernel multiplies by them."""
+"""Quantised linear layers: the codes are those of the definition, and every form of the kernel uses them."""
 
 from __future__ import annotations
 

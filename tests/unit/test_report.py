@@ -1,4 +1,4 @@
-"""The decision log, and what `das-adapter report` makes of it."""
+"""The decision log, and the plots of `das-adapter report`."""
 
 from __future__ import annotations
 

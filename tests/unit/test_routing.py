@@ -1,4 +1,4 @@
-"""Longest first, and spread out."""
+"""Requests start longest first, and are spread over the replicas."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Suffix index: drafts a request's next tokens from its problem's history, its live siblings and its own text.
 
-`SuffixIndex` is the native index, `reference_index.ReferenceIndex` the same in plain Python.
+`SuffixIndex` is the native index; `tests/unit/reference_index.py` is the same in plain Python.
 `das_adapter.core.index.store.HistoryStore` writes a node's history once, for every `SuffixIndex.attach` to map.
 """
 
@@ -22,16 +22,16 @@ __all__ = ["IndexFileError", "SuffixIndex", "UnknownHandle"]
 
 
 class SuffixIndex:
-    """Per problem: sealed trajectories in flat arrays (12 bytes per token), and the text that is growing now.
+    """An engine's index: per problem, sealed trajectories in flat arrays (12 bytes per token), and live text.
 
     The history is either its own (`add`, `seal`, `expire`, `shrink`, `load`) or a store's (`attach`, `refresh`). Equal
     calls give equal drafts on every process, however the history is cut into segments. One thread uses an index at a
-    time; what takes long releases the GIL.
+    time; calls that take long release the GIL.
 
-    What is drafted: the longest matches of the request's context in each source, and where those are short the places
-    that match but for the last token, vote on the continuation. Beside the tokens stands the estimated chance that they
-    survive verification; it is learned from what requests went on with after their last draft, apart for what others
-    wrote and for what a request repeats of itself.
+    The longest matches of the request's context in each source vote on the continuation; where these are short, places
+    that match except for the last token vote as well. Each draft token has an estimated chance to survive verification.
+    The index learns it from what requests wrote after their drafts, separately for tokens that only the request's own
+    text suggests and for all others.
     """
 
     def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
@@ -63,17 +63,17 @@ class SuffixIndex:
         self._core.add(problem_id(problem), token_ids(tokens), version)
 
     def seal(self, threads: int = 1) -> None:
-        """End of a step: what was added becomes history. Problems are sealed in parallel by `threads`."""
+        """Seal what was added, at the end of a step: it becomes history. `threads` seal problems in parallel."""
         self._owned("seal")
         self._core.seal(True, threads)
 
     def expire(self, before_version: int) -> int:
-        """Drop the trajectories of versions < `before_version`, staged ones too; returns the number of their tokens."""
+        """Drop the trajectories of versions < `before_version`, staged ones too; return the number of their tokens."""
         self._owned("expire")
         return int(self._core.expire(before_version))
 
     def shrink(self, max_bytes: int) -> int:
-        """Drop history until `nbytes` <= `max_bytes`; returns the number of tokens dropped.
+        """Drop history until `nbytes` <= `max_bytes`; return the number of tokens dropped.
 
         The problems whose last trajectory is oldest go first; of those that were all seen at the newest version, the
         oldest versions.
@@ -109,7 +109,7 @@ class SuffixIndex:
 
     @classmethod
     def attach(cls, directory: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
-        """An index whose history is what a `HistoryStore` has published in `directory`, mapped and not copied.
+        """Return an index whose history is what a `HistoryStore` has published in `directory`, mapped and not copied.
 
         `max_depth` is the store's. A directory in which nothing is published yet gives an empty history.
 
@@ -121,8 +121,8 @@ class SuffixIndex:
         return index
 
     def map(self, directory: str | os.PathLike[str]) -> None:
-        """From now on the history is what a `HistoryStore` publishes in `directory`; live requests and what was learned
-        of acceptance stay.
+        """Replace the history by what a `HistoryStore` publishes in `directory`; live requests and the learned chances
+        stay.
 
         Raises:
             IndexFileError, OSError: as `refresh`; the history is then what it was.
@@ -131,7 +131,7 @@ class SuffixIndex:
             self._core.attach(os.fspath(directory), False)
 
     def refresh(self, generation: int = 0) -> int:
-        """At a weight sync: map what the store has published since; live requests stay, and draft from it.
+        """Map what the store has published since, at a weight sync; live requests stay open, and draft from it.
 
         Args:
             generation: which of the store's last three generations; 0: the newest. All ranks of an engine must map the
@@ -141,14 +141,14 @@ class SuffixIndex:
             The generation that is mapped now; 0 as long as nothing is published.
 
         Raises:
-            IndexFileError: a file is missing its end, damaged, foreign or of another format version. The history is
+            IndexFileError: a file is truncated, damaged, foreign or of another format version. The history is
                 then what it was. Headers, tables and sizes are checked here; a problem's own arrays when it is first
                 used: here if it has live requests, else in `open`.
             OSError: a file can't be read; FileNotFoundError: that generation is gone.
             DasError: the index is not attached.
         """
         if not self._core.attached:
-            raise DasError("refresh: this index has its own history; found no store, use SuffixIndex.attach")
+            raise DasError("refresh: found an index with its own history, allowed: one made by SuffixIndex.attach")
         with _files():
             self._core.refresh(generation)
         return self.generation
@@ -185,7 +185,7 @@ class SuffixIndex:
             self._core.extend(handle, token_ids(ids))
 
     def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
-        """`extend` for a batch; nothing is appended when anything is wrong.
+        """Append accepted token ids to a batch of requests; nothing is appended when anything is wrong.
 
         Args:
             handles: shape (b,), int64.
@@ -204,7 +204,7 @@ class SuffixIndex:
     def draft(
         self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
     ) -> tuple[list[Int32], list[Float32]]:
-        """`draft_flat`, as one array of tokens and one of chances per request."""
+        """Draft as `draft_flat` does; return one array of tokens and one of chances per request."""
         tokens, chances, offsets = self.draft_flat(handles, budgets, min_chance)
         bounds = offsets[1:-1].tolist() if len(offsets) > 1 else []
         if len(offsets) == 1:
@@ -253,7 +253,7 @@ class SuffixIndex:
 
     def _owned(self, call: str) -> None:
         if self._core.attached:
-            raise DasError(f"{call}: the history of an attached index is its store's; allowed: HistoryStore.{call}")
+            raise DasError(f"{call}: found an attached index; its store owns the history: use HistoryStore.{call}")
 
     @property
     def generation(self) -> int:

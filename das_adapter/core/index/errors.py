@@ -1,4 +1,4 @@
-"""What the index refuses."""
+"""Errors of the suffix index."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from das_adapter.errors import DasError
 
 
 class IndexFileError(DasError):
-    """A saved index that is not one, is of another format version, truncated or damaged."""
+    """A file that is not a saved index, is of another format version, truncated or damaged."""
 
 
 class UnknownHandle(DasError, KeyError):

@@ -17,7 +17,7 @@ from das_adapter.errors import DasError
 logger = logging.getLogger("das_adapter")
 
 SLICE = 200_000
-"""Tokens that the background merge handles before it lets others at the history."""
+"""Tokens that the background merge handles before it releases the history's lock."""
 
 
 class HistoryStore:
@@ -56,7 +56,7 @@ class HistoryStore:
         try:
             with _files():
                 self._core.attach(str(self.directory), True)
-            self._merge_in_background()  # what an earlier store did not get round to
+            self._merge_in_background()  # what an earlier store left unmerged
         except Exception:
             os.close(self._writer)
             raise
@@ -68,7 +68,7 @@ class HistoryStore:
             self._core.add(problem, ids, version)
 
     def seal(self, before_version: int | None = None, max_bytes: int | None = None) -> int:
-        """End of a step: publish what was added, one segment per problem; returns the generation.
+        """Publish what was added, at the end of a step, one segment per problem; return the generation.
 
         Segments of earlier steps are merged in the background, and published as one more generation.
 
@@ -108,10 +108,10 @@ class HistoryStore:
             self._failure, self._merging = error, None
 
     def settle(self) -> int:
-        """Wait until nothing is being merged; returns the generation.
+        """Wait until nothing is being merged; return the generation.
 
         Raises:
-            IndexFileError, OSError: what went wrong in the background since the last call.
+            IndexFileError, OSError: what failed in the background since the last call.
         """
         while (merging := self._merging) is not None:
             merging.join()
@@ -121,7 +121,7 @@ class HistoryStore:
         return self.generation
 
     def expire(self, before_version: int) -> int:
-        """Drop and unpublish the trajectories of versions < `before_version`; returns the number of their tokens."""
+        """Drop and unpublish the trajectories of versions < `before_version`; return the number of their tokens."""
         with self._lock, _files():
             dropped = int(self._core.expire(before_version))
             if dropped:
@@ -129,7 +129,7 @@ class HistoryStore:
             return dropped
 
     def shrink(self, max_bytes: int) -> int:
-        """Drop history until `nbytes` <= `max_bytes`, as in `SuffixIndex.shrink`; returns the tokens dropped."""
+        """Drop history until `nbytes` <= `max_bytes`, as `SuffixIndex.shrink` does; return the tokens dropped."""
         with self._lock, _files():
             dropped = int(self._core.shrink(max_bytes))
             if dropped:
@@ -142,7 +142,7 @@ class HistoryStore:
             self._core.save(os.fspath(path))
 
     def load(self, path: str | os.PathLike[str]) -> int:
-        """Publish what `save` wrote, with its depth, in place of the sealed history; returns the generation.
+        """Publish what `save` wrote, with its depth, in place of the sealed history; return the generation.
 
         Raises:
             IndexFileError, OSError: as `SuffixIndex.load`; the history is then what it was.

@@ -15,7 +15,7 @@ Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 
 def token_ids(tokens: Tokens) -> Int32:
-    """Token ids as a contiguous int32 array of shape (n,); negative ones are the index's to refuse.
+    """Return token ids as a contiguous int32 array of shape (n,); the index refuses negative ones.
 
     Raises:
         ValueError: not one-dimensional integers, or a token id that doesn't fit int32.
@@ -25,12 +25,12 @@ def token_ids(tokens: Tokens) -> Int32:
     wide = integers(tokens, np.int64, "token ids")
     ids = wide.astype(np.int32)
     if (ids != wide).any():
-        raise ValueError(f"token id {wide[ids != wide][0]}: token ids are >= 0 and < 2^31")
+        raise ValueError(f"token id: found {wide[ids != wide][0]}, allowed: 0 to 2^31 - 1")
     return ids
 
 
 def integers(values: npt.ArrayLike, dtype: type[np.int64], name: str) -> Int64:
-    """A contiguous int64 array of shape (n,).
+    """Return integers as a contiguous int64 array of shape (n,).
 
     Raises:
         ValueError: not one-dimensional integers.
@@ -44,18 +44,18 @@ def integers(values: npt.ArrayLike, dtype: type[np.int64], name: str) -> Int64:
 
 
 def problem_id(problem: int) -> int:
-    """A problem identity, checked.
+    """Check a problem identity, and return it.
 
     Raises:
-        ValueError: it doesn't fit 64 bits without sign.
+        ValueError: it doesn't fit an unsigned 64-bit integer.
     """
     if not 0 <= problem < 2**64:
-        raise ValueError(f"problem {problem}: allowed: 0 to 2^64 - 1")
+        raise ValueError(f"problem: found {problem}, allowed: 0 to 2^64 - 1")
     return int(problem)
 
 
 def check_knobs(max_depth: int, half_life: float) -> None:
-    """Raises ValueError where a knob of the index is out of range."""
+    """Refuse a knob of the index that is out of range, with a ValueError."""
     if not 8 <= max_depth <= 255:
         raise ValueError(f"max_depth: found {max_depth}, allowed: 8 to 255")
     if not half_life > 0:

@@ -1,4 +1,4 @@
-"""What all of das-adapter's drafters share. vLLM runs them as proposers (`speculative_config.method: custom_class`)."""
+"""The base of das-adapter's drafters. vLLM runs them as proposers (`speculative_config.method: custom_class`)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("das_adapter")
 
 
 class Drafter:
-    """A drafter that can fail, or draft nothing useful, without harm to the rollout.
+    """A drafter that can fail, or draft nothing useful, without harming the rollout.
 
     `runner` (vLLM's model runner), `seed` (the noise seed of a request id) and `label` (of a request id) are bound by
     `engine.worker` before the first step. The class has no attribute `model`, by which vLLM and the hosts would take it
@@ -60,7 +60,7 @@ class Drafter:
             slot_mappings: not used.
 
         Returns:
-            Per request at most `num_speculative_tokens` draft tokens; none of them after a drafter's failure.
+            Per request at most `num_speculative_tokens` draft tokens; none at all once the drafter has failed.
         """
         if self.counters.error is None and not self._paused:
             begin = time.perf_counter()
@@ -75,11 +75,11 @@ class Drafter:
         return [[] for _ in sampled_token_ids]
 
     def begin_step(self, scheduled: Any, now: float) -> None:
-        """The engine starts a forward pass: the one before, if it only decoded, took until now.
+        """Note that the engine starts a forward pass: the one before, if it only decoded, took until now.
 
         Args:
             scheduled: vLLM's `SchedulerOutput`.
-            now: seconds, of a clock that only runs forward.
+            now: seconds of a monotonic clock.
         """
         if self.counters.error is None:
             try:
@@ -88,16 +88,16 @@ class Drafter:
                 self._fail(error)
 
     def refresh(self, message: Refresh) -> Refreshed:
-        """A weight sync."""
+        """Take what a weight sync brings."""
         self._paused = False
         return Refreshed()
 
     def stats(self) -> EngineStats:
-        """Return the figures beside the counters'."""
+        """Return the figures that are not in the counters."""
         return EngineStats()
 
     def end(self, request: Any) -> int:
-        """The length at which a request stops at the latest."""
+        """Return the length at which a request stops at the latest, prompt included."""
         limit = request.sampling_params.max_tokens or self._max_model_len
         return min(self._max_model_len, len(request.prompt_token_ids) + limit)
 
@@ -112,7 +112,7 @@ class Drafter:
         logger.exception("das: the %s drafter failed and is off; decoding goes on without drafts", self.config.drafter)
 
     def _pause_if_collapsed(self) -> None:
-        """Stop until the next weight sync where all drafts are rejected: they cost time and bring nothing."""
+        """Pause until the next weight sync if nearly all draft tokens are rejected: they only cost time."""
         if collapsed(vars(self.counters)):
             self._paused = True
             logger.error(

@@ -29,25 +29,25 @@ logger = logging.getLogger("das_adapter")
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request that is being drafted for."""
+    """A request that is drafted for."""
 
     req_id: str
     slot: int
-    """In the controller."""
+    """Its slot in the controller."""
     problem: int
     start: int
     """Length at which its response began."""
     end: int
     """Length at which it stops."""
     length: int
-    """Tokens it had when it was last looked at."""
+    """Its length when it was last drafted for, tokens."""
     record: bool
     """Whether its text may serve as history."""
     begin: float = field(default_factory=time.time)
 
 
 class ControlledDrafter(Drafter):
-    """Drafts from the history, with the policy copy, or from whichever is worth more, as the controller decides."""
+    """Drafts from the history, with the policy copy, or with the better of the two, as the controller decides."""
 
     def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
@@ -75,7 +75,7 @@ class ControlledDrafter(Drafter):
             self.copy.load(policy)
 
     def refresh(self, message: Refresh) -> Refreshed:
-        """A weight sync (DAS, section 4.1): bring the history up to date, quantise the policy copy anew."""
+        """Bring the history up to date and quantise the policy copy again, at a weight sync (DAS, section 4.1)."""
         answer = super().refresh(message)
         self._synced = True
         self.close([req_id for req_id in self._live if req_id not in self.runner.requests])
@@ -99,12 +99,12 @@ class ControlledDrafter(Drafter):
         return EngineStats(**functools.reduce(dict.__or__, sources, self.controller.take(self._slots())))
 
     def restart(self, controller: Controller) -> None:
-        """Begin anew under another controller, as a measurement does with each of its arms."""
+        """Start again with another controller, as a measurement does for each of its arms."""
         self.close(list(self._live))
         self.controller, self.timer, self._paused = controller, StepTimer(), False
 
     def close(self, req_ids: Iterable[str]) -> None:
-        """Take leave of requests."""
+        """Close requests."""
         for req_id in req_ids:
             if live := self._live.pop(req_id, None):
                 if self.history:
@@ -115,7 +115,7 @@ class ControlledDrafter(Drafter):
                 self.controller.close(live.slot)
 
     def _begin_step(self, scheduled: Any, now: float) -> None:
-        if self._synced:  # what had ended before the weight sync is not of the live policy
+        if self._synced:  # what ended before the weight sync was not written by the present policy
             self._synced = False
             for req_id in scheduled.finished_req_ids & self._live.keys():
                 self._live[req_id].record = False
@@ -156,7 +156,7 @@ class ControlledDrafter(Drafter):
     def _decoding(
         self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
     ) -> tuple[list[int], list[LiveRequest]]:
-        """The rows of the batch that decode, and their requests; those that are gone are closed, new ones opened."""
+        """Return the rows of the batch that decode, and their requests; close those that are gone, open new ones."""
         requests, req_ids = self.runner.requests, self.runner.input_batch.req_ids
         if len(self._live) > len(sampled) or any(req_id not in self._live for req_id in req_ids):
             self.close([req_id for req_id in self._live if req_id not in requests])
@@ -186,7 +186,7 @@ class ControlledDrafter(Drafter):
     def _decoded(
         self, rows: list[int], live: list[LiveRequest], sampled: list[list[int]], lengths: np.ndarray
     ) -> Decoded:
-        """What the step brought to the requests that decode."""
+        """Describe what the step brought to the requests that decode."""
         slots = np.array([request.slot for request in live], dtype=np.int64)
         got = np.array([len(sampled[row]) for row in rows], dtype=np.int64)
         carried = None if self.carried is None else np.asarray(self.carried, dtype=np.int64)[rows]

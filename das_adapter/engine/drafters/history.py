@@ -19,7 +19,7 @@ logger = logging.getLogger("das_adapter")
 
 
 class Live(Protocol):
-    """What is asked of a live request, see `controlled.LiveRequest`."""
+    """The fields of a live request that are used here, see `controlled.LiveRequest`."""
 
     req_id: str
     problem: int
@@ -35,7 +35,7 @@ class _Known:
     length: int
     """Tokens the index knows of, prompt included."""
     age: int
-    """Of its problem's history, see `Staleness`."""
+    """Age of its problem's history, see `Staleness`."""
 
 
 class HistorySource:
@@ -46,7 +46,7 @@ class HistorySource:
         self._policy = HistoryPolicy(config)
         self._vocabulary = vocabulary
         self._directory = ""
-        """Of the history that a service publishes and the index maps; empty: the index keeps its own."""
+        """Directory of the history that a service publishes and the index maps; empty: the index keeps its own."""
         self._staleness = Staleness(config.window)
         self._known: dict[str, _Known] = {}
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
@@ -57,11 +57,11 @@ class HistorySource:
         self._known[live.req_id] = _Known(handle, len(text), self._staleness.age(live.problem))
 
     def close(self, live: Live) -> None:
-        """Take leave of a request; what it wrote stays there for its siblings, if it may."""
+        """Close a request; what it wrote stays available to its siblings, if it may be recorded."""
         self.index.close(self._known.pop(live.req_id).handle, keep=live.record and self._policy.kept)
 
     def verified(self, live: Sequence[Live], drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Count draft tokens from here that were verified, and those accepted, int64 [requests] each."""
+        """Count draft tokens from the history that were verified, and those accepted, int64 [requests] each."""
         self._staleness.count((self._known[request.req_id].age for request in live), drafted, accepted)
 
     def draft(
@@ -100,7 +100,8 @@ class HistorySource:
             drafts[row] = ids[begin : begin + count]
 
     def refresh(self, message: Refresh) -> int:
-        """Bring the history up to date: with a service's, or by itself. Returns the generation mapped, 0: none."""
+        """Bring the history up to date, from a service or with the message's trajectories; return the generation mapped
+        (0: none)."""
         if message.history is not None:
             self._map(message.history)
         elif not self._directory and self._policy.kept:
@@ -116,7 +117,7 @@ class HistorySource:
                 "staleness": self._staleness.take()}  # fmt: skip
 
     def _extend(self, known: list[_Known], written: list[np.ndarray]) -> None:
-        """Tell the index what was written since it was last asked to draft."""
+        """Give the index what was written since it last drafted."""
         grown = [(k, new) for k, new in zip(known, written, strict=True) if len(new)]
         for k, new in grown:
             k.length += len(new)
@@ -125,7 +126,7 @@ class HistorySource:
             self.index.extend_many([k.handle for k, _ in grown], np.concatenate([new for _, new in grown]), offsets)
 
     def _map(self, history: Published) -> None:
-        """Map what a service has published; where that fails, what is mapped stays."""
+        """Map what a service has published; if that fails, what is mapped stays."""
         try:
             if not history.directory:
                 self.index = SuffixIndex()
@@ -135,7 +136,7 @@ class HistorySource:
             if history.directory:
                 try:
                     self.index.refresh(history.generation)
-                except FileNotFoundError:  # this engine comes late
+                except FileNotFoundError:  # this engine is late: the generation is gone
                     self.index.refresh()
         except (OSError, IndexFileError) as error:
-            logger.error("das: history: %r; drafts come from generation %s", error, self.index.generation)
+            logger.error("das: history: not mapped: %r; drafts come from generation %s", error, self.index.generation)

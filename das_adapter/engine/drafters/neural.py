@@ -1,7 +1,7 @@
-"""vLLM's own neural drafters (EAGLE-3, MTP, a draft model): their weights follow the policy, or stay what they were.
+"""vLLM's own neural drafters (EAGLE-3, MTP, a draft model): their weights follow the policy, or stay as they were.
 
-vLLM updates the policy alone at a weight sync, and sleep may throw the drafter's weights away; both show as acceptance
-that collapses, while every token stays right.
+vLLM updates only the policy at a weight sync, and sleep may discard the drafter's weights. In both cases acceptance
+collapses, while every token stays right.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from das_adapter.patching import patch
 logger = logging.getLogger("das_adapter")
 
 PREFIX = "draft."
-"""What a trainer that also trains the drafter puts before the names of its weights (NeMo-RL's convention)."""
+"""Prefix of the names of the drafter's weights in the stream of a trainer that trains it too (NeMo-RL's convention)."""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class DraftWeights:
-    """The drafter's share of the host's weight stream, and a watch over what it does not send."""
+    """The drafter's part of the host's weight stream, and a check of weights that the host does not send."""
 
     def __init__(self, runner: Any, config: DasConfig, seed: Callable[[str], int]):
         self._runner, self._config = runner, config
@@ -43,7 +43,7 @@ class DraftWeights:
         return self._runner.drafter.model
 
     def take_loaded(self) -> None:
-        """Take the drafter, which vLLM has just loaded with the policy."""
+        """Take over the drafter, which vLLM has just loaded with the policy."""
         if self._config.draft.weights == "checkpoint":
             if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
                 self._read_checkpoint()
@@ -57,7 +57,7 @@ class DraftWeights:
             draw_with_keyed_noise.apply(noise, owner=self._runner.drafter)
 
     def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
-        """Load the policy's weights from a stream (`stock` does), and the drafter's that are among them."""
+        """Load the policy's weights from a stream (with `stock`), and the drafter's that are among them."""
         kept: list[tuple[str, torch.Tensor]] = []
         result = stock(self._split(weights, kept), *args, **kwargs)
         if kept:
@@ -65,19 +65,19 @@ class DraftWeights:
         return result
 
     def refresh(self) -> str | None:
-        """A weight sync is over: what is wrong with the drafter's weights, None if nothing is."""
+        """Return what is wrong with the drafter's weights after a weight sync, None if nothing is."""
         arrived, self._arrived = self._arrived, 0
         if self._config.draft.weights == "trainer":
             if not arrived:
-                return (f"das.draft.weights='trainer', but this weight sync brought no weight of the drafter "
+                return (f"das.draft.weights: found 'trainer', but this weight sync brought no weight of the drafter "
                         f"(names with {PREFIX!r} in front): it drafts for an older policy")  # fmt: skip
-        elif self._fingerprint() != self._mark:  # slept at level 2, or somebody wrote into them
+        elif self._fingerprint() != self._mark:  # after sleep at level 2, or when they were overwritten
             logger.warning("das: the drafter's weights were lost; reading its checkpoint again")
             self._read_checkpoint()
         return self._refused
 
     def _split(self, weights: Weights, kept: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The policy's weights; the drafter's go to `kept`. Buffers of a stream are reused: keep copies."""
+        """Yield the policy's weights; copy the drafter's into `kept`, because a stream reuses its buffers."""
         for name, weight in weights:
             if name.startswith(PREFIX):
                 kept.append((name.removeprefix(PREFIX), weight.clone()))
@@ -86,7 +86,7 @@ class DraftWeights:
 
     def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         if self._config.draft.weights == "checkpoint":  # raising here would leave the trainer waiting for ever
-            self._refused = (f"das.draft.weights='checkpoint', but the trainer sends the drafter's weights as well "
+            self._refused = (f"das.draft.weights: found 'checkpoint', but the trainer sends the drafter's weights too "
                              f"({PREFIX}{weights[0][0]}, ...): set it to 'trainer'")  # fmt: skip
             return
         rows = self._runner.speculative_config.draft_model_config.get_vocab_size()
@@ -108,14 +108,14 @@ class DraftWeights:
             loader.load_weights(self.drafter, self._runner.speculative_config.draft_model_config)
 
     def _fingerprint(self) -> list[float]:
-        """A few values of each weight that is the drafter's alone."""
+        """Sum a few values of each weight that only the drafter has."""
         shared = {p.data_ptr() for p in self._runner.model.parameters()}
         own = (p for p in self.drafter.parameters() if p.numel() and p.data_ptr() not in shared)
         return [p.detach().flatten()[:16].float().abs().sum().item() for p in own]
 
 
 class KeyedDrafts:
-    """Draws a neural drafter's tokens as the policy's sampler will draw."""
+    """Draws a neural drafter's tokens with the noise that the policy's sampler will use."""
 
     def __init__(self, runner: Any, seed: Callable[[str], int]):
         self._runner, self._seed = runner, seed
@@ -138,7 +138,7 @@ class KeyedDrafts:
 
 @patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")
 def take_loaded_drafter(stock: Any, loaded: Callable[[], None]) -> Any:
-    """Without it nobody looks after the drafter's weights. vLLM loads the drafter after the policy."""
+    """Without it the drafter's weights are neither synced nor checked. vLLM loads the drafter after the policy."""
 
     @functools.wraps(stock)
     def load_model(*args: Any, **kwargs: Any) -> None:
@@ -182,7 +182,7 @@ def follow_positions(stock: Any, noise: KeyedDrafts) -> Any:
 
 @patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_draft_tokens", since="0.24")
 def draw_with_keyed_noise(stock: Any, noise: KeyedDrafts) -> Any:
-    """Without it drafters draft the likeliest token, which at temperature 1 is often not the one that is drawn."""
+    """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn."""
 
     @functools.wraps(stock)
     def sample(hidden: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, None]:

@@ -3,7 +3,7 @@ section 3).
 
 The copy shares everything with the policy but its linear layers: embeddings, norms, head and attention modules are the
 same objects, so a draft token's keys and values land in the policy's cache, in slots that the verifying forward pass
-overwrites. Nothing has to be read twice, no second cache is held, and drafting can start or stop at any step.
+overwrites. The copy reads no prompt, has no cache of its own, and can start or stop drafting at any step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PolicyCopy:
         self.layers: list[tuple[torch.nn.Module, QuantisedWeight]] = []
         self.model = self._copy(policy, weights)
         if not self.layers:
-            raise DasError("das.drafter='self': found no linear layer with unquantised weights in "
+            raise DasError("das.drafter: `self` needs linear layers with unquantised weights, found none in "
                            f"{type(policy).__name__}; the policy may be quantised already")  # fmt: skip
 
     def _copy(self, module: torch.nn.Module, weights: str) -> torch.nn.Module:
@@ -62,18 +62,18 @@ class PolicyCopy:
         return twin
 
     def quantise(self) -> None:
-        """Quantise the policy's present weights; tensors stay where they are."""
+        """Quantise the policy's present weights; tensors keep their addresses."""
         for layer, weight in self.layers:
             weight.quantise(layer.weight)
 
     @property
     def nbytes(self) -> int:
-        """Memory beside the policy's."""
+        """Bytes of the quantised weights, in addition to the policy's."""
         return sum(t.nbytes for _, weight in self.layers for t in weight.tensors())
 
 
 class _QuantisedMethod(UnquantizedLinearMethod):
-    """What a copied layer computes with; bias and tensor-parallel collectives are the layer's own."""
+    """The quantised product of a copied layer; bias and tensor-parallel collectives are the layer's own."""
 
     def __init__(self, weight: QuantisedWeight):
         super().__init__()
@@ -85,17 +85,17 @@ class _QuantisedMethod(UnquantizedLinearMethod):
 
 
 class CopySource:
-    """Runs the copy for some rows of the runner's batch, with the noise that the policy's sampler will use."""
+    """Runs the policy copy for some rows of the runner's batch, with the noise that the policy's sampler will use."""
 
     def __init__(self, drafter: Drafter, vllm_config: VllmConfig, drafts: CopyDrafts):
         """
         Args:
-            drafter: whose runner and seeds count.
+            drafter: its runner and seeds are used.
             vllm_config: of the engine.
-            drafts: learns what the copy's passes take.
+            drafts: learns how long the copy's passes take.
         """
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise UnsupportedHost("das.drafter='self': found pipeline_parallel_size > 1, allowed: 1")
+            raise UnsupportedHost("das.drafter: with a policy copy, found pipeline_parallel_size > 1, allowed: 1")
         self.drafts = drafts
         self.copy: PolicyCopy
         self._drafter, self._vllm_config = drafter, vllm_config
@@ -111,7 +111,7 @@ class CopySource:
         self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
 
     def refresh(self, length: int | None) -> float:
-        """A weight sync: quantise the new weights; from now on drafts have this length (None: any). Returns seconds."""
+        """Quantise the new weights at a weight sync; return the seconds. `length`: of drafts from now on; None: any."""
         cpu_patches.repack(self._policy)
         begin = time.perf_counter()
         self.copy.quantise()
@@ -128,7 +128,7 @@ class CopySource:
                 "self_acceptance": self.drafts.acceptance.rate, "self_counts": counts}  # fmt: skip
 
     def verified(self, req_ids: Sequence[str], got: np.ndarray) -> np.ndarray:
-        """How many draft tokens of the copy each of these requests carried into the step, int64 [requests].
+        """Return how many draft tokens of the copy each of these requests carried into the step, int64 [requests].
 
         Args:
             req_ids: [requests].
@@ -152,7 +152,7 @@ class CopySource:
             self._drafted[self._drafter.runner.input_batch.req_ids[row]] = len(ids)
 
     def _agreed(self, counts: np.ndarray) -> np.ndarray:
-        """Tensor-parallel ranks run the copy together: each drafts what the first one, by its clock, has chosen."""
+        """Return the first rank's counts: tensor-parallel ranks run the copy together, and each has its own clock."""
         if self._vllm_config.parallel_config.tensor_parallel_size == 1:
             return counts
         from vllm.distributed import get_tp_group
@@ -162,7 +162,7 @@ class CopySource:
 
     @torch.inference_mode()
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        """The drafts of `rows`, one token a pass over those that still want one."""
+        """Draft for `rows`: each pass drafts one token for the rows whose draft is not complete."""
         runner, keyed = self._drafter.runner, self._drafter.config.keyed
         drafts: list[list[int]] = [[] for _ in rows]
         at = np.arange(len(rows))
@@ -178,7 +178,7 @@ class CopySource:
                 keys = torch.from_numpy(row_keys(seeds[at], positions + 1).view(np.int64)).to(logits.device)
                 which = torch.from_numpy(rows[at]).to(logits.device)
                 ids = draw(logits, keys, runner.input_batch.sampling_metadata, which).cpu().numpy()
-            else:  # vLLM's own noise accepts a token as often as the policy would write it
+            else:  # with vLLM's own noise the most likely token is accepted most often
                 ids = logits.argmax(dim=-1).cpu().numpy()
             for i, token in zip(at.tolist(), ids.tolist(), strict=True):
                 drafts[i].append(token)
@@ -186,9 +186,9 @@ class CopySource:
         return drafts
 
     def _forward(self, runner: Any, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Logits [rows, vocab] after one token a row, whose keys and values go where the policy's will."""
+        """Return logits [rows, vocab] after one token a row, whose keys and values go where the policy's will go."""
         if runner.uses_mrope:
-            raise UnsupportedHost("das.drafter='self': found a policy with multimodal rotary positions, which it lacks")
+            raise UnsupportedHost("das.drafter: a policy copy can't draft for multimodal rotary positions (M-RoPE)")
         device, n = runner.device, len(rows)
         host = torch.from_numpy(positions)
         at, which = host.to(device), torch.from_numpy(rows).to(device)
@@ -203,7 +203,7 @@ class CopySource:
         metadata, slots = {}, {}
         for gid, groups in enumerate(runner.attn_groups):
             if not isinstance(runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec, AttentionSpec):
-                raise UnsupportedHost("das.drafter='self': found a policy with recurrent state, which drafts spoil")
+                raise UnsupportedHost("das.drafter: a policy copy can't draft for a policy with recurrent state")
             table = runner.input_batch.block_table[gid]
             blocks = table.get_device_tensor(runner.input_batch.num_reqs)[which]
             block = blocks.gather(1, (at // table.block_size)[:, None]).squeeze(1).long()

@@ -1,7 +1,7 @@
-"""Quantised linear layers, made from the policy's own weights: what its copy computes with.
+"""Quantised linear layers, made from the policy's weights, for the policy copy.
 
 Round to nearest, asymmetric, one scale and zero point per row and group of 128 inputs (EfficientRollout, arXiv
-2606.18967). Tensors keep their addresses when they are quantised anew, so CUDA graphs and sleeping memory pools stay
+2606.18967). Tensors keep their addresses when they are quantised again, so CUDA graphs and sleeping memory pools stay
 valid.
 """
 
@@ -22,13 +22,13 @@ class QuantisedWeight(Protocol):
     """A quantised weight matrix [rows, inputs]."""
 
     def quantise(self, weight: torch.Tensor) -> None:
-        """Quantise `weight` [rows, inputs] into the tensors that are there."""
+        """Quantise `weight` [rows, inputs] into the existing tensors."""
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply x [..., inputs] by the matrix: [..., rows] in x's dtype."""
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return what it holds, in a fixed order."""
+        """Return its tensors, in a fixed order."""
 
 
 def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
@@ -57,14 +57,14 @@ def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
 
 
 class _CpuWeight:
-    """4 or 8 bits, multiplied with inputs quantised to 8 bits: own kernels, faster than PyTorch's and oneDNN's for the
-    few tokens of a decode step (`benchmarks/results/quantised_kernels.json`)."""
+    """Weights of 4 or 8 bits, multiplied with inputs quantised to 8 bits by own kernels: faster than PyTorch's and
+    oneDNN's for the few tokens of a decode step (`benchmarks/results/quantised_kernels.json`)."""
 
     bits = 8
 
     def __init__(self, weight: torch.Tensor):
         if weight.dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"das.drafter='self': found a policy in {weight.dtype}, allowed on a CPU: "
+            raise ConfigError(f"das.drafter: for a policy copy, found a policy in {weight.dtype}, allowed on a CPU: "
                               "torch.float32, torch.bfloat16")  # fmt: skip
         self.rows, self.inputs = weight.shape
         blocks, groups = -(-self.rows // ROWS), -(-self.inputs // GROUP)

@@ -21,7 +21,7 @@ GROUP = 128
 
 
 class Fp8:
-    """float8_e4m3fn with a scale per row, inputs quantised per token; needs compute capability 8.9."""
+    """Weights in float8_e4m3fn with a scale per row, inputs quantised per token; needs compute capability 8.9."""
 
     def __init__(self, weight: torch.Tensor):
         self.codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
@@ -42,7 +42,7 @@ class Fp8:
 
 
 class Int4:
-    """uint4 with zero points per row and group of 128 inputs, in Marlin's layout; needs compute capability 8.0."""
+    """uint4 weights, zero points per row and group of 128 inputs, in Marlin's layout; needs compute capability 8.0."""
 
     def __init__(self, weight: torch.Tensor):
         rows, inputs = weight.shape
@@ -53,7 +53,7 @@ class Int4:
         self.kept: list[torch.Tensor] = []
         self._workspace = marlin_make_workspace_new(weight.device)
         none = marlin_make_empty_g_idx(weight.device)
-        unordered = {"g_idx": none, "perm": none}  # vLLM 0.32 has them no more
+        unordered = {"g_idx": none, "perm": none}  # vLLM 0.32 no longer has them
         self._unordered = {k: v for k, v in unordered.items() if k in inspect.signature(ops.marlin_gemm).parameters}
 
     def quantise(self, weight: torch.Tensor) -> None:

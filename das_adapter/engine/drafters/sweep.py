@@ -1,4 +1,4 @@
-"""A drafter for measuring step times: it drafts so many arbitrary tokens for everyone, by turns."""
+"""A drafter for measuring step times: in turns, it drafts a given number of arbitrary tokens for every request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from das_adapter.engine.drafters.timing import StepTimer
 
 
 class SweepDrafter(Drafter):
-    """Verification costs the same whether a draft is accepted or not, so the tokens don't matter."""
+    """Drafts token 1: verification costs the same whether a draft is accepted or not, so the tokens don't matter."""
 
     turns: tuple[int, ...] = (0,)
     """Draft tokens per request, step after step."""
@@ -32,7 +32,7 @@ class SweepDrafter(Drafter):
                 self.samples.append((requests, float(step.slots.mean()), drafted, step.seconds))
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        # In the place of the controller's slots stands what a request has in context.
+        # The timer's slots hold the requests' context lengths here, because there is no controller.
         self._timer.sampled(lengths[: len(sampled)].copy(), np.array([len(new) for new in sampled]))
         drafts = self.turns[self.counters.steps % len(self.turns)]
         return [[1] * max(0, min(drafts, self._max_model_len - int(length) - 1)) if new else []

@@ -1,4 +1,4 @@
-"""How long decode steps take: from the begin of each to the begin of the next."""
+"""Measure how long decode steps take, from the begin of each to the begin of the next."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class _Step:
 
 
 class StepTimer:
-    """Times the steps that only decode; those that read prompts as well, and pauses, are left out."""
+    """Times the steps that only decode; steps that also read prompts, and pauses, are left out."""
 
     def __init__(self) -> None:
         self._step: _Step | None = None
 
     def begin(self, scheduled: Any, now: float) -> TimedStep | None:
-        """Begin a step (vLLM's `SchedulerOutput`, seconds), and return the one before, if it was timed."""
+        """Begin a step (vLLM's `SchedulerOutput`, seconds), and return the previous one, if it was timed."""
         step, self._step = self._step, None
         counts, new = scheduled.num_scheduled_tokens, scheduled.scheduled_new_reqs
         drafts = scheduled.scheduled_spec_decode_tokens
@@ -38,16 +38,16 @@ class StepTimer:
             self._step = _Step(now, scheduled.total_num_scheduled_tokens, list(counts))
         if step is None or step.slots is None or step.got is None:
             return None
-        if new and not any(req_id in counts for req_id in step.req_ids):  # a pause without requests lies between
+        if new and not any(req_id in counts for req_id in step.req_ids):  # a pause without requests lies between them
             return None
         return TimedStep(step.slots, step.got, step.tokens, now - step.begin - step.copy_seconds, step.copy_seconds)
 
     def sampled(self, slots: np.ndarray, got: np.ndarray) -> None:
-        """The step was sampled: slots of its requests and the tokens that each got, int64 [b]."""
+        """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b]."""
         if self._step is not None:
             self._step.slots, self._step.got = slots, got
 
     def copied(self, seconds: float) -> None:
-        """The policy copy drafted at the end of the step."""
+        """Take the seconds that the policy copy drafted at the end of the step."""
         if self._step is not None:
             self._step.copy_seconds = seconds

@@ -1,4 +1,4 @@
-"""Drawing draft tokens as the policy's sampler will draw: with the same noise, equal tokens come up most often."""
+"""Draw draft tokens as the policy's sampler will draw: with the same noise, the tokens agree most often."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from das_adapter.engine.sampling.keyed_sample import keyed_sample
 
 
 def draw(logits: torch.Tensor, keys: torch.Tensor, sampling: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """One token a row: temperature, top-k, top-p and noise are those of the policy's sampler.
+    """Draw one token a row, with the temperature, top-k, top-p and noise of the policy's sampler.
 
     Args:
         logits: float32 [rows, vocab] of the drafter.

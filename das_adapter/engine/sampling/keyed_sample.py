@@ -1,4 +1,4 @@
-"""Keyed-noise sampling of a batch of logits, on whatever device they are: C++ on CPU, Triton on GPU, else PyTorch.
+"""Keyed-noise sampling of a batch of logits: in C++ on a CPU, in Triton where it is installed, else in PyTorch.
 
 All three compute the noise that `das_adapter.core.noise` defines.
 """
@@ -39,7 +39,7 @@ def keyed_sample(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def torch_sample(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """`keyed_sample` in plain PyTorch: for devices without Triton, and to test the kernels against."""
+    """Draw as `keyed_sample`, in plain PyTorch: for devices without Triton, and to test the kernels against."""
     mask = 0xFFFFFFFF
     k0, k1 = (keys & mask)[:, None], ((keys >> 32) & mask)[:, None]
     tokens = torch.arange(logits.shape[1], device=logits.device)[None, :]

@@ -1,8 +1,8 @@
 """Lossless verification inside vLLM's V1 model runner: the target is sampled with keyed noise, a draft token is
 accepted iff it equals the sample (drafter-invariant verification, arXiv 2408.07978).
 
-Every row of logits, of a drafted position or not, goes through one and the same `KeyedSampler`, so a token is the
-same bit for bit whatever was drafted, and its log-probability too.
+Every row of logits, of a drafted position or not, goes through the same `KeyedSampler`, so a token and its
+log-probability are the same bit for bit, whatever was drafted.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class KeyedRejectionSampler(RejectionSampler):
 
         Args:
             metadata: the drafts, [num_draft_tokens] in total over [batch] requests.
-            draft_probs: not used: a draft token is accepted or not, however it was found.
+            draft_probs: not used: whether a draft token is accepted does not depend on how it was found.
             logits: [num_draft_tokens + batch, vocab]; request after request, its drafted positions, then one more.
             sampling_metadata: per request.
 
@@ -152,20 +152,20 @@ class Rows:
         return cls(request_, start, count)
 
     def padded(self, max_spec_len: int, rows: int) -> torch.Tensor:
-        """int64 [batch, max_spec_len + 1]: the row of each position; positions past the last repeat a valid row."""
+        """Return each position's row, int64 [batch, max_spec_len + 1]; positions past the last repeat a valid row."""
         offsets = torch.arange(max_spec_len + 1, device=self.start.device)
         return (self.start[:, None] + offsets).clamp(max=rows - 1)
 
     def padded_drafts(self, max_spec_len: int, nothing: int) -> torch.Tensor:
-        """int64 [batch, max_spec_len]: index of each draft token, `nothing` where the draft is shorter."""
+        """Return the index of each draft token, int64 [batch, max_spec_len]; `nothing` where the draft is shorter."""
         offsets = torch.arange(max_spec_len, device=self.start.device)
         first = self.start - torch.arange(len(self.start), device=self.start.device)
         return torch.where(offsets < self.count[:, None], first[:, None] + offsets, nothing)
 
 
 def _row_metadata(per_request: SamplingMetadata, metadata: SpecDecodeMetadata, rows: Rows) -> SamplingMetadata | None:
-    """The sampling metadata with one entry per row instead of one per request; None where that can't be expressed
-    (thinking budgets, log-probabilities of chosen tokens)."""
+    """Return the sampling metadata with one entry per row instead of one per request; None where that can't be
+    expressed (thinking budgets, log-probabilities of chosen tokens)."""
     holder = getattr(per_request, "thinking_budget_state_holder", None)
     if (holder is not None and holder.has_tracked_requests()) or per_request.logprob_token_ids:
         return None
@@ -216,7 +216,7 @@ class _RowProcessors:
                 if processor.min_toks:
                     self.non_argmax_invariant.append(_Apply(lambda x, p=processor: self._min_tokens(p, x)))
             else:
-                raise TypeError(f"das-adapter can't verify drafts under the logits processor {type(processor)}")
+                raise TypeError(f"found logits processor {type(processor)}, allowed with drafts: vLLM's built-in ones")
 
     def _rows(self, request: int) -> slice:
         return slice(int(self._starts[request]), int(self._starts[request + 1]))
@@ -240,7 +240,7 @@ class _RowProcessors:
             tokens = torch.tensor(sorted(stops), device=logits.device)
             before = short[:, tokens]
             short[:, tokens] = -float("inf")
-            # A grammar may allow nothing but to stop; then it outweighs min_tokens, as in vLLM since 0.30.
+            # A grammar may allow only to stop; then it overrides min_tokens, as in vLLM since 0.30.
             over = short.isneginf().all(dim=1, keepdim=True)
             short[:, tokens] = torch.where(over, before, short[:, tokens])
         return logits

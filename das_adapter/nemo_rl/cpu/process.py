@@ -57,6 +57,6 @@ def leave_vllm_alone(stock: Any) -> Any:
 
 
 def _one_environment(registry: Any) -> None:
-    """NeMo-RL builds a uv environment per kind of actor; here all of them run in this one."""
+    """Run every kind of actor in this environment; NeMo-RL would build a uv environment for each."""
     environments = registry.ACTOR_ENVIRONMENT_REGISTRY
     environments.update(dict.fromkeys(environments, sys.executable))

@@ -1,6 +1,6 @@
 """NeMo-RL on a machine without an accelerator: for trying a config on a laptop and for tests.
 
-`cpu_process.prepare` goes into every process before NeMo-RL is imported, `CpuWorker` into `vllm_kwargs.worker_cls`.
+`cpu.process.prepare` goes into every process before NeMo-RL is imported, `CpuWorker` into `vllm_kwargs.worker_cls`.
 Ray's resource "GPU" stands for a place to generate in: `ray.init(num_gpus=N)` needs no hardware.
 """
 
@@ -38,7 +38,7 @@ class CpuWorker(OwnHistory, vllm_backend.VllmInternalWorkerExtension, CPUWorker)
         return f"{os.environ.get(REFIT_SOCKETS, 'das-cpu')}-{self.vllm_config.model_config.seed}"
 
     def init_collective(self, *args: Any, **kwargs: Any) -> None:
-        """There is no NCCL: a replica of its own gets its weights over the socket as well."""
+        """Do nothing: without NCCL, a replica of its own gets its weights over the socket as well."""
 
     def update_weights_from_collective(self) -> bool:
         return bool(self.update_weights_via_ipc_zmq())

@@ -19,7 +19,7 @@ _SHARED_MEMORY = "/dev/shm"
 
 @CheckpointEngineRegistry.register("cpu_file")
 class FileCheckpointEngine(CheckpointEngine):
-    """Rank 0 of the trainer writes, every rollout worker of the same machine reads; the file goes with the sync."""
+    """Rank 0 of the trainer writes a file, the machine's rollout workers read it; each weight sync has its own."""
 
     def __init__(self, bucket_size: int, is_master: bool = False, **_: Any):
         self._is_master = is_master
@@ -36,16 +36,16 @@ class FileCheckpointEngine(CheckpointEngine):
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """See the base class; `path` is all that a worker needs to know."""
+        """Give every worker the path, all that it needs to know; see the base class."""
         path = next(m["path"] for m in metadata if m)
         return {"path": [path] * actor_wg_world_size}, {"path": [path] * rollout_world_size}
 
     def init_process_group(self, path: str) -> None:
-        """Take the directory of this sync."""
+        """Take the directory of this weight sync."""
         self._path = Path(path)
 
     def finalize(self) -> None:
-        """The master removes what it wrote."""
+        """Remove what the master wrote."""
         if self._is_master and self._path is not None:
             for file in self._path.iterdir():
                 file.unlink()

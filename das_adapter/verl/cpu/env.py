@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def cpu_env() -> dict[str, str]:
-    """Environment of every process of a veRL run on CPU."""
+    """Return the environment of every process of a veRL run on CPU."""
     return {
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine is registered under this name; it runs on CPU as it is

@@ -31,7 +31,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _complete_torch_cpu() -> None:
-    """veRL calls these on the device module of whatever platform it runs on; `torch.cpu` lacks them."""
+    """Add to `torch.cpu` what veRL calls on the device module of any platform, and what it lacks."""
     lacking = {
         **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats"), _nothing),
         **dict.fromkeys(("reset_accumulated_memory_stats",), _nothing),
