@@ -32,7 +32,7 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Host:
-    """A package we plug into."""
+    """A package that das-adapter plugs into."""
 
     distributions: tuple[str, ...]
     oldest: str
@@ -184,7 +184,7 @@ HOSTS: dict[str, Host] = {
 
 
 def version(host: str) -> str | None:
-    """Version of an installed host package, None where it is not installed."""
+    """Return the version of an installed host package, None where it is not installed."""
     for name in HOSTS[host].distributions:
         try:
             return importlib.metadata.version(name)
@@ -194,8 +194,8 @@ def version(host: str) -> str | None:
 
 
 def state(host: str) -> Literal["absent", "broken", "tried", "untried"]:
-    """Whether an installed host package is one that das-adapter was tried with: `broken` lacks a symbol; `untried` has
-    them all in another version."""
+    """Return whether das-adapter was tried with an installed host package: `broken` lacks a symbol; `untried` has them
+    all in another version."""
     found = version(host)
     if found is None:
         return "absent"

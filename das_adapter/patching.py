@@ -1,4 +1,4 @@
-"""The one form of what das-adapter changes in other packages.
+"""The form in which das-adapter changes other packages.
 
 A patch is a function that gets what stands at its target and returns what stands there from then on. Its docstring says
 what fails without it. Nothing happens before `apply`, and importing a module of patches imports none of their targets.
@@ -84,17 +84,17 @@ class Patch:
             setattr(owner, attribute, replaced)
 
     def try_apply(self) -> None:
-        """Apply it where that is possible: a package that has changed is no trouble of a run without a `das:` block.
+        """Apply it where that is possible: a package that has changed must not disturb a run without a `das:` block.
         One with a block is stopped by `compat.require`."""
         _try(self.apply)
 
     def when_imported(self) -> None:
-        """Apply it as soon as somebody imports its module."""
+        """Apply it when its module is imported."""
         when_imported(self.module, lambda _: self.apply())
 
 
 def when_imported(module: str, act: Callable[[Any], None]) -> None:
-    """Do something with a module as soon as somebody imports it, if the module is as we know it (see `try_apply`)."""
+    """Do something with a module when it is imported, if it has what is relied on (see `try_apply`)."""
     wrapt.when_imported(module)(lambda imported: _try(lambda: act(imported)))
 
 

@@ -183,7 +183,7 @@ class Controller:
         return self.requests.open(problem, written, cdf)
 
     def close(self, slot: int) -> None:
-        """Take leave of a request."""
+        """Close the slot of a request that ended, and learn from what became of it."""
         table = self.requests
         tokens = int(table.credited[slot])
         self._savings.finished.append(tokens)
@@ -196,11 +196,11 @@ class Controller:
         table.close(slot)
 
     def request_counts(self, slot: int) -> RequestCounts:
-        """What became of a request so far."""
+        """Return the counts of a request so far."""
         return self.requests.counts(slot)
 
     def sync(self, version: int, responses: Iterable[tuple[int, int, int]]) -> None:
-        """A weight sync: learn the lengths of finished responses (problem, tokens, weight version), and start anew."""
+        """Learn finished responses' lengths (problem, tokens, weight version), at a weight sync, and start again."""
         for problem, length, written in responses:
             self.lengths.observe(problem, length, written)
         self.lengths.refit(version)
@@ -266,12 +266,12 @@ class Controller:
     # Figures
 
     def time_saved(self, slots: Ints) -> float:
-        """Seconds saved since the last weight sync; `slots` of the requests in the batch, shape (b,)."""
+        """Return the seconds saved since the last weight sync; `slots` of the requests in the batch, shape (b,)."""
         model = self.times.model
         return self._saved + (0.0 if model is None else self._savings.saved(self.requests.credited[slots], model))
 
     def take(self, slots: Ints) -> dict[str, Any]:
-        """Figures since the last call, as plain numbers."""
+        """Return the figures since the last call, as plain numbers."""
         counts, self._by_class = self._by_class, ClassCounts()
         return {
             "class_steps": counts.steps.tolist(),

@@ -69,14 +69,14 @@ class WorkerState:
             return Refreshed(error=repr(error))
 
     def label(self, req_id: str) -> Label:
-        """The label of a request."""
+        """Return the label of a request."""
         label = self._labels.get(req_id)
         if label is None:
             label = self._labels[req_id] = Label.of(self.runner.requests[req_id].sampling_params.extra_args)
         return label
 
     def seed(self, req_id: str) -> int:
-        """The seed of a request's keyed noise, 64 bits."""
+        """Return the seed of a request's keyed noise, 64 bits."""
         seed = self._seeds.get(req_id)
         if seed is None:
             seed = self.label(req_id).seed
@@ -88,8 +88,8 @@ class WorkerState:
         return seed
 
     def row_keys(self) -> torch.Tensor:
-        """Keys of the rows that are sampled, int64 [rows]: request after request, its drafted positions and one
-        more."""
+        """Return the keys of the rows that are sampled, int64 [rows]: request after request, its drafted positions
+        and one more."""
         batch = self.runner.input_batch
         seeds = np.fromiter(map(self.seed, batch.req_ids), dtype=np.uint64, count=batch.num_reqs)
         positions = batch.num_tokens_no_spec[: batch.num_reqs].astype(np.int64)

@@ -13,7 +13,7 @@ DRAFTER = "das_adapter.engine.drafters.controlled.ControlledDrafter"
 
 
 def engine_args(config: DasConfig | None) -> dict[str, Any]:
-    """Engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a `das:` block.
+    """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a `das:` block.
 
     Args:
         config: what `das_adapter.config.parse` returned; None gives no arguments: stock vLLM.
@@ -38,5 +38,5 @@ def engine_args(config: DasConfig | None) -> dict[str, Any]:
 
 
 def engine_env(config: DasConfig | None) -> dict[str, str]:
-    """Environment of the engine processes: samplers and drafters of das-adapter live in vLLM's V1 model runner."""
+    """Return the engine processes' environment: das-adapter's samplers and drafters need vLLM's V1 model runner."""
     return {} if config is None else {"VLLM_USE_V2_MODEL_RUNNER": "0"}

@@ -1,4 +1,4 @@
-"""Who a request is from: what a host tells the engine about it."""
+"""The label of a request: what a host tells the engine about it."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Label:
         return cls(found.get("problem"), found.get("seed"), bool(found.get("record", True)), found.get("start"))
 
     def extra_args(self) -> dict[str, int]:
-        """The entries of `extra_args` that `of` reads back."""
+        """Return the entries of `extra_args` that `of` reads back."""
         return {key: int(value) for name, key in _KEYS.items() if (value := getattr(self, name)) is not None}
 
     def problem_of(self, prompt_ids: npt.ArrayLike) -> int:
-        """The problem that a request with this prompt is about."""
+        """Return the problem that a request with this prompt is about."""
         return prompt_identity(prompt_ids) if self.problem is None else self.problem
 
     def start_in(self, prompt_tokens: int) -> int:
-        """`start` in a prompt of so many tokens."""
+        """Return `start` for a prompt of so many tokens."""
         return prompt_tokens if self.start is None else min(self.start, prompt_tokens)

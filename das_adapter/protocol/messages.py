@@ -41,7 +41,7 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True)
 class Refresh:
-    """What an engine hears at a weight sync (command `refresh`)."""
+    """The message to an engine at a weight sync (command `refresh`)."""
 
     version: int
     """Weight version from now on."""
@@ -56,7 +56,7 @@ class Refresh:
 
     @classmethod
     def of(cls, payload: dict[str, Any]) -> Refresh:
-        """Read what `payload` made."""
+        """Read a message from its `payload`."""
         found = dict(payload)
         for name, record in (("lengths", ResponseLength), ("trajectories", Trajectory)):
             if name in found:
@@ -66,12 +66,12 @@ class Refresh:
         return cls(**found)
 
     def payload(self) -> dict[str, Any]:
-        """The fields that say something."""
+        """Return the fields that are not at their default."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, (), [])}
 
 
 class Refreshed(TypedDict, total=False):
-    """What one rank of an engine answers to a refresh."""
+    """The answer of one rank of an engine to a refresh."""
 
     generation: int
     """Of the history that is mapped, 0: none. Missing where the rank drafts from no history."""
@@ -82,7 +82,7 @@ class Refreshed(TypedDict, total=False):
 
 
 class Started(TypedDict):
-    """What one rank answers to `hello`."""
+    """The answer of one rank to `hello`."""
 
     version: str
     drafter: str

@@ -48,8 +48,8 @@ def of_async_engine(call: Callable[..., Awaitable[list[Any]]], loop: asyncio.Abs
 
 
 class Session:
-    """Of one engine. Trajectories are sent in batches and never waited for; a batch counts as sent when a weight sync
-    has found it there, and is sent again until then. Any thread may call; no method but `start` raises."""
+    """One engine's part. Trajectories are sent in batches and never waited for; a batch counts as sent when a weight
+    sync has found it there, and is sent again until then. Any thread may call; no method but `start` raises."""
 
     def __init__(self, das: DasConfig, rpc: Rpc):
         self._das, self._rpc = das, rpc
@@ -104,7 +104,7 @@ class Session:
         return report
 
     def sync(self, version: int, report: bool = False) -> None:
-        """A weight sync is over: everything of the engine's reaches the history, and all that is published the engine.
+        """Exchange histories after a weight sync: the engine's trajectories go out, what is published comes in.
 
         It takes `PATIENCE_S` at most. Where the history does not answer, and whatever else goes wrong, the engine
         drafts from what it has; where its ranks have mapped different histories, and would draft apart, from none.
@@ -142,7 +142,7 @@ class Session:
             return {}, float("inf")
 
     def flush(self) -> None:
-        """Send what has been handed over; it goes by itself after half a second."""
+        """Send the trajectories of the open batch now; they are sent automatically after half a second."""
         with self._lock:
             self._flush()
 
@@ -200,7 +200,7 @@ class Session:
 
 
 def for_run(das: DasConfig) -> DasConfig:
-    """The block with what is of this run alone: its own directory under `log_dir`."""
+    """Return the block with this run's own directory under `log_dir`."""
     if das.log_dir is None:
         return das
     name = ray.get(ledger(das.history.window).run.remote(), timeout=PATIENCE_S)

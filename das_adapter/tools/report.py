@@ -39,7 +39,7 @@ def summary(rollouts: list[Rollout]) -> dict[str, Any]:
 
 
 def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> list[Path]:
-    """Write summary.json and the plots; those over time show one rollout, the last if none is named.
+    """Write summary.json and the plots; those over time show one rollout, the last complete one if none is named.
 
     Raises:
         DasError: the version named is not in the logs.
@@ -48,7 +48,7 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> lis
     if version is None:
         version = versions[-1]
     if version not in versions:
-        raise DasError(f"report: found no rollout of weight version {version}, allowed: {versions}")
+        raise DasError(f"report: found no rollout before weight version {version}, allowed: {versions}")
     shown = [r for r in rollouts if r.version == version]
     out.mkdir(parents=True, exist_ok=True)
     (out / "summary.json").write_text(json.dumps(summary(rollouts), indent=2) + "\n")

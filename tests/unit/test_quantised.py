@@ -18,7 +18,7 @@ BITS = {"int8": 8, "int4": 4}
 
 
 def reference(weight: np.ndarray, bits: int) -> np.ndarray:
-    """float64 [rows, inputs]: the weight after rounding, by the definition."""
+    """float64 [rows, inputs]: the weight after quantising, by the definition."""
     out = np.zeros(weight.shape)
     for g in range(0, weight.shape[1], GROUP):
         w = weight[:, g : g + GROUP].astype(np.float32)
@@ -30,7 +30,7 @@ def reference(weight: np.ndarray, bits: int) -> np.ndarray:
 
 
 def rounded_inputs(x: np.ndarray) -> np.ndarray:
-    """float64: the inputs after rounding to 8 bits per token and group."""
+    """float64: the inputs after quantising to 8 bits per token and group."""
     out = np.zeros(x.shape)
     for g in range(0, x.shape[1], GROUP):
         part = x[:, g : g + GROUP].astype(np.float32)
