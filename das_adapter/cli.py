@@ -93,7 +93,7 @@ def cpu_env() -> None:
 @main.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Where the plots go; default: RUN_DIR/report.")
-@click.option("--version", type=int, help="Weight version whose rollout is shown over time; default: the last.")
+@click.option("--version", type=int, help="Show the rollout before this weight version over time; default: the last.")
 def report(run_dir: Path, out: Path | None, version: int | None) -> None:
     """Turn the decision logs of a run (das.log_dir) into plots: timeline, steps, acceptance, latency."""
     from das_adapter.protocol import decision_log

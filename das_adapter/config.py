@@ -124,7 +124,8 @@ class SelfConfig(_Block):
     """The quantised copy of the policy, with which `self` and `history+self` draft."""
 
     weights: Literal["int4", "int8", "fp8"] = "int4"
-    """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU); `int4`, `fp8` (GPU)."""
+    """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU); `int4`, `fp8` (GPU,
+    where neither has been tried yet)."""
     max_tokens: Annotated[int, Field(ge=1, le=16)] = 5
     """Most tokens that the copy drafts for a request in a step; how many of them pay is measured."""
     ladder: list[int] | None = None

@@ -94,8 +94,8 @@ class CopySource:
             vllm_config: of the engine.
             drafts: learns how long the copy's passes take.
         """
-        if vllm_config.parallel_config.pipeline_parallel_size > 1:
-            raise UnsupportedHost("das.drafter: with a policy copy, found pipeline_parallel_size > 1, allowed: 1")
+        if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
+            raise UnsupportedHost(f"das.drafter: with a policy copy, found pipeline_parallel_size={stages}, allowed: 1")
         self.drafts = drafts
         self.copy: PolicyCopy
         self._drafter, self._vllm_config = drafter, vllm_config

@@ -26,6 +26,7 @@ from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from das_adapter.engine.sampling.keyed_sample import keyed_sample
+from das_adapter.errors import UnsupportedHost
 
 
 class KeyedSampler(Sampler):
@@ -216,7 +217,9 @@ class _RowProcessors:
                 if processor.min_toks:
                     self.non_argmax_invariant.append(_Apply(lambda x, p=processor: self._min_tokens(p, x)))
             else:
-                raise TypeError(f"found logits processor {type(processor)}, allowed with drafts: vLLM's built-in ones")
+                raise UnsupportedHost(
+                    f"das: found logits processor {type(processor)}, allowed with drafts: vLLM's built-in ones"
+                )
 
     def _rows(self, request: int) -> slice:
         return slice(int(self._starts[request]), int(self._starts[request + 1]))
