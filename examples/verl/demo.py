@@ -193,13 +193,18 @@ def compare(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             "rollout_ratio_by_epoch": [
                 ratio(figures, arms["off"], slice(i, i + EPOCH)) for i in range(0, len(figures["reward"]), EPOCH)
             ],
-            "rollout_ratio_last_third": ratio(figures, arms["off"], slice(-len(figures["reward"]) // 3, None)),
+            "rollout_ratio_last_third": ratio(figures, arms["off"], slice(-late(figures) * EPOCH, None)),
             "steps_with_same_tokens": sum(map(eq, figures["token_hash"], arms["off"]["token_hash"])),
             "steps_with_same_reward": sum(map(eq, figures["reward"], arms["off"]["reward"])),
         }
         for arm, figures in arms.items()
         if arm != "off" and "off" in arms
     }
+
+
+def late(arm: dict[str, Any]) -> int:
+    """Epochs in the last third of an arm's."""
+    return max(1, len(arm["reward"]) // EPOCH // 3)
 
 
 def ratio(arm: dict[str, Any], off: dict[str, Any], steps: slice = slice(None)) -> float:
@@ -215,17 +220,17 @@ def show(summary: dict[str, Any], console: Console) -> None:
         columns[f"{arm}: rollout s"] = [EPOCH * value for value in by_epoch(figures["rollout_s"])]
         if arm in comparison:
             columns[f"{arm}: of off"] = comparison[arm]["rollout_ratio_by_epoch"]
-            columns[f"{arm}: tokens per forward"] = by_epoch(figures["tokens_per_forward"])
+            columns[f"{arm}: tokens per forward"] = tokens_per_forward(figures)
     table = Table(*columns)
     for row in zip(*columns.values(), strict=True):
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row))
     console.print(table)
     for arm, against in comparison.items():
-        late = against["rollout_ratio_by_epoch"][-(summary["epochs"] // 3) :]
+        ratios = against["rollout_ratio_by_epoch"][-late(arms[arm]) :]
         console.print(
             f"{arm}: same tokens in {against['steps_with_same_tokens']} of {EPOCH * summary['epochs']} steps; rollout "
             f"time {against['rollout_ratio_last_third']:.2f} of off over the last third "
-            f"({min(late):.2f} to {max(late):.2f} by epoch)"
+            f"({min(ratios):.2f} to {max(ratios):.2f} by epoch)"
         )
 
 
@@ -240,9 +245,11 @@ def plot(summary: dict[str, Any], out: Path) -> None:
                         ("tokens_per_forward", "tokens per forward pass")):  # fmt: skip
         figure, axis = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
         for style, (arm, figures) in zip(("-", "--", ":", "-."), summary["arms"].items(), strict=False):
-            axis.plot(range(1, summary["epochs"] + 1), by_epoch(figures[name]), style, marker="o", label=arm)
+            values = tokens_per_forward(figures) if name == "tokens_per_forward" else by_epoch(figures[name])
+            axis.plot(range(1, summary["epochs"] + 1), values, style, marker="o", label=arm)
         axis.set(xlabel="epoch", ylabel=label)
-        axis.set_ylim(bottom=0)
+        if name != "reward":
+            axis.set_ylim(bottom=0)
         axis.legend()
         figure.savefig(out / f"{name.removesuffix('_s')}.png", dpi=150)
         pyplot.close(figure)
@@ -251,6 +258,13 @@ def plot(summary: dict[str, Any], out: Path) -> None:
 def by_epoch(values: list[float]) -> list[float]:
     """Mean of each epoch's steps, which differ in difficulty."""
     return [statistics.mean(values[i : i + EPOCH]) for i in range(0, len(values), EPOCH)]
+
+
+def tokens_per_forward(arm: dict[str, Any]) -> list[float]:
+    """Tokens of each epoch that a request gets from one forward pass of the policy."""
+    lengths = arm["response_length_mean"]  # every step has as many responses
+    passes = [length / tokens for length, tokens in zip(lengths, arm["tokens_per_forward"], strict=True)]
+    return [a / b for a, b in zip(by_epoch(lengths), by_epoch(passes), strict=True)]
 
 
 if __name__ == "__main__":
