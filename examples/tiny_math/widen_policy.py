@@ -1,6 +1,6 @@
 """Write a larger policy with the same logits: the tiny one with every dimension repeated, and layers that add nothing.
 
-    python examples/tiny_math/widen_policy.py OUT [--width 4] [--layers 24] [--drafters DIR]
+    python examples/tiny_math/widen_policy.py OUT [--width 4] [--layers 24] [--dtype float32] [--drafters DIR]
 
 It is for measurements that need a policy of a few hundred million parameters whose text is real: its layers are as hard
 to quantise as the tiny policy's. A repeated input x, x, ... meets weights W/c + E, where E adds up to zero over the c
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--width", type=int, default=4)
     parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--drafters", type=Path)
     args = parser.parse_args()
     tiny = Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
@@ -101,7 +102,7 @@ def main() -> None:
     ids = torch.arange(2, 90)[None]
     error = (model(ids).logits - tiny(ids).logits).abs().max().item()
     print(f"{model.num_parameters() / 1e6:.0f} M parameters; logits differ by at most {error:.1e} in float32")
-    model.to(torch.bfloat16).save_pretrained(args.out)
+    model.to(getattr(torch, args.dtype)).save_pretrained(args.out)
     AutoTokenizer.from_pretrained(POLICY).save_pretrained(args.out)
     if args.drafters:
         widen_head(args.drafters / "eagle3", args.out / "eagle3", tiny, args.width, args.layers)

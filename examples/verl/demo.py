@@ -1,9 +1,9 @@
-"""`make demo`: GRPO through veRL three times with the same seeds, and what speculation changed: only the time.
+"""Run `make demo`: GRPO through veRL with speculation off and on, same seeds: the same tokens in less time.
 
-Arms: `off` (no speculation), `ngram` (vLLM's own prompt look-up), `history` (das-adapter's drafter), and, if asked
-for, `self` (a rounded copy of the policy), `history+self`, `draft_model`, `eagle3` (vLLM's own, trained here). All draw
-their tokens with keyed noise, so every arm must write the same rollouts. Results go to runs/demo: summary.json, plots,
-logs.
+Arms: `off` and `history` (das-adapter's drafter); with `--arms` also `ngram` (vLLM's prompt look-up), `self` (a
+quantised copy of the policy), `history+self`, `draft_model` and `eagle3` (vLLM's own, trained here). All draw their
+tokens with keyed noise, so every arm must write the same rollouts. The arms run side by side and roll out in turn, so
+that noise of the machine falls on all of them. Results go to runs/demo: summary.json, plots, logs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from importlib.metadata import version
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,16 @@ from das_adapter.verl.cpu.env import cpu_env
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "actor_rollout_ref.rollout.custom.das"
 DRAFTERS = ROOT / "runs" / "drafters"
+POLICY = ROOT / "runs" / "tiny_math_31m"
+EPOCH = 3  # steps: 12 problems, 4 a step
 ARMS = {
     "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
     "ngram": [f"{DAS}.drafter=ngram", f"{DAS}.budget.max_draft_tokens=4"],
     "history": [f"{DAS}.drafter=history"],
-    "self": [f"{DAS}.drafter=self"],
+    "self": [f"{DAS}.drafter=self", f"~{DAS}.budget"],
     "history+self": [f"{DAS}.drafter=history+self"],
-    "draft_model": [f"{DAS}.drafter=draft_model", f"+{DAS}.draft.model={DRAFTERS}/draft_model"],
-    "eagle3": [f"{DAS}.drafter=eagle3", f"+{DAS}.draft.model={DRAFTERS}/eagle3"],
+    "draft_model": [f"{DAS}.drafter=draft_model", f"~{DAS}.budget", f"+{DAS}.draft.model={DRAFTERS}/draft_model"],
+    "eagle3": [f"{DAS}.drafter=eagle3", f"~{DAS}.budget", f"+{DAS}.draft.model={POLICY}/eagle3"],
     # vLLM's own suffix decoding, under our noise: for benchmarks, needs arctic-inference.
     "suffix": [
         *(f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"),
@@ -50,8 +54,6 @@ COLUMNS = {
     "acceptance_length": "das/acceptance_length",
     "draft_coverage": "das/draft_coverage",
     "tail_s": "das/tail_s",
-    "gen_s": "timing_s/gen",
-    "step_s": "timing_s/step",
     "response_length_mean": "response_length/mean",
     "response_length_max": "response_length/max",
     "health": "das/health",
@@ -61,143 +63,209 @@ COLUMNS = {
 def main() -> None:
     """Run the arms, print the table, write the summary and the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=18)
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["off", "ngram", "history"])
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["off", "history"])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     parser.add_argument("overrides", nargs="*", help="further hydra overrides, for every arm")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     console = Console(width=None if sys.stdout.isatty() else 120)
     begin = time.time()
-    subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, stdout=subprocess.DEVNULL)
-    if {"draft_model", "eagle3"} & set(args.arms) and not (DRAFTERS / "eagle3").exists():
-        subprocess.run([sys.executable, ROOT / "examples/tiny_math/make_drafters.py", DRAFTERS], check=True)
-    with Progress(
-        TextColumn("{task.description:8}"), BarColumn(), TextColumn("step {task.completed}/{task.total}"),
-        TextColumn("{task.fields[note]}"), TimeElapsedColumn(), console=console,
-    ) as progress:  # fmt: skip
-        arms = {arm: run_arm(arm, args, progress) for arm in args.arms}
+    prepare(args)
+    arms = [Arm(name, args) for name in args.arms]
+    try:
+        figures = train(arms, args.epochs * EPOCH, console)
+    finally:
+        for arm in arms:
+            arm.run.terminate()
+        for arm in arms:
+            arm.run.wait()
     summary = {
         "versions": {name: version(name) for name in ("das-adapter", "verl", "vllm", "torch", "ray", "transformers")},
         "hardware": hardware(),
         "command": "make demo" if len(sys.argv) == 1 else " ".join(["python examples/verl/demo.py", *sys.argv[1:]]),
         "seconds": round(time.time() - begin),
-        "steps": args.steps,
-        "arms": arms,
-        "comparison": compare(arms),
+        "epochs": args.epochs,
+        "arms": figures,
+        "comparison": compare(figures),
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(summary, console)
     plot(summary, args.out)
-    console.print(f"\n{args.out / 'summary.json'} and the plots beside it; {summary['seconds']} s in all")
 
 
-def run_arm(arm: str, args: argparse.Namespace, progress: Progress) -> dict[str, list[float]]:
-    """Train with one arm's settings and return its figures, a list per step each."""
-    task = progress.add_task(arm, total=args.steps, note="starting Ray, veRL and vLLM")
-    metrics, log = args.out / f"{arm}.jsonl", args.out / f"{arm}.log"
-    metrics.unlink(missing_ok=True)
-    environment = {
-        **os.environ, **cpu_env(),
-        "VERL_FILE_LOGGER_PATH": str(metrics), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
-    environment.pop("CUDA_VISIBLE_DEVICES", None)
-    command = [
-        *(sys.executable, "-m", "verl.trainer.main_ppo"),
-        *("--config-path", str(ROOT / "examples/verl"), "--config-name", "grpo_tiny_math_cpu"),
-        f"trainer.total_training_steps={args.steps}",
-        *ARMS[arm],
-        *args.overrides,
-    ]
-    with log.open("w") as out, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out) as run:
-        while run.poll() is None:
-            time.sleep(0.5)
-            if steps := read(metrics):
-                last = steps[-1]
-                note = f"rollout {last['das/rollout_s']:.1f} s, reward {last['critic/score/mean']:.2f}"
-                progress.update(task, completed=len(steps), note=note)
-    steps = read(metrics)
-    if run.returncode or len(steps) < args.steps:
-        sys.exit(f"the {arm} arm stopped after {len(steps)} of {args.steps} steps; see {log}")
-    figures = {name: [step[key] for step in steps] for name, key in COLUMNS.items()}
-    return {**figures, "token_hash": [f"{int(h):012x}" for h in figures["token_hash"]]}
+def prepare(args: argparse.Namespace) -> None:
+    """Write the data, the policy, and the neural drafters if an arm needs them."""
+    neural = bool({"draft_model", "eagle3"} & set(args.arms))
+    commands = [["prepare_data.py"]]
+    if neural and not (DRAFTERS / "eagle3").exists():
+        commands.append(["make_drafters.py", DRAFTERS])
+    widen = ["widen_policy.py", POLICY, "--width", "3", "--layers", "4", "--dtype", "float32"]
+    commands.append([*widen, "--drafters", DRAFTERS] if neural else widen)
+    for script, *options in commands:
+        command = [sys.executable, ROOT / "examples/tiny_math" / script, *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "TQDM_DISABLE": "1"})
 
 
-def read(metrics: Path) -> list[dict[str, float]]:
-    """The steps that veRL's file logger has written so far."""
-    if not metrics.exists():
-        return []
-    lines = metrics.read_text().splitlines()
-    return [row["data"] for row in map(json.loads, lines) if "das/rollout_s" in row["data"]]
+class Arm:
+    """A veRL run with one arm's settings, which goes on from gate to gate (`in_turn.py`) as it is told to."""
+
+    def __init__(self, name: str, args: argparse.Namespace):
+        self.name = name
+        self.gate, self.log, self.metrics = (args.out / f"{name}.{kind}" for kind in ("gate", "log", "jsonl"))
+        self.gate.unlink(missing_ok=True)
+        self.metrics.unlink(missing_ok=True)
+        # MKL_CBWR: the rows of a matrix product do not depend on how many there are, so logits are equal with drafts.
+        environment = {
+            **os.environ, **cpu_env(), "MKL_CBWR": "AUTO,STRICT", "DEMO_GATE": str(self.gate),
+            "VERL_FILE_LOGGER_PATH": str(self.metrics), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
+            "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
+        }  # fmt: skip
+        for variable in ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE"):  # the config sizes the KV cache
+            environment.pop(variable, None)
+        command = [
+            *(sys.executable, "-m", "verl.trainer.main_ppo"),
+            *("--config-path", str(ROOT / "examples/verl"), "--config-name", "grpo_tiny_math_cpu_demo"),
+            f"trainer.total_training_steps={args.epochs * EPOCH}",
+            *ARMS[name],
+            *args.overrides,
+        ]
+        with self.log.open("w") as out:
+            self.run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+
+    def arrive(self, last: bool = False) -> None:
+        """Wait until the run stands at its next gate, or, if it is the last, has ended."""
+        while not self.gate.exists():
+            if self.run.poll() is not None:
+                if last and self.run.returncode == 0:
+                    return
+                sys.exit(f"the {self.name} arm stopped; see {self.log}")
+            time.sleep(0.02)
+
+    def go_on(self) -> None:
+        """Open the gate."""
+        with self.gate.open("wb"):
+            self.gate.unlink()
+
+    def last_step(self) -> dict[str, float]:
+        """What veRL's file logger wrote last."""
+        return json.loads(self.metrics.read_text().splitlines()[-1])["data"]
+
+
+def train(arms: list[Arm], steps: int, console: Console) -> dict[str, dict[str, list[Any]]]:
+    """Train all arms: rollouts in turn, each with the machine to itself, then the updates side by side.
+
+    Returns:
+        Each arm's figures, a list per step each.
+    """
+    figures: dict[str, dict[str, list[Any]]] = {arm.name: {name: [] for name in COLUMNS} for arm in arms}
+    with Progress(
+        TextColumn("{task.description:8}"), BarColumn(), TextColumn("step {task.completed}/{task.total}"),
+        TextColumn("{task.fields[note]}"), TimeElapsedColumn(), console=console, disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        tasks = {arm: progress.add_task(arm.name, total=steps, note="starting Ray, veRL and vLLM") for arm in arms}
+        for step in range(steps + 1):  # step 0 is the warm-up
+            for arm in arms:
+                arm.arrive()
+            for arm in arms[:: 1 if step % 2 else -1]:
+                arm.go_on()
+                arm.arrive()
+            for arm in arms:
+                arm.go_on()
+            for arm in arms:
+                arm.arrive(last=step == steps)
+                note = "warmed up"
+                if step:
+                    logged = arm.last_step()
+                    for name, key in COLUMNS.items():
+                        figures[arm.name][name].append(logged[key])
+                    note = f"rollout {logged['das/rollout_s']:.1f} s, reward {logged['critic/score/mean']:.2f}"
+                progress.update(tasks[arm], completed=step, note=note)
+                if not console.is_terminal:
+                    print(f"{arm.name:8} step {step}/{steps}  {note}", flush=True)
+    return figures
 
 
 def compare(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Each arm against `off`: over all steps, and over the last third, when the history is warm."""
-    if "off" not in arms:
-        return {}
-    off = arms["off"]
-    late = slice(-(len(off["rollout_s"]) // 3), None)
+    """Compare each arm with `off`: its tokens, and its rollout time, also over the last third, with a warm history."""
     return {
         arm: {
-            "rollout_ratio": sum(figures["rollout_s"]) / sum(off["rollout_s"]),
-            "rollout_ratio_last_third": sum(figures["rollout_s"][late]) / sum(off["rollout_s"][late]),
-            "identical_tokens": figures["token_hash"] == off["token_hash"],
-            "identical_reward": figures["reward"] == off["reward"],
+            "rollout_ratio": ratio(figures, arms["off"]),
+            "rollout_ratio_by_epoch": [
+                ratio(figures, arms["off"], slice(i, i + EPOCH)) for i in range(0, len(figures["reward"]), EPOCH)
+            ],
+            "rollout_ratio_last_third": ratio(figures, arms["off"], slice(-late(figures) * EPOCH, None)),
+            "steps_with_same_tokens": sum(map(eq, figures["token_hash"], arms["off"]["token_hash"])),
+            "steps_with_same_reward": sum(map(eq, figures["reward"], arms["off"]["reward"])),
         }
         for arm, figures in arms.items()
+        if arm != "off" and "off" in arms
     }
 
 
+def late(arm: dict[str, Any]) -> int:
+    """Epochs in the last third of an arm's."""
+    return max(1, len(arm["reward"]) // EPOCH // 3)
+
+
+def ratio(arm: dict[str, Any], off: dict[str, Any], steps: slice = slice(None)) -> float:
+    """Rollout time of an arm, of that of `off`."""
+    return sum(arm["rollout_s"][steps]) / sum(off["rollout_s"][steps])
+
+
 def show(summary: dict[str, Any], console: Console) -> None:
-    """Print the arms' means over the last third, then the steps."""
+    """Print a row per epoch, and the outcome in a line."""
     arms, comparison = summary["arms"], summary["comparison"]
-    late = slice(-(summary["steps"] // 3), None)
-    table = Table(title="Last third of the steps")
-    for column in ("arm", "rollout s/step", "of off", "tokens/forward", "acceptance length", "draft coverage",
-                   "reward, first third → last", "identical tokens"):  # fmt: skip
-        table.add_column(column, justify="left" if column == "arm" else "right")
-    for arm, f in arms.items():
-        against = comparison.get(arm, {})
-        table.add_row(
-            arm,
-            f"{mean(f['rollout_s'][late]):.2f}",
-            f"{against['rollout_ratio_last_third']:.2f}" if against else "-",
-            *(f"{mean(f[name][late]):.2f}" for name in ("tokens_per_forward", "acceptance_length", "draft_coverage")),
-            f"{mean(f['reward'][: summary['steps'] // 3]):.2f} → {mean(f['reward'][late]):.2f}",
-            ("yes" if against["identical_tokens"] else "NO") if against else "-",
-        )
+    columns = {"epoch": list(range(1, summary["epochs"] + 1)), "reward": by_epoch(next(iter(arms.values()))["reward"])}
+    for arm, figures in arms.items():
+        columns[f"{arm}: rollout s"] = [EPOCH * value for value in by_epoch(figures["rollout_s"])]
+        if arm in comparison:
+            columns[f"{arm}: of off"] = comparison[arm]["rollout_ratio_by_epoch"]
+            columns[f"{arm}: tokens per forward"] = tokens_per_forward(figures)
+    table = Table(*columns)
+    for row in zip(*columns.values(), strict=True):
+        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row))
     console.print(table)
-    steps = Table(title="Each step: rollout seconds, reward")
-    for column in ("step", *arms):
-        steps.add_column(column, justify="right")
-    for i in range(summary["steps"]):
-        steps.add_row(str(i + 1), *(f"{f['rollout_s'][i]:6.2f}  {f['reward'][i]:.3f}" for f in arms.values()))
-    console.print(steps)
+    for arm, against in comparison.items():
+        ratios = against["rollout_ratio_by_epoch"][-late(arms[arm]) :]
+        console.print(
+            f"{arm}: same tokens in {against['steps_with_same_tokens']} of {EPOCH * summary['epochs']} steps; rollout "
+            f"time {against['rollout_ratio_last_third']:.2f} of off over the last third "
+            f"({min(ratios):.2f} to {max(ratios):.2f} by epoch)"
+        )
 
 
 def plot(summary: dict[str, Any], out: Path) -> None:
-    """Write rollout.png and reward.png."""
+    """Write rollout.png, reward.png and tokens_per_forward.png, a point per epoch."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     for name, label in (("rollout_s", "rollout, seconds per step"), ("reward", "mean reward"),
-                        ("tokens_per_forward", "tokens per target forward")):  # fmt: skip
+                        ("tokens_per_forward", "tokens per forward pass")):  # fmt: skip
         figure, axis = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
-        for style, (arm, figures) in zip(("-", "--", ":"), summary["arms"].items(), strict=False):
-            axis.plot(range(1, summary["steps"] + 1), figures[name], style, marker="o", markersize=3, label=arm)
-        axis.set(xlabel="training step", ylabel=label)
-        axis.set_ylim(bottom=0)
+        for style, (arm, figures) in zip(("-", "--", ":", "-."), summary["arms"].items(), strict=False):
+            values = tokens_per_forward(figures) if name == "tokens_per_forward" else by_epoch(figures[name])
+            axis.plot(range(1, summary["epochs"] + 1), values, style, marker="o", label=arm)
+        axis.set(xlabel="epoch", ylabel=label)
+        if name != "reward":
+            axis.set_ylim(bottom=0)
         axis.legend()
         figure.savefig(out / f"{name.removesuffix('_s')}.png", dpi=150)
         pyplot.close(figure)
 
 
-def mean(values: list[float]) -> float:
-    """Arithmetic mean."""
-    return sum(values) / len(values)
+def by_epoch(values: list[float]) -> list[float]:
+    """Mean of each epoch's steps, which differ in difficulty."""
+    return [statistics.mean(values[i : i + EPOCH]) for i in range(0, len(values), EPOCH)]
+
+
+def tokens_per_forward(arm: dict[str, Any]) -> list[float]:
+    """Tokens of each epoch that a request gets from one forward pass of the policy."""
+    lengths = arm["response_length_mean"]  # every step has as many responses
+    passes = [length / tokens for length, tokens in zip(lengths, arm["tokens_per_forward"], strict=True)]
+    return [a / b for a, b in zip(by_epoch(lengths), by_epoch(passes), strict=True)]
 
 
 if __name__ == "__main__":

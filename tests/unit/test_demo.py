@@ -1,0 +1,38 @@
+"""What the demo makes of its arms' figures."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[2] / "examples" / "verl" / "demo.py"
+spec = importlib.util.spec_from_file_location("demo", SOURCE)
+assert spec is not None and spec.loader is not None
+demo = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(demo)
+
+
+def figures(rollout_s: list[float], token_hash: str = "abcabcabc") -> dict[str, list]:
+    steps = len(rollout_s)
+    return {"rollout_s": rollout_s, "token_hash": list(token_hash), "reward": [0.5] * steps}
+
+
+def test_an_arm_is_compared_by_epoch_and_over_the_last_third():
+    off = figures([4.0, 1.0, 1.0] * 3)
+    arm = figures([4.0, 1.0, 1.0, 2.0, 1.0, 0.0, 1.0, 0.5, 0.0], token_hash="abcabcabx")
+    (against,) = demo.compare({"off": off, "arm": arm}).values()
+    assert against["rollout_ratio_by_epoch"] == [1.0, 0.5, 0.25]
+    assert against["rollout_ratio_last_third"] == 0.25
+    assert against["rollout_ratio"] == pytest.approx(10.5 / 18)
+    assert against["steps_with_same_tokens"] == 8
+
+
+def test_without_the_arm_off_there_is_nothing_to_compare_with():
+    assert demo.compare({"history": figures([1.0] * 9)}) == {}
+
+
+def test_tokens_per_forward_of_an_epoch_weigh_a_step_by_its_passes():
+    arm = {"response_length_mean": [100.0, 10.0, 10.0], "tokens_per_forward": [1.0, 10.0, 10.0]}
+    assert demo.tokens_per_forward(arm) == [pytest.approx(120 / 102)]
