@@ -205,7 +205,7 @@ def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int
 
     try:
         config = AutoConfig.from_pretrained(model).to_dict()
-        samples = sweep.measure(model, rounds=rounds, **grid, **json.loads(engine))  # type: ignore[arg-type]
+        samples = sweep.measure(model, rounds=rounds, **grid, **json.loads(engine))
         result = sweep.analyse(samples, config)
     except (DasError, json.JSONDecodeError) as error:
         raise click.ClickException(str(error)) from None
