@@ -47,7 +47,7 @@ $(VENV)/newest: constraints-newest.txt | $(VENV)/.built
 	PYTHONPATH=$@ $(BIN)/das-adapter cpu-setup
 	touch $@
 
-$(VENV)/.built: $(VENV)/.installed CMakeLists.txt $(wildcard csrc/*)
+$(VENV)/.built: $(VENV)/.installed CMakeLists.txt das_adapter/__init__.py $(wildcard csrc/*)
 	$(PIP) --no-deps --no-build-isolation --force-reinstall -e .
 	$(BIN)/das-adapter cpu-setup
 	touch $@
