@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints-cpu.txt)
 
+CPP := $(wildcard csrc/*.cpp csrc/*.hpp tests/native/*.cpp)
 
 .PHONY: help demo test check quality format env clean
 help:  # print this list
@@ -27,10 +28,12 @@ quality: env  # check formatting, lint, types and import rules, without a test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
-format: env  # format Python
+format: env  # format Python and C++
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP)
 
 env: $(VENV)/.built  # set up the environment in $(VENV)
 

@@ -107,7 +107,8 @@ std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>&
   return {std::max(best.gain, 0.0), total};
 }
 
-// One decode step of the requests in `slots`; the arrays are RequestTable's (das_adapter/core/requests.py), by their names.
+// One decode step of the requests in `slots`; the arrays are RequestTable's (das_adapter/core/requests.py), by their
+// names.
 void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& carried, double memory,
              Out<double> written, Out<double> pace, Out<double> load, Out<double> drafted, Out<double> accepted,
              Out<double> drafts, Out<double> drafts_hit, Out<double> steps, const In<int64_t>& length_class,
@@ -129,7 +130,8 @@ void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>
     class_steps.data()[kind] += 1;
     class_drafts.data()[kind] += draft;
     written.data()[slot] += tokens;
-    const double past = std::min(memory, (steps.data()[slot] += 1) + 1);  // what was assumed at first counts for one step
+    // What was assumed at first counts for one step.
+    const double past = std::min(memory, (steps.data()[slot] += 1) + 1);
     pace.data()[slot] += (tokens - pace.data()[slot]) / past;
     load.data()[slot] += (draft - load.data()[slot]) / past;
     if (draft <= 0) continue;
@@ -142,7 +144,8 @@ void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>
 
 using Table = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-// Row i of `cdf`, tabulated at geometric steps from 1 (`scale` of them to a factor of e), at each of row i of `lengths`.
+// Row i of `cdf`, tabulated at geometric steps from 1 (`scale` of them to a factor of e), at each of row i of
+// `lengths`.
 void interpolate(const Table& cdf, double scale, const Table& lengths,
                  nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> out) {
   const size_t rows = cdf.shape(0), grid = cdf.shape(1), points = lengths.shape(1);
@@ -162,9 +165,8 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 }  // namespace
 
 void bind_controller(nb::module_& m) {
-  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"),
-        nb::arg("fade"), nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"),
-        nb::arg("cut"), nb::arg("keep"),
+  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"), nb::arg("fade"),
+        nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("cut"), nb::arg("keep"),
         "Choose the draft tokens of each request to verify, into keep int64 [b]. Returns the expected gain in seconds "
         "and the number of tokens.");
   m.def("advance", &advance, nb::arg("slots"), nb::arg("got"), nb::arg("carried"), nb::arg("memory"),

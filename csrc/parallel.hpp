@@ -8,8 +8,8 @@
 
 namespace das {
 
-// Calls body(i) for i in [0, count). The OpenMP runtime is looked up in the process, not linked: PyTorch brings its own,
-// and a second one would spin beside it. Without one, or with threads < 2, the loop is serial.
+// Calls body(i) for i in [0, count). The OpenMP runtime is looked up in the process, not linked: PyTorch brings its
+// own, and a second one would spin beside it. Without one, or with threads < 2, the loop is serial.
 template <typename Body>
 void parallel_for(int64_t count, int threads, const Body& body) {
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
