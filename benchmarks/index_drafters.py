@@ -143,7 +143,7 @@ class Plain(_Counting):
         return np.array(drafted, dtype=np.int32)
 
     def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
-        return lambda: (self.extend(handles, texts), self.draft(handles, budget))
+        return lambda: (self.extend(handles, texts), self.draft(handles, budget))  # type: ignore[func-returns-value]
 
     def close(self, handles: list[int]) -> None:
         for handle in handles:
@@ -256,7 +256,7 @@ class Arctic:
         return drafts
 
     def step(self, handles: list[int], texts: list[Int32], budget: int) -> Callable[[], object]:
-        return lambda: (self.extend(handles, texts), self.draft(handles, budget))
+        return lambda: (self.extend(handles, texts), self.draft(handles, budget))  # type: ignore[func-returns-value]
 
     def close(self, handles: list[int]) -> None:
         for handle in handles:  # the cache would keep them, and other groups of the problem would draft from them

@@ -66,7 +66,7 @@ def groups(rollouts: Sequence[Rollout], samples: int | None = None, most: int = 
         members.setdefault(r.problem, {}).setdefault((r.step, r.run), []).append(r)
     if samples is None:
         samples = min(8, min(len(texts) for policies in members.values() for texts in policies.values()))
-    found = []
+    found: list[Group] = []
     for policies in members.values():
         for (step, _run), own in sorted(policies.items()):
             earlier = [(r.step, r.tokens) for (s, _), texts in policies.items() if s < step for r in texts]

@@ -162,9 +162,8 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 }  // namespace
 
 void bind_controller(nb::module_& m) {
-  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"),
-        nb::arg("fade"), nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"),
-        nb::arg("cut"), nb::arg("keep"),
+  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"), nb::arg("fade"),
+        nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("cut"), nb::arg("keep"),
         "Choose how many draft tokens of each request to verify, into keep int64 [b]. Return the expected gain in "
         "seconds and the number of tokens.");
   m.def("advance", &advance, nb::arg("slots"), nb::arg("got"), nb::arg("carried"), nb::arg("memory"),

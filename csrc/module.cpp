@@ -9,8 +9,9 @@ void bind_quantised_linear(nb::module_& m);
 void bind_suffix_index(nb::module_& m);
 
 NB_MODULE(_native, m) {
-  m.doc() = "Native core of das-adapter: keyed-noise sampling, the suffix index, the allocation of draft tokens, "
-            "quantised linear layers.";
+  m.doc() =
+      "Native core of das-adapter: keyed-noise sampling, the suffix index, the allocation of draft tokens, "
+      "quantised linear layers.";
   bind_controller(m);
   bind_keyed_noise(m);
   bind_quantised_linear(m);

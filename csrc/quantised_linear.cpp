@@ -1,5 +1,6 @@
-// Linear layers with 4- or 8-bit weights for a CPU: y = W x with W = scale (code - zero) per row and group of 128 inputs,
-// x quantised to 8 bits per token and group. Decoding reads every weight in each step, so time follows their bytes.
+// Linear layers with 4- or 8-bit weights for a CPU: y = W x with W = scale (code - zero) per row and group of 128
+// inputs, x quantised to 8 bits per token and group. Decoding reads every weight in each step, so time follows their
+// bytes.
 //
 // Sixteen output rows form a block. In a block, four consecutive inputs of one row form one 32-bit lane, which the VNNI
 // instruction multiplies and adds. Codes of a block: [inputs / 4][16 rows][4] bytes; with 4 bits two such steps share
@@ -146,8 +147,9 @@ void multiply(const Shape& s, const Weights& w, int64_t block, const Activations
 
 #ifdef DAS_VNNI
 template <int kBits, int T>
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) void multiply_vnni(
-    const Shape& s, const Weights& w, int64_t block, const Activations& a, int64_t t, float* out) {
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) void multiply_vnni(const Shape& s, const Weights& w,
+                                                                                   int64_t block, const Activations& a,
+                                                                                   int64_t t, float* out) {
   const __m512i low = _mm512_set1_epi8(15);
   const uint8_t* codes = w.codes + block * s.block_bytes();
   const int64_t stride = s.groups * kGroup;
@@ -192,15 +194,15 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512vnni"))) void multiply_vn
 }
 
 bool has_vnni() {
-  static const bool found = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl");
+  static const bool found =
+      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
   return found;
 }
 #endif
 
 template <int kBits>
-void multiply_block(const Shape& s, const Weights& w, int64_t block, const Activations& a, int64_t tokens, bool portable,
-                    float* out) {
+void multiply_block(const Shape& s, const Weights& w, int64_t block, const Activations& a, int64_t tokens,
+                    bool portable, float* out) {
 #ifdef DAS_VNNI
   if (!portable && has_vnni()) {
     int64_t t = 0;
@@ -245,7 +247,8 @@ void linear(uintptr_t x, bool bf16, int64_t tokens, int64_t n, int64_t k, int bi
   nb::gil_scoped_release release;
   Activations a{std::vector<int8_t>(tokens * s.groups * kGroup), std::vector<float>(tokens * s.groups),
                 std::vector<float>(tokens * s.groups)};
-  das::parallel_for(tokens, tokens < 4 ? 1 : threads, [&](int64_t t) { quantise_token(s, pointer<void>(x), bf16, t, a); });
+  das::parallel_for(tokens, tokens < 4 ? 1 : threads,
+                    [&](int64_t t) { quantise_token(s, pointer<void>(x), bf16, t, a); });
   das::parallel_for(s.blocks(), threads, [&](int64_t block) {
     thread_local std::vector<float> tile;
     tile.resize(tokens * kRows);

@@ -19,7 +19,8 @@ void check_tokens(const Array<Token>& tokens) {
   for (size_t i = 0; i < tokens.size(); ++i)
     if (tokens.data()[i] < 0)
       throw nb::value_error(("token id " + std::to_string(tokens.data()[i]) + " at position " + std::to_string(i) +
-                             ": token ids are >= 0").c_str());
+                             ": token ids are >= 0")
+                                .c_str());
 }
 
 void check_handle(const SuffixIndex& index, int64_t handle) {
@@ -86,10 +87,11 @@ void bind_suffix_index(nb::module_& m) {
   });
   nb::class_<SuffixIndex>(m, "SuffixIndex")
       .def(nb::init<uint32_t, double>())
-      .def("add", [](SuffixIndex& index, uint64_t problem, const Tokens& tokens, int64_t version) {
-        das::check_tokens(tokens);
-        index.add(problem, tokens.data(), tokens.size(), version);
-      })
+      .def("add",
+           [](SuffixIndex& index, uint64_t problem, const Tokens& tokens, int64_t version) {
+             das::check_tokens(tokens);
+             index.add(problem, tokens.data(), tokens.size(), version);
+           })
       .def("seal", &SuffixIndex::seal, unlocked())
       .def("merge", nb::overload_cast<uint64_t>(&SuffixIndex::merge), unlocked())
       .def("expire", &SuffixIndex::expire, unlocked())
@@ -99,24 +101,27 @@ void bind_suffix_index(nb::module_& m) {
       .def("attach", &SuffixIndex::attach, unlocked())
       .def("refresh", &SuffixIndex::refresh, unlocked())
       .def("publish", &SuffixIndex::publish, unlocked())
-      .def("open", [](SuffixIndex& index, uint64_t problem, const Tokens& prompt, const Tokens& prefix) {
-        das::check_tokens(prompt);
-        das::check_tokens(prefix);
-        const int64_t handle = index.open(problem, prompt.data(), prompt.size());
-        index.extend(handle, prefix.data(), prefix.size());
-        return handle;
-      })
-      .def("extend", [](SuffixIndex& index, int64_t handle, const Tokens& tokens) {
-        das::check_handle(index, handle);
-        das::check_tokens(tokens);
-        index.extend(handle, tokens.data(), tokens.size());
-      })
+      .def("open",
+           [](SuffixIndex& index, uint64_t problem, const Tokens& prompt, const Tokens& prefix) {
+             das::check_tokens(prompt);
+             das::check_tokens(prefix);
+             const int64_t handle = index.open(problem, prompt.data(), prompt.size());
+             index.extend(handle, prefix.data(), prefix.size());
+             return handle;
+           })
+      .def("extend",
+           [](SuffixIndex& index, int64_t handle, const Tokens& tokens) {
+             das::check_handle(index, handle);
+             das::check_tokens(tokens);
+             index.extend(handle, tokens.data(), tokens.size());
+           })
       .def("extend_many", &das::extend_many)
       .def("draft_flat", &das::draft_flat)
-      .def("close", [](SuffixIndex& index, int64_t handle, bool keep) {
-        das::check_handle(index, handle);
-        index.close(handle, keep);
-      })
+      .def("close",
+           [](SuffixIndex& index, int64_t handle, bool keep) {
+             das::check_handle(index, handle);
+             index.close(handle, keep);
+           })
       .def("clear_live", &SuffixIndex::clear_live)
       .def_prop_ro("max_depth", &SuffixIndex::max_depth)
       .def_prop_ro("attached", &SuffixIndex::attached)

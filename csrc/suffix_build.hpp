@@ -57,8 +57,10 @@ class Builder {
     while (runs_.size() > 1) {  // the youngest first, because they are the smallest
       Places fresh = std::move(runs_.back());
       runs_.pop_back();
-      if (runs_.back().empty() || fresh.empty()) runs_.back().insert(runs_.back().end(), fresh.begin(), fresh.end());
-      else runs_.back() = merged(runs_.back(), fresh);
+      if (runs_.back().empty() || fresh.empty())
+        runs_.back().insert(runs_.back().end(), fresh.begin(), fresh.end());
+      else
+        runs_.back() = merged(runs_.back(), fresh);
     }
     const Places& places = runs_.front();
     const Segment::Shape shape{tokens_.size(), trajectories_.size()};
@@ -99,9 +101,8 @@ class Builder {
       const Token* last = &tokens_[i->position] - at;
       i->key = Segment::key(*last, *last != kStart && at + 1 < depth_ ? last[-1] : kStart);
     }
-    std::sort(begin, end, [](const Item& a, const Item& b) {
-      return a.key != b.key ? a.key < b.key : a.position > b.position;
-    });
+    std::sort(begin, end,
+              [](const Item& a, const Item& b) { return a.key != b.key ? a.key < b.key : a.position > b.position; });
     uint64_t previous = 0;
     for (Item* run = begin; run != end;) {
       const uint64_t key = run->key;
@@ -135,8 +136,10 @@ class Builder {
         const Token *x = &tokens_[old[i].position], *y = &tokens_[fresh[j].position];
         const Match m = match({x + 1, UINT32_MAX}, y, depth_, a ? a - 1 : 0);
         const auto back = static_cast<ptrdiff_t>(m.length);
-        if (!m.ended && x[-back] < y[-back]) take(old, i, a), b = m.length;
-        else take(fresh, j, b), a = m.length;
+        if (!m.ended && x[-back] < y[-back])
+          take(old, i, a), b = m.length;
+        else
+          take(fresh, j, b), a = m.length;
       } else if (a > b) {
         take(old, i, a);
       } else {

@@ -104,7 +104,9 @@ class Bytes {
   Bytes(const Bytes&) = delete;
   Bytes& operator=(const Bytes&) = delete;
 
-  const char* data() const { return mapped_ ? static_cast<char*>(mapped_) : reinterpret_cast<const char*>(own_.data()); }
+  const char* data() const {
+    return mapped_ ? static_cast<char*>(mapped_) : reinterpret_cast<const char*>(own_.data());
+  }
   size_t size() const { return size_; }
 
  private:
@@ -126,8 +128,8 @@ FileHeader read_header(const Bytes& bytes, const std::string& path, uint64_t mag
                               std::to_string(ours.format));
   if (h.checksum != h.sum()) throw FileError(path, "the checksum of its header is wrong");
   if (h.bytes != bytes.size())
-    throw FileError(path, "it has " + std::to_string(bytes.size()) + " bytes, its header says " +
-                              std::to_string(h.bytes));
+    throw FileError(path,
+                    "it has " + std::to_string(bytes.size()) + " bytes, its header says " + std::to_string(h.bytes));
   if (h.depth < 8 || h.depth > 255 || h.count > (h.bytes - sizeof h) / sizeof(Entry) || h.extra > h.count)
     throw FileError(path, "its header contradicts itself");
   if (h.table != checksum(bytes.data() + sizeof h, h.count * sizeof(Entry)))
@@ -207,7 +209,8 @@ void write_file(const std::string& path, Write&& write) {
   std::FILE* file = std::fopen(temporary.c_str(), "wb");
   if (!file) fail();
   bool sound = true;
-  write([&](const void* data, size_t bytes) { sound = sound && (!bytes || std::fwrite(data, 1, bytes, file) == bytes); });
+  write(
+      [&](const void* data, size_t bytes) { sound = sound && (!bytes || std::fwrite(data, 1, bytes, file) == bytes); });
   sound = sound && !std::fflush(file);
   const int error = errno;
   sound = !std::fclose(file) && sound;

@@ -226,18 +226,19 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
   uint32_t strongest = 0;
   search(request, response, whole,
          [&, out = &candidates](Context context, const Token* last, const Token* end, uint32_t length, uint32_t weight,
-             bool own) {
+                                bool own) {
            const uint32_t beyond = length < depth_ ? match_beyond(context, last, length, kBeyond) : 0;
            out->push_back({last + 1, end, strength(length, beyond), weight, own});
            strongest = std::max(strongest, out->back().strength);
          });
   if (strongest >= kSure || response.size < 2) return;
   const Token written = response[0];
-  search(request, response.without_last(), whole.without_last(),
-         [&, out = &candidates](Context, const Token* last, const Token* end, uint32_t length, uint32_t weight, bool own) {
-           if (last[1] == written) return;  // found by the search above
-           out->push_back({last + 2, end, strength(0, std::min(length, kBeyond)), weight, own});
-         });
+  search(
+      request, response.without_last(), whole.without_last(),
+      [&, out = &candidates](Context, const Token* last, const Token* end, uint32_t length, uint32_t weight, bool own) {
+        if (last[1] == written) return;  // found by the search above
+        out->push_back({last + 2, end, strength(0, std::min(length, kBeyond)), weight, own});
+      });
 }
 
 std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles, const int64_t* budgets, size_t count,

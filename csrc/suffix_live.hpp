@@ -92,9 +92,9 @@ class Live {
     log_ = {}, slots_ = {}, used_ = 0, forgotten_ = 0;
     for (const Place& p : log)
       if (p.stream->state != Stream::kForgotten) insert(*p.stream, p.position);
-    streams.erase(std::remove_if(streams.begin(), streams.end(),
-                                 [](const auto& s) { return s->state == Stream::kForgotten; }),
-                  streams.end());
+    streams.erase(
+        std::remove_if(streams.begin(), streams.end(), [](const auto& s) { return s->state == Stream::kForgotten; }),
+        streams.end());
   }
 
   // Hash of the last kGrams[level] tokens; in front of kStart it is repeated.

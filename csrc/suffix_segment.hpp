@@ -146,7 +146,7 @@ void search(const std::vector<Segment>& segments, Context context, uint32_t dept
   struct Cursor {
     const Segment* segment;
     const Segment::Place *after, *before;  // next place to either side; `before` is the one in front of the pointer
-    uint32_t right, left;                  // and its match length
+    uint32_t right, left;  // and its match length
   };
   std::array<Cursor, kSegments> cursors;
   size_t count = 0;

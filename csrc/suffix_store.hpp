@@ -56,7 +56,8 @@ class Store {
     for (const auto& entry : std::filesystem::directory_iterator(directory_)) {
       const std::string file = entry.path().filename();
       uint64_t number = 0;
-      if (entry.path().extension() == ".tmp") std::filesystem::remove(entry.path());
+      if (entry.path().extension() == ".tmp")
+        std::filesystem::remove(entry.path());
       else if (std::sscanf(file.c_str(), "segments-%" SCNx64, &number) == 1) {
         next_ = std::max(next_, number + 1);
         if (!files_.count(number)) dead_[number] = generation();

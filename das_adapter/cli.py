@@ -142,7 +142,7 @@ def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int
         raise click.BadParameter(f"found {model!r}, expected a directory or name with a Hugging Face config: {error}",
                                  param_hint="MODEL") from None  # fmt: skip
     try:
-        samples = sweep.measure(model, rounds=rounds, **grid, **arguments)  # type: ignore[arg-type]
+        samples = sweep.measure(model, rounds=rounds, **grid, **arguments)
         result = sweep.analyse(samples, config)
     except DasError as error:
         raise click.ClickException(str(error)) from None

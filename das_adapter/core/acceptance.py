@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +37,7 @@ class AcceptanceRate:
 
     def chances(self, length: int) -> npt.NDArray[np.float64]:
         """Return the survival chance of each token of a draft, float64 [length]."""
-        survival: npt.NDArray[np.float64] = self.rate ** np.arange(1, length + 1)
-        return survival
+        return cast("npt.NDArray[np.float64]", self.rate ** np.arange(1, length + 1))
 
 
 @dataclass

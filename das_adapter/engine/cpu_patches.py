@@ -76,7 +76,7 @@ def keep_linear_weights(stock: Any, packed: bool) -> Any:
     `packed`: compute with the packed weights, which are faster, and keep the others beside them (see `repack`)."""
 
     @functools.wraps(stock)
-    def keep(layer: torch.nn.Module, remove_weight: bool = False) -> None:
+    def keep(layer: Any, remove_weight: bool = False) -> None:
         if packed:
             stock(layer, remove_weight=False)
             layer._das_repack = lambda: stock(layer, remove_weight=False)
@@ -88,6 +88,7 @@ def keep_linear_weights(stock: Any, packed: bool) -> Any:
 
 def repack(policy: torch.nn.Module) -> None:
     """Pack the policy's present weights again, where packed ones are computed with."""
+    module: Any
     for module in policy.modules():
         if hasattr(module, "_das_repack"):
             module._das_repack()

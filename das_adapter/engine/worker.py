@@ -6,6 +6,7 @@ import functools
 import logging
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,7 @@ class WorkerState:
     def call(self, command: str, payload: dict[str, Any]) -> Any:
         """Run a command of the host: `hello`, `refresh` or `stats`. Raises only for an unknown command: a worker that
         raises during a weight sync would leave the trainer waiting for ever."""
-        commands = {"hello": self._hello, "refresh": self._refresh, "stats": self._stats}
+        commands: dict[str, Callable[..., Any]] = {"hello": self._hello, "refresh": self._refresh, "stats": self._stats}
         if command not in commands:
             raise DasError(f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}")
         try:

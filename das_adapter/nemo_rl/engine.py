@@ -23,6 +23,8 @@ from das_adapter.protocol.messages import Refresh, Trajectory
 class OwnHistory:
     """Harvests trajectories and refreshes the drafter at the end of every weight sync (refit), unless the host does."""
 
+    model_runner: Any
+    vllm_config: Any
     _das_version = 0
     _das_finished: list[Trajectory] | None = None
 
@@ -32,11 +34,11 @@ class OwnHistory:
             for req_id in scheduler_output.finished_req_ids:
                 if request := self.model_runner.requests.get(req_id):
                     self._das_finished.append(self._trajectory(request))
-        return super().execute_model(scheduler_output)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     @contextmanager
     def _weight_update_lifecycle(self, transport: Any) -> Iterator[Any]:
-        with super()._weight_update_lifecycle(transport) as finalize:
+        with super()._weight_update_lifecycle(transport) as finalize:  # type: ignore[misc]
             yield finalize
         state = getattr(self, STATE, None)
         if state is None or self.vllm_config.additional_config.get(REFRESHER) == "host":

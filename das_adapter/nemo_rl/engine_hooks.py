@@ -111,7 +111,7 @@ class SyncEngineHooks(EngineHooks):
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
         if isinstance(prompts, (str, dict)):
             prompts = [prompts]
-        given = labels.get() or [None] * len(prompts)
+        given: Sequence[Label | None] = labels.get() or [None] * len(prompts)
         marks = [self._label(prompt, label) for prompt, label in zip(prompts, given, strict=True)]
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         begin = time.time()
@@ -145,8 +145,10 @@ class AsyncEngineHooks(EngineHooks):
     """Hooks on `AsyncLLM`."""
 
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        mark = self._label(prompt, (labels.get() or [None])[0])
-        begin, texts = time.time(), {}
+        given: Sequence[Label | None] = labels.get() or [None]
+        mark = self._label(prompt, given[0])
+        texts: dict[int, list[int]] = {}
+        begin = time.time()
         stream = self._generate(prompt, self._labelled(sampling_params, mark), *args, **kwargs)
         async with contextlib.aclosing(stream):  # where the caller gives up, the request is aborted
             async for output in stream:

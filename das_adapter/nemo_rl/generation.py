@@ -19,7 +19,7 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 from das_adapter.core import routing
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.identity import LABELS, Labeller
-from das_adapter.nemo_rl.install import HOST_KEY, WORKERS
+from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
 from das_adapter.protocol.metrics import figures
 from das_adapter.service.ledger import ledger
 

@@ -9,18 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
 from das_adapter.patching import patch
 
-_VLLM = "nemo_rl.models.generation.vllm"
-WORKERS = {
-    f"{_VLLM}.vllm_worker.VllmGenerationWorker": "das_adapter.nemo_rl.workers.DasGenerationWorker",
-    f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": "das_adapter.nemo_rl.workers.DasAsyncGenerationWorker",
-}
-HOST_KEY = "worker_extension_cls_fqn"
-"""NeMo-RL's own key of `policy.generation` for a generation worker from outside, in the versions that have it."""
 
-
-@patch(f"{_VLLM}.vllm_generation:resolve_generation_worker_cls", since="0.6.0", upstream="NVIDIA-NeMo/RL#3809")
+@patch(
+    "nemo_rl.models.generation.vllm.vllm_generation:resolve_generation_worker_cls",
+    since="0.6.0",
+    upstream="NVIDIA-NeMo/RL#3809",
+)
 def choose_workers(stock: Any) -> Any:
     """Without it generations with an active block get the stock workers. Needed up to NeMo-RL 0.6.0; later versions
     have a key for it, which `DasVllmGeneration` sets."""

@@ -10,6 +10,13 @@ from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.errors import ConfigError
 
 GENERATION = "policy.generation"
+_VLLM = "nemo_rl.models.generation.vllm"
+WORKERS = {
+    f"{_VLLM}.vllm_worker.VllmGenerationWorker": "das_adapter.nemo_rl.workers.DasGenerationWorker",
+    f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": "das_adapter.nemo_rl.workers.DasAsyncGenerationWorker",
+}
+HOST_KEY = "worker_extension_cls_fqn"
+"""NeMo-RL's own key of `policy.generation` for a generation worker from outside, in the versions that have it."""
 BLOCK = f"{GENERATION}.das"
 ADDITIONAL = f"{GENERATION}.vllm_kwargs.additional_config"
 REFRESHER = "das_refresher"

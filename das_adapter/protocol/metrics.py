@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 
@@ -96,7 +96,7 @@ class Counters:
 
     def take(self) -> EngineStats:
         """Return the counts as plain numbers (`merge` adds them up over workers), and start again at zero."""
-        counts = EngineStats(**vars(self))
+        counts = cast(EngineStats, dict(vars(self)))
         self.__init__(error=self.error, alarm=self.alarm)  # type: ignore[misc]
         return counts
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 def watch(directory: Path, grace_s: float) -> None:
@@ -19,7 +19,7 @@ def watch(directory: Path, grace_s: float) -> None:
     time enough for a restarted writer to take over, the directory is removed.
     """
     command = [sys.executable, "-S", "-E", __file__, str(directory), str(grace_s)]
-    nowhere = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     # It forks once more, so that it is not ended together with this process's children.
     subprocess.run(command, check=True, start_new_session=True, **nowhere)
 

@@ -7,7 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -45,7 +45,7 @@ class Ledger:
 
     def since(self, cursor: int) -> tuple[int, list[ResponseLength]]:
         """Return what arrived after `cursor` (0: all that is kept), and the cursor to ask with next."""
-        return self._lengths.since(cursor)
+        return cast("tuple[int, list[ResponseLength]]", self._lengths.since(cursor))
 
     def predictions(self) -> tuple[dict[int, float], float]:
         """Predict response lengths, see `LengthLog.predictions`."""

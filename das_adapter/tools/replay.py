@@ -153,7 +153,8 @@ def _round(index: SuffixIndex, live: list[_Live], step: int, out: Outcome, budge
             tally.accepted += kept
             tally.tokens += len(grown[-1])
     which = np.minimum((chances * 20).astype(int), 19)
-    for column, values in enumerate((np.ones(len(tokens)), chances, survived)):
+    columns: list[np.ndarray] = [np.ones(len(tokens)), chances, survived]
+    for column, values in enumerate(columns):
         out.bins[:, column] += np.bincount(which, weights=values, minlength=20)
     joined, ends = np.concatenate(grown), np.cumsum([0, *map(len, grown)])
     start = time.perf_counter()

@@ -10,7 +10,7 @@ import numpy as np
 
 from das_adapter.core.length import LengthClass
 from das_adapter.errors import DasError
-from das_adapter.protocol.decision_log import Rollout
+from das_adapter.protocol.decision_log import Acceptance, Rollout
 
 _COLOURS = {LengthClass.SHORT: "tab:green", LengthClass.MEDIUM: "tab:orange", LengthClass.LONG: "tab:red"}
 
@@ -104,7 +104,7 @@ def _steps(axis: Any, rollouts: list[Rollout]) -> None:
 
 def _acceptance(axis: Any, rollouts: list[Rollout]) -> None:
     """Draw the share of draft tokens accepted, by the length of the response so far."""
-    drafted, accepted = np.sum([r.acceptance for r in rollouts if r.acceptance] or [([0], [0])], axis=0)
+    drafted, accepted = np.sum([r.acceptance for r in rollouts if r.acceptance] or [Acceptance([0], [0])], axis=0)
     octaves = np.flatnonzero(drafted)
     axis.bar(range(len(octaves)), accepted[octaves] / drafted[octaves], color="tab:green")
     axis.set_xticks(range(len(octaves)), [f"{2**o}" for o in octaves], rotation=45)

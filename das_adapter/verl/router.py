@@ -45,7 +45,7 @@ class SiblingLoadBalancer(GlobalRequestLoadBalancer):
         fewest = min(self._inflight_requests.values())
         free = [server for server, count in self._inflight_requests.items() if count == fewest]
         home = self._siblings.get(problem) if problem is not None else None
-        return home if home in free else free[0]
+        return home if home is not None and home in free else free[0]
 
     def clear_sticky_cache(self) -> dict[str, Any]:
         """Forget which replica has which requests, between phases of training."""

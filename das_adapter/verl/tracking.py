@@ -21,7 +21,7 @@ def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
 
         data = kwargs.pop("data", args[0] if args else None)
         rest = args[1:]
-        step = kwargs.get("step", rest[0] if rest else None)
+        step: Any = kwargs.get("step", rest[0] if rest else None)
         if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
             data = {**data, **_under_both_names(ledger.metrics(step))}
         args = (data, *rest)

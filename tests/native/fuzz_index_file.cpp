@@ -125,13 +125,15 @@ int main(int argc, char** argv) {
   const auto damage = [&](std::string data) {
     for (auto times = rng() % 3 + 1; times; --times) {
       const size_t at = rng() % data.size(), word = at / 4 * 4;
-      const uint32_t odd[] = {0, 1, 0xffffffff, 0x7fffffff, static_cast<uint32_t>(rng()), static_cast<uint32_t>(rng() % 64)};
+      const uint32_t odd[] = {
+          0, 1, 0xffffffff, 0x7fffffff, static_cast<uint32_t>(rng()), static_cast<uint32_t>(rng() % 64)};
       switch (rng() % 5) {
         case 0: data[at] = static_cast<char>(rng()); break;
         case 1: data[at] ^= static_cast<char>(1 << rng() % 8); break;
         case 2: data.resize(std::max<size_t>(at, 1)); break;
         case 3: data.insert(at, data.substr(rng() % data.size(), rng() % 64)); break;
-        default: if (word + 4 <= data.size()) std::memcpy(&data[word], &odd[rng() % 6], 4);
+        default:
+          if (word + 4 <= data.size()) std::memcpy(&data[word], &odd[rng() % 6], 4);
       }
     }
     return data;

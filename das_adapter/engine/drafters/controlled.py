@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from vllm.config import VllmConfig
@@ -96,7 +96,7 @@ class ControlledDrafter(Drafter):
     def stats(self) -> EngineStats:
         """Return the figures of the sources and of the controller since the last call."""
         sources = [source.stats() for source in (self.history, self.copy) if source]
-        return EngineStats(**functools.reduce(dict.__or__, sources, self.controller.take(self._slots())))
+        return cast(EngineStats, functools.reduce(dict.__or__, sources, self.controller.take(self._slots())))
 
     def restart(self, controller: Controller) -> None:
         """Start again with another controller, as a measurement does for each of its arms."""

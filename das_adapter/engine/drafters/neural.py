@@ -38,7 +38,7 @@ class DraftWeights:
         self._seed = seed
 
     @property
-    def drafter(self) -> torch.nn.Module:
+    def drafter(self) -> Any:
         """vLLM's drafter model."""
         return self._runner.drafter.model
 

@@ -37,8 +37,8 @@ class PolicyCopy:
     """A second tree of the policy's modules whose linear layers are quantised."""
 
     def __init__(self, policy: torch.nn.Module, weights: str):
-        self.layers: list[tuple[torch.nn.Module, QuantisedWeight]] = []
-        self.model = self._copy(policy, weights)
+        self.layers: list[tuple[Any, QuantisedWeight]] = []
+        self.model: Any = self._copy(policy, weights)
         if not self.layers:
             raise DasError("das.drafter: `self` needs linear layers with unquantised weights, found none in "
                            f"{type(policy).__name__}; the policy may be quantised already")  # fmt: skip
@@ -49,13 +49,13 @@ class PolicyCopy:
                 return module
             weight = quantised(module.weight, weights)
             self.layers.append((module, weight))
-            twin = copy.copy(module)
-            twin.quant_method = _QuantisedMethod(weight)
-            return twin
+            layer = copy.copy(module)
+            layer.quant_method = _QuantisedMethod(weight)
+            return layer
         children = {name: child and self._copy(child, weights) for name, child in module._modules.items()}
         if all(child is module._modules[name] for name, child in children.items()):
             return module
-        twin = copy.copy(module)  # shares parameters and buffers
+        twin: Any = copy.copy(module)  # shares parameters and buffers
         twin._modules = children
         if hasattr(twin, "do_not_compile"):
             twin.do_not_compile = True

@@ -18,7 +18,7 @@ REFIT_SOCKETS = "DAS_CPU_REFIT_SOCKETS"
 def prepare() -> None:
     """Adapt this process; a second call changes nothing. A `worker_process_setup_hook` for `ray.init`."""
     if sys.version_info < (3, 12):  # pydantic refuses NeMo-RL's config classes: it wants typing_extensions' TypedDict
-        typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc]
+        typing.TypedDict = typing_extensions.TypedDict
     for fix in (ignore_range_push, ignore_range_pop, leave_sleep_mode_off, leave_vllm_alone):
         fix.when_imported()
     when_imported("nemo_rl.distributed.ray_actor_environment_registry", _one_environment)
