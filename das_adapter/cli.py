@@ -34,7 +34,7 @@ def doctor(as_json: bool) -> None:
     findings, changes = list(checks.examine()), checks.changes()
     broken = [f for f in findings if f.state == "broken"]
     if as_json:
-        report = {"findings": [vars(f) for f in findings], "changes": [vars(c) for c in changes]}
+        report = {"findings": [vars(f) for f in findings], "changes": changes}
         click.echo(json.dumps(report, indent=2))
     else:
         colours = {"ok": "green", "absent": "yellow", "untried": "yellow", "broken": "red"}
@@ -46,7 +46,7 @@ def doctor(as_json: bool) -> None:
         Console().print(table)
         click.echo("\nChanged in these packages, in this order, and the parameters that this relies on:")
         for c in changes:
-            click.echo(f"  {c.patch:32} {c.target}({c.signature})")
+            click.echo(f"  {c['patch']:32} {c['target']}({c['parameters']})")
         if broken:
             Console(stderr=True).print(f"das-adapter does not work here: {broken[0].name}: {broken[0].detail}")
     sys.exit(1 if broken else 0)

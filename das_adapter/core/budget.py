@@ -20,16 +20,11 @@ CLASS_SHARE = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: 1 / 3, LengthClass.LO
 """Share of the largest budget that a class gets. DAS calls them none, moderate and aggressive, without numbers."""
 
 
-def accepted(drafted: Floats, lengths: Floats, alpha: Floats, k: Floats) -> Floats:
-    """Return the tokens accepted of p drafted over a rollout of l tokens: A_i(p) = k·l·(1 - exp(-alpha·p/l))."""
-    total: Floats = k * lengths * (1.0 - np.exp(-alpha * drafted / lengths))
-    return total
-
-
 def drafts_needed(rounds: float, lengths: Floats, alpha: Floats, k: Floats) -> Floats:
     """Return p_i*(N): draft tokens with which a rollout of l tokens ends within N rounds; 0 where l <= N (equation 7).
 
-    It is the inverse of `accepted`: l - A(p) = N, feasible for N > l·(1 - k). Infinite where it is not.
+    It solves l - A(p) = N with A(p) = k·l·(1 - exp(-alpha·p/l)), the tokens accepted of p drafted. Infinite where that
+    has no solution: for N <= l·(1 - k).
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         left = 1.0 - (1.0 - rounds / lengths) / k

@@ -27,7 +27,7 @@ from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, classes, expected_remaining
 from das_adapter.core.pacing import Backoff
 from das_adapter.core.policy_copy import CopyDrafts, CopyPlan
-from das_adapter.core.requests import ClassCounts, RequestCounts, RequestTable
+from das_adapter.core.requests import ClassCounts, RequestTable
 from das_adapter.core.toggle import Savings, Toggle
 
 Floats = npt.NDArray[np.float64]
@@ -194,10 +194,6 @@ class Controller:
         self._batch.last_end = self._batch.step
         self._batch.running -= 1
         table.close(slot)
-
-    def request_counts(self, slot: int) -> RequestCounts:
-        """Return the counts of a request so far."""
-        return self.requests.counts(slot)
 
     def sync(self, version: int, responses: Iterable[tuple[int, int, int]]) -> None:
         """Learn finished responses' lengths (problem, tokens, weight version), at a weight sync, and start again."""

@@ -85,8 +85,3 @@ class Spread:
         if replica in self._tokens:
             self._tokens[replica] = max(0.0, self._tokens[replica] - length)
             self._long[replica] -= long
-
-    @property
-    def load(self) -> Mapping[str, float]:
-        """Predicted tokens that each replica still has to write."""
-        return self._tokens

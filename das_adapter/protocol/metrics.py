@@ -158,23 +158,8 @@ def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Compute a training step's figures from the counts of all engines, under the names the trainer logs.
 
-    `das/tokens_per_s`: tokens an engine writes in a second of its steps, drafting included.
-    `das/tokens_per_forward`: tokens per request forward, drafted or not. `das/draft_coverage`: share of request
-    forwards that carried a draft. `das/acceptance_length`: tokens per drafted request forward (accepted + 1; vLLM's
-    mean acceptance length). `das/verify_waste`: share of the tokens in the decode steps' forward passes that were
-    rejected drafts. `das/health`: 1 healthy, 0 if a drafter raised, its weights were not synced, its acceptance
-    collapsed, or speculation cost more than it saved.
-
-    Where a controller decides: `das/budget_short` (`medium`, `long`): draft tokens per request forward by length class;
-    `das/time_saved_s`: seconds of decoding saved, over all replicas; `das/latency_model_error`: mean relative error of
-    the step times it predicted; `das/planned_rounds`: decode rounds in which DAS's optimal budgets would end the
-    rollout, as far as lengths and acceptance are known (the slowest replica's).
-
-    Where the history is drafted from: `das/accept_rate_age_*` (`none`, `1`, `2_4`, `older`): accepted share of the
-    draft tokens by the weight versions since their problem's newest rollout.
-
-    With a policy copy: `das/requantise_s`: seconds of quantising it at the last weight sync; `das/drafter_bytes`:
-    its memory; `das/self_acceptance`: the chance that one of its draft tokens is accepted.
+    The README ("What is logged") says what each means. Figures of a controller, of the history and of a policy copy are
+    there if an engine has one.
     """
     added = ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens", "busy_seconds")
     total = {name: sum(p[name] for p in parts) for name in added}

@@ -7,14 +7,13 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import ray
 
 from das_adapter.core.length import LengthLog
 from das_adapter.core.toggle import Ladder
-from das_adapter.protocol.messages import ResponseLength
 from das_adapter.protocol.metrics import figures
 
 logger = logging.getLogger("das_adapter")
@@ -24,12 +23,12 @@ _started: list[Any] = []
 """Handles of the actors that this process started: an actor ends with the last handle that it was started through."""
 
 
-class Ledger:
+class Ledger(LengthLog):
     """Keeps the lengths of the window and the figures of recent steps."""
 
     def __init__(self, window: int):
+        super().__init__(window)
         self._name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}"
-        self._lengths = LengthLog(window)
         self._reports: dict[int, list[dict[str, Any]]] = {}
         self._start: str | None = None
         self._ladder: Ladder | None = None
@@ -38,18 +37,6 @@ class Ledger:
     def run(self) -> str:
         """Return the run's name, for the files written about it."""
         return self._name
-
-    def add(self, lengths: Sequence[ResponseLength]) -> None:
-        """Take the lengths of finished responses, see `LengthLog.add`."""
-        self._lengths.add(lengths)
-
-    def since(self, cursor: int) -> tuple[int, list[ResponseLength]]:
-        """Return what arrived after `cursor` (0: all that is kept), and the cursor to ask with next."""
-        return cast("tuple[int, list[ResponseLength]]", self._lengths.since(cursor))
-
-    def predictions(self) -> tuple[dict[int, float], float]:
-        """Predict response lengths, see `LengthLog.predictions`."""
-        return self._lengths.predictions()
 
     def start_from(self, directory: str | None) -> None:
         """Let the run's history begin with what lies in a directory (see `service.checkpoint`)."""

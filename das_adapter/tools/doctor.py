@@ -30,30 +30,19 @@ class Finding:
     detail: str
 
 
-@dataclass(frozen=True)
-class Change:
-    """One attribute of another package that is replaced or added."""
-
-    patch: str
-    target: str
-    signature: str
-    """The parameters that are relied on, as checked; empty: only the name is."""
-    why: str
-    since: str
-    upstream: str
-
-
-def changes() -> list[Change]:
-    """List what is changed in the packages that are installed, in order."""
+def changes() -> list[dict[str, str]]:
+    """List the attributes that are replaced in or added to the installed packages, in order: patch, target, the
+    parameters that are relied on (as checked; empty: only the name is), why, since and upstream (see `Patch`)."""
     for host, modules in _PATCHES.items():
         if compat.version(host) is not None and not compat.missing(host):
             for module in modules:
                 importlib.import_module(f"das_adapter.{module}")
     signatures = {f"{s.module}:{s.name}": s.parameters for host in compat.HOSTS.values() for s in host.symbols}
     return [
-        Change(p.name, p.target, ", ".join(signatures.get(p.target, ())), p.why, p.since, p.upstream)
+        {"patch": p.name, "target": p.target, "parameters": ", ".join(signatures.get(p.target, ())), "why": p.why,
+         "since": p.since, "upstream": p.upstream}
         for p in patching.PATCHES
-    ]
+    ]  # fmt: skip
 
 
 def examine() -> Iterator[Finding]:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from das_adapter.core.budget import (
     AHEAD,
     Worth,
-    accepted,
     allocate,
     class_budgets,
     drafts_needed,
@@ -21,6 +20,11 @@ from das_adapter.core.budget import (
 )
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import LengthClass
+
+
+def accepted(drafted: np.ndarray, lengths: np.ndarray, alpha: np.ndarray, k: np.ndarray) -> np.ndarray:
+    """Tokens accepted of p drafted over a rollout of l (DAS, section 4.2): A(p) = k·l·(1 - exp(-alpha·p/l))."""
+    return k * lengths * (1.0 - np.exp(-alpha * drafted / lengths))
 
 
 def long_tail(count: int = 64) -> np.ndarray:

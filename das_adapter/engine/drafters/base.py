@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,25 @@ from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
 
 logger = logging.getLogger("das_adapter")
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """A request that is drafted for."""
+
+    req_id: str
+    slot: int
+    """Its slot in the controller."""
+    problem: int
+    start: int
+    """Length at which its response began."""
+    end: int
+    """Length at which it stops."""
+    length: int
+    """Its length when it was last drafted for, tokens."""
+    record: bool
+    """Whether its text may serve as history."""
+    begin: float = field(default_factory=time.time)
 
 
 class Drafter:

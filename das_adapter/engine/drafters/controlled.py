@@ -6,7 +6,6 @@ import functools
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +14,7 @@ from vllm.config import VllmConfig
 from das_adapter.core.controller import Controller, Decoded
 from das_adapter.core.latency import read_calibration
 from das_adapter.core.policy_copy import CopyDrafts
-from das_adapter.engine.drafters.base import Drafter
+from das_adapter.engine.drafters.base import Drafter, LiveRequest
 from das_adapter.engine.drafters.history import HistorySource
 from das_adapter.engine.drafters.policy_copy import CopySource
 from das_adapter.engine.drafters.timing import StepTimer
@@ -25,25 +24,6 @@ from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
 logger = logging.getLogger("das_adapter")
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """A request that is drafted for."""
-
-    req_id: str
-    slot: int
-    """Its slot in the controller."""
-    problem: int
-    start: int
-    """Length at which its response began."""
-    end: int
-    """Length at which it stops."""
-    length: int
-    """Its length when it was last drafted for, tokens."""
-    record: bool
-    """Whether its text may serve as history."""
-    begin: float = field(default_factory=time.time)
 
 
 class ControlledDrafter(Drafter):
@@ -110,7 +90,7 @@ class ControlledDrafter(Drafter):
                 if self.history:
                     self.history.close(live)
                 if self.log is not None:
-                    counts = self.controller.request_counts(live.slot)
+                    counts = self.controller.requests.counts(live.slot)
                     self.log.add(decision_log.Request(*counts[:2], live.begin, time.time(), *counts[2:]))
                 self.controller.close(live.slot)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,18 +13,10 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy, check_tokens
 from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.staleness import Staleness
+from das_adapter.engine.drafters.base import LiveRequest
 from das_adapter.protocol.messages import Published, Refresh
 
 logger = logging.getLogger("das_adapter")
-
-
-class Live(Protocol):
-    """The fields of a live request that are used here, see `controlled.LiveRequest`."""
-
-    req_id: str
-    problem: int
-    start: int
-    record: bool
 
 
 @dataclass(slots=True)
@@ -51,23 +43,23 @@ class HistorySource:
         self._known: dict[str, _Known] = {}
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
-    def open(self, live: Live, prompt: np.ndarray, text: np.ndarray) -> None:
+    def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
         handle = self.index.open(self._policy.key(live.problem), prompt[: live.start], prefix=text[live.start :])
         self._known[live.req_id] = _Known(handle, len(text), self._staleness.age(live.problem))
 
-    def close(self, live: Live) -> None:
+    def close(self, live: LiveRequest) -> None:
         """Close a request; what it wrote stays available to its siblings, if it may be recorded."""
         self.index.close(self._known.pop(live.req_id).handle, keep=live.record and self._policy.kept)
 
-    def verified(self, live: Sequence[Live], drafted: np.ndarray, accepted: np.ndarray) -> None:
+    def verified(self, live: Sequence[LiveRequest], drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Count draft tokens from the history that were verified, and those accepted, int64 [requests] each."""
         self._staleness.count((self._known[request.req_id].age for request in live), drafted, accepted)
 
     def draft(
         self,
         rows: Sequence[int],
-        live: Sequence[Live],
+        live: Sequence[LiveRequest],
         lengths: np.ndarray,
         tokens: np.ndarray,
         limits: np.ndarray,

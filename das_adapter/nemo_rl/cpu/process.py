@@ -19,21 +19,17 @@ def prepare() -> None:
     """Adapt this process; a second call changes nothing. A `worker_process_setup_hook` for `ray.init`."""
     if sys.version_info < (3, 12):  # pydantic refuses NeMo-RL's config classes: it wants typing_extensions' TypedDict
         typing.TypedDict = typing_extensions.TypedDict
-    for fix in (ignore_range_push, ignore_range_pop, leave_sleep_mode_off, leave_vllm_alone):
+    for fix in (*NVTX, leave_sleep_mode_off, leave_vllm_alone):
         fix.when_imported()
     when_imported("nemo_rl.distributed.ray_actor_environment_registry", _one_environment)
 
 
-@patch("torch.cuda.nvtx:range_push", since="2.0")
-def ignore_range_push(stock: Any) -> Any:
+def ignore_ranges(stock: Any) -> Any:
     """Without it a CPU build of torch raises: NeMo-RL marks ranges for the CUDA profiler."""
     return lambda *_: None
 
 
-@patch("torch.cuda.nvtx:range_pop", since="2.0")
-def ignore_range_pop(stock: Any) -> Any:
-    """Without it a CPU build of torch raises, as with `range_push`."""
-    return lambda *_: None
+NVTX = [patch(f"torch.cuda.nvtx:{name}", since="2.0")(ignore_ranges) for name in ("range_push", "range_pop")]
 
 
 @patch("vllm.engine.arg_utils:EngineArgs.create_model_config", since="0.24")
