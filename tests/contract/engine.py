@@ -31,6 +31,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
+    MKL_CBWR="AUTO,STRICT",
 )
 
 

@@ -11,5 +11,6 @@ def cpu_env() -> dict[str, str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
+        "MKL_CBWR": "AUTO,STRICT",  # so that logits do not depend on how many rows a matrix product has
         "DAS_CPU_WEIGHT_SYNC": "1",  # see das_adapter.engine.cpu_patches
     }
