@@ -31,8 +31,8 @@ def run(name: str, overrides: list[str], out: Path) -> Steps:
     lines = out / f"{name}.jsonl"
     lines.unlink(missing_ok=True)
     environment = {
-        **os.environ, "MKL_CBWR": "AUTO,STRICT", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
-        "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
+        "MKL_CBWR": "AUTO,STRICT", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1", "NRL_VLLM_ASYNC_TIMEOUT_SECONDS": "300",
     }  # fmt: skip
     environment.pop("CUDA_VISIBLE_DEVICES", None)
