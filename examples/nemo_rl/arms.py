@@ -32,8 +32,8 @@ def run(name: str, overrides: list[str], out: Path) -> Steps:
     lines.unlink(missing_ok=True)
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
-        "MKL_CBWR": "AUTO,STRICT", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1", "NRL_VLLM_ASYNC_TIMEOUT_SECONDS": "300",
+        "MKL_CBWR": "AUTO,STRICT", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "NRL_VLLM_ASYNC_TIMEOUT_SECONDS": "300",
     }  # fmt: skip
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, str(Path(__file__).parent / "tiny_run.py"), "--out", str(lines), *overrides]

@@ -34,6 +34,7 @@ from das_adapter.errors import ConfigError, UnsupportedHost
 from das_adapter.nemo_rl import install, settings
 from das_adapter.nemo_rl.engine_hooks import REFITS, AsyncEngineHooks, SyncEngineHooks
 from das_adapter.protocol.label import Label
+from das_adapter.protocol.messages import Refresh
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = Path(nemo_rl.__file__).parents[1]
@@ -132,7 +133,7 @@ class Engine:
     def generate(self, prompts: list[Any], params: list[SamplingParams], **_: Any) -> list[RequestOutput]:
         return [self._answer(prompt, p) for prompt, p in zip(prompts, params, strict=True)]
 
-    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append((method, *args))
         return [{"tokens": 0, "history_tokens": 0}]
 
@@ -142,11 +143,11 @@ class AsyncEngine(Engine):
         yield self._answer(prompt, params)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:  # type: ignore[override]
-        return super().collective_rpc(method, args)
+        return super().collective_rpc(method, args=args)
 
 
-def refreshed(engine: Engine) -> list[Any]:
-    return [call[2] for call in engine.calls if call[:2] == ("das_rpc", "refresh")]
+def refreshed(engine: Engine) -> list[Refresh]:
+    return [Refresh.of(call[2]) for call in engine.calls if call[:2] == ("das_rpc", "refresh")]
 
 
 def written(history: tuple[str, int]) -> int:
@@ -170,10 +171,10 @@ def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_h
     for method in ("prepare_refit_info", "update_weights_via_ipc_zmq", "finish_sparse_delta_refit"):
         engine.collective_rpc(method)
     first, second = refreshed(engine)
-    assert (first["version"], second["version"]) == (1, 2)
-    assert first["lengths"] == [(prompt_identity([1, 2]), 3, 0)] * 2
-    assert second["lengths"] == []
-    assert written(first["history"]) == 6
+    assert (first.version, second.version) == (1, 2)
+    assert first.lengths == [(prompt_identity([1, 2]), 3, 0)] * 2
+    assert not second.lengths
+    assert written(first.history) == 6
     sent = [Label.of(params.extra_args) for params in engine.params]
     assert len({label.seed for label in sent}) == 3
     assert [label.record for label in sent] == [True, True, False]
@@ -183,7 +184,7 @@ def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_h
 def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) -> None:
     """NeMo-Gym's requests reach the engine over HTTP, without labels, and some ask for several samples."""
 
-    async def serve() -> list[Any]:
+    async def serve() -> Refresh:
         front = AsyncEngineHooks.attach(engine, block(), source=3)
         await front.start()
         for params in (SamplingParams(), SamplingParams(n=2, seed=5)):
@@ -193,9 +194,9 @@ def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) ->
         return refreshed(engine)[0]
 
     engine = AsyncEngine()
-    payload = asyncio.run(serve())
-    assert payload["lengths"] == [(prompt_identity([1, 2]), 3, 0)] * 2
-    assert written(payload["history"]) == 6
+    message = asyncio.run(serve())
+    assert message.lengths == [(prompt_identity([1, 2]), 3, 0)] * 2
+    assert written(message.history) == 6
     one, several = engine.params
     assert Label.of(one.extra_args).seed is not None
     assert Label.of(several.extra_args).seed is None and several.seed == 5
