@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,21 +44,45 @@ def steps(out: Path) -> list[dict[str, Any]]:
     return [row["data"] for row in map(json.loads, out.read_text().splitlines())]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def checkpoints(directory: Path) -> list[str]:
+    return [f"trainer.default_local_dir={directory}", "trainer.save_freq=2", "trainer.resume_mode=auto"]
+
+
+def histories(run: subprocess.CompletedProcess[str]) -> set[Path]:
+    """Directories in which a run kept its history."""
+    return set(map(Path, re.findall(r"das: the history lies in (\S+)", run.stdout + run.stderr)))
+
+
+@dataclass
+class Runs:
     """Three steps over the same four problems, with a validation after each; off, then with the history."""
+
+    off: list[dict[str, Any]]
+    history: list[dict[str, Any]]
+    saved: Path
+    """Checkpoints of the latter."""
+    directories: set[Path]
+    """Where it kept its history."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
-    result = {}
-    for arm, overrides in {"off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"], "history": HISTORY}.items():
-        out = tmp_path_factory.mktemp("verl") / f"{arm}.jsonl"
-        run = train(out, *SMALL, "trainer.total_training_steps=3", "trainer.test_freq=1", *overrides)
+    out = tmp_path_factory.mktemp("verl")
+    logged, directories = {}, set()
+    for arm, overrides in {
+        "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
+        "history": [*HISTORY, *checkpoints(out / "saved")],
+    }.items():
+        run = train(out / arm, *SMALL, "trainer.total_training_steps=3", "trainer.test_freq=1", *overrides)
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-        result[arm] = steps(out)
-    return result
+        logged[arm] = steps(out / arm)
+        directories |= histories(run)
+    return Runs(**logged, saved=out / "saved", directories=directories)
 
 
 def test_training_is_the_same_to_the_last_token_and_the_last_gradient(runs: Any) -> None:
-    off, history = runs["off"], runs["history"]
+    off, history = runs.off, runs.history
     assert len(off) == len(history) == 3
     for a, b in zip(off, history, strict=True):
         for key in ("das/token_hash", "critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/max"):
@@ -65,21 +90,21 @@ def test_training_is_the_same_to_the_last_token_and_the_last_gradient(runs: Any)
 
 
 def test_the_history_is_drafted_from_and_accepted(runs: Any) -> None:
-    first, *_, last = runs["history"]
+    first, *_, last = runs.history
     assert last["das/tokens_per_forward"] > 1.3 * first["das/tokens_per_forward"] > 1.3
     assert last["das/acceptance_length"] > 2
-    assert all(step["das/tokens_per_forward"] == 1 for step in runs["off"])
+    assert all(step["das/tokens_per_forward"] == 1 for step in runs.off)
 
 
 def test_validation_never_enters_the_history(runs: Any) -> None:
     samples = 16  # of the four training problems; the validation after step 1 would come on top
-    means = [step["response_length/mean"] for step in runs["history"]]
-    assert runs["history"][0]["das/history_tokens"] == 0
-    assert runs["history"][-1]["das/history_tokens"] == round(samples * (means[0] + means[1]))
+    means = [step["response_length/mean"] for step in runs.history]
+    assert runs.history[0]["das/history_tokens"] == 0
+    assert runs.history[-1]["das/history_tokens"] == round(samples * (means[0] + means[1]))
 
 
 def test_metrics_are_filled(runs: Any) -> None:
-    for step in runs["history"]:
+    for step in runs.history:
         assert 0 < step["das/draft_coverage"] <= 1
         assert 0 < step["rollout/spec_accept_rate"] <= 1
         assert step["rollout/spec_accept_length"] == step["das/acceptance_length"]
@@ -87,24 +112,19 @@ def test_metrics_are_filled(runs: Any) -> None:
         assert 0 <= step["das/tail_s"] <= step["das/rollout_s"] <= step["timing_s/gen"] + 1
         assert step["das/health"] == 1
         assert step["training/rollout_probs_diff_max"] < 1e-3  # the log-probabilities are the trainer's own
-    assert runs["history"][-1]["das/history_bytes"] > 0
+    assert runs.history[-1]["das/history_bytes"] > 0
 
 
-def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    keep = [f"trainer.default_local_dir={tmp_path}/checkpoints", "trainer.save_freq=2", "trainer.resume_mode=auto"]
-    logged, directories = [], set()
-    for end in (2, 4):
-        out = tmp_path / f"{end}.jsonl"
-        run = train(out, *SMALL, *HISTORY, *keep, f"trainer.total_training_steps={end}")
-        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-        logged.append(steps(out))
-        directories.update(map(Path, re.findall(r"das: the history lies in (\S+)", run.stdout + run.stderr)))
-    (first, second), (third, _) = logged
-    written = 16 * (first["response_length/mean"] + second["response_length/mean"])
-    assert third["training/global_step"] == 3
-    assert third["das/history_tokens"] == round(written)
-    assert third["das/tokens_per_forward"] > 1.3 * first["das/tokens_per_forward"]
-    assert third["das/health"] == 1
+def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(runs: Any, tmp_path: Path) -> None:
+    out = tmp_path / "resumed.jsonl"
+    run = train(out, *SMALL, *HISTORY, *checkpoints(runs.saved), "trainer.total_training_steps=4")
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    (resumed,) = steps(out)
+    assert resumed["training/global_step"] == 4
+    assert resumed["das/history_tokens"] == round(16 * sum(step["response_length/mean"] for step in runs.history))
+    assert resumed["das/tokens_per_forward"] > 1.3 * runs.history[0]["das/tokens_per_forward"]
+    assert resumed["das/health"] == 1
+    directories = runs.directories | histories(run)
     assert len(directories) == 2
     for _ in range(120):
         if not any(directory.exists() for directory in directories):
