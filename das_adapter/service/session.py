@@ -42,7 +42,7 @@ def of_async_engine(call: Callable[..., Awaitable[list[Any]]], loop: asyncio.Abs
         async def answer() -> list[Any]:
             return await asyncio.wait_for(call("das_rpc", args=(command, payload)), timeout)
 
-        return asyncio.run_coroutine_threadsafe(answer(), loop).result()
+        return asyncio.run_coroutine_threadsafe(answer(), loop).result(timeout + 1.0)
 
     return rpc
 
@@ -121,7 +121,7 @@ class Session:
         try:
             if report:
                 self.report(version, left())
-            message = self._message(version, left)
+            message = self._message(version, lambda: left() / 2)  # the rest is the engine's
             answers: list[Refreshed] = self._rpc("refresh", message.payload(), left())
             drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
             if len({rank.get("generation") for rank in drafting}) > 1:
