@@ -45,7 +45,7 @@ def steps(out: Path) -> list[dict[str, Any]]:
 
 
 def checkpoints(directory: Path) -> list[str]:
-    return [f"trainer.default_local_dir={directory}", "trainer.save_freq=2", "trainer.resume_mode=auto"]
+    return [f"trainer.default_local_dir={directory}", "trainer.save_freq=3", "trainer.resume_mode=auto"]
 
 
 def histories(run: subprocess.CompletedProcess[str]) -> set[Path]:
