@@ -27,7 +27,7 @@ from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, classes, expected_remaining
 from das_adapter.core.pacing import Backoff
 from das_adapter.core.policy_copy import CopyDrafts, CopyPlan
-from das_adapter.core.requests import ClassCounts, RequestTable
+from das_adapter.core.requests import PACE_STEPS, ClassCounts, RequestTable
 from das_adapter.core.toggle import Savings, Toggle
 
 Floats = npt.NDArray[np.float64]
@@ -244,7 +244,7 @@ class Controller:
         self.times.add(step.tokens, running, drafted, step.seconds)
         batch.since_plain = batch.since_plain + 1 if drafted else 0
         batch.since_draft = 0 if drafted else batch.since_draft + 1
-        self._copy_seconds += (step.copy_seconds - self._copy_seconds) / 16
+        self._copy_seconds += (step.copy_seconds - self._copy_seconds) / PACE_STEPS
         self.times.keep_fitted()
         model = self.times.model
         if model is None:

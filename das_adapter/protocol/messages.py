@@ -65,6 +65,11 @@ class Refresh:
             found["history"] = Published(*found["history"])
         return cls(**found)
 
+    @property
+    def responses(self) -> list[ResponseLength]:
+        """Lengths of all responses that are new to the engine."""
+        return [*(trajectory.length for trajectory in self.trajectories), *self.lengths]
+
     def payload(self) -> dict[str, Any]:
         """Return the fields that are not at their default."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, (), [])}

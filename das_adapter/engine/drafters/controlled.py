@@ -70,7 +70,7 @@ class ControlledDrafter(Drafter):
             saved = controller.time_saved(self._slots())
             fitted = None if model is None else model.to_dict()
             self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, controller.stopped))
-        controller.sync(message.version, [*(t.length for t in message.trajectories), *message.lengths])
+        controller.sync(message.version, message.responses)
         return answer
 
     def stats(self) -> EngineStats:
@@ -117,9 +117,7 @@ class ControlledDrafter(Drafter):
         drafts: list[list[int]] = [[] for _ in sampled]
         rows, live = self._decoding(sampled, lengths, tokens)
         decoded = self._decoded(rows, live, sampled, lengths)
-        offer = None
-        if self.history:
-            offer = functools.partial(self.history.draft, rows, live, lengths, tokens)
+        offer = functools.partial(self.history.draft, rows, live, lengths, tokens) if self.history else None
         plan = self.controller.plan(decoded, offer)
         for request, row in zip(live, rows, strict=True):
             request.length = int(lengths[row])
@@ -173,14 +171,11 @@ class ControlledDrafter(Drafter):
         self.carried = None
         if carried is not None and not carried.any():
             carried = None
-        copied = None
-        if self.copy:
-            copied = self.copy.verified([request.req_id for request in live], got)
+        copied = self.copy.verified([request.req_id for request in live], got) if self.copy else None
         if carried is not None:
             theirs = carried if copied is None else np.where(copied > 0, 0, carried)
-            accepted = np.where(theirs > 0, got - 1, 0)
             if self.history:
-                self.history.verified(live, theirs, accepted)
+                self.history.verified(live, theirs, np.where(theirs > 0, got - 1, 0))
             if self.log is not None:
                 self.log.verified(self.controller.requests.written[slots], carried, np.where(carried > 0, got - 1, 0))
         self.timer.sampled(slots, got)

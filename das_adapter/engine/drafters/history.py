@@ -100,7 +100,7 @@ class HistorySource:
             self._policy.remember(self.index, message.trajectories, self._vocabulary)
             self._policy.tidy(self.index, message.version)
         self.index.clear_live()
-        self._staleness.sync(message.version, [*(t.length for t in message.trajectories), *message.lengths])
+        self._staleness.sync(message.version, message.responses)
         return self.index.generation
 
     def stats(self) -> dict[str, Any]:
