@@ -229,11 +229,11 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
     """A rollout over two replicas: each replica's share runs on the engine by itself, the later end is the makespan.
 
     Requests arrive mixed, in another order each time, and more than a replica runs at once. `least_loaded` gives them
-    to the replicas by turns and starts them as they came; `longest_first` spreads the long ones and starts those with
-    the longest history first.
+    to the replicas by turns and starts them as they came; `longest_first` ends the predicted rollout first and starts
+    those with the longest history first.
     """
     from das_adapter.core.length import LengthModel
-    from das_adapter.core.routing import Spread
+    from das_adapter.core.routing import Replicas
 
     requests = bench.requests(count, longest)
     bench.prepare("idle", [])
@@ -247,11 +247,12 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
     for turn in range(repeats):
         order = np.random.default_rng(turn).permutation(count)
         expected = [lengths.expected(requests[i]["problem"]) for i in order]
-        bound = float(np.quantile(expected, LengthModel.LONG))
-        spread = Spread("01")
+        replicas = Replicas((0, 1))
         shares = {
             "least_loaded": [i % 2 for i in range(count)],
-            "longest_first": [int(spread.pick(n, n > bound)) for n in expected],
+            "longest_first": [
+                replicas.pick(requests[i]["problem"], n, known=True) for i, n in zip(order, expected, strict=True)
+            ],
         }
         for arm in ("idle", "optimal"):
             for policy, share in shares.items():

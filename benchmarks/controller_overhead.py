@@ -25,7 +25,7 @@ TRUTH = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 def measure(batch: int, steps: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
     controller = Controller(BudgetConfig(), ToggleConfig(), limit=16384)
-    controller.sync(1, [(p, int(n), 0) for p in range(batch) for n in rng.lognormal(7, 0.8, 8)])
+    controller.sync([(p, int(n), 0) for p in range(batch) for n in rng.lognormal(7, 0.8, 8)])
     slots = np.array([controller.open(i, 0, 16384) for i in range(batch)])
     keep, seconds = np.zeros(batch, dtype=np.int64), []
     lengths = rng.integers(0, 17, (64, batch))

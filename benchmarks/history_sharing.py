@@ -29,7 +29,6 @@ from das_adapter.service.ledger import ledger
 from das_adapter.service.node import NodeHistory
 
 PROBLEMS_A_STEP, SAMPLES, TOKENS = 64, 8, 500
-WINDOW = 64
 
 
 def step(version: int, rng: np.random.Generator) -> list[Trajectory]:
@@ -45,7 +44,7 @@ def step(version: int, rng: np.random.Generator) -> list[Trajectory]:
 
 def filled(tokens: int, root: str) -> tuple[NodeHistory, int]:
     """A history of so many tokens, and the version it has come to."""
-    history = NodeHistory(HistoryConfig(window=WINDOW), f"das-benchmark-{tokens}", root, grace_s=1.0)
+    history = NodeHistory(HistoryConfig(), f"das-benchmark-{tokens}", root, grace_s=1.0)
     version = 0
     while version * PROBLEMS_A_STEP * SAMPLES * TOKENS < tokens:
         history.push("fill", version, step(version, np.random.default_rng(version)))
@@ -117,7 +116,7 @@ def syncs(history: NodeHistory, version: int, count: int) -> Iterator[float]:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="JSON file for the result")
 def main(tokens: int, rounds: int, out: Path | None) -> None:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    keep = ledger(WINDOW)
+    keep = ledger(HistoryConfig().window)
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="das-benchmark-") as root:
         (large, version), (small, _) = filled(tokens, root), filled(0, root)

@@ -17,9 +17,9 @@ using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void check_tokens(const Array<Token>& tokens) {
   for (size_t i = 0; i < tokens.size(); ++i)
-    if (tokens.data()[i] < 0)
+    if (tokens.data()[i] < 0 || tokens.data()[i] > kMaxToken)
       throw nb::value_error(("token id " + std::to_string(tokens.data()[i]) + " at position " + std::to_string(i) +
-                             ": token ids are >= 0")
+                             ": token ids are 0 to " + std::to_string(kMaxToken))
                                 .c_str());
 }
 
@@ -54,7 +54,7 @@ nb::tuple draft_flat(SuffixIndex& index, const Array<int64_t>& handles, const Ar
   for (size_t i = 0; i < n; ++i) check_handle(index, handles.data()[i]);
   if (threads > 1 && std::set<int64_t>(handles.data(), handles.data() + n).size() != n)
     throw nb::value_error("handles: one occurs twice, and there are several threads");
-  Text tokens;
+  std::vector<Token> tokens;
   std::vector<float> chances;
   std::vector<int64_t> offsets{0};
   {
@@ -94,8 +94,15 @@ void bind_suffix_index(nb::module_& m) {
            })
       .def("seal", &SuffixIndex::seal, unlocked())
       .def("merge", nb::overload_cast<uint64_t>(&SuffixIndex::merge), unlocked())
-      .def("expire", &SuffixIndex::expire, unlocked())
-      .def("shrink", &SuffixIndex::shrink, unlocked())
+      .def("shrink",
+           [](SuffixIndex& index, uint64_t max_bytes, size_t threads) {
+             SuffixIndex::Shrunk shrunk;
+             {
+               nb::gil_scoped_release unlocked;
+               shrunk = index.shrink(max_bytes, threads);
+             }
+             return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped);
+           })
       .def("save", &SuffixIndex::save, unlocked())
       .def("load", &SuffixIndex::load, unlocked())
       .def("attach", &SuffixIndex::attach, unlocked())
@@ -121,6 +128,11 @@ void bind_suffix_index(nb::module_& m) {
            [](SuffixIndex& index, int64_t handle, bool keep) {
              das::check_handle(index, handle);
              index.close(handle, keep);
+           })
+      .def("age",
+           [](const SuffixIndex& index, int64_t handle) {
+             das::check_handle(index, handle);
+             return index.age(handle);
            })
       .def("clear_live", &SuffixIndex::clear_live)
       .def_prop_ro("max_depth", &SuffixIndex::max_depth)

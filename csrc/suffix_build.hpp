@@ -3,8 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <stdexcept>
-#include <string>
+#include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -12,85 +12,80 @@
 
 namespace das {
 
-// Collects segments and trajectories of one problem, oldest first, and merges them into one segment.
+// Collects segments and texts of one problem, oldest first, and merges them into one segment.
 class Builder {
  public:
-  explicit Builder(uint32_t depth) : depth_(depth) { tokens_.push_back(kStart); }
+  explicit Builder(uint32_t depth) : depth_(depth) {}
 
-  // Adds a segment's trajectories of versions >= `from`. Whatever is added must be younger than what was added before.
+  bool empty() const { return tokens_.empty(); }
+  // Whether so many tokens more, with what is before and behind them, are not too many for a segment.
+  bool fits(uint64_t tokens) const { return tokens_.size() + tokens <= Segment::kCapacity - 2; }
+
+  // Adds a segment's texts of versions >= `from`. Whatever is added must be younger than what was added before.
   void add(const Segment& segment, int64_t from = INT64_MIN) {
-    std::vector<uint32_t> renamed(segment.trajectories.size, UINT32_MAX), moved(segment.trajectories.size);
-    for (size_t i = 0; i < renamed.size(); ++i) {
-      const Segment::Trajectory& t = segment.trajectories[i];
-      if (t.version < from) continue;
-      renamed[i] = static_cast<uint32_t>(trajectories_.size());
-      moved[i] = append(&segment.tokens[t.start] + 1, t.size, t.version) - t.start;  // modulo 2^32
+    std::vector<int64_t> moved(segment.runs.size, kDropped);
+    for (size_t i = 0; i < moved.size(); ++i) {
+      const Segment::Run& run = segment.runs[i];
+      if (run.version < from) continue;
+      moved[i] = int64_t{begin_run(run.version, run.count)} - run.start;
+      tokens_.insert(tokens_.end(), &segment.tokens[run.start], &segment.tokens[segment.end(run)]);
     }
     Places places;
     places.reserve(segment.places.size);
+    const bool whole = std::adjacent_find(moved.begin(), moved.end(), std::not_equal_to<>()) == moved.end();
     uint32_t lcp = 0;  // shared with the last place kept: the least lcp since then
     for (const Segment::Place& p : segment.places) {
       lcp = std::min<uint32_t>(lcp, p.lcp);
-      if (renamed[p.trajectory] == UINT32_MAX) continue;
-      places.push_back({p.position + moved[p.trajectory], lcp, renamed[p.trajectory]});
+      const int64_t by = moved[whole ? 0 : &segment.run(p.position) - segment.runs.begin()];
+      if (by == kDropped) continue;
+      places.push_back({static_cast<uint32_t>(p.position + by), lcp});
       lcp = UINT8_MAX;
     }
-    runs_.push_back(std::move(places));
+    sorted_.push_back(std::move(places));
   }
 
-  void add(const std::vector<std::pair<int64_t, Text>>& texts) {
-    std::vector<Item> items;
-    for (const auto& [version, text] : texts) {
-      const auto index = static_cast<uint32_t>(trajectories_.size());
-      const uint32_t start = append(text.data(), text.size(), version);
-      for (uint32_t i = 0; i < text.size(); ++i) items.push_back({0, start + i, index});
-    }
-    Places places;
-    places.reserve(items.size());
-    order(items.data(), items.data() + items.size(), 0, 0, places);
-    runs_.push_back(std::move(places));
+  // Adds a text. `before`: what precedes it, kStart or kGap; `known`: tokens at its beginning that are only context.
+  template <class T>
+  void add(const T* text, size_t size, int32_t version, uint32_t count = 1, Token before = kStart, size_t known = 0) {
+    const uint32_t start = begin_run(version, count);
+    tokens_.push_back(before);
+    tokens_.insert(tokens_.end(), text, text + size);
+    for (size_t i = known; i < size; ++i) items_.push_back({0, start + static_cast<uint32_t>(i)});
   }
 
-  bool empty() const { return trajectories_.empty(); }
-
+  // The segment of what was added, which is not empty.
   Segment build() {
-    while (runs_.size() > 1) {  // the youngest first, because they are the smallest
-      Places fresh = std::move(runs_.back());
-      runs_.pop_back();
-      if (runs_.back().empty() || fresh.empty())
-        runs_.back().insert(runs_.back().end(), fresh.begin(), fresh.end());
-      else
-        runs_.back() = merged(runs_.back(), fresh);
-    }
-    const Places& places = runs_.front();
-    const Segment::Shape shape{tokens_.size(), trajectories_.size()};
+    tokens_.push_back(kStart);
+    Places fresh;
+    fresh.reserve(items_.size());
+    order(items_.data(), items_.data() + items_.size(), 0, 0, fresh);
+    for (; !sorted_.empty(); sorted_.pop_back())  // the youngest first, because they are the smallest
+      fresh = fresh.empty() ? std::move(sorted_.back()) : merged(sorted_.back(), fresh);
+    const Segment::Shape shape{tokens_.size(), fresh.size(), runs_.size()};
     auto bytes = std::make_shared<std::vector<uint64_t>>(shape.bytes() / 8);
     const Segment segment(bytes->data(), shape, bytes);
     const auto put = [](const auto& span, const auto* from) {
       std::memcpy(const_cast<void*>(static_cast<const void*>(span.data)), from, span.size * sizeof *from);
     };
-    put(segment.trajectories, trajectories_.data()), put(segment.places, places.data());
-    put(segment.tokens, tokens_.data());
+    put(segment.runs, runs_.data()), put(segment.places, fresh.data()), put(segment.tokens, tokens_.data());
     uint64_t* samples = bytes->data() + (segment.samples.data - bytes->data());
-    for (size_t i = 0; i < segment.samples.size; ++i) samples[i] = segment.key(places[i * Segment::kStride]);
+    for (size_t i = 0; i < segment.samples.size; ++i) samples[i] = segment.key(fresh[i * Segment::kStride]);
     return segment;
   }
 
  private:
   using Places = std::vector<Segment::Place>;
+  static constexpr int64_t kDropped = INT64_MIN;
   struct Item {
     uint64_t key;  // two context tokens, at the depth that is being sorted
-    uint32_t position, trajectory;
+    uint32_t position;
   };
 
-  // Appends a trajectory, and returns the position of the kStart before its text.
-  uint32_t append(const Token* text, size_t size, int64_t version) {
-    if (tokens_.size() + size > UINT32_MAX || trajectories_.size() + 1 >= (1u << 24))
-      throw std::length_error("one problem holds at most 2^32 tokens in 2^24 trajectories: expire older versions");
-    const auto start = static_cast<uint32_t>(tokens_.size() - 1);
-    trajectories_.push_back({start, static_cast<uint32_t>(size), version});
-    tokens_.insert(tokens_.end(), text, text + size);
-    tokens_.push_back(kStart);
+  // Returns the position that the next text begins at.
+  uint32_t begin_run(int32_t version, uint32_t count) {
+    const auto start = static_cast<uint32_t>(tokens_.size());
+    if (runs_.empty() || runs_.back().version != version || runs_.back().count != count)
+      runs_.push_back({version, start, count});
     return start;
   }
 
@@ -98,8 +93,8 @@ class Builder {
   // `lcp`: tokens that the first one shares with the place before it.
   void order(Item* begin, Item* end, uint32_t at, uint32_t lcp, Places& out) const {
     for (Item* i = begin; i != end; ++i) {
-      const Token* last = &tokens_[i->position] - at;
-      i->key = Segment::key(*last, *last != kStart && at + 1 < depth_ ? last[-1] : kStart);
+      const Stored* last = &tokens_[i->position] - at;
+      i->key = Segment::key(*last, *last >= 0 && at + 1 < depth_ ? Token{last[-1]} : kGap);
     }
     std::sort(begin, end,
               [](const Item& a, const Item& b) { return a.key != b.key ? a.key < b.key : a.position > b.position; });
@@ -108,10 +103,10 @@ class Builder {
       const uint64_t key = run->key;
       Item* next = std::find_if(run, end, [&](const Item& i) { return i.key != key; });
       if (run != begin) lcp = at + ((key ^ previous) >> 32 == 0);
-      const bool ended = !static_cast<uint32_t>(key) || at + 2 >= depth_;
+      const bool ended = static_cast<uint32_t>(key) <= kBegins || at + 2 >= depth_;
       if (next - run == 1 || ended) {
-        const uint32_t shared = !(key >> 32) ? at + 1 : std::min(at + 2, depth_);
-        for (Item* i = run; i != next; ++i) out.push_back({i->position, i == run ? lcp : shared, i->trajectory});
+        const uint32_t shared = key >> 32 <= kBegins ? at + 1 : std::min(at + 2, depth_);
+        for (Item* i = run; i != next; ++i) out.push_back({i->position, i == run ? lcp : shared});
       } else {
         order(run, next, at + 2, lcp, out);
       }
@@ -133,7 +128,7 @@ class Builder {
     };
     while (i < old.size() && j < fresh.size()) {
       if (a == b) {
-        const Token *x = &tokens_[old[i].position], *y = &tokens_[fresh[j].position];
+        const Stored *x = &tokens_[old[i].position], *y = &tokens_[fresh[j].position];
         const Match m = match({x + 1, UINT32_MAX}, y, depth_, a ? a - 1 : 0);
         const auto back = static_cast<ptrdiff_t>(m.length);
         if (!m.ended && x[-back] < y[-back])
@@ -151,10 +146,32 @@ class Builder {
     return out;
   }
 
+  static constexpr uint32_t kBegins = kStart - kGap;  // ranks up to this are beginnings of texts
+
   uint32_t depth_;
   Text tokens_;
-  std::vector<Segment::Trajectory> trajectories_;
-  std::vector<Places> runs_;  // the places of everything added, each run in order
+  std::vector<Segment::Run> runs_;
+  std::vector<Places> sorted_;  // places of the segments added, each list in order
+  std::vector<Item> items_;     // places of the texts added
 };
+
+// Merges segments, oldest first, into as few as can hold their texts of versions >= `from`.
+inline std::vector<Segment> merged(const std::vector<Segment>& segments, uint32_t depth, int64_t from = INT64_MIN) {
+  std::vector<Segment> out;
+  Builder builder(depth);
+  for (const Segment& segment : segments) {
+    if (!builder.fits(segment.tokens.size)) out.push_back(builder.build()), builder = Builder(depth);
+    builder.add(segment, from);
+  }
+  if (!builder.empty()) out.push_back(builder.build());
+  return out;
+}
+
+// Whether `merged` would make fewer of them.
+inline bool mergeable(const std::vector<Segment>& segments) {
+  for (size_t i = 1; i < segments.size(); ++i)
+    if (segments[i - 1].tokens.size + segments[i].tokens.size <= Segment::kCapacity - 2) return true;
+  return false;
+}
 
 }  // namespace das

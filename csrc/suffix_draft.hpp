@@ -18,8 +18,8 @@ inline uint32_t strength(uint32_t length, uint32_t beyond) { return length ? 2 *
 
 // A place where the context occurs, and the tokens that follow it there.
 struct Candidate {
-  const Token* next;
-  const Token* end;
+  const Stored* next;
+  const Stored* end;
   uint32_t strength;
   uint32_t weight;  // weight of its text: own, a sibling's, the prompt, or history by age
   bool own;         // the request's own text or prompt

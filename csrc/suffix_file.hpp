@@ -56,7 +56,7 @@ inline uint64_t checksum(const void* data, size_t bytes) {
 
 struct FileHeader {
   uint64_t magic = 0;
-  uint64_t format = 2;
+  uint64_t format = 3;
   uint64_t bytes = 0;     // of the whole file
   uint64_t depth = 0;
   int64_t newest = 0;     // the newest version that was ever sealed
@@ -143,10 +143,10 @@ class SegmentFile {
   struct Entry {
     uint64_t problem;
     uint64_t offset;  // of its bytes in the file
-    uint64_t tokens, trajectories;
+    uint64_t tokens, places, runs;
     uint64_t checksum;  // of its bytes
 
-    Segment::Shape shape() const { return {tokens, trajectories}; }
+    Segment::Shape shape() const { return {tokens, places, runs}; }
   };
 
   SegmentFile(std::string path, bool map) : path_(std::move(path)), bytes_(path_, map) {
@@ -154,7 +154,8 @@ class SegmentFile {
     uint64_t end = sizeof header_ + header_.count * sizeof(Entry);
     for (size_t i = 0; i < header_.count; ++i) {
       const Entry& e = entry(i);
-      const bool sane = e.offset == end && e.trajectories && e.tokens > e.trajectories + 1 && e.tokens <= UINT32_MAX;
+      const bool sane = e.offset == end && e.runs && e.places && e.runs < e.tokens && e.places < e.tokens &&
+                        e.tokens <= Segment::kCapacity;
       if (!sane || e.shape().bytes() > header_.bytes - end) throw FileError(path_, "its table contradicts itself");
       end += e.shape().bytes();
     }
@@ -233,7 +234,7 @@ inline void write_segments(const std::string& path, FileHeader header,
   uint64_t end = begin;
   for (const auto& [problem, s] : segments) {
     const auto shape = s->shape();
-    table.push_back({problem, end, shape.tokens, shape.trajectories, checksum(s->bytes(), shape.bytes())});
+    table.push_back({problem, end, shape.tokens, shape.places, shape.runs, checksum(s->bytes(), shape.bytes())});
     end += shape.bytes();
   }
   header.magic = kSegmentMagic;

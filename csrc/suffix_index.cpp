@@ -4,16 +4,20 @@
 
 #include <cfloat>
 #include <cmath>
+#include <functional>
 #include <stdexcept>
+#include <tuple>
 
 #include "suffix_build.hpp"
 #include "suffix_parallel.hpp"
+#include "suffix_thin.hpp"
 
 namespace das {
 
 namespace {
 
 constexpr uint32_t kSure = 8;  // places that differ in the last token are searched only below this strength
+constexpr uint64_t kLeast = 256;   // bytes that a problem keeps before whole problems are dropped
 constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;  // weights; the newest history has a sibling's
 
 // Collects the votes on the next token, `step` tokens after the places at which the candidates were found.
@@ -37,38 +41,76 @@ SuffixIndex::SuffixIndex(uint32_t max_depth, double half_life) : depth_(max_dept
 }
 
 void SuffixIndex::add(uint64_t problem, const Token* tokens, size_t count, int64_t version) {
-  if (count) problems_[problem].staged.emplace_back(version, Text(tokens, tokens + count));
+  const auto narrow = static_cast<int32_t>(version);
+  if (narrow != version)
+    throw std::invalid_argument("version: found " + std::to_string(version) + ", allowed: 32 bits");
+  if (count > Segment::kCapacity - 3) throw std::invalid_argument("tokens: found 2^24 or more, allowed: fewer");
+  if (count) problems_[problem].staged.emplace_back(narrow, Text(tokens, tokens + count));
 }
 
-void SuffixIndex::seal(bool merged, size_t threads) {
+void SuffixIndex::Problem::look() {
+  visits.clear();
+  for (const Segment& segment : history) {
+    check(segment);
+    for (const auto& run : segment.runs) visits.push_back(run.version);
+  }
+  std::sort(visits.rbegin(), visits.rend());
+  visits.erase(std::unique(visits.begin(), visits.end()), visits.end());
+}
+
+uint64_t SuffixIndex::Problem::age(int64_t version) const {
+  return std::lower_bound(visits.begin(), visits.end(), version, std::greater<>()) - visits.begin();
+}
+
+void SuffixIndex::seal(size_t window, bool merged, size_t threads) {
   std::vector<Problem*> touched;
   for (auto& [id, problem] : problems_)
     if (!problem.staged.empty()) touched.push_back(&problem);
   parallel(touched.size(), threads, [&](size_t i, size_t) {
     Problem& problem = *touched[i];
+    auto& history = problem.history;
+    for (const Segment& segment : history) check(segment);  // before anything changes
     Builder fresh(depth_);
-    fresh.add(problem.staged);
-    problem.history.push_back(fresh.build());
-    if (merged || problem.history.size() > kSegments) merge(problem);
+    for (const auto& [version, text] : problem.staged) {
+      if (!fresh.fits(text.size() + 1)) history.push_back(fresh.build()), fresh = Builder(depth_);
+      fresh.add(text.data(), text.size(), version);
+    }
+    history.push_back(fresh.build());
+    problem.look();
+    problem.visits.resize(std::min(problem.visits.size(), window));
+    if ((merged && history.size() > 1) || history.size() > kSegments)
+      history = das::merged(history, depth_, problem.visits.back());
+    else
+      drop_before(problem, problem.visits.back());
+    if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
   });
   for (Problem* problem : touched) {
-    for (const auto& [version, text] : problem->staged) newest_ = std::max(newest_, version);
+    for (const auto& [version, text] : problem->staged) newest_ = std::max<int64_t>(newest_, version);
     problem->staged = {};
   }
 }
 
-void SuffixIndex::merge(Problem& problem) const {
-  Builder all(depth_);
-  for (const Segment& segment : problem.history) check(segment), all.add(segment);
-  problem.history = {all.build()};
+void SuffixIndex::drop_before(Problem& problem, int64_t from) const {
+  std::vector<Segment> kept;
+  for (const Segment& segment : problem.history) {
+    const auto old = [&](const Segment::Run& run) { return run.version < from; };
+    if (std::any_of(segment.runs.begin(), segment.runs.end(), old)) {
+      Builder rest(depth_);
+      rest.add(segment, from);
+      if (!rest.empty()) kept.push_back(rest.build());
+    } else {
+      kept.push_back(segment);
+    }
+  }
+  problem.history = std::move(kept);
 }
 
 uint64_t SuffixIndex::merge(uint64_t tokens) {
   uint64_t merged = 0;
   for (auto& [id, problem] : problems_) {
-    if (problem.history.size() < 2) continue;
-    merge(problem);
-    merged += problem.history.front().token_count();
+    if (!mergeable(problem.history)) continue;
+    for (const Segment& segment : problem.history) check(segment), merged += segment.token_count();
+    problem.history = das::merged(problem.history, depth_);
     if (merged >= tokens) break;
   }
   return merged;
@@ -82,71 +124,79 @@ void SuffixIndex::each_problem(Function&& function) {
   }
 }
 
-uint64_t SuffixIndex::expire(int64_t before) {
-  uint64_t dropped = 0;
-  each_problem([&](Problem& problem) {
-    std::vector<Segment> kept;
+SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
+  struct Owner {
+    Problem* problem;
+    uint64_t bytes;
+    std::pair<int64_t, uint64_t> seen;  // last version, and the problem
+  };
+  std::vector<Owner> owners;
+  uint64_t bytes = 0, least = 0;
+  for (auto& [id, problem] : problems_) {
+    if (problem.history.empty()) continue;
+    Owner owner{&problem, 0, {INT64_MIN, id}};
     for (const Segment& segment : problem.history) {
-      const auto old = [&](const Segment::Trajectory& t) { return t.version < before; };
-      check(segment);
-      if (std::none_of(segment.trajectories.begin(), segment.trajectories.end(), old)) {
-        kept.push_back(segment);
-        continue;
-      }
-      Builder rest(depth_);
-      rest.add(segment, before);
-      dropped += segment.token_count();
-      if (rest.empty()) continue;
-      kept.push_back(rest.build());
-      dropped -= kept.back().token_count();
+      owner.bytes += segment.nbytes();
+      for (const auto& run : segment.runs) owner.seen.first = std::max<int64_t>(owner.seen.first, run.version);
     }
-    problem.history = std::move(kept);
-    auto& staged = problem.staged;
-    staged.erase(std::remove_if(staged.begin(), staged.end(),
-                                [&](const auto& s) {
-                                  if (s.first < before) dropped += s.second.size();
-                                  return s.first < before;
-                                }),
-                 staged.end());
-  });
-  return dropped;
+    bytes += owner.bytes, least += std::min(owner.bytes, kLeast);
+    owners.push_back(owner);
+  }
+  Shrunk shrunk{token_count(), 0, 0};
+  if (bytes <= max_bytes) return {0, 0, 0};
+  if (least > max_bytes) {  // not all problems can keep something
+    std::sort(owners.begin(), owners.end(), [](const Owner& a, const Owner& b) { return a.seen > b.seen; });
+    for (; least > max_bytes; owners.pop_back(), ++shrunk.dropped) {
+      Owner& owner = owners.back();
+      bytes -= owner.bytes, least -= std::min(owner.bytes, kLeast);
+      owner.problem->history.clear(), owner.problem->visits.clear();
+    }
+  }
+  std::sort(owners.begin(), owners.end(),
+            [](const Owner& a, const Owner& b) { return std::tie(a.bytes, a.seen) < std::tie(b.bytes, b.seen); });
+  uint64_t level = 0, below = 0;  // the most bytes of a problem with which all fit; bytes of the problems below it
+  for (size_t i = 0; i < owners.size(); below += owners[i++].bytes) {
+    level = (max_bytes - below) / (owners.size() - i);
+    if (level <= owners[i].bytes) break;
+  }
+  // The largest are thinned out to less than that, so that a problem is not thinned out every time.
+  const uint64_t to = level / 4 * 3;
+  std::vector<Problem*> large;
+  for (; bytes > max_bytes; owners.pop_back()) {
+    large.push_back(owners.back().problem);
+    bytes -= owners.back().bytes - to;
+  }
+  shrunk.thinned = large.size();
+  parallel(large.size(), threads, [&](size_t i, size_t) { thin(*large[i], to); });
+  each_problem([](Problem&) {});
+  shrunk.tokens -= token_count();
+  return shrunk;
 }
 
-uint64_t SuffixIndex::shrink(uint64_t max_bytes) {
-  uint64_t bytes = nbytes(), dropped = 0;
-  if (bytes <= max_bytes) return 0;
-  int64_t oldest = INT64_MAX, newest = INT64_MIN;
-  std::vector<std::pair<int64_t, uint64_t>> used;  // newest version and problem
-  for (const auto& [id, problem] : problems_) {
-    int64_t last = INT64_MIN;
-    for (const Segment& segment : problem.history) {
-      check(segment);
-      for (const auto& t : segment.trajectories) oldest = std::min(oldest, t.version), last = std::max(last, t.version);
-    }
-    if (!problem.history.empty()) used.emplace_back(last, id), newest = std::max(newest, last);
+void SuffixIndex::thin(Problem& problem, uint64_t max_bytes) const {
+  for (const Segment& segment : problem.history) check(segment);
+  const std::vector<Segment> all = merged(problem.history, depth_);
+  uint64_t bytes = 0;
+  for (const Segment& segment : all) bytes += segment.nbytes();
+  problem.history.clear();
+  for (const Segment& segment : all) {
+    Builder rest(depth_);
+    Thinning(segment).into(rest, static_cast<uint64_t>(static_cast<double>(max_bytes) * segment.nbytes() / bytes));
+    if (!rest.empty()) problem.history.push_back(rest.build());
   }
-  std::sort(used.begin(), used.end());
-  for (const auto& [last, id] : used) {
-    if (last == newest || bytes <= max_bytes) break;
-    Problem& problem = problems_.at(id);
-    for (const Segment& segment : problem.history) bytes -= segment.nbytes(), dropped += segment.token_count();
-    problem.history.clear();
-    if (problem.empty()) problems_.erase(id);
-  }
-  for (; nbytes() > max_bytes; ++oldest) dropped += expire(oldest + 1);
-  return dropped;
+  problem.look();
 }
 
 int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count) {
   Problem& problem = problems_[id];
-  for (const Segment& segment : problem.history) check(segment);
+  problem.look();
   auto stream = std::make_unique<Stream>();
   if (count) {
     stream->prompt = problem.prompt.lock();
     const auto* known = stream->prompt ? &stream->prompt->front().tokens : nullptr;  // kStart, the prompt, kStart
     if (!known || !std::equal(known->begin() + 1, known->end() - 1, prompt, prompt + count)) {
       Builder text(depth_);
-      text.add({{0, Text(prompt, prompt + count)}});
+      text.add(prompt, count, 0);
       stream->prompt = std::make_shared<std::vector<Segment>>(1, text.build());
     }
     problem.prompt = stream->prompt;
@@ -169,6 +219,11 @@ void SuffixIndex::extend(int64_t handle, const Token* tokens, size_t count) {
   r.problem->live.extend(*r.stream, tokens, count);
 }
 
+int64_t SuffixIndex::age(int64_t handle) const {
+  const auto& visits = requests_.at(handle).problem->visits;
+  return visits.empty() ? -1 : newest_ - visits.front();
+}
+
 void SuffixIndex::close(int64_t handle, bool keep) {
   const Request r = request(handle);
   requests_.erase(handle);
@@ -189,7 +244,7 @@ template <class Visit>
 void SuffixIndex::search(const Request& request, Context response, Context whole, Visit&& visit) const {
   das::search(request.problem->history, response, depth_,
               [&](const Segment& segment, const Segment::Place& p, uint32_t length) {
-                const uint64_t age = newest_ - segment.trajectories[p.trajectory].version;
+                const uint64_t age = request.problem->age(segment.run(p.position).version);
                 const uint32_t weight = fading_[std::min<uint64_t>(age, fading_.size() - 1)];
                 visit(response, &segment.tokens[p.position], segment.tokens.end(), length, weight, false);
               });
@@ -225,20 +280,20 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
   candidates.clear();
   uint32_t strongest = 0;
   search(request, response, whole,
-         [&, out = &candidates](Context context, const Token* last, const Token* end, uint32_t length, uint32_t weight,
-                                bool own) {
+         [&, out = &candidates](Context context, const Stored* last, const Stored* end, uint32_t length,
+                                uint32_t weight, bool own) {
            const uint32_t beyond = length < depth_ ? match_beyond(context, last, length, kBeyond) : 0;
            out->push_back({last + 1, end, strength(length, beyond), weight, own});
            strongest = std::max(strongest, out->back().strength);
          });
   if (strongest >= kSure || response.size < 2) return;
   const Token written = response[0];
-  search(
-      request, response.without_last(), whole.without_last(),
-      [&, out = &candidates](Context, const Token* last, const Token* end, uint32_t length, uint32_t weight, bool own) {
-        if (last[1] == written) return;  // found by the search above
-        out->push_back({last + 2, end, strength(0, std::min(length, kBeyond)), weight, own});
-      });
+  search(request, response.without_last(), whole.without_last(),
+         [&, out = &candidates](Context, const Stored* last, const Stored* end, uint32_t length, uint32_t weight,
+                                bool own) {
+           if (last[1] == written) return;  // found by the search above
+           out->push_back({last + 2, end, strength(0, std::min(length, kBeyond)), weight, own});
+         });
 }
 
 std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles, const int64_t* budgets, size_t count,
@@ -365,6 +420,8 @@ void SuffixIndex::take(Store::Segments segments, const FileHeader& header, const
   depth_ = static_cast<uint32_t>(header.depth), newest_ = header.newest;
   each_problem([](Problem& problem) { problem.history.clear(); });
   for (auto& [id, list] : history) problems_[id].history = std::move(list);
+  for (auto& [id, problem] : problems_)
+    if (!problem.live.streams.empty()) problem.look();
 }
 
 }  // namespace das

@@ -23,10 +23,12 @@ class SuffixIndex {
 
   // The history: made by calls, or mapped from a store's files.
   void add(uint64_t problem, const Token* tokens, size_t count, int64_t version);
-  void seal(bool merge, size_t threads);
+  void seal(size_t window, bool merge, size_t threads);  // drops visits of the problems added to beyond the window
   uint64_t merge(uint64_t tokens);  // problems with several segments, about this many tokens; returns how many
-  uint64_t expire(int64_t before_version);
-  uint64_t shrink(uint64_t max_bytes);
+  struct Shrunk {
+    uint64_t tokens, thinned, dropped;  // tokens that went, problems thinned out, and dropped whole
+  };
+  Shrunk shrink(uint64_t max_bytes, size_t threads);
   void save(const std::string& path) const;
   void load(const std::string& path);  // into an index without history
   void attach(const std::string& directory, bool write);
@@ -38,7 +40,7 @@ class SuffixIndex {
   void close(int64_t handle, bool keep);
   void clear_live();
   struct Draft {
-    Text tokens;
+    std::vector<Token> tokens;
     std::vector<float> chances;  // that each token is reached and accepted
   };
   // Drafts of at most budgets[i] tokens; a handle may occur once.
@@ -46,6 +48,8 @@ class SuffixIndex {
                            size_t threads);
 
   bool is_open(int64_t handle) const { return requests_.count(handle); }
+  int64_t age(
+      int64_t handle) const;  // versions from the newest text of the request's problem to the newest; -1: no text
   bool attached() const { return store_ != nullptr; }
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
@@ -58,16 +62,19 @@ class SuffixIndex {
  private:
   struct Problem {
     std::vector<Segment> history;  // oldest first, at most kSegments
+    std::vector<int64_t> visits;   // versions that wrote it, newest first; known while requests are open
     Live live;
-    std::vector<std::pair<int64_t, Text>> staged;
+    std::vector<std::pair<int32_t, Text>> staged;
     std::weak_ptr<const std::vector<Segment>> prompt;  // of the request opened last: siblings share it
     bool empty() const { return history.empty() && live.streams.empty() && staged.empty(); }
+    void look();  // checks the history, and finds its visits
+    uint64_t age(int64_t version) const;  // visits since
   };
   struct Request {
     Problem* problem;
     Stream* stream;
     uint64_t problem_id;
-    Text drafted;                 // the last draft since `extend`, and one token more if there is one
+    std::vector<Token> drafted;   // the last draft since `extend`, and one token more if there is one
     std::vector<uint16_t> kinds;  // `Acceptance` kinds of those tokens
   };
 
@@ -80,7 +87,8 @@ class SuffixIndex {
 
   Request& request(int64_t handle);
   void draft(Request& request, int64_t budget, double min_chance, Scratch& scratch, Draft& out) const;
-  void merge(Problem& problem) const;
+  void drop_before(Problem& problem, int64_t from) const;
+  void thin(Problem& problem, uint64_t max_bytes) const;
   FileHeader header() const;
   void take(Store::Segments segments, const FileHeader& header, const std::string& path);
   template <class Visit>
@@ -94,7 +102,7 @@ class SuffixIndex {
   int64_t next_handle_ = 1;
   std::unordered_map<uint64_t, Problem> problems_;
   std::unordered_map<int64_t, Request> requests_;
-  std::vector<uint32_t> fading_;  // weight of a trajectory by its age in versions
+  std::vector<uint32_t> fading_;  // weight of a trajectory by its age in visits
   Acceptance acceptance_;
   std::unique_ptr<Store> store_;
 };

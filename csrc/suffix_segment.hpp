@@ -24,31 +24,32 @@ struct Span {
 
 class SegmentFile;
 
-// Tokens, and their positions ordered by reversed left context (12 bytes per token).
+// Tokens, and their positions ordered by reversed left context (7.25 bytes per token).
 struct Segment {
   // A place whose next token is a continuation. Equal contexts are ordered latest first.
   struct Place {
-    uint32_t position;         // of the last context token (kStart included) in `tokens`
-    uint32_t lcp : 8;          // equal context tokens shared with the previous place
-    uint32_t trajectory : 24;  // which one it lies in
+    uint32_t position : 24;  // of the last context token (kStart included) in `tokens`
+    uint32_t lcp : 8;        // equal context tokens shared with the previous place
   };
-  struct Trajectory {
-    uint32_t start;  // position of its kStart
-    uint32_t size;   // tokens after it
-    int64_t version;
+  // Texts that follow each other and were written by one version.
+  struct Run {
+    int32_t version;
+    uint32_t start : 24;  // position of the kStart or kGap before the first of them
+    uint32_t count : 8;   // rollouts that each text stands for
   };
-  // Sizes of the arrays. The bytes are trajectories, places, samples and tokens, padded to a multiple of 8.
+  // Sizes of the arrays. The bytes are runs, samples, places and tokens, padded to a multiple of 8.
   struct Shape {
-    uint64_t tokens = 0, trajectories = 0;  // tokens with every trajectory between two kStart
+    uint64_t tokens = 0, places = 0, runs = 0;  // tokens with kStart or kGap before every text, and kStart at the end
 
-    uint64_t places() const { return tokens - trajectories - 1; }
-    uint64_t samples() const { return (places() + kStride - 1) / kStride; }
+    uint64_t samples() const { return (places + kStride - 1) / kStride; }
     uint64_t bytes() const {
-      const uint64_t all = trajectories * sizeof(Trajectory) + (places() + samples()) * 8 + tokens * sizeof(Token);
+      const uint64_t all =
+          runs * sizeof(Run) + samples() * sizeof(uint64_t) + places * sizeof(Place) + tokens * sizeof(Stored);
       return (all + 7) / 8 * 8;
     }
   };
   static constexpr uint64_t kStride = 32;  // places per sample
+  static constexpr uint64_t kCapacity = 1 << 24;  // most tokens
 
   Segment() = default;
   Segment(const void* bytes, Shape shape, std::shared_ptr<const void> kept) : owner(std::move(kept)) {
@@ -57,43 +58,58 @@ struct Segment {
       span = {reinterpret_cast<decltype(span.data)>(at), size};
       at += size * sizeof *span.data;
     };
-    take(trajectories, shape.trajectories), take(places, shape.places());
-    take(samples, shape.samples()), take(tokens, shape.tokens);
+    take(runs, shape.runs), take(samples, shape.samples());
+    take(places, shape.places), take(tokens, shape.tokens);
   }
 
-  Shape shape() const { return {tokens.size, trajectories.size}; }
-  const void* bytes() const { return trajectories.data; }
+  Shape shape() const { return {tokens.size, places.size, runs.size}; }
+  const void* bytes() const { return runs.data; }
   uint64_t nbytes() const { return shape().bytes(); }
   uint64_t token_count() const { return places.size; }
 
+  // The run that a position lies in.
+  const Run& run(uint32_t position) const {
+    const Run* next =
+        std::upper_bound(runs.begin(), runs.end(), position, [](uint32_t at, const Run& r) { return at < r.start; });
+    return next[-1];
+  }
+  uint32_t end(const Run& run) const {
+    return &run + 1 == runs.end() ? static_cast<uint32_t>(tokens.size - 1) : (&run)[1].start;
+  }
+
   // Whether the arrays, from whatever source, are consistent, so that a search never reads outside them.
   bool sound() const {
-    uint64_t position = 0;
-    for (const Trajectory& t : trajectories) {
-      if (t.start != position || !t.size) return false;
-      position += t.size + 1ull;
-      if (position >= tokens.size || tokens[position] != kStart) return false;
+    if (tokens.size < 2 || !runs.size || runs[0].start || tokens[0] >= 0 || tokens[tokens.size - 1] != kStart)
+      return false;
+    for (size_t i = 1; i < runs.size; ++i) {
+      const uint32_t start = runs[i].start;
+      if (start <= runs[i - 1].start || start >= tokens.size - 1 || tokens[start] >= 0) return false;
     }
-    if (position + 1 != tokens.size || tokens[0] != kStart) return false;
+    std::vector<uint8_t> reach(tokens.size);  // tokens of the text up to there, its beginning included
+    for (size_t i = 0; i < tokens.size; ++i) {
+      if (tokens[i] < kGap) return false;
+      reach[i] = tokens[i] < 0 ? 1 : std::min(reach[i - 1] + 1, 255);
+    }
     bool sound = true;
     for (const Place& p : places) {
-      if (p.trajectory >= trajectories.size) return false;
-      const uint32_t before = p.position - trajectories[p.trajectory].start;  // huge if it lies in front
-      sound &= (before < trajectories[p.trajectory].size) & (p.lcp <= before + 1);
+      if (p.position + 1ull >= tokens.size) return false;
+      sound &= (tokens[p.position + 1] >= 0) & (p.lcp <= reach[p.position]);
     }
     return sound;
   }
 
   // The last two context tokens as a number that orders as contexts do; `samples` has that of every kStride-th place.
   static uint64_t key(Token last, Token before) {
-    const uint32_t high = static_cast<uint32_t>(last) + 1;
-    return uint64_t{high} << 32 | (high ? static_cast<uint32_t>(before) + 1 : 0);
+    const auto rank = [](Token token) { return static_cast<uint32_t>(token - kGap); };
+    return uint64_t{rank(last)} << 32 | (last < 0 ? 0 : rank(before));
   }
-  uint64_t key(const Place& p) const { return key(tokens[p.position], p.position ? tokens[p.position - 1] : kStart); }
+  uint64_t key(const Place& p) const {
+    return key(tokens[p.position], p.position ? Token{tokens[p.position - 1]} : kGap);
+  }
 
   // The first place that does not sort before the context.
   const Place* lower_bound(Context context, uint32_t depth) const {
-    const uint64_t here = key(context[0], context.size > 1 ? context[1] : kStart);
+    const uint64_t here = key(context[0], context.size > 1 ? context[1] : kGap);
     const uint64_t* low = halve(samples.data, samples.size, [&](const uint64_t& k) { return k < here; });
     const uint64_t* high = low;
     if (high != samples.end() && *high == here)
@@ -103,17 +119,17 @@ struct Segment {
     return halve(places.data + begin, end - begin, [&](const Place& p) { return sorts_before(p, context, depth); });
   }
 
-  Span<Trajectory> trajectories;
-  Span<Place> places;
+  Span<Run> runs;
   Span<uint64_t> samples;
-  Span<Token> tokens;
+  Span<Place> places;
+  Span<Stored> tokens;
   std::shared_ptr<const void> owner;  // owner of the bytes
-  SegmentFile* file = nullptr;        // the owner if it is a file; `entry` is the segment's number in it
+  SegmentFile* file = nullptr;  // the owner if it is a file; `entry` is the segment's number in it
   size_t entry = 0;
 
  private:
   bool sorts_before(const Place& p, Context context, uint32_t depth) const {
-    const Token* last = &tokens[p.position];
+    const Stored* last = &tokens[p.position];
     const Match m = match(context, last, depth);
     if (m.ended) return false;  // equal, or the context is a prefix and sorts first
     return last[-static_cast<ptrdiff_t>(m.length)] < context[m.length];
@@ -134,7 +150,7 @@ struct Segment {
   }
 };
 
-static_assert(sizeof(Segment::Place) == 8 && sizeof(Segment::Trajectory) == 16, "the layout of files");
+static_assert(sizeof(Segment::Place) == 4 && sizeof(Segment::Run) == 8, "the layout of files");
 
 constexpr size_t kSegments = 8;  // most segments of one problem
 
@@ -162,7 +178,7 @@ void search(const std::vector<Segment>& segments, Context context, uint32_t dept
   // Whether the place x of an older segment sorts before y of a younger one; they agree in `shared` tokens.
   const auto sorts_before = [&](const Cursor& a, const Segment::Place& x, const Cursor& b, const Segment::Place& y,
                                 uint32_t shared) {
-    const Token *p = &a.segment->tokens[x.position], *q = &b.segment->tokens[y.position];
+    const Stored *p = &a.segment->tokens[x.position], *q = &b.segment->tokens[y.position];
     const Match m = match({p + 1, UINT32_MAX}, q, depth, shared - 1);
     return !m.ended && p[-static_cast<ptrdiff_t>(m.length)] < q[-static_cast<ptrdiff_t>(m.length)];
   };

@@ -3,43 +3,71 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 namespace das {
 
-using Token = int32_t;                // real tokens are >= 0
-constexpr Token kStart = -1;          // precedes the first token of every response
-constexpr uint32_t kMost = 16;        // places that one search of a text visits (live text: per chain)
-using Text = std::vector<Token>;
+using Token = int32_t;
+constexpr Token kMaxToken = (1 << 23) - 1;  // real tokens are 0 to this
+constexpr Token kStart = -1;                // precedes the first token of every response
+constexpr Token kGap = -2;  // precedes a stretch of a response of which what came before is not there; matches nothing
+constexpr uint32_t kMost = 16;  // places that one search of a text visits (live text: per chain)
+
+// A token as texts hold it, in three bytes.
+class Stored {
+ public:
+  Stored(Token token) : high_(static_cast<int8_t>(token >> 16)) {
+    const auto low = static_cast<uint16_t>(token);
+    std::memcpy(low_, &low, sizeof low);
+  }
+  operator Token() const { return low() | high_ * 65536; }
+  bool same(const Stored& other) const { return !((low() ^ other.low()) | (high_ ^ other.high_)); }
+  bool begins() const { return high_ < 0; }  // kStart or kGap
+
+ private:
+  int32_t low() const {
+    uint16_t low;
+    std::memcpy(&low, low_, sizeof low);
+    return low;
+  }
+
+  char low_[2];
+  int8_t high_;
+};
+static_assert(sizeof(Stored) == 3, "the layout of files");
+
+using Text = std::vector<Stored>;
 
 // The last `size` tokens before `end`, last one first.
 struct Context {
-  const Token* end;
+  const Stored* end;
   uint32_t size;
 
   Token operator[](uint32_t back) const { return end[-1 - static_cast<ptrdiff_t>(back)]; }
   Context without_last() const { return {end - 1, size - 1}; }
 };
 
-// Match of a context with a place in a text whose last context token is *last; the text begins with kStart.
+// Match of a context with a place in a text whose last context token is *last; the text begins with kStart or kGap.
 struct Match {
-  uint32_t length;  // equal tokens, kStart included, at most `depth`
-  bool ended;       // nothing lies beyond it: kStart matched, `depth` was reached, or the context ran out
+  uint32_t length;  // equal tokens, the text's beginning included, at most `depth`
+  bool ended;  // nothing lies beyond it: a beginning matched, `depth` was reached, or the context ran out
 };
 
-inline Match match(Context context, const Token* last, uint32_t depth, uint32_t from = 0) {
+inline Match match(Context context, const Stored* last, uint32_t depth, uint32_t from = 0) {
   const uint32_t limit = context.size < depth ? context.size : depth;
   for (uint32_t i = from; i < limit; ++i) {
-    if (context[i] != last[-static_cast<ptrdiff_t>(i)]) return {i, false};
-    if (context[i] == kStart) return {i + 1, true};
+    const Stored &token = context.end[-1 - static_cast<ptrdiff_t>(i)], &other = last[-static_cast<ptrdiff_t>(i)];
+    if (!token.same(other)) return {i, false};
+    if (token.begins()) return {i + 1, true};
   }
   return {limit, true};
 }
 
 // Equal tokens beyond a single differing one at `length` (a substitution), at most `limit`.
-inline uint32_t match_beyond(Context context, const Token* last, uint32_t length, uint32_t limit) {
-  const Token* place = last - length;
-  if (length >= context.size || *place == kStart) return 0;
+inline uint32_t match_beyond(Context context, const Stored* last, uint32_t length, uint32_t limit) {
+  const Stored* place = last - length;
+  if (length >= context.size || *place < 0) return 0;
   return match({context.end - length - 1, context.size - length - 1}, place - 1, limit).length;
 }
 

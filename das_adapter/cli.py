@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -108,9 +109,9 @@ def report(run_dir: Path, out: Path | None, version: int | None) -> None:
     click.echo("\n".join(map(str, written)))
 
 
-def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        return () if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
         raise click.BadParameter(f"found {text!r}, expected whole numbers such as 1,4,16") from None
 
@@ -158,8 +159,11 @@ def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where FILE holds text.")
 @click.option("--budget", default=8, show_default=True, help="Most draft tokens of a request in a round.")
 @click.option("--min-chance", default=0.0, show_default=True, help="A draft ends where its chance falls under this.")
-@click.option("--window", default=16, show_default=True, help="Steps that a rollout stays in the history.")
+@click.option("--window", default=8, show_default=True, help="Visits of a problem that are drafted from.")
+@click.option("--max-bytes", default="8GiB", show_default=True, help="Size of the history, such as 512MiB.")
 @click.option("--batch", default=256, show_default=True, help="Requests that are live at once.")
+@click.option("--replicas", callback=_numbers, help="Also over so many replicas, by routing; such as 1,2,4,8.")
+@click.option("--slots", type=click.IntRange(1), help="--replicas: requests that a replica runs at once; default: all.")
 @click.option("--json", "target", type=click.Path(path_type=Path), help="Write the figures here.")
 @click.option("--plot", "picture", type=click.Path(), help="Draw them here, as PNG.")
 def replay(
@@ -168,7 +172,10 @@ def replay(
     budget: int,
     min_chance: float,
     window: int,
+    max_bytes: str,
     batch: int,
+    replicas: tuple[int, ...],
+    slots: int | None,
     target: Path | None,
     picture: str | None,
 ) -> None:
@@ -176,25 +183,41 @@ def replay(
 
     FILE: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or .npz / .jsonl / .jsonl.zst of responses.
     """
+    from das_adapter.config import parse
     from das_adapter.tools import replay as simulator
+    from das_adapter.tools import replicas as routing
     from das_adapter.tools import rollouts
 
+    if min(replicas, default=1) < 1:
+        raise click.BadParameter(f"found {min(replicas)}, allowed: 1 or more", param_hint="--replicas")
     try:
-        figures = simulator.report(rollouts.read(path, tokenizer), budget, min_chance, window, batch)
+        das = parse({"history": {"window": window, "max_bytes": max_bytes}})
+        assert das is not None
+        dump = rollouts.read(path, tokenizer)
+        figures = simulator.report(dump, budget, min_chance, das.history, batch)
+        if replicas:
+            figures["routing"] = routing.report(dump, replicas, slots, budget)
     except DasError as error:
         raise click.ClickException(str(error)) from None
     table = Table(box=None, pad_edge=False)
-    for column in ("", "tokens/forward", "accepted", "drafted", "rounds"):
+    for column in ("", "tokens/forward", "accepted", "drafted", "rounds", "hits"):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    parts = (("", {"all sources": figures}), *((k, figures[k]) for k in ("by_source", "by_length", "by_step")))
+    parts = (
+        ("", {"all sources": figures}),
+        *((k, figures[k]) for k in ("by_source", "by_length", "by_visit", "by_budget", "by_step")),
+    )
     for kind, rows in parts:
         for name, f in rows.items():
             title = f"{kind.removeprefix('by_')} {name}".strip()
             shown = (f["tokens_per_forward"], f["accepted_per_round"], f["drafted_per_round"])
-            table.add_row(title, *(f"{x:.2f}" for x in shown), str(f["rounds"]))
+            table.add_row(title, *(f"{x:.2f}" for x in shown), str(f["rounds"]), f"{f['hits']:.0%}")
     Console().print(table)
     positions = " ".join(f"{p:.2f}" for p in figures["acceptance_by_position"])
     click.echo(f"acceptance by draft position: {positions}; calibration error {figures['calibration_error']:.3f}")
+    if replicas:
+        Console().print(_routing_table(figures["routing"]))
+        worth = ", ".join(f"{name} {accepted:.2f}" for name, accepted in figures["routing"]["siblings"].items())
+        click.echo(f"accepted per round by siblings: {worth}")
     if target:
         target.write_text(json.dumps(figures, indent=1) + "\n")
     if picture:
@@ -202,6 +225,17 @@ def replay(
             simulator.plot(figures, picture)
         except ImportError:
             raise click.ClickException("--plot needs matplotlib: pip install 'das-adapter[plot]'") from None
+
+
+def _routing_table(figures: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("replicas", "routing", "accepted", "longest, rounds", "makespan", "replicas/group"):
+        table.add_column(column, justify="left" if column == "routing" else "right", no_wrap=True)
+    for count, arms in figures["replicas"].items():
+        for name, f in arms.items():
+            table.add_row(count, name, f"{f['accepted_per_round']:.2f}", f"{f['longest']:.0f}", f"{f['makespan']:.0f}",
+                          f"{f['parts']:.2f}")  # fmt: skip
+    return table
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -172,7 +173,19 @@ _NEMO_RL = {
     },
     "nemo_rl.distributed.batched_data_dict": {"BatchedDataDict.shard_by_batch_size": "longest first"},
     "nemo_rl.distributed.ray_actor_environment_registry": {"ACTOR_ENVIRONMENT_REGISTRY": "the worker's Python"},
-    "nemo_rl.algorithms.grpo": {"validate": "keeps validation out of the history"},
+    "nemo_rl.algorithms.grpo": {
+        "validate": "keeps validation out of the history",
+        "setup(master_config, tokenizer)": _CHECKPOINT,
+    },
+    "nemo_rl.algorithms.ppo": {"setup(master_config, tokenizer)": _CHECKPOINT},
+    "nemo_rl.algorithms.distillation": {"setup(master_config, tokenizer)": _CHECKPOINT},
+    "nemo_rl.algorithms.single_controller_utils.setup": {
+        "setup_single_controller(master_config, tokenizer)": _CHECKPOINT
+    },
+    "nemo_rl.utils.checkpoint": {
+        "CheckpointManager.init_tmp_checkpoint(self, step, training_info, run_config)": _CHECKPOINT,
+        "CheckpointManager.get_latest_checkpoint_path(self)": _CHECKPOINT,
+    },
 }
 
 HOSTS: dict[str, Host] = {
@@ -204,10 +217,13 @@ def state(host: str) -> Literal["absent", "broken", "tried", "untried"]:
     return "tried" if found.split("+")[0] in HOSTS[host].tried else "untried"
 
 
+@functools.cache
 def missing(host: str) -> list[Symbol]:
     """List the required symbols that the installed package lacks, or has with other parameters; read from its source
     files, nothing is imported."""
-    return [symbol for symbol in HOSTS[host].symbols if not _defined(symbol)]
+    symbols = HOSTS[host].symbols
+    sources = {module: _parsed(module) for module in {symbol.module for symbol in symbols}}
+    return [symbol for symbol in symbols if not _defined(sources[symbol.module], symbol)]
 
 
 def require(host: str) -> None:
@@ -225,11 +241,7 @@ def require(host: str) -> None:
         )
 
 
-def _defined(symbol: Symbol) -> bool:
-    path = _source(symbol.module)
-    if path is None:
-        return False
-    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+def _defined(body: list[ast.stmt], symbol: Symbol) -> bool:
     scope: ast.AST | None = None
     for name in symbol.name.split("."):
         found = next((node for node in _flat(body) if name in _names(node)), None)
@@ -248,13 +260,15 @@ def _takes(node: ast.AST | None, parameters: tuple[str, ...]) -> bool:
     return names.issuperset(parameters)
 
 
-def _source(module: str) -> Path | None:
+def _parsed(module: str) -> list[ast.stmt]:
+    """Statements of a module; none if there is no such module."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or not spec.submodule_search_locations:
-        return None
+        return []
     base = Path(spec.submodule_search_locations[0]).joinpath(*rest)
-    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+    path = next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.is_file()), None)
+    return ast.parse(path.read_text(encoding="utf-8")).body if path else []
 
 
 def _flat(body: list[ast.stmt]) -> list[ast.stmt]:

@@ -75,11 +75,11 @@ class HistoryConfig(_Block):
     scope: Literal["problem", "global", "request"] = "problem"
     """Whose text a request drafts from. `problem`: the rollouts of its own prompt; `global`: those of all prompts;
     `request`: its own text alone."""
-    window: Annotated[int, Field(ge=1)] = 16
-    """Weight versions, one per weight sync, for which a rollout stays in the history."""
+    window: Annotated[int, Field(ge=1)] = 8
+    """Visits of a problem that are drafted from, the newest: a visit is a weight version that wrote rollouts of it."""
     max_bytes: Annotated[Size, Field(ge=2**16)] = 8 * 2**30
-    """Size of a node's history, such as 512MiB. The problems not seen for longest go first, then the oldest
-    versions."""
+    """Size of a node's history, such as 512MiB. Above it the largest problems are thinned out to the stretches of text
+    that most of their rollouts share; all problems keep some history as long as 256 bytes of each fit."""
     persist: UserPath | None = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
     empty history, or with its own where it resumes."""
@@ -116,8 +116,12 @@ class RoutingConfig(_Block):
     """Which replica a request goes to."""
 
     policy: Literal["longest_first", "least_loaded", "host"] = "longest_first"
-    """Which replica a request goes to. `longest_first`: requests predicted to be long start first and are spread over
-    the replicas; `least_loaded`: to the replica with the fewest requests in flight; `host`: the host's own balancer."""
+    """Which replica a request goes to. `longest_first`: samples of one prompt go to the same replica, where they draft
+    from each other, and are spread where the rollout is predicted to end earlier that way; those predicted to be long
+    start first. `least_loaded`: to the replica with the fewest requests in flight; `host`: the host's own balancer."""
+    leaders: Annotated[Literal["auto", "off"], BeforeValidator(_accept_yaml_off)] = "auto"
+    """`auto`: where requests wait for a slot of the engine, one sample of each prompt starts early, as far as the
+    others, which draft from it, save more rounds than it delays. `off`: longest first only."""
 
 
 class SelfConfig(_Block):
@@ -198,6 +202,11 @@ class DasConfig(_Block):
         return self.drafter in _HISTORY
 
     @property
+    def shares_history(self) -> bool:
+        """Whether rollouts outlive their request: engines share a history, and checkpoints contain it."""
+        return self.uses_history and self.history.scope != "request"
+
+    @property
     def neural(self) -> bool:
         """Whether a drafter with weights of its own drafts."""
         return self.drafter in _NEURAL
@@ -240,6 +249,7 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "toggle": {"drafter": _CONTROLLED},
     "toggle.margin": {"toggle.mode": ("roofline",)},
     "toggle.threshold": {"toggle.mode": ("threshold",)},
+    "routing.leaders": {"drafter": _HISTORY, "routing.policy": ("longest_first",)},
     "self": {"drafter": _COPY},
     "draft": {"drafter": _NEURAL},
     "verify.seed": {"verify.noise": ("keyed", None)},

@@ -22,17 +22,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several pytest workers, tests that share an expensive fixture stay on one: a file's tests on one vLLM
-    build, and whole training runs, which are done one after the other."""
+    """With several pytest workers, tests that share an expensive fixture stay on one: a file's tests on one vLLM build,
+    and those of the same training runs."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Shared(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
-            if "/unit/" in file:
+            if "/unit/" in file or ("/e2e/" in file and "[" in test):
                 return nodeid
-            if "/e2e/" in file:
-                return "e2e"
             build = re.search(r"\[(default|newest)\b", test)
             return f"{file} {build[1] if build else ''}"
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import cast
 
@@ -47,6 +47,15 @@ class _Sums:
     accepted: float = 0.0
     first_tried: float = 0.0
     first_kept: float = 0.0
+    syncs: int = 0
+    """Weight syncs before what was added last."""
+
+    def add(self, syncs: int, **counts: int) -> None:
+        """Add counts; the first ones after a weight sync halve the weight of the past."""
+        kept = 1.0 if syncs == self.syncs else 0.5
+        for name, count in counts.items():
+            setattr(self, name, kept * getattr(self, name) + count)
+        self.syncs = syncs
 
 
 class AcceptanceCurves:
@@ -59,32 +68,37 @@ class AcceptanceCurves:
     """
 
     POPULATION = 256.0
+    PROBLEMS = 2**17
+    """Most problems with counts of their own; those not seen for longest are forgotten first."""
 
     def __init__(self) -> None:
-        self._problems: defaultdict[int, _Sums] = defaultdict(_Sums)
+        self._problems: OrderedDict[int, _Sums] = OrderedDict()
         # Before anything is observed: half of the first tokens are accepted, and k is 0.6.
         self._all = _Sums(tokens=100.0, drafted=80.0, accepted=29.0, first_tried=40.0, first_kept=20.0)
+        self._syncs = 0
 
     def observe(
         self, problem: int, tokens: int, drafted: int, accepted: int, first_tried: int, first_kept: int
     ) -> None:
         """Take a finished rollout: its tokens, draft tokens verified and accepted, and how many drafts it carried and
         how many of those had their first token accepted."""
-        for sums in (self._problems[problem], self._all):
-            sums.tokens += tokens
-            sums.drafted += drafted
-            sums.accepted += accepted
-            sums.first_tried += first_tried
-            sums.first_kept += first_kept
+        own = self._problems.setdefault(problem, _Sums(syncs=self._syncs))
+        self._problems.move_to_end(problem)
+        if len(self._problems) > self.PROBLEMS:
+            self._problems.popitem(last=False)
+        for sums in (own, self._all):
+            sums.add(
+                self._syncs,
+                tokens=tokens,
+                drafted=drafted,
+                accepted=accepted,
+                first_tried=first_tried,
+                first_kept=first_kept,
+            )
 
-    def forget(self) -> None:
-        """Halve the weight of the past, at a weight sync."""
-        for problem, sums in list(self._problems.items()):
-            if sums.tokens < 1.0:
-                del self._problems[problem]
-        for sums in (*self._problems.values(), self._all):
-            for name in vars(sums):
-                setattr(sums, name, 0.5 * getattr(sums, name))
+    def sync(self) -> None:
+        """Note a weight sync: a problem's past loses half its weight when the problem is next visited."""
+        self._syncs += 1
 
     def of(self, problem: int) -> tuple[float, float]:
         """Return (alpha, k) of a problem: alpha·k <= 1, 0 < k < 1."""

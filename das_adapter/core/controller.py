@@ -133,7 +133,7 @@ class Controller:
         budget: BudgetConfig,
         toggle: ToggleConfig,
         limit: int,
-        window: int = 16,
+        window: int = 8,
         prior: StepModel | None = None,
         copy: CopyDrafts | None = None,
         most: int | None = None,
@@ -142,7 +142,7 @@ class Controller:
         Args:
             budget, toggle: the blocks of the config.
             limit: longest response there can be, tokens.
-            window: weight versions that lengths are remembered for.
+            window: visits of a problem whose lengths are remembered.
             prior: latency model until the engine's own steps give one.
             copy: the policy copy, where there is one.
             most: draft tokens of a request in a step; None: `budget.max_draft_tokens`.
@@ -195,12 +195,12 @@ class Controller:
         self._batch.running -= 1
         table.close(slot)
 
-    def sync(self, version: int, responses: Iterable[tuple[int, int, int]]) -> None:
+    def sync(self, responses: Iterable[tuple[int, int, int]]) -> None:
         """Learn finished responses' lengths (problem, tokens, weight version), at a weight sync, and start again."""
         for problem, length, written in responses:
             self.lengths.observe(problem, length, written)
-        self.lengths.refit(version)
-        self._curves.forget()
+        self.lengths.refit()
+        self._curves.sync()
         self.times.fit()
         self.toggle.reset()
         if self.copy is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -10,7 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core.index.values import Shrunk
 from das_adapter.errors import DasError
+
+logger = logging.getLogger("das_adapter")
 
 
 class Store(Protocol):
@@ -18,11 +22,12 @@ class Store(Protocol):
 
     def add(self, problem: int, tokens: npt.NDArray[np.int32], version: int) -> None: ...
 
-    def seal(self) -> object: ...
+    def seal(self, window: int) -> object: ...
 
-    def expire(self, before_version: int) -> int: ...
+    def shrink(self, max_bytes: int) -> Shrunk: ...
 
-    def shrink(self, max_bytes: int) -> int: ...
+    @property
+    def tokens(self) -> int: ...
 
 
 class HistoryPolicy:
@@ -44,7 +49,7 @@ class HistoryPolicy:
         return 0 if self.config.scope == "global" else problem
 
     def remember(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31) -> None:
-        """Add finished trajectories, and seal them.
+        """Add finished trajectories, and seal them: the visits of their problems beyond the window are dropped.
 
         Args:
             store: takes them in.
@@ -58,12 +63,16 @@ class HistoryPolicy:
             tokens = np.frombuffer(text, dtype=np.int32)
             check_tokens(tokens, vocabulary)
             store.add(self.key(problem), tokens, version)
-        store.seal()
+        store.seal(self.config.window)
 
-    def tidy(self, store: Store, version: int) -> None:
-        """Drop what is older than the window before a weight version, then what exceeds the byte budget."""
-        store.expire(version - self.config.window)
-        store.shrink(self.config.max_bytes)
+    def tidy(self, store: Store) -> None:
+        """Thin out what exceeds the byte budget, and say so in the log."""
+        before = store.tokens
+        shrunk = store.shrink(self.config.max_bytes)
+        if shrunk.tokens:
+            logger.warning("das: history: above das.history.max_bytes=%d: %d of %d tokens were dropped; "
+                           "%d problems were thinned out, %d forgotten",
+                           self.config.max_bytes, shrunk.tokens, before, shrunk.thinned, shrunk.dropped)  # fmt: skip
 
 
 def check_tokens(tokens: npt.NDArray[np.int32], vocabulary: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import defaultdict, deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 
@@ -15,6 +16,9 @@ from das_adapter.core.native import native
 Floats = npt.NDArray[np.float64]
 Response = tuple[int, int, int]
 """(problem, tokens of a response, weight version that wrote it)."""
+
+Visits = dict[int, list[int]]
+"""Lengths by the weight version that wrote them."""
 
 _Z = np.linspace(-5.0, 5.0, 1001)
 _NORMAL = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in _Z])
@@ -42,12 +46,16 @@ class LengthModel:
     """Standard deviation of the log of a length around an observed one."""
     SHORT, LONG = 0.5, 0.8
     """Quantiles that bound the classes."""
+    RECENT = 16
+    """Weight versions that make up the population, the newest."""
+    PROBLEMS = 2**17
+    """Most problems whose own lengths are remembered; those not seen for longest are forgotten first."""
 
-    def __init__(self, limit: int, window: int = 16) -> None:
+    def __init__(self, limit: int, window: int = 8) -> None:
         """
         Args:
             limit: longest response there can be (max_model_len will do).
-            window: weight versions that lengths are remembered for.
+            window: visits of a problem (weight versions that wrote responses of it) whose lengths are remembered.
         """
         self.limit = max(2, limit)
         self.window = window
@@ -56,92 +64,100 @@ class LengthModel:
         self.bounds = (0.0, float(self.limit))
         """Longest short and longest medium response; everything is medium before there is history."""
         self._log = np.log(self.edges)
-        self._lengths: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)
-        self._everyone: deque[tuple[int, int]] = deque()
+        self._lengths: OrderedDict[int, Visits] = OrderedDict()
+        self._everyone: Visits = {}
         self._population: Floats = self._log / self._log[-1]
         """Distribution over all problems. Without history a length is as likely in one octave as in the next."""
 
     def observe(self, problem: int, length: int, version: int) -> None:
         """Take the length in tokens of a finished response, and the weight version that wrote it."""
         if length > 0:
-            self._lengths[problem].append((version, length))
-            self._everyone.append((version, length))
+            _note(self._lengths.setdefault(problem, {}), version, length, self.window)
+            self._lengths.move_to_end(problem)
+            if len(self._lengths) > self.PROBLEMS:
+                self._lengths.popitem(last=False)
+            _note(self._everyone, version, length, self.RECENT)
 
-    def refit(self, version: int) -> None:
-        """Forget what left the window, at a weight sync, and compute the population and the classes' bounds again."""
-        oldest = version - self.window
-        for problem in [p for p, seen in self._lengths.items() if _drop(seen, oldest)]:
-            del self._lengths[problem]
-        _drop(self._everyone, oldest)
-        self._population = self._log / self._log[-1]
-        self.bounds = (0.0, float(self.limit))
+    def refit(self) -> None:
+        """Compute the population and the classes' bounds again, at a weight sync."""
         if self._everyone:
-            lengths = np.array([length for _, length in self._everyone], dtype=float)
+            lengths = _all(self._everyone)
             self.bounds = (float(np.quantile(lengths, self.SHORT)), float(np.quantile(lengths, self.LONG)))
             self._population = self._smooth(lengths)
 
     def cdf(self, problem: int) -> Floats:
         """Return the chance that a response of the problem is at most `edges` long, shape (GRID,); 1 at the last."""
-        seen = self._lengths.get(problem)
-        if not seen:
+        visits = self._lengths.get(problem)
+        if not visits:
             return self._population
-        own = self._smooth(np.array([length for _, length in seen], dtype=float))
+        seen = _all(visits)
+        own = self._smooth(seen)
         mixed: Floats = (len(seen) * own + self.POPULATION * self._population) / (len(seen) + self.POPULATION)
         return mixed
 
-    def expected(self, problem: int) -> float:
-        """Return the mean length of the problem's responses in tokens, for a response that has not begun."""
-        mean: float = _mean_beyond(self.cdf(problem)[None, :], self.edges, np.zeros(1))[0]
-        return mean
+    def expected(self) -> dict[int, float]:
+        """Return the mean length in tokens of a response that has not begun, by problem that has lengths of its own:
+        the mean of `cdf`."""
+        own = [_all(visits) for visits in self._lengths.values()]
+        if not own:
+            return {}
+        counts = np.array([len(lengths) for lengths in own])
+        lengths, which = np.unique(np.concatenate(own), return_inverse=True)
+        means = _mean_beyond(self._around(lengths), self.edges, np.zeros(len(lengths)))
+        sums = np.add.reduceat(means[which], np.cumsum(counts) - counts)
+        everyone = _mean_beyond(self._population[None, :], self.edges, np.zeros(1))
+        expected = (sums + self.POPULATION * everyone) / (counts + self.POPULATION)
+        return dict(zip(self._lengths, expected.tolist(), strict=True))
 
     def _smooth(self, lengths: Floats) -> Floats:
         """Distribution function of log-normals around the lengths, cut off at the limit."""
         centres, counts = np.unique(lengths, return_counts=True)
-        z = (self._log[None, :] - np.log(centres)[:, None]) / self.SPREAD
-        cdf: Floats = counts @ np.interp(z, _Z, _NORMAL) / len(lengths)
-        cdf[-1] = 1.0
+        cdf: Floats = counts @ self._around(centres) / len(lengths)
+        return cdf
+
+    def _around(self, lengths: Floats) -> Floats:
+        """Distribution function of the log-normal around each length, shape (n, GRID)."""
+        z = (self._log[None, :] - np.log(lengths)[:, None]) / self.SPREAD
+        cdf: Floats = np.interp(z, _Z, _NORMAL)
+        cdf[:, -1] = 1.0
         return cdf
 
 
 class LengthLog:
-    """The response lengths of a run over the window, in the order in which they arrived."""
+    """The lengths of a run's last responses, in the order in which they arrived."""
 
     LONGEST = 2**17
     """Tokens; a longer response counts as this long when lengths are predicted."""
+    KEPT = 2**18
+    """Responses whose lengths are remembered."""
 
     def __init__(self, window: int) -> None:
-        """`window`: weight versions that lengths are remembered for."""
-        self._window = window
-        self._lengths: deque[Response] = deque()
-        self._dropped = 0
+        """`window`: visits of a problem that its predicted length is made from."""
+        self._model = LengthModel(self.LONGEST, window)
+        self._lengths: deque[Response] = deque(maxlen=self.KEPT)
+        self._count = 0
 
     def add(self, lengths: Iterable[Response]) -> None:
-        """Take finished responses (problem, tokens, weight version), and drop those older than the newest's window."""
-        self._lengths.extend(lengths)
-        newest = self._lengths[-1][2] if self._lengths else 0
-        while self._lengths and self._lengths[0][2] < newest - self._window:
-            self._lengths.popleft()
-            self._dropped += 1
+        """Take finished responses (problem, tokens, weight version)."""
+        for response in lengths:
+            self._model.observe(*response)
+            self._lengths.append(response)
+            self._count += 1
 
     def since(self, cursor: int) -> tuple[int, list[Response]]:
         """Return what arrived after `cursor` (0: all that is kept), and the cursor to ask with next."""
-        start = max(0, cursor - self._dropped)
-        return self._dropped + len(self._lengths), list(self._lengths)[start:]
+        new = max(0, min(self._count - cursor, len(self._lengths)))
+        return self._count, list(itertools.islice(reversed(self._lengths), new))[::-1]
 
     def predictions(self) -> tuple[dict[int, float], float]:
         """Predict the response length of each problem, and the length above which a problem is long; empty and
         infinite before there is history.
 
-        The distributions are those of the engines: over the versions of the window, shrunk towards the population.
+        The distributions are those of the engines: over a problem's own visits, shrunk towards the population.
         """
-        if not self._lengths:
-            return {}, float("inf")
-        lengths = LengthModel(self.LONGEST, self._window)
-        for problem, length, version in self._lengths:
-            lengths.observe(problem, length, version)
-        lengths.refit(self._lengths[-1][2])
-        expected = {problem: lengths.expected(problem) for problem, *_ in self._lengths}
-        return expected, float(np.quantile(list(expected.values()), LengthModel.LONG))
+        self._model.refit()
+        expected = self._model.expected()
+        return expected, float(np.quantile(list(expected.values()), LengthModel.LONG)) if expected else float("inf")
 
 
 def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
@@ -199,7 +215,12 @@ def _at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     return found
 
 
-def _drop(seen: deque[tuple[int, int]], oldest: int) -> bool:
-    while seen and seen[0][0] < oldest:
-        seen.popleft()
-    return not seen
+def _note(visits: Visits, version: int, length: int, most: int) -> None:
+    """Add a length to those of its weight version; of more than `most` versions the oldest is dropped."""
+    visits.setdefault(version, []).append(length)
+    if len(visits) > most:
+        del visits[min(visits)]
+
+
+def _all(visits: Visits) -> Floats:
+    return np.array(list(itertools.chain.from_iterable(visits.values())), dtype=float)

@@ -1,87 +1,290 @@
-"""Which replica a request goes to, and which requests start first, by their predicted lengths (DAS, section 4.2).
+"""Which replica a request goes to, and which requests start first (DAS, section 4.2).
 
-veRL's requests come one by one (`Spread`), NeMo-RL's as a batch (`longest_first`) or one by one (`least_loaded`).
+Both follow from the predicted end of the rollout. A replica's decode step takes the time of one round, and a little
+more for every request in it: the rollout ends with the longest request, later the more requests there are. Siblings,
+the samples of one problem in one step, need fewer rounds on the same replica, where they draft from each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+from das_adapter.config import DasConfig
+
+Name = TypeVar("Name", bound=Hashable)
+
+THROUGHPUT = 64.0
+"""Requests with which a decode step takes twice as long as with one."""
 
 
-def longest_first(problems: Sequence[int], lengths: Mapping[int, float], workers: int) -> list[list[int]]:
-    """Distribute a batch over workers by expected work (longest processing time first; DAS, section 4.2).
+@dataclass(frozen=True)
+class Worth:
+    """Tokens that a request gets from a forward pass, by the siblings it can draft from: they grow with the logarithm
+    of the siblings' text. The defaults lie between those of recorded rollouts (`benchmarks/results/routing.md`)."""
 
-    A problem's samples stay on one worker, where they draft from each other, unless there are fewer than two problems
-    per worker.
+    alone: float = 1.8
+    """Tokens without siblings."""
+    doubling: float = 0.5
+    """Tokens that twice the text adds."""
+    growing: float = 0.2
+    """What a sibling that is being written counts for, in finished ones."""
+    history: float = 8.0
+    """What a problem's history counts for, in finished siblings."""
+
+    def tokens(self, growing: float, finished: float = 0.0, known: bool = False) -> float:
+        """Return the tokens from a forward pass beside so many siblings; `known`: the problem has history."""
+        return self.alone + self.doubling * math.log2(1.0 + self.growing * growing + finished + self.history * known)
+
+
+NO_SIBLINGS = Worth(doubling=0.0)
+"""For a drafter that does not draft from siblings."""
+
+
+def worth_of(das: DasConfig) -> Worth:
+    """Return what siblings are worth with the block's drafter."""
+    return Worth() if das.uses_history and das.history.scope != "request" else NO_SIBLINGS
+
+
+@dataclass
+class _Part:
+    """Samples of a problem that are on one replica, or will be."""
+
+    samples: int
+    rounds: float
+    """Decode steps that each of them takes."""
+
+
+class Replicas(Generic[Name]):
+    """Replicas and the samples that they have to write. A group stays together unless the rollout ends earlier without.
+
+    When its first sample comes, a group is placed on one replica, or in equal parts on two, three, and so on, as long
+    as each division ends the rollout earlier. Work counts against a replica only beyond its share of the most that is
+    in flight at once, since the groups to come level out what lies below.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[Name] = (),
+        worth: Worth = Worth(),
+        group: int = 1,
+        throughput: float = THROUGHPUT,
+        expected: float = math.inf,
+    ) -> None:
+        """
+        Args:
+            names: of the replicas.
+            worth: of siblings.
+            group: samples of a problem that come at once; more where more of one problem were in flight.
+            throughput: as `THROUGHPUT`; no more than the requests that a replica runs at once.
+            expected: most work in flight at once, in rounds of all requests; from the second burst on that of the
+                burst before. A burst ends when no request is in flight.
+        """
+        self._worth, self._group, self._throughput = worth, group, throughput
+        self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
+        self._places: dict[int, list[Name]] = {}
+        self._running: Counter[int] = Counter()
+        self._peak, self._expected = 0.0, expected
+
+    def add(self, replica: Name) -> None:
+        """Add a replica that joined."""
+        self._parts.setdefault(replica, {})
+
+    def remove(self, replica: Name) -> None:
+        """Remove a replica that left."""
+        self._parts.pop(replica, None)
+        self._places = {problem: [r for r in places if r != replica] for problem, places in self._places.items()}
+
+    def pick(self, problem: int, length: float, known: bool = False, group: int | None = None) -> Name:
+        """Choose a replica for a request, and count it there. There must be a replica.
+
+        Args:
+            problem: its problem.
+            length: predicted tokens of the response.
+            known: whether the problem has history.
+            group: samples of the problem that come at once, if not as many as usual.
+        """
+        if not self._places.get(problem):
+            coming = max(1, (group or self._group) - self._running[problem])
+            self._places[problem] = self._place(problem, length, known, coming)
+        self._running[problem] += 1
+        self._group = max(self._group, self._running[problem])
+        return self._places[problem].pop(0)
+
+    def stay(self, replica: Name, problem: int, length: float, known: bool = False) -> None:
+        """Count a request that has its replica already: the next turn of a trajectory. Arguments as in `pick`."""
+        if replica in self._parts:
+            self._running[problem] += 1
+            self._join(replica, problem, length, known)
+
+    def done(self, replica: Name, problem: int) -> None:
+        """Take off a request that ended."""
+        self._leave(replica, problem)
+        self._running[problem] -= 1
+        if self._running[problem] <= 0:  # samples that have not come by now would be a new group
+            del self._running[problem]
+            for place in self._places.pop(problem, ()):
+                self._leave(place, problem)
+        if not self._running:
+            self._expected, self._peak = self._peak, 0.0
+
+    @property
+    def end(self) -> float:
+        """When what is placed will end, in rounds of a single request."""
+        return max((self._end(*self._load(replica)) for replica in self._parts), default=0.0)
+
+    def _place(self, problem: int, length: float, known: bool, samples: int) -> list[Name]:
+        """Choose the replicas of a group's samples, and count them there."""
+        loads = {replica: self._load(replica) for replica in self._parts}
+        whole = samples * length / self._worth.tokens(samples - 1, known=known)
+        self._peak = max(self._peak, whole + sum(work for _, work in loads.values()))
+        share = max(self._expected, self._peak) / len(loads)
+        first, places, each = math.inf, list[Name](), 0
+        for parts in range(1, min(samples, len(loads)) + 1):
+            if each == (each := math.ceil(samples / parts)):
+                continue
+            rounds = {r: length / self._worth.tokens(self._samples(r, problem) + each - 1, known=known) for r in loads}
+            after = {r: (max(longest, rounds[r]), work + each * rounds[r]) for r, (longest, work) in loads.items()}
+            chosen = sorted(after, key=lambda r: self._end(*after[r]))[:parts]
+            ends = (
+                self._end(longest, max(0.0, work - share))
+                for longest, work in (loads | {r: after[r] for r in chosen}).values()
+            )
+            end = max(ends) + self._end(0.0, sum(each * rounds[r] for r in chosen) / len(loads))
+            if end >= first:
+                break
+            first, places = end, [r for r in chosen for _ in range(each)][:samples]
+        for replica in places:
+            self._join(replica, problem, length, known)
+        return places
+
+    def _samples(self, replica: Name, problem: int) -> int:
+        part = self._parts[replica].get(problem)
+        return part.samples if part else 0
+
+    def _join(self, replica: Name, problem: int, length: float, known: bool) -> None:
+        part = self._parts[replica].setdefault(problem, _Part(0, 0.0))
+        part.samples += 1
+        part.rounds = length / self._worth.tokens(part.samples - 1, known=known)
+
+    def _load(self, replica: Name) -> tuple[float, float]:
+        """Rounds of a replica's longest request, and of all its requests together."""
+        parts = self._parts[replica].values()
+        return max((part.rounds for part in parts), default=0.0), sum(part.samples * part.rounds for part in parts)
+
+    def _end(self, longest: float, work: float) -> float:
+        return longest + work / self._throughput
+
+    def _leave(self, replica: Name, problem: int) -> None:
+        if part := self._parts.get(replica, {}).get(problem):
+            part.samples -= 1
+            if not part.samples:
+                del self._parts[replica][problem]
+
+
+def plan(
+    problems: Sequence[int],
+    lengths: Mapping[int, float],
+    workers: int,
+    worth: Worth = Worth(),
+    slots: float = math.inf,
+    leaders: bool = True,
+) -> list[list[int]]:
+    """Distribute a batch over data-parallel workers, longest groups first; by single samples where that ends earlier.
 
     Args:
         problems: the problem of each row.
         lengths: expected response length of known problems, in tokens; others count as the mean of the known.
-        workers: number of data-parallel workers.
+        workers: how many.
+        worth: of siblings.
+        slots: requests that a worker runs at once.
+        leaders: whether the first sample of each group starts first on a worker that has more rows than slots.
 
     Returns:
-        For each worker its rows, longest first; every row is in exactly one list.
+        For each worker its rows, in the order in which they start; every row is in exactly one list.
     """
-    default = sum(lengths.values()) / len(lengths) if lengths else 1.0
-    groups: dict[int, list[int]] = {}
+    expected = Expected(lengths)
+    rows_of: dict[int, list[int]] = {}
     for row, problem in enumerate(problems):
-        groups.setdefault(problem, []).append(row)
-    whole = len(groups) >= 2 * workers
-    units = [(problem, rows) for problem, rows in groups.items()] if whole else [
-        (problem, [row]) for problem, rows in groups.items() for row in rows
-    ]  # fmt: skip
-    units.sort(key=lambda unit: -lengths.get(unit[0], default) * len(unit[1]))
-    plan: list[list[int]] = [[] for _ in range(workers)]
-    load = [0.0] * workers
-    for problem, rows in units:
-        lightest = load.index(min(load))
-        plan[lightest] += rows
-        load[lightest] += lengths.get(problem, default) * len(rows)
-    return [sorted(rows, key=lambda row: -lengths.get(problems[row], default)) for rows in plan]
+        rows_of.setdefault(problem, []).append(row)
+    groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
+    work = sum(
+        len(rows) * expected[problem] / worth.tokens(len(rows) - 1, known=problem in lengths)
+        for problem, rows in groups
+    )
+    ends, plans = [], []
+    for whole in (True, False):
+        replicas = Replicas(range(workers), worth, throughput=min(THROUGHPUT, slots), expected=work)
+        shares: list[list[int]] = [[] for _ in range(workers)]
+        for problem, rows in groups:
+            for row in rows:
+                size = len(rows) if whole else 1
+                shares[replicas.pick(problem, expected[problem], problem in lengths, size)].append(row)
+        ends.append(replicas.end)
+        plans.append(shares)
+
+    def ordered(rows: list[int]) -> list[int]:
+        order = StartOrder(worth if leaders and len(rows) > slots else NO_SIBLINGS, max(map(len, rows_of.values())))
+        order.refresh(lengths, 0)
+        priorities = {row: order.priority(problems[row]) for row in rows}
+        return sorted(rows, key=priorities.__getitem__)
+
+    return [ordered(rows) for rows in plans[ends.index(min(ends))]]
 
 
-def least_loaded(load: Sequence[float], home: int | None) -> int:
-    """Choose the worker for one request of an asynchronous run.
+class Expected(dict[int, float]):
+    """Expected lengths; a problem that is not known counts as the mean of the known."""
 
-    Args:
-        load: expected tokens in flight of each worker.
-        home: the worker that has the problem's other samples, if any; it is taken where it ties for the least load.
+    def __init__(self, lengths: Mapping[int, float] = MappingProxyType({})) -> None:
+        super().__init__(lengths)
+        self.mean = sum(lengths.values()) / len(lengths) if lengths else 1000.0
+
+    def __missing__(self, problem: int) -> float:
+        return self.mean
+
+
+class StartOrder:
+    """The order in which an engine's waiting requests start: longest first.
+
+    The first sample of each group leads: the others draft from it once it has finished. It counts as longer by the
+    rounds that this saves them, which are few where the problem has history. Requests of an earlier weight version
+    go before.
     """
-    least = min(load)
-    return home if home is not None and load[home] == least else list(load).index(least)
+
+    def __init__(self, worth: Worth = Worth(), group: int = 1) -> None:
+        """
+        Args:
+            worth: of siblings; `NO_SIBLINGS`: nobody leads.
+            group: samples of a problem that come at once; more where more of one problem came.
+        """
+        self._worth, self._group = worth, group
+        self._expected, self._version = Expected(), 0
+        self._started: Counter[int] = Counter()
+
+    def refresh(self, lengths: Mapping[int, float], version: int) -> None:
+        """Take the expected lengths of known problems and the weight version, at a weight sync."""
+        self._expected, self._version = Expected(lengths), version
+        self._started.clear()
+
+    def priority(self, problem: int, begun: bool = False) -> int:
+        """Return the priority of the problem's next request, as vLLM counts it: the lowest starts first. A trajectory
+        that has begun goes on as early as the group's first sample."""
+        known = problem in self._expected
+        length, others = self._expected[problem], self._group - 1
+        rounds = length / self._worth.tokens(others, known=known)
+        if begun or not self._started[problem]:
+            rounds += others * (rounds - length / self._worth.tokens(others - 1, finished=1, known=known))
+        self._started[problem] += not begun
+        self._group = max(self._group, self._started[problem])
+        return self._version * 2**32 - round(1000 * rounds)
 
 
-class Spread:
-    """Replicas and the predicted tokens that they still have to write; a request goes where it delays the end least.
-
-    A replica's step time grows little with its batch, so its rollout ends with its longest requests: the number of long
-    requests is balanced first, then the tokens. Requests of a problem need not stay together, because the history is
-    shared.
-    """
-
-    def __init__(self, replicas: Iterable[str] = ()) -> None:
-        self._tokens: dict[str, float] = dict.fromkeys(replicas, 0.0)
-        self._long: dict[str, int] = dict.fromkeys(self._tokens, 0)
-
-    def add(self, replica: str) -> None:
-        """Add a replica that joined."""
-        self._tokens.setdefault(replica, 0.0)
-        self._long.setdefault(replica, 0)
-
-    def remove(self, replica: str) -> None:
-        """Remove a replica that left."""
-        self._tokens.pop(replica, None)
-        self._long.pop(replica, None)
-
-    def pick(self, length: float, long: bool) -> str:
-        """Choose a replica for a request of a predicted length, and count it there. There must be a replica."""
-        best = min(self._tokens, key=lambda r: (self._long[r] if long else 0, self._tokens[r]))
-        self._tokens[best] += length
-        self._long[best] += long
-        return best
-
-    def done(self, replica: str, length: float, long: bool) -> None:
-        """Take off a request that ended, with the figures with which its replica was picked."""
-        if replica in self._tokens:
-            self._tokens[replica] = max(0.0, self._tokens[replica] - length)
-            self._long[replica] -= long
+def start_order(das: DasConfig, group: int = 1) -> StartOrder | None:
+    """Return the order of an engine's requests that the block asks for; None: that of their arrival."""
+    if das.routing.policy != "longest_first":
+        return None
+    return StartOrder(worth_of(das) if das.routing.leaders == "auto" else NO_SIBLINGS, group)

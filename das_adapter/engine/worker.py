@@ -123,11 +123,13 @@ class WorkerState:
         return answer
 
     def _stats(self) -> EngineStats:
-        if collapsed(vars(self.counters)):
-            self.counters.alarm = f"acceptance of the {self.config.drafter} drafter collapsed"
-            logger.error("das: %s: %d of %d draft tokens", self.counters.alarm,
-                         self.counters.accepted_tokens, self.counters.draft_tokens)  # fmt: skip
-        stats = self.counters.take()
+        counters = self.counters
+        if collapsed(vars(counters)):
+            counters.alarm = (
+                f"acceptance of the {self.config.drafter} drafter collapsed: {counters.accepted_tokens} of "
+                f"{counters.draft_tokens} draft tokens"
+            )
+        stats = counters.take()
         return stats | self.drafter.stats() if self.drafter else stats
 
     def _draft_up_to_the_end(self) -> None:

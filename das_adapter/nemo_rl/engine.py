@@ -14,8 +14,11 @@ import numpy as np
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 from vllm.v1.worker.gpu_worker import Worker
 
+from das_adapter.config import parse
 from das_adapter.engine.patches import STATE
-from das_adapter.nemo_rl.settings import REFRESHER
+from das_adapter.errors import ConfigError
+from das_adapter.nemo_rl.settings import BLOCK, REFRESHER
+from das_adapter.protocol.engine_args import SETTINGS_KEY
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Trajectory
 
@@ -27,6 +30,16 @@ class OwnHistory:
     vllm_config: Any
     _das_version = 0
     _das_finished: list[Trajectory] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        additional = self.vllm_config.additional_config
+        das = parse(additional.get(SETTINGS_KEY))
+        if das is not None and das.uses_history and das.history.persist and additional.get(REFRESHER) != "host":
+            raise ConfigError(
+                f"{BLOCK}.history.persist: found {das.history.persist!r}, allowed with the overlay alone: null; start "
+                "the run with `python -m das_adapter.nemo_rl`"
+            )
 
     def execute_model(self, scheduler_output: Any) -> Any:
         """Run a step; first take the requests that, as the scheduler says, have finished since the last one."""

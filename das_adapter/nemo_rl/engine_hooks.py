@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from das_adapter.config import DasConfig
+from das_adapter.core.routing import start_order
 from das_adapter.nemo_rl.identity import Labeller
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
@@ -40,23 +41,24 @@ labels: ContextVar[Sequence[Label] | None] = ContextVar("das_labels", default=No
 class EngineHooks:
     """The part that does not depend on whether the engine is synchronous."""
 
-    def __init__(self, llm: Any, das: DasConfig, source: int):
+    def __init__(self, llm: Any, das: DasConfig, source: int, resumed: int = 0):
         """
         Args:
             llm: `vllm.LLM` or `AsyncLLM`; its `generate` and `collective_rpc` do the work.
             das: the run's block.
             source: distinguishes this worker's unlabelled requests from those of other workers.
+            resumed: training step from which the run resumes.
         """
         self.version = 0
         self.validating = False
-        self._labeller = Labeller(das.verify.seed, source)
+        self._labeller = Labeller(das.verify.seed, source, resumed)
         self._generate, self._rpc = llm.generate, llm.collective_rpc
         self._session = Session(das, self._das_rpc)
 
     @classmethod
-    def attach(cls, llm: Any, das: DasConfig, source: int) -> Self:
+    def attach(cls, llm: Any, das: DasConfig, source: int, resumed: int = 0) -> Self:
         """Put the hooks on an engine; see the constructor for the arguments."""
-        hooks = cls(llm, das, source)
+        hooks = cls(llm, das, source, resumed)
         see_requests.apply(hooks.generate, owner=llm)
         see_refits.apply(hooks.collective_rpc, owner=llm)
         return hooks
@@ -119,6 +121,7 @@ class SyncEngineHooks(EngineHooks):
         outputs = self._generate(prompts, params, **kwargs)
         for output, mark in zip(outputs, marks, strict=True):
             self._finished(output, [sample.token_ids for sample in output.outputs], mark, begin)
+        self._session.flush()  # a checkpoint may follow at once
         return outputs
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,9 +147,15 @@ class SyncEngineHooks(EngineHooks):
 class AsyncEngineHooks(EngineHooks):
     """Hooks on `AsyncLLM`."""
 
+    def __init__(self, llm: Any, das: DasConfig, source: int):
+        super().__init__(llm, das, source)
+        self._order = start_order(das)
+
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         given: Sequence[Label | None] = labels.get() or [None]
         mark = self._label(prompt, given[0])
+        if self._order is not None and mark is not None and mark.problem is not None:
+            kwargs["priority"] = kwargs.get("priority") or self._order.priority(mark.problem)
         texts: dict[int, list[int]] = {}
         begin = time.time()
         stream = self._generate(prompt, self._labelled(sampling_params, mark), *args, **kwargs)
@@ -165,6 +174,9 @@ class AsyncEngineHooks(EngineHooks):
             self.version += 1
             self._loop = asyncio.get_running_loop()
             await asyncio.to_thread(self._session.sync, self.version)
+            if self._order is not None:
+                lengths, _ = await asyncio.to_thread(self._session.predictions)
+                self._order.refresh(lengths, self.version)
         return result
 
     async def start(self) -> None:

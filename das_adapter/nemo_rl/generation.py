@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import weakref
@@ -18,6 +19,7 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from das_adapter.core import routing
 from das_adapter.nemo_rl import settings
+from das_adapter.nemo_rl.checkpoint import save_history
 from das_adapter.nemo_rl.identity import LABELS, Labeller
 from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
 from das_adapter.protocol.metrics import figures
@@ -27,6 +29,8 @@ logger = logging.getLogger("das_adapter")
 
 _LENGTHS_FOR_S = 10.0
 """How long an asynchronous run uses the same expected lengths."""
+_SLOTS = 256
+"""Requests that a worker runs at once where its config does not say: vLLM's smallest default."""
 
 _shard: ContextVar[int | None] = ContextVar("das_shard", default=None)
 _live: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
@@ -39,17 +43,26 @@ class DasVllmGeneration(VllmGeneration):
         self.das = settings.check(config)
         if self.das is not None:
             self._ledger = ledger(self.das.history.window)
-            self._labeller = Labeller(self.das.verify.seed)
+            self._labeller = Labeller(self.das.verify.seed, resumed=config.get(settings.STEP, 0))
             self._validating = False
             self._lengths: dict[int, float] = {}
             self._lengths_until = 0.0
-            self._homes: dict[int, int] = {}
+            self._longest_first = self.das.routing.policy == "longest_first"
+            self._worth = routing.worth_of(self.das) if self._longest_first else routing.NO_SIBLINGS
+            self._slots = (config.get("vllm_kwargs") or {}).get("max_num_seqs") or _SLOTS
             if HOST_KEY in VllmConfig.__annotations__ and not config.get(HOST_KEY):
                 sync, asynchronous = WORKERS.values()
                 config[HOST_KEY] = asynchronous if config["vllm_cfg"]["async_engine"] else sync
         super().__init__(cluster, config, *args, **kwargs)
-        self._load = [0.0] * self.dp_size
+        if self.das is not None:
+            throughput = min(routing.THROUGHPUT, self._slots)
+            self._replicas = routing.Replicas(range(self.dp_size), self._worth, throughput=throughput)
         _live.add(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Arrive in another process, such as NeMo-RL's single controller, which writes checkpoints itself."""
+        self.__dict__.update(state)
+        save_history.apply()
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Generate a batch; the result's rows are in the batch's order, whatever order they were generated in."""
@@ -59,34 +72,37 @@ class DasVllmGeneration(VllmGeneration):
         if self.das.routing.policy == "host":
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
-        plan = routing.longest_first(problems, self._expected(), self.dp_size)
+        leaders = self.das.routing.leaders == "auto"
+        plan = routing.plan(problems, self._expected(), self.dp_size, self._worth, self._slots, leaders)
         result = super().generate(_Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
     async def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
-        """Generate one sample on the worker with the least expected work."""
+        """Generate one sample on the worker that `routing.policy` chooses."""
         if self.das is None or not len(data["input_ids"]):
             async for result in super().generate_async(data, greedy=greedy):
                 yield result
             return
         data = self._labelled(data)
-        problem, work = data[LABELS][0].problem, 0.0
-        if self.das.routing.policy != "host":
-            if time.monotonic() > self._lengths_until:
-                self._lengths_until = time.monotonic() + _LENGTHS_FOR_S
-                self._lengths, _ = await self._ledger.predictions.remote()
-            work = self._lengths.get(problem, 1.0)
-            shard = self._homes[problem] = routing.least_loaded(self._load, self._homes.get(problem))
-            self._load[shard] += work
-            _shard.set(shard)
+        if self.das.routing.policy == "host":
+            async for result in super().generate_async(data, greedy=greedy):
+                yield result
+            return
+        label = data[LABELS][0]
+        if time.monotonic() > self._lengths_until:
+            self._lengths_until = time.monotonic() + _LENGTHS_FOR_S
+            await asyncio.to_thread(self._expected)
+        length = routing.Expected(self._lengths)[label.problem]
+        group = None if self._longest_first and label.record else 1
+        shard = self._replicas.pick(label.problem, length, label.problem in self._lengths, group)
+        _shard.set(shard)
         try:
             async for result in super().generate_async(data, greedy=greedy):
                 yield result
         finally:
-            if work:
-                self._load[shard] -= work
+            self._replicas.done(shard, label.problem)
 
     def get_step_metrics(self) -> dict[str, float]:
         """Return NeMo-RL's own figures of a step (`vllm/spec_*`) and das-adapter's (`das/*`)."""
@@ -112,10 +128,11 @@ class DasVllmGeneration(VllmGeneration):
         return labelled
 
     def _expected(self) -> dict[int, float]:
-        try:
-            self._lengths, _ = ray.get(self._ledger.predictions.remote(), timeout=10)
-        except ray.exceptions.RayError as error:
-            logger.warning("das: the ledger does not answer; expected lengths are those known before: %r", error)
+        if self._longest_first:
+            try:
+                self._lengths, _ = ray.get(self._ledger.predictions.remote(), timeout=10)
+            except ray.exceptions.RayError as error:
+                logger.warning("das: the ledger does not answer; expected lengths are those known before: %r", error)
         return self._lengths
 
     def _next_dp_shard_idx(self) -> int:

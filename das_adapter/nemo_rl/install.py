@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from das_adapter.nemo_rl.checkpoint import begin_history, save_history
 from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
 from das_adapter.patching import patch
 
@@ -55,28 +56,35 @@ def _mark_validation(stock: Any) -> Any:
     return validate
 
 
+_ACTS = {
+    "VllmGeneration": _use_our_generation,
+    "validate": _mark_validation,
+    "validate_sync": _mark_validation,
+    "setup": begin_history,
+    "setup_single_controller": begin_history,
+}
 HOOKS = (
     choose_workers,
+    save_history,
     *(
-        patch(f"nemo_rl.algorithms.{module}:{name}", since="0.6.0")(
-            _use_our_generation if name == "VllmGeneration" else _mark_validation
-        )
+        patch(f"nemo_rl.algorithms.{module}:{name}", since="0.6.0")(_ACTS[name])
         for module, names in {
-            "grpo": ("VllmGeneration", "validate"),
+            "grpo": ("VllmGeneration", "validate", "setup"),
             "grpo_sync": ("validate_sync",),
-            "ppo": ("VllmGeneration", "validate"),
-            "distillation": ("VllmGeneration", "validate"),
+            "ppo": ("VllmGeneration", "validate", "setup"),
+            "distillation": ("VllmGeneration", "validate", "setup"),
             "single_controller": ("VllmGeneration",),
-            "single_controller_utils.setup": ("VllmGeneration",),
+            "single_controller_utils.setup": ("VllmGeneration", "setup_single_controller"),
         }.items()
         for name in names
     ),
 )
-"""Applied in the driver and in NeMo-RL's trajectory collector, each when its module is imported."""
+"""Applied in the driver, each when its module is imported."""
 
 
 def install() -> None:
-    """Replace the generation class and its workers, and mark validations; a second call changes nothing."""
+    """Replace the generation class and its workers, mark validations, and put the history into checkpoints; a second
+    call changes nothing."""
     from nemo_rl.distributed import ray_actor_environment_registry as environments
 
     registry = environments.ACTOR_ENVIRONMENT_REGISTRY

@@ -24,6 +24,13 @@ REFRESHER = "das_refresher"
 refit; without it the engine's own worker does (`das_adapter.nemo_rl.engine`)."""
 
 
+STEP = "_das_step"
+"""Key of `policy.generation`, set at the start: training step of the checkpoint from which the run resumes, else 0."""
+FACTS = "_das_facts"
+"""Key of `policy.generation`, set at the start of a run whose history is saved: the fields of `service.checkpoint`'s
+`Facts`."""
+
+
 def of_generation(generation: Mapping[str, Any]) -> DasConfig | None:
     """Return the block of a generation config (`policy.generation`); None leaves NeMo-RL as it is.
 
@@ -57,8 +64,6 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
             f"{BLOCK}.drafter={das.drafter!r} and {GENERATION}.vllm_kwargs.speculative_config both choose a "
             "drafter: remove one of them"
         )
-    if das.uses_history and das.history.persist is not None:
-        raise ConfigError(f"{BLOCK}.history.persist: found {das.history.persist!r}, allowed under NeMo-RL: null")
     if generation.get("quant_cfg") is not None:
         raise ConfigError(
             f"{BLOCK}: found {GENERATION}.quant_cfg={generation['quant_cfg']!r}, whose workers take the place of "

@@ -34,13 +34,18 @@ def prepare_engine(config: Any, llm_kwargs: dict[str, Any]) -> DasConfig:
     return das
 
 
+def source_of(llm_kwargs: dict[str, Any]) -> int:
+    """Return what tells this worker's own labels from those of the driver (0) and of other workers."""
+    return 1 + (llm_kwargs.get("seed") or 0)
+
+
 class DasGenerationWorkerImpl(VllmGenerationWorkerImpl):
     """One data-parallel replica of a synchronous run."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         das = prepare_engine(self.cfg, llm_kwargs)
         super()._create_engine(llm_kwargs)
-        self.hooks = SyncEngineHooks.attach(self.llm, das, source=1 + (llm_kwargs.get("seed") or 0))
+        self.hooks = SyncEngineHooks.attach(self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0))
 
     def post_init(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
@@ -69,8 +74,10 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         das = prepare_engine(self.cfg, llm_kwargs)
+        if das.routing.policy == "longest_first":
+            llm_kwargs.setdefault("scheduling_policy", "priority")
         super()._create_engine(llm_kwargs)
-        self.hooks = AsyncEngineHooks.attach(self.llm, das, source=1 + (llm_kwargs.get("seed") or 0))
+        self.hooks = AsyncEngineHooks.attach(self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0))
 
     async def post_init_async(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""

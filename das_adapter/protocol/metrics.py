@@ -28,6 +28,14 @@ class EngineStats(TypedDict, total=False):
     alarm: str | None
     history_tokens: int
     history_bytes: int
+    history_requests: int
+    """Requests of training rollouts that began."""
+    history_hits: int
+    """Those of them whose problem had sealed history."""
+    history_lost: int
+    """Those whose problem had none although the run has met it before."""
+    lost_because: str
+    """The likely reason, and what to do."""
     staleness: list[list[int]]
     """`core.staleness.Staleness.take`."""
     class_steps: list[float]
@@ -172,7 +180,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "das/draft_coverage": drafted / max(1, forwards),
         "das/acceptance_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
         "das/verify_waste": rejected / max(1, forwards + total["draft_tokens"]),
-        "das/health": float(not any(map(_faulty, parts)) and not collapsed(total)),
+        "das/health": float(not faults(parts)),
         "das/draft_tokens": float(total["draft_tokens"]),
         "das/accepted_tokens": float(total["accepted_tokens"]),
         "das/drafts": float(drafted),
@@ -190,6 +198,8 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics["das/time_saved_s"] = float(sum(p["time_saved_s"] for p in decided))
         metrics["das/planned_rounds"] = float(max(p["planned_rounds"] for p in decided))
         metrics["das/latency_model_error"] = float(np.mean([p["latency_model_error"] for p in decided]))
+    if requests := sum(p.get("history_requests", 0) for p in parts):
+        metrics["das/history_hits"] = sum(p.get("history_hits", 0) for p in parts) / requests
     if by_age := [p["staleness"] for p in parts if "staleness" in p]:
         for name, (tried, kept) in zip(AGES, np.sum(by_age, axis=0).tolist(), strict=True):
             if tried:
@@ -208,5 +218,23 @@ def collapsed(total: Mapping[str, float]) -> bool:
     return total["draft_tokens"] >= COLLAPSE_TOKENS and total["accepted_tokens"] < COLLAPSE_RATE * total["draft_tokens"]
 
 
-def _faulty(part: Mapping[str, Any]) -> bool:
-    return any(part.get(name) for name in ("error", "alarm", "stopped"))
+LOST_SHARE, LOST_REQUESTS = 0.25, 8
+"""It is a fault if at least this share and this number of a step's requests find no history of a problem that the run
+has met before."""
+
+
+def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Say why `das/health` is 0, by kind of fault; empty: it is 1."""
+    found = {kind: str(part[kind]) for kind in ("error", "alarm", "stopped") for part in parts if part.get(kind)}
+    if "error" in found:
+        found["error"] = f"a drafter failed: {found['error']}"
+    counted = ("draft_tokens", "accepted_tokens", "history_requests", "history_lost")
+    total = {name: sum(part.get(name, 0) for part in parts) for name in counted}
+    if "alarm" not in found and collapsed(total):
+        found["alarm"] = f"acceptance collapsed: {total['accepted_tokens']} of {total['draft_tokens']} draft tokens"
+    lost, requests = total["history_lost"], total["history_requests"]
+    if lost >= max(LOST_REQUESTS, LOST_SHARE * requests):
+        because = next(part["lost_because"] for part in parts if part.get("history_lost"))
+        found["history"] = (f"{lost} of {requests} requests found no history of their problem, which the run has met "
+                            f"before. {because}")  # fmt: skip
+    return found

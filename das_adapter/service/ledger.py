@@ -14,7 +14,7 @@ import ray
 
 from das_adapter.core.length import LengthLog
 from das_adapter.core.toggle import Ladder
-from das_adapter.protocol.metrics import figures
+from das_adapter.protocol.metrics import faults, figures
 
 logger = logging.getLogger("das_adapter")
 
@@ -24,12 +24,13 @@ _started: list[Any] = []
 
 
 class Ledger(LengthLog):
-    """Keeps the lengths of the window and the figures of recent steps."""
+    """Keeps the lengths of the last responses and the figures of recent steps."""
 
     def __init__(self, window: int):
         super().__init__(window)
         self._name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self._reports: dict[int, list[dict[str, Any]]] = {}
+        self._told: set[str] = set()
         self._start: str | None = None
         self._ladder: Ladder | None = None
         self._climbed = 0
@@ -47,8 +48,13 @@ class Ledger(LengthLog):
         return self._start
 
     def report(self, step: int, report: dict[str, Any]) -> None:
-        """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutStats`."""
+        """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutStats`; say, once per run and
+        kind of fault, why `das/health` is 0."""
         self._reports.setdefault(step, []).append(report)
+        for fault, reason in faults(self._reports[step]).items():
+            if fault not in self._told:
+                self._told.add(fault)
+                logger.error("das: das/health is 0: %s", reason)
         for old in [s for s in self._reports if s < step - 8]:
             del self._reports[old]
 

@@ -60,7 +60,7 @@ class NodeHistory:
         self._store = self._open()
 
     def push(self, source: str, number: int, trajectories: Sequence[Trajectory]) -> None:
-        """Take a batch of finished trajectories; the first one after a weight sync also drops what is too old.
+        """Take a batch of finished trajectories; the first one after a weight sync also drops what is too much.
 
         Args:
             source: who sends.
@@ -98,12 +98,19 @@ class NodeHistory:
         return Published(str(self._store.directory), self._store.generation), lost
 
     def save(self, directory: str, facts: checkpoint.Facts, lengths: Sequence[ResponseLength]) -> None:
-        """Write the history to a directory, including what arrived since the last weight sync."""
+        """Write the history to a directory, including what arrived since the last weight sync; all of it or nothing."""
         self._seal()
         target = Path(directory)
-        target.mkdir(parents=True, exist_ok=True)
-        checkpoint.write(target, facts, lengths)
-        self._store.save(target / checkpoint.INDEX)
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            checkpoint.write(partial, facts, lengths)
+            self._store.save(partial / checkpoint.INDEX)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
     @ray.method(concurrency_group="copy")
     def copy(self) -> Copy | None:
@@ -130,10 +137,9 @@ class NodeHistory:
             self._policy.remember(self._store, (t._replace(version=t.version + offset) for t in trajectories))
 
     def _tidy(self) -> None:
-        """Apply the window and the byte budget; called while engines roll out, because it may rewrite much of the
-        history."""
+        """Apply the byte budget; called while engines roll out, because it may rewrite much of the history."""
         try:
-            self._policy.tidy(self._store, self._version + (self._offset or 0))
+            self._policy.tidy(self._store)
         except (OSError, DasError) as error:
             self._report(error)
 

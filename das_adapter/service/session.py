@@ -14,7 +14,6 @@ import numpy as np
 import ray
 
 from das_adapter.config import DasConfig
-from das_adapter.core.history import HistoryPolicy
 from das_adapter.errors import plugin_not_loaded
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory
@@ -53,7 +52,7 @@ class Session:
 
     def __init__(self, das: DasConfig, rpc: Rpc):
         self._das, self._rpc = das, rpc
-        self._shared = das.uses_history and HistoryPolicy(das.history).kept
+        self._shared = das.shares_history
         self._clock = RolloutClock()
         self._source = uuid.uuid4().hex
         self._lock = threading.Lock()
@@ -143,8 +142,11 @@ class Session:
 
     def flush(self) -> None:
         """Send the trajectories of the open batch now; they are sent automatically after half a second."""
-        with self._lock:
-            self._flush()
+        try:
+            with self._lock:
+                self._flush()
+        except Exception:
+            logger.exception("das: trajectories did not reach the history")
 
     def _message(self, version: int, left: Callable[[], float]) -> Refresh:
         """What the engine hears; without a history, and with a line in the log, where that does not answer."""

@@ -11,11 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from das_adapter.config import HistoryConfig
+from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import SuffixIndex
 from das_adapter.tools.rollouts import Rollout
 
 SOURCES = ("own", "own+siblings", "own+siblings+history")
 CLASSES = ("short", "medium", "long")
+BUDGETS = (100, 50, 25, 10)
+"""Percent of the bytes that the history takes at most."""
 
 
 @dataclass
@@ -27,10 +31,15 @@ class Tally:
     drafted: int = 0
     accepted: int = 0
     tokens: int = 0
+    requests: int = 0
+    hits: int = 0
+    """Requests that began with history of their problem."""
 
     def figures(self) -> dict[str, float]:
         rounds = max(self.rounds, 1)
         return {
+            "requests": self.requests,
+            "hits": self.hits / max(self.requests, 1),
             "rounds": self.rounds,
             "tokens": self.tokens,
             "tokens_per_forward": self.tokens / rounds,
@@ -46,6 +55,10 @@ class Outcome:
     total: Tally = field(default_factory=Tally)
     by_step: dict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
     by_length: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    by_visit: dict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    """By how often the problem has been seen: the first time, the second, ..."""
+    bytes: int = 0
+    """The most that the history took."""
     tried: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Draft tokens by position in the draft, only those whose predecessors were accepted; shape (budget,)."""
     right: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -61,6 +74,8 @@ class Outcome:
         return {
             **self.total.figures(),
             "by_step": {str(step): t.figures() for step, t in sorted(self.by_step.items())},
+            "by_visit": {str(visit): t.figures() for visit, t in sorted(self.by_visit.items())},
+            "history_bytes": self.bytes,
             "by_length": {name: self.by_length[name].figures() for name in CLASSES if name in self.by_length},
             "acceptance_by_position": (self.right / np.maximum(self.tried, 1)).tolist(),
             "calibration_error": float(np.abs(self.bins[:, 1] - self.bins[:, 2]).sum() / max(count.sum(), 1)),
@@ -76,10 +91,12 @@ class Outcome:
 
 
 @dataclass(eq=False)
-class _Live:
+class Live:
+    """A response that is being written again."""
+
     rollout: Rollout
     handle: int
-    length: str
+    tallies: tuple[Tally, ...]
     at: int = 0
 
 
@@ -88,8 +105,9 @@ def replay(
     sources: str = SOURCES[-1],
     budget: int = 8,
     min_chance: float = 0.0,
-    window: int = 16,
+    history: HistoryConfig | None = None,
     batch: int = 256,
+    index: SuffixIndex | None = None,
 ) -> Outcome:
     """Write the rollouts again, drafting as an engine with this index would have.
 
@@ -98,38 +116,49 @@ def replay(
         sources: one of `SOURCES`: a request's own text, its siblings' live text, earlier steps' rollouts.
         budget: most draft tokens of a request in a round.
         min_chance: as in `SuffixIndex.draft_flat`.
-        window: steps that a rollout stays in the history.
+        history: what is kept of earlier steps; None: the defaults.
         batch: requests that are live at once, at least 1.
+        index: drafts and keeps the history; None: a new one.
     """
-    index, outcome = SuffixIndex(), Outcome(tried=np.zeros(budget), right=np.zeros(budget))
+    index = SuffixIndex() if index is None else index
+    outcome = Outcome(tried=np.zeros(budget), right=np.zeros(budget))
+    policy, with_history = HistoryPolicy(history or HistoryConfig()), sources.endswith("history")
     medium, long = np.quantile([len(r.tokens) for r in rollouts], (0.5, 0.9))
-    unique = itertools.count(2**32)
+    unique, visits = itertools.count(2**32), defaultdict[int, int](int)
     ordered = sorted(rollouts, key=lambda r: (r.step, r.run, r.problem))
     for (step, _run), group in itertools.groupby(ordered, key=lambda r: (r.step, r.run)):
-        index.expire(step - window)
-        waiting = list(group)
-        history = list(waiting) if sources.endswith("history") else []
-        waiting.reverse()
-        live: list[_Live] = []
+        written = list(group)
+        for problem in {r.problem for r in written}:
+            visits[problem] += 1
+        waiting = written[::-1]
+        live: list[Live] = []
         while waiting or live:
             while waiting and len(live) < batch:
                 r = waiting.pop()
                 name = CLASSES[int(np.searchsorted((medium, long), len(r.tokens)))]
-                live.append(_Live(r, index.open(next(unique) if sources == "own" else r.problem, r.prompt), name))
-            _round(index, live, step, outcome, budget, min_chance)
+                handle = index.open(next(unique) if sources == "own" else policy.key(r.problem), r.prompt)
+                tallies = (outcome.total, outcome.by_step[step], outcome.by_length[name],
+                           outcome.by_visit[visits[r.problem]])  # fmt: skip
+                for tally in tallies:
+                    tally.requests += 1
+                    tally.hits += index.age(handle) is not None
+                live.append(Live(r, handle, tallies))
+            advance(index, live, outcome, budget, min_chance)
             for done in [x for x in live if x.at >= len(x.rollout.tokens)]:
                 index.close(done.handle, keep=sources != "own")
             live = [x for x in live if x.at < len(x.rollout.tokens)]
-        start = time.perf_counter()
-        for r in history:
-            index.add(r.problem, r.tokens, step)
-        index.seal()
-        outcome.seal_seconds += time.perf_counter() - start
+        if with_history:
+            start = time.perf_counter()
+            policy.remember(index, ((r.problem, r.tokens.tobytes(), step) for r in written))
+            index.shrink(policy.config.max_bytes)
+            outcome.seal_seconds += time.perf_counter() - start
+            outcome.bytes = max(outcome.bytes, index.nbytes)
         index.clear_live()
     return outcome
 
 
-def _round(index: SuffixIndex, live: list[_Live], step: int, out: Outcome, budget: int, min_chance: float) -> None:
+def advance(index: SuffixIndex, live: list[Live], out: Outcome, budget: int, min_chance: float) -> None:
+    """Write one round of the responses: the drafts that they confirm, and one token each."""
     handles = np.array([x.handle for x in live])
     budgets = np.array([min(budget, len(x.rollout.tokens) - x.at - 1) for x in live])
     start = time.perf_counter()
@@ -147,7 +176,7 @@ def _round(index: SuffixIndex, live: list[_Live], step: int, out: Outcome, budge
         out.tried[: min(kept + 1, end - begin)] += 1
         grown.append(text[x.at : x.at + kept + 1])
         x.at += len(grown[-1])
-        for tally in (out.total, out.by_step[step], out.by_length[x.length]):
+        for tally in x.tallies:
             tally.rounds += 1
             tally.drafted += end - begin
             tally.accepted += kept
@@ -163,18 +192,32 @@ def _round(index: SuffixIndex, live: list[_Live], step: int, out: Outcome, budge
 
 
 def report(
-    rollouts: Sequence[Rollout], budget: int = 8, min_chance: float = 0.0, window: int = 16, batch: int = 256
+    rollouts: Sequence[Rollout],
+    budget: int = 8,
+    min_chance: float = 0.0,
+    history: HistoryConfig | None = None,
+    batch: int = 256,
 ) -> dict[str, Any]:
-    """Replay with all sources, and with fewer, to show what each adds; return figures for JSON."""
-    outcomes = {s: replay(rollouts, s, budget, min_chance, window, batch) for s in SOURCES}
+    """Replay with all sources; with fewer, to show what each adds; and with less room for the history, to show what
+    that costs. Return figures for JSON."""
+    history = history or HistoryConfig()
+    everything = SOURCES[-1]
+    outcomes = {s: replay(rollouts, s, budget, min_chance, history, batch) for s in SOURCES}
+    whole = outcomes[everything]
+    by_budget = {}
+    for percent in BUDGETS:
+        smaller = history.model_copy(update={"max_bytes": whole.bytes * percent // 100})
+        by_budget[f"{percent}%"] = replay(rollouts, everything, budget, min_chance, smaller, batch).total.figures()
     return {
         "rollouts": len(rollouts),
         "problems": len({r.problem for r in rollouts}),
         "steps": len({r.step for r in rollouts}),
-        "settings": {"budget": budget, "min_chance": min_chance, "window": window, "batch": batch},
-        **outcomes[SOURCES[-1]].figures(),
+        "settings": {"budget": budget, "min_chance": min_chance, "window": history.window,
+                     "max_bytes": history.max_bytes, "batch": batch},
+        **whole.figures(),
         "by_source": {s: o.total.figures() for s, o in outcomes.items()},
-    }
+        "by_budget": by_budget,
+    }  # fmt: skip
 
 
 def plot(figures: dict[str, Any], path: str) -> None:

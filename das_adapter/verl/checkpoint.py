@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from das_adapter.config import DasConfig
-from das_adapter.core.history import HistoryPolicy
 from das_adapter.verl import settings
 
-logger = logging.getLogger("das_adapter")
-
-_PATIENCE_S = 600.0
-"""How long a checkpoint may wait for the history to be written."""
+if TYPE_CHECKING:
+    from das_adapter.service.checkpoint import Facts
 
 
 def after_load(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,72 +41,47 @@ def after_load(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `_save_checkpoint` to save the history as well. If that fails, the run goes on with a line in the log."""
+    """Wrap `_save_checkpoint` to save the history as well."""
 
     @functools.wraps(stock)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
-        das = _with_history(self.config)
-        if das is not None:
-            try:
-                _save(self, das)
-            except Exception:
-                logger.exception("das: the history was not saved with the checkpoint of step %s", _step(self))
+        _save(self)
         return result
 
     return save
 
 
 def _begin(trainer: Any) -> None:
-    """Choose what the history starts with, and refuse what can't be used.
-
-    Raises:
-        DasError: no history lies there, or it has another scope, vocabulary or tokenizer.
-    """
-    import ray
-
-    from das_adapter.service import checkpoint
-    from das_adapter.service.ledger import ledger
-
-    das = _with_history(trainer.config)
-    if das is None:
+    """Choose what the history starts with, and refuse what can't be used (see `warm_start.begin`)."""
+    das = settings.of_run(trainer.config)
+    if das is None or not das.shares_history:
         return
-    chosen, key = das.history.persist, f"{settings.BLOCK}.history.persist"
-    config, step = trainer.config.trainer, _step(trainer)
+    from das_adapter.service import warm_start
+
+    config, step, resumed = trainer.config.trainer, _step(trainer), None
     if config.resume_mode != "disable" and step:
-        resumed = config.resume_from_path if config.resume_mode == "resume_path" else _folder(trainer)
-        own = Path(resumed) / checkpoint.NAME
-        if own.exists():
-            chosen, key = str(own), "trainer.resume_mode"
-        else:
-            logger.error("das: the checkpoint %s has no history to resume from", resumed)
-    if chosen is None:
+        resumed = Path(config.resume_from_path) if config.resume_mode == "resume_path" else _folder(trainer)
+    warm_start.begin(das.history, _facts(trainer, das), settings.BLOCK, resumed, "trainer.resume_mode", step)
+
+
+def _save(trainer: Any) -> None:
+    das = settings.of_run(trainer.config)
+    if das is None or not das.shares_history:
         return
-    directory = Path(chosen).absolute()
-    checkpoint.check(directory, checkpoint.Facts.of(das.history.scope, trainer.tokenizer), key)
-    service = ledger(das.history.window)
-    ray.get([service.start_from.remote(str(directory)), service.add.remote(checkpoint.lengths(directory, step))])
-    logger.warning("das: the history starts with %s", directory)
-
-
-def _save(trainer: Any, das: DasConfig) -> None:
-    import ray
-
-    from das_adapter.service import checkpoint, node
-    from das_adapter.service.ledger import ledger
+    from das_adapter.service import checkpoint, warm_start
 
     folder = _folder(trainer)
-    facts = checkpoint.Facts.of(das.history.scope, trainer.tokenizer)
-    _, lengths = ray.get(ledger(das.history.window).since.remote(0), timeout=_PATIENCE_S)
-    ray.get(node.nearest().save.remote(str(folder / checkpoint.NAME), facts, lengths), timeout=_PATIENCE_S)
+    warm_start.save(folder, _facts(trainer, das), das.history)
     for old in folder.parent.glob("global_step_*"):  # veRL has removed its other files
         if not (old / "actor").exists():
             shutil.rmtree(old / checkpoint.NAME, ignore_errors=True)
 
 
-def _with_history(config: Any) -> DasConfig | None:
-    das = settings.of_run(config)
-    return das if das is not None and das.uses_history and HistoryPolicy(das.history).kept else None
+def _facts(trainer: Any, das: DasConfig) -> Facts:
+    from das_adapter.service import checkpoint
+
+    return checkpoint.Facts.of(das.history.scope, trainer.tokenizer)
 
 
 def _folder(trainer: Any) -> Path:

@@ -1,4 +1,4 @@
-"""`routing:` in veRL: which replica a request goes to, and which requests start first."""
+"""`routing:` in veRL: which replica a request goes to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import ray
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-from das_adapter.core.routing import Spread
+from das_adapter.config import DasConfig
+from das_adapter.core.routing import NO_SIBLINGS, THROUGHPUT, Expected, Replicas, worth_of
 from das_adapter.protocol.label import Label
 from das_adapter.service import ledger
 from das_adapter.verl import settings
@@ -17,99 +18,88 @@ from das_adapter.verl import settings
 logger = logging.getLogger("das_adapter")
 
 
-class SiblingLoadBalancer(GlobalRequestLoadBalancer):
-    """`least_loaded`: veRL's balancer without its random tie-break: a tie goes to the replica that has the problem's
-    other samples, whose live text the drafter uses; else to the first replica."""
+class DasLoadBalancer(GlobalRequestLoadBalancer):
+    """veRL's balancer that keeps groups together (`longest_first`), or takes the replica with the fewest requests
+    without veRL's random tie-break (`least_loaded`).
+
+    Lengths come from the run's ledger, which is asked when no request is in flight and every 1024 requests.
+    """
+
+    das = DasConfig()
+    group = 1
+    """Samples of a prompt in a training step."""
+    slots = 1024
+    """Requests that a replica runs at once."""
 
     def __init__(self, servers: dict[str, Any], *args: Any, **kwargs: Any):
         super().__init__(servers, *args, **kwargs)
-        self._siblings: dict[int, str] = {}
+        self._longest_first = self.das.routing.policy == "longest_first"
+        worth, group = (worth_of(self.das), self.group) if self._longest_first else (NO_SIBLINGS, 1)
+        self._replicas = Replicas(servers, worth, group, min(THROUGHPUT, self.slots))
+        self._expected = Expected()
+        self._problems: dict[str, int] = {}
+        self._acquired = 0
 
     def require_acquire_fields(self) -> list[str]:
         """Name the fields that veRL sends to `acquire_server`."""
         return ["sampling_params"]
 
+    def require_release_fields(self) -> list[str]:
+        """Name the fields that veRL sends to `release_server`."""
+        return ["request_id"]
+
     def acquire_server(self, request_id: str, sampling_params: dict[str, Any] | None = None) -> tuple[str, Any]:
         """Choose a replica for a request; later turns of a trajectory stay on theirs."""
-        if self._request_id_to_server.get(request_id) in self._inflight_requests or not self._inflight_requests:
-            return super().acquire_server(request_id)
-        problem = Label.of((sampling_params or {}).get("extra_args")).problem
-        server = self._choose(request_id, problem)
-        if problem is not None:
-            self._siblings[problem] = server
+        if not self._inflight_requests:
+            return super().acquire_server(request_id)  # says so
+        if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):
+            self._predict()
+        self._acquired += 1
+        label = Label.of((sampling_params or {}).get("extra_args"))
+        problem = -self._acquired if label.problem is None else label.problem
+        length, known = self._expected[problem], problem in self._expected
+        server = self._request_id_to_server.get(request_id)
+        if server in self._inflight_requests:
+            self._replicas.stay(server, problem, length, known)
+        else:
+            in_group = self._longest_first and label.record and label.problem is not None
+            server = self._replicas.pick(problem, length, known, group=None if in_group else 1)
+        self._problems[request_id] = problem
         self._request_id_to_server[request_id] = server
         self._inflight_requests[server] += 1
         return server, self._servers[server]
 
-    def _choose(self, request_id: str, problem: int | None) -> str:
-        fewest = min(self._inflight_requests.values())
-        free = [server for server, count in self._inflight_requests.items() if count == fewest]
-        home = self._siblings.get(problem) if problem is not None else None
-        return home if home is not None and home in free else free[0]
-
-    def clear_sticky_cache(self) -> dict[str, Any]:
-        """Forget which replica has which requests, between phases of training."""
-        self._siblings.clear()
-        return super().clear_sticky_cache()
-
-
-class LongestFirstBalancer(SiblingLoadBalancer):
-    """`longest_first`: requests that are predicted to be long are spread over the replicas before tokens are balanced.
-
-    The lengths come from the run's ledger, which is asked when no request is in flight and every 1024 requests. Until
-    it knows lengths, a request goes to the replica with the fewest, as with `least_loaded`.
-    """
-
-    def __init__(self, servers: dict[str, Any], *args: Any, **kwargs: Any):
-        super().__init__(servers, *args, **kwargs)
-        self._spread = Spread(servers)
-        self._noted: dict[str, tuple[float, bool]] = {}
-        self._lengths: dict[int, float] = {}
-        self._long = float("inf")
-        self._acquired = 0
-
-    def require_release_fields(self) -> list[str]:
-        """Name the fields that veRL sends to `release_server`: the request whose predicted tokens are taken off."""
-        return ["request_id"]
-
-    def _choose(self, request_id: str, problem: int | None) -> str:
-        if self._acquired % 1024 == 0 or not any(self._inflight_requests.values()):
-            self._predict()
-        self._acquired += 1
-        if not self._lengths:
-            return super()._choose(request_id, problem)
-        length = self._lengths.get(problem or 0, self._mean)
-        noted = self._noted[request_id] = (length, length > self._long)
-        return self._spread.pick(*noted)
-
     def _predict(self) -> None:
         try:
-            self._lengths, self._long = ray.get(ray.get_actor(ledger.NAME).predictions.remote(), timeout=5)
+            lengths, _ = ray.get(ray.get_actor(ledger.NAME).predictions.remote(), timeout=5)
         except (ValueError, ray.exceptions.RayError) as error:
-            logger.warning("das: no predicted lengths, requests are balanced by their number: %r", error)
-            self._lengths = {}
-        self._mean = sum(self._lengths.values()) / max(1, len(self._lengths))
+            logger.warning("das: no predicted lengths, all requests count as equally long: %r", error)
+            lengths = {}
+        self._expected = Expected(lengths)
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Take off a request, or a turn of it, that ended."""
         super().release_server(server_id, request_id)
-        if noted := self._noted.pop(request_id or "", None):
-            self._spread.done(server_id, *noted)
+        if (problem := self._problems.pop(request_id or "", None)) is not None:
+            self._replicas.done(server_id, problem)
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         """Add replicas that joined."""
         super().add_servers(servers)
         for server in servers:
-            self._spread.add(server)
+            self._replicas.add(server)
 
     def remove_servers(self, server_ids: list[str]) -> None:
         """Remove replicas that left."""
         super().remove_servers(server_ids)
         for server in server_ids:
-            self._spread.remove(server)
+            self._replicas.remove(server)
 
 
-_BALANCERS = {"least_loaded": SiblingLoadBalancer, "longest_first": LongestFirstBalancer}
+def balancer(das: DasConfig, rollout: Any) -> type[DasLoadBalancer]:
+    """Return the balancer's class for a run: veRL itself makes the instance, in an actor, from the class alone."""
+    settled = {"das": das, "group": rollout.n, "slots": rollout.max_num_seqs}
+    return type(DasLoadBalancer.__name__, (DasLoadBalancer,), settled)
 
 
 def around_init_load_balancer(
@@ -117,7 +107,7 @@ def around_init_load_balancer(
 ) -> Awaitable[None]:
     """Wrap `LLMServerManager._init_global_load_balancer` to choose the balancer of `routing.policy`."""
     das = settings.of_rollout(instance.rollout_config)
-    if das is not None and das.routing.policy in _BALANCERS and instance._load_balancer_cls is None:
-        instance._load_balancer_cls = _BALANCERS[das.routing.policy]
+    if das is not None and das.routing.policy != "host" and instance._load_balancer_cls is None:
+        instance._load_balancer_cls = balancer(das, instance.rollout_config)
     result: Awaitable[None] = stock(*args, **kwargs)
     return result

@@ -14,6 +14,7 @@ import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from das_adapter.core.identity import prompt_identity, request_seed
+from das_adapter.core.routing import start_order
 from das_adapter.protocol.engine_args import engine_args, engine_env
 from das_adapter.protocol.label import Label
 from das_adapter.service.session import Session, for_run, of_async_engine
@@ -34,7 +35,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._session: Session
         self._seen: Counter[int] = Counter()
         self._strangers = 0
-        self._expected: dict[int, float] = {}
+        hosts = self.config.scheduling_policy == "priority"  # the run's own priorities stand
+        self._order = None if hosts else start_order(das, self.config.n)
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
@@ -42,8 +44,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         args = engine_args(for_run(self._das))
         additional = {**(engine_kwargs.get("additional_config") or {}), **args.pop("additional_config")}
         engine_kwargs.update(args, additional_config=additional)
-        if self._das.routing.policy == "longest_first":
-            engine_kwargs.setdefault("scheduling_policy", "priority")  # waiting requests start longest first as well
+        if self._order is not None:
+            engine_kwargs.setdefault("scheduling_policy", "priority")
 
     async def run_server(self, args: Any) -> None:
         """Start the engine, and make sure that das-adapter is in it."""
@@ -62,8 +64,9 @@ class DasVLLMHttpServer(vLLMHttpServer):
             label = self._label_stranger(prompt_ids)
             extra = {**(sampling_params.get("extra_args") or {}), **label.extra_args()}
             sampling_params = {**sampling_params, "extra_args": extra}
-        if self._das.routing.policy == "longest_first" and not kwargs.get("priority"):
-            kwargs["priority"] = -round(self._expected.get(label.problem_of(prompt_ids), 0.0))
+        if self._order is not None:
+            begun = label.start_in(len(prompt_ids)) < len(prompt_ids)
+            kwargs["priority"] = self._order.priority(label.problem_of(prompt_ids), begun)
         begin = time.time()
         output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         if output.stop_reason not in ABORTED:
@@ -94,8 +97,9 @@ class DasVLLMHttpServer(vLLMHttpServer):
             return
         self._seen.clear()
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)
-        if self._das.routing.policy == "longest_first":
-            self._expected, _ = await asyncio.to_thread(self._session.predictions)
+        if self._order is not None:
+            lengths, _ = await asyncio.to_thread(self._session.predictions)
+            self._order.refresh(lengths, int(global_steps or 0))
 
 
 class DasVLLMReplica(vLLMReplica):

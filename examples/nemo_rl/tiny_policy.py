@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,19 +21,29 @@ from das_adapter.nemo_rl.cpu.process import REFIT_SOCKETS
 class Trainer:
     """Holds the weights and the optimizer."""
 
-    def __init__(self, config: dict[str, Any], replicas: int):
+    def __init__(self, config: dict[str, Any], replicas: int, weights: Path | None, optimizer: Path | None):
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_pretrained(config["model_name"], dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config["optimizer"]["kwargs"]["lr"])
+        for part, path in ((self.model, weights), (self.optimizer, optimizer)):
+            if path is not None:
+                part.load_state_dict(torch.load(path))
         self.micro = config["train_micro_batch_size"]
         self.clip = config["max_grad_norm"]
         context = zmq.Context()
         self.sockets = [context.socket(zmq.REQ) for _ in range(replicas)]
         for i, socket in enumerate(self.sockets):
             socket.bind(f"ipc:///tmp/{os.environ[REFIT_SOCKETS]}-{i}.sock")
+
+    def save(self, weights: str, optimizer: str | None) -> None:
+        """Write the weights and the optimizer's state to files."""
+        for part, path in ((self.model, weights), (self.optimizer, optimizer)):
+            if path is not None:
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                torch.save(part.state_dict(), path)
 
     def refit_info(self) -> dict[str, Any]:
         """Shape and dtype of each tensor that `send_weights` will send."""
@@ -89,8 +100,9 @@ class Trainer:
 class TinyPolicy(ColocatablePolicyInterface):
     """NeMo-RL's view of the trainer."""
 
-    def __init__(self, config: dict[str, Any], replicas: int):
-        self.trainer = Trainer.remote(config, replicas)
+    def __init__(self, config: dict[str, Any], replicas: int, weights: Path | None, optimizer: Path | None):
+        """`weights`, `optimizer`: files of a checkpoint; None: as `config` says, and new."""
+        self.trainer = Trainer.remote(config, replicas, weights, optimizer)
         self.sharding_annotations = NamedSharding([0], ["data_parallel"])
 
     def get_logprobs(self, data: Any, timer: Any = None, **kwargs: Any) -> Any:
@@ -98,6 +110,9 @@ class TinyPolicy(ColocatablePolicyInterface):
 
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any) -> dict[str, Any]:
         return ray.get(self.trainer.train.remote(data, loss_fn))
+
+    def save_checkpoint(self, weights_path: str, optimizer_path: str | None = None, **kwargs: Any) -> None:
+        ray.get(self.trainer.save.remote(weights_path, optimizer_path))
 
     def prepare_refit_info(self) -> dict[str, Any]:
         return ray.get(self.trainer.refit_info.remote())
@@ -122,9 +137,9 @@ class TinyPolicy(ColocatablePolicyInterface):
         """Nothing to move: weights, gradients and optimizer stay where they are."""
 
     prepare_for_training = finish_training = prepare_for_lp_inference = _nothing
-    offload_before_refit = offload_after_refit = print_node_ip_and_gpu_id = _nothing
+    offload_before_refit = offload_after_refit = print_node_ip_and_gpu_id = finalize_async_save = _nothing
 
     def _unused(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
-    get_reference_policy_logprobs = get_topk_logits = calibrate_qkv_fp8_scales = save_checkpoint = _unused
+    get_reference_policy_logprobs = get_topk_logits = calibrate_qkv_fp8_scales = _unused

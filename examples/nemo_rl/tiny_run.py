@@ -121,8 +121,12 @@ def main() -> None:
     train = Problems(tokenizer, args.problems, repeats, seed=1)
     held_out = Problems(tokenizer, 4, 1, seed=2)
     environments = {TASK: Checker.remote()}
+
+    def make_policy(config: Any, weights_path: Path | None, optimizer_path: Path | None, **_: Any) -> TinyPolicy:
+        return TinyPolicy(config, replicas, weights_path, optimizer_path)
+
     policy, generation, _gym, _cluster, loader, val_loader, loss_fn, logger, checkpointer, state, config, *_ = (
-        grpo.setup(config, tokenizer, train, held_out, policy_factory=lambda **kw: TinyPolicy(kw["config"], replicas))
+        grpo.setup(config, tokenizer, train, held_out, policy_factory=make_policy)
     )
     record(logger, args.out)
     loop = grpo.async_grpo_train if asynchronous else grpo.grpo_train

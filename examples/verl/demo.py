@@ -31,7 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 DAS = "actor_rollout_ref.rollout.custom.das"
 DRAFTERS = ROOT / "runs" / "drafters"
 POLICY = ROOT / "runs" / "tiny_math_31m"
-EPOCH = 3  # steps: 12 problems, 4 a step
 ARMS = {
     "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
     "ngram": [f"{DAS}.drafter=ngram", f"{DAS}.budget.max_draft_tokens=4"],
@@ -46,6 +45,7 @@ ARMS = {
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method:suffix,num_speculative_tokens:32}",
     ],
 }
+PER_STEP = ("data.train_batch_size", "data.val_max_samples", "actor_rollout_ref.actor.ppo_mini_batch_size")
 COLUMNS = {
     "rollout_s": "das/rollout_s",
     "reward": "critic/score/mean",
@@ -64,6 +64,8 @@ def main() -> None:
     """Run the arms, print the table, write the summary and the plots."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--problems", type=int, default=8, help="problems in the data")
+    parser.add_argument("--batch", type=int, default=2, help="problems a step")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["off", "history"])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
     parser.add_argument("overrides", nargs="*", help="further hydra overrides, for every arm")
@@ -74,7 +76,7 @@ def main() -> None:
     prepare(args)
     arms = [Arm(name, args) for name in args.arms]
     try:
-        figures = train(arms, args.epochs * EPOCH, console)
+        figures = train(arms, steps(args), console)
     finally:
         for arm in arms:
             arm.run.terminate()
@@ -87,17 +89,22 @@ def main() -> None:
         "seconds": round(time.time() - begin),
         "epochs": args.epochs,
         "arms": figures,
-        "comparison": compare(figures),
+        "comparison": compare(figures, args.epochs),
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     show(summary, console)
     plot(summary, args.out)
 
 
+def steps(args: argparse.Namespace) -> int:
+    """Training steps of an arm."""
+    return args.epochs * (args.problems // args.batch)
+
+
 def prepare(args: argparse.Namespace) -> None:
     """Write the data, the policy, and the neural drafters if an arm needs them."""
     neural = bool({"draft_model", "eagle3"} & set(args.arms))
-    commands = [["prepare_data.py"]]
+    commands = [["prepare_data.py", "--train-size", str(max(48, args.problems))]]
     if neural and not (DRAFTERS / "eagle3").exists():
         commands.append(["make_drafters.py", DRAFTERS])
     widen = ["widen_policy.py", POLICY, "--width", "3", "--layers", "4", "--dtype", "float32"]
@@ -125,7 +132,9 @@ class Arm:
         command = [
             *(sys.executable, "-m", "verl.trainer.main_ppo"),
             *("--config-path", str(ROOT / "examples/verl"), "--config-name", "grpo_tiny_math_cpu_demo"),
-            f"trainer.total_training_steps={args.epochs * EPOCH}",
+            f"trainer.total_training_steps={steps(args)}",
+            f"data.train_max_samples={args.problems}",
+            *(f"{key}={args.batch}" for key in PER_STEP),
             *ARMS[name],
             *args.overrides,
         ]
@@ -151,7 +160,7 @@ class Arm:
         return json.loads(self.metrics.read_text().splitlines()[-1])["data"]
 
 
-def train(arms: list[Arm], steps: int, console: Console) -> dict[str, dict[str, list[Any]]]:
+def train(arms: list[Arm], total: int, console: Console) -> dict[str, dict[str, list[Any]]]:
     """Train all arms: rollouts in turn, each with the machine to itself, then the updates side by side.
 
     Returns:
@@ -162,8 +171,8 @@ def train(arms: list[Arm], steps: int, console: Console) -> dict[str, dict[str, 
         TextColumn("{task.description:8}"), BarColumn(), TextColumn("step {task.completed}/{task.total}"),
         TextColumn("{task.fields[note]}"), TimeElapsedColumn(), console=console, disable=not console.is_terminal,
     ) as progress:  # fmt: skip
-        tasks = {arm: progress.add_task(arm.name, total=steps, note="starting Ray, veRL and vLLM") for arm in arms}
-        for step in range(steps + 1):  # step 0 is the warm-up
+        tasks = {arm: progress.add_task(arm.name, total=total, note="starting Ray, veRL and vLLM") for arm in arms}
+        for step in range(total + 1):  # step 0 is the warm-up
             for arm in arms:
                 arm.arrive()
             for arm in arms[:: 1 if step % 2 else -1]:
@@ -172,7 +181,7 @@ def train(arms: list[Arm], steps: int, console: Console) -> dict[str, dict[str, 
             for arm in arms:
                 arm.go_on()
             for arm in arms:
-                arm.arrive(last=step == steps)
+                arm.arrive(last=step == total)
                 note = "warmed up"
                 if step:
                     logged = arm.last_step()
@@ -181,19 +190,20 @@ def train(arms: list[Arm], steps: int, console: Console) -> dict[str, dict[str, 
                     note = f"rollout {logged['das/rollout_s']:.1f} s, reward {logged['critic/score/mean']:.2f}"
                 progress.update(tasks[arm], completed=step, note=note)
                 if not console.is_terminal:
-                    print(f"{arm.name:8} step {step}/{steps}  {note}", flush=True)
+                    print(f"{arm.name:8} step {step}/{total}  {note}", flush=True)
     return figures
 
 
-def compare(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def compare(arms: dict[str, dict[str, Any]], epochs: int) -> dict[str, dict[str, Any]]:
     """Compare each arm with `off`: its tokens, and its rollout time, also over the last third, with a warm history."""
+    length = len(arms["off"]["reward"]) // epochs if "off" in arms else 0  # of an epoch, in steps
     return {
         arm: {
             "rollout_ratio": ratio(figures, arms["off"]),
             "rollout_ratio_by_epoch": [
-                ratio(figures, arms["off"], slice(i, i + EPOCH)) for i in range(0, len(figures["reward"]), EPOCH)
+                ratio(figures, arms["off"], slice(i * length, (i + 1) * length)) for i in range(epochs)
             ],
-            "rollout_ratio_last_third": ratio(figures, arms["off"], slice(-late(figures) * EPOCH, None)),
+            "rollout_ratio_last_third": ratio(figures, arms["off"], slice(-late(epochs) * length, None)),
             "steps_with_same_tokens": sum(map(eq, figures["token_hash"], arms["off"]["token_hash"])),
             "steps_with_same_reward": sum(map(eq, figures["reward"], arms["off"]["reward"])),
         }
@@ -202,9 +212,9 @@ def compare(arms: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-def late(arm: dict[str, Any]) -> int:
-    """Epochs in the last third of an arm's."""
-    return max(1, len(arm["reward"]) // EPOCH // 3)
+def late(epochs: int) -> int:
+    """Epochs in the last third."""
+    return max(1, epochs // 3)
 
 
 def ratio(arm: dict[str, Any], off: dict[str, Any], steps: slice = slice(None)) -> float:
@@ -214,21 +224,22 @@ def ratio(arm: dict[str, Any], off: dict[str, Any], steps: slice = slice(None)) 
 
 def show(summary: dict[str, Any], console: Console) -> None:
     """Print a row per epoch, and the outcome in a line."""
-    arms, comparison = summary["arms"], summary["comparison"]
-    columns = {"epoch": list(range(1, summary["epochs"] + 1)), "reward": by_epoch(next(iter(arms.values()))["reward"])}
+    arms, comparison, epochs = summary["arms"], summary["comparison"], summary["epochs"]
+    rewards = next(iter(arms.values()))["reward"]
+    columns = {"epoch": list(range(1, epochs + 1)), "reward": by_epoch(rewards, epochs)}
     for arm, figures in arms.items():
-        columns[f"{arm}: rollout s"] = [EPOCH * value for value in by_epoch(figures["rollout_s"])]
+        columns[f"{arm}: rollout s"] = [len(rewards) / epochs * s for s in by_epoch(figures["rollout_s"], epochs)]
         if arm in comparison:
             columns[f"{arm}: of off"] = comparison[arm]["rollout_ratio_by_epoch"]
-            columns[f"{arm}: tokens per forward"] = tokens_per_forward(figures)
+            columns[f"{arm}: tokens per forward"] = tokens_per_forward(figures, epochs)
     table = Table(*columns)
     for row in zip(*columns.values(), strict=True):
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row))
     console.print(table)
     for arm, against in comparison.items():
-        ratios = against["rollout_ratio_by_epoch"][-late(arms[arm]) :]
+        ratios = against["rollout_ratio_by_epoch"][-late(epochs) :]
         console.print(
-            f"{arm}: same tokens in {against['steps_with_same_tokens']} of {EPOCH * summary['epochs']} steps; rollout "
+            f"{arm}: same tokens in {against['steps_with_same_tokens']} of {len(rewards)} steps; rollout "
             f"time {against['rollout_ratio_last_third']:.2f} of off over the last third "
             f"({min(ratios):.2f} to {max(ratios):.2f} by epoch)"
         )
@@ -241,12 +252,14 @@ def plot(summary: dict[str, Any], out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    epochs = summary["epochs"]
     for name, label in (("rollout_s", "rollout, seconds per step"), ("reward", "mean reward"),
                         ("tokens_per_forward", "tokens per forward pass")):  # fmt: skip
         figure, axis = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
         for style, (arm, figures) in zip(("-", "--", ":", "-."), summary["arms"].items(), strict=False):
-            values = tokens_per_forward(figures) if name == "tokens_per_forward" else by_epoch(figures[name])
-            axis.plot(range(1, summary["epochs"] + 1), values, style, marker="o", label=arm)
+            paced = name == "tokens_per_forward"
+            means = tokens_per_forward(figures, epochs) if paced else by_epoch(figures[name], epochs)
+            axis.plot(range(1, epochs + 1), means, style, marker="o", label=arm)
         axis.set(xlabel="epoch", ylabel=label)
         if name != "reward":
             axis.set_ylim(bottom=0)
@@ -255,16 +268,17 @@ def plot(summary: dict[str, Any], out: Path) -> None:
         pyplot.close(figure)
 
 
-def by_epoch(values: list[float]) -> list[float]:
+def by_epoch(values: list[float], epochs: int) -> list[float]:
     """Mean of each epoch's steps, which differ in difficulty."""
-    return [statistics.mean(values[i : i + EPOCH]) for i in range(0, len(values), EPOCH)]
+    length = len(values) // epochs
+    return [statistics.mean(values[i * length : (i + 1) * length]) for i in range(epochs)]
 
 
-def tokens_per_forward(arm: dict[str, Any]) -> list[float]:
+def tokens_per_forward(arm: dict[str, Any], epochs: int) -> list[float]:
     """Tokens of each epoch that a request gets from one forward pass of the policy."""
     lengths = arm["response_length_mean"]  # every step has as many responses
     passes = [length / tokens for length, tokens in zip(lengths, arm["tokens_per_forward"], strict=True)]
-    return [a / b for a, b in zip(by_epoch(lengths), by_epoch(passes), strict=True)]
+    return [a / b for a, b in zip(by_epoch(lengths, epochs), by_epoch(passes, epochs), strict=True)]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def vllm_env(request: pytest.FixtureRequest) -> dict[str, str]:
         return {}
     if not NEWEST.is_dir():
         pytest.skip(f"the newest vLLM CPU build is not in {NEWEST}: make env puts it there")
-    return {"PYTHONPATH": str(NEWEST)}
+    return {"PYTHONPATH": str(NEWEST), "VLLM_CACHE_ROOT": str(NEWEST / ".cache")}  # one cache serves one build
 
 
 @pytest.fixture(scope="session")

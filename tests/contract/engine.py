@@ -1,17 +1,21 @@
 """Run vLLM engines, each in a process of its own: read jobs as JSON, one per line, and print the results likewise.
 
-vLLM is imported once: every job runs in a fork. Job: `log` (file for the engine's messages), `das`
-(the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env` (environment
-variables). A round: `requests` with `prompt` and `params`, `copies` of them, and, to be done after them, if
-given, `perturb`: change the policy's weights by so much; `draft_weights`: send a file as the drafter's weights;
+Every job runs in a fork; what the first one imported is imported before the others. Job: `log` (file for the engine's
+messages), `das` (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env`
+(environment variables). A round: `requests` with `prompt` and `params`, `copies` of them, and, to be done after them,
+if given, `perturb`: change the policy's weights by so much; `draft_weights`: send a file as the drafter's weights;
 `lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up; `refresh`: sync to this weight
-version; `written`: the weight version that counts as having written the texts; `shared`: publish the texts in this
-directory, instead of handing them over; `lose`: remove its `generation` or the `directory` before the engine reads it;
+version; `unrecorded`: hand over none of the texts; `shared`: publish the texts in this directory, instead of handing
+them over; `lose`: remove its `generation` or the `directory` before the engine reads it;
 `fresh_copy`: compare the policy copy with a fresh one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
+import itertools
 import json
 import os
 import random
@@ -25,13 +29,13 @@ POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "polic
 
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_LOGGING_LEVEL="ERROR",
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
     MKL_CBWR="AUTO,STRICT",
+    TORCHDYNAMO_DISABLE="1",  # compiling vLLM's helpers takes longer than a test
 )
 
 
@@ -77,27 +81,50 @@ def sabotage(kind: str) -> None:
         raise ValueError(kind)
 
 
+def preload(names: list[str]) -> None:
+    """Import these modules, but for those that need numba: vLLM 0.32's CPU platform fails where that came first."""
+    sys.modules["numba"] = None  # type: ignore[assignment]
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    del sys.modules["numba"]
+
+
 def main() -> None:
     from vllm import LLM  # noqa: F401  # imported here, before the forks, like all that it needs
 
-    for line in sys.stdin:
+    from das_adapter import compat
+
+    compat.missing("vllm")  # remembered, so that no fork looks again
+    for first, line in zip(itertools.chain([True], itertools.repeat(False)), sys.stdin, strict=False):
         job = json.loads(line)
+        heard, told = os.pipe()
+        gc.freeze()  # so that forks don't collect what is here
         if child := os.fork():
+            os.close(told)
+            with open(heard) as names:
+                imported = names.read().split()
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if code:
                 print(f"FAILED {code}", flush=True)
+            if first:
+                preload(imported)
             continue
         try:
+            known = set(sys.modules)
             log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, sys.stderr.fileno())
-            run(job)
+            print("RESULT " + json.dumps(run(job)), flush=True)
+            new = (n for n in set(sys.modules) - known if n.startswith(("vllm.", "transformers.", "pandas")))
+            os.write(told, "\n".join(new).encode())
+            os._exit(0)  # vLLM's own teardown adds seconds and nothing to the test
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
-        os._exit(1)  # vLLM's own teardown adds seconds and nothing to the test
+            os._exit(1)
 
 
-def run(job: dict[str, Any]) -> None:
+def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     os.environ.update(job.get("env", {}))
     from das_adapter.config import parse
     from das_adapter.protocol.engine_args import engine_args, engine_env
@@ -108,7 +135,8 @@ def run(job: dict[str, Any]) -> None:
         sabotage(job["sabotage"])
     from vllm import LLM, SamplingParams
 
-    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0}
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
+                "kv_cache_memory_bytes": 2**26}  # fmt: skip
     llm = LLM(str(POLICY), **{**settings, **engine_args(das), **job.get("engine", {})})
     results = []
     for part in job["rounds"]:
@@ -143,10 +171,11 @@ def run(job: dict[str, Any]) -> None:
             keep = [
                 (r["params"].get("extra_args", {}).get("das_problem", 0), t)
                 for r, t in zip(requests, texts, strict=True)
+                if not part.get("unrecorded")
             ]
             if "foreign_token" in part:
                 keep.append((0, [part["foreign_token"]]))
-            trajectories = [(p, _bytes(t), part.get("written", part["refresh"] - 1)) for p, t in keep]
+            trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
             payload = {"version": part["refresh"], "trajectories": trajectories}
             if "shared" in part:
                 lengths = [(p, len(t) // 4, at) for p, t, at in trajectories]
@@ -164,8 +193,7 @@ def run(job: dict[str, Any]) -> None:
             type(getattr(runner, "rejection_sampler", None)).__module__,
         ]
         results.append(result)
-    print("RESULT " + json.dumps(results), flush=True)
-    os._exit(0)
+    return results
 
 
 def publish(directory: str, trajectories: list[tuple[int, bytes, int]], lose: str | None) -> tuple[str, int]:
@@ -239,7 +267,6 @@ def copy_is_fresh(runner: Any) -> bool:
 def memory() -> int:
     """Return the resident bytes of this process, after collecting garbage."""
     import ctypes
-    import gc
 
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)

@@ -28,7 +28,7 @@ from das_adapter.core.identity import prompt_identity
 from das_adapter.core.index import SuffixIndex
 from das_adapter.protocol.label import Label
 from das_adapter.verl import identity
-from das_adapter.verl.router import SiblingLoadBalancer
+from das_adapter.verl.router import DasLoadBalancer
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWERS = [[30, 31, 32], [27, 28], [33, 34]]
@@ -78,7 +78,7 @@ def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], Label]]]]]:
 
     async def sample(number: int) -> Any:
         server = ray.remote(Server).remote()
-        client = LLMServerClient(config, ray.remote(SiblingLoadBalancer).remote({"replica": server}))
+        client = LLMServerClient(config, ray.remote(DasLoadBalancer).remote({"replica": server}))
         data = DictConfigWrap(config.data)
         loop = ToolAgentLoop(DictConfigWrap(config), client, tokenizer, None, RLHFDataset, data, tools=tools)
 

@@ -186,9 +186,10 @@ def test_a_batch_that_arrives_twice_or_late_is_taken_once(writer: NodeHistory) -
     writer.push("a", 2, late)
     published, lost = writer.sync(4, "a", [2])
     assert (tokens(published), lost) == (90, [])
-    writer.sync(5, "a", [])
-    writer.push("a", 3, [])
-    assert tokens(writer.sync(5, "a", [])[0]) == 60  # version 0 has left the window
+    for version in (4, 5, 6):
+        writer.push("a", version, [Trajectory(1, POEM.tobytes(), version)])
+        published, _ = writer.sync(version + 1, "a", [])
+    assert tokens(published) == 150  # version 0 is none of the last four visits
 
 
 def test_an_engine_two_versions_behind_turns_nothing_back(writer: NodeHistory) -> None:
@@ -198,7 +199,7 @@ def test_an_engine_two_versions_behind_turns_nothing_back(writer: NodeHistory) -
     late, _ = writer.sync(6, "behind", [])
     assert late[0] == published[0]
     assert late[1] >= published[1]  # a background merge may have published once more
-    assert tokens(late) == 5 * 30
+    assert tokens(late) == 4 * 30
 
 
 @pytest.mark.parametrize("restarted", [True, False])
@@ -284,13 +285,30 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
     ray.get(ledger(4).start_from.remote(None))
     fresh.push("a", 1, [Trajectory(3, POEM.tobytes(), 0)])
     assert tokens(fresh.sync(1, "a", [])[0]) == 90
-    fresh.sync(4, "a", [])
-    fresh.push("a", 2, [Trajectory(3, POEM.tobytes(), 4)])
-    assert tokens(fresh.sync(5, "a", [])[0]) == 90  # the oldest of the old run has gone
-    fresh.push("a", 3, [])
-    assert tokens(fresh.sync(5, "a", [])[0]) == 30  # the old run's versions count as written before version 0
+    for version in range(1, 5):
+        fresh.push("b", version, [Trajectory(1, POEM.tobytes(), version)])
+        published, _ = fresh.sync(version + 1, "a", [])
+    assert tokens(published) == 60 + 4 * 30  # of problem 1 the old run's visit has left the window
     assert saved.lengths(tmp_path / "saved", 0) == [(1, 30, -1), (2, 30, 0)]
     assert saved.lengths(tmp_path / "saved", 52) == [(1, 30, 50), (2, 30, 51)]
+
+
+def test_a_save_that_fails_leaves_what_was_saved_before(writer: NodeHistory, tmp_path: Path) -> None:
+    target, facts = tmp_path / "checkpoint" / "das_history", saved.Facts.of("problem", TOKENIZER)
+    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
+    writer.sync(1, "a", [])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (1, 2):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))  # the lengths fit, the index does not
+        try:
+            with pytest.raises(OSError, match="index"):
+                writer.save(str(target), facts, [])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (step - 1)
+        writer.save(str(target), facts, [(1, 30, 0)])
+    saved.check(target, facts, "das.history.persist")
+    assert saved.lengths(target, 0) == [(1, 30, 0)]
 
 
 def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: NodeHistory, caplog: Any) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from das_adapter.protocol.metrics import faults
+
 OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
 # Without the controller, whose decisions depend on how long steps take.
 HISTORY = {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}}
@@ -142,6 +144,38 @@ def test_an_engine_that_comes_late_or_finds_nothing_drafts_from_what_it_has(engi
     assert result[2]["stats"]["history_tokens"] == result[1]["stats"]["history_tokens"] > 0
     assert result[2]["stats"]["accepted_tokens"] > 0
     assert result[0]["log"].count("das: history: ") == 1
+
+
+def test_the_engine_counts_who_begins_with_history_and_says_when_it_was_lost(engine: Any, tmp_path: Path) -> None:
+    first, second = two_rounds(requests(PLAIN))
+    validation = [{**r, "params": {**r["params"], "extra_args": {"das_problem": 99, "das_record": 0}}}
+                  for r in requests(PLAIN)]  # fmt: skip
+    fresh = [{**r, "params": {**r["params"], "extra_args": {"das_problem": 50 + i}}}
+             for i, r in enumerate(requests(PLAIN))]  # fmt: skip
+    counted = engine(das=HISTORY, rounds=[first, {"requests": second["requests"] + validation + fresh}])
+    assert [(r["stats"]["history_requests"], r["stats"]["history_hits"]) for r in counted] == [(12, 0), (24, 12)]
+    assert [r["stats"]["history_lost"] for r in counted] == [0, 0]
+
+    lost = engine(das=HISTORY, rounds=[{**first, "shared": str(tmp_path), "lose": "directory"}, second])
+    assert [r["stats"]["history_hits"] for r in lost] == [0, 0]
+    assert [r["stats"]["history_lost"] for r in lost] == [0, 12]  # nothing comes back in the first round
+    reason = faults([lost[1]["stats"]])["history"]
+    assert reason.startswith("12 of 12 requests found no history of their problem, which the run has met before. ")
+    assert "lines that begin with 'das: history:'" in reason
+    assert lost[1]["tokens"] == counted[1]["tokens"][:12]
+
+
+def test_a_history_that_is_too_small_is_named(engine: Any) -> None:
+    """More problems than the history has room for: those of the first round have gone when they come back."""
+    first, second = two_rounds(requests(PLAIN))
+    params = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
+    others = [{"prompt": prompts(1)[0], "params": {**params, "extra_args": {"das_problem": 100 + i}}}
+              for i in range(300)]  # fmt: skip
+    between = [{"requests": others, "refresh": 2}]
+    das = {**HISTORY, "history": {"max_bytes": "64KiB"}}
+    result = engine(das=das, rounds=[first, *between, second])
+    assert 2**15 < result[-1]["stats"]["history_bytes"] <= 2**16
+    assert "das.history.max_bytes=65536 is full: raise it" in faults([result[-1]["stats"]])["history"]
 
 
 def test_a_later_turn_drafts_from_what_came_after_and_counts_what_it_wrote(engine: Any) -> None:

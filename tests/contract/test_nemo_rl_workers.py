@@ -139,7 +139,14 @@ class Engine:
 
 
 class AsyncEngine(Engine):
-    async def generate(self, prompt: Any, params: SamplingParams, request_id: str) -> Any:  # type: ignore[override]
+    def __init__(self) -> None:
+        super().__init__()
+        self.priorities: list[int] = []
+
+    async def generate(  # type: ignore[override]
+        self, prompt: Any, params: SamplingParams, request_id: str, priority: int = 0
+    ) -> Any:
+        self.priorities.append(priority)
         yield self._answer(prompt, params)
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:  # type: ignore[override]
@@ -217,18 +224,41 @@ def ray_here() -> Any:
     ray.shutdown()
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_one_sample_of_a_group_leads_and_older_requests_go_first(ray_here: None) -> None:
+    async def serve() -> list[int]:
+        front = AsyncEngineHooks.attach(engine, block(), source=4)
+        await front.start()
+
+        async def write(prompt: int, samples: int) -> None:
+            for _ in range(samples):
+                async for _ in engine.generate({"prompt_token_ids": [prompt]}, SamplingParams(), "id"):
+                    pass
+
+        await write(1, 4)  # a group's size is seen
+        await write(2, 4)
+        await engine.collective_rpc("update_weights_from_collective")
+        await write(3, 1)
+        return engine.priorities[4:]
+
+    engine = AsyncEngine()
+    leader, *followers, later = asyncio.run(serve())
+    assert leader < min(followers) == max(followers) < later
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
-    from das_adapter.core.routing import longest_first
+    from das_adapter.core.routing import plan
     from das_adapter.nemo_rl.generation import _Planned
 
     problems = [1, 1, 2, 2, 3, 3, 4]
     data = BatchedDataDict({"input_ids": torch.arange(7)[:, None], "names": [str(i) for i in range(7)]})
-    plan = longest_first(problems, {3: 50.0, 2: 5.0}, workers)
-    shards = _Planned(data, plan).shard_by_batch_size(workers, allow_uneven_shards=True)
-    assert [shard["names"] for shard in shards] == [[str(row) for row in rows] for rows in plan]
-    combined = BatchedDataDict.from_batches([s for s in shards if s.size])
-    back = combined.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
+    shares = plan(problems, {3: 50.0, 2: 5.0}, workers)
+    shards = _Planned(data, shares).shard_by_batch_size(workers, allow_uneven_shards=True)
+    assert [shard["names"] for shard in shards] == [[str(row) for row in rows] for rows in shares]
+    # NeMo-RL's worker answers an empty share with empty tensors of no width
+    empty: dict[str, Any] = {"input_ids": torch.zeros((0, 0), dtype=torch.long), "names": []}
+    combined = BatchedDataDict.from_batches([s if s.size else empty for s in shards])
+    back = combined.select_indices(torch.argsort(torch.tensor([row for rows in shares for row in rows])))
     assert back["input_ids"].flatten().tolist() == list(range(7))
     assert back["names"] == data["names"]
 

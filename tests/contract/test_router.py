@@ -1,20 +1,23 @@
-"""Longest-first routing with veRL's balancer and a real ledger."""
+"""Routing with veRL's balancer and a real ledger."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("verl")
 import ray
+from verl.workers.rollout.router import get_router_handle
 
+from das_adapter.config import DasConfig, parse
 from das_adapter.protocol.label import Label
 from das_adapter.service.ledger import ledger
-from das_adapter.verl.router import LongestFirstBalancer
+from das_adapter.verl.router import DasLoadBalancer, balancer
 
-LONG, SHORT = (1, 2, 3), tuple(range(10, 22))
+SERVERS: dict[str, Any] = {"a": None, "b": None}
 
 
 @pytest.fixture
@@ -24,42 +27,88 @@ def service() -> Iterator[Any]:
     ray.shutdown()
 
 
-def acquire(balancer: LongestFirstBalancer, request: str, problem: int) -> str:
-    return balancer.acquire_server(request, {"extra_args": Label(problem).extra_args()})[0]
+def made(group: int = 4, **routing: str) -> type[DasLoadBalancer]:
+    das = parse({"routing": routing})
+    assert isinstance(das, DasConfig)
+    return balancer(das, SimpleNamespace(n=group, max_num_seqs=64))
 
 
-def remember(service: Any) -> None:
-    lengths = {True: 3000, False: 60}
-    ray.get(service.add.remote([(p, lengths[p in LONG], 0) for p in (*LONG, *SHORT) for _ in range(4)]))
+def acquire(router: DasLoadBalancer, request: str, problem: int, record: bool = True) -> str:
+    return router.acquire_server(request, {"extra_args": Label(problem, record=record).extra_args()})[0]
 
 
-def test_predicted_long_requests_are_spread_whatever_order_they_come_in(service: Any) -> None:
-    remember(service)
-    balancer = LongestFirstBalancer({"a": None, "b": None})
-    # By turns, all samples of the long problems would meet on one replica.
-    arrivals = [p for pair in zip([*LONG, *LONG], SHORT, strict=False) for p in pair]
-    homes = [acquire(balancer, f"r{i}", p) for i, p in enumerate(arrivals)]
-    long = [home for home, p in zip(homes, arrivals, strict=True) if p in LONG]
-    assert long.count("a") == long.count("b") == 3
-    assert acquire(balancer, "r0", arrivals[0]) == homes[0]  # a later turn stays
+def arrive(router: DasLoadBalancer, groups: list[list[int]], name: str = "") -> dict[int, list[str]]:
+    """Acquire replicas for the samples of groups, which come in turns; return them by problem."""
+    homes: dict[int, list[str]] = {}
+    for sample in range(max(map(len, groups))):
+        for group in groups:
+            homes.setdefault(group[sample], []).append(
+                acquire(router, f"{name}{group[sample]}/{sample}", group[sample])
+            )
+    return homes
 
 
-def test_without_history_requests_are_spread_by_their_number(service: Any) -> None:
-    balancer = LongestFirstBalancer({"a": None, "b": None})
-    homes = [acquire(balancer, f"r{i}", 7) for i in range(6)]
-    assert homes.count("a") == homes.count("b") == 3
-    remember(service)
-    for i, home in enumerate(homes):
-        balancer.release_server(home, request_id=f"r{i}")
-    acquire(balancer, "next batch", LONG[0])
-    assert balancer._spread._tokens["a"] + balancer._spread._tokens["b"] > 1000
+def end(router: DasLoadBalancer, homes: dict[int, list[str]], name: str = "") -> None:
+    for problem, places in homes.items():
+        for sample, home in enumerate(places):
+            router.release_server(home, request_id=f"{name}{problem}/{sample}")
+
+
+def remember(service: Any, lengths: dict[int, int]) -> None:
+    ray.get(service.add.remote([(p, n, 0) for p, n in lengths.items() for _ in range(4)]))
+
+
+def test_a_groups_samples_meet_on_one_replica_although_they_come_mixed(service: Any) -> None:
+    router = made()(SERVERS)
+    for step in range(2):  # without lengths, and with them
+        homes = arrive(router, [[p] * 4 for p in range(8)], f"{step}/")
+        assert all(len(set(places)) == 1 for places in homes.values())
+        assert sorted(places[0] for places in homes.values()) == [*"aaaabbbb"]
+        end(router, homes, f"{step}/")
+        remember(service, {p: 100 * (p + 1) for p in range(8)})
+    assert router.get_total_inflight() == 0 and router._replicas.end == 0
+
+
+def test_predicted_long_groups_are_divided_between_the_replicas(service: Any) -> None:
+    remember(service, {1: 3000, 2: 3000, **dict.fromkeys(range(10, 18), 60)})
+    router = made()(SERVERS)
+    homes = arrive(router, [[1] * 4, *([p] * 4 for p in range(10, 14)), [2] * 4, *([p] * 4 for p in range(14, 18))])
+    long = homes[1] + homes[2]
+    assert long.count("a") == long.count("b") == 4
+    assert acquire(router, "1/0", 1) == homes[1][0]  # a later turn stays
+
+
+def test_validation_samples_and_strangers_are_placed_one_by_one(service: Any) -> None:
+    router = made()(SERVERS)
+    assert [acquire(router, f"v{i}", i, record=False) for i in range(4)] == ["a", "b", "a", "b"]
+    assert [router.acquire_server(f"s{i}")[0] for i in range(4)] == ["a", "b", "a", "b"]
+
+
+def test_least_loaded_takes_the_replica_with_the_fewest_requests(service: Any) -> None:
+    remember(service, {1: 3000, 2: 10})
+    router = made(policy="least_loaded")(SERVERS)
+    assert [acquire(router, f"r{i}", p) for i, p in enumerate([1, 1, 2, 2])] == ["a", "b", "a", "b"]
+    router.release_server("b", request_id="r1")
+    assert acquire(router, "next", 1) == "b"
 
 
 def test_replicas_may_come_and_go(service: Any) -> None:
-    remember(service)
-    balancer = LongestFirstBalancer({"a": None})
-    assert acquire(balancer, "x", LONG[0]) == "a"
-    balancer.add_servers({"b": None})
-    assert acquire(balancer, "y", LONG[1]) == "b"
-    balancer.remove_servers(["a"])
-    assert acquire(balancer, "z", LONG[2]) == "b"
+    remember(service, {1: 3000, 2: 3000, 3: 3000})
+    router = made(group=1)({"a": None})
+    assert acquire(router, "x", 1) == "a"
+    router.add_servers({"b": None})
+    assert acquire(router, "y", 2) == "b"
+    router.remove_servers(["a"])
+    router.release_server("a", request_id="x")
+    assert acquire(router, "z", 3) == "b"
+    assert acquire(router, "x", 1) == "b"  # a later turn of a trajectory whose replica is gone
+    with pytest.raises(RuntimeError, match="No available servers"):
+        made()({}).acquire_server("x")
+
+
+def test_verl_makes_the_balancer_in_an_actor(service: Any) -> None:
+    router = get_router_handle(servers=SERVERS, load_balancer_cls=made(group=2))
+    assert ray.get(router.require_acquire_fields.remote()) == ["sampling_params"]
+    params = [{"extra_args": Label(p).extra_args()} for p in (1, 2, 1, 2)]
+    homes = [ray.get(router.acquire_server.remote(f"r{i}", sampling_params=p))[0] for i, p in enumerate(params)]
+    assert homes == ["a", "b", "a", "b"]

@@ -28,7 +28,7 @@ def test_the_drafter_follows_the_policy(engine: Any, das: dict[str, Any]) -> Non
 
 def test_a_text_that_ends_with_the_last_step_before_a_sync_is_not_live_after_it(engine: Any) -> None:
     (asked,) = requests([{"temperature": 1.0, "ignore_eos": True}], 3)[:1]
-    part = {"requests": [asked], "refresh": 100, "written": 0}  # long out of the window
+    part = {"requests": [asked], "refresh": 100, "unrecorded": True}
     first, second = engine(das=HISTORY, rounds=[part, part])
     assert second["tokens"] == first["tokens"]
     assert 0 < second["stats"]["accepted_tokens"] == first["stats"]["accepted_tokens"]

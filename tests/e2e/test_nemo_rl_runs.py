@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,7 @@ def test_the_weights_advance_with_every_refit(sync: Any) -> None:
 
 
 def test_drafts_are_accepted_from_the_second_epoch_on(sync: Any) -> None:
+    assert [step["das/history_hits"] for step in sync["history"]] == [0, 0, 1, 1]
     for step in sync["history"][2:]:
         assert step["das/acceptance_length"] > 1.5
         assert step["vllm/spec_num_accepted_tokens"] > 0
@@ -92,6 +95,7 @@ def test_an_asynchronous_run_drafts_while_its_weights_are_updated(asynchronous: 
     assert versions == sorted(set(versions))
     assert max(step["das/acceptance_length"] for step in asynchronous[2:]) > 1.2
     assert asynchronous[-1]["das/history_tokens"] > 0
+    assert asynchronous[-1]["das/history_hits"] > 0
     assert all(step["das/health"] == 1 for step in asynchronous)
 
 
@@ -99,3 +103,53 @@ def test_by_yaml_alone_a_stock_driver_speculates(tmp_path: Path) -> None:
     steps = arms.run("stock", [*arms.ARMS["history"], *SMALL, "--stock-driver"], tmp_path)
     assert steps[0]["vllm/spec_num_accepted_tokens"] < steps[-1]["vllm/spec_num_accepted_tokens"]
     assert all("das/health" not in step for step in steps)
+
+
+KEPT = ["checkpointing.enabled=true", "checkpointing.metric_name=null", "checkpointing.save_period=3",
+        "grpo.max_num_steps=3"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, arms.Steps]:
+    """A run that saves a checkpoint after its third step, in the second of its epochs."""
+    out = tmp_path_factory.mktemp("saved")
+    where = f"checkpointing.checkpoint_dir={out / 'checkpoints'}"
+    return out, arms.run("history", [*arms.ARMS["history"], *SMALL, *KEPT, where], out)
+
+
+def test_a_resumed_run_drafts_from_its_first_step_and_writes_the_tokens_of_off(saved: Any) -> None:
+    out, before = saved
+    where = f"checkpointing.checkpoint_dir={out / 'checkpoints'}"  # it is read where `enabled` is false, too
+    off, history = (arms.run(f"resumed_{arm}", [*arms.ARMS[arm], *SMALL, where], out) for arm in ("off", "history"))
+    assert len(off) == len(history) == 1  # the fourth step
+    for key in ("das/token_hash", "reward", "loss", "grad_norm"):
+        assert off[0][key] == history[0][key], key
+    first = history[0]
+    assert first["das/token_hash"] not in {step["das/token_hash"] for step in before}
+    assert first["das/history_hits"] == 1
+    assert first["das/history_tokens"] == pytest.approx(PER_STEP * sum(s["mean_gen_tokens_per_sample"] for s in before))
+    assert first["das/acceptance_length"] > 1.5
+    assert first["das/tokens_per_forward"] > before[0]["das/tokens_per_forward"]
+    assert off[0]["das/tokens_per_forward"] == 1
+
+
+def test_another_run_drafts_from_a_saved_history_from_its_first_step(saved: Any) -> None:
+    out, before = saved
+    warm = f"{arms.DAS}.history.persist={out / 'checkpoints/step_3/das_history'}"
+    [step] = arms.run("warm", [*arms.ARMS["history"], *SMALL, "grpo.max_num_steps=1", warm], out)
+    assert (before[0]["das/history_hits"], step["das/history_hits"]) == (0, 1)
+    assert step["das/token_hash"] == before[0]["das/token_hash"]
+    assert step["das/tokens_per_forward"] > 1.5 * before[0]["das/tokens_per_forward"]
+
+
+def test_another_tokenizers_history_stops_the_run(saved: Any, tmp_path: Path) -> None:
+    foreign = tmp_path / "das_history"
+    shutil.copytree(saved[0] / "checkpoints/step_3/das_history", foreign)
+    facts = json.loads((foreign / "history.json").read_text())
+    (foreign / "history.json").write_text(json.dumps({**facts, "tokenizer": "another"}))
+    with pytest.raises(SystemExit, match=r"the refused arm failed"):
+        arms.run("refused", [*arms.ARMS["history"], *SMALL, f"{arms.DAS}.history.persist={foreign}"], tmp_path)
+    message = (
+        f"policy.generation.das.history.persist: the history in {str(foreign)!r} was written with tokenizer 'another'"
+    )
+    assert message in (tmp_path / "refused.log").read_text()

@@ -43,7 +43,7 @@ std::string signed_(std::string data, bool bodies) {
   h.count = std::min<uint64_t>(h.count, (data.size() - sizeof h) / sizeof(Entry));
   for (uint64_t i = 0; bodies && i < h.count; ++i) {
     auto* e = reinterpret_cast<SegmentFile::Entry*>(&data[sizeof h]) + i;
-    if (e->offset > data.size() || e->tokens > data.size() || e->trajectories >= e->tokens) continue;
+    if (e->offset > data.size() || std::max({e->tokens, e->places, e->runs}) > data.size()) continue;
     if (e->shape().bytes() <= data.size() - e->offset)
       e->checksum = checksum(data.data() + e->offset, e->shape().bytes());
   }
@@ -85,8 +85,8 @@ bool one(const std::string& data) {
     use(index);
     const Token more[] = {1, 2, 3};
     index.add(1, more, 3, 9);
-    index.seal(true, 1);
-    index.expire(1);
+    index.seal(2, true, 1);
+    index.shrink(index.nbytes() - 1, 1);
     index.save(folder() / "again");
   });
 }
@@ -111,11 +111,11 @@ int main(int argc, char** argv) {
     index.attach(store, true);
     for (int version = 0; version < 3; ++version) {
       for (uint64_t problem = 0; problem < 3; ++problem) {
-        Text text(40 + problem);
+        std::vector<Token> text(40 + problem);
         for (Token& token : text) token = static_cast<Token>(rng() % 4);
         index.add(problem, text.data(), text.size(), version);
       }
-      index.seal(false, 2);
+      index.seal(8, false, 2);
       index.publish();
     }
     index.save(folder() / "sound");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -11,9 +12,24 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.index.errors import UnknownHandle
-from das_adapter.core.index.values import Float32, Int32, Int64, Tokens, check_knobs, integers, problem_id, token_ids
+from das_adapter.core.index.values import (
+    MAX_TOKEN,
+    Float32,
+    Int32,
+    Int64,
+    Shrunk,
+    Tokens,
+    check_knobs,
+    integers,
+    problem_id,
+    token_ids,
+    visits,
+)
 
 START = -1  # stands before the first token of every response
+GAP = -2  # stands before a stretch of a response of which what came before is not there
+LEAST = 256  # bytes that a problem keeps before whole problems are dropped
+GRAM, CONTEXT, BRIDGE, SHORT, COUNTED = 4, 8, 4, 4, 128  # see csrc/suffix_thin.hpp
 MOST = 16  # places that one search of a text visits (live text: per gram size)
 SURE = 8  # places that differ in the last token are searched only below this strength of a match
 BEYOND = 3  # at most so many tokens beyond a differing one count
@@ -28,8 +44,15 @@ Kind = tuple[bool, int, int, int]  # whether only its own text, share of the vot
 
 @dataclass
 class Trajectory:
-    text: list[int]  # START, then the response
+    text: list[int]  # START or GAP, then the response or a stretch of it
     version: int
+    count: int = 1  # rollouts that it stands for
+    known: int = 0  # tokens at its beginning that are only context
+
+    @property
+    def places(self) -> range:
+        """Positions whose next token is a continuation."""
+        return range(self.known, len(self.text) - 1)
 
 
 @dataclass(eq=False)
@@ -76,32 +99,42 @@ class ReferenceIndex:
         if ids:
             self._staged.setdefault(problem_id(problem), []).append(Trajectory([START, *ids], version))
 
-    def seal(self) -> None:
-        for problem, trajectories in self._staged.items():
-            self._history.setdefault(problem, []).extend(trajectories)
-            self._newest = max([t.version for t in trajectories] + ([] if self._newest is None else [self._newest]))
+    def seal(self, window: int | None = None) -> None:
+        most = visits(window)
+        for problem, added in self._staged.items():
+            trajectories = self._history.setdefault(problem, [])
+            trajectories.extend(added)
+            kept = sorted({t.version for t in trajectories})[-most:]
+            self._newest = max([t.version for t in added] + ([] if self._newest is None else [self._newest]))
+            self._history[problem] = [t for t in trajectories if t.version in kept]
         self._staged = {}
 
-    def expire(self, before_version: int) -> int:
-        dropped = 0
-        for store in (self._history, self._staged):
-            for problem, trajectories in list(store.items()):
-                dropped += sum(len(t.text) - 1 for t in trajectories if t.version < before_version)
-                store[problem] = [t for t in trajectories if t.version >= before_version]
-                if not store[problem]:
-                    del store[problem]
-        return dropped
-
-    def shrink(self, max_bytes: int) -> int:
-        dropped = 0
-        while self.nbytes > max_bytes:
-            last = {problem: max(t.version for t in ts) for problem, ts in self._history.items()}
-            problem = min(last, key=lambda p: (last[p], p))
-            if last[problem] < max(last.values()):
-                dropped += sum(len(t.text) - 1 for t in self._history.pop(problem))
-            else:
-                dropped += self.expire(min(t.version for ts in self._history.values() for t in ts) + 1)
-        return dropped
+    def shrink(self, max_bytes: int) -> Shrunk:
+        sizes = {problem: _nbytes(trajectories) for problem, trajectories in self._history.items()}
+        before, dropped, thinned = self.tokens, 0, 0
+        if sum(sizes.values()) <= max_bytes:
+            return Shrunk(0, 0, 0)
+        last = {problem: (max(t.version for t in ts), problem) for problem, ts in self._history.items()}
+        order = sorted(last, key=lambda p: last[p])
+        while sum(min(sizes[p], LEAST) for p in order) > max_bytes:
+            del self._history[order.pop(0)]
+            dropped += 1
+        order.sort(key=lambda p: (sizes[p], last[p]))
+        level = below = 0
+        for i, problem in enumerate(order):
+            level = (max_bytes - below) // (len(order) - i)
+            if level <= sizes[problem]:
+                break
+            below += sizes[problem]
+        total, to = sum(sizes[p] for p in order), level // 4 * 3
+        while total > max_bytes:
+            problem = order.pop()
+            total -= sizes[problem] - to
+            self._history[problem] = _Thinning(self._history[problem]).to(to)
+            thinned += 1
+            if not self._history[problem]:
+                del self._history[problem]
+        return Shrunk(before - self.tokens, thinned, dropped)
 
     def refresh(self, store: ReferenceIndex) -> None:
         """As an attached `SuffixIndex`: take over what a store has sealed."""
@@ -110,13 +143,12 @@ class ReferenceIndex:
 
     @property
     def nbytes(self) -> int:
-        """Per problem 12.25 bytes per token, 20 per trajectory and 4, in whole samples of 32 places and words of 8."""
-        sizes = [(sum(len(t.text) - 1 for t in ts), len(ts)) for ts in self._history.values()]
-        return sum(-(-(12 * tokens + 8 * -(-tokens // 32) + 20 * count + 4) // 8) * 8 for tokens, count in sizes)
+        """Per problem 7.25 bytes per token, in whole samples of 32 places and words of 8, and what `_nbytes` adds."""
+        return sum(map(_nbytes, self._history.values()))
 
     @property
     def tokens(self) -> int:
-        return sum(len(t.text) - 1 for ts in self._history.values() for t in ts)
+        return sum(len(t.places) for ts in self._history.values() for t in ts)
 
     @property
     def problems(self) -> int:
@@ -158,6 +190,10 @@ class ReferenceIndex:
 
     def clear_live(self) -> None:
         self._forget(lambda r: r.is_open)
+
+    def age(self, handle: int) -> int | None:
+        versions = [t.version for t in self._history.get(self._request(handle).problem, [])]
+        return self._newest - max(versions) if versions and self._newest is not None else None
 
     # Drafting
 
@@ -224,11 +260,14 @@ class ReferenceIndex:
         return candidates
 
     def _search(self, request: Request, response: list[int], whole: list[int]) -> Iterator[Found]:
-        sealed = [(t.text, i, self._weight(t)) for t in self._history.get(request.problem, []) for i in _places(t.text)]
+        trajectories = self._history.get(request.problem, [])
+        versions = {t.version for t in trajectories}
+        ages = {v: sum(newer > v for newer in versions) for v in versions}
+        sealed = [(t.text, i, self._weight(ages[t.version])) for t in trajectories for i in t.places]
         yield from ((*found, False) for found in self._nearest(sealed, response))
         yield from self._latest(request, response)
-        prompt = [START, *request.prompt]
-        of_prompt = self._nearest([(prompt, i, PROMPT) for i in _places(prompt)], whole)
+        prompt = Trajectory([START, *request.prompt], 0)
+        of_prompt = self._nearest([(prompt.text, i, PROMPT) for i in prompt.places], whole)
         yield from ((*found, True) for found in of_prompt)
 
     def _nearest(
@@ -265,14 +304,13 @@ class ReferenceIndex:
                     yield context, r.text, i, length, OWN if r is request else SIBLING, r is request
             above = size
 
-    def _weight(self, trajectory: Trajectory) -> int:
-        assert self._newest is not None
-        return self._fading[min(self._newest - trajectory.version, len(self._fading) - 1)]
+    def _weight(self, age: int) -> int:
+        return self._fading[min(age, len(self._fading) - 1)]
 
     def _strength(self, context: list[int], place: list[int], length: int) -> int:
         beyond = 0
         if length < min(self.max_depth, len(context), len(place)):
-            if place[-1 - length] != START:
+            if place[-1 - length] >= 0:
                 beyond = _agreement(context[: -1 - length], place[: -1 - length], BEYOND)
         return 2 * length + beyond
 
@@ -309,8 +347,8 @@ class ReferenceIndex:
 def _checked(tokens: Tokens) -> list[int]:
     ids: list[int] = token_ids(tokens).tolist()
     for i, token in enumerate(ids):
-        if token < 0:
-            raise ValueError(f"token id {token} at position {i}: token ids are >= 0")
+        if not 0 <= token <= MAX_TOKEN:
+            raise ValueError(f"token id {token} at position {i}: token ids are 0 to {MAX_TOKEN}")
     return ids
 
 
@@ -339,11 +377,6 @@ def _start(kind: Kind) -> float:
     return int(PRIOR / (1 + math.exp(3 - 0.4 * share - 0.3 * strength - 0.65 * count)) + 0.5) / PRIOR
 
 
-def _places(text: list[int]) -> range:
-    """Positions whose next token is a continuation."""
-    return range(len(text) - 1)
-
-
 def _poll(candidates: list[Candidate], step: int) -> dict[int, list[tuple[int, int, bool]]]:
     """For each token that candidates go on with at `step`: (votes, strength, own) of each of them."""
     polls: dict[int, list[tuple[int, int, bool]]] = {}
@@ -352,3 +385,99 @@ def _poll(candidates: list[Candidate], step: int) -> dict[int, list[tuple[int, i
             strength = min(c.strength + 2 * step, len(VOTES) - 1)
             polls.setdefault(c.following[step], []).append((VOTES[strength] * c.weight, strength, c.own))
     return polls
+
+
+def _nbytes(trajectories: list[Trajectory]) -> int:
+    """8 bytes for each run of texts with one version and count, 7.25 for a token that is drafted, 3 for other ones."""
+    kinds = [(t.version, t.count) for t in trajectories]
+    runs = sum(i == 0 or kinds[i - 1] != kind for i, kind in enumerate(kinds))
+    places, tokens = sum(len(t.places) for t in trajectories), sum(len(t.text) for t in trajectories) + 1
+    return -(-(8 * runs + 8 * -(-places // 32) + 4 * places + 3 * tokens) // 8) * 8
+
+
+class _Thinning:
+    """Keeps the stretches of a problem's trajectories that most of them share, each once."""
+
+    def __init__(self, trajectories: list[Trajectory]) -> None:
+        self._all = trajectories
+        self._grams = [{i + 1: (*t.text[: i + 1][-GRAM:], t.text[i + 1]) for i in t.places} for t in trajectories]
+        self._shared: Counter[tuple[int, ...]] = Counter()
+        for t, grams in zip(trajectories, self._grams, strict=True):
+            self._shared.update(dict.fromkeys(grams.values(), t.count))
+
+    def to(self, max_bytes: int) -> list[Trajectory]:
+        room = max_bytes
+        while True:
+            self._select(room)
+            kept = self._kept()
+            if not kept or _nbytes(kept) <= max_bytes:
+                return kept
+            room -= min(room, _nbytes(kept) - max_bytes)
+
+    def _select(self, room: int) -> None:
+        self._taken: list[set[int]] = [set() for _ in self._all]
+        self._covered: set[tuple[int, ...]] = set()
+        self._left = 4 * room  # in quarters of a byte
+        level = _power(max(self._shared.values()))
+        while level:
+            for number in reversed(range(len(self._all))):
+                i = 1
+                while i < len(self._all[number].text):
+                    i = self._take(number, i, level) if self._wanted(number, i, level) else i + 1
+            level //= 2
+
+    def _free(self, number: int, i: int) -> bool:
+        return i in self._grams[number] and i not in self._taken[number]
+
+    def _wanted(self, number: int, i: int, level: int) -> bool:
+        gram = self._grams[number].get(i)
+        return gram is not None and self._free(number, i) and gram not in self._covered and self._shared[gram] >= level
+
+    def _take(self, number: int, i: int, level: int) -> int:
+        text, taken = self._all[number].text, self._taken[number]
+        begin = end = i
+        while begin > 1 and i - begin < BRIDGE and self._free(number, begin - 1):
+            begin -= 1
+        first, joined = begin == 1 and text[0] == START, begin - 1 in taken
+        if not first and not joined:
+            begin = i
+        covered, j = set(), i
+        while j < len(text) and self._free(number, j) and j - end <= BRIDGE:
+            if self._wanted(number, j, level):
+                end = j + 1
+                covered.add(self._grams[number][j])
+                self._covered.add(self._grams[number][j])
+            j += 1
+        stop = end
+        head = 0 if joined else 12 * (1 + min(CONTEXT, begin - 1))
+        if j in taken and j - end <= BRIDGE:
+            end, joined = j, True
+        most = max(0, self._left - head) // 29
+        if end - begin > most:
+            end, joined = begin + most, False
+        if end - begin < SHORT and not joined:
+            self._covered -= covered
+            return stop
+        taken.update(range(begin, end))
+        self._left -= head + 29 * (end - begin)
+        return max(stop, end)
+
+    def _kept(self) -> list[Trajectory]:
+        kept, run, kind = [], -1, None
+        for t, grams, taken in zip(self._all, self._grams, self._taken, strict=True):
+            run, kind = run + (kind != (t.version, t.count)), (t.version, t.count)
+            for begin in sorted(i for i in taken if i - 1 not in taken):
+                end = begin
+                while end in taken:
+                    end += 1
+                first = max(1, begin - CONTEXT)
+                before = t.text[0] if first == 1 else GAP
+                mean = sum(self._shared[grams[i]] for i in range(begin, end)) // (end - begin)
+                count = _power(min(mean, COUNTED))
+                kept.append((run, Trajectory([before, *t.text[first:end]], t.version, count, begin - first)))
+        return [t for _, t in sorted(kept, key=lambda found: (found[0], found[1].count))]
+
+
+def _power(number: int) -> int:
+    """The greatest power of two up to a number."""
+    return 1 << number.bit_length() - 1

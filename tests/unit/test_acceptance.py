@@ -33,3 +33,25 @@ def test_problems_keep_their_own_curve_and_strangers_get_the_populations() -> No
     assert curves.of(3)[1] == pytest.approx(0.45, abs=0.08)
     assert curves.of(3)[1] < curves.of(12345)[1] < curves.of(77)[1]
     assert all(0 < k_ < 1 and a * k_ <= 1 for a, k_ in map(curves.of, range(100)))
+
+
+def test_a_curve_is_forgotten_by_visits() -> None:
+    curves = AcceptanceCurves()
+    for _ in range(8):
+        curves.observe(1, 2000, 3000, 1700, 1000, 900)
+    first = curves.of(1)
+    for _ in range(500):  # weight syncs of an epoch without the problem
+        curves.sync()
+    assert curves.of(1) == first
+    for _ in range(4):
+        curves.sync()
+        curves.observe(1, 2000, 3000, 300, 1000, 200)
+    assert curves.of(1)[1] < 0.5 * first[1]
+
+
+def test_the_problems_not_seen_for_longest_have_no_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AcceptanceCurves, "PROBLEMS", 2)
+    curves = AcceptanceCurves()
+    for problem in (1, 2, 1, 3):
+        curves.observe(problem, 2000, 3000, 1700 if problem == 2 else 300, 1000, 900 if problem == 2 else 200)
+    assert curves.of(2) == curves.of(99) != curves.of(1)

@@ -11,6 +11,13 @@ from das_adapter import compat
 from das_adapter.errors import UnsupportedHost
 
 
+def lacks(monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> bool:
+    compat.missing.cache_clear()
+    host = compat.Host(("hostpkg",), "2.0", ("2.1",), (compat.Symbol(package, name, ""),))
+    monkeypatch.setitem(compat.HOSTS, "hostpkg", host)
+    return bool(compat.missing("hostpkg"))
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     root = tmp_path / "hostpkg"
@@ -27,17 +34,20 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("name", ["Imported", "LEVEL", "Thing", "Thing.method", "Thing.field", "Thing.later"])
-def test_every_kind_of_definition_is_found_without_importing(package: str, name: str) -> None:
-    assert compat._defined(compat.Symbol(package, name, ""))
+def test_every_kind_of_definition_is_found_without_importing(
+    package: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not lacks(monkeypatch, package, name)
     assert package not in sys.modules
 
 
 @pytest.mark.parametrize("name", ["Other", "Thing.other", "LEVEL.x"])
-def test_what_is_not_there_is_missing(package: str, name: str) -> None:
-    assert not compat._defined(compat.Symbol(package, name, ""))
+def test_what_is_not_there_is_missing(package: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lacks(monkeypatch, package, name)
 
 
 def test_a_missing_symbol_names_itself_and_the_oldest_version(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.missing.cache_clear()
     host = compat.Host(("hostpkg",), "2.0", ("2.1",), (compat.Symbol(package, "Thing.gone", "sampling"),))
     monkeypatch.setitem(compat.HOSTS, "hostpkg", host)
     with pytest.raises(UnsupportedHost, match=r"hostpkg\.part\.Thing\.gone \(sampling\).*hostpkg >= 2\.0"):

@@ -86,6 +86,7 @@ def test_the_controller_decides_by_default() -> None:
         ("budget", "policy", ["optimal", "classes", "uniform", "unlimited"]),
         ("toggle", "mode", ["off", "threshold", "roofline"]),
         ("routing", "policy", ["longest_first", "least_loaded", "host"]),
+        ("routing", "leaders", ["auto", "off"]),
     ],
 )
 def test_every_policy_can_be_named(block: str, key: str, values: list[str]) -> None:
@@ -253,6 +254,7 @@ EVERYTHING = {
     "toggle.threshold": 3,
     "toggle.calibration": "x",
     "routing.policy": "host",
+    "routing.leaders": "off",
     "self.weights": "int8",
     "self.max_tokens": 3,
     "self.ladder": [3],
@@ -265,7 +267,8 @@ EVERYTHING = {
     "verify.allow_lossy": True,
     "log_dir": "x",
 }
-HISTORY = {"history.scope", "history.window", "history.max_bytes", "history.persist", "budget.max_draft_tokens"}
+HISTORY = {"history.scope", "history.window", "history.max_bytes", "history.persist", "budget.max_draft_tokens",
+           "routing.leaders"}  # fmt: skip
 CONTROLLED = {"budget.policy", "budget.min_chance", "toggle.mode", "toggle.margin", "toggle.threshold", "log_dir",
               "toggle.calibration"}  # fmt: skip
 COPY = {"self.weights", "self.max_tokens", "self.ladder"}
@@ -468,7 +471,7 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
             "${policy.generation.das}, or remove it",
         ),
         ({"das": {"toggle": {"calibration": "nowhere.json"}}}, "das.toggle.calibration: found 'nowhere.json'"),
-        ({"das": {"history": {"persist": "x"}}}, "policy.generation.das.history.persist: found 'x'"),
+        ({"das": {"history": {"persist": "x"}}}, "das.history.persist: found 'x', expected a directory that exists"),
     ],
 )
 def test_nemo_rl_is_stopped_before_anything_starts(generation: Any, message: str, any_host: None) -> None:

@@ -84,7 +84,7 @@ def make(policy: str = "optimal", most: int = 16, **toggle: object) -> Controlle
 
 def warm(controller: Controller, lengths: np.ndarray, truth: StepModel, **how: float) -> Controller:
     rollout(lengths, truth, controller, **how)
-    controller.sync(1, [(i, int(n), 0) for i, n in enumerate(lengths)])
+    controller.sync([(i, int(n), 0) for i, n in enumerate(lengths)])
     return controller
 
 
@@ -108,7 +108,7 @@ def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(batch: i
     lengths[0] = 200
     fixed = [rollout(lengths, MEMORY_BOUND, make("unlimited", k, mode="off")).seconds for k in (1, 3, 7, 15)]
     controller = warm(make(), np.full(48, 96), MEMORY_BOUND)
-    controller.sync(2, [(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)])  # a group of samples
+    controller.sync([(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)])  # a group of samples
     assert rollout(lengths, MEMORY_BOUND, controller).seconds <= 1.05 * min(fixed)
 
 
@@ -136,7 +136,7 @@ def test_the_planned_rounds_are_about_those_it_takes() -> None:
     for version in range(1, 4):
         result = rollout(lengths, MEMORY_BOUND, controller)
         planned = controller.planned_rounds
-        controller.sync(version, [(i, int(n), version) for i, n in enumerate(lengths)])
+        controller.sync([(i, int(n), version) for i, n in enumerate(lengths)])
     assert planned == pytest.approx(result.steps, rel=0.5)
 
 
@@ -153,7 +153,7 @@ def test_drafting_goes_to_those_who_decide_the_end() -> None:
     controller = make()
     for version in range(1, 4):
         rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
-        controller.sync(version, [(i, int(n), version) for i, n in enumerate(lengths)])
+        controller.sync([(i, int(n), version) for i, n in enumerate(lengths)])
     controller.take(np.zeros(0, dtype=int))
     rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
     figures = controller.take(np.zeros(0, dtype=int))
@@ -195,7 +195,7 @@ def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:
     assert controller.stopped is not None
     assert "drafted steps" in controller.stopped
     assert not asked(controller)
-    controller.sync(1, [])
+    controller.sync([])
     assert controller.stopped is None
     assert asked(controller)
 

@@ -22,7 +22,7 @@ def figures(rollout_s: list[float], token_hash: str = "abcabcabc") -> dict[str, 
 def test_an_arm_is_compared_by_epoch_and_over_the_last_third():
     off = figures([4.0, 1.0, 1.0] * 3)
     arm = figures([4.0, 1.0, 1.0, 2.0, 1.0, 0.0, 1.0, 0.5, 0.0], token_hash="abcabcabx")
-    (against,) = demo.compare({"off": off, "arm": arm}).values()
+    (against,) = demo.compare({"off": off, "arm": arm}, epochs=3).values()
     assert against["rollout_ratio_by_epoch"] == [1.0, 0.5, 0.25]
     assert against["rollout_ratio_last_third"] == 0.25
     assert against["rollout_ratio"] == pytest.approx(10.5 / 18)
@@ -30,9 +30,9 @@ def test_an_arm_is_compared_by_epoch_and_over_the_last_third():
 
 
 def test_without_the_arm_off_there_is_nothing_to_compare_with():
-    assert demo.compare({"history": figures([1.0] * 9)}) == {}
+    assert demo.compare({"history": figures([1.0] * 9)}, epochs=3) == {}
 
 
 def test_tokens_per_forward_of_an_epoch_weigh_a_step_by_its_passes():
     arm = {"response_length_mean": [100.0, 10.0, 10.0], "tokens_per_forward": [1.0, 10.0, 10.0]}
-    assert demo.tokens_per_forward(arm) == [pytest.approx(120 / 102)]
+    assert demo.tokens_per_forward(arm, epochs=1) == [pytest.approx(120 / 102)]

@@ -22,6 +22,9 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 
 PROBLEMS = st.sampled_from([0, 0, 2**64 - 1])
+NEWER = st.sampled_from([0, 0, 1, 1, 7, -1])
+"""Steps of the weight version: what arrives late was written by an older one."""
+WINDOWS = st.none() | st.integers(1, 4)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -47,8 +50,8 @@ class SameDrafts(RuleBasedStateMachine):
         self.handles: list[int] = []
         self.version = 0
         for i in range(3):
-            self.add(0, text(seed + i), False)
-            self.add(0, text(seed + i + 7), True)
+            self.add(0, text(seed + i), 0)
+            self.add(0, text(seed + i + 7), 1)
             self.seal()
         self.open(0, text(seed + 11), text(seed + 12))
         self.open(0, text(seed + 11), text(seed + 13))
@@ -58,18 +61,14 @@ class SameDrafts(RuleBasedStateMachine):
         assert native == reference
         return native
 
-    @rule(problem=PROBLEMS, ids=texts(), newer=st.booleans())
-    def add(self, problem: int, ids: list[int], newer: bool) -> None:
+    @rule(problem=PROBLEMS, ids=texts(), newer=NEWER)
+    def add(self, problem: int, ids: list[int], newer: int) -> None:
         self.version += newer
         self.each(lambda index: index.add(problem, ids, self.version))
 
-    @rule()
-    def seal(self) -> None:
-        self.each(lambda index: index.seal())
-
-    @rule(back=st.integers(0, 3))
-    def expire(self, back: int) -> None:
-        self.each(lambda index: index.expire(self.version - back))
+    @rule(window=WINDOWS)
+    def seal(self, window: int | None = None) -> None:
+        self.each(lambda index: index.seal(window))
 
     @rule(max_bytes=st.integers(0, 2000))
     def shrink(self, max_bytes: int) -> None:
@@ -128,6 +127,7 @@ class SameDrafts(RuleBasedStateMachine):
             return [[a.tolist() for a in arrays] for arrays in index.draft(self.handles, budgets, min_chance)]
 
         self.each(drafted)
+        self.each(lambda index: [index.age(handle) for handle in self.handles])
         self.each(lambda index: (index.nbytes, index.tokens, index.problems))
 
 
@@ -146,7 +146,7 @@ class SameMappedDrafts(RuleBasedStateMachine):
         self.handles: list[list[int]] = [[], []]
         self.version = 0
         for i in range(3):
-            self.add(0, text(seed + i), True)
+            self.add(0, text(seed + i), 1)
             self.seal()
         for reader in (0, 1):
             self.refresh(reader)
@@ -156,24 +156,20 @@ class SameMappedDrafts(RuleBasedStateMachine):
         self.store[0].close()
         self.folder.cleanup()
 
-    @rule(problem=PROBLEMS, ids=texts(), newer=st.booleans())
-    def add(self, problem: int, ids: list[int], newer: bool) -> None:
+    @rule(problem=PROBLEMS, ids=texts(), newer=NEWER)
+    def add(self, problem: int, ids: list[int], newer: int) -> None:
         self.version += newer
         for store in self.store:
             store.add(problem, ids, self.version)
 
-    @rule()
-    def seal(self) -> None:
+    @rule(window=WINDOWS)
+    def seal(self, window: int | None = None) -> None:
         for store in self.store:
-            store.seal()
+            store.seal(window)
 
     @rule()
     def settle(self) -> None:
         self.store[0].settle()
-
-    @rule(back=st.integers(0, 3))
-    def expire(self, back: int) -> None:
-        assert self.store[0].expire(self.version - back) == self.store[1].expire(self.version - back)
 
     @rule(max_bytes=st.integers(0, 3000))
     def shrink(self, max_bytes: int) -> None:
@@ -242,27 +238,54 @@ def test_sealing_in_steps_gives_the_drafts_of_sealing_at_once(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(texts(30), st.integers(0, 5)), max_size=8), texts(30), st.integers(0, 6))
-def test_after_expiry_nothing_of_the_old_versions_shows(
-    trajectories: list[tuple[list[int], int]], response: list[int], before: int
+@given(st.lists(st.tuples(texts(30), st.integers(0, 5)), max_size=8), texts(30), st.integers(1, 6))
+def test_beyond_the_window_nothing_of_the_older_visits_shows(
+    trajectories: list[tuple[list[int], int]], response: list[int], window: int
 ) -> None:
-    trajectories = [([*ids, 7], version) for ids, version in trajectories] + [([8, 9], 5)]  # the newest one stays
-    expired, never = SuffixIndex(), SuffixIndex()
+    trajectories = [([*ids, 7], version) for ids, version in trajectories] + [([8, 9], 5)]
+    kept = sorted({version for _, version in trajectories})[-window:]
+    dropped, never = SuffixIndex(), SuffixIndex()
     for ids, version in trajectories:
-        expired.add(1, ids, version)
-        if version >= before:
+        dropped.add(1, ids, version)
+        if version in kept:
             never.add(1, ids, version)
-    expired.seal()
-    dropped = sum(len(ids) for ids, version in trajectories if version < before)
-    assert expired.expire(before) == dropped
+    dropped.seal(window)
     never.seal()
-    assert (expired.tokens, expired.nbytes) == (never.tokens, never.nbytes)
-    if before <= 5:
-        drafts = [
-            [a.tolist() for (a,) in index.draft([index.open(1, [], prefix=response)], [20], 0.0)]
-            for index in (expired, never)
-        ]
-        assert drafts[0] == drafts[1]
+    assert (dropped.tokens, dropped.nbytes) == (never.tokens, never.nbytes)
+    drafts = [
+        [a.tolist() for (a,) in index.draft([index.open(1, [], prefix=response)], [20], 0.0)]
+        for index in (dropped, never)
+    ]
+    assert drafts[0] == drafts[1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, st.lists(st.floats(0.1, 0.9), min_size=2, max_size=4))
+def test_history_that_is_thinned_out_again_and_again_agrees_with_the_reference(seed: int, shares: list[float]) -> None:
+    rng = np.random.default_rng(seed)
+    passages = [rng.integers(0, 30, rng.integers(3, 40)).tolist() for _ in range(12)]
+    both = SuffixIndex(16, 2.0), ReferenceIndex(16, 2.0)
+
+    def rollout() -> list[int]:
+        return [token for i in rng.integers(0, 12, rng.integers(1, 16)) for token in passages[i]]
+
+    for version, share in enumerate(shares):
+        for problem in range(3):
+            for ids in [rollout() for _ in range(4 * (problem + 1))]:
+                for index in both:
+                    index.add(problem, ids, version)
+        for index in both:
+            index.seal(window=2)
+        shrunk = [index.shrink(int(share * index.nbytes)) for index in both]
+        assert shrunk[0] == shrunk[1]
+        assert both[0].nbytes == both[1].nbytes
+        for problem in range(3):
+            text, cut = rollout(), int(rng.integers(0, 60))
+            drafts = [
+                [a.tolist() for (a,) in index.draft([index.open(problem, [], prefix=text[:cut])], [30], 0.0)]
+                for index in both
+            ]
+            assert drafts[0] == drafts[1]
 
 
 @pytest.mark.parametrize("tokens", [150, 5000])

@@ -127,56 +127,52 @@ def test_an_engine_maps_a_node_s_history_and_holds_no_copy(store: HistoryStore) 
     assert private == 0
 
 
-def test_expiry_removes_the_files_two_generations_later(store: HistoryStore) -> None:
+def test_files_beyond_the_window_go_two_generations_later(store: HistoryStore) -> None:
     store.add(1, POEM, 0)
     store.seal()
     old = names(store)
-    store.add(2, POEM, 5)
-    store.seal()
-    assert store.expire(5) == len(POEM)
+    store.add(1, POEM[::-1], 5)
+    store.seal(window=1)
+    assert store.tokens == len(POEM)
     index = SuffixIndex.attach(store.directory)
-    assert (drafted(index, 1), drafted(index, 2)) == ([], POEM)
+    assert drafted(index, 1) == POEM[::-1]
     assert set(old) <= set(names(store))
     store.seal()
     store.seal()
     assert not set(old) & set(names(store))
-    assert drafted(index, 2) == POEM
+    assert drafted(index, 1) == POEM[::-1]
 
 
-def test_the_budget_drops_the_problems_seen_least_recently_first(store: HistoryStore) -> None:
-    rng = np.random.default_rng(0)
-    for version, problem in ((0, 1), (0, 2), (1, 3), (2, 2), (3, 4)):
-        store.add(problem, rng.integers(0, 9, 200), version)
-    store.seal()
-    store.shrink(store.nbytes - 1)
+def test_what_is_thinned_out_is_published(store: HistoryStore) -> None:
+    fill(store, 8, problems=12)
+    store.settle()
+    generation, budget = store.generation, store.nbytes // 2
+    assert store.shrink(budget).dropped == 0
+    assert store.generation == generation + 1
     index = SuffixIndex.attach(store.directory)
-    held = [bool(drafted(index, p)) for p in (1, 2, 3, 4)]
-    assert held == [False, True, True, True]
-    store.shrink(store.nbytes - 1)
-    index.refresh()
-    assert [bool(drafted(index, p)) for p in (1, 2, 3, 4)] == [False, True, False, True]
-    store.shrink(0)
+    assert index.nbytes == store.nbytes <= budget
+    assert all(drafted(index, problem, (1, 2)) for problem in range(12))
+    assert store.shrink(budget).tokens == 0
+    assert store.generation == generation + 1
+    assert store.shrink(0).dropped == 12
     index.refresh()
     assert index.tokens == store.tokens == store.nbytes == 0
 
 
-def test_window_and_budget_go_into_the_generation_of_the_seal(store: HistoryStore) -> None:
+def test_the_window_goes_into_the_generation_of_the_seal(store: HistoryStore) -> None:
     for version in range(4):
-        store.add(version, POEM, version)
-        generation = store.seal(before_version=version - 1, max_bytes=store.nbytes + 10_000)
-        assert generation == store.generation == version + 1
-    assert store.tokens == 2 * len(POEM)
-    store.seal(max_bytes=0)
-    assert store.tokens == 0
+        store.add(1, POEM, version)
+        generation = store.seal(window=2)
+        assert SuffixIndex.attach(store.directory).tokens == min(2, version + 1) * len(POEM)
+        assert store.settle() - generation == (version > 0)  # the merge
 
 
 def test_a_reader_two_generations_behind_still_maps_its_own(store: HistoryStore) -> None:
     rng = np.random.default_rng(0)
     generations = []
     for version in range(4):
-        store.expire(version)  # nothing of the last step stays
         store.add(1, [version] * 3 + rng.integers(10, 20, 30).tolist(), version)
-        generations.append(store.seal())
+        generations.append(store.seal(window=1))  # nothing of the last step stays
         store.settle()
     behind = store.generation - 2
     lagging = SuffixIndex.attach(store.directory)
@@ -185,9 +181,8 @@ def test_a_reader_two_generations_behind_still_maps_its_own(store: HistoryStore)
     held = SuffixIndex.attach(store.directory)
     before = drafted(held)
     for version in range(4, 10):
-        store.expire(version)
         store.add(1, [version, 77, 78], version)
-        store.seal()
+        store.seal(window=1)
     assert drafted(held) == before  # its files are unlinked, its mapping is not
     with pytest.raises(FileNotFoundError):
         held.refresh(generations[0])
@@ -208,7 +203,7 @@ def test_readers_of_one_generation_draft_the_same(store: HistoryStore) -> None:
 
 def test_an_attached_index_does_not_write(store: HistoryStore) -> None:
     index = SuffixIndex.attach(store.directory)
-    for call in (lambda: index.add(1, POEM, 0), index.seal, lambda: index.expire(1), lambda: index.shrink(0)):
+    for call in (lambda: index.add(1, POEM, 0), index.seal, lambda: index.shrink(0)):
         with pytest.raises(DasError, match="HistoryStore"):
             call()
     with pytest.raises(DasError, match=r"SuffixIndex\.attach"):
@@ -351,7 +346,7 @@ def test_another_store_s_file_of_the_same_name_is_refused(sound: dict[str, bytes
 
 def test_a_newer_format_is_named(sound: dict[str, bytes], tmp_path: Path) -> None:
     newer = sound["manifest"][:8] + struct.pack("=Q", 9) + sound["manifest"][16:]
-    with pytest.raises(IndexFileError, match="format version is 9, this program reads 2"):
+    with pytest.raises(IndexFileError, match="format version is 9, this program reads 3"):
         SuffixIndex.attach(laid_out(sound | {"manifest": newer}, tmp_path / "newer"))
 
 
@@ -376,7 +371,7 @@ def test_after_a_failed_refresh_the_history_is_what_it_was(store: HistoryStore) 
 
 
 def test_a_store_does_not_pass_damage_on(store: HistoryStore, tmp_path: Path) -> None:
-    fill(store, 2)
+    fill(store, 8)
     store.settle()
     store.close()
     newest = store.directory / names(store)[-1]
@@ -385,6 +380,6 @@ def test_a_store_does_not_pass_damage_on(store: HistoryStore, tmp_path: Path) ->
     os.unlink(newest)
     newest.write_bytes(damaged)
     with HistoryStore(store.directory) as again:
-        for call in (lambda: again.expire(1), lambda: again.save(tmp_path / "saved")):
+        for call in (lambda: again.shrink(again.nbytes // 2), lambda: again.save(tmp_path / "saved")):
             with pytest.raises(IndexFileError, match=newest.name):
                 call()

@@ -13,7 +13,7 @@ def trained(lengths: dict[int, list[int]], version: int = 0) -> LengthModel:
     for problem, seen in lengths.items():
         for length in seen:
             model.observe(problem, length, version)
-    model.refit(version + 1)
+    model.refit()
     return model
 
 
@@ -24,8 +24,10 @@ def test_bounds_are_quantiles_of_the_recent_lengths() -> None:
     lengths = np.arange(1, 101)
     model = trained({0: lengths.tolist()})
     assert model.bounds == (np.quantile(lengths, 0.5), np.quantile(lengths, 0.8))
-    model.refit(100)  # everything has left the window
-    assert model.expected(0) == pytest.approx(LengthModel(4096).expected(0))
+    for version in range(1, model.RECENT + 1):  # version 0 is none of the recent ones any more
+        model.observe(7, 1000, version)
+    model.refit()
+    assert model.bounds == (1000.0, 1000.0)
 
 
 def test_history_makes_the_class_and_growth_corrects_it() -> None:
@@ -64,9 +66,9 @@ def test_remaining_falls_at_first_and_the_limit_is_the_limit() -> None:
 
 def test_a_problems_own_lengths_outweigh_the_population_as_they_grow_in_number() -> None:
     population = {p: [100] * 4 for p in range(20)}
-    expected = [trained({**population, 99: [1000] * n}).expected(99) for n in (0, 1, 4, 16)]
+    expected = [trained({**population, 99: [1000] * n}).expected()[99] for n in (1, 4, 16)]
     assert expected == sorted(expected)
-    assert expected[0] < 200
+    assert expected[0] < 600
     assert expected[-1] > 850
 
 
@@ -77,3 +79,30 @@ def test_distribution_functions_rise_from_nothing_to_one() -> None:
         assert np.all(np.diff(cdf) >= -1e-12)
         assert cdf[-1] == 1.0
         assert cdf[0] < 0.01
+
+
+def test_a_mean_is_that_of_the_distribution() -> None:
+    model = trained({1: [5, 700, 700, 90], 2: [4096], 3: [1] * 9})
+    for problem, mean in model.expected().items():
+        assert mean == pytest.approx(expected_remaining(model.cdf(problem)[None], model.edges, np.zeros(1))[0])
+    assert LengthModel(4096).expected() == {}
+
+
+def test_lengths_are_remembered_for_a_problem_s_own_visits() -> None:
+    model = LengthModel(4096, window=2)
+    for version, length in ((3, 100), (50, 1000), (7, 1000)):
+        model.observe(1, length, version)
+        model.observe(2, 100, 3)
+    model.refit()
+    lengths = model.expected()
+    assert lengths[1] > 500 > lengths[2] > 50
+    model.observe(1, 100, 4)  # it arrives late, and two later visits are known
+    assert model.expected() == lengths
+
+
+def test_the_problems_not_seen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LengthModel, "PROBLEMS", 2)
+    model = LengthModel(4096)
+    for problem in (1, 2, 1, 3):
+        model.observe(problem, 100, 0)
+    assert sorted(model.expected()) == [1, 3]

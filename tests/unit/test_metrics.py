@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from das_adapter.core.staleness import AGES, Staleness
-from das_adapter.protocol.metrics import Counters, RolloutClock, merge
+from das_adapter.core.returns import Returns
+from das_adapter.core.staleness import AGES, Staleness, bracket
+from das_adapter.protocol.metrics import Counters, RolloutClock, faults, merge
 from das_adapter.service.ledger import Ledger
 
 
@@ -53,6 +54,74 @@ def test_health_falls_with_a_drafter_whose_weights_did_not_come_until_they_do() 
     assert merge([counters.take()])["das/health"] == 1.0
 
 
+def test_requests_that_find_history_are_counted_over_replicas() -> None:
+    parts = [{**Counters().take(), "history_requests": n, "history_hits": hits} for n, hits in ((6, 6), (2, 0))]
+    assert merge(parts)["das/history_hits"] == 6 / 8
+    assert merge(parts)["das/health"] == 1.0
+    assert "das/history_hits" not in merge([Counters().take()])  # nobody has a history
+
+
+def test_a_problem_that_comes_back_should_find_history_and_a_new_one_need_not() -> None:
+    returns = Returns()
+    returns.begin(2**63 + 5, found=False)
+    returns.met([2**63 + 5, 7])
+    returns.begin(2**63 + 5, found=True)
+    returns.begin(7, found=False)
+    returns.begin(8, found=False)
+    assert returns.take() == (4, 1, 1)
+    returns.met([])
+    assert returns.take() == (0, 0, 0)
+    returns.begin(7, found=False)
+    assert returns.take() == (1, 0, 1)
+
+
+def test_the_log_says_once_why_health_is_0(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger(window=4)
+    sound = report(0.0, [1.0])
+    for step in range(3):
+        for replica in (sound, {**sound, "stopped": "speculation cost 9 s"}, {**sound, "stopped": "it cost 8 s"}):
+            ledger.report(step, replica)
+        assert ledger.metrics(step)["das/health"] == 0.0
+    ledger.report(4, {**sound, "error": "KeyError(1)", "stopped": "it cost 7 s"})
+    ledger.report(5, sound)
+    assert ledger.metrics(5)["das/health"] == 1.0
+    assert caplog.messages == ["das: das/health is 0: speculation cost 9 s",
+                               "das: das/health is 0: a drafter failed: KeyError(1)"]  # fmt: skip
+
+
+def test_every_fault_has_a_reason() -> None:
+    half = {**Counters().take(), "draft_tokens": 1000, "accepted_tokens": 1}
+    assert faults([half]) == {}
+    assert faults([half] * 2) == {"alarm": "acceptance collapsed: 2 of 2000 draft tokens"}
+    assert faults([{"stopped": "speculation cost 2 s"}, {"stopped": None}]) == {"stopped": "speculation cost 2 s"}
+
+
+def lost(requests: int, lost: int) -> dict:
+    return {**report(0.0, [1.0]), "history_requests": requests, "history_hits": 0, "history_lost": lost,
+            "lost_because": "das.history.max_bytes=1 is full: raise it"}  # fmt: skip
+
+
+def test_problems_that_come_back_and_find_nothing_are_a_fault_over_all_replicas(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ledger = Ledger(window=4)
+    for step in (1, 2):
+        for _ in range(5):  # none of the replicas has many requests
+            ledger.report(step, lost(requests=4, lost=2))
+        assert ledger.metrics(step)["das/health"] == 0.0
+    [message] = caplog.messages
+    assert message == (
+        "das: das/health is 0: 8 of 16 requests found no history of their problem, which the run has met before. "
+        "das.history.max_bytes=1 is full: raise it"
+    )
+
+
+@pytest.mark.parametrize(("requests", "few"), [(7, 7), (100, 24)])
+def test_a_few_problems_that_find_nothing_are_none(requests: int, few: int) -> None:
+    assert faults([lost(requests, few)]) == {}
+    assert faults([lost(max(requests, few + 1), few + 1)]).keys() == {"history"}
+
+
 def test_the_copys_figures_are_the_slowest_replicas() -> None:
     parts = [{**Counters().take(), "requantise_s": s, "drafter_bytes": 10, "self_acceptance": 0.9} for s in (0.1, 0.3)]
     assert merge(parts)["das/requantise_s"] == pytest.approx(0.3)
@@ -89,14 +158,10 @@ def test_decisions_of_the_replicas_come_together() -> None:
 
 
 def test_acceptance_is_told_by_the_age_of_the_history() -> None:
-    staleness = Staleness(window=8)
-    staleness.sync(3, [(1, 50, 2), (2, 50, 1), (1, 50, 1)])
-    assert [AGES[staleness.age(problem)] for problem in (1, 2, 9)] == ["1", "2_4", "none"]
-    staleness.count([1, 2, 1], np.array([4, 6, 4]), np.array([4, 3, 2]))
-    staleness.sync(9, [])
-    assert [AGES[staleness.age(problem)] for problem in (1, 2)] == ["older", "older"]
-    staleness.sync(10, [])
-    assert AGES[staleness.age(2)] == "none"  # it has left the window
+    staleness = Staleness()
+    ages = [bracket(age) for age in (None, 0, 1, 3, 4, 15, 255, 256, 10**6)]
+    assert [AGES[age] for age in ages] == ["none", "1", "2_4", "2_4", "5_16", "5_16", "65_256", "older", "older"]
+    staleness.count(ages[1:4], np.array([8, 4, 2]), np.array([6, 2, 1]))
     figures = merge([{**Counters().take(), "staleness": staleness.take()}] * 2)
     assert figures["das/accept_rate_age_1"] == pytest.approx(6 / 8)
     assert figures["das/accept_rate_age_2_4"] == pytest.approx(3 / 6)
@@ -110,6 +175,11 @@ def test_predictions_follow_the_lengths() -> None:
     ledger.add([(p, 50, 0) for p in (1, 2, 3) for _ in range(4)] + [(9, 2000, 0)] * 4)
     lengths, bound = ledger.predictions()
     assert lengths[9] > bound > lengths[1]
+    for version in (70, 80, 90, 100):
+        ledger.add([(1, 2000, version)] * 4)
+    again, _ = ledger.predictions()
+    assert again[1] > lengths[9]  # what it wrote at version 0 has left the window
+    assert again[2] > 0.9 * lengths[2]  # and problem 2 has not been visited since
 
 
 def report(begin: float, ends: list[float], tokens: int = 10) -> dict:
@@ -137,7 +207,8 @@ def test_a_clock_that_is_set_back_costs_a_figure_and_nothing_else() -> None:
         assert all(np.isfinite(value) and value >= 0 for value in ledger.metrics(step).values())
 
 
-def test_lengths_are_delivered_once_in_order_and_expire() -> None:
+def test_lengths_are_delivered_once_in_order_and_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "KEPT", 3)
     ledger = Ledger(window=2)
     ledger.add([(1, 10, 0), (2, 20, 0)])
     cursor, first = ledger.since(0)
@@ -145,9 +216,12 @@ def test_lengths_are_delivered_once_in_order_and_expire() -> None:
     ledger.add([(1, 30, 1)])
     cursor, second = ledger.since(cursor)
     assert second == [(1, 30, 1)]
-    ledger.add([(1, 40, 3)])  # versions before 1 are out of the window
-    assert ledger.since(0)[1] == [(1, 30, 1), (1, 40, 3)]
+    ledger.add([(1, 40, 3)])
+    assert ledger.since(0)[1] == [(2, 20, 0), (1, 30, 1), (1, 40, 3)]
     assert ledger.since(cursor)[1] == [(1, 40, 3)]
+    assert ledger.since(ledger.since(cursor)[0])[1] == []
+    assert ledger.since(1) == (4, ledger.since(0)[1])
+    assert ledger.since(10**6) == (4, [])  # a cursor of a ledger that was started again
 
 
 def test_the_replicas_agree_on_the_length_of_drafts() -> None:

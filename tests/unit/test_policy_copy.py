@@ -174,7 +174,7 @@ def test_the_controller_lets_the_copy_draft_where_it_pays(rate: float, pass_s: f
     for version in (1, 2):
         on = rollout(controller, lengths, truth, rate, pass_s)
         saved = controller.time_saved(np.zeros(0, dtype=int))
-        controller.sync(version, [(i, int(n), version) for i, n in enumerate(lengths)])
+        controller.sync([(i, int(n), version) for i, n in enumerate(lengths)])
     assert on <= bar * off
     assert saved == pytest.approx(off - on, abs=0.05 * off)
 

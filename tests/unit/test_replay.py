@@ -17,6 +17,7 @@ from index import accepted, cost
 from index_drafters import Arctic, Ceiling, Ours, Plain
 
 from das_adapter.cli import main
+from das_adapter.config import HistoryConfig
 from das_adapter.errors import DasError
 from das_adapter.tools.replay import SOURCES, plot, replay, report
 from das_adapter.tools.rollouts import Rollout, RolloutFileError, read
@@ -109,10 +110,38 @@ def test_what_earlier_steps_wrote_is_drafted_in_later_ones() -> None:
     assert with_history.by_step[1].tokens == len(POEM)
 
 
-def test_a_step_outside_the_window_is_not_drafted_from() -> None:
-    steps = [rollout(0, POEM), rollout(5, POEM)]
-    assert replay(steps, window=4).by_step[5].rounds == len(POEM)
-    assert replay(steps, window=5).by_step[5].rounds == 5
+def test_a_visit_outside_the_window_is_not_drafted_from() -> None:
+    other = [rollout(step, [99], problem=1) for step in range(1, 40)]
+    visits = [rollout(0, POEM), *other, rollout(40, POEM[::-1]), rollout(41, POEM)]
+    assert replay(visits, history=HistoryConfig(window=1)).by_step[41].rounds == len(POEM)
+    assert (
+        replay(visits, history=HistoryConfig(window=2)).by_step[41].rounds == 6
+    )  # the newer visit's beginning is tried first
+
+
+def test_visits_and_hits_are_counted_by_problem() -> None:
+    epochs = [rollout(step, POEM, problem=step % 3) for step in range(9)] + [rollout(9, POEM, problem=3)]
+    found = replay(epochs, history=HistoryConfig(window=1))
+    assert {visit: (t.requests, t.hits) for visit, t in found.by_visit.items()} == {1: (4, 0), 2: (3, 3), 3: (3, 3)}
+    assert (found.total.requests, found.total.hits) == (10, 6)
+    assert found.by_visit[2].rounds == 3 * 5
+    assert replay(epochs, SOURCES[1]).total.hits == 0
+
+
+def test_a_smaller_budget_thins_out_and_all_problems_still_hit() -> None:
+    rollouts = workload.synthetic(problems=6, samples=6, mean_tokens=150)
+    rollouts = [Rollout(r.problem, epoch * 6 + r.problem, 0, r.prompt, r.tokens) for epoch in (0, 1) for r in rollouts]
+    figures = report(rollouts)
+    budgets = figures["by_budget"]
+    assert list(budgets) == ["100%", "50%", "25%", "10%"]
+    assert {f["hits"] for f in budgets.values()} == {figures["hits"]} == {0.5}
+    accepted = [f["accepted_per_round"] for f in budgets.values()]
+    assert accepted == sorted(accepted, reverse=True)
+    assert (
+        accepted[0] == figures["accepted_per_round"] > 1.2 * figures["by_source"]["own+siblings"]["accepted_per_round"]
+    )
+    assert accepted[-1] > figures["by_source"]["own+siblings"]["accepted_per_round"]
+    assert report(rollouts, history=HistoryConfig(max_bytes=2**16))["history_bytes"] <= 2**16
 
 
 def test_siblings_help_only_as_they_grow() -> None:
@@ -146,8 +175,10 @@ def test_the_command_prints_and_writes(tmp_path: Path) -> None:
         main, ["replay", str(path), "--tokenizer", str(TOKENIZER), "--json", str(tmp_path / "f.json")]
     )
     assert out.exit_code == 0, out.output
-    assert "source own+siblings+history" in out.output and "step 2" in out.output
+    assert all(row in out.output for row in ("source own+siblings+history", "step 2", "visit 2", "budget 25%"))
     assert json.loads((tmp_path / "f.json").read_text())["rollouts"] == 2
+    out = CliRunner().invoke(main, ["replay", str(path), "--max-bytes", "1KiB"])
+    assert out.exit_code == 1 and "das.history.max_bytes" in out.output
     out = CliRunner().invoke(main, ["replay", str(path)])
     assert out.exit_code == 1 and "--tokenizer" in out.output
 

@@ -1,37 +1,224 @@
-"""Requests start longest first, and are spread over the replicas."""
+"""Groups stay together where the rollout ends no later, and a group's first sample leads."""
 
 from __future__ import annotations
 
+import heapq
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from das_adapter.core.routing import Spread
+from das_adapter.config import parse
+from das_adapter.core.routing import (
+    NO_SIBLINGS,
+    THROUGHPUT,
+    Expected,
+    Replicas,
+    StartOrder,
+    Worth,
+    plan,
+    start_order,
+    worth_of,
+)
 
-
-def test_long_requests_are_spread_before_tokens_are_balanced() -> None:
-    spread = Spread(["a", "b"])
-    assert [spread.pick(1000, True), spread.pick(900, True)] == ["a", "b"]
-    assert spread.pick(10, False) == "b"  # fewer tokens there
-    assert spread.pick(1000, True) == "b"
-    assert spread._tokens == {"a": 1000, "b": 1910}
-
-
-def test_what_ended_no_longer_counts() -> None:
-    spread = Spread(["a", "b"])
-    spread.pick(1000, True)
-    spread.pick(10, False)
-    spread.done("a", 1000, True)
-    assert spread.pick(500, True) == "a"
-    spread.remove("a")
-    spread.done("a", 500, True)
-    assert spread.pick(500, True) == "b"
-    spread.add("c")
-    assert spread.pick(500, True) == "c"
+WORTH = Worth()
+GROUPS = st.dictionaries(st.integers(0, 19), st.integers(1, 8), min_size=1, max_size=16)
+LENGTHS = st.dictionaries(st.integers(0, 19), st.integers(1, 10_000).map(float))
 
 
-def test_no_replica_gets_more_than_its_share_of_a_long_tail() -> None:
-    lengths = np.random.default_rng(0).lognormal(6, 1.2, 64)
-    spread = Spread("abcd")
-    for i in np.argsort(-lengths, kind="stable"):
-        spread.pick(lengths[i], bool(lengths[i] > np.quantile(lengths, 0.8)))
-    loads = np.array(list(spread._tokens.values()))
-    assert loads.max() < 1.15 * loads.mean()
+def makespan(shares: Sequence[Sequence[int]], problems: Sequence[int], lengths: dict[int, float]) -> float:
+    """The end of a plan by the model: the longest request's rounds, and all work over the throughput."""
+    expected, ends = Expected(lengths), []
+    for rows in shares:
+        samples = Counter(problems[row] for row in rows)
+        rounds = {p: expected[p] / WORTH.tokens(n - 1, known=p in lengths) for p, n in samples.items()}
+        ends.append(max(rounds.values(), default=0.0) + sum(rounds[p] * n for p, n in samples.items()) / THROUGHPUT)
+    return max(ends)
+
+
+@given(GROUPS, LENGTHS, st.integers(1, 5), st.integers(1, 40), st.randoms(use_true_random=False))
+def test_a_plan_has_every_row_once_and_ends_no_later_than_scattered_rows(
+    groups: dict[int, int], lengths: dict[int, float], workers: int, slots: int, shuffle: random.Random
+) -> None:
+    problems = [p for p, n in groups.items() for _ in range(n)]
+    shuffle.shuffle(problems)
+    shares = plan(problems, lengths, workers, slots=slots)
+    assert len(shares) == workers
+    assert sorted(row for rows in shares for row in rows) == list(range(len(problems)))
+    # Graham's bound of greedy scheduling, for requests that have no sibling
+    shares = plan(problems, lengths, workers)
+    expected = Expected(lengths)
+    alone = [expected[p] / WORTH.tokens(0, known=p in lengths) for p in problems]
+    assert makespan(shares, problems, lengths) <= 1e-6 + max(alone) + (sum(alone) / workers + max(alone)) / THROUGHPUT
+
+
+@pytest.mark.parametrize("workers", [2, 4, 8])
+def test_groups_stay_whole_where_there_are_enough_to_balance(workers: int) -> None:
+    rng = np.random.default_rng(workers)
+    lengths = {p: float(n) for p, n in enumerate(rng.lognormal(6, 0.5, 8 * workers))}
+    problems = rng.permutation([p for p in lengths for _ in range(8)]).tolist()
+    shares = plan(problems, lengths, workers)
+    assert sum(len({problems[row] for row in rows}) for rows in shares) == len(lengths)
+    scattered = [[int(row) for row in rows] for rows in np.array_split(np.arange(len(problems)), workers)]
+    assert makespan(shares, problems, lengths) < 0.98 * makespan(scattered, problems, lengths)
+
+
+@pytest.mark.parametrize("group", [1, 8])
+@pytest.mark.parametrize("workers", [2, 4])
+def test_requests_that_come_one_by_one_keep_groups_whole_too(workers: int, group: int) -> None:
+    rng = np.random.default_rng(workers)
+    lengths = {p: float(n) for p, n in enumerate(rng.lognormal(6, 0.5, 8 * workers))}
+    arrivals = rng.permutation([p for p in lengths for _ in range(8)]).tolist()
+    replicas = Replicas(range(workers), group=group)
+    for burst in range(2):  # from the second on, the work and the size of a group are known
+        places = [(replicas.pick(p, lengths[p], known=burst > 0), p) for p in arrivals]
+        if burst or group == 8:
+            assert len(set(places)) == len(lengths)
+        for replica, problem in places:
+            replicas.done(replica, problem)
+    assert replicas.end == 0
+
+
+def test_a_group_is_spread_where_its_work_decides_the_end() -> None:
+    assert [len(rows) for rows in plan([7] * 8, {}, 2)] == [8, 0]  # a long request's rounds decide
+    assert [len(rows) for rows in plan([7] * 8, {}, 2, slots=4)] == [4, 4]  # two waves or one
+    lengths = {0: 4000.0, 1: 100.0, 2: 100.0}
+    problems = [p for p in range(3) for _ in range(16)]
+    shares = plan(problems, lengths, 2, slots=8)
+    assert [Counter(problems[row] for row in rows)[0] for rows in shares] == [8, 8]
+
+
+def test_without_siblings_worth_anything_only_the_end_counts() -> None:
+    lengths = {p: 100.0 for p in range(3)}
+    shares = plan([p for p in range(3) for _ in range(4)], lengths, 2, NO_SIBLINGS, slots=1)
+    assert [len(rows) for rows in shares] == [6, 6]
+    replicas = Replicas("ab", NO_SIBLINGS)
+    assert Counter(replicas.pick(5, 1.0, group=1) for _ in range(6)) == {"a": 3, "b": 3}
+
+
+def test_unknown_problems_count_as_the_mean_of_the_known() -> None:
+    assert Expected({1: 100.0, 2: 300.0})[3] == 200.0
+    (rows,) = plan([1, 3, 2], {1: 100.0, 2: 300.0}, 1, leaders=False)
+    assert rows == [2, 1, 0]
+
+
+def test_long_groups_go_to_different_replicas() -> None:
+    replicas = Replicas("ab", group=4, expected=1e5)
+    lengths = {0: 3000.0, 1: 3000.0, 2: 50.0, 3: 50.0, 4: 50.0, 5: 50.0}
+    found = defaultdict(set)
+    for problem in [0, 2, 1, 3, 0, 2, 1, 4, 5, 0, 1]:
+        found[problem].add(replicas.pick(problem, lengths[problem], known=True))
+    assert len(found[0]) == len(found[1]) == 1
+    assert found[0] != found[1]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
+def test_what_ended_no_longer_counts_and_replicas_may_come_and_go(events: list[tuple[int, bool]]) -> None:
+    replicas = Replicas("ab", group=3)
+    running: list[tuple[str, int]] = []
+    for number, (problem, starts) in enumerate(events):
+        if number == 20:
+            replicas.add("c")
+        if number == 40:
+            replicas.remove("a")
+        if starts or not running:
+            running.append((replicas.pick(problem, 100.0), problem))
+            assert running[-1][0] in ("ab" if number < 20 else "abc" if number < 40 else "bc")
+        else:
+            replicas.done(*running.pop(problem % len(running)))
+    for replica, problem in running:
+        replicas.done(replica, problem)
+    assert replicas.end == 0
+
+
+def test_a_trajectorys_next_turn_counts_where_it_is() -> None:
+    replicas = Replicas("ab")
+    first = replicas.pick(1, 1000.0)
+    replicas.done(first, 1)
+    replicas.stay(first, 1, 1000.0)
+    assert replicas.pick(2, 1000.0) != first
+    replicas.done(first, 1)
+    assert replicas.pick(3, 1000.0) == first
+
+
+# Which starts first
+
+
+def end_of(rows: Sequence[int], problems: Sequence[int], lengths: dict[int, float], slots: int) -> float:
+    """Rounds until the rows have ended, in their order on so many slots; finished siblings count for those that start
+    later."""
+    expected, ended = Expected(lengths), defaultdict[int, list[float]](list)
+    free = [0.0] * slots
+    for row in rows:
+        start, problem = heapq.heappop(free), problems[row]
+        finished = sum(end <= start for end in ended[problem])
+        growing = len(ended[problem]) - finished
+        end = start + expected[problem] / WORTH.tokens(growing, finished, problem in lengths)
+        ended[problem].append(end)
+        heapq.heappush(free, end)
+    return max(free)
+
+
+@given(GROUPS, LENGTHS, st.integers(1, 3))
+def test_a_batch_that_fits_in_one_wave_starts_longest_first(
+    groups: dict[int, int], lengths: dict[int, float], workers: int
+) -> None:
+    problems = [p for p, n in groups.items() for _ in range(n)]
+    shares = plan(problems, lengths, workers, slots=len(problems))
+    expected = Expected(lengths)
+    for rows in shares:
+        tokens = [expected[problems[row]] for row in rows]
+        assert tokens == sorted(tokens, reverse=True)
+    assert shares == plan(problems, lengths, workers, slots=len(problems), leaders=False)
+
+
+def test_one_sample_of_each_new_problem_leads() -> None:
+    problems = [p for p in range(6) for _ in range(4)]
+    (rows,) = plan(problems, {}, 1, slots=6)
+    assert [problems[row] for row in rows[:6]] == list(range(6))
+    (rows_off,) = plan(problems, {}, 1, slots=6, leaders=False)
+    assert rows_off == list(range(24))
+    assert end_of(rows, problems, {}, 6) < end_of(rows_off, problems, {}, 6)
+
+
+def test_leaders_do_not_hold_back_much_longer_problems() -> None:
+    order = StartOrder(group=8)
+    order.refresh({1: 1000.0, 2: 700.0, 3: 100.0}, version=0)
+    leader, follower = order.priority(1), order.priority(1)
+    assert leader < follower < order.priority(3)
+    assert follower < order.priority(2)  # with history, a leader saves the others little
+
+
+def test_what_has_begun_and_what_is_older_goes_first() -> None:
+    order = StartOrder(group=4)
+    lead, follow = order.priority(1), order.priority(1)
+    assert order.priority(1, begun=True) == lead < follow
+    order.refresh({2: 1e5}, version=1)
+    assert follow < order.priority(2)
+
+
+def test_the_block_says_who_leads() -> None:
+    def made(**block: Any) -> StartOrder | None:
+        das = parse(block)
+        assert das is not None
+        return start_order(das, group=4)
+
+    on, off = made(), made(routing={"leaders": "off"})
+    assert on is not None and off is not None
+    assert on.priority(1) < on.priority(1)
+    assert off.priority(1) == off.priority(1)
+    other = made(drafter="ngram")
+    assert other is not None and other.priority(1) == other.priority(1)
+    assert made(routing={"policy": "host"}) is None
+
+
+def test_siblings_are_worth_nothing_to_a_drafter_that_does_not_read_them() -> None:
+    blocks: list[dict[str, Any]] = [{"drafter": "ngram"}, {"history": {"scope": "request"}}]
+    for block in blocks:
+        das = parse(block)
+        assert das is not None and worth_of(das).tokens(7) == worth_of(das).tokens(0)

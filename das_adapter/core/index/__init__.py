@@ -14,7 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.index.errors import IndexFileError, UnknownHandle
-from das_adapter.core.index.values import Float32, Int32, Int64, Tokens, check_knobs, integers, problem_id, token_ids
+from das_adapter.core.index.values import (
+    Float32,
+    Int32,
+    Int64,
+    Shrunk,
+    Tokens,
+    check_knobs,
+    integers,
+    problem_id,
+    shrink,
+    token_ids,
+    visits,
+)
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
@@ -22,11 +34,11 @@ __all__ = ["IndexFileError", "SuffixIndex", "UnknownHandle"]
 
 
 class SuffixIndex:
-    """An engine's index: per problem, sealed trajectories in flat arrays (12 bytes per token), and live text.
+    """An engine's index: per problem, sealed trajectories in flat arrays (7.25 bytes per token), and live text.
 
-    The history is either its own (`add`, `seal`, `expire`, `shrink`, `load`) or a store's (`attach`, `refresh`). Equal
-    calls give equal drafts on every process, however the history is cut into segments. One thread uses an index at a
-    time; calls that take long release the GIL.
+    The history is either its own (`add`, `seal`, `shrink`, `load`) or a store's (`attach`, `refresh`). A visit of a
+    problem is a weight version that wrote trajectories of it. Equal calls give equal drafts on every process, however
+    the history is cut into segments. One thread uses an index at a time; calls that take long release the GIL.
 
     The longest matches of the request's context in each source vote on the continuation; where these are short, places
     that match except for the last token vote as well. Each draft token has an estimated chance to survive verification.
@@ -38,7 +50,7 @@ class SuffixIndex:
         """
         Args:
             max_depth: tokens of left context that are compared; longer matches count as this long. 8 to 255.
-            half_life: weight versions after which a trajectory's vote has lost half its weight. Above 0.
+            half_life: newer visits of its problem after which a trajectory's vote has lost half its weight. Above 0.
 
         Raises:
             ValueError: a knob out of range.
@@ -53,8 +65,8 @@ class SuffixIndex:
 
         Args:
             problem: identity of the problem, 0 to 2^64 - 1.
-            tokens: response token ids (the prompt excluded), shape (n,), int32, >= 0. May be empty.
-            version: weight version that wrote it; later ones count more.
+            tokens: response token ids (the prompt excluded), shape (n,), int32, 0 to 2^23 - 1. May be empty.
+            version: weight version that wrote it; later ones count more, whatever the difference.
 
         Raises:
             ValueError: a negative or too large token id, or an array that is not one-dimensional integers.
@@ -62,26 +74,29 @@ class SuffixIndex:
         self._owned("add")
         self._core.add(problem_id(problem), token_ids(tokens), version)
 
-    def seal(self, threads: int = 1) -> None:
-        """Seal what was added, at the end of a step: it becomes history. `threads` seal problems in parallel."""
-        self._owned("seal")
-        self._core.seal(True, threads)
+    def seal(self, window: int | None = None, threads: int = 1) -> None:
+        """Seal what was added, at the end of a step: it becomes history.
 
-    def expire(self, before_version: int) -> int:
-        """Drop the trajectories of versions < `before_version`, staged ones too; return the number of their tokens."""
-        self._owned("expire")
-        return int(self._core.expire(before_version))
-
-    def shrink(self, max_bytes: int) -> int:
-        """Drop history until `nbytes` <= `max_bytes`; return the number of tokens dropped.
-
-        The problems whose last trajectory is oldest go first; of those that were all seen at the newest version, the
-        oldest versions.
+        Args:
+            window: visits that each problem added to keeps, the newest; None: all.
+            threads: that seal problems in parallel.
         """
-        if max_bytes < 0:
-            raise ValueError(f"max_bytes: found {max_bytes}, allowed: 0 or more")
+        self._owned("seal")
+        self._core.seal(visits(window), True, threads)
+
+    def shrink(self, max_bytes: int, threads: int = 1) -> Shrunk:
+        """Thin the history out until `nbytes` <= `max_bytes`; return what went.
+
+        The largest problems first, down to about the same size: of a problem the stretches of text stay, each once,
+        that most of its rollouts share; of equals the newest. Where every problem would be left with less than
+        256 bytes, those not seen for longest are dropped whole.
+
+        Args:
+            max_bytes: 0 or more.
+            threads: that thin problems out in parallel.
+        """
         self._owned("shrink")
-        return int(self._core.shrink(max_bytes))
+        return shrink(self._core, max_bytes, threads)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sealed history to a file, all or nothing (temporary file beside it, then renamed).
@@ -246,6 +261,18 @@ class SuffixIndex:
         """
         with _known():
             self._core.close(handle, keep)
+
+    def age(self, handle: int) -> int | None:
+        """Return the weight versions from the newest history of a request's problem to the newest of all problems.
+
+        None: the problem has no history.
+
+        Raises:
+            UnknownHandle: the request is not open.
+        """
+        with _known():
+            age = int(self._core.age(handle))
+        return None if age < 0 else age
 
     def clear_live(self) -> None:
         """Forget the closed requests' responses (at a weight sync, once they are added and sealed); open ones stay."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.core.index import _files
-from das_adapter.core.index.values import Tokens, check_knobs, problem_id, token_ids
+from das_adapter.core.index.values import Shrunk, Tokens, check_knobs, problem_id, shrink, token_ids, visits
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
@@ -67,21 +67,16 @@ class HistoryStore:
         with self._lock:
             self._core.add(problem, ids, version)
 
-    def seal(self, before_version: int | None = None, max_bytes: int | None = None) -> int:
+    def seal(self, window: int | None = None) -> int:
         """Publish what was added, at the end of a step, one segment per problem; return the generation.
 
         Segments of earlier steps are merged in the background, and published as one more generation.
 
         Args:
-            before_version: `expire` in the same generation; None: nothing.
-            max_bytes: `shrink` in the same generation; None: no limit.
+            window: as in `SuffixIndex.seal`.
         """
         with self._lock, _files():
-            self._core.seal(False, self._threads)
-            if before_version is not None:
-                self._core.expire(before_version)
-            if max_bytes is not None:
-                self._core.shrink(max_bytes)
+            self._core.seal(visits(window), False, self._threads)
             self._core.publish()
             self._merge_in_background()
             return self.generation
@@ -120,21 +115,13 @@ class HistoryStore:
             raise failure
         return self.generation
 
-    def expire(self, before_version: int) -> int:
-        """Drop and unpublish the trajectories of versions < `before_version`; return the number of their tokens."""
+    def shrink(self, max_bytes: int) -> Shrunk:
+        """Thin the history out, as `SuffixIndex.shrink` does, and publish it; return what went."""
         with self._lock, _files():
-            dropped = int(self._core.expire(before_version))
-            if dropped:
+            shrunk = shrink(self._core, max_bytes, self._threads)
+            if shrunk.tokens:
                 self._core.publish()
-            return dropped
-
-    def shrink(self, max_bytes: int) -> int:
-        """Drop history until `nbytes` <= `max_bytes`, as `SuffixIndex.shrink` does; return the tokens dropped."""
-        with self._lock, _files():
-            dropped = int(self._core.shrink(max_bytes))
-            if dropped:
-                self._core.publish()
-            return dropped
+            return shrunk
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sealed history to one file, which `SuffixIndex.load` reads."""

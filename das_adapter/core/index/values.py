@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,22 @@ Float32 = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 
+MAX_TOKEN = 2**23 - 1
+"""Largest token id: texts hold three bytes of each."""
+
+
+class Shrunk(NamedTuple):
+    """What went to keep a byte budget."""
+
+    tokens: int
+    thinned: int
+    """Problems of which the stretches that few of their rollouts have went."""
+    dropped: int
+    """Problems that went whole."""
+
+
 def token_ids(tokens: Tokens) -> Int32:
-    """Return token ids as a contiguous int32 array of shape (n,); the index refuses negative ones.
+    """Return token ids as a contiguous int32 array of shape (n,); the index refuses those out of range.
 
     Raises:
         ValueError: not one-dimensional integers, or a token id that doesn't fit int32.
@@ -25,7 +39,7 @@ def token_ids(tokens: Tokens) -> Int32:
     wide = integers(tokens, np.int64, "token ids")
     ids = wide.astype(np.int32)
     if (ids != wide).any():
-        raise ValueError(f"token id: found {wide[ids != wide][0]}, allowed: 0 to 2^31 - 1")
+        raise ValueError(f"token id: found {wide[ids != wide][0]}, allowed: 0 to {MAX_TOKEN}")
     return ids
 
 
@@ -60,3 +74,27 @@ def check_knobs(max_depth: int, half_life: float) -> None:
         raise ValueError(f"max_depth: found {max_depth}, allowed: 8 to 255")
     if not half_life > 0:
         raise ValueError(f"half_life: found {half_life}, allowed: above 0")
+
+
+def visits(window: int | None) -> int:
+    """Check how many visits a problem keeps, and return it; None: all.
+
+    Raises:
+        ValueError: it is below 1.
+    """
+    if window is None:
+        return 2**63
+    if window < 1:
+        raise ValueError(f"window: found {window}, allowed: 1 or more")
+    return window
+
+
+def shrink(core: Any, max_bytes: int, threads: int) -> Shrunk:
+    """Call a native index's `shrink`.
+
+    Raises:
+        ValueError: `max_bytes` is negative.
+    """
+    if max_bytes < 0:
+        raise ValueError(f"max_bytes: found {max_bytes}, allowed: 0 or more")
+    return Shrunk(*core.shrink(max_bytes, threads))

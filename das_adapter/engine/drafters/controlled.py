@@ -70,7 +70,7 @@ class ControlledDrafter(Drafter):
             saved = controller.time_saved(self._slots())
             fitted = None if model is None else model.to_dict()
             self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, controller.stopped))
-        controller.sync(message.version, message.responses)
+        controller.sync(message.responses)
         return answer
 
     def stats(self) -> EngineStats:

@@ -12,7 +12,8 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy, check_tokens
 from das_adapter.core.index import IndexFileError, SuffixIndex
-from das_adapter.core.staleness import Staleness
+from das_adapter.core.returns import Returns
+from das_adapter.core.staleness import Staleness, bracket
 from das_adapter.engine.drafters.base import LiveRequest
 from das_adapter.protocol.messages import Published, Refresh
 
@@ -27,7 +28,7 @@ class _Known:
     length: int
     """Tokens the index knows of, prompt included."""
     age: int
-    """Age of its problem's history, see `Staleness`."""
+    """Age of its problem's history when it began, see `staleness.bracket`."""
 
 
 class HistorySource:
@@ -39,14 +40,18 @@ class HistorySource:
         self._vocabulary = vocabulary
         self._directory = ""
         """Directory of the history that a service publishes and the index maps; empty: the index keeps its own."""
-        self._staleness = Staleness(config.window)
+        self._staleness = Staleness()
+        self._returns = Returns()
         self._known: dict[str, _Known] = {}
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
         handle = self.index.open(self._policy.key(live.problem), prompt[: live.start], prefix=text[live.start :])
-        self._known[live.req_id] = _Known(handle, len(text), self._staleness.age(live.problem))
+        age = self.index.age(handle)
+        if live.record and self._policy.kept:
+            self._returns.begin(live.problem, age is not None)
+        self._known[live.req_id] = _Known(handle, len(text), bracket(age))
 
     def close(self, live: LiveRequest) -> None:
         """Close a request; what it wrote stays available to its siblings, if it may be recorded."""
@@ -98,15 +103,24 @@ class HistorySource:
             self._map(message.history)
         elif not self._directory and self._policy.kept:
             self._policy.remember(self.index, message.trajectories, self._vocabulary)
-            self._policy.tidy(self.index, message.version)
+            self._policy.tidy(self.index)
         self.index.clear_live()
-        self._staleness.sync(message.version, message.responses)
+        self._returns.met(response.problem for response in message.responses)
         return self.index.generation
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the history."""
+        requests, hits, lost = self._returns.take()
         return {"history_tokens": self.index.tokens, "history_bytes": self.index.nbytes,
+                "history_requests": requests, "history_hits": hits, "history_lost": lost, "lost_because": self._cause(),
                 "staleness": self._staleness.take()}  # fmt: skip
+
+    def _cause(self) -> str:
+        """Say why a problem that comes back probably finds no history, and what to do."""
+        limit = self._policy.config.max_bytes
+        if self.index.nbytes > limit / 2:
+            return f"das.history.max_bytes={limit} is full: raise it"
+        return "It could not be kept or mapped: lines that begin with 'das: history:' say more"
 
     def _extend(self, known: list[_Known], written: list[np.ndarray]) -> None:
         """Give the index what was written since it last drafted."""

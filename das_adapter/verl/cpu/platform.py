@@ -49,19 +49,21 @@ def _complete_torch_cpu() -> None:
 
 
 @patch("torch.distributed:init_process_group", since="2.0")
-def accept_gloo_twice(stock: Any) -> Any:
+def start_gloo(stock: Any) -> Any:
     """Without it torch refuses what veRL asks for: "cpu:gloo,<device>:<backend>", which on this platform names the CPU
-    twice."""
+    twice; and a process that is alone fails where others have taken the port that veRL chose when it began to start."""
 
     @functools.wraps(stock)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("WORLD_SIZE") == "1":
+            os.environ["MASTER_PORT"] = "0"  # any that is free
         return stock("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
 
     return init_process_group
 
 
 _complete_torch_cpu()
-accept_gloo_twice.apply()
+start_gloo.apply()
 
 
 @PlatformRegistry.register(platform="cpu")

@@ -1,0 +1,265 @@
+"""What the history is worth by its byte budget, its way to keep the budget, and its window, on recorded rollouts.
+
+python benchmarks/history.py --traces DIR --parent DIR --json FILE.json
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from provenance import provenance
+
+from das_adapter.config import HistoryConfig
+from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.values import Shrunk, Tokens
+from das_adapter.errors import DasError
+from das_adapter.tools import rollouts as dumps
+from das_adapter.tools.replay import BUDGETS, replay
+from das_adapter.tools.rollouts import Rollout
+
+WINDOWS = (1, 2, 4, 8, 16)
+UNLIMITED = HistoryConfig(max_bytes=2**40)
+BYTES = 8
+"""Of a token in the index, about."""
+COST = """
+import json, sys
+site, benchmarks, file = sys.argv[1:]
+if site:  # instead of the installed package
+    sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+    sys.path.insert(0, site)
+sys.path.insert(0, benchmarks)
+import das_adapter
+assert das_adapter.__file__.startswith(site)
+from pathlib import Path
+from das_adapter.tools.rollouts import read
+from index import cost
+from index_drafters import Ours
+found = cost(Ours(min_chance=0.15), read(Path(file)))
+by_batch = {f"batch_{size}_ms": f["ms_p50"] for size, f in found["decode_step"].items()}
+names = ("insert_and_seal_tokens_per_s", "bytes_per_token")
+print(json.dumps({name: found[name] for name in names} | by_batch))
+"""
+
+
+class WholeProblems(SuffixIndex):
+    """An index that keeps a byte budget by dropping the problems not seen for longest, then the oldest versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: dict[int, list[tuple[int, Tokens]]] = {}
+        """By problem, the one seen last at the end."""
+
+    def add(self, problem: int, tokens: Tokens, version: int) -> None:
+        self._texts[problem] = [*self._texts.pop(problem, []), (version, tokens)]
+        super().add(problem, tokens, version)
+
+    def shrink(self, max_bytes: int, threads: int = 1) -> Shrunk:
+        before, problems = self.tokens, len(self._texts)
+        while self.nbytes > max_bytes:
+            excess = self.nbytes - max_bytes
+            newest = max(texts[-1][0] for texts in self._texts.values())
+            while excess > 0 and self._texts:
+                first = next(iter(self._texts))
+                if self._texts[first][-1][0] < newest:
+                    excess -= BYTES * sum(len(tokens) for _, tokens in self._texts.pop(first))
+                    continue
+                oldest = min(version for texts in self._texts.values() for version, _ in texts)
+                for problem, texts in list(self._texts.items()):
+                    excess -= BYTES * sum(len(tokens) for version, tokens in texts if version == oldest)
+                    self._texts[problem] = [t for t in texts if t[0] > oldest]
+                    if not self._texts[problem]:
+                        del self._texts[problem]
+            self._core = SuffixIndex()._core
+            for problem, texts in self._texts.items():
+                for version, tokens in texts:
+                    self._core.add(problem, tokens, version)
+            self.seal()
+        return Shrunk(before - self.tokens, 0, problems - len(self._texts))
+
+
+RETENTIONS = {"whole problems": WholeProblems, "thinned out": SuffixIndex}
+
+
+def epochs(rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 16) -> list[list[Rollout]]:
+    """Lay recorded rollouts out as epochs over the same problems, `a_step` of them in each training step.
+
+    Where several policies wrote the file, each epoch is written by one of them, in their order. Else a problem's
+    rollouts are dealt out, eight an epoch, or one where a problem has fewer than sixteen.
+
+    Args:
+        problems: at most; a random choice of those that have as many epochs as any.
+        most: epochs.
+    """
+    written: dict[int, dict[tuple[int, int], list[Rollout]]] = defaultdict(lambda: defaultdict(list))
+    for r in rollouts:
+        written[r.problem][r.step, r.run].append(r)
+    several = len({r.step for r in rollouts}) > 1
+    visits = {}
+    for p, policies in written.items():
+        texts = [own for _, own in sorted(policies.items())]
+        if not several:
+            everything = list(itertools.chain.from_iterable(texts))
+            size = 8 if len(everything) >= 16 else 1
+            texts = [everything[i : i + size] for i in range(0, len(everything) - size + 1, size)]
+        visits[p] = texts[:most]
+    count = max(map(len, visits.values()))
+    enough = sorted(p for p, texts in visits.items() if len(texts) == count)
+    chosen = np.random.default_rng(0).permutation(enough)[:problems].tolist()
+    steps = -(-len(chosen) // a_step)
+    return [
+        [
+            Rollout(p, epoch * steps + i // a_step, 0, r.prompt, r.tokens)
+            for i, p in enumerate(chosen)
+            for r in visits[p][epoch]
+        ]
+        for epoch in range(count)
+    ]
+
+
+def measured(laid_out: Sequence[Sequence[Rollout]], history: HistoryConfig, index: SuffixIndex) -> dict[str, Any]:
+    """Replay; return the figures of each visit, and of the requests whose problem had been seen before."""
+    outcome = replay(list(itertools.chain(*laid_out)), history=history, index=index)
+    again = [tally for visit, tally in outcome.by_visit.items() if visit > 1]
+    return {
+        "accepted_per_round": sum(t.accepted for t in again) / sum(t.rounds for t in again),
+        "hits": sum(t.hits for t in again) / sum(t.requests for t in again),
+        "by_visit": [t.accepted / t.rounds for _, t in sorted(outcome.by_visit.items())],
+        "history_bytes": outcome.bytes,
+    }
+
+
+def budgets(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
+    """Measure byte budgets, in percent of what the first epoch's text takes, with both ways to keep them."""
+    index = SuffixIndex()
+    for r in laid_out[0]:
+        index.add(r.problem, r.tokens, 0)
+    index.seal()
+    result: dict[str, Any] = {"epoch_bytes": index.nbytes, "unlimited": measured(laid_out, UNLIMITED, SuffixIndex())}
+    for percent in (*BUDGETS, 0):
+        room = UNLIMITED.model_copy(update={"max_bytes": index.nbytes * percent // 100})
+        result[str(percent)] = {name: measured(laid_out, room, kind()) for name, kind in RETENTIONS.items()}
+    return result
+
+
+def windows(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
+    """Measure windows of visits without a byte budget."""
+    return {
+        str(window): measured(laid_out, UNLIMITED.model_copy(update={"window": window}), SuffixIndex())
+        for window in WINDOWS
+    }
+
+
+def costs(file: Path, parent: Path, rounds: int = 3) -> dict[str, Any]:
+    """Measure the index's costs on a file, here and of another revision, in turn; the medians of all rounds."""
+    found: dict[str, list[dict[str, float]]] = {"parent": [], "here": []}
+    for _ in range(rounds):
+        for name, site in (("parent", str(parent)), ("here", "")):
+            command = [sys.executable, "-c", COST, site, str(Path(__file__).parent), str(file)]
+            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            found[name].append(json.loads(out.splitlines()[0]))
+    return {name: {key: float(np.median([f[key] for f in each])) for key in each[0]} for name, each in found.items()}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    origin = figures["provenance"]
+    versions = ", ".join(f"{k} {v}" for k, v in origin["versions"].items() if v)
+    intro = f"""`{origin["command"]}`
+
+{origin["hardware"]["cpu"]}, {origin["hardware"]["cores"]} cores; {versions}
+
+Recorded rollouts laid out as epochs over the same problems, 16 problems a step. A request drafts at most 8 tokens a
+round from the history, its siblings as they grow, and its own text. All figures are of the second and later visits of
+a problem.
+
+## Byte budgets
+
+Accepted draft tokens per round, and in percent of those without a limit; hits: share of requests that began with
+history. A budget is in percent of what one epoch's text takes in the index. Whole problems: those not seen for longest
+are dropped, then the oldest versions. Thinned out: `SuffixIndex.shrink`.
+
+| rollouts | epochs x problems | budget | whole problems | thinned out |
+|---|---|---|---|---|"""
+    lines = intro.splitlines()
+    for title, entry in figures["budgets"].items():
+        best = entry["unlimited"]["accepted_per_round"]
+        size = f"{len(entry['unlimited']['by_visit'])} x {entry['problems']}"
+        lines.append(f"| {title} | {size} | none | {best:.2f} | {best:.2f} |")
+        for percent in map(str, (*BUDGETS, 0)):
+            cells = [
+                f"{f['accepted_per_round']:.2f}, {f['accepted_per_round'] / best:.0%} (hits {f['hits']:.0%})"
+                for f in (entry[percent][name] for name in RETENTIONS)
+            ]
+            lines.append(f"| | | {percent} % | {' | '.join(cells)} |")
+    lines += f"""
+## Windows
+
+Accepted draft tokens per round by `history.window`, in visits, without a limit of bytes.
+
+| rollouts | epochs x problems | {" | ".join(map(str, WINDOWS))} |
+|---|---|{"---|" * len(WINDOWS)}""".splitlines()
+    for title, entry in figures["windows"].items():
+        size = f"{len(entry['1']['by_visit'])} x {entry['problems']}"
+        cells = [f"{entry[str(window)]['accepted_per_round']:.2f}" for window in WINDOWS]
+        lines.append(f"| {title} | {size} | {' | '.join(cells)} |")
+    if figures["costs"]:
+        lines += """
+## Costs
+
+Medians of three measurements of each revision in turn: M tokens/s, ms of a decode step (insert three tokens of each
+request and draft for it).
+
+| rollouts | revision | bytes per token | insert + seal | batch of 1 | 16 | 64 | 256 |
+|---|---|---|---|---|---|---|---|""".splitlines()
+    for title, entry in figures["costs"].items():
+        for name, f in entry.items():
+            steps = " | ".join(f"{f[f'batch_{size}_ms']:.3f}" for size in (1, 16, 64, 256))
+            speed = f["insert_and_seal_tokens_per_s"] / 1e6
+            lines.append(f"| {title} | {name} | {f['bytes_per_token']:.2f} | {speed:.2f} | {steps} |")
+    return "\n".join(lines) + "\n"
+
+
+@click.command()
+@click.option("--traces", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of .npz files.")
+@click.option("--problems", default=96, show_default=True, help="Problems of each file at most.")
+@click.option("--tokens", default=1_000_000, show_default=True, help="About the most tokens of each file.")
+@click.option(
+    "--json", "target", type=click.Path(path_type=Path), help="Write the figures here, and a table beside them."
+)
+@click.option("--parent", type=click.Path(exists=True, path_type=Path), help="Another revision (pip install --target).")
+def main(traces: Path, problems: int, tokens: int, parent: Path | None, target: Path | None) -> None:
+    """Measure what the history is worth by its byte budget and its window, and what it costs."""
+    figures: dict[str, Any] = {"provenance": provenance(), "budgets": {}, "windows": {}, "costs": {}}
+    for file in sorted(traces.glob("*.npz")):
+        try:
+            rollouts = dumps.read(file)
+        except DasError as error:
+            raise click.ClickException(str(error)) from None
+        for name, measure, most in (("budgets", budgets, 4), ("windows", windows, 12)):
+            laid_out = epochs(rollouts, problems, most)
+            written = sum(len(r.tokens) for epoch in laid_out for r in epoch)
+            fewer = min(problems, max(16, problems * tokens // written))
+            laid_out = epochs(rollouts, fewer, most)
+            found = measure(laid_out)
+            figures[name][file.stem] = {"problems": len({r.problem for r in laid_out[0]}), **found}
+            click.echo(f"{file.stem}: {name} measured")
+        if parent:
+            figures["costs"][file.stem] = costs(file, parent)
+    written_table = table(figures)
+    click.echo(written_table)
+    if target:
+        target.with_suffix(".md").write_text(written_table)
+        target.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""The history in NeMo-RL's checkpoints: a resumed run drafts from its first step."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from das_adapter.nemo_rl import settings
+from das_adapter.patching import patch
+
+
+def begin_history(stock: Any) -> Any:
+    """Without it a run that resumes, or that is given another run's history, starts without history."""
+
+    @functools.wraps(stock)
+    def setup(master_config: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+        begin(master_config, tokenizer)
+        return stock(master_config, tokenizer, *args, **kwargs)
+
+    return setup
+
+
+@patch("nemo_rl.utils.checkpoint:CheckpointManager.init_tmp_checkpoint", since="0.6.0")
+def save_history(stock: Any) -> Any:
+    """Without it checkpoints have no history. NeMo-RL renames the directory when the checkpoint is complete."""
+
+    @functools.wraps(stock)
+    def init_tmp_checkpoint(self: Any, step: int, training_info: Any, run_config: Any = None, *args: Any) -> Any:
+        folder = stock(self, step, training_info, run_config, *args)
+        save(Path(folder), run_config)
+        return folder
+
+    return init_tmp_checkpoint
+
+
+def begin(master_config: Any, tokenizer: Any) -> None:
+    """Check the block, choose what the history starts with, and leave in the generation config what labels and
+    checkpoints need; before anything is launched. Does nothing without an active block.
+
+    Raises:
+        ConfigError, UnsupportedHost: see `settings.check`.
+        DasError: the history that the run should start with can't be used (see `warm_start.begin`).
+    """
+    generation = _generation(master_config)
+    das = settings.check(generation)
+    if das is None:
+        return
+    from nemo_rl.utils.checkpoint import CheckpointManager
+
+    from das_adapter.service import warm_start
+    from das_adapter.service.checkpoint import Facts
+
+    latest = CheckpointManager(master_config.checkpointing).get_latest_checkpoint_path()
+    resumed = None if latest is None else Path(latest)
+    generation[settings.STEP] = 0 if resumed is None else int(resumed.name.removeprefix("step_"))
+    if das.shares_history:
+        facts = Facts.of(das.history.scope, tokenizer)
+        generation[settings.FACTS] = asdict(facts)
+        warm_start.begin(das.history, facts, settings.BLOCK, resumed, "checkpointing.checkpoint_dir", version=0)
+
+
+def save(folder: Path, run_config: Any) -> None:
+    """Save the history with a checkpoint, where the run has one (see `warm_start.save`)."""
+    generation = _generation(run_config)
+    das = settings.of_generation(generation) if settings.FACTS in generation else None
+    if das is None:
+        return
+    from das_adapter.service import warm_start
+    from das_adapter.service.checkpoint import Facts
+
+    warm_start.save(folder, Facts(**generation[settings.FACTS]), das.history)
+
+
+def _generation(config: Any) -> dict[str, Any]:
+    """Return `policy.generation` of an algorithm's config; empty where it has none."""
+    policy = getattr(config, "policy", None)
+    found = policy.get("generation") if isinstance(policy, dict) else None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,222 @@
+"""The history in checkpoints that NeMo-RL's own `CheckpointManager` writes, completes and removes, under real Ray."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_nemo_rl_workers import RECIPES, Engine, composed, refreshed, written
+
+ray = pytest.importorskip("ray")
+from nemo_rl.utils.checkpoint import CheckpointManager  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+
+from das_adapter.errors import ConfigError, DasError  # noqa: E402
+from das_adapter.nemo_rl import checkpoint, install, settings  # noqa: E402
+from das_adapter.nemo_rl.engine import OwnHistory  # noqa: E402
+from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks  # noqa: E402
+from das_adapter.protocol.label import Label  # noqa: E402
+from das_adapter.service import checkpoint as saved  # noqa: E402
+
+TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
+OTHER = SimpleNamespace(get_vocab=lambda: {"b": 0, "a": 1})
+REFIT = "update_weights_via_ipc_zmq"
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
+    """A recipe's config, as a run that starts reads it."""
+    install.install()
+
+    def make(directory: str = "checkpoints", **history: Any) -> Any:
+        config = composed(RECIPES[0], monkeypatch)
+        config.checkpointing |= {"checkpoint_dir": str(tmp_path / directory), "keep_top_k": 1, "metric_name": None}
+        das = {"drafter": "history", "history": {"max_bytes": "64MiB", **history}}
+        config.policy["generation"]["das"] = das
+        config.policy["generation"]["vllm_kwargs"]["additional_config"]["das"] = das
+        return config
+
+    return make
+
+
+@contextmanager
+def run(config: Any, tokenizer: Any = TOKENIZER) -> Iterator[Engine]:
+    """A run with one engine, after the first weight sync."""
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+    try:
+        checkpoint.begin(config, tokenizer)
+        generation, engine = config.policy["generation"], Engine()
+        das = settings.of_generation(generation)
+        assert das is not None
+        SyncEngineHooks.attach(engine, das, source=1, resumed=generation[settings.STEP])
+        engine.collective_rpc(REFIT)
+        yield engine
+    finally:
+        ray.shutdown()
+
+
+def write(engine: Engine, count: int) -> None:
+    """Let the engine finish responses of three tokens, each to a problem of its own."""
+    engine.generate([{"prompt_token_ids": [1, i]} for i in range(count)], [SamplingParams()] * count)
+
+
+def save(config: Any, step: int) -> Path:
+    """Save a checkpoint as NeMo-RL's trainers do; return its directory."""
+    manager = CheckpointManager(config.checkpointing)
+    temporary = Path(manager.init_tmp_checkpoint(step, {}, config))
+    assert temporary.name == f"tmp_step_{step}"
+    manager.begin_finalization(temporary)
+    manager.shutdown()
+    return temporary.with_name(f"step_{step}")
+
+
+def test_a_resumed_run_begins_with_the_history_of_its_checkpoint(config: Make) -> None:
+    first = config()
+    with run(first) as engine:
+        write(engine, 2)
+        engine.collective_rpc(REFIT)
+        write(engine, 1)  # since the weight sync, just before the checkpoint
+        seeds = [Label.of(params.extra_args).seed for params in engine.params]
+        folder = save(first, 3)
+    assert {path.name for path in (folder / saved.NAME).iterdir()} == {"index", "history.json", "lengths.npy"}
+
+    second = config()
+    with run(second) as engine:
+        assert second.policy["generation"][settings.STEP] == 3
+        message = refreshed(engine)[0]
+        assert message.history is not None and written(message.history) == 9
+        assert sorted(length.version for length in message.lengths) == [-1, -1, 0]
+        write(engine, 2)
+        assert not set(seeds) & {Label.of(params.extra_args).seed for params in engine.params}  # not drawn before
+        assert save(second, 4).is_dir()
+    assert not folder.exists()  # NeMo-RL keeps so many
+
+
+def test_another_run_starts_with_a_history_and_leaves_it_alone(config: Make) -> None:
+    first = config()
+    with run(first) as engine:
+        write(engine, 2)
+        folder = save(first, 3) / saved.NAME
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with run(config("elsewhere", persist=str(folder))) as engine:
+        message = refreshed(engine)[0]
+        assert message.history is not None and written(message.history) == 6
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def history_of(folder: Path, tokenizer: Any) -> Path:
+    """A directory that passes for the history of a checkpoint."""
+    folder.mkdir(parents=True)
+    saved.write(folder, saved.Facts.of("problem", tokenizer), [])
+    (folder / saved.INDEX).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [("grpo", "setup"), ("ppo", "setup"), ("distillation", "setup"),
+     ("single_controller_utils.setup", "setup_single_controller")],
+)  # fmt: skip
+def test_every_algorithm_refuses_another_tokenizers_history_before_it_launches_anything(
+    config: Make, tmp_path: Path, module: str, name: str
+) -> None:
+    setup = getattr(importlib.import_module(f"nemo_rl.algorithms.{module}"), name)
+    nothing = [None] * (0 if name != "setup" else 2)
+    other = history_of(tmp_path / "other", OTHER)
+    words = r"policy.generation.das.history.persist: the history in '.*/other' was written with tokenizer '\w+'"
+    with pytest.raises(DasError, match=words):
+        setup(config(persist=str(other)), TOKENIZER, *nothing)
+    with pytest.raises(DasError, match=r"policy.generation.das.history.persist: found no history in"):
+        setup(config(persist=str(tmp_path)), TOKENIZER, *nothing)
+    with pytest.raises(ConfigError, match=r"das.history.persist: found '/nowhere'"):
+        setup(config(persist="/nowhere"), TOKENIZER, *nothing)
+    history_of(tmp_path / "checkpoints" / "step_12" / saved.NAME, OTHER)
+    with pytest.raises(DasError, match=r"checkpointing.checkpoint_dir: .*step_12/das_history' was written with token"):
+        setup(config(), TOKENIZER, *nothing)
+    assert not ray.is_initialized()
+
+
+def test_a_history_that_cannot_be_saved_costs_the_checkpoint_nothing(config: Make, caplog: Any) -> None:
+    broken = config()
+    with run(broken) as engine:
+        write(engine, 1)
+        for name in ray.util.list_named_actors():
+            if name.startswith("das_history:"):
+                ray.kill(ray.get_actor(name), no_restart=True)
+        folder = save(broken, 1)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "training_info.json"]
+    assert caplog.text.count("das: the history was not saved with the checkpoint") == 1
+    caplog.clear()
+    with run(config()) as engine:
+        assert not refreshed(engine)[0].lengths
+    assert caplog.text.count("step_1 has no history to resume from") == 1
+
+
+def test_without_an_active_block_checkpoints_are_stock(config: Make) -> None:
+    for das in ({"drafter": "none"}, {"drafter": "history", "history": {"scope": "request"}}):
+        stock = config()
+        stock.policy["generation"]["das"] = stock.policy["generation"]["vllm_kwargs"]["additional_config"]["das"] = das
+        before = json.dumps(stock.model_dump(), default=str)
+        checkpoint.begin(stock, TOKENIZER)
+        if das["drafter"] == "none":
+            assert json.dumps(stock.model_dump(), default=str) == before
+        assert sorted(path.name for path in save(stock, 1).iterdir()) == ["config.yaml", "training_info.json"]
+    without = SimpleNamespace(policy=None, model_dump=dict)
+    assert sorted(path.name for path in save_with(without, config()).iterdir()) == ["config.yaml", "training_info.json"]
+
+
+def save_with(run_config: Any, config: Any) -> Path:
+    """A checkpoint of an algorithm that generates nothing."""
+    return Path(CheckpointManager(config.checkpointing).init_tmp_checkpoint(2, {}, run_config))
+
+
+ELSEWHERE = """
+import pickle
+import das_adapter.nemo_rl.cpu.worker
+from nemo_rl.utils.checkpoint import CheckpointManager
+from das_adapter.nemo_rl.generation import DasVllmGeneration
+generation = object.__new__(DasVllmGeneration)
+generation.shutdown = bool  # called at the end
+sent = pickle.dumps(generation)
+print(hasattr(CheckpointManager.init_tmp_checkpoint, "__das_patch__"))
+arrived = pickle.loads(sent)
+print(hasattr(CheckpointManager.init_tmp_checkpoint, "__das_patch__"))
+"""
+
+
+def test_where_a_generation_arrives_by_pickle_checkpoints_have_the_history_as_well() -> None:
+    """NeMo-RL's single controller is an actor, which gets the generation from the driver and writes the checkpoints."""
+    out = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=True)
+    assert out.stdout.split()[-2:] == ["False", "True"]
+
+
+class Worker:
+    def __init__(self, vllm_config: Any):
+        self.vllm_config = vllm_config
+
+
+class OverlayWorker(OwnHistory, Worker):
+    """An engine's worker by the overlay alone."""
+
+
+def test_the_overlay_alone_refuses_another_runs_history() -> None:
+    def start(das: dict[str, Any], **more: Any) -> Any:
+        return OverlayWorker(SimpleNamespace(additional_config={"das": das, **more}))
+
+    warm = {"drafter": "history", "history": {"persist": "x"}}
+    with pytest.raises(
+        ConfigError, match=r"policy.generation.das.history.persist: found 'x', allowed with the overlay"
+    ):
+        start(warm)
+    assert start(warm, **{settings.REFRESHER: "host"}).vllm_config
+    assert start({"drafter": "history"}).vllm_config
+    assert start({**warm, "drafter": "none"}).vllm_config
