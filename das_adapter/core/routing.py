@@ -8,11 +8,12 @@ the samples of one problem in one step, need fewer rounds on the same replica, w
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from das_adapter.config import DasConfig
 
@@ -20,6 +21,30 @@ Name = TypeVar("Name", bound=Hashable)
 
 THROUGHPUT = 64.0
 """Requests with which a decode step takes twice as long as with one."""
+PRIOR_REQUESTS = 32
+"""Finished requests that weigh as much as the worth of siblings assumed before."""
+
+
+class Moments(NamedTuple):
+    """Sums over finished requests; x: `Worth.doublings`, y: tokens from a forward pass."""
+
+    requests: float = 0.0
+    x: float = 0.0
+    xx: float = 0.0
+    y: float = 0.0
+    xy: float = 0.0
+
+    @classmethod
+    def of(cls, x: float, y: float, requests: float = 1.0) -> Moments:
+        """Return the sums over equal requests."""
+        return cls(requests, requests * x, requests * x * x, requests * y, requests * x * y)
+
+    def __add__(self, other: Moments) -> Moments:  # type: ignore[override]
+        return Moments(*map(operator.add, self, other))
+
+    def faded(self, share: float) -> Moments:
+        """Return this share of the sums."""
+        return Moments(*(share * value for value in self))
 
 
 @dataclass(frozen=True)
@@ -38,7 +63,19 @@ class Worth:
 
     def tokens(self, growing: float, finished: float = 0.0, known: bool = False) -> float:
         """Return the tokens from a forward pass beside so many siblings; `known`: the problem has history."""
-        return self.alone + self.doubling * math.log2(1.0 + self.growing * growing + finished + self.history * known)
+        return self.alone + self.doubling * self.doublings(growing, finished, known)
+
+    def doublings(self, growing: float, finished: float, known: bool) -> float:
+        """Return how often the text to draft from doubles, beside so many siblings."""
+        return math.log2(1.0 + self.growing * growing + finished + self.history * known)
+
+    def fitted(self, seen: Moments) -> Worth:
+        """Return what siblings are worth by a run's own requests, starting from this: as if `PRIOR_REQUESTS` had been
+        seen alone and as many beside eight times their text."""
+        prior = (Moments.of(x, self.alone + self.doubling * x, PRIOR_REQUESTS) for x in (0.0, 3.0))
+        n, x, xx, y, xy = sum(prior, seen)
+        doubling = max(0.0, (n * xy - x * y) / (n * xx - x * x))
+        return replace(self, alone=max(1.0, (y - doubling * x) / n), doubling=doubling)
 
 
 NO_SIBLINGS = Worth(doubling=0.0)
