@@ -232,21 +232,21 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
     to the replicas by turns and starts them as they came; `longest_first` ends the predicted rollout first and starts
     those with the longest history first.
     """
-    from das_adapter.core.length import LengthModel
+    from das_adapter.core.length import Expected, LengthLog
     from das_adapter.core.routing import Replicas
+    from das_adapter.protocol.messages import Trajectory, responses
 
     requests = bench.requests(count, longest)
     bench.prepare("idle", [])
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
-    lengths = LengthModel(1024)
-    for problem, text, version in trajectories:
-        lengths.observe(problem, len(text) // 4, version)
-    lengths.refit(2)
+    log = LengthLog(window=8)
+    log.add(responses(Trajectory(*trajectory) for trajectory in trajectories))
+    lengths = Expected(log.predictions())
     found: dict[str, Any] = {}
     for turn in range(repeats):
         order = np.random.default_rng(turn).permutation(count)
-        expected = [lengths.expected(requests[i]["problem"]) for i in order]
+        expected = [lengths[requests[i]["problem"]] for i in order]
         replicas = Replicas((0, 1))
         shares = {
             "least_loaded": [i % 2 for i in range(count)],

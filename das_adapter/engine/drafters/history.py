@@ -105,7 +105,7 @@ class HistorySource:
             self._policy.remember(self.index, message.trajectories, self._vocabulary)
             self._policy.tidy(self.index)
         self.index.clear_live()
-        self._returns.met(response.problem for response in message.responses)
+        self._returns.met(message.responses["problem"])
         return self.index.generation
 
     def stats(self) -> dict[str, Any]:
