@@ -238,40 +238,38 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
     predicted tokens are in flight, longest first. `together`: as das-adapter does it, by the predicted end of the
     rollout; `leaders`: with the first sample of each group early. Once without history, once with it.
     """
-    from das_adapter.core.length import LengthModel
+    from das_adapter.core.length import Expected, LengthLog
     from das_adapter.core.routing import NO_SIBLINGS, THROUGHPUT, Replicas, StartOrder, Worth
+    from das_adapter.protocol.messages import Trajectory, responses
 
     requests = bench.requests(count, longest)
     bench.prepare("idle", [])
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
-    lengths = LengthModel(1024)
-    for problem, text, version in trajectories:
-        lengths.observe(problem, len(text) // 4, version)
-    lengths.refit()
-    expected = lengths.expected()
+    log = LengthLog(window=8)
+    log.add(responses(Trajectory(*trajectory) for trajectory in trajectories))
     groups = [list(rows) for _, rows in itertools.groupby(range(count), lambda i: requests[i]["problem"])]
     found: dict[str, Any] = {}
     for turn in range(repeats):
         order = [groups[i] for i in np.random.default_rng(turn).permutation(len(groups))]
-        for arm, (kept, known) in {"no history": ([], False), "history": (trajectories, True)}.items():
+        for arm, kept in {"no history": [], "history": trajectories}.items():
+            expected = Expected(log.predictions()) if kept else Expected()
             for policy, worth in {"spread": NO_SIBLINGS, "together": NO_SIBLINGS, "leaders": Worth()}.items():
                 replicas = Replicas((0, 1), Worth(), bench.group, throughput=min(THROUGHPUT, bench.at_once))
                 tokens = [0.0, 0.0]
                 shares: list[list[int]] = [[], []]
                 for rows in order:
                     problem = requests[rows[0]]["problem"]
-                    length = expected[problem] if known else 1000.0
                     for row in rows:
-                        place = replicas.pick(problem, length, known)
+                        place = replicas.pick(problem, expected[problem], problem in expected)
                         if policy == "spread":
                             place = tokens.index(min(tokens))
-                        tokens[place] += length
+                        tokens[place] += expected[problem]
                         shares[place].append(row)
                 ends, same = [], True
                 for mine in shares:
                     start = StartOrder(worth, bench.group)
-                    start.refresh(expected if known else {}, 0)
+                    start.refresh(expected, 0)
                     bench.prepare("optimal", kept, times)
                     first = [start.priority(requests[i]["problem"]) for i in mine]
                     seconds, written = bench.run([requests[i] for i in mine], priority=first)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
 from das_adapter.config import DasConfig
+from das_adapter.core.length import Expected
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -225,7 +225,7 @@ class Replicas(Generic[Name]):
 
 def plan(
     problems: Sequence[int],
-    lengths: Mapping[int, float],
+    expected: Expected,
     workers: int,
     worth: Worth = Worth(),
     slots: float = math.inf,
@@ -235,7 +235,7 @@ def plan(
 
     Args:
         problems: the problem of each row.
-        lengths: expected response length of known problems, in tokens; others count as the mean of the known.
+        expected: response lengths.
         workers: how many.
         worth: of siblings.
         slots: requests that a worker runs at once.
@@ -244,13 +244,12 @@ def plan(
     Returns:
         For each worker its rows, in the order in which they start; every row is in exactly one list.
     """
-    expected = Expected(lengths)
     rows_of: dict[int, list[int]] = {}
     for row, problem in enumerate(problems):
         rows_of.setdefault(problem, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
     work = sum(
-        len(rows) * expected[problem] / worth.tokens(len(rows) - 1, known=problem in lengths)
+        len(rows) * expected[problem] / worth.tokens(len(rows) - 1, known=problem in expected)
         for problem, rows in groups
     )
     ends, plans = [], []
@@ -260,28 +259,17 @@ def plan(
         for problem, rows in groups:
             for row in rows:
                 size = len(rows) if whole else 1
-                shares[replicas.pick(problem, expected[problem], problem in lengths, size)].append(row)
+                shares[replicas.pick(problem, expected[problem], problem in expected, size)].append(row)
         ends.append(replicas.end)
         plans.append(shares)
 
     def ordered(rows: list[int]) -> list[int]:
         order = StartOrder(worth if leaders and len(rows) > slots else NO_SIBLINGS, max(map(len, rows_of.values())))
-        order.refresh(lengths, 0)
+        order.refresh(expected, 0)
         priorities = {row: order.priority(problems[row]) for row in rows}
         return sorted(rows, key=priorities.__getitem__)
 
     return [ordered(rows) for rows in plans[ends.index(min(ends))]]
-
-
-class Expected(dict[int, float]):
-    """Expected lengths; a problem that is not known counts as the mean of the known."""
-
-    def __init__(self, lengths: Mapping[int, float] = MappingProxyType({})) -> None:
-        super().__init__(lengths)
-        self.mean = sum(lengths.values()) / len(lengths) if lengths else 1000.0
-
-    def __missing__(self, problem: int) -> float:
-        return self.mean
 
 
 class StartOrder:
@@ -302,9 +290,9 @@ class StartOrder:
         self._expected, self._version = Expected(), 0
         self._started: Counter[int] = Counter()
 
-    def refresh(self, lengths: Mapping[int, float], version: int) -> None:
-        """Take the expected lengths of known problems and the weight version, at a weight sync."""
-        self._expected, self._version = Expected(lengths), version
+    def refresh(self, expected: Expected, version: int) -> None:
+        """Take the expected lengths and the weight version, at a weight sync."""
+        self._expected, self._version = expected, version
         self._started.clear()
 
     def priority(self, problem: int, begun: bool = False) -> int:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
-from das_adapter.protocol.messages import ResponseLength
 
 NAME = "das_history"
 """Directory of the history inside a checkpoint."""
@@ -36,10 +35,9 @@ class Facts:
         return cls(scope, len(tokens), digest)
 
 
-def write(directory: Path, facts: Facts, lengths: Sequence[ResponseLength]) -> None:
+def write(directory: Path, facts: Facts, lengths: Responses) -> None:
     """Write the files that stand beside the index: facts and lengths."""
-    table = np.array([[problem, length, version % 2**64] for problem, length, version in lengths], dtype=np.uint64)
-    np.save(directory / _LENGTHS, table.reshape(-1, 3))
+    np.save(directory / _LENGTHS, lengths.view(np.uint64).reshape(-1, 3))
     (directory / _FACTS).write_text(json.dumps(asdict(facts), indent=1) + "\n")
 
 
@@ -66,17 +64,15 @@ def check(directory: Path, facts: Facts, key: str) -> None:
                            f"this run has {mine!r}; both must be equal")  # fmt: skip
 
 
-def lengths(directory: Path, version: int) -> list[ResponseLength]:
+def lengths(directory: Path, version: int) -> Responses:
     """Read the lengths of a saved history; their weight versions are moved back so that none is newer than `version`.
 
     Raises:
         DasError: they are missing or damaged.
     """
     try:
-        table = np.load(directory / _LENGTHS)
+        found: Responses = np.load(directory / _LENGTHS).view(RESPONSE).reshape(-1)
     except (OSError, ValueError) as error:
         raise DasError(f"history: found damaged lengths in {str(directory)!r} ({error})") from None
-    versions = table[:, 2].astype(np.int64)
-    versions += version - versions.max(initial=version)
-    columns = (table[:, 0].tolist(), table[:, 1].tolist(), versions.tolist())
-    return list(map(ResponseLength, *columns))
+    found["version"] += version - found["version"].max(initial=version)
+    return found

@@ -7,12 +7,12 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
-from das_adapter.core.length import LengthLog
+from das_adapter.core.length import Expected, LengthLog
 from das_adapter.core.toggle import Ladder
 from das_adapter.protocol.metrics import faults, figures
 
@@ -21,6 +21,19 @@ logger = logging.getLogger("das_adapter")
 NAME = "das_ledger"
 _started: list[Any] = []
 """Handles of the actors that this process started: an actor ends with the last handle that it was started through."""
+
+
+class Synced(NamedTuple):
+    """What an engine hears at a weight sync; each node fetches the objects once."""
+
+    cursor: int
+    """To ask with at the next weight sync."""
+    lengths: ray.ObjectRef
+    """Of the responses since the cursor, see `LengthLog.since`."""
+    predictions: ray.ObjectRef
+    """See `LengthLog.predictions`."""
+    draft_length: int | None
+    """See `Ledger.draft_length`; None: the engine has no ladder."""
 
 
 class Ledger(LengthLog):
@@ -34,6 +47,36 @@ class Ledger(LengthLog):
         self._start: str | None = None
         self._ladder: Ladder | None = None
         self._climbed = 0
+        self._version, self._heard = -1, 0
+        self._lengths: dict[int, ray.ObjectRef] = {}
+        self._predicted: ray.ObjectRef | None = None
+
+    def sync(self, version: int, cursor: int, report: dict[str, Any] | None, rungs: Sequence[int]) -> Synced:
+        """Tell an engine what the run knows, at its weight sync.
+
+        The first one of a weight version settles what all hear: lengths that arrive later are told at the next.
+
+        Args:
+            version: the engine's weight version from now on.
+            cursor: of its last weight sync; 0: it had none.
+            report: its counts of the step that ends, see `report`.
+            rungs: of its ladder; empty: it has none.
+        """
+        if report is not None:
+            self.report(version, report)
+        if version > self._version:
+            self._version, self._heard = version, self.count
+            self._lengths, self._predicted = {}, None
+        if cursor not in self._lengths:
+            self._lengths[cursor] = ray.put(self.since(cursor, self._heard))
+        length = self.draft_length(rungs, version) if rungs else None
+        return Synced(self._heard, self._lengths[cursor], self.predicted(), length)
+
+    def predicted(self) -> ray.ObjectRef:
+        """Return the `predictions` at the last weight sync: an object that all share."""
+        if self._predicted is None:
+            self._predicted = ray.put(self.predictions())
+        return self._predicted
 
     def run(self) -> str:
         """Return the run's name, for the files written about it."""
@@ -76,6 +119,28 @@ class Ledger(LengthLog):
         return figures(self._reports.get(step, []))
 
 
+def ask(call: ray.ObjectRef, timeout: float) -> Any:
+    """Wait for what an actor answers; a call that times out is taken back, so that nobody waits for its turn.
+
+    Raises:
+        RayError: there is no answer; GetTimeoutError: not in time.
+    """
+    try:
+        return ray.get(call, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(call)
+        raise
+
+
+def predictions(timeout: float) -> Expected:
+    """Ask for the expected response lengths; none, with a line in the log, where the ledger does not answer."""
+    try:
+        return Expected(ray.get(ask(ray.get_actor(NAME).predicted.remote(), timeout), timeout=timeout))
+    except (ValueError, ray.exceptions.RayError) as error:
+        logger.warning("das: no predicted lengths, all responses count as equally long: %r", error)
+        return Expected()
+
+
 def ledger(window: int) -> Any:
     """Return the run's ledger, started if need be. It lives as long as the process that started it."""
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Ledger)
@@ -96,7 +161,7 @@ def metrics(step: int) -> dict[str, float]:
     """Ask for the figures of a step, for the trainer's logger; empty, with one warning, if the ledger does not
     answer."""
     try:
-        found: dict[str, float] = ray.get(ray.get_actor(NAME).metrics.remote(step), timeout=10)
+        found: dict[str, float] = ask(ray.get_actor(NAME).metrics.remote(step), timeout=10)
         return found
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no rollout figures for step %s: %r", step, error)

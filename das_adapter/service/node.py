@@ -19,8 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index.store import HistoryStore
+from das_adapter.core.length import Responses
 from das_adapter.errors import DasError
-from das_adapter.protocol.messages import Published, ResponseLength, Trajectory
+from das_adapter.protocol.messages import Published, Trajectory
 from das_adapter.service import checkpoint, janitor, ledger
 
 logger = logging.getLogger("das_adapter")
@@ -97,7 +98,7 @@ class NodeHistory:
         lost = [number for number in numbers if (source, number) not in self._taken]
         return Published(str(self._store.directory), self._store.generation), lost
 
-    def save(self, directory: str, facts: checkpoint.Facts, lengths: Sequence[ResponseLength]) -> None:
+    def save(self, directory: str, facts: checkpoint.Facts, lengths: Responses) -> None:
         """Write the history to a directory, including what arrived since the last weight sync; all of it or nothing."""
         self._seal()
         target = Path(directory)

@@ -14,12 +14,13 @@ import numpy as np
 import ray
 
 from das_adapter.config import DasConfig
+from das_adapter.core.length import Expected
 from das_adapter.errors import plugin_not_loaded
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory
+from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory, responses
 from das_adapter.protocol.metrics import RolloutClock
 from das_adapter.service import node
-from das_adapter.service.ledger import ledger
+from das_adapter.service.ledger import ask, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -60,6 +61,7 @@ class Session:
         self._number = 0
         self._sent: dict[int, ray.ObjectRef] = {}
         self._cursor = 0
+        self._predicted: ray.ObjectRef | None = None
         self._find()
 
     def start(self) -> None:
@@ -96,11 +98,14 @@ class Session:
 
     def report(self, step: int, timeout: float = PATIENCE_S) -> dict[str, Any]:
         """Report the counts since the last time to the run's ledger, as those of a training step, and return them."""
-        stats = self._rpc("stats", {}, timeout)
-        counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
-        report = {**counts, **self._clock.take()}
+        report = self._counts(timeout)
         self._ledger.report.remote(step, report)
         return report
+
+    def _counts(self, timeout: float) -> dict[str, Any]:
+        stats = self._rpc("stats", {}, timeout)
+        counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
+        return {**counts, **self._clock.take()}
 
     def sync(self, version: int, report: bool = False) -> None:
         """Exchange histories after a weight sync: the engine's trajectories go out, what is published comes in.
@@ -118,9 +123,8 @@ class Session:
             return max(0.0, deadline - time.monotonic())
 
         try:
-            if report:
-                self.report(version, left())
-            message = self._message(version, lambda: left() / 2)  # the rest is the engine's
+            counts = self._counts(left()) if report else None
+            message = self._message(version, counts, lambda: left() / 2)  # the rest is the engine's
             answers: list[Refreshed] = self._rpc("refresh", message.payload(), left())
             drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
             if len({rank.get("generation") for rank in drafting}) > 1:
@@ -130,15 +134,14 @@ class Session:
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 
-    def predictions(self, timeout: float = 25.0) -> tuple[dict[int, float], float]:
-        """Ask for the expected response lengths, see `Ledger.predictions`; none, with a line in the log, where the
-        ledger does not answer."""
+    def predictions(self, timeout: float = 25.0) -> Expected:
+        """Return the response lengths that the ledger expected at the last weight sync; none, with a line in the log,
+        where they can't be had."""
         try:
-            found: tuple[dict[int, float], float] = ray.get(self._ledger.predictions.remote(), timeout=timeout)
-            return found
-        except (ray.exceptions.RayError, ValueError) as error:
+            return Expected() if self._predicted is None else Expected(ray.get(self._predicted, timeout=timeout))
+        except ray.exceptions.RayError as error:
             logger.warning("das: no predicted lengths: %r", error)
-            return {}, float("inf")
+            return Expected()
 
     def flush(self) -> None:
         """Send the trajectories of the open batch now; they are sent automatically after half a second."""
@@ -148,24 +151,25 @@ class Session:
         except Exception:
             logger.exception("das: trajectories did not reach the history")
 
-    def _message(self, version: int, left: Callable[[], float]) -> Refresh:
+    def _message(self, version: int, report: dict[str, Any] | None, left: Callable[[], float]) -> Refresh:
         """What the engine hears; without a history, and with a line in the log, where that does not answer."""
-        history, length, lengths = None, None, []
+        history, length, lengths = None, None, b""
         try:
             self._find()
             self.flush()
+            rungs = (self._das.copies_policy and self._das.self.ladder) or ()
+            known = self._ledger.sync.remote(version, self._cursor, report, rungs)
             with self._lock:
                 numbers = list(self._sent)
             if self._here is not None:
-                question = self._here.sync.remote(version, self._source, numbers)
-                history, lost = ray.get(question, timeout=left())
+                history, lost = ask(self._here.sync.remote(version, self._source, numbers), left())
                 with self._lock:
                     for number in set(numbers) - set(lost):
                         del self._sent[number]
                     self._send(lost)
-            if ladder := self._das.copies_policy and self._das.self.ladder:
-                length = ray.get(self._ledger.draft_length.remote(ladder, version), timeout=left())
-            self._cursor, lengths = ray.get(self._ledger.since.remote(self._cursor), timeout=left())
+            synced = ask(known, left())
+            length, lengths = synced.draft_length, ray.get(synced.lengths, timeout=left()).tobytes()
+            self._cursor, self._predicted = synced.cursor, synced.predictions
         except (ray.exceptions.RayError, ValueError) as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
         return Refresh(version, history, lengths, draft_length=length)
@@ -189,7 +193,7 @@ class Session:
     def _flush(self) -> None:
         batch, self._batch = self._batch, []
         if batch:
-            self._ledger.add.remote([trajectory.length for trajectory in batch])
+            self._ledger.add.remote(responses(batch))
         if batch and self._here is not None:
             self._number += 1
             self._sent[self._number] = ray.put(batch)
@@ -205,5 +209,5 @@ def for_run(das: DasConfig) -> DasConfig:
     """Return the block with this run's own directory under `log_dir`."""
     if das.log_dir is None:
         return das
-    name = ray.get(ledger(das.history.window).run.remote(), timeout=PATIENCE_S)
+    name = ask(ledger(das.history.window).run.remote(), timeout=PATIENCE_S)
     return das.model_copy(update={"log_dir": f"{das.log_dir}/{name}"})

@@ -61,7 +61,7 @@ def save(folder: Path, facts: checkpoint.Facts, config: HistoryConfig) -> None:
     """
     target = folder / checkpoint.NAME
     try:
-        _, lengths = ray.get(ledger(config.window).since.remote(0), timeout=_PATIENCE_S)
+        lengths = ray.get(ledger(config.window).since.remote(0), timeout=_PATIENCE_S)
         ray.get(node.nearest().save.remote(str(target), facts, lengths), timeout=_PATIENCE_S)
         checkpoint.check(target, facts, "checkpoint")  # another node may have another directory of this name
     except Exception:

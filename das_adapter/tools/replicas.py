@@ -12,8 +12,8 @@ import numpy as np
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
-from das_adapter.core.length import LengthLog
-from das_adapter.core.routing import NO_SIBLINGS, THROUGHPUT, Expected, Replicas, StartOrder, Worth
+from das_adapter.core.length import RESPONSE, Expected, LengthLog
+from das_adapter.core.routing import NO_SIBLINGS, THROUGHPUT, Replicas, StartOrder, Worth
 from das_adapter.tools.replay import Live, Outcome, Tally, advance
 from das_adapter.tools.rollouts import Rollout
 
@@ -89,7 +89,7 @@ def replay(
     figures, outcome = Figures(), _outcome(budget)
     steps = [list(step) for _, step in itertools.groupby(sorted(rollouts, key=_step), key=_step)]
     for number, step in enumerate(steps):
-        expected = Expected(lengths.predictions()[0])
+        expected = Expected(lengths.predictions())
         arrivals = _arrivals(step, rng)
         homes = place(arrivals, expected)
         figures.parts += len({(r.problem, home) for r, home in zip(arrivals, homes, strict=True)}) / len(
@@ -126,7 +126,7 @@ def replay(
                 index.add(r.problem, r.tokens, number)
             index.seal(window)
             index.clear_live()
-        lengths.add([(r.problem, len(r.tokens), number) for r in step])
+        lengths.add(np.array([(r.problem, len(r.tokens), number) for r in step], RESPONSE))
     figures.parts /= len(steps)
     figures.rounds, figures.accepted = outcome.total.rounds, outcome.total.accepted
     return figures

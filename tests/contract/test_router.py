@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("verl")
@@ -13,6 +14,7 @@ import ray
 from verl.workers.rollout.router import get_router_handle
 
 from das_adapter.config import DasConfig, parse
+from das_adapter.core.length import RESPONSE
 from das_adapter.protocol.label import Label
 from das_adapter.service.ledger import ledger
 from das_adapter.verl.router import DasLoadBalancer, balancer
@@ -55,7 +57,9 @@ def end(router: DasLoadBalancer, homes: dict[int, list[str]], name: str = "") ->
 
 
 def remember(service: Any, lengths: dict[int, int]) -> None:
-    ray.get(service.add.remote([(p, n, 0) for p, n in lengths.items() for _ in range(4)]))
+    """Let responses arrive, and a weight sync follow."""
+    service.add.remote(np.array([(p, n, 0) for p, n in lengths.items() for _ in range(4)], RESPONSE))
+    ray.get(service.sync.remote(1, 0, None, ()))
 
 
 def test_a_groups_samples_meet_on_one_replica_although_they_come_mixed(service: Any) -> None:

@@ -115,7 +115,7 @@ class HistorySource:
             self._policy.tidy(self.index)
         self.index.clear_live()
         self._siblings.clear()
-        self._returns.met(response.problem for response in message.responses)
+        self._returns.met(message.responses["problem"])
         return self.index.generation
 
     def stats(self) -> dict[str, Any]:
