@@ -239,7 +239,8 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
     rollout; `leaders`: with the first sample of each group early. Once without history, once with it.
     """
     from das_adapter.core.length import Expected, LengthLog
-    from das_adapter.core.routing import NO_SIBLINGS, THROUGHPUT, Replicas, StartOrder, Worth
+    from das_adapter.core.routing import Replicas, StartOrder
+    from das_adapter.core.siblings import NO_SIBLINGS, Worth
     from das_adapter.protocol.messages import Trajectory, responses
 
     requests = bench.requests(count, longest)
@@ -255,7 +256,7 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
         for arm, kept in {"no history": [], "history": trajectories}.items():
             expected = Expected(log.predictions()) if kept else Expected()
             for policy, worth in {"spread": NO_SIBLINGS, "together": NO_SIBLINGS, "leaders": Worth()}.items():
-                replicas = Replicas((0, 1), Worth(), bench.group, throughput=min(THROUGHPUT, bench.at_once))
+                replicas = Replicas((0, 1), Worth(), bench.group, bench.at_once)
                 tokens = [0.0, 0.0]
                 shares: list[list[int]] = [[], []]
                 for rows in order:

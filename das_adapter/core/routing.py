@@ -8,78 +8,19 @@ the samples of one problem in one step, need fewer rounds on the same replica, w
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import Expected
+from das_adapter.core.siblings import NO_SIBLINGS, Worth
 
 Name = TypeVar("Name", bound=Hashable)
 
 THROUGHPUT = 64.0
-"""Requests with which a decode step takes twice as long as with one."""
-PRIOR_REQUESTS = 32
-"""Finished requests that weigh as much as the worth of siblings assumed before."""
-
-
-class Moments(NamedTuple):
-    """Sums over finished requests; x: `Worth.doublings`, y: tokens from a forward pass."""
-
-    requests: float = 0.0
-    x: float = 0.0
-    xx: float = 0.0
-    y: float = 0.0
-    xy: float = 0.0
-
-    @classmethod
-    def of(cls, x: float, y: float, requests: float = 1.0) -> Moments:
-        """Return the sums over equal requests."""
-        return cls(requests, requests * x, requests * x * x, requests * y, requests * x * y)
-
-    def __add__(self, other: Moments) -> Moments:  # type: ignore[override]
-        return Moments(*map(operator.add, self, other))
-
-    def faded(self, share: float) -> Moments:
-        """Return this share of the sums."""
-        return Moments(*(share * value for value in self))
-
-
-@dataclass(frozen=True)
-class Worth:
-    """Tokens that a request gets from a forward pass, by the siblings it can draft from: they grow with the logarithm
-    of the siblings' text. The defaults lie between those of recorded rollouts (`benchmarks/results/routing.md`)."""
-
-    alone: float = 1.8
-    """Tokens without siblings."""
-    doubling: float = 0.5
-    """Tokens that twice the text adds."""
-    growing: float = 0.2
-    """What a sibling that is being written counts for, in finished ones."""
-    history: float = 8.0
-    """What a problem's history counts for, in finished siblings."""
-
-    def tokens(self, growing: float, finished: float = 0.0, known: bool = False) -> float:
-        """Return the tokens from a forward pass beside so many siblings; `known`: the problem has history."""
-        return self.alone + self.doubling * self.doublings(growing, finished, known)
-
-    def doublings(self, growing: float, finished: float, known: bool) -> float:
-        """Return how often the text to draft from doubles, beside so many siblings."""
-        return math.log2(1.0 + self.growing * growing + finished + self.history * known)
-
-    def fitted(self, seen: Moments) -> Worth:
-        """Return what siblings are worth by a run's own requests, starting from this: as if `PRIOR_REQUESTS` had been
-        seen alone and as many beside eight times their text."""
-        prior = (Moments.of(x, self.alone + self.doubling * x, PRIOR_REQUESTS) for x in (0.0, 3.0))
-        n, x, xx, y, xy = sum(prior, seen)
-        doubling = max(0.0, (n * xy - x * y) / (n * xx - x * x))
-        return replace(self, alone=max(1.0, (y - doubling * x) / n), doubling=doubling)
-
-
-NO_SIBLINGS = Worth(doubling=0.0)
-"""For a drafter that does not draft from siblings."""
+"""Requests with which a decode step takes twice as long as with one, before an engine has measured it."""
 
 
 def worth_of(das: DasConfig) -> Worth:
@@ -109,7 +50,7 @@ class Replicas(Generic[Name]):
         names: Iterable[Name] = (),
         worth: Worth = Worth(),
         group: int = 1,
-        throughput: float = THROUGHPUT,
+        slots: float = math.inf,
         expected: float = math.inf,
     ) -> None:
         """
@@ -117,15 +58,21 @@ class Replicas(Generic[Name]):
             names: of the replicas.
             worth: of siblings.
             group: samples of a problem that come at once; more where more of one problem were in flight.
-            throughput: as `THROUGHPUT`; no more than the requests that a replica runs at once.
+            slots: requests that a replica runs at once.
             expected: most work in flight at once, in rounds of all requests; from the second burst on that of the
                 burst before. A burst ends when no request is in flight.
         """
-        self._worth, self._group, self._throughput = worth, group, throughput
+        self._worth, self._assumed, self._group = worth, worth, group
+        self._throughput, self._slots = min(THROUGHPUT, slots), slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         self._peak, self._expected = 0.0, expected
+
+    def learn(self, expected: Expected) -> None:
+        """Take what the run's engines have shown; it applies to groups that are placed from now on."""
+        self._worth = self._assumed.fitted(expected.siblings)
+        self._throughput = min(expected.throughput or THROUGHPUT, self._slots)
 
     def add(self, replica: Name) -> None:
         """Add a replica that joined."""
@@ -235,9 +182,9 @@ def plan(
 
     Args:
         problems: the problem of each row.
-        expected: response lengths.
+        expected: response lengths, and what the run's engines have shown.
         workers: how many.
-        worth: of siblings.
+        worth: of siblings, as it is taken to be before.
         slots: requests that a worker runs at once.
         leaders: whether the first sample of each group starts first on a worker that has more rows than slots.
 
@@ -248,13 +195,15 @@ def plan(
     for row, problem in enumerate(problems):
         rows_of.setdefault(problem, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
+    shown = worth.fitted(expected.siblings)
     work = sum(
-        len(rows) * expected[problem] / worth.tokens(len(rows) - 1, known=problem in expected)
+        len(rows) * expected[problem] / shown.tokens(len(rows) - 1, known=problem in expected)
         for problem, rows in groups
     )
     ends, plans = [], []
     for whole in (True, False):
-        replicas = Replicas(range(workers), worth, throughput=min(THROUGHPUT, slots), expected=work)
+        replicas = Replicas(range(workers), worth, slots=slots, expected=work)
+        replicas.learn(expected)
         shares: list[list[int]] = [[] for _ in range(workers)]
         for problem, rows in groups:
             for row in rows:
@@ -283,16 +232,17 @@ class StartOrder:
     def __init__(self, worth: Worth = Worth(), group: int = 1) -> None:
         """
         Args:
-            worth: of siblings; `NO_SIBLINGS`: nobody leads.
+            worth: of siblings, before the engines have shown it; `NO_SIBLINGS`: nobody leads.
             group: samples of a problem that come at once; more where more of one problem came.
         """
-        self._worth, self._group = worth, group
+        self._worth, self._assumed, self._group = worth, worth, group
         self._expected, self._version = Expected(), 0
         self._started: Counter[int] = Counter()
 
     def refresh(self, expected: Expected, version: int) -> None:
-        """Take the expected lengths and the weight version, at a weight sync."""
+        """Take what is expected and the weight version, at a weight sync."""
         self._expected, self._version = expected, version
+        self._worth = self._assumed.fitted(expected.siblings)
         self._started.clear()
 
     def priority(self, problem: int, begun: bool = False) -> int:

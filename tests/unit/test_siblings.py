@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from das_adapter.core.routing import PRIOR_REQUESTS, Moments, Worth
-from das_adapter.core.siblings import Siblings
+from das_adapter.core.siblings import NO_SIBLINGS, PRIOR_REQUESTS, Moments, Siblings, Worth
 
 
 def test_a_group_is_counted_by_the_siblings_that_each_sample_had() -> None:
@@ -60,6 +59,10 @@ def test_the_worth_of_siblings_is_that_of_the_requests_once_there_are_many() -> 
 def test_siblings_that_bring_nothing_are_worth_nothing() -> None:
     seen = Moments.of(0.0, 2.0, 1000) + Moments.of(3.0, 1.5, 1000)
     assert Worth().fitted(seen).doubling == 0
+
+
+def test_siblings_that_are_not_to_count_stay_so() -> None:
+    assert NO_SIBLINGS.fitted(Moments.of(0.0, 1.0, 1000) + Moments.of(3.0, 9.0, 1000)) == NO_SIBLINGS
 
 
 def test_old_requests_fade() -> None:
