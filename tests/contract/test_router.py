@@ -112,3 +112,16 @@ def test_verl_makes_the_balancer_in_an_actor(service: Any) -> None:
     params = [{"extra_args": Label(p).extra_args()} for p in (1, 2, 1, 2)]
     homes = [ray.get(router.acquire_server.remote(f"r{i}", sampling_params=p))[0] for i, p in enumerate(params)]
     assert homes == ["a", "b", "a", "b"]
+
+
+def test_two_runs_on_a_machine_without_gpus_have_sockets_of_their_own() -> None:
+    """Each has a Ray cluster of its own, in which it is the first job; veRL names its sockets by the job."""
+    import das_adapter.verl.cpu.platform  # noqa: F401
+
+    jobs = []
+    for _ in range(2):
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        jobs.append(ray.get_runtime_context().get_job_id())
+        ray.shutdown()
+    assert len(set(jobs)) == 2
+    assert all(job.startswith("01000000-") for job in jobs)

@@ -62,8 +62,21 @@ def start_gloo(stock: Any) -> Any:
     return init_process_group
 
 
+@patch("ray.runtime_context:RuntimeContext.get_job_id", since="2.0")
+def name_job(stock: Any) -> Any:
+    """Without it two runs on one machine, each with a Ray cluster of its own and thus job 1, take one socket for their
+    weights: veRL names it by the job, and an engine may get the other run's weights, or wait for ever."""
+
+    @functools.wraps(stock)
+    def get_job_id(self: Any) -> str:
+        return f"{stock(self)}-{self.gcs_address.rpartition(':')[2]}"
+
+    return get_job_id
+
+
 _complete_torch_cpu()
 start_gloo.apply()
+name_job.apply()
 
 
 @PlatformRegistry.register(platform="cpu")
