@@ -145,7 +145,9 @@ class LengthLog:
             self._count += 1
 
     def since(self, cursor: int) -> tuple[int, list[Response]]:
-        """Return what arrived after `cursor` (0: all that is kept), and the cursor to ask with next."""
+        """Return what arrived after `cursor` (0: all that is kept), and the cursor to ask with next. A cursor that lies
+        ahead is that of a log which was lost: all that is kept is new."""
+        cursor = 0 if cursor > self._count else cursor
         new = max(0, min(self._count - cursor, len(self._lengths)))
         return self._count, list(itertools.islice(reversed(self._lengths), new))[::-1]
 

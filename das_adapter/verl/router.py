@@ -71,7 +71,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
 
     def _predict(self) -> None:
         try:
-            lengths, _ = ray.get(ray.get_actor(ledger.NAME).predictions.remote(), timeout=5)
+            lengths, _ = ray.get(ledger.running().predictions.remote(), timeout=5)
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("das: no predicted lengths, all requests count as equally long: %r", error)
             lengths = {}
