@@ -30,7 +30,8 @@ class Batches:
     def update(self, batches: Iterable[Batch]) -> None:
         """Add some batches."""
         for source, number in batches:
-            self._beyond.add((source, number))
+            if (source, number) not in self:
+                self._beyond.add((source, number))
             while (follows := (source, self._upto.get(source, 0) + 1)) in self._beyond:
                 self._beyond.remove(follows)
                 self._upto[source] = follows[1]
