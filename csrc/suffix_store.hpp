@@ -14,8 +14,9 @@
 
 namespace das {
 
-// Files never change. A manifest lists the files of one generation and which of their segments belong to it: `manifest`
-// is the newest, `manifest-N` that of generation N. A file that a generation no longer needs stays for kKept more.
+// Files never change; nobody but their user can read them. A manifest lists the files of one generation and which of
+// their segments belong to it: `manifest` is the newest, `manifest-N` that of generation N. A file that a generation no
+// longer needs stays for kKept more.
 class Store {
  public:
   using Segments = std::vector<std::pair<uint64_t, Segment>>;  // by problem, each problem's oldest first
@@ -81,8 +82,8 @@ class Store {
     }
     if (!moving.empty()) {
       header.number = next_++;
-      write_segments(path(name("segments", header.number)), header, moving);
-      const auto file = std::make_shared<SegmentFile>(path(name("segments", header.number)), true);
+      write_segments(path(name("segments", header.number)), false, header, moving);
+      const auto file = std::make_shared<SegmentFile>(path(name("segments", header.number)), true, true);
       for (size_t i = 0; i < moved.size(); ++i) *moved[i] = SegmentFile::segment(file, i);
       files_[header.number] = file;
     }
@@ -104,7 +105,7 @@ class Store {
   }
 
   Generation read_once(const std::string& manifest) const {
-    const Bytes bytes(manifest, false);
+    const Bytes bytes(manifest, false, true);
     const FileHeader header = read_header<Line>(bytes, manifest, kManifestMagic);
     const auto* lines = reinterpret_cast<const Line*>(bytes.data() + sizeof header);
     std::vector<std::shared_ptr<SegmentFile>> listed;
@@ -113,7 +114,7 @@ class Store {
       const auto known = files_.find(lines[i].first);
       const std::string file = path(name("segments", lines[i].first));
       const bool same = known != files_.end() && known->second->header().checksum == lines[i].third;
-      listed.push_back(same ? known->second : std::make_shared<SegmentFile>(file, true));
+      listed.push_back(same ? known->second : std::make_shared<SegmentFile>(file, true, true));
       const FileHeader& found = listed.back()->header();
       if (found.checksum != lines[i].third || found.depth != header.depth)
         throw FileError(file, "it is not the file that the manifest names");
@@ -140,7 +141,7 @@ class Store {
     for (const auto& [problem, s] : segments) table.push_back({order[s->file], s->entry, 0});
     seal_header(header, table, 0);
     for (const std::string& target : {name("manifest", header.number), std::string("manifest")})
-      write_file(path(target), [&](auto&& put) {
+      write_file(path(target), false, [&](auto&& put) {
         put(&header, sizeof header);
         put(table.data(), table.size() * sizeof table[0]);
       });

@@ -19,7 +19,6 @@ from das_adapter.protocol.metrics import faults, figures
 
 logger = logging.getLogger("das_adapter")
 
-NAME = "das_ledger"
 SIBLINGS_FADE = 0.9
 """Share of what requests have shown of their siblings' worth that a training step leaves."""
 _started: list[Any] = []
@@ -144,16 +143,26 @@ def ask(call: ray.ObjectRef, timeout: float) -> Any:
 def expected(timeout: float) -> Expected:
     """Ask for what is expected; nothing, with a line in the log, where the ledger does not answer."""
     try:
-        return Expected(*ray.get(ask(ray.get_actor(NAME).expected.remote(), timeout), timeout=timeout))
+        return Expected(*ray.get(ask(running().expected.remote(), timeout), timeout=timeout))
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no predicted lengths, all responses count as equally long: %r", error)
         return Expected()
 
 
+def name_of(part: str) -> str:
+    """Return the name of an actor of this run: jobs that share a namespace have actors of their own."""
+    return f"{part}:{ray.get_runtime_context().get_job_id()}"
+
+
 def ledger(window: int) -> Any:
     """Return the run's ledger, started if need be. It lives as long as the process that started it."""
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Ledger)
-    return named(NAME, actor, window)
+    return named(name_of("das_ledger"), actor, window)
+
+
+def running() -> Any:
+    """Return the run's ledger; ValueError: there is none."""
+    return ray.get_actor(name_of("das_ledger"))
 
 
 def named(name: str, actor: Any, *args: Any, **options: Any) -> Any:
@@ -170,7 +179,7 @@ def metrics(step: int) -> dict[str, float]:
     """Ask for the figures of a step, for the trainer's logger; empty, with one warning, if the ledger does not
     answer."""
     try:
-        found: dict[str, float] = ask(ray.get_actor(NAME).metrics.remote(step), timeout=10)
+        found: dict[str, float] = ask(running().metrics.remote(step), timeout=10)
         return found
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no rollout figures for step %s: %r", step, error)
