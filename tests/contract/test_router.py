@@ -24,7 +24,7 @@ SERVERS: dict[str, Any] = {"a": None, "b": None}
 
 @pytest.fixture
 def service() -> Iterator[Any]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield ledger(window=4)
     ray.shutdown()
 
