@@ -35,7 +35,8 @@ def train(
     """Run a pipeline on a CPU example; metrics go to `out`."""
     command = [sys.executable, "-m", module, "--config-path", str(ROOT / "examples/verl"),
                "--config-name", config, *overrides]  # fmt: skip
-    env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1"}
+    env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1",
+           "RAY_ADDRESS": "local"}  # fmt: skip
     env.pop("CUDA_VISIBLE_DEVICES", None)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900)
 
