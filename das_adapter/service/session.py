@@ -71,6 +71,11 @@ class Session:
         self._asked: dict[str, tuple[Sequence[int], ray.ObjectRef]] = {}
         """By history of another node: what it was asked about, and the answer to come."""
         self._cursor = 0
+        self._here: Any = None
+        """The history of this node; None: none is shared."""
+        self._own = ""
+        self._nodes: dict[str, Any] = {}
+        """All histories, by name; this node's is `_own`."""
         self._find()
 
     def start(self) -> None:
@@ -187,9 +192,12 @@ class Session:
     def _find(self) -> None:
         """Find the actors of the run, and start those again that are gone."""
         self._ledger = ledger(self._das.history.window)
-        self._here = node.here(self._das.history) if self._shared else None
-        self._own = node.name_of_here() if self._shared else ""
-        self._nodes = node.nodes() if self._shared else {}
+        if self._shared:
+            self._here, self._own = node.here(self._das.history), node.name_of_here()
+            known, self._nodes = self._nodes, {**node.nodes(), self._own: self._here}
+            with self._sending:
+                for name in self._nodes.keys() - known.keys():  # the copy it begins with may lack the last batches
+                    self._send(name, list(self._sent))
 
     def _push(self, trajectory: Trajectory) -> None:
         with self._lock:
