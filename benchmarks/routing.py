@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from provenance import provenance
 
-from das_adapter.core.length import LengthModel
-from das_adapter.core.routing import THROUGHPUT, Expected
+from das_adapter.core.length import Expected, LengthModel
+from das_adapter.core.routing import THROUGHPUT
 from das_adapter.tools import replicas, rollouts
 from das_adapter.tools.rollouts import Rollout
 

@@ -13,7 +13,7 @@ that what the others decide does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,7 +24,7 @@ from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.acceptance import AcceptanceCurves
 from das_adapter.core.budget import Allocation, Worth, allocate, class_budgets, makespan_weights, plan_rollout
 from das_adapter.core.latency import StepModel, StepTimes
-from das_adapter.core.length import LengthModel, classes, expected_remaining
+from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.pacing import Backoff
 from das_adapter.core.policy_copy import CopyDrafts, CopyPlan
 from das_adapter.core.requests import PACE_STEPS, ClassCounts, RequestTable
@@ -195,10 +195,9 @@ class Controller:
         self._batch.running -= 1
         table.close(slot)
 
-    def sync(self, responses: Iterable[tuple[int, int, int]]) -> None:
-        """Learn finished responses' lengths (problem, tokens, weight version), at a weight sync, and start again."""
-        for problem, length, written in responses:
-            self.lengths.observe(problem, length, written)
+    def sync(self, responses: Responses) -> None:
+        """Learn finished responses' lengths, at a weight sync, and start again."""
+        self.lengths.observe(responses)
         self.lengths.refit()
         self._curves.sync()
         self.times.fit()
@@ -276,6 +275,7 @@ class Controller:
             "latency_model_error": self.times.take_error(),
             "planned_rounds": self.planned_rounds,
             "stopped": self.stopped,
+            "throughput": None if self.times.model is None else self.times.model.doubled(),
         }
 
     # Inside

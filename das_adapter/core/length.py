@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.native import native
+from das_adapter.core.siblings import Moments
 
 Floats = npt.NDArray[np.float64]
-Response = tuple[int, int, int]
-"""(problem, tokens of a response, weight version that wrote it)."""
 
-Visits = dict[int, list[int]]
+RESPONSE = np.dtype([("problem", "<u8"), ("tokens", "<i8"), ("version", "<i8")])
+"""A finished response: its problem, its length in tokens, and the weight version that wrote it."""
+Responses = npt.NDArray[np.void]
+"""Finished responses, [n] of `RESPONSE`."""
+PREDICTION = np.dtype([("problem", "<u8"), ("tokens", "<f8")])
+"""The expected length of a problem's response."""
+Predictions = npt.NDArray[np.void]
+"""Expected lengths in the order of their problems, [n] of `PREDICTION`."""
+
+Visits = dict[int, Floats]
 """Lengths by the weight version that wrote them."""
 
 _Z = np.linspace(-5.0, 5.0, 1001)
@@ -48,8 +57,8 @@ class LengthModel:
     """Quantiles that bound the classes."""
     RECENT = 16
     """Weight versions that make up the population, the newest."""
-    PROBLEMS = 2**17
-    """Most problems whose own lengths are remembered; those not seen for longest are forgotten first."""
+    VISITS = 2**18
+    """Most visits of all problems that are remembered; the problems not seen for longest are forgotten first."""
 
     def __init__(self, limit: int, window: int = 8) -> None:
         """
@@ -65,49 +74,66 @@ class LengthModel:
         """Longest short and longest medium response; everything is medium before there is history."""
         self._log = np.log(self.edges)
         self._lengths: OrderedDict[int, Visits] = OrderedDict()
+        self._visits = 0
+        """Visits in `_lengths`."""
         self._everyone: Visits = {}
         self._population: Floats = self._log / self._log[-1]
         """Distribution over all problems. Without history a length is as likely in one octave as in the next."""
 
-    def observe(self, problem: int, length: int, version: int) -> None:
-        """Take the length in tokens of a finished response, and the weight version that wrote it."""
-        if length > 0:
-            _note(self._lengths.setdefault(problem, {}), version, length, self.window)
+    def observe(self, responses: Responses) -> list[int]:
+        """Take finished responses; return the problems that are forgotten for them."""
+        new = responses[responses["tokens"] > 0]
+        new = new[np.lexsort((new["version"], new["problem"]))]
+        tokens, keys = new["tokens"].astype(float), np.stack([new["problem"], new["version"].view(np.uint64)], axis=1)
+        first = np.flatnonzero(np.r_[len(new) > 0, (keys[1:] != keys[:-1]).any(axis=1)])
+        bounds = [*first.tolist(), len(new)]
+        for (problem, _, version), begin, end in zip(new[first].tolist(), bounds, bounds[1:], strict=False):
+            visits = self._lengths.setdefault(problem, {})
+            self._visits += _note(visits, version, tokens[begin:end].copy(), self.window)
             self._lengths.move_to_end(problem)
-            if len(self._lengths) > self.PROBLEMS:
-                self._lengths.popitem(last=False)
-            _note(self._everyone, version, length, self.RECENT)
+        for version in np.unique(new["version"]).tolist():
+            _note(self._everyone, version, tokens[new["version"] == version], self.RECENT)
+        forgotten = []
+        while self._visits > self.VISITS:
+            problem, visits = self._lengths.popitem(last=False)
+            self._visits -= len(visits)
+            forgotten.append(problem)
+        return forgotten
 
     def refit(self) -> None:
         """Compute the population and the classes' bounds again, at a weight sync."""
         if self._everyone:
-            lengths = _all(self._everyone)
+            lengths = np.concatenate(list(self._everyone.values()))
             self.bounds = (float(np.quantile(lengths, self.SHORT)), float(np.quantile(lengths, self.LONG)))
-            self._population = self._smooth(lengths)
+            self._population = self._smooth(np.exp(np.round(np.log(lengths), 2)))
 
     def cdf(self, problem: int) -> Floats:
         """Return the chance that a response of the problem is at most `edges` long, shape (GRID,); 1 at the last."""
-        visits = self._lengths.get(problem)
-        if not visits:
+        seen = self.own(problem)
+        if not len(seen):
             return self._population
-        seen = _all(visits)
-        own = self._smooth(seen)
-        mixed: Floats = (len(seen) * own + self.POPULATION * self._population) / (len(seen) + self.POPULATION)
+        mixed: Floats = (len(seen) * self._smooth(seen) + self.POPULATION * self._population) / (
+            len(seen) + self.POPULATION
+        )
         return mixed
 
-    def expected(self) -> dict[int, float]:
-        """Return the mean length in tokens of a response that has not begun, by problem that has lengths of its own:
-        the mean of `cdf`."""
-        own = [_all(visits) for visits in self._lengths.values()]
-        if not own:
-            return {}
-        counts = np.array([len(lengths) for lengths in own])
-        lengths, which = np.unique(np.concatenate(own), return_inverse=True)
-        means = _mean_beyond(self._around(lengths), self.edges, np.zeros(len(lengths)))
-        sums = np.add.reduceat(means[which], np.cumsum(counts) - counts)
-        everyone = _mean_beyond(self._population[None, :], self.edges, np.zeros(1))
-        expected = (sums + self.POPULATION * everyone) / (counts + self.POPULATION)
-        return dict(zip(self._lengths, expected.tolist(), strict=True))
+    def own(self, problem: int) -> Floats:
+        """Return the lengths of a problem's remembered visits."""
+        return np.concatenate([np.zeros(0), *self._lengths.get(problem, {}).values()])
+
+    def mean(self) -> float:
+        """Return the mean length in tokens over all problems."""
+        return float(_mean_beyond(self._population[None, :], self.edges, np.zeros(1))[0])
+
+    def means_around(self, lengths: Floats) -> Floats:
+        """Return the mean of the log-normal around each length."""
+        means: Floats = np.interp(np.log(lengths), *self._means)
+        return means
+
+    @functools.cached_property
+    def _means(self) -> tuple[Floats, Floats]:
+        at = np.geomspace(1.0, float(self.limit), 4096)
+        return np.log(at), _mean_beyond(self._around(at), self.edges, np.zeros(len(at)))
 
     def _smooth(self, lengths: Floats) -> Floats:
         """Distribution function of log-normals around the lengths, cut off at the limit."""
@@ -133,33 +159,104 @@ class LengthLog:
 
     def __init__(self, window: int) -> None:
         """`window`: visits of a problem that its predicted length is made from."""
+        self.count = 0
+        """Responses that have arrived."""
         self._model = LengthModel(self.LONGEST, window)
-        self._lengths: deque[Response] = deque(maxlen=self.KEPT)
-        self._count = 0
+        self._log: deque[Responses] = deque()
+        self._kept = 0
+        """Responses in `_log`."""
+        self._rows: dict[int, int] = {}
+        """Row of each problem in `_sums`."""
+        self._free: list[int] = []
+        self._sums: Floats = np.zeros((1024, 2))
+        """Of the lengths of each problem's remembered visits: how many, and the sum of their means."""
 
-    def add(self, lengths: Iterable[Response]) -> None:
-        """Take finished responses (problem, tokens, weight version)."""
-        for response in lengths:
-            self._model.observe(*response)
-            self._lengths.append(response)
-            self._count += 1
+    def add(self, responses: Responses) -> None:
+        """Take finished responses."""
+        for problem in self._model.observe(responses):
+            if problem in self._rows:
+                self._free.append(self._rows.pop(problem))
+        for problem in np.unique(responses["problem"]).tolist():
+            if len(own := self._model.own(problem)):
+                row = self._row(problem)
+                self._sums[row] = len(own), self._model.means_around(own).sum()
+        self._log.append(responses)
+        self.count += len(responses)
+        self._kept += len(responses)
+        while self._kept - len(self._log[0]) >= self.KEPT:
+            self._kept -= len(self._log.popleft())
 
-    def since(self, cursor: int) -> tuple[int, list[Response]]:
-        """Return what arrived after `cursor` (0: all that is kept), and the cursor to ask with next. A cursor that lies
-        ahead is that of a log which was lost: all that is kept is new."""
-        cursor = 0 if cursor > self._count else cursor
-        new = max(0, min(self._count - cursor, len(self._lengths)))
-        return self._count, list(itertools.islice(reversed(self._lengths), new))[::-1]
+    def since(self, cursor: int, until: int | None = None) -> Responses:
+        """Return what arrived after `cursor` others (0: all that is kept), up to `until` of all that arrived. A cursor
+        that lies ahead is that of a log which was lost: all that is kept is new."""
+        at, found = self.count, deque([np.zeros(0, RESPONSE)])
+        cursor = max(0 if cursor > self.count else cursor, self.count - self.KEPT)
+        for some in reversed(self._log):
+            if at <= cursor:
+                break
+            at -= len(some)
+            found.appendleft(some[max(0, cursor - at) : None if until is None else max(0, until - at)])
+        return np.concatenate(found)
 
-    def predictions(self) -> tuple[dict[int, float], float]:
-        """Predict the response length of each problem, and the length above which a problem is long; empty and
-        infinite before there is history.
+    def predictions(self) -> Predictions:
+        """Predict the response length of each problem.
 
         The distributions are those of the engines: over a problem's own visits, shrunk towards the population.
         """
         self._model.refit()
-        expected = self._model.expected()
-        return expected, float(np.quantile(list(expected.values()), LengthModel.LONG)) if expected else float("inf")
+        problems = np.fromiter(self._rows.keys(), np.uint64, len(self._rows))
+        counts, sums = self._sums[np.fromiter(self._rows.values(), np.int64, len(self._rows))].T
+        predicted = np.zeros(len(problems), PREDICTION)
+        order = np.argsort(problems)
+        weight = LengthModel.POPULATION
+        predicted["problem"] = problems[order]
+        predicted["tokens"] = ((sums + weight * self._model.mean()) / (counts + weight))[order]
+        return predicted
+
+    def _row(self, problem: int) -> int:
+        if problem not in self._rows:
+            row = self._free.pop() if self._free else len(self._rows)
+            if row == len(self._sums):
+                self._sums = np.concatenate([self._sums, np.zeros_like(self._sums)])
+            self._rows[problem] = row
+        return self._rows[problem]
+
+
+class Expected:
+    """Expected lengths of responses, in tokens; a problem that is not known counts as the mean of the known. Beside
+    them, what the run's engines have shown that decides where and when a request should start."""
+
+    def __init__(
+        self,
+        lengths: Mapping[int, float] | Predictions = MappingProxyType({}),
+        siblings: Moments = Moments(),
+        throughput: float | None = None,
+    ) -> None:
+        """
+        Args:
+            lengths: of known problems.
+            siblings: how many tokens requests got from a forward pass.
+            throughput: requests with which a decode step takes twice as long as with one.
+        """
+        self.siblings, self.throughput = siblings, throughput
+        if isinstance(lengths, Mapping):
+            lengths = np.array(sorted(lengths.items()), dtype=PREDICTION)
+        self._problems = np.ascontiguousarray(lengths["problem"])
+        self._tokens = lengths["tokens"]
+        self.mean = float(self._tokens.mean()) if len(lengths) else 1000.0
+
+    def __contains__(self, problem: int) -> bool:
+        return self._find(problem) is not None
+
+    def __getitem__(self, problem: int) -> float:
+        at = self._find(problem)
+        return self.mean if at is None else float(self._tokens[at])
+
+    def _find(self, problem: int) -> int | None:
+        if problem < 0:
+            return None
+        at = int(self._problems.searchsorted(np.uint64(problem)))
+        return at if at < len(self._problems) and self._problems[at] == problem else None
 
 
 def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
@@ -217,12 +314,11 @@ def _at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     return found
 
 
-def _note(visits: Visits, version: int, length: int, most: int) -> None:
-    """Add a length to those of its weight version; of more than `most` versions the oldest is dropped."""
-    visits.setdefault(version, []).append(length)
+def _note(visits: Visits, version: int, lengths: Floats, most: int) -> int:
+    """Add lengths to those of their weight version; of more than `most` versions the oldest is dropped. Return how many
+    versions there are more."""
+    before = len(visits)
+    visits[version] = np.concatenate([visits[version], lengths]) if version in visits else lengths
     if len(visits) > most:
         del visits[min(visits)]
-
-
-def _all(visits: Visits) -> Floats:
-    return np.array(list(itertools.chain.from_iterable(visits.values())), dtype=float)
+    return len(visits) - before

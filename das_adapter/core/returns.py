@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
+import numpy.typing as npt
 
 
 class Returns:
@@ -20,9 +19,9 @@ class Returns:
         self._met = np.zeros(self.BYTES, dtype=bool)
         self._counts = np.zeros(3, dtype=np.int64)
 
-    def met(self, problems: Iterable[int]) -> None:
+    def met(self, problems: npt.NDArray[np.uint64]) -> None:
         """Take the problems of finished responses, at a weight sync."""
-        self._met[[problem % self.BYTES for problem in problems]] = True
+        self._met[problems % np.uint64(self.BYTES)] = True
 
     def begin(self, problem: int, found: bool) -> None:
         """Count a request; `found`: whether there is sealed history of its problem."""

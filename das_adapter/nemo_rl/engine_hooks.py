@@ -181,8 +181,8 @@ class AsyncEngineHooks(EngineHooks):
             self._loop = asyncio.get_running_loop()
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:
-                lengths, _ = await asyncio.to_thread(self._session.predictions)
-                self._order.refresh(lengths, self.version)
+                expected = await asyncio.to_thread(self._session.expected)
+                self._order.refresh(expected, self.version)
         return result
 
     async def start(self) -> None:

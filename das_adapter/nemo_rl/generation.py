@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import weakref
 from collections.abc import AsyncGenerator, Iterator
@@ -18,14 +17,14 @@ from nemo_rl.models.generation.vllm.config import VllmConfig
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from das_adapter.core import routing
+from das_adapter.core.length import Expected
+from das_adapter.core.siblings import NO_SIBLINGS
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.checkpoint import save_history
 from das_adapter.nemo_rl.identity import LABELS, Labeller
 from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
 from das_adapter.protocol.metrics import figures
-from das_adapter.service.ledger import ledger
-
-logger = logging.getLogger("das_adapter")
+from das_adapter.service import ledger
 
 _LENGTHS_FOR_S = 10.0
 """How long an asynchronous run uses the same expected lengths."""
@@ -42,21 +41,20 @@ class DasVllmGeneration(VllmGeneration):
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any):
         self.das = settings.check(config)
         if self.das is not None:
-            self._ledger = ledger(self.das.history.window)
+            ledger.ledger(self.das.history.window)
             self._labeller = Labeller(self.das.verify.seed, resumed=config.get(settings.STEP, 0))
             self._validating = False
-            self._lengths: dict[int, float] = {}
-            self._lengths_until = 0.0
+            self._expected = Expected()
+            self._expected_until = 0.0
             self._longest_first = self.das.routing.policy == "longest_first"
-            self._worth = routing.worth_of(self.das) if self._longest_first else routing.NO_SIBLINGS
+            self._worth = routing.worth_of(self.das) if self._longest_first else NO_SIBLINGS
             self._slots = (config.get("vllm_kwargs") or {}).get("max_num_seqs") or _SLOTS
             if HOST_KEY in VllmConfig.__annotations__ and not config.get(HOST_KEY):
                 sync, asynchronous = WORKERS.values()
                 config[HOST_KEY] = asynchronous if config["vllm_cfg"]["async_engine"] else sync
         super().__init__(cluster, config, *args, **kwargs)
         if self.das is not None:
-            throughput = min(routing.THROUGHPUT, self._slots)
-            self._replicas = routing.Replicas(range(self.dp_size), self._worth, throughput=throughput)
+            self._replicas = routing.Replicas(range(self.dp_size), self._worth, slots=self._slots)
         _live.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -73,7 +71,7 @@ class DasVllmGeneration(VllmGeneration):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         leaders = self.das.routing.leaders == "auto"
-        plan = routing.plan(problems, self._expected(), self.dp_size, self._worth, self._slots, leaders)
+        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, leaders)
         result = super().generate(_Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
@@ -91,12 +89,12 @@ class DasVllmGeneration(VllmGeneration):
                 yield result
             return
         label = data[LABELS][0]
-        if time.monotonic() > self._lengths_until:
-            self._lengths_until = time.monotonic() + _LENGTHS_FOR_S
-            await asyncio.to_thread(self._expected)
-        length = routing.Expected(self._lengths)[label.problem]
+        if time.monotonic() > self._expected_until:
+            self._expected_until = time.monotonic() + _LENGTHS_FOR_S
+            await asyncio.to_thread(self._predict)
+        length, known = self._expected[label.problem], label.problem in self._expected
         group = None if self._longest_first and label.record else 1
-        shard = self._replicas.pick(label.problem, length, label.problem in self._lengths, group)
+        shard = self._replicas.pick(label.problem, length, known, group)
         _shard.set(shard)
         try:
             async for result in super().generate_async(data, greedy=greedy):
@@ -127,13 +125,11 @@ class DasVllmGeneration(VllmGeneration):
         labelled[LABELS] = [self._labeller.label(prompt, self._validating) for prompt in prompts]
         return labelled
 
-    def _expected(self) -> dict[int, float]:
+    def _predict(self) -> Expected:
         if self._longest_first:
-            try:
-                self._lengths, _ = ray.get(self._ledger.predictions.remote(), timeout=10)
-            except ray.exceptions.RayError as error:
-                logger.warning("das: the ledger does not answer; expected lengths are those known before: %r", error)
-        return self._lengths
+            self._expected = ledger.expected(timeout=10)
+            self._replicas.learn(self._expected)
+        return self._expected
 
     def _next_dp_shard_idx(self) -> int:
         chosen = _shard.get()

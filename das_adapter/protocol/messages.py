@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypedDict
+
+import numpy as np
+
+from das_adapter.core.length import RESPONSE, Responses
 
 
 class Trajectory(NamedTuple):
@@ -17,18 +21,10 @@ class Trajectory(NamedTuple):
     version: int
     """Weight version that wrote it."""
 
-    @property
-    def length(self) -> ResponseLength:
-        """How long it is."""
-        return ResponseLength(self.problem, len(self.tokens) // 4, self.version)
 
-
-class ResponseLength(NamedTuple):
-    """How long a response was."""
-
-    problem: int
-    tokens: int
-    version: int
+def responses(trajectories: Iterable[Trajectory]) -> Responses:
+    """Return how long some trajectories are."""
+    return np.array([(t.problem, len(t.tokens) // 4, t.version) for t in trajectories], RESPONSE)
 
 
 class Published(NamedTuple):
@@ -47,8 +43,8 @@ class Refresh:
     """Weight version from now on."""
     history: Published | None = None
     """What to map; None: what is mapped stays."""
-    lengths: Sequence[ResponseLength] = ()
-    """Of responses since the last refresh, beside those of `trajectories`."""
+    lengths: bytes = b""
+    """Of responses since the last refresh, beside those of `trajectories`: the bytes of `RESPONSE` rows."""
     trajectories: Sequence[Trajectory] = ()
     """For the engine's own history, where no service keeps one."""
     draft_length: int | None = None
@@ -58,21 +54,20 @@ class Refresh:
     def of(cls, payload: dict[str, Any]) -> Refresh:
         """Read a message from its `payload`."""
         found = dict(payload)
-        for name, record in (("lengths", ResponseLength), ("trajectories", Trajectory)):
-            if name in found:
-                found[name] = [record(*row) for row in found[name]]
+        if "trajectories" in found:
+            found["trajectories"] = [Trajectory(*row) for row in found["trajectories"]]
         if found.get("history") is not None:
             found["history"] = Published(*found["history"])
         return cls(**found)
 
     @property
-    def responses(self) -> list[ResponseLength]:
+    def responses(self) -> Responses:
         """Lengths of all responses that are new to the engine."""
-        return [*(trajectory.length for trajectory in self.trajectories), *self.lengths]
+        return np.concatenate([responses(self.trajectories), np.frombuffer(self.lengths, RESPONSE)])
 
     def payload(self) -> dict[str, Any]:
         """Return the fields that are not at their default."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, (), [])}
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, (), [], b"")}
 
 
 class Refreshed(TypedDict, total=False):

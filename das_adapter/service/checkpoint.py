@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from das_adapter.core.index import IndexFileError, SuffixIndex
+from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
-from das_adapter.protocol.messages import ResponseLength
 
 NAME = "das_history"
 """Directory of the history inside a checkpoint."""
@@ -39,9 +39,7 @@ class Facts:
         return cls(scope, len(tokens), digest)
 
 
-def write(
-    directory: Path, facts: Facts, lengths: Sequence[ResponseLength], save_index: Callable[[Path], object]
-) -> None:
+def write(directory: Path, facts: Facts, lengths: Responses, save_index: Callable[[Path], object]) -> None:
     """Write a history to a directory, all of it or nothing: it gets its name when everything is on the disk.
 
     Args:
@@ -56,9 +54,8 @@ def write(
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a writer that was killed
         partial.mkdir(parents=True)
-        table = np.array([[problem, length, version % 2**64] for problem, length, version in lengths], dtype=np.uint64)
         with (partial / _LENGTHS).open("wb") as file:
-            np.save(file, table.reshape(-1, 3))
+            np.save(file, lengths.view(np.uint64).reshape(-1, 3))
             os.fsync(file.fileno())
         with (partial / _FACTS).open("w") as file:
             file.write(json.dumps(asdict(facts), indent=1) + "\n")
@@ -102,20 +99,20 @@ def check(directory: Path, facts: Facts, key: str) -> None:
                            f"this run has {mine!r}; both must be equal")  # fmt: skip
 
 
-def lengths(directory: Path, version: int) -> list[ResponseLength]:
+def lengths(directory: Path, version: int) -> Responses:
     """Read the lengths of a saved history; their weight versions are moved back so that none is newer than `version`.
 
     Raises:
         DasError: they are missing or damaged.
     """
     try:
-        table = np.load(directory / _LENGTHS, allow_pickle=False)
-        problems, tokens, written = table.reshape(-1, 3).astype(np.uint64).T
+        found: Responses = (
+            np.load(directory / _LENGTHS, allow_pickle=False).astype(np.uint64).view(RESPONSE).reshape(-1)
+        )
     except (OSError, EOFError, ValueError) as error:
         raise DasError(f"history: found damaged lengths in {str(directory)!r} ({error})") from None
-    versions = written.astype(np.int64)
-    versions += version - versions.max(initial=version)
-    return list(map(ResponseLength, problems.tolist(), tokens.tolist(), versions.tolist()))
+    found["version"] += version - found["version"].max(initial=version)
+    return found
 
 
 def _sync_directory(directory: Path) -> None:

@@ -7,19 +7,35 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
-from das_adapter.core.length import LengthLog
+from das_adapter.core.length import Expected, LengthLog
+from das_adapter.core.siblings import Moments
 from das_adapter.core.toggle import Ladder
 from das_adapter.protocol.metrics import faults, figures
 
 logger = logging.getLogger("das_adapter")
 
+SIBLINGS_FADE = 0.9
+"""Share of what requests have shown of their siblings' worth that a training step leaves."""
 _started: list[Any] = []
 """Handles of the actors that this process started: an actor ends with the last handle that it was started through."""
+
+
+class Synced(NamedTuple):
+    """What an engine hears at a weight sync; each node fetches the objects once."""
+
+    cursor: int
+    """To ask with at the next weight sync."""
+    lengths: ray.ObjectRef
+    """Of the responses since the cursor, see `LengthLog.since`."""
+    expected: ray.ObjectRef
+    """See `Ledger.expected`."""
+    draft_length: int | None
+    """See `Ledger.draft_length`; None: the engine has no ladder."""
 
 
 class Ledger(LengthLog):
@@ -33,6 +49,39 @@ class Ledger(LengthLog):
         self._start: str | None = None
         self._ladder: Ladder | None = None
         self._climbed = 0
+        self._version, self._heard = -1, 0
+        self._lengths: dict[int, ray.ObjectRef] = {}
+        self._expected: ray.ObjectRef | None = None
+        self._siblings = Moments()
+
+    def sync(self, version: int, cursor: int, report: dict[str, Any] | None, rungs: Sequence[int]) -> Synced:
+        """Tell an engine what the run knows, at its weight sync.
+
+        The first one of a weight version settles what all hear: lengths that arrive later are told at the next.
+
+        Args:
+            version: the engine's weight version from now on.
+            cursor: of its last weight sync; 0: it had none.
+            report: its counts of the step that ends, see `report`.
+            rungs: of its ladder; empty: it has none.
+        """
+        if report is not None:
+            self.report(version, report)
+        if version > self._version:
+            self._version, self._heard = version, self.count
+            self._lengths, self._expected = {}, None
+        if cursor not in self._lengths:
+            self._lengths[cursor] = ray.put(self.since(cursor, self._heard))
+        length = self.draft_length(rungs, version) if rungs else None
+        return Synced(self._heard, self._lengths[cursor], self.expected(), length)
+
+    def expected(self) -> ray.ObjectRef:
+        """Return the arguments of `core.length.Expected` at the last weight sync: an object that all share."""
+        if self._expected is None:
+            throughput = [r["throughput"] for reports in self._reports.values() for r in reports if r.get("throughput")]
+            median = float(np.median(throughput)) if throughput else None
+            self._expected = ray.put((self.predictions(), self._siblings, median))
+        return self._expected
 
     def run(self) -> str:
         """Return the run's name, for the files written about it."""
@@ -49,6 +98,9 @@ class Ledger(LengthLog):
     def report(self, step: int, report: dict[str, Any]) -> None:
         """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutStats`; say, once per run and
         kind of fault, why `das/health` is 0."""
+        if step not in self._reports:
+            self._siblings = self._siblings.faded(SIBLINGS_FADE)
+        self._siblings += Moments(*report.get("siblings", ()))
         self._reports.setdefault(step, []).append(report)
         for fault, reason in faults(self._reports[step]).items():
             if fault not in self._told:
@@ -73,6 +125,28 @@ class Ledger(LengthLog):
         """Return the figures of a step over all replicas, under the names the trainer logs; empty if nobody
         reported."""
         return figures(self._reports.get(step, []))
+
+
+def ask(call: ray.ObjectRef, timeout: float) -> Any:
+    """Wait for what an actor answers; a call that times out is taken back, so that nobody waits for its turn.
+
+    Raises:
+        RayError: there is no answer; GetTimeoutError: not in time.
+    """
+    try:
+        return ray.get(call, timeout=timeout)
+    except ray.exceptions.GetTimeoutError:
+        ray.cancel(call)
+        raise
+
+
+def expected(timeout: float) -> Expected:
+    """Ask for what is expected; nothing, with a line in the log, where the ledger does not answer."""
+    try:
+        return Expected(*ray.get(ask(running().expected.remote(), timeout), timeout=timeout))
+    except (ValueError, ray.exceptions.RayError) as error:
+        logger.warning("das: no predicted lengths, all responses count as equally long: %r", error)
+        return Expected()
 
 
 def name_of(part: str) -> str:
@@ -105,7 +179,7 @@ def metrics(step: int) -> dict[str, float]:
     """Ask for the figures of a step, for the trainer's logger; empty, with one warning, if the ledger does not
     answer."""
     try:
-        found: dict[str, float] = ray.get(running().metrics.remote(step), timeout=10)
+        found: dict[str, float] = ask(running().metrics.remote(step), timeout=10)
         return found
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no rollout figures for step %s: %r", step, error)

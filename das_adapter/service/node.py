@@ -19,8 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index.store import HistoryStore
+from das_adapter.core.length import Responses
 from das_adapter.errors import DasError
-from das_adapter.protocol.messages import Published, ResponseLength, Trajectory
+from das_adapter.protocol.messages import Published, Trajectory
 from das_adapter.service import checkpoint, janitor, ledger
 from das_adapter.service.batches import Batch, Batches
 
@@ -99,7 +100,7 @@ class NodeHistory:
         """Return which of a source's batches are not published here."""
         return [number for number in numbers if (source, number) not in self._published]
 
-    def save(self, directory: str, facts: checkpoint.Facts, lengths: Sequence[ResponseLength]) -> None:
+    def save(self, directory: str, facts: checkpoint.Facts, lengths: Responses) -> None:
         """Write the history to a directory, including what arrived since the last weight sync; all of it or nothing."""
         self._seal()
         checkpoint.write(Path(directory), facts, lengths, self._store.save)

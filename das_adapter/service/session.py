@@ -15,12 +15,13 @@ import numpy as np
 import ray
 
 from das_adapter.config import DasConfig
+from das_adapter.core.length import Expected
 from das_adapter.errors import plugin_not_loaded
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory
+from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory, responses
 from das_adapter.protocol.metrics import RolloutClock
 from das_adapter.service import node
-from das_adapter.service.ledger import ledger
+from das_adapter.service.ledger import ask, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -76,6 +77,7 @@ class Session:
         self._own = ""
         self._nodes: dict[str, Any] = {}
         """All histories, by name; this node's is `_own`."""
+        self._expected: ray.ObjectRef | None = None
         self._find()
 
     def start(self) -> None:
@@ -112,12 +114,16 @@ class Session:
     def report(self, step: int, timeout: float = PATIENCE_S) -> dict[str, Any]:
         """Report the counts since the last time to the run's ledger, as those of a training step, and return them;
         none, with a line in the log, where the engine does not answer."""
+        report = self._counts(step, timeout)
+        if report:
+            self._ledger.report.remote(step, report)
+        return report
+
+    def _counts(self, step: int, timeout: float) -> dict[str, Any]:
         try:
             stats = self._rpc("stats", {}, timeout)
             counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
-            report = {**counts, **self._clock.take()}
-            self._ledger.report.remote(step, report)
-            return report
+            return {**counts, **self._clock.take()}
         except Exception:
             logger.exception("das: no figures of an engine for step %s", step)
             return {}
@@ -138,9 +144,8 @@ class Session:
             return max(0.0, deadline - time.monotonic())
 
         try:
-            if report:
-                self.report(version, left())
-            message = self._message(version, lambda: left() / 2)  # the rest is the engine's
+            counts = self._counts(version, left()) if report else {}
+            message = self._message(version, counts or None, lambda: left() / 2)  # the rest is the engine's
             answers: list[Refreshed] = self._rpc("refresh", message.payload(), left())
             drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
             if len({rank.get("generation") for rank in drafting}) > 1:
@@ -150,15 +155,14 @@ class Session:
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 
-    def predictions(self, timeout: float = 25.0) -> tuple[dict[int, float], float]:
-        """Ask for the expected response lengths, see `Ledger.predictions`; none, with a line in the log, where the
-        ledger does not answer."""
+    def expected(self, timeout: float = 25.0) -> Expected:
+        """Return what the ledger expected at the last weight sync; nothing, with a line in the log, where it can't be
+        had."""
         try:
-            found: tuple[dict[int, float], float] = ray.get(self._ledger.predictions.remote(), timeout=timeout)
-            return found
-        except (ray.exceptions.RayError, ValueError) as error:
+            return Expected() if self._expected is None else Expected(*ray.get(self._expected, timeout=timeout))
+        except ray.exceptions.RayError as error:
             logger.warning("das: no predicted lengths: %r", error)
-            return {}, float("inf")
+            return Expected()
 
     def flush(self) -> None:
         """Send the trajectories of the open batch now; they are sent automatically after half a second."""
@@ -168,23 +172,24 @@ class Session:
         except Exception:
             logger.exception("das: trajectories did not reach the history")
 
-    def _message(self, version: int, left: Callable[[], float]) -> Refresh:
+    def _message(self, version: int, report: dict[str, Any] | None, left: Callable[[], float]) -> Refresh:
         """What the engine hears; without a history, and with a line in the log, where that does not answer."""
-        history, length, lengths = None, None, []
+        history, length, lengths = None, None, b""
         try:
             self._find()
             self.flush()
+            rungs = (self._das.copies_policy and self._das.self.ladder) or ()
+            known = self._ledger.sync.remote(version, self._cursor, report, rungs)
             if self._here is not None:
                 with self._sending:
                     self._ask_others()
                     numbers = list(self._unsure.get(self._own, ()))
-                question = self._here.sync.remote(version, self._source, numbers)
-                history, lost = ray.get(question, timeout=left())
+                history, lost = ask(self._here.sync.remote(version, self._source, numbers), left())
                 with self._sending:
                     self._confirm(self._own, numbers, lost)
-            if ladder := self._das.copies_policy and self._das.self.ladder:
-                length = ray.get(self._ledger.draft_length.remote(ladder, version), timeout=left())
-            self._cursor, lengths = ray.get(self._ledger.since.remote(self._cursor), timeout=left())
+            synced = ask(known, left())
+            length, lengths = synced.draft_length, ray.get(synced.lengths, timeout=left()).tobytes()
+            self._cursor, self._expected = synced.cursor, synced.expected
         except Exception as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
         return Refresh(version, history, lengths, draft_length=length)
@@ -212,7 +217,7 @@ class Session:
         with self._lock:
             batch, self._batch = self._batch, []
         if batch:
-            self._ledger.add.remote([trajectory.length for trajectory in batch])
+            self._ledger.add.remote(responses(batch))
         if batch and self._here is not None:
             sent = ray.put(batch)
             self._number += 1
@@ -251,5 +256,5 @@ def for_run(das: DasConfig) -> DasConfig:
     """Return the block with this run's own directory under `log_dir`."""
     if das.log_dir is None:
         return das
-    name = ray.get(ledger(das.history.window).run.remote(), timeout=PATIENCE_S)
+    name = ask(ledger(das.history.window).run.remote(), timeout=PATIENCE_S)
     return das.model_copy(update={"log_dir": f"{das.log_dir}/{name}"})

@@ -9,8 +9,8 @@ from pathlib import Path
 import ray
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core.length import Responses
 from das_adapter.errors import DasError
-from das_adapter.protocol.messages import ResponseLength
 from das_adapter.service import checkpoint, node
 from das_adapter.service.ledger import ledger
 
@@ -54,7 +54,7 @@ def begin(config: HistoryConfig, facts: checkpoint.Facts, block: str, resumed: P
         logger.error("das: the history does not start with %s: %r", directory, error)
 
 
-def _readable(directory: Path, facts: checkpoint.Facts, key: str, version: int) -> tuple[Path, list[ResponseLength]]:
+def _readable(directory: Path, facts: checkpoint.Facts, key: str, version: int) -> tuple[Path, Responses]:
     """Return a saved history's directory and lengths; see `checkpoint.check` and `lengths` for what is refused."""
     directory = directory.absolute()
     checkpoint.check(directory, facts, key)
@@ -72,7 +72,7 @@ def save(folder: Path, facts: checkpoint.Facts, config: HistoryConfig) -> None:
     """
     target = folder / checkpoint.NAME
     try:
-        _, lengths = ray.get(ledger(config.window).since.remote(0), timeout=_PATIENCE_S)
+        lengths = ray.get(ledger(config.window).since.remote(0), timeout=_PATIENCE_S)
         ray.get(node.nearest().save.remote(str(target), facts, lengths), timeout=_PATIENCE_S)
         (target / checkpoint.INDEX).stat()  # another node may have another directory of this name
     except Exception:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ import numpy as np
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
-from das_adapter.core.length import LengthLog
-from das_adapter.core.routing import NO_SIBLINGS, THROUGHPUT, Expected, Replicas, StartOrder, Worth
+from das_adapter.core.length import RESPONSE, Expected, LengthLog
+from das_adapter.core.routing import THROUGHPUT, Replicas, StartOrder
+from das_adapter.core.siblings import NO_SIBLINGS, Worth
 from das_adapter.tools.replay import Live, Outcome, Tally, advance
 from das_adapter.tools.rollouts import Rollout
 
@@ -46,9 +48,9 @@ class Figures:
 class Router:
     """Places requests as the host's balancer does: `together` with what siblings are worth, else each by itself."""
 
-    def __init__(self, count: int, group: int, throughput: float, together: bool) -> None:
+    def __init__(self, count: int, group: int, slots: float, together: bool) -> None:
         self._together = together
-        self._replicas = Replicas(range(count), Worth() if together else NO_SIBLINGS, group, throughput)
+        self._replicas = Replicas(range(count), Worth() if together else NO_SIBLINGS, group, slots)
 
     def __call__(self, arrivals: Sequence[Rollout], expected: Expected) -> list[int]:
         group = None if self._together else 1
@@ -89,7 +91,7 @@ def replay(
     figures, outcome = Figures(), _outcome(budget)
     steps = [list(step) for _, step in itertools.groupby(sorted(rollouts, key=_step), key=_step)]
     for number, step in enumerate(steps):
-        expected = Expected(lengths.predictions()[0])
+        expected = Expected(lengths.predictions())
         arrivals = _arrivals(step, rng)
         homes = place(arrivals, expected)
         figures.parts += len({(r.problem, home) for r, home in zip(arrivals, homes, strict=True)}) / len(
@@ -126,7 +128,7 @@ def replay(
                 index.add(r.problem, r.tokens, number)
             index.seal(window)
             index.clear_live()
-        lengths.add([(r.problem, len(r.tokens), number) for r in step])
+        lengths.add(np.array([(r.problem, len(r.tokens), number) for r in step], RESPONSE))
     figures.parts /= len(steps)
     figures.rounds, figures.accepted = outcome.total.rounds, outcome.total.accepted
     return figures
@@ -161,12 +163,11 @@ def report(
     """Replay over so many replicas by each of `ROUTINGS`, and with one index for all; return figures for JSON, means
     over several orders of arrival."""
     group = max(map(len, _groups(rollouts)))
-    throughput = min(THROUGHPUT, slots or THROUGHPUT)
     found: dict[str, Any] = {"slots": slots, "orders": orders, "siblings": siblings(rollouts, budget), "replicas": {}}
     for count in counts:
         arms: dict[str, list[dict[str, float]]] = defaultdict(list)
         for seed, arm in itertools.product(range(orders), (*ROUTINGS, "one index")):
-            router = Router(count, group, throughput, together=arm != "scattered")
+            router = Router(count, group, slots or math.inf, together=arm != "scattered")
             figures = replay(rollouts, count, router, arm == "leaders", slots, False, arm == "one index", budget, seed)
             arms[arm].append(figures.to_dict())
         found["replicas"][str(count)] = {

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable
 from typing import Any
 
-import ray
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from das_adapter.config import DasConfig
-from das_adapter.core.routing import NO_SIBLINGS, THROUGHPUT, Expected, Replicas, worth_of
+from das_adapter.core.length import Expected
+from das_adapter.core.routing import Replicas, worth_of
+from das_adapter.core.siblings import NO_SIBLINGS
 from das_adapter.protocol.label import Label
 from das_adapter.service import ledger
 from das_adapter.verl import settings
-
-logger = logging.getLogger("das_adapter")
 
 
 class DasLoadBalancer(GlobalRequestLoadBalancer):
@@ -35,7 +33,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         super().__init__(servers, *args, **kwargs)
         self._longest_first = self.das.routing.policy == "longest_first"
         worth, group = (worth_of(self.das), self.group) if self._longest_first else (NO_SIBLINGS, 1)
-        self._replicas = Replicas(servers, worth, group, min(THROUGHPUT, self.slots))
+        self._replicas = Replicas(servers, worth, group, self.slots)
         self._expected = Expected()
         self._problems: dict[str, int] = {}
         self._acquired = 0
@@ -53,7 +51,8 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         if not self._inflight_requests:
             return super().acquire_server(request_id)  # says so
         if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):
-            self._predict()
+            self._expected = ledger.expected(timeout=5)
+            self._replicas.learn(self._expected)
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))
         problem = -self._acquired if label.problem is None else label.problem
@@ -68,14 +67,6 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         self._request_id_to_server[request_id] = server
         self._inflight_requests[server] += 1
         return server, self._servers[server]
-
-    def _predict(self) -> None:
-        try:
-            lengths, _ = ray.get(ledger.running().predictions.remote(), timeout=5)
-        except (ValueError, ray.exceptions.RayError) as error:
-            logger.warning("das: no predicted lengths, all requests count as equally long: %r", error)
-            lengths = {}
-        self._expected = Expected(lengths)
 
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Take off a request, or a turn of it, that ended."""

@@ -98,8 +98,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._seen.clear()
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)
         if self._order is not None:
-            lengths, _ = await asyncio.to_thread(self._session.predictions)
-            self._order.refresh(lengths, int(global_steps or 0))
+            expected = await asyncio.to_thread(self._session.expected)
+            self._order.refresh(expected, int(global_steps or 0))
 
 
 class DasVLLMReplica(vLLMReplica):

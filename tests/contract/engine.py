@@ -180,7 +180,9 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
             payload = {"version": part["refresh"], "trajectories": trajectories}
             if "shared" in part:
-                lengths = [(p, len(t) // 4, at) for p, t, at in trajectories]
+                from das_adapter.protocol.messages import Trajectory, responses
+
+                lengths = responses(Trajectory(*t) for t in trajectories).tobytes()
                 history = publish(part["shared"], trajectories, part.get("lose"))
                 payload = {"version": part["refresh"], "history": history, "lengths": lengths}
             if "draft_length" in part:

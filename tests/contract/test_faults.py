@@ -191,7 +191,7 @@ def test_the_ledger_is_killed(run: Run, for_good: bool) -> None:
     problem, heard = run.write(1), set()
 
     def told() -> bool:
-        heard.update(length.problem for message in run.sync() for length in message.lengths)
+        heard.update(*(message.responses["problem"].tolist() for message in run.sync()))
         return problem in heard
 
     until(told)
@@ -251,7 +251,7 @@ def test_a_checkpoint_is_half_written(
     warm_start.begin(CONFIG, FACTS, "das", tmp_path, 0)
     assert caplog.text.count(f"the checkpoint {tmp_path} has no history to resume from") == 1
     assert ray.get(running().start.remote()) is None
-    assert ray.get(running().since.remote(0)) == before
+    assert np.array_equal(ray.get(running().since.remote(0)), before)
     with pytest.raises(DasError, match=r"das\.history\.persist|damaged lengths"):
         warm_start.begin(CONFIG.model_copy(update={"persist": str(history)}), FACTS, "das", None, 0)
 
@@ -274,7 +274,7 @@ session.sync(1)
 message = Refresh.of(heard[-1])
 index = SuffixIndex.attach(message.history.directory)
 index.refresh(message.history.generation)
-print("RESUMED", index.tokens, len(message.lengths), message.history.directory, flush=True)
+print("RESUMED", index.tokens, len(message.responses), message.history.directory, flush=True)
 sys.stdin.read()
 """
 

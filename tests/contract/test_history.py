@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noq
 
 from das_adapter.config import HistoryConfig, parse  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
+from das_adapter.core.length import RESPONSE  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
@@ -121,23 +122,24 @@ def test_what_engines_write_is_published_at_the_weight_sync(job: Cluster) -> Non
     here.write(1, POEM, 0)
     sibling.write(2, POEM, 0)
     here.session.finished(Label(3, seed=1, record=False), POEM, 0.0, 1.0, 0)  # a validation's
+    here.session.flush()
     sibling.sync(1)
     message = here.sync(1)
     assert message.version == 1
-    assert sorted(message.lengths) == [(1, 30, 0), (2, 30, 0)]
+    assert sorted(message.responses.tolist()) == [(1, 30, 0), (2, 30, 0)]
     assert drafted(mapped(message.history)) == POEM.tolist()
     assert tokens(message.history) == 60
     assert not here.sync(2).lengths
     again = Engine().sync(2)  # an engine that was started again
-    assert (len(again.lengths), tokens(again.history)) == (2, 60)
+    assert (len(again.responses), tokens(again.history)) == (2, 60)
 
 
 def test_what_is_written_arrives_without_a_weight_sync(job: Cluster) -> None:
     """A checkpoint is written before it."""
     engine = Engine()
-    before = len(ray.get(engine.session._ledger.since.remote(0))[1])
+    before = len(ray.get(engine.session._ledger.since.remote(0)))
     engine.write(1, POEM, 2)
-    until(lambda: len(ray.get(engine.session._ledger.since.remote(0))[1]) == before + 1)
+    until(lambda: len(ray.get(engine.session._ledger.since.remote(0))) == before + 1)
 
 
 def test_a_sync_reports_first_and_then_refreshes(job: Cluster) -> None:
@@ -277,7 +279,7 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
     old.sync(51, "a", [])
     old.push("a", 2, [Trajectory(2, POEM.tobytes(), 51)])  # since the weight sync
     facts = saved.Facts.of("problem", TOKENIZER)
-    old.save(str(tmp_path / "saved"), facts, [(1, 30, 50), (2, 30, 51)])
+    old.save(str(tmp_path / "saved"), facts, np.array([(1, 30, 50), (2, 30, 51)], RESPONSE))
 
     ray.get(ledger(4).start_from.remote(str(tmp_path / "saved")))
     fresh = NodeHistory(CONFIG, "new", root=str(tmp_path), grace_s=1.0)
@@ -289,8 +291,8 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
         fresh.push("b", version, [Trajectory(1, POEM.tobytes(), version)])
         published, _ = fresh.sync(version + 1, "a", [])
     assert tokens(published) == 60 + 4 * 30  # of problem 1 the old run's visit has left the window
-    assert saved.lengths(tmp_path / "saved", 0) == [(1, 30, -1), (2, 30, 0)]
-    assert saved.lengths(tmp_path / "saved", 52) == [(1, 30, 50), (2, 30, 51)]
+    assert saved.lengths(tmp_path / "saved", 0).tolist() == [(1, 30, -1), (2, 30, 0)]
+    assert saved.lengths(tmp_path / "saved", 52).tolist() == [(1, 30, 50), (2, 30, 51)]
 
 
 def test_a_save_that_fails_leaves_what_was_saved_before(writer: NodeHistory, tmp_path: Path) -> None:
@@ -302,13 +304,13 @@ def test_a_save_that_fails_leaves_what_was_saved_before(writer: NodeHistory, tmp
         resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))  # the lengths fit, the index does not
         try:
             with pytest.raises(OSError, match="index"):
-                writer.save(str(target), facts, [])
+                writer.save(str(target), facts, np.array([], RESPONSE))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (step - 1)
-        writer.save(str(target), facts, [(1, 30, 0)])
+        writer.save(str(target), facts, np.array([(1, 30, 0)], RESPONSE))
     saved.check(target, facts, "das.history.persist")
-    assert saved.lengths(target, 0) == [(1, 30, 0)]
+    assert saved.lengths(target, 0).tolist() == [(1, 30, 0)]
 
 
 def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: NodeHistory, caplog: Any) -> None:
@@ -329,7 +331,7 @@ def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DasError, match=r"das.history.persist: found no history in"):
         saved.check(tmp_path, facts, "das.history.persist")
     target = tmp_path / "saved"
-    saved.write(target, theirs, [], SuffixIndex().save)
+    saved.write(target, theirs, np.array([], RESPONSE), SuffixIndex().save)
     saved.check(target, theirs, "das.history.persist")
     with pytest.raises(DasError, match=r"das.history.persist: .* written with tokenizer '\w+', this run has '\w+'"):
         saved.check(target, facts, "das.history.persist")

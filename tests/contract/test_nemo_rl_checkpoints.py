@@ -95,7 +95,7 @@ def test_a_resumed_run_begins_with_the_history_of_its_checkpoint(config: Make) -
         assert second.policy["generation"][settings.STEP] == 3
         message = refreshed(engine)[0]
         assert message.history is not None and written(message.history) == 9
-        assert sorted(length.version for length in message.lengths) == [-1, -1, 0]
+        assert sorted(message.responses["version"]) == [-1, -1, 0]
         write(engine, 2)
         assert not set(seeds) & {Label.of(params.extra_args).seed for params in engine.params}  # not drawn before
         assert save(second, 4).is_dir()

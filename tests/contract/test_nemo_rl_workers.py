@@ -179,7 +179,7 @@ def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_h
         engine.collective_rpc(method)
     first, second = refreshed(engine)
     assert (first.version, second.version) == (1, 2)
-    assert first.lengths == [(prompt_identity([1, 2]), 3, 0)] * 2
+    assert first.responses.tolist() == [(prompt_identity([1, 2]), 3, 0)] * 2
     assert not second.lengths
     assert written(first.history) == 6
     sent = [Label.of(params.extra_args) for params in engine.params]
@@ -202,7 +202,7 @@ def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) ->
 
     engine = AsyncEngine()
     message = asyncio.run(serve())
-    assert message.lengths == [(prompt_identity([1, 2]), 3, 0)] * 2
+    assert message.responses.tolist() == [(prompt_identity([1, 2]), 3, 0)] * 2
     assert written(message.history) == 6
     one, several = engine.params
     assert Label.of(one.extra_args).seed is not None

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("verl")
@@ -13,6 +14,7 @@ import ray
 from verl.workers.rollout.router import get_router_handle
 
 from das_adapter.config import DasConfig, parse
+from das_adapter.core.length import RESPONSE
 from das_adapter.protocol.label import Label
 from das_adapter.service.ledger import ledger
 from das_adapter.verl.router import DasLoadBalancer, balancer
@@ -22,7 +24,7 @@ SERVERS: dict[str, Any] = {"a": None, "b": None}
 
 @pytest.fixture
 def service() -> Iterator[Any]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield ledger(window=4)
     ray.shutdown()
 
@@ -55,7 +57,9 @@ def end(router: DasLoadBalancer, homes: dict[int, list[str]], name: str = "") ->
 
 
 def remember(service: Any, lengths: dict[int, int]) -> None:
-    ray.get(service.add.remote([(p, n, 0) for p, n in lengths.items() for _ in range(4)]))
+    """Let responses arrive, and a weight sync follow."""
+    service.add.remote(np.array([(p, n, 0) for p, n in lengths.items() for _ in range(4)], RESPONSE))
+    ray.get(service.sync.remote(1, 0, None, ()))
 
 
 def test_a_groups_samples_meet_on_one_replica_although_they_come_mixed(service: Any) -> None:
@@ -112,3 +116,16 @@ def test_verl_makes_the_balancer_in_an_actor(service: Any) -> None:
     params = [{"extra_args": Label(p).extra_args()} for p in (1, 2, 1, 2)]
     homes = [ray.get(router.acquire_server.remote(f"r{i}", sampling_params=p))[0] for i, p in enumerate(params)]
     assert homes == ["a", "b", "a", "b"]
+
+
+def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own() -> None:
+    """Each has a Ray cluster of its own, in which it is the first job; veRL would name its sockets by the job."""
+    from das_adapter.verl.cpu.platform import job
+
+    names = []
+    for _ in range(2):
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        names.append(job())
+        ray.shutdown()
+    assert len(set(names)) == 2
+    assert all(name.startswith("01000000-") for name in names)

@@ -10,6 +10,7 @@ import pytest
 from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.controller import CONSIDER_STEPS, Controller, Decoded, TimedStep
 from das_adapter.core.latency import StepModel
+from das_adapter.core.length import RESPONSE
 
 MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 COMPUTE_BOUND = StepModel(base=0.002, token=0.004)
@@ -84,7 +85,7 @@ def make(policy: str = "optimal", most: int = 16, **toggle: object) -> Controlle
 
 def warm(controller: Controller, lengths: np.ndarray, truth: StepModel, **how: float) -> Controller:
     rollout(lengths, truth, controller, **how)
-    controller.sync([(i, int(n), 0) for i, n in enumerate(lengths)])
+    controller.sync(np.array([(i, int(n), 0) for i, n in enumerate(lengths)], RESPONSE))
     return controller
 
 
@@ -108,7 +109,8 @@ def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(batch: i
     lengths[0] = 200
     fixed = [rollout(lengths, MEMORY_BOUND, make("unlimited", k, mode="off")).seconds for k in (1, 3, 7, 15)]
     controller = warm(make(), np.full(48, 96), MEMORY_BOUND)
-    controller.sync([(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)])  # a group of samples
+    groups = [(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)]
+    controller.sync(np.array(groups, RESPONSE))
     assert rollout(lengths, MEMORY_BOUND, controller).seconds <= 1.05 * min(fixed)
 
 
@@ -136,7 +138,7 @@ def test_the_planned_rounds_are_about_those_it_takes() -> None:
     for version in range(1, 4):
         result = rollout(lengths, MEMORY_BOUND, controller)
         planned = controller.planned_rounds
-        controller.sync([(i, int(n), version) for i, n in enumerate(lengths)])
+        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
     assert planned == pytest.approx(result.steps, rel=0.5)
 
 
@@ -153,7 +155,7 @@ def test_drafting_goes_to_those_who_decide_the_end() -> None:
     controller = make()
     for version in range(1, 4):
         rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
-        controller.sync([(i, int(n), version) for i, n in enumerate(lengths)])
+        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
     controller.take(np.zeros(0, dtype=int))
     rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
     figures = controller.take(np.zeros(0, dtype=int))
@@ -195,7 +197,7 @@ def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:
     assert controller.stopped is not None
     assert "drafted steps" in controller.stopped
     assert not asked(controller)
-    controller.sync([])
+    controller.sync(np.array([], RESPONSE))
     assert controller.stopped is None
     assert asked(controller)
 

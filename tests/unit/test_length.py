@@ -5,16 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from das_adapter.core.length import LengthClass, LengthModel, beyond, classes, expected_remaining
+from das_adapter.core.length import RESPONSE, LengthClass, LengthLog, LengthModel, beyond, classes, expected_remaining
 
 
-def trained(lengths: dict[int, list[int]], version: int = 0) -> LengthModel:
+def rows(*responses: tuple[int, int, int]) -> np.ndarray:
+    return np.array(list(responses), RESPONSE)
+
+
+def of(lengths: dict[int, list[int]], version: int = 0) -> np.ndarray:
+    return rows(*((problem, length, version) for problem, seen in lengths.items() for length in seen))
+
+
+def trained(lengths: dict[int, list[int]]) -> LengthModel:
     model = LengthModel(limit=4096)
-    for problem, seen in lengths.items():
-        for length in seen:
-            model.observe(problem, length, version)
+    model.observe(of(lengths))
     model.refit()
     return model
+
+
+def predicted(log: LengthLog) -> dict[int, float]:
+    return dict(log.predictions().tolist())
 
 
 MIXED = {**{p: [100, 110, 90, 105] for p in range(8)}, **{p: [1500, 1400, 1600, 1550] for p in (20, 21)}}
@@ -25,7 +35,7 @@ def test_bounds_are_quantiles_of_the_recent_lengths() -> None:
     model = trained({0: lengths.tolist()})
     assert model.bounds == (np.quantile(lengths, 0.5), np.quantile(lengths, 0.8))
     for version in range(1, model.RECENT + 1):  # version 0 is none of the recent ones any more
-        model.observe(7, 1000, version)
+        model.observe(rows((7, 1000, version)))
     model.refit()
     assert model.bounds == (1000.0, 1000.0)
 
@@ -66,7 +76,11 @@ def test_remaining_falls_at_first_and_the_limit_is_the_limit() -> None:
 
 def test_a_problems_own_lengths_outweigh_the_population_as_they_grow_in_number() -> None:
     population = {p: [100] * 4 for p in range(20)}
-    expected = [trained({**population, 99: [1000] * n}).expected()[99] for n in (1, 4, 16)]
+    expected = []
+    for n in (1, 4, 16):
+        log = LengthLog(window=8)
+        log.add(of({**population, 99: [1000] * n}))
+        expected.append(predicted(log)[99])
     assert expected == sorted(expected)
     assert expected[0] < 600
     assert expected[-1] > 850
@@ -82,27 +96,37 @@ def test_distribution_functions_rise_from_nothing_to_one() -> None:
 
 
 def test_a_mean_is_that_of_the_distribution() -> None:
-    model = trained({1: [5, 700, 700, 90], 2: [4096], 3: [1] * 9})
-    for problem, mean in model.expected().items():
-        assert mean == pytest.approx(expected_remaining(model.cdf(problem)[None], model.edges, np.zeros(1))[0])
-    assert LengthModel(4096).expected() == {}
+    log, lengths = LengthLog(window=8), {1: [5, 700, 700, 90], 2: [4096], 3: [1] * 9}
+    assert predicted(log) == {}
+    model = LengthModel(log.LONGEST)
+    for responses in np.array_split(of(lengths), 5):  # as they arrive
+        log.add(responses)
+    model.observe(of(lengths))
+    model.refit()
+    assert predicted(log).keys() == lengths.keys()
+    for problem, mean in predicted(log).items():
+        found = expected_remaining(model.cdf(problem)[None], model.edges, np.zeros(1))[0]
+        assert mean == pytest.approx(found, rel=1e-4)
 
 
 def test_lengths_are_remembered_for_a_problem_s_own_visits() -> None:
-    model = LengthModel(4096, window=2)
+    log = LengthLog(window=2)
     for version, length in ((3, 100), (50, 1000), (7, 1000)):
-        model.observe(1, length, version)
-        model.observe(2, 100, 3)
-    model.refit()
-    lengths = model.expected()
+        log.add(rows((1, length, version), (2, 100, 3)))
+    lengths = predicted(log)
     assert lengths[1] > 500 > lengths[2] > 50
-    model.observe(1, 100, 4)  # it arrives late, and two later visits are known
-    assert model.expected() == lengths
+    model = LengthModel(4096, window=2)
+    model.observe(log.since(0))
+    model.observe(rows((1, 100, 4)))  # it arrives late, and two later visits are known
+    assert model.own(1).tolist() == [1000, 1000]
+    assert model.own(2).tolist() == [100, 100, 100]
 
 
 def test_the_problems_not_seen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LengthModel, "PROBLEMS", 2)
-    model = LengthModel(4096)
-    for problem in (1, 2, 1, 3):
-        model.observe(problem, 100, 0)
-    assert sorted(model.expected()) == [1, 3]
+    monkeypatch.setattr(LengthModel, "VISITS", 3)
+    log = LengthLog(window=8)
+    for problem, version in ((1, 0), (2, 0), (1, 1), (1, 1), (3, 1)):
+        log.add(rows((problem, 100, version)))
+    assert predicted(log).keys() == {1, 3}
+    log.add(rows(*((problem, 100, 2) for problem in (4, 5, 6))))  # in the place of the two
+    assert predicted(log).keys() == {4, 5, 6}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from das_adapter.core.length import RESPONSE, Expected
 from das_adapter.core.returns import Returns
 from das_adapter.core.staleness import AGES, Staleness, bracket
 from das_adapter.protocol.metrics import Counters, RolloutClock, faults, merge
@@ -64,12 +65,12 @@ def test_requests_that_find_history_are_counted_over_replicas() -> None:
 def test_a_problem_that_comes_back_should_find_history_and_a_new_one_need_not() -> None:
     returns = Returns()
     returns.begin(2**63 + 5, found=False)
-    returns.met([2**63 + 5, 7])
+    returns.met(np.array([2**63 + 5, 7], np.uint64))
     returns.begin(2**63 + 5, found=True)
     returns.begin(7, found=False)
     returns.begin(8, found=False)
     assert returns.take() == (4, 1, 1)
-    returns.met([])
+    returns.met(np.array([], np.uint64))
     assert returns.take() == (0, 0, 0)
     returns.begin(7, found=False)
     assert returns.take() == (1, 0, 1)
@@ -169,15 +170,19 @@ def test_acceptance_is_told_by_the_age_of_the_history() -> None:
     assert sum(map(sum, staleness.take())) == 0
 
 
+def rows(*responses: tuple[int, int, int]) -> np.ndarray:
+    return np.array(list(responses), RESPONSE)
+
+
 def test_predictions_follow_the_lengths() -> None:
     ledger = Ledger(window=4)
-    assert ledger.predictions() == ({}, float("inf"))
-    ledger.add([(p, 50, 0) for p in (1, 2, 3) for _ in range(4)] + [(9, 2000, 0)] * 4)
-    lengths, bound = ledger.predictions()
-    assert lengths[9] > bound > lengths[1]
+    assert Expected(ledger.predictions())[1] == Expected().mean
+    ledger.add(rows(*[(p, 50, 0) for p in (1, 2, 3) for _ in range(4)], *[(9, 2000, 0)] * 4))
+    lengths = Expected(ledger.predictions())
+    assert lengths[9] > lengths.mean > lengths[1]
     for version in (70, 80, 90, 100):
-        ledger.add([(1, 2000, version)] * 4)
-    again, _ = ledger.predictions()
+        ledger.add(rows(*[(1, 2000, version)] * 4))
+    again = Expected(ledger.predictions())
     assert again[1] > lengths[9]  # what it wrote at version 0 has left the window
     assert again[2] > 0.9 * lengths[2]  # and problem 2 has not been visited since
 
@@ -210,18 +215,16 @@ def test_a_clock_that_is_set_back_costs_a_figure_and_nothing_else() -> None:
 def test_lengths_are_delivered_once_in_order_and_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "KEPT", 3)
     ledger = Ledger(window=2)
-    ledger.add([(1, 10, 0), (2, 20, 0)])
-    cursor, first = ledger.since(0)
-    assert first == [(1, 10, 0), (2, 20, 0)]
-    ledger.add([(1, 30, 1)])
-    cursor, second = ledger.since(cursor)
-    assert second == [(1, 30, 1)]
-    ledger.add([(1, 40, 3)])
-    assert ledger.since(0)[1] == [(2, 20, 0), (1, 30, 1), (1, 40, 3)]
-    assert ledger.since(cursor)[1] == [(1, 40, 3)]
-    assert ledger.since(ledger.since(cursor)[0])[1] == []
-    assert ledger.since(1) == (4, ledger.since(0)[1])
-    assert ledger.since(10**6) == ledger.since(0)  # a cursor of a ledger that was lost
+    ledger.add(rows((1, 10, 0), (2, 20, 0)))
+    assert ledger.since(0).tolist() == [(1, 10, 0), (2, 20, 0)]
+    ledger.add(rows((1, 30, 1)))
+    assert ledger.since(2).tolist() == [(1, 30, 1)]
+    ledger.add(rows((1, 40, 3)))
+    assert ledger.since(0).tolist() == ledger.since(1).tolist() == [(2, 20, 0), (1, 30, 1), (1, 40, 3)]
+    assert ledger.since(3).tolist() == [(1, 40, 3)]
+    assert ledger.since(0, until=3).tolist() == [(2, 20, 0), (1, 30, 1)]
+    assert not len(ledger.since(4))
+    assert ledger.since(10**6).tolist() == ledger.since(0).tolist()  # a cursor of a ledger that was lost
 
 
 def test_the_replicas_agree_on_the_length_of_drafts() -> None:

@@ -15,6 +15,7 @@ from das_adapter.core.acceptance import AcceptanceRate
 from das_adapter.core.budget import Allocation, Worth
 from das_adapter.core.controller import Controller, Decoded, TimedStep
 from das_adapter.core.latency import StepModel
+from das_adapter.core.length import RESPONSE
 from das_adapter.core.policy_copy import CopyDrafts
 
 
@@ -174,7 +175,7 @@ def test_the_controller_lets_the_copy_draft_where_it_pays(rate: float, pass_s: f
     for version in (1, 2):
         on = rollout(controller, lengths, truth, rate, pass_s)
         saved = controller.time_saved(np.zeros(0, dtype=int))
-        controller.sync([(i, int(n), version) for i, n in enumerate(lengths)])
+        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
     assert on <= bar * off
     assert saved == pytest.approx(off - on, abs=0.05 * off)
 

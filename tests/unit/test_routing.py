@@ -14,17 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from das_adapter.config import parse
-from das_adapter.core.routing import (
-    NO_SIBLINGS,
-    THROUGHPUT,
-    Expected,
-    Replicas,
-    StartOrder,
-    Worth,
-    plan,
-    start_order,
-    worth_of,
-)
+from das_adapter.core.length import Expected
+from das_adapter.core.routing import THROUGHPUT, Replicas, StartOrder, plan, start_order, worth_of
+from das_adapter.core.siblings import NO_SIBLINGS, Moments, Worth
 
 WORTH = Worth()
 GROUPS = st.dictionaries(st.integers(0, 19), st.integers(1, 8), min_size=1, max_size=16)
@@ -47,11 +39,11 @@ def test_a_plan_has_every_row_once_and_ends_no_later_than_scattered_rows(
 ) -> None:
     problems = [p for p, n in groups.items() for _ in range(n)]
     shuffle.shuffle(problems)
-    shares = plan(problems, lengths, workers, slots=slots)
+    shares = plan(problems, Expected(lengths), workers, slots=slots)
     assert len(shares) == workers
     assert sorted(row for rows in shares for row in rows) == list(range(len(problems)))
     # Graham's bound of greedy scheduling, for requests that have no sibling
-    shares = plan(problems, lengths, workers)
+    shares = plan(problems, Expected(lengths), workers)
     expected = Expected(lengths)
     alone = [expected[p] / WORTH.tokens(0, known=p in lengths) for p in problems]
     assert makespan(shares, problems, lengths) <= 1e-6 + max(alone) + (sum(alone) / workers + max(alone)) / THROUGHPUT
@@ -62,7 +54,7 @@ def test_groups_stay_whole_where_there_are_enough_to_balance(workers: int) -> No
     rng = np.random.default_rng(workers)
     lengths = {p: float(n) for p, n in enumerate(rng.lognormal(6, 0.5, 8 * workers))}
     problems = rng.permutation([p for p in lengths for _ in range(8)]).tolist()
-    shares = plan(problems, lengths, workers)
+    shares = plan(problems, Expected(lengths), workers)
     assert sum(len({problems[row] for row in rows}) for rows in shares) == len(lengths)
     scattered = [[int(row) for row in rows] for rows in np.array_split(np.arange(len(problems)), workers)]
     assert makespan(shares, problems, lengths) < 0.98 * makespan(scattered, problems, lengths)
@@ -85,17 +77,17 @@ def test_requests_that_come_one_by_one_keep_groups_whole_too(workers: int, group
 
 
 def test_a_group_is_spread_where_its_work_decides_the_end() -> None:
-    assert [len(rows) for rows in plan([7] * 8, {}, 2)] == [8, 0]  # a long request's rounds decide
-    assert [len(rows) for rows in plan([7] * 8, {}, 2, slots=4)] == [4, 4]  # two waves or one
+    assert [len(rows) for rows in plan([7] * 8, Expected(), 2)] == [8, 0]  # a long request's rounds decide
+    assert [len(rows) for rows in plan([7] * 8, Expected(), 2, slots=4)] == [4, 4]  # two waves or one
     lengths = {0: 4000.0, 1: 100.0, 2: 100.0}
     problems = [p for p in range(3) for _ in range(16)]
-    shares = plan(problems, lengths, 2, slots=8)
+    shares = plan(problems, Expected(lengths), 2, slots=8)
     assert [Counter(problems[row] for row in rows)[0] for rows in shares] == [8, 8]
 
 
 def test_without_siblings_worth_anything_only_the_end_counts() -> None:
     lengths = {p: 100.0 for p in range(3)}
-    shares = plan([p for p in range(3) for _ in range(4)], lengths, 2, NO_SIBLINGS, slots=1)
+    shares = plan([p for p in range(3) for _ in range(4)], Expected(lengths), 2, NO_SIBLINGS, slots=1)
     assert [len(rows) for rows in shares] == [6, 6]
     replicas = Replicas("ab", NO_SIBLINGS)
     assert Counter(replicas.pick(5, 1.0, group=1) for _ in range(6)) == {"a": 3, "b": 3}
@@ -103,7 +95,7 @@ def test_without_siblings_worth_anything_only_the_end_counts() -> None:
 
 def test_unknown_problems_count_as_the_mean_of_the_known() -> None:
     assert Expected({1: 100.0, 2: 300.0})[3] == 200.0
-    (rows,) = plan([1, 3, 2], {1: 100.0, 2: 300.0}, 1, leaders=False)
+    (rows,) = plan([1, 3, 2], Expected({1: 100.0, 2: 300.0}), 1, leaders=False)
     assert rows == [2, 1, 0]
 
 
@@ -169,26 +161,26 @@ def test_a_batch_that_fits_in_one_wave_starts_longest_first(
     groups: dict[int, int], lengths: dict[int, float], workers: int
 ) -> None:
     problems = [p for p, n in groups.items() for _ in range(n)]
-    shares = plan(problems, lengths, workers, slots=len(problems))
+    shares = plan(problems, Expected(lengths), workers, slots=len(problems))
     expected = Expected(lengths)
     for rows in shares:
         tokens = [expected[problems[row]] for row in rows]
         assert tokens == sorted(tokens, reverse=True)
-    assert shares == plan(problems, lengths, workers, slots=len(problems), leaders=False)
+    assert shares == plan(problems, Expected(lengths), workers, slots=len(problems), leaders=False)
 
 
 def test_one_sample_of_each_new_problem_leads() -> None:
     problems = [p for p in range(6) for _ in range(4)]
-    (rows,) = plan(problems, {}, 1, slots=6)
+    (rows,) = plan(problems, Expected(), 1, slots=6)
     assert [problems[row] for row in rows[:6]] == list(range(6))
-    (rows_off,) = plan(problems, {}, 1, slots=6, leaders=False)
+    (rows_off,) = plan(problems, Expected(), 1, slots=6, leaders=False)
     assert rows_off == list(range(24))
     assert end_of(rows, problems, {}, 6) < end_of(rows_off, problems, {}, 6)
 
 
 def test_leaders_do_not_hold_back_much_longer_problems() -> None:
     order = StartOrder(group=8)
-    order.refresh({1: 1000.0, 2: 700.0, 3: 100.0}, version=0)
+    order.refresh(Expected({1: 1000.0, 2: 700.0, 3: 100.0}), version=0)
     leader, follower = order.priority(1), order.priority(1)
     assert leader < follower < order.priority(3)
     assert follower < order.priority(2)  # with history, a leader saves the others little
@@ -198,7 +190,7 @@ def test_what_has_begun_and_what_is_older_goes_first() -> None:
     order = StartOrder(group=4)
     lead, follow = order.priority(1), order.priority(1)
     assert order.priority(1, begun=True) == lead < follow
-    order.refresh({2: 1e5}, version=1)
+    order.refresh(Expected({2: 1e5}), version=1)
     assert follow < order.priority(2)
 
 
@@ -222,3 +214,20 @@ def test_siblings_are_worth_nothing_to_a_drafter_that_does_not_read_them() -> No
     for block in blocks:
         das = parse(block)
         assert das is not None and worth_of(das).tokens(7) == worth_of(das).tokens(0)
+
+
+def test_groups_stay_together_as_far_as_the_runs_own_requests_gain_from_it() -> None:
+    problems = [problem for problem in range(4) for _ in range(8)]
+    gain, none = (Moments.of(0.0, 1.5, 1000) + Moments.of(1.3, y, 1000) for y in (4.0, 1.5))
+    for seen, replicas_of_a_group in ((gain, 1), (none, 4)):
+        shares = plan(problems, Expected(siblings=seen, throughput=1000.0), 4, slots=1000)
+        for problem in range(4):
+            assert sum(any(problems[row] == problem for row in rows) for rows in shares) <= replicas_of_a_group
+        assert sorted(row for rows in shares for row in rows) == list(range(32))
+
+
+def test_a_replica_whose_steps_grow_with_the_batch_gets_fewer_requests() -> None:
+    """One group: alone on its replica while a step hardly takes longer with it, over both where steps double."""
+    for throughput, shares in ((1000.0, [0, 8]), (2.0, [4, 4])):
+        found = plan([7] * 8, Expected(throughput=throughput), 2)
+        assert sorted(map(len, found)) == shares
