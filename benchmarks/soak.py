@@ -10,6 +10,8 @@ the rollout, a fault is injected: see `FAULTS`. The result is written after each
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import json
 import os
@@ -110,7 +112,11 @@ class Replica:
         self._llm.reset_prefix_cache()
         begin = time.monotonic()
         self._session.sync(version, report=True)
-        return {"drafted": self._drafted, "accepted": self._accepted, "seconds": time.monotonic() - begin}
+        seconds = time.monotonic() - begin
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        memory = psutil.Process().memory_info().rss
+        return {"drafted": self._drafted, "accepted": self._accepted, "seconds": seconds, "memory": memory}
 
 
 def prompt(problem: int) -> list[int]:
@@ -216,12 +222,12 @@ FAULTS: list[Callable[[Run], None]] = [
 
 
 def memory() -> dict[str, int]:
-    """Resident bytes of Ray's actors, by class; where one has several processes, of the largest."""
+    """Resident bytes of Ray's actors but for the engines, by class; where one has several processes, of the largest."""
     found: dict[str, int] = {}
     for process in psutil.Process().children(recursive=True):
         try:
             name = process.cmdline()[0]
-            if name.startswith("ray::") and name != "ray::IDLE":
+            if name.startswith("ray::") and not name.startswith(("ray::IDLE", "ray::Replica")):
                 kind = name.removeprefix("ray::").partition(".")[0]
                 found[kind] = max(found.get(kind, 0), process.memory_info().rss)
         except (psutil.Error, IndexError):
@@ -275,14 +281,18 @@ def main(steps: int, every: int, out: Path) -> None:
             if fault:
                 fault(run)
             same = ray.get(writing) == ray.get(reference)
-            *synced, _ = ray.get([replica.sync.remote(step + 1) for replica in (*replicas, undisturbed)])
+            *synced, plain = ray.get([replica.sync.remote(step + 1) for replica in (*replicas, undisturbed)])
             done.append({
                 "fault": fault.__name__ if fault else None,
                 "same": same,
                 "drafted": sum(s["drafted"] for s in synced),
                 "accepted": sum(s["accepted"] for s in synced),
                 "sync_seconds": max(s["seconds"] for s in synced),
-                "memory": memory(),
+                "memory": {
+                    **memory(),
+                    "drafting engine": max(s["memory"] for s in synced),
+                    "undisturbed engine": plain["memory"],
+                },
             })  # fmt: skip
             if fault and len(done) >= 4:
                 result = summary(done)
