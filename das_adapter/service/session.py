@@ -72,6 +72,11 @@ class Session:
         self._asked: dict[str, tuple[Sequence[int], ray.ObjectRef]] = {}
         """By history of another node: what it was asked about, and the answer to come."""
         self._cursor = 0
+        self._here: Any = None
+        """The history of this node; None: none is shared."""
+        self._own = ""
+        self._nodes: dict[str, Any] = {}
+        """All histories, by name; this node's is `_own`."""
         self._expected: ray.ObjectRef | None = None
         self._find()
 
@@ -109,18 +114,19 @@ class Session:
     def report(self, step: int, timeout: float = PATIENCE_S) -> dict[str, Any]:
         """Report the counts since the last time to the run's ledger, as those of a training step, and return them;
         none, with a line in the log, where the engine does not answer."""
-        try:
-            report = self._counts(timeout)
+        report = self._counts(step, timeout)
+        if report:
             self._ledger.report.remote(step, report)
-            return report
+        return report
+
+    def _counts(self, step: int, timeout: float) -> dict[str, Any]:
+        try:
+            stats = self._rpc("stats", {}, timeout)
+            counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
+            return {**counts, **self._clock.take()}
         except Exception:
             logger.exception("das: no figures of an engine for step %s", step)
             return {}
-
-    def _counts(self, timeout: float) -> dict[str, Any]:
-        stats = self._rpc("stats", {}, timeout)
-        counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
-        return {**counts, **self._clock.take()}
 
     def sync(self, version: int, report: bool = False) -> None:
         """Exchange histories after a weight sync: the engine's trajectories go out, what is published comes in.
@@ -138,8 +144,8 @@ class Session:
             return max(0.0, deadline - time.monotonic())
 
         try:
-            counts = self._counts(left()) if report else None
-            message = self._message(version, counts, lambda: left() / 2)  # the rest is the engine's
+            counts = self._counts(version, left()) if report else {}
+            message = self._message(version, counts or None, lambda: left() / 2)  # the rest is the engine's
             answers: list[Refreshed] = self._rpc("refresh", message.payload(), left())
             drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
             if len({rank.get("generation") for rank in drafting}) > 1:
@@ -191,9 +197,12 @@ class Session:
     def _find(self) -> None:
         """Find the actors of the run, and start those again that are gone."""
         self._ledger = ledger(self._das.history.window)
-        self._here = node.here(self._das.history) if self._shared else None
-        self._own = node.name_of_here() if self._shared else ""
-        self._nodes = node.nodes() if self._shared else {}
+        if self._shared:
+            self._here, self._own = node.here(self._das.history), node.name_of_here()
+            known, self._nodes = self._nodes, {**node.nodes(), self._own: self._here}
+            with self._sending:
+                for name in self._nodes.keys() - known.keys():  # the copy it begins with may lack the last batches
+                    self._send(name, list(self._sent))
 
     def _push(self, trajectory: Trajectory) -> None:
         with self._lock:

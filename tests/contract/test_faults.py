@@ -1,0 +1,402 @@
+"""Whatever breaks under a run on two nodes of a real Ray cluster: the run goes on, and its history is what it must be.
+
+An engine here writes what a test tells it to; its session, the histories of the nodes and the ledger are the real ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import test_history
+from test_history import CONFIG, POEM, TOKENIZER, drafted, mapped, until
+
+ray = pytest.importorskip("ray")
+from ray.cluster_utils import Cluster  # noqa: E402
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
+
+from das_adapter.errors import DasError  # noqa: E402
+from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks  # noqa: E402
+from das_adapter.protocol.label import Label  # noqa: E402
+from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
+from das_adapter.service import checkpoint, janitor, node, warm_start  # noqa: E402
+from das_adapter.service.ledger import ledger, running  # noqa: E402
+
+FACTS = checkpoint.Facts.of("problem", TOKENIZER)
+NAMESPACE = "shared by two jobs"
+INTERPOSED = Path(__file__).with_name("interposed.c")
+
+
+class Engine(test_history.Engine):
+    """An engine on some node."""
+
+    def push(self, trajectory: Trajectory) -> None:
+        self.session._push(trajectory)
+
+    def deliver(self, history: str) -> None:
+        """Send everything now, and return when a history has it."""
+        self.session.flush()
+        ray.get(self.session._nodes[history].figures.remote())
+
+    def kept(self) -> tuple[int, int]:
+        """Batches that are kept to be sent again, and histories that may need them."""
+        return len(self.session._sent), len(self.session._unsure)
+
+
+class Run:
+    """A run with an engine on each of its nodes."""
+
+    def __init__(self, cluster: Cluster, trap: Path):
+        self.cluster, self._trap = cluster, trap
+        self._problems, self._versions = itertools.count(1000), itertools.count(1)
+        self.version = 0
+        self.nodes = [cluster.head_node, cluster.add_node(num_cpus=1, object_store_memory=80_000_000)]
+        self.engines = [self.engine(n.node_id) for n in self.nodes]
+
+    @staticmethod
+    def engine(node_id: str) -> Any:
+        pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return ray.remote(Engine).options(num_cpus=0, scheduling_strategy=pinned).remote()
+
+    def write(self, engine: int = 0) -> int:
+        """Let an engine finish a response to a new problem; return the problem."""
+        problem = next(self._problems)
+        ray.get(self.engines[engine].write.remote(problem, POEM, self.version))
+        return problem
+
+    def sync(self) -> list[Refresh]:
+        """A weight sync; return what each engine hears."""
+        self.version = next(self._versions)
+        return ray.get([engine.sync.remote(self.version) for engine in self.engines])
+
+    def goes_on(self, *problems: int, nodes: int = 2) -> None:
+        """Weight syncs go on until every node drafts what was written, each text once."""
+
+        def done() -> bool:
+            messages = self.sync()
+            histories = [mapped(m.history) for m in messages if m.history and m.history.generation]
+            return len(histories) == nodes and all(
+                drafted(history, problem) == POEM.tolist() for history in histories for problem in problems
+            )
+
+        until(done)
+
+    def history(self, of: int) -> Any:
+        return node.nodes()[node._name(self.nodes[of].node_id)]
+
+    def figures(self, of: int) -> dict[str, Any]:
+        return ray.get(self.history(of).figures.remote())
+
+    def kill_at(self, path: str) -> None:
+        """Kill the process that is the next to complete a file with this in its path."""
+        self._trap.with_suffix(".new").write_text(path)
+        self._trap.with_suffix(".new").rename(self._trap)
+
+    def was_killed(self) -> bool:
+        return not self._trap.exists()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("faults")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", folder / "interposed.so", INTERPOSED, "-ldl"], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray._private.utils.write_ray_address", lambda *_, **__: None)
+        patch.setenv("RAY_automatic_object_spilling_enabled", "0")  # a full object store has no way out
+        patch.setenv("RAY_local_fs_capacity_threshold", "0.0001")
+        head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80_000_000}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        env = {"LD_PRELOAD": str(folder / "interposed.so"), "DAS_TEST_KILL": str(folder / "trap")}
+        ray.init(cluster.address, namespace=NAMESPACE, runtime_env={"env_vars": env}, log_to_driver=False)
+        for module in (sys.modules[__name__], test_history):  # Ray's workers can't import a test
+            ray.cloudpickle.register_pickle_by_value(module)
+        ledger(4)
+        run = Run(cluster, folder / "trap")
+        run.goes_on(run.write(0), run.write(1))
+        yield run
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_killed_while_it_publishes(run: Run) -> None:
+    before = run.figures(1)
+    problems = run.write(0), run.write(1)
+    run.kill_at(f"{before['directory']}/manifest-")
+    run.goes_on(*problems)
+    after = run.figures(1)
+    assert run.was_killed() and after["pid"] != before["pid"]
+    assert after["directory"] == before["directory"]  # it was taken over
+    assert after["tokens"] == run.figures(0)["tokens"] == before["tokens"] + 2 * len(POEM)
+
+
+def test_killed_before_it_publishes_what_engines_of_other_nodes_sent(run: Run) -> None:
+    before = run.figures(1)
+    problem = run.write(0)
+    ray.get(run.engines[0].deliver.remote(node._name(run.nodes[1].node_id)))
+    os.kill(before["pid"], signal.SIGKILL)
+    run.goes_on(problem)
+    assert run.figures(1)["pid"] != before["pid"]
+    assert run.figures(1)["tokens"] == before["tokens"] + len(POEM)
+    until(lambda: run.sync() and ray.get(run.engines[0].kept.remote())[0] == 0)
+
+
+def test_killed_while_it_saves(run: Run, tmp_path: Path, caplog: Any) -> None:
+    problem, folder, before = run.write(1), tmp_path / "step_1", run.figures(0)
+    run.kill_at("step_1/das_history.partial/index")
+    warm_start.save(folder, FACTS, CONFIG)
+    assert run.was_killed() and not list(folder.iterdir())
+    assert caplog.text.count("das: the history was not saved with the checkpoint") == 1
+    run.goes_on(problem)
+    assert run.figures(0)["pid"] != before["pid"]
+    warm_start.save(folder, FACTS, CONFIG)
+    checkpoint.check(folder / checkpoint.NAME, FACTS, "resume")
+
+
+def test_a_node_that_is_killed_while_it_joins_and_one_that_goes(run: Run) -> None:
+    third = run.cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+    job = ray.get_runtime_context().get_job_id()
+    run.kill_at(f"das-history-{job}-{third.node_id[:16]}/segments-")
+    run.nodes.append(third)
+    run.engines.append(run.engine(third.node_id))
+    problem = run.write(0)
+    run.goes_on(problem, nodes=3)
+    assert run.was_killed()
+    assert run.figures(2)["tokens"] == run.figures(0)["tokens"]
+
+    ray.get(run.engines[2].write.remote(1, POEM, run.version))  # goes with its node
+    run.engines.pop()
+    run.nodes.pop()
+    run.cluster.remove_node(third, allow_graceful=False)
+    run.goes_on(run.write(0), run.write(1))
+    until(lambda: run.sync() and [ray.get(e.kept.remote()) for e in run.engines] == [(0, 2)] * 2)
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+def test_the_ledger_is_killed(run: Run, for_good: bool) -> None:
+    run.sync()
+    ray.kill(running(), no_restart=for_good)
+    run.goes_on(run.write(0))  # its length, reported while there was no ledger, may be lost
+    problem, heard = run.write(1), set()
+
+    def told() -> bool:
+        heard.update(*(message.responses["problem"].tolist() for message in run.sync()))
+        return problem in heard
+
+    until(told)
+    run.goes_on(problem)
+
+
+def limited(pid: int, size: int) -> None:
+    """Let a process write no file that is larger: no space."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def test_shared_memory_is_full_on_one_node(run: Run) -> None:
+    before = run.figures(1)
+    limited(before["pid"], 64)
+    problems = run.write(0), run.write(1)
+    here, there = run.sync()
+    assert mapped(there.history).tokens == before["tokens"]  # the node has what it had
+    assert drafted(mapped(here.history), problems[0]) == POEM.tolist()
+    limited(before["pid"], resource.RLIM_INFINITY)
+    run.goes_on(*problems)
+    after = run.figures(1)
+    assert (after["pid"], after["tokens"]) == (before["pid"], before["tokens"] + 2 * len(POEM))
+
+
+def test_the_disk_is_full_when_a_checkpoint_is_saved(run: Run, tmp_path: Path, caplog: Any) -> None:
+    pid = run.figures(0)["pid"]
+    limited(pid, 200)
+    try:
+        warm_start.save(tmp_path, FACTS, CONFIG)
+    finally:
+        limited(pid, resource.RLIM_INFINITY)
+    assert not list(tmp_path.iterdir())
+    assert caplog.text.count("das: the history was not saved with the checkpoint") == 1
+    run.goes_on(run.write(0))
+    assert run.figures(0)["pid"] == pid
+
+
+@pytest.fixture(scope="module")
+def saved(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """A checkpoint of the run, and the tokens in it."""
+    folder = tmp_path_factory.mktemp("saved")
+    warm_start.save(folder, FACTS, CONFIG)
+    return folder, run.figures(0)["tokens"]
+
+
+@pytest.mark.parametrize("name", ["index", "lengths.npy", "history.json", ""])
+@pytest.mark.parametrize("keep", [0.0, 0.7])
+def test_a_checkpoint_is_half_written(
+    run: Run, saved: Any, tmp_path: Path, caplog: Any, name: str, keep: float
+) -> None:
+    history = tmp_path / checkpoint.NAME
+    if name:
+        shutil.copytree(saved[0] / checkpoint.NAME, history)
+        whole = (history / name).read_bytes()
+        (history / name).write_bytes(whole[: int(keep * len(whole))])
+    before = ray.get(running().since.remote(0))
+    warm_start.begin(CONFIG, FACTS, "das", tmp_path, 0)
+    assert caplog.text.count(f"the checkpoint {tmp_path} has no history to resume from") == 1
+    assert ray.get(running().start.remote()) is None
+    assert np.array_equal(ray.get(running().since.remote(0)), before)
+    with pytest.raises(DasError, match=r"das\.history\.persist|damaged lengths"):
+        warm_start.begin(CONFIG.model_copy(update={"persist": str(history)}), FACTS, "das", None, 0)
+
+
+JOB = """
+import json, sys, ray
+from pathlib import Path
+from das_adapter.config import parse
+from das_adapter.core.index import SuffixIndex
+from das_adapter.protocol.messages import Refresh
+from das_adapter.service import checkpoint, warm_start
+from das_adapter.service.session import Session
+address, namespace, folder, facts = sys.argv[1:5]
+ray.init(address=address, namespace=namespace, log_to_driver=False)
+das = parse({"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}})
+warm_start.begin(das.history, checkpoint.Facts(**json.loads(facts)), "das", Path(folder), 0)
+heard = []
+session = Session(das, lambda command, payload, timeout: heard.append(payload) or [{"generation": 1}])
+session.sync(1)
+message = Refresh.of(heard[-1])
+index = SuffixIndex.attach(message.history.directory)
+index.refresh(message.history.generation)
+print("RESUMED", index.tokens, len(message.responses), message.history.directory, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_jobs_on_a_node_one_of_which_resumes_with_fewer_replicas(run: Run, saved: Any) -> None:
+    folder, tokens = saved
+    before, directory = run.figures(0)["tokens"], run.figures(0)["directory"]
+    facts = json.dumps(vars(FACTS))
+    command = [sys.executable, "-c", JOB, run.cluster.address, NAMESPACE, str(folder), facts]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        line = next(line for line in other.stdout or () if line.startswith("RESUMED")).split()
+        problem = run.write(0)
+        run.goes_on(problem)  # beside the other job
+        assert other.stdin is not None
+        other.stdin.close()
+    assert int(line[1]) == tokens
+    assert int(line[2]) > 0
+    assert line[3] != directory and Path(line[3]).parent == Path(directory).parent
+    assert run.figures(0)["tokens"] == before + len(POEM)
+
+
+def test_the_object_store_is_exhausted(run: Run, caplog: Any) -> None:
+    engine = Engine()
+    before, large = run.figures(0)["tokens"], np.full(5_000_000, -1, dtype=np.int32)
+    for i in range(8):  # 20 MB each; the store has 80
+        engine.write(i, large, run.version)
+        engine.session.flush()
+    assert "das: trajectories did not reach the history" in caplog.text
+    good = run.write(0)
+    engine.sync(run.version)
+    run.goes_on(good)
+    for _ in range(3):
+        engine.sync(run.version)
+    written = run.write(1)
+    engine.write(7, POEM, run.version)
+    engine.sync(run.version)
+    run.goes_on(good, written, 7)  # there is room again
+    assert run.figures(0)["tokens"] == before + 3 * len(POEM)
+
+
+def test_a_poison_trajectory_is_dropped_alone(run: Run) -> None:
+    problem, before = next(run._problems), run.figures(0)["tokens"]
+    for bad in (Trajectory(1, b"abc", 0), Trajectory(1, (-POEM).tobytes(), 0)):
+        run.engines[0].push.remote(bad)
+    ray.get(run.engines[0].push.remote(Trajectory(problem, POEM.tobytes(), run.version)))
+    run.goes_on(problem)
+    assert run.figures(0)["tokens"] == run.figures(1)["tokens"] == before + len(POEM)
+
+
+class Refitted:
+    """An engine of NeMo-RL with two ranks."""
+
+    def __init__(self) -> None:
+        self.answers: list[Any] = [True, True]
+        self.versions: list[int] = []
+
+    def generate(self) -> None: ...
+
+    def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "das_rpc":
+            self.versions.append(args[1]["version"])
+            return [{"generation": 1}]
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        return self.answers
+
+
+def test_a_refit_that_fails_half_way_is_no_new_version(run: Run) -> None:
+    engine = Refitted()
+    das = test_history.parse(test_history.DAS)
+    hooks = SyncEngineHooks.attach(engine, das, source=1)
+    for answers in ([True, False], RuntimeError("a rank died"), [True, True], [{"loaded": 3}], [None, None]):
+        engine.answers = answers
+        try:
+            assert engine.collective_rpc("update_weights_via_ipc_zmq") == answers
+        except RuntimeError as error:
+            assert error is answers
+    assert engine.versions == [1, 2, 3]
+    assert hooks.version == 3
+
+
+def test_an_engine_that_does_not_answer_loses_its_figures_alone(run: Run, caplog: Any) -> None:
+    engine = Engine()
+    engine.session._rpc = lambda *_: (_ for _ in ()).throw(TimeoutError("no answer"))
+    assert engine.session.report(1) == {}
+    assert caplog.text.count("das: no figures of an engine for step 1") == 1
+
+
+def test_the_clock_is_stepped(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, problem, now = Engine(), next(run._problems), time.time()
+    monkeypatch.setattr(time, "time", lambda: now - 86_400)  # a day back, in the middle of a rollout
+    engine.session.finished(Label(problem, seed=1), POEM, now, time.time(), run.version)
+    version = next(run._versions)
+    engine.session.sync(version, report=True)
+    run.goes_on(problem)
+    figures = ray.get(running().metrics.remote(version))
+    assert figures["das/rollout_s"] == figures["das/tail_s"] == 0.0
+
+
+def test_only_what_nobody_uses_is_swept(tmp_path: Path) -> None:
+    def directory(name: str) -> Path:
+        made = tmp_path / f"das-history-{name}"
+        made.mkdir()
+        for lock in ("writer", "janitor"):
+            (made / lock).touch()
+        return made
+
+    def locked(path: Path) -> Callable[[], None]:
+        import fcntl
+
+        file = path.open("r+")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return file.close
+
+    stale, written, watched, own = (directory(name) for name in ("stale", "written", "watched", "own"))
+    (tmp_path / "das-history-link").symlink_to(stale)
+    (tmp_path / "das-history-new").mkdir()  # its writer is about to lock it
+    release = [locked(written / "writer"), locked(watched / "janitor")]
+    janitor.sweep(tmp_path, besides=own.name)
+    left = {path.name.removeprefix("das-history-") for path in tmp_path.iterdir()}
+    assert left == {"written", "watched", "own", "link", "new"}
+    for close in release:
+        close()
+    janitor.sweep(tmp_path, besides="")
+    assert {path.name.removeprefix("das-history-") for path in tmp_path.iterdir()} == {"link", "new"}
