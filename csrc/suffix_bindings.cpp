@@ -85,6 +85,13 @@ void bind_suffix_index(nb::module_& m) {
       PyErr_SetFromErrnoWithFilename(PyExc_OSError, e.path1().c_str());
     }
   });
+  m.def(
+      "check_index_file",
+      [](const std::string& path) {
+        das::SegmentFile file(path, true, false);
+        for (size_t i = 0; i < file.header().count; ++i) file.check(i);
+      },
+      unlocked());
   nb::class_<SuffixIndex>(m, "SuffixIndex")
       .def(nb::init<uint32_t, double>())
       .def("add",

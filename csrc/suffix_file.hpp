@@ -72,11 +72,11 @@ constexpr uint64_t kSegmentMagic = 0x3247455358534144;   // "DASXSEG2" on a litt
 constexpr uint64_t kManifestMagic = 0x334e414d58534144;  // "DASXMAN3"
 constexpr uint64_t kWholeMagic = 0x334c4c4158534144;     // "DASXALL3"
 
-// Bytes of a file, read into memory or mapped.
+// Bytes of a file, read into memory or mapped. `own`: it must be this user's, and no link.
 class Bytes {
  public:
-  Bytes(const std::string& path, bool map) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  Bytes(const std::string& path, bool map, bool own) {
+    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | (own ? O_NOFOLLOW : 0));
     if (file < 0) fail(path);
     struct Close {
       int file;
@@ -85,6 +85,7 @@ class Bytes {
     struct stat status;
     if (fstat(file, &status)) fail(path);
     if (!S_ISREG(status.st_mode)) throw FileError(path, "it is not a file");
+    if (own && status.st_uid != geteuid()) throw FileError(path, "it is another user's");
     size_ = static_cast<size_t>(status.st_size);
     if (map && size_) {
       mapped_ = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
@@ -150,7 +151,7 @@ class SegmentFile {
     Segment::Shape shape() const { return {tokens, places, runs}; }
   };
 
-  SegmentFile(std::string path, bool map) : path_(std::move(path)), bytes_(path_, map) {
+  SegmentFile(std::string path, bool map, bool own) : path_(std::move(path)), bytes_(path_, map, own) {
     header_ = read_header<Entry>(bytes_, path_, kSegmentMagic);
     uint64_t end = sizeof header_ + header_.count * sizeof(Entry);
     for (size_t i = 0; i < header_.count; ++i) {
@@ -201,21 +202,24 @@ inline void check(const Segment& segment) {
   if (segment.file) segment.file->check(segment.entry);
 }
 
-// Writes a file under a temporary name and renames it, so that other processes see all of it or nothing.
+// Writes a file under a temporary name and renames it, so that other processes see all of it or nothing. `lasting`: it
+// is on the disk before that, with the permissions that the user gives new files; else only this user can read it.
 template <class Write>
-void write_file(const std::string& path, Write&& write) {
+void write_file(const std::string& path, bool lasting, Write&& write) {
   const std::string temporary = path + "." + std::to_string(getpid()) + ".tmp";
   const auto fail = [&] {
     const int error = errno;
     std::remove(temporary.c_str());
     errno = error, das::fail(path);
   };
-  std::FILE* file = std::fopen(temporary.c_str(), "wb");
+  const int flags = O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW | O_CLOEXEC;
+  const int descriptor = ::open(temporary.c_str(), flags, lasting ? 0666 : 0600);
+  std::FILE* file = descriptor < 0 ? nullptr : fdopen(descriptor, "wb");
   if (!file) fail();
   bool sound = true;
   write(
       [&](const void* data, size_t bytes) { sound = sound && (!bytes || std::fwrite(data, 1, bytes, file) == bytes); });
-  sound = sound && !std::fflush(file);
+  sound = sound && !std::fflush(file) && !(lasting && fsync(descriptor));
   const int error = errno;
   sound = !std::fclose(file) && sound;
   if (!sound) errno = error ? error : EIO, fail();
@@ -230,7 +234,7 @@ void seal_header(FileHeader& header, const std::vector<Entry>& table, uint64_t b
   header.checksum = header.sum();
 }
 
-inline void write_segments(const std::string& path, FileHeader header,
+inline void write_segments(const std::string& path, bool lasting, FileHeader header,
                            const std::vector<std::pair<uint64_t, const Segment*>>& segments) {
   std::vector<SegmentFile::Entry> table;
   const uint64_t begin = sizeof header + segments.size() * sizeof(SegmentFile::Entry);
@@ -242,7 +246,7 @@ inline void write_segments(const std::string& path, FileHeader header,
   }
   header.magic = kSegmentMagic;
   seal_header(header, table, end - begin);
-  write_file(path, [&](auto&& put) {
+  write_file(path, lasting, [&](auto&& put) {
     put(&header, sizeof header);
     put(table.data(), table.size() * sizeof table[0]);
     for (const auto& [problem, s] : segments) put(s->bytes(), s->nbytes());

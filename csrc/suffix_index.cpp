@@ -398,11 +398,11 @@ void SuffixIndex::save(const std::string& path) const {
   std::vector<std::pair<uint64_t, const Segment*>> all;
   for (const auto& [id, problem] : problems_)
     for (const Segment& segment : problem.history) check(segment), all.emplace_back(id, &segment);
-  write_segments(path, header(), all);
+  write_segments(path, true, header(), all);
 }
 
 void SuffixIndex::load(const std::string& path) {
-  const auto file = std::make_shared<SegmentFile>(path, false);
+  const auto file = std::make_shared<SegmentFile>(path, false, false);
   Store::Histories histories;
   for (size_t i = 0; i < file->header().count; ++i) {
     file->check(i);

@@ -16,9 +16,9 @@
 
 namespace das {
 
-// Files never change. `manifest-N` lists what generation N changed: problems with all their segments, and the files
-// that these lie in. `whole-N` lists a generation completely, now and then; `manifest` is the newest of these. A file
-// that a generation no longer needs stays for kKept more.
+// Files never change; nobody but their user can read them. `manifest-N` lists what generation N changed: problems with
+// all their segments, and the files that these lie in. `whole-N` lists a generation completely, now and then; `manifest`
+// is the newest of these. A file that a generation no longer needs stays for kKept more.
 class Store {
  public:
   using Files = std::map<uint64_t, std::shared_ptr<SegmentFile>>;
@@ -84,8 +84,8 @@ class Store {
   void write(const std::vector<std::pair<uint64_t, Segment*>>& segments, FileHeader header) {
     header.number = next_++;
     const Table table(segments.begin(), segments.end());
-    write_segments(path(name("segments", header.number)), header, table);
-    const auto file = std::make_shared<SegmentFile>(path(name("segments", header.number)), true);
+    write_segments(path(name("segments", header.number)), false, header, table);
+    const auto file = std::make_shared<SegmentFile>(path(name("segments", header.number)), true, true);
     for (size_t i = 0; i < segments.size(); ++i) {
       Segment& segment = *segments[i].second;
       if (segment.file) segment.file->alive -= segment.nbytes();
@@ -143,7 +143,7 @@ class Store {
   }
 
   static Manifest open(const std::string& path, uint64_t magic) {
-    const Bytes bytes(path, false);
+    const Bytes bytes(path, false, true);
     Manifest found{read_header<Line>(bytes, path, magic), {}};
     if (found.header.count < 1 + found.header.extra) throw FileError(path, "its table contradicts itself");
     const auto* lines = reinterpret_cast<const Line*>(bytes.data() + sizeof found.header);
@@ -213,7 +213,7 @@ class Store {
       for (const Place& place : list) {
         auto& file = out.files[place.file];
         const std::string named = path(name("segments", place.file));
-        if (!file || file->header().checksum != place.checksum) file = std::make_shared<SegmentFile>(named, true);
+        if (!file || file->header().checksum != place.checksum) file = std::make_shared<SegmentFile>(named, true, true);
         if (file->header().checksum != place.checksum || file->header().depth != out.header.depth)
           throw FileError(named, "it is not the file that the manifest names");
         if (place.entry >= file->header().count || file->entry(place.entry).problem != problem)
@@ -237,7 +237,7 @@ class Store {
     header.magic = magic;
     seal_header(header, lines, 0);
     for (const std::string& target : targets)
-      write_file(path(target), [&](auto&& put) {
+      write_file(path(target), false, [&](auto&& put) {
         put(&header, sizeof header);
         put(lines.data(), lines.size() * sizeof lines[0]);
       });

@@ -65,6 +65,9 @@ _VLLM = {
     "vllm.sampling_params": {
         "SamplingParams._validate_spec_decode(self, speculative_config)": "min_p and logit_bias beside a drafter"
     },
+    "vllm.v1.engine.input_processor": {
+        "InputProcessor.process_inputs(self, request_id, prompt, params)": "refuses bad labels"
+    },
     "vllm.v1.core.sched.scheduler": {"Scheduler.__init__(self, vllm_config)": "slots for draft tokens"},
     "vllm.v1.core.sched.output": {
         "SchedulerOutput.scheduled_new_reqs": "times decode steps",

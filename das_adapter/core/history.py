@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index.values import Shrunk
-from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
 
@@ -48,21 +47,32 @@ class HistoryPolicy:
             return next(self._alone)
         return 0 if self.config.scope == "global" else problem
 
-    def remember(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31) -> None:
+    def remember(
+        self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31, offset: int = 0
+    ) -> None:
         """Add finished trajectories, and seal them: the visits of their problems beyond the window are dropped.
+
+        One that is no text of the policy is left out, and a line in the log says so.
 
         Args:
             store: takes them in.
             trajectories: (problem, int32 token ids of the response, weight version that wrote it).
             vocabulary: of the policy.
-
-        Raises:
-            DasError: a token id is outside the vocabulary.
+            offset: added to the weight versions.
         """
-        for problem, text, version in trajectories:
-            tokens = np.frombuffer(text, dtype=np.int32)
-            check_tokens(tokens, vocabulary)
-            store.add(self.key(problem), tokens, version)
+        refused: list[str] = []
+        for trajectory in trajectories:
+            try:
+                problem, text, version = trajectory
+                tokens = np.frombuffer(text, dtype=np.int32)
+                if tokens.max(initial=0) >= vocabulary:
+                    raise ValueError(f"found token {tokens.max()}, the policy's vocabulary has {vocabulary}")
+                store.add(self.key(problem), tokens, version + offset)
+            except (TypeError, ValueError) as error:
+                refused.append(repr(error))
+        if refused:
+            logger.error("das: history: %d trajectories are no text of the policy and left out, the first because of "
+                         "%s", len(refused), refused[0])  # fmt: skip
         store.seal(self.config.window)
 
     def tidy(self, store: Store) -> None:
@@ -73,10 +83,3 @@ class HistoryPolicy:
             logger.warning("das: history: above das.history.max_bytes=%d: %d of %d tokens were dropped; "
                            "%d problems were thinned out, %d forgotten",
                            self.config.max_bytes, shrunk.tokens, before, shrunk.thinned, shrunk.dropped)  # fmt: skip
-
-
-def check_tokens(tokens: npt.NDArray[np.int32], vocabulary: int) -> None:
-    """Refuse text that was written with another tokenizer, with a `DasError`."""
-    if len(tokens) and tokens.max() >= vocabulary:
-        raise DasError(f"history: found token {tokens.max()}, the policy's vocabulary has {vocabulary}: "
-                       "the history was written with another tokenizer")  # fmt: skip

@@ -186,9 +186,10 @@ class LengthLog:
             self._kept -= len(self._log.popleft())
 
     def since(self, cursor: int, until: int | None = None) -> Responses:
-        """Return what arrived after `cursor` others (0: all that is kept), up to `until` of all that arrived."""
+        """Return what arrived after `cursor` others (0: all that is kept), up to `until` of all that arrived. A cursor
+        that lies ahead is that of a log which was lost: all that is kept is new."""
         at, found = self.count, deque([np.zeros(0, RESPONSE)])
-        cursor = max(cursor, self.count - self.KEPT)
+        cursor = max(0 if cursor > self.count else cursor, self.count - self.KEPT)
         for some in reversed(self._log):
             if at <= cursor:
                 break

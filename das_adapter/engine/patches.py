@@ -10,6 +10,7 @@ from das_adapter.config import DasConfig, parse
 from das_adapter.errors import UnsupportedHost
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import SETTINGS_KEY, engine_args
+from das_adapter.protocol.label import BadLabel, Label
 
 STATE = "_das_adapter"
 """Attribute of vLLM's worker: its `WorkerState`."""
@@ -105,6 +106,23 @@ def allow_row_processors(stock: Any) -> Any:
     return validate
 
 
+@patch("vllm.v1.engine.input_processor:InputProcessor.process_inputs", since="0.24")
+def refuse_bad_labels(stock: Any) -> Any:
+    """Without it a label that came over HTTP and is wrong would be found in the worker, in the middle of a step of all
+    requests; here it is the error of its own request (front end)."""
+
+    @functools.wraps(stock)
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            Label.of(getattr(params, "extra_args", None))
+        except BadLabel:
+            if settings(self.vllm_config) is not None:
+                raise
+        return stock(self, request_id, prompt, params, *args, **kwargs)
+
+    return process_inputs
+
+
 @patch("vllm.v1.worker.gpu_model_runner:build_logitsprocs", since="0.24")
 def build_row_processors(stock: Any) -> Any:
     """Without it vLLM does not even build the processors of min_p and logit_bias beside a drafter (worker)."""
@@ -134,5 +152,8 @@ def reserve_draft_slots(stock: Any) -> Any:
     return init
 
 
-AT_START = (reach_workers, bind_worker, choose_drafter, allow_row_processors, reserve_draft_slots)
+AT_START = (
+    *(reach_workers, bind_worker, choose_drafter),
+    *(allow_row_processors, refuse_bad_labels, reserve_draft_slots),
+)
 """Applied in every process of vLLM, before anything is built."""

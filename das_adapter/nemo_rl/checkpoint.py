@@ -41,7 +41,7 @@ def begin(master_config: Any, tokenizer: Any) -> None:
 
     Raises:
         ConfigError, UnsupportedHost: see `settings.check`.
-        DasError: the history that the run should start with can't be used (see `warm_start.begin`).
+        DasError: what `history.persist` names can't be used (see `warm_start.begin`).
     """
     generation = _generation(master_config)
     das = settings.check(generation)
@@ -58,7 +58,7 @@ def begin(master_config: Any, tokenizer: Any) -> None:
     if das.shares_history:
         facts = Facts.of(das.history.scope, tokenizer)
         generation[settings.FACTS] = asdict(facts)
-        warm_start.begin(das.history, facts, settings.BLOCK, resumed, "checkpointing.checkpoint_dir", version=0)
+        warm_start.begin(das.history, facts, settings.BLOCK, resumed, version=0)
 
 
 def save(folder: Path, run_config: Any) -> None:

@@ -102,6 +102,14 @@ class EngineHooks:
         for text in texts:
             self._session.finished(label, text, begin, end, self.version)
 
+    def _refitted(self, method: Any, answers: Sequence[Any] | None) -> bool:
+        """Return whether a call was a refit that reached every rank, and count the weight version. A worker answers
+        False where it failed: the engine still has its old weights, or parts of both."""
+        if method not in REFITS or any(answer is False for answer in answers or ()):
+            return False
+        self.version += 1
+        return True
+
     def _report(self) -> dict[str, Any]:
         """Return the counts since the last report; they set the ladder's draft length at the next refit but one."""
         return {**self._session.report(self.version + 1), "weight_version": self.version}
@@ -126,8 +134,7 @@ class SyncEngineHooks(EngineHooks):
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._rpc(method, *args, **kwargs)
-        if method in REFITS:
-            self.version += 1
+        if self._refitted(method, result):
             self._session.sync(self.version)
         return result
 
@@ -170,8 +177,7 @@ class AsyncEngineHooks(EngineHooks):
 
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = await self._rpc(method, *args, **kwargs)
-        if method in REFITS:
-            self.version += 1
+        if self._refitted(method, result):
             self._loop = asyncio.get_running_loop()
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:

@@ -7,6 +7,7 @@ here.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import numpy.typing as npt
 
 from das_adapter import __version__
 from das_adapter.errors import DasError
+
+logger = logging.getLogger("das_adapter")
 
 _OCTAVES = 24
 _LINES = 256
@@ -85,6 +88,7 @@ class DecisionLog:
         self.path = Path(directory) / f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.jsonl"
         self._lines = [json.dumps(["run", __version__, os.getpid()])]
         self._drafted, self._accepted = np.zeros(_OCTAVES), np.zeros(_OCTAVES)
+        self._ended = False
 
     def add(self, record: Step | Request | Acceptance | WeightSync) -> None:
         """Write a record, if not at once."""
@@ -109,9 +113,14 @@ class DecisionLog:
         self.flush()
 
     def flush(self) -> None:
-        """Write what was kept back."""
-        with self.path.open("a") as file:
-            file.writelines(line + "\n" for line in self._lines)
+        """Write what was kept back. Where the disk is full the log ends, and nothing else does."""
+        if not self._ended:
+            try:
+                with self.path.open("a") as file:
+                    file.writelines(line + "\n" for line in self._lines)
+            except OSError as error:
+                self._ended = True
+                logger.error("das: the decision log %s ends here: %r", self.path, error)
         self._lines.clear()
 
 

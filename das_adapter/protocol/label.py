@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import numpy.typing as npt
 
 from das_adapter.core.identity import prompt_identity
+from das_adapter.errors import DasError
 
 _KEYS = {"problem": "das_problem", "seed": "das_seed", "record": "das_record", "start": "das_start"}
+_MOST = {"das_problem": 2**64 - 1, "das_seed": 2**64 - 1, "das_record": 1, "das_start": 2**31 - 1}
+
+
+class BadLabel(DasError, ValueError):
+    """A request's label that no host has written; a server answers it as a bad request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +37,13 @@ class Label:
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> Label:
-        """Read a request's `extra_args`; what they don't say has its default."""
-        found = {name: int(extra_args[key]) for name, key in _KEYS.items() if key in extra_args} if extra_args else {}
+        """Read a request's `extra_args`, which a stranger may have written; what they don't say has its default.
+
+        Raises:
+            BadLabel: a value is no integer, or out of range.
+        """
+        given = extra_args or {}
+        found = {name: _integer(key, given[key]) for name, key in _KEYS.items() if key in given}
         return cls(found.get("problem"), found.get("seed"), bool(found.get("record", True)), found.get("start"))
 
     def extra_args(self) -> dict[str, int]:
@@ -45,3 +57,14 @@ class Label:
     def start_in(self, prompt_tokens: int) -> int:
         """Return `start` for a prompt of so many tokens."""
         return prompt_tokens if self.start is None else min(self.start, prompt_tokens)
+
+
+def _integer(key: str, value: Any) -> int:
+    """Return a value of a label; JSON may carry a large integer as text."""
+    try:
+        found = operator.index(int(value) if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        found = -1
+    if not 0 <= found <= _MOST[key]:
+        raise BadLabel(f"{key}: found {value!r}, allowed: an integer from 0 to {_MOST[key]}")
+    return found

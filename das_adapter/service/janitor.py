@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -22,6 +24,19 @@ def watch(directory: Path, grace_s: float) -> None:
     nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     # It forks once more, so that it is not ended together with this process's children.
     subprocess.run(command, check=True, start_new_session=True, **nowhere)
+
+
+def sweep(root: Path, besides: str) -> None:
+    """Remove this user's history directories in `root` that nobody writes to or watches: those of jobs that ended
+    together with their janitors. `besides`: the name of one that stays."""
+    for directory in root.glob("das-history-*"):
+        with contextlib.suppress(OSError):  # it is gone, or in use
+            found = directory.lstat()
+            if directory.name != besides and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                with (directory / "janitor").open("r+") as own, (directory / "writer").open("r+") as writer:
+                    for lock in (own, writer):
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _watch(directory: Path, grace_s: float) -> None:

@@ -18,7 +18,6 @@ from das_adapter.protocol.metrics import faults, figures
 
 logger = logging.getLogger("das_adapter")
 
-NAME = "das_ledger"
 _started: list[Any] = []
 """Handles of the actors that this process started: an actor ends with the last handle that it was started through."""
 
@@ -135,16 +134,26 @@ def ask(call: ray.ObjectRef, timeout: float) -> Any:
 def predictions(timeout: float) -> Expected:
     """Ask for the expected response lengths; none, with a line in the log, where the ledger does not answer."""
     try:
-        return Expected(ray.get(ask(ray.get_actor(NAME).predicted.remote(), timeout), timeout=timeout))
+        return Expected(ray.get(ask(running().predicted.remote(), timeout), timeout=timeout))
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no predicted lengths, all responses count as equally long: %r", error)
         return Expected()
 
 
+def name_of(part: str) -> str:
+    """Return the name of an actor of this run: jobs that share a namespace have actors of their own."""
+    return f"{part}:{ray.get_runtime_context().get_job_id()}"
+
+
 def ledger(window: int) -> Any:
     """Return the run's ledger, started if need be. It lives as long as the process that started it."""
     actor = ray.remote(num_cpus=0, max_restarts=-1)(Ledger)
-    return named(NAME, actor, window)
+    return named(name_of("das_ledger"), actor, window)
+
+
+def running() -> Any:
+    """Return the run's ledger; ValueError: there is none."""
+    return ray.get_actor(name_of("das_ledger"))
 
 
 def named(name: str, actor: Any, *args: Any, **options: Any) -> Any:
@@ -161,7 +170,7 @@ def metrics(step: int) -> dict[str, float]:
     """Ask for the figures of a step, for the trainer's logger; empty, with one warning, if the ledger does not
     answer."""
     try:
-        found: dict[str, float] = ask(ray.get_actor(NAME).metrics.remote(step), timeout=10)
+        found: dict[str, float] = ask(running().metrics.remote(step), timeout=10)
         return found
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no rollout figures for step %s: %r", step, error)

@@ -23,19 +23,19 @@ from das_adapter.core.length import Responses
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Published, Trajectory
 from das_adapter.service import checkpoint, janitor, ledger
+from das_adapter.service.batches import Batch, Batches
 
 logger = logging.getLogger("das_adapter")
 
-_PREFIX = "das_history:"
 _SHARED_MEMORY = Path("/dev/shm")
+_BATCHES = "batches"
+"""File of the batches that are published in a directory."""
 _PEER_S = 20.0
 """How long the first weight sync waits for a peer's history."""
 GRACE_S = 20.0
 """How long a directory outlives the actor that wrote it, so that its successor can take it over."""
 
-Batch = tuple[str, int]
-"""(source, number)."""
-Copy = tuple[bytes, set[Batch]]
+Copy = tuple[bytes, Batches]
 """(what `HistoryStore.save` wrote, the batches in it)."""
 
 
@@ -52,13 +52,13 @@ class NodeHistory:
         """
         self._policy, self._name, self._root, self._grace_s = HistoryPolicy(config), name, root, grace_s
         self._staged: dict[Batch, Sequence[Trajectory]] = {}
-        self._taken: set[Batch] = set()
         self._sealing = threading.RLock()
         self._version = self._tidied = 0
         self._offset: int | None = None
         """Offset from this run's weight versions to the store's; None before the first weight sync."""
         self._trouble = ""
         self._store = self._open()
+        self._published = Batches.read(self._store.directory / _BATCHES)
 
     def push(self, source: str, number: int, trajectories: Sequence[Trajectory]) -> None:
         """Take a batch of finished trajectories; the first one after a weight sync also drops what is too much.
@@ -68,9 +68,8 @@ class NodeHistory:
             number: of the batch; one that was taken before is ignored.
             trajectories: of any weight versions.
         """
-        if (source, number) not in self._taken:
-            self._taken.add((source, number))
-            self._staged[source, number] = trajectories
+        if (source, number) not in self._published:
+            self._staged.setdefault((source, number), trajectories)
         if self._tidied < self._version:
             self._tidied = self._version
             self._tidy()
@@ -84,7 +83,7 @@ class NodeHistory:
             numbers: of the batches that it has sent and that are not confirmed yet.
 
         Returns:
-            What to map, and which of `numbers` have not arrived.
+            What to map, and which of `numbers` are not in it.
         """
         self._version = max(self._version, version)
         try:
@@ -95,23 +94,16 @@ class NodeHistory:
             self._trouble = ""
         except Exception as error:
             self._report(error)
-        lost = [number for number in numbers if (source, number) not in self._taken]
-        return Published(str(self._store.directory), self._store.generation), lost
+        return Published(str(self._store.directory), self._store.generation), self.lacks(source, numbers)
+
+    def lacks(self, source: str, numbers: Sequence[int]) -> list[int]:
+        """Return which of a source's batches are not published here."""
+        return [number for number in numbers if (source, number) not in self._published]
 
     def save(self, directory: str, facts: checkpoint.Facts, lengths: Responses) -> None:
         """Write the history to a directory, including what arrived since the last weight sync; all of it or nothing."""
         self._seal()
-        target = Path(directory)
-        partial = target.with_name(f"{target.name}.partial")
-        try:
-            partial.mkdir(parents=True, exist_ok=True)
-            checkpoint.write(partial, facts, lengths)
-            self._store.save(partial / checkpoint.INDEX)
-            shutil.rmtree(target, ignore_errors=True)
-            partial.rename(target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+        checkpoint.write(Path(directory), facts, lengths, self._store.save)
 
     @ray.method(concurrency_group="copy")
     def copy(self) -> Copy | None:
@@ -120,7 +112,7 @@ class NodeHistory:
             return None
         with tempfile.TemporaryDirectory() as directory, self._sealing:
             self._store.save(Path(directory) / checkpoint.INDEX)
-            return (Path(directory) / checkpoint.INDEX).read_bytes(), self._taken - self._staged.keys()
+            return (Path(directory) / checkpoint.INDEX).read_bytes(), self._published
 
     def figures(self) -> dict[str, int | str]:
         """Return tokens, problems, bytes and directory of the history, and the id of this process."""
@@ -132,10 +124,11 @@ class NodeHistory:
         if not self._staged and not self._trouble:
             return
         with self._sealing:
-            staged, self._staged = self._staged, {}
-            offset = self._offset or 0
-            trajectories = itertools.chain(*staged.values())
-            self._policy.remember(self._store, (t._replace(version=t.version + offset) for t in trajectories))
+            staged, self._staged = self._staged, dict.fromkeys(self._staged, ())  # a batch that comes again is known
+            self._policy.remember(self._store, itertools.chain(*staged.values()), offset=self._offset or 0)
+            self._published.update(self._staged)
+            self._staged = {}
+            self._published.write(self._store.directory / _BATCHES)
 
     def _tidy(self) -> None:
         """Apply the byte budget; called while engines roll out, because it may rewrite much of the history."""
@@ -155,14 +148,14 @@ class NodeHistory:
         self._offset = 0
         if not self._store.tokens and (copy := self._peers_copy()):
             self._load(copy)
-        elif not self._store.tokens and (given := ray.get(ray.get_actor(ledger.NAME).start.remote(), timeout=_PEER_S)):
+        elif not self._store.tokens and (given := ray.get(ledger.running().start.remote(), timeout=_PEER_S)):
             self._store.load(Path(given) / checkpoint.INDEX)
         if self._store.tokens:
             self._offset = max(0, self._store.newest - self._version)
 
     def _peers_copy(self) -> Copy | None:
         for name, peer in nodes().items():
-            if name != _PREFIX + ray.get_runtime_context().get_node_id():
+            if name != name_of_here():
                 try:
                     copy: Copy | None = ray.get(peer.copy.remote(), timeout=_PEER_S)
                     if copy:
@@ -189,10 +182,12 @@ class NodeHistory:
             file.write(content)
             file.flush()
             self._store.load(file.name)
-        self._taken |= taken
+        self._published = taken
         self._staged = {batch: of for batch, of in self._staged.items() if batch not in taken}
 
     def _open(self) -> HistoryStore:
+        for place in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+            janitor.sweep(place, besides=self._name)
         root = Path(self._root) if self._root else _roomy(self._name, self._policy.config.max_bytes)
         threads = max(1, (os.cpu_count() or 1) // 8)
         try:
@@ -224,14 +219,24 @@ def here(config: HistoryConfig, root: str | None = None, grace_s: float = GRACE_
     actor = ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups={"copy": 1})(NodeHistory)
     pinned = NodeAffinitySchedulingStrategy(node, soft=False)
     directory = f"das-history-{context.get_job_id()}-{node[:16]}"
-    return ledger.named(_PREFIX + node, actor, config, directory, root, grace_s, scheduling_strategy=pinned)
+    return ledger.named(_name(node), actor, config, directory, root, grace_s, scheduling_strategy=pinned)
+
+
+def _name(node: str) -> str:
+    """Return the name of a node's history; `node`: Ray's id of it."""
+    return f"{ledger.name_of('das_history')}:{node}"
+
+
+def name_of_here() -> str:
+    """Return the name of this node's history."""
+    return _name(ray.get_runtime_context().get_node_id())
 
 
 def nodes() -> dict[str, Any]:
     """Return the histories of all nodes of the run, by name."""
     found = {}
     for name in ray.util.list_named_actors():
-        if name.startswith(_PREFIX):
+        if name.startswith(_name("")):
             try:
                 found[name] = ray.get_actor(name)
             except ValueError:  # it ended just now
@@ -247,5 +252,5 @@ def nearest() -> Any:
     """
     found = nodes()
     if not found:
-        raise DasError(f"history: found no actor named {_PREFIX}* in this run")
-    return found.get(_PREFIX + ray.get_runtime_context().get_node_id(), next(iter(found.values())))
+        raise DasError(f"history: found no actor named {_name('*')} in this run")
+    return found.get(name_of_here(), next(iter(found.values())))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,7 +27,8 @@ logger = logging.getLogger("das_adapter")
 
 PATIENCE_S = 60.0
 """How long a weight sync may take on our account; after that the engine drafts from what it has."""
-_BATCH, _BATCH_S = 32, 0.5
+_BATCH_S = 0.5
+"""How long trajectories are gathered before they are sent together."""
 
 
 class Rpc(Protocol):
@@ -48,8 +50,9 @@ def of_async_engine(call: Callable[..., Awaitable[list[Any]]], loop: asyncio.Abs
 
 
 class Session:
-    """One engine's part. Trajectories are sent in batches and never waited for; a batch counts as sent when a weight
-    sync has found it there, and is sent again until then. Any thread may call; no method but `start` raises."""
+    """One engine's part. Trajectories are sent in batches and never waited for; a batch is kept until every history has
+    published it, and sent again to one that has lost it. Any thread may call, an event loop's too; no method but
+    `start` raises."""
 
     def __init__(self, das: DasConfig, rpc: Rpc):
         self._das, self._rpc = das, rpc
@@ -57,9 +60,17 @@ class Session:
         self._clock = RolloutClock()
         self._source = uuid.uuid4().hex
         self._lock = threading.Lock()
+        """Of the open batch; never held while something is sent, because an event loop may wait for it."""
+        self._sending = threading.RLock()
+        """Of all that follows."""
         self._batch: list[Trajectory] = []
-        self._number = 0
+        self._number = self._older = 0
+        """The last batch, and the last one before the last weight sync."""
         self._sent: dict[int, ray.ObjectRef] = {}
+        self._unsure: dict[str, set[int]] = {}
+        """By history: the batches that it may not have published."""
+        self._asked: dict[str, tuple[Sequence[int], ray.ObjectRef]] = {}
+        """By history of another node: what it was asked about, and the answer to come."""
         self._cursor = 0
         self._predicted: ray.ObjectRef | None = None
         self._find()
@@ -88,24 +99,29 @@ class Session:
         """
         if not label.record:
             return
-        assert label.problem is not None and label.seed is not None
-        text = np.asarray(tokens, dtype=np.int32).tobytes()
-        self._clock.finished(begin, end, label.seed, text)
         try:
-            self._push(Trajectory(label.problem, text, version))
+            text = np.asarray(tokens, dtype=np.int32).tobytes()
+            self._clock.finished(begin, end, label.seed or 0, text)
+            self._push(Trajectory(label.problem or 0, text, version))
         except Exception:
             logger.exception("das: a trajectory did not reach the history")
 
     def report(self, step: int, timeout: float = PATIENCE_S) -> dict[str, Any]:
-        """Report the counts since the last time to the run's ledger, as those of a training step, and return them."""
-        report = self._counts(timeout)
-        self._ledger.report.remote(step, report)
+        """Report the counts since the last time to the run's ledger, as those of a training step, and return them;
+        none, with a line in the log, where the engine does not answer."""
+        report = self._counts(step, timeout)
+        if report:
+            self._ledger.report.remote(step, report)
         return report
 
-    def _counts(self, timeout: float) -> dict[str, Any]:
-        stats = self._rpc("stats", {}, timeout)
-        counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
-        return {**counts, **self._clock.take()}
+    def _counts(self, step: int, timeout: float) -> dict[str, Any]:
+        try:
+            stats = self._rpc("stats", {}, timeout)
+            counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
+            return {**counts, **self._clock.take()}
+        except Exception:
+            logger.exception("das: no figures of an engine for step %s", step)
+            return {}
 
     def sync(self, version: int, report: bool = False) -> None:
         """Exchange histories after a weight sync: the engine's trajectories go out, what is published comes in.
@@ -123,7 +139,7 @@ class Session:
             return max(0.0, deadline - time.monotonic())
 
         try:
-            counts = self._counts(left()) if report else None
+            counts = self._counts(version, left()) if report else {}
             message = self._message(version, counts, lambda: left() / 2)  # the rest is the engine's
             answers: list[Refreshed] = self._rpc("refresh", message.payload(), left())
             drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
@@ -146,31 +162,30 @@ class Session:
     def flush(self) -> None:
         """Send the trajectories of the open batch now; they are sent automatically after half a second."""
         try:
-            with self._lock:
+            with self._sending:
                 self._flush()
         except Exception:
             logger.exception("das: trajectories did not reach the history")
 
-    def _message(self, version: int, report: dict[str, Any] | None, left: Callable[[], float]) -> Refresh:
+    def _message(self, version: int, report: dict[str, Any], left: Callable[[], float]) -> Refresh:
         """What the engine hears; without a history, and with a line in the log, where that does not answer."""
         history, length, lengths = None, None, b""
         try:
             self._find()
             self.flush()
             rungs = (self._das.copies_policy and self._das.self.ladder) or ()
-            known = self._ledger.sync.remote(version, self._cursor, report, rungs)
-            with self._lock:
-                numbers = list(self._sent)
+            known = self._ledger.sync.remote(version, self._cursor, report or None, rungs)
             if self._here is not None:
+                with self._sending:
+                    self._ask_others()
+                    numbers = list(self._unsure.get(self._own, ()))
                 history, lost = ask(self._here.sync.remote(version, self._source, numbers), left())
-                with self._lock:
-                    for number in set(numbers) - set(lost):
-                        del self._sent[number]
-                    self._send(lost)
+                with self._sending:
+                    self._confirm(self._own, numbers, lost)
             synced = ask(known, left())
             length, lengths = synced.draft_length, ray.get(synced.lengths, timeout=left()).tobytes()
             self._cursor, self._predicted = synced.cursor, synced.predictions
-        except (ray.exceptions.RayError, ValueError) as error:
+        except Exception as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
         return Refresh(version, history, lengths, draft_length=length)
 
@@ -178,31 +193,55 @@ class Session:
         """Find the actors of the run, and start those again that are gone."""
         self._ledger = ledger(self._das.history.window)
         self._here = node.here(self._das.history) if self._shared else None
+        self._own = node.name_of_here() if self._shared else ""
         self._nodes = node.nodes() if self._shared else {}
 
     def _push(self, trajectory: Trajectory) -> None:
         with self._lock:
             self._batch.append(trajectory)
-            if len(self._batch) >= _BATCH:
-                self._flush()
-            elif len(self._batch) == 1:
-                timer = threading.Timer(_BATCH_S, self.flush)
-                timer.daemon = True
-                timer.start()
+            if len(self._batch) > 1:
+                return
+        timer = threading.Timer(_BATCH_S, self.flush)
+        timer.daemon = True
+        timer.start()
 
     def _flush(self) -> None:
-        batch, self._batch = self._batch, []
+        with self._lock:
+            batch, self._batch = self._batch, []
         if batch:
             self._ledger.add.remote(responses(batch))
         if batch and self._here is not None:
+            sent = ray.put(batch)
             self._number += 1
-            self._sent[self._number] = ray.put(batch)
-            self._send([self._number])
+            self._sent[self._number] = sent
+            for name in self._nodes:
+                self._send(name, [self._number])
 
-    def _send(self, numbers: Sequence[int]) -> None:
+    def _send(self, name: str, numbers: Iterable[int]) -> None:
         for number in numbers:
-            for history in self._nodes.values():
-                history.push.remote(self._source, number, self._sent[number])
+            self._nodes[name].push.remote(self._source, number, self._sent[number])
+            self._unsure.setdefault(name, set()).add(number)
+
+    def _ask_others(self) -> None:
+        """Take what the histories of other nodes have answered since the last weight sync, and ask them which batches
+        they lack of those that they had a whole step to publish."""
+        for name, (numbers, question) in self._asked.items():
+            if name in self._nodes and ray.wait([question], timeout=0)[0]:
+                with contextlib.suppress(ray.exceptions.RayError):  # it was killed, and is asked again
+                    self._confirm(name, numbers, ray.get(question))
+        self._unsure = {name: unsure for name, unsure in self._unsure.items() if name in self._nodes}
+        self._asked = {}
+        for name in self._unsure.keys() - {self._own}:
+            if old := [number for number in self._unsure[name] if number <= self._older]:
+                self._asked[name] = old, self._nodes[name].lacks.remote(self._source, old)
+        self._older = self._number
+
+    def _confirm(self, name: str, numbers: Sequence[int], lost: Sequence[int]) -> None:
+        """Take a history's answer: it has published these batches, but for those lost, which are sent again."""
+        self._unsure.setdefault(name, set()).difference_update(numbers)
+        self._send(name, lost)
+        needed = set().union(*self._unsure.values())
+        self._sent = {number: batch for number, batch in self._sent.items() if number in needed}
 
 
 def for_run(das: DasConfig) -> DasConfig:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import ray
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core.length import Responses
+from das_adapter.errors import DasError
 from das_adapter.service import checkpoint, node
 from das_adapter.service.ledger import ledger
 
@@ -17,37 +20,45 @@ _PATIENCE_S = 600.0
 """How long a checkpoint may wait for the history to be written."""
 
 
-def begin(
-    config: HistoryConfig, facts: checkpoint.Facts, block: str, resumed: Path | None, resumed_by: str, version: int
-) -> None:
+def begin(config: HistoryConfig, facts: checkpoint.Facts, block: str, resumed: Path | None, version: int) -> None:
     """Choose what the run's history starts with, before the first weight sync: the history of the checkpoint from which
-    the trainer resumes, else that of `history.persist`, else nothing.
+    the trainer resumes, else that of `history.persist`, else nothing. A checkpoint whose history can't be used is
+    resumed without, and a line in the log says so.
 
     Args:
         config: the run's `history:` block.
         facts: the run's.
         block: place of the `das:` block in the host's config.
         resumed: that checkpoint; None: the trainer starts anew.
-        resumed_by: the host's key that chose it.
         version: the run's weight version; what is loaded counts as no newer.
 
     Raises:
-        DasError: no history lies there, or it has another scope, vocabulary or tokenizer.
+        DasError: what `history.persist` names is no history, is damaged, or has another scope, vocabulary or tokenizer.
     """
-    chosen, key = config.persist, f"{block}.history.persist"
+    chosen = None
     if resumed is not None:
-        own = resumed / checkpoint.NAME
-        if own.exists():
-            chosen, key = str(own), resumed_by
-        else:
-            logger.error("das: the checkpoint %s has no history to resume from", resumed)
+        try:
+            chosen = _readable(resumed / checkpoint.NAME, facts, "checkpoint", version)
+        except DasError as error:
+            logger.error("das: the checkpoint %s has no history to resume from: %s", resumed, error)
+    if chosen is None and config.persist is not None:
+        chosen = _readable(Path(config.persist), facts, f"{block}.history.persist", version)
     if chosen is None:
         return
-    directory = Path(chosen).absolute()
-    checkpoint.check(directory, facts, key)
+    directory, lengths = chosen
     service = ledger(config.window)
-    ray.get([service.start_from.remote(str(directory)), service.add.remote(checkpoint.lengths(directory, version))])
-    logger.warning("das: the history starts with %s", directory)
+    try:
+        ray.get([service.start_from.remote(str(directory)), service.add.remote(lengths)], timeout=_PATIENCE_S)
+        logger.warning("das: the history starts with %s", directory)
+    except ray.exceptions.RayError as error:
+        logger.error("das: the history does not start with %s: %r", directory, error)
+
+
+def _readable(directory: Path, facts: checkpoint.Facts, key: str, version: int) -> tuple[Path, Responses]:
+    """Return a saved history's directory and lengths; see `checkpoint.check` and `lengths` for what is refused."""
+    directory = directory.absolute()
+    checkpoint.check(directory, facts, key)
+    return directory, checkpoint.lengths(directory, version)
 
 
 def save(folder: Path, facts: checkpoint.Facts, config: HistoryConfig) -> None:
@@ -66,3 +77,4 @@ def save(folder: Path, facts: checkpoint.Facts, config: HistoryConfig) -> None:
         checkpoint.check(target, facts, "checkpoint")  # another node may have another directory of this name
     except Exception:
         logger.exception("das: the history was not saved with the checkpoint %s", folder)
+        shutil.rmtree(checkpoint.partial_of(target), ignore_errors=True)  # of an actor that was killed

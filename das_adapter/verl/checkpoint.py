@@ -62,7 +62,7 @@ def _begin(trainer: Any) -> None:
     config, step, resumed = trainer.config.trainer, _step(trainer), None
     if config.resume_mode != "disable" and step:
         resumed = Path(config.resume_from_path) if config.resume_mode == "resume_path" else _folder(trainer)
-    warm_start.begin(das.history, _facts(trainer, das), settings.BLOCK, resumed, "trainer.resume_mode", step)
+    warm_start.begin(das.history, _facts(trainer, das), settings.BLOCK, resumed, step)
 
 
 def _save(trainer: Any) -> None:
@@ -75,7 +75,8 @@ def _save(trainer: Any) -> None:
     warm_start.save(folder, _facts(trainer, das), das.history)
     for old in folder.parent.glob("global_step_*"):  # veRL has removed its other files
         if not (old / "actor").exists():
-            shutil.rmtree(old / checkpoint.NAME, ignore_errors=True)
+            for left in old.glob(f"{checkpoint.NAME}*"):
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _facts(trainer: Any, das: DasConfig) -> Facts:

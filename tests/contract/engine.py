@@ -5,8 +5,9 @@ messages), `das` (the block, or null), `engine` (further vLLM arguments), `round
 (environment variables). A round: `requests` with `prompt` and `params`, `copies` of them, and, to be done after them,
 if given, `perturb`: change the policy's weights by so much; `draft_weights`: send a file as the drafter's weights;
 `lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up; `refresh`: sync to this weight
-version; `unrecorded`: hand over none of the texts; `shared`: publish the texts in this directory, instead of handing
-them over; `lose`: remove its `generation` or the `directory` before the engine reads it;
+version; `unrecorded`: hand over none of the texts; `refused`: labels of further requests, see `refusal`; `shared`:
+publish the texts in this directory, instead of handing them over; `lose`: remove its `generation` or the `directory`
+before the engine reads it;
 `fresh_copy`: compare the policy copy with a fresh one.
 """
 
@@ -146,10 +147,11 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             [SamplingParams(**_params(r["params"])) for r in requests],
             use_tqdm=False,
         )
+        refused = [refusal(llm, requests[0], label) for label in part.get("refused", ())]
         texts = [list(o.outputs[0].token_ids) for o in outputs]
         logprobs = [[step[t].logprob for t, step in zip(text, o.outputs[0].logprobs or [], strict=False)]
                     for text, o in zip(texts, outputs, strict=True)]  # fmt: skip
-        result = {"tokens": texts, "logprobs": [] if part.get("brief") else logprobs}
+        result = {"tokens": texts, "logprobs": [] if part.get("brief") else logprobs, "refused": refused}
         if das is not None:
             result["stats"] = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
             result["hello"] = llm.collective_rpc("das_rpc", args=("hello", {}))[0]
@@ -174,7 +176,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
                 if not part.get("unrecorded")
             ]
             if "foreign_token" in part:
-                keep.append((0, [part["foreign_token"]]))
+                keep += [(0, [part["foreign_token"]])] * 8  # more than the problem's own texts, so that it is drafted
             trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
             payload = {"version": part["refresh"], "trajectories": trajectories}
             if "shared" in part:
@@ -196,6 +198,18 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         ]
         results.append(result)
     return results
+
+
+def refusal(llm: Any, request: dict[str, Any], label: dict[str, Any]) -> str | None:
+    """Send a request with a label as a stranger may write it; return how its refusal begins."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(**_params({**request["params"], "max_tokens": 1, "extra_args": label}))
+    try:
+        llm.generate([{"prompt_token_ids": request["prompt"]}], [params], use_tqdm=False)
+    except ValueError as error:
+        return str(error).partition(", allowed")[0]
+    return None
 
 
 def publish(directory: str, trajectories: list[tuple[int, bytes, int]], lose: str | None) -> tuple[str, int]:

@@ -113,12 +113,35 @@ def test_collapsed_acceptance_pauses_the_drafter_until_the_next_weight_sync(engi
         assert 2000 <= r["stats"]["draft_tokens"] < 2600  # then it drafts no more; unpaused it would be 10 000
 
 
-def test_history_of_another_vocabulary_is_refused_and_decoding_goes_on(engine: Any) -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_a_text_of_another_vocabulary_harms_no_other(engine: Any, tmp_path: Path, shared: bool) -> None:
     asked = requests(PLAIN)
-    foreign = [{"requests": asked, "refresh": 1, "foreign_token": 5000}, {"requests": asked}]
-    result = engine(das=HISTORY, rounds=foreign)
-    assert "found token 5000, the policy's vocabulary has 96" in result[1]["stats"]["error"]
-    assert result[1]["tokens"] == result[0]["tokens"]
+    first = {"requests": asked, "refresh": 1, **({"shared": str(tmp_path)} if shared else {})}
+    clean, foreign = ([{**first, **more}, {"requests": asked}] for more in ({}, {"foreign_token": 5000}))
+    if shared:
+        foreign[0] = {**foreign[0], "shared": str(tmp_path / "foreign")}
+    reference, result = engine(das=HISTORY, rounds=clean), engine(das=HISTORY, rounds=foreign)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert result[1]["stats"]["error"] is None
+    assert result[1]["stats"]["accepted_tokens"] > 0.7 * reference[1]["stats"]["accepted_tokens"] > 50
+    if not shared:
+        assert result[0]["log"].count("8 trajectories are no text of the policy") == 1
+        assert "found token 5000, the policy's vocabulary has 96" in result[0]["log"]
+
+
+def test_a_bad_label_is_the_error_of_its_request_alone(engine: Any) -> None:
+    first, second = two_rounds(requests(PLAIN))
+    bad = [{"das_problem": -1}, {"das_seed": "x"}, {"das_start": -3}, {"das_record": [1]}]
+    reference = engine(das=HISTORY, rounds=[first, second])
+    result = engine(das=HISTORY, rounds=[{**first, "refused": bad}, {**second, "refused": bad}])
+    assert [r["refused"] for r in result] == [
+        [f"{key}: found {value!r}" for label in bad for key, value in label.items()]
+    ] * 2
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert result[1]["stats"]["error"] is None
+    assert result[1]["stats"]["accepted_tokens"] == reference[1]["stats"]["accepted_tokens"] > 0
+    stock = engine(das=None, rounds=[{"requests": first["requests"], "refused": bad}])
+    assert stock[0]["refused"] == [None] * len(bad)  # without a block these keys mean nothing
 
 
 def test_a_history_in_shared_memory_drafts_like_an_engines_own(engine: Any, tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from das_adapter.core.identity import prompt_identity
-from das_adapter.protocol.label import Label
+from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.verl import identity
 
 ON = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "history"}}}}}
@@ -92,3 +94,20 @@ def test_a_label_is_read_back_and_has_its_defaults() -> None:
     assert Label.of(None) == Label.of({}) == Label()
     assert (Label().record, Label().start_in(9), label.start_in(9), label.start_in(2)) == (True, 9, 3, 2)
     assert Label().problem_of([1, 2]) == prompt_identity([1, 2])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"das_problem": -1}, {"das_problem": 2**64}, {"das_seed": "x"}, {"das_seed": 1.5}, {"das_seed": None},
+     {"das_record": 2}, {"das_start": -1}, {"das_start": [1]}, {"das_start": 2**31}],
+    ids=str,
+)  # fmt: skip
+def test_a_label_that_no_host_has_written_is_refused(given: dict) -> None:
+    (key,) = given
+    with pytest.raises(BadLabel, match=rf"{key}: found .*, allowed: an integer from 0 to \d+"):
+        Label.of(given)
+    assert isinstance(BadLabel(), ValueError)  # which a server answers as a bad request
+
+
+def test_a_large_integer_may_come_as_text() -> None:
+    assert Label.of({"das_problem": str(2**64 - 1), "das_record": False}) == Label(2**64 - 1, record=False)

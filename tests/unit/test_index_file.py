@@ -45,6 +45,7 @@ def test_a_loaded_index_drafts_as_the_saved_one(tmp_path: Path) -> None:
         index.nbytes, index.tokens, index.problems, 32)  # fmt: skip
     assert drafts(loaded) == drafts(index)
     assert any(drafts(loaded))
+    SuffixIndex.check(tmp_path / "history.idx")
 
 
 def test_a_loaded_index_goes_on_like_the_saved_one(tmp_path: Path) -> None:
@@ -91,8 +92,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path, saved: bytes) -> None:
     path = tmp_path / "cut.idx"
     for size in [*range(HEADER + 40), *range(HEADER + 40, len(saved), 97), len(saved) - 1]:
         path.write_bytes(saved[:size])
-        with pytest.raises(IndexFileError, match=r"cut\.idx"):
-            SuffixIndex.load(path)
+        for read in (SuffixIndex.load, SuffixIndex.check):
+            with pytest.raises(IndexFileError, match=r"cut\.idx"):
+                read(path)
 
 
 @settings(max_examples=300)
@@ -102,8 +104,9 @@ def test_a_flipped_bit_anywhere_is_refused(saved: bytes, tmp_path_factory: pytes
     damaged = bytearray(saved)
     damaged[data.draw(st.integers(0, len(saved) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(damaged)
-    with pytest.raises(IndexFileError):
-        SuffixIndex.load(path)
+    for read in (SuffixIndex.load, SuffixIndex.check):
+        with pytest.raises(IndexFileError):
+            read(path)
 
 
 @pytest.mark.parametrize("change", ["longer", "swapped"])

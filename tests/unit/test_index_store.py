@@ -210,6 +210,52 @@ def test_an_attached_index_does_not_write(store: HistoryStore) -> None:
         SuffixIndex().refresh()
 
 
+def test_nobody_else_reads_the_history(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        directory = tmp_path / "history"
+        directory.mkdir()  # as an earlier writer may have left it
+        with HistoryStore(directory) as store:
+            fill(store, 3)
+            store.settle()
+            assert directory.stat().st_mode & 0o777 == 0o700
+            assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
+            store.save(tmp_path / "saved")
+            assert (tmp_path / "saved").stat().st_mode & 0o777 == 0o666  # as the user's umask says
+    finally:
+        os.umask(before)
+
+
+def test_a_link_or_another_users_directory_is_no_history(tmp_path: Path, store: HistoryStore) -> None:
+    fill(store, 1)
+    (tmp_path / "link").symlink_to(store.directory)
+    (tmp_path / "file").touch()
+    places = [tmp_path / "link", tmp_path / "file"]
+    if os.geteuid() == 0:  # only root can make one
+        (tmp_path / "theirs").mkdir()
+        os.chown(tmp_path / "theirs", 12345, 12345)
+        places.append(tmp_path / "theirs")
+    for place in places:
+        for use in (HistoryStore, SuffixIndex.attach):
+            with pytest.raises((IndexFileError, FileExistsError), match=r"allowed: a directory of user|File exists"):
+                use(place)
+
+
+def test_a_linked_or_foreign_file_is_not_mapped(store: HistoryStore, tmp_path: Path) -> None:
+    fill(store, 1)
+    segments = next(store.directory.glob("segments-*"))
+    segments.rename(tmp_path / "elsewhere")
+    segments.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic links"):
+        SuffixIndex.attach(store.directory).refresh()
+    if os.geteuid() == 0:
+        segments.unlink()
+        shutil.copy(tmp_path / "elsewhere", segments)
+        os.chown(segments, 12345, 12345)
+        with pytest.raises(IndexFileError, match="another user's"):
+            SuffixIndex.attach(store.directory).refresh()
+
+
 def test_there_is_one_writer(store: HistoryStore) -> None:
     with pytest.raises(DasError, match="another store writes there"):
         HistoryStore(store.directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,17 @@ def test_what_was_logged_is_read_back(tmp_path: Path) -> None:
     assert first.acceptance.drafted[2] == 300 * 4
     assert first.acceptance.accepted[2] == 300 * 3
     assert first.acceptance.drafted[5] == 300 * 2
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
+    try:
+        log = logged(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert log.path.stat().st_size <= 64
+    assert caplog.text.count("the decision log") == 1
 
 
 def test_the_summary_counts(tmp_path: Path) -> None:

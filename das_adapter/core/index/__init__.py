@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.index.errors import IndexFileError, UnknownHandle
+from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
     Float32,
     Int32,
@@ -122,6 +124,16 @@ class SuffixIndex:
             index._core.load(os.fspath(path))
         return index
 
+    @staticmethod
+    def check(path: str | os.PathLike[str]) -> None:
+        """Read a file that `save` wrote, and keep nothing of it.
+
+        Raises:
+            IndexFileError, OSError: as `load`.
+        """
+        with _files():
+            native().check_index_file(os.fspath(path))
+
     @classmethod
     def attach(cls, directory: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
         """Return an index whose history is what a `HistoryStore` has published in `directory`, mapped and not copied.
@@ -140,8 +152,10 @@ class SuffixIndex:
         stay.
 
         Raises:
-            IndexFileError, OSError: as `refresh`; the history is then what it was.
+            IndexFileError, OSError: as `refresh`, and where the directory is a link or another user's; the history is
+                then what it was.
         """
+        check_owner(Path(directory))
         with _files():
             self._core.attach(os.fspath(directory), False)
 

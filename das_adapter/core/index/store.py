@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.core.index import _files
+from das_adapter.core.index.private import make_private
 from das_adapter.core.index.values import Shrunk, Tokens, check_knobs, problem_id, shrink, token_ids, visits
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
@@ -34,13 +35,14 @@ class HistoryStore:
     def __init__(self, directory: str | os.PathLike[str], max_depth: int = 64, threads: int = 1) -> None:
         """
         Args:
-            directory: created if need be; a history that an earlier store left there is taken over, with its depth.
+            directory: created if need be, for this user alone; a history that an earlier store left there is taken
+                over, with its depth.
             max_depth: as in `SuffixIndex`.
             threads: that seal problems in parallel.
 
         Raises:
             DasError: another store writes there.
-            IndexFileError: what was left there is damaged.
+            IndexFileError: it is a link or another user's, or what was left there is damaged.
         """
         check_knobs(max_depth, 1.0)
         self.directory = Path(directory)
@@ -52,8 +54,8 @@ class HistoryStore:
         self._added = 0.0
         self._failure: Exception | None = None
         self._closed = False
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._writer = os.open(self.directory / "writer", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_private(self.directory)
+        self._writer = os.open(self.directory / "writer", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

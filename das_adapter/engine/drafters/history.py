@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy, check_tokens
+from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.returns import Returns
 from das_adapter.core.staleness import Staleness, bracket
@@ -83,8 +83,8 @@ class HistorySource:
         self._extend(known, [tokens[row, k.length : int(lengths[row])] for row, k in zip(rows, known, strict=True)])
         handles = np.array([k.handle for k in known], dtype=np.int64)
         ids, chances, offsets = self.index.draft_flat(handles, limits, floor)
-        check_tokens(ids, self._vocabulary)
-        self._found = ids, offsets
+        # A node's history does not know the vocabulary; the policy must be able to read whatever was found there.
+        self._found = np.minimum(ids, self._vocabulary - 1), offsets
         return chances, offsets
 
     def take(self, rows: Sequence[int], keep: np.ndarray, drafts: list[list[int]]) -> None:

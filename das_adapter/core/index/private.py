@@ -1,0 +1,36 @@
+"""The directory of a node's history belongs to one user: nobody else reads it, and nobody else's is taken for it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from das_adapter.core.index.errors import IndexFileError
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory for this user alone, or take over one that is there.
+
+    Raises:
+        IndexFileError: as `check_owner`.
+        OSError: it can't be created.
+    """
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_owner(directory)
+    directory.chmod(0o700)
+
+
+def check_owner(directory: Path) -> None:
+    """Refuse what another user has put at the place of a directory.
+
+    Raises:
+        IndexFileError: it is a link, no directory, or another user's.
+        OSError: there is nothing.
+    """
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        raise IndexFileError(
+            f"history directory {str(directory)!r}: found {stat.filemode(found.st_mode)} of user {found.st_uid}, "
+            f"allowed: a directory of user {os.geteuid()}, and no link"
+        )
