@@ -2,13 +2,13 @@
 
     python benchmarks/controller.py rollout --model random --out FILE.json    # long-tailed batch, every policy
     python benchmarks/controller.py batches --model random --out FILE.json    # starting batches from 1 to 64
-    python benchmarks/controller.py routing --model random --out FILE.json    # two replicas, by routing policy
+    python benchmarks/controller.py routing --model tiny --group 8 --out FILE.json    # two replicas, by routing policy
     python benchmarks/controller.py off --model random --out FILE.json        # the same rollouts without a drafter
 
-There are two policies. `tiny`: examples/tiny_math/policy in float32; the history is its own previous rollout of the
-same problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its history is its own text
-with tokens exchanged at rates of 5 to 40 % (`--rates`), one rate for each stretch of 16 tokens, and lengths that are
-wrong by a fifth (replayed acceptance). Lengths are forced; for `tiny` to the policy's own.
+There are two policies. `tiny`: examples/tiny_math/policy in float32, or a wider one (`--policy`); the history is its
+own previous rollout of the same problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights;
+its history is its own text with tokens exchanged at rates of 5 to 40 % (`--rates`), one rate for each stretch of 16
+tokens, and lengths that are wrong by a fifth (replayed acceptance). Lengths are forced; for `tiny` to the policy's own.
 
 All arms run in one engine, one after the other, in turns. The engine has been rolling out before: each arm starts with
 the step times and the chances learned there, and with the same history under problem ids of its own. `idle` is the
@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -36,6 +37,7 @@ os.environ.update(
     VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
 )  # fmt: skip
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "tiny" in sys.argv else "2")
+TINY = ROOT / "examples" / "tiny_math" / "policy"
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
     "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 32000,
@@ -52,13 +54,17 @@ POLICIES = ("optimal", "classes", "uniform", "unlimited")
 class Bench:
     """One engine, its requests and their history."""
 
-    def __init__(self, model: str, das: dict[str, Any], rates: list[float], at_once: int = 64, seed: int = 0):
+    def __init__(
+        self, model: str, das: dict[str, Any], rates: list[float], at_once: int = 64, group: int = 4, seed: int = 0,
+        policy: Path = TINY,
+    ):  # fmt: skip
         from vllm import LLM
 
         from das_adapter.config import parse
         from das_adapter.protocol.engine_args import engine_args
 
         self.model, self.rates, self.seed, self.turn = model, rates, seed, 0
+        self.at_once, self.group = at_once, group
         settings: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": at_once,
                                     "seed": 0, "enable_prefix_caching": False,
                                     "scheduling_policy": "priority"}  # fmt: skip
@@ -68,7 +74,7 @@ class Bench:
             (directory / "config.json").write_text(json.dumps(SHAPE))
             settings |= {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True}
         else:
-            directory = ROOT / "examples" / "tiny_math" / "policy"
+            directory = policy
             settings |= {"dtype": "float32"}
         self.llm = LLM(str(directory), **{**settings, **engine_args(parse(das))})
         core: Any = self.llm.llm_engine.engine_core
@@ -76,19 +82,19 @@ class Bench:
         self.drafter = getattr(self.runner, "drafter", None)
 
     def requests(self, count: int, longest: int) -> list[dict[str, Any]]:
-        """Groups of four samples a problem; in `random` with lengths of a log-normal tail."""
+        """Groups of samples of a problem; in `random` with lengths of a log-normal tail, and a history each."""
         rng = np.random.default_rng(self.seed)
         if self.model == "random":
-            scale = np.repeat(rng.lognormal(np.log(longest / 6), 0.7, -(-count // 4)), 4)[:count]
+            scale = np.repeat(rng.lognormal(np.log(longest / 6), 0.7, -(-count // self.group)), self.group)[:count]
             lengths = np.clip(scale * rng.lognormal(0, 0.25, count), 8, longest).astype(int)
             lengths[int(np.argmax(lengths))] = longest
             prompts = [rng.integers(1, 32000, 32).tolist() for _ in range(count)]
         else:
-            prompts = [p for p in tiny_prompts(-(-count // 4)) for _ in range(4)][:count]
+            prompts = [p for p in tiny_prompts(-(-count // self.group)) for _ in range(self.group)][:count]
             lengths = np.full(count, longest)
         return [
-            {"prompt": prompt, "problem": i if self.model == "random" else i // 4, "seed": 1000 + i, "most": int(most),
-             "forced": self.model == "random"}
+            {"prompt": prompt, "problem": i if self.model == "random" else i // self.group, "seed": 1000 + i,
+             "most": int(most), "forced": self.model == "random"}
             for i, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
         ]  # fmt: skip
 
@@ -228,12 +234,13 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
 def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
     """A rollout over two replicas: each replica's share runs on the engine by itself, the later end is the makespan.
 
-    Requests arrive mixed, in another order each time, and more than a replica runs at once. `least_loaded` gives them
-    to the replicas by turns and starts them as they came; `longest_first` ends the predicted rollout first and starts
-    those with the longest history first.
+    Requests arrive in groups, the groups in another order each time. `spread`: each request goes where the fewest
+    predicted tokens are in flight, longest first. `together`: as das-adapter does it, by the predicted end of the
+    rollout; `leaders`: with the first sample of each group early. Once without history, once with it.
     """
     from das_adapter.core.length import Expected, LengthLog
-    from das_adapter.core.routing import Replicas
+    from das_adapter.core.routing import Replicas, StartOrder
+    from das_adapter.core.siblings import NO_SIBLINGS, Worth
     from das_adapter.protocol.messages import Trajectory, responses
 
     requests = bench.requests(count, longest)
@@ -242,33 +249,38 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
     trajectories = bench.history(requests, texts)
     log = LengthLog(window=8)
     log.add(responses(Trajectory(*trajectory) for trajectory in trajectories))
-    lengths = Expected(log.predictions())
+    groups = [list(rows) for _, rows in itertools.groupby(range(count), lambda i: requests[i]["problem"])]
     found: dict[str, Any] = {}
     for turn in range(repeats):
-        order = np.random.default_rng(turn).permutation(count)
-        expected = [lengths[requests[i]["problem"]] for i in order]
-        replicas = Replicas((0, 1))
-        shares = {
-            "least_loaded": [i % 2 for i in range(count)],
-            "longest_first": [
-                replicas.pick(requests[i]["problem"], n, known=True) for i, n in zip(order, expected, strict=True)
-            ],
-        }
-        for arm in ("idle", "optimal"):
-            for policy, share in shares.items():
+        order = [groups[i] for i in np.random.default_rng(turn).permutation(len(groups))]
+        for arm, kept in {"no history": [], "history": trajectories}.items():
+            expected = Expected(log.predictions()) if kept else Expected()
+            for policy, worth in {"spread": NO_SIBLINGS, "together": NO_SIBLINGS, "leaders": Worth()}.items():
+                replicas = Replicas((0, 1), Worth(), bench.group, bench.at_once)
+                tokens = [0.0, 0.0]
+                shares: list[list[int]] = [[], []]
+                for rows in order:
+                    problem = requests[rows[0]]["problem"]
+                    for row in rows:
+                        place = replicas.pick(problem, expected[problem], problem in expected)
+                        if policy == "spread":
+                            place = tokens.index(min(tokens))
+                        tokens[place] += expected[problem]
+                        shares[place].append(row)
                 ends, same = [], True
-                for replica in (0, 1):
-                    mine = [i for i in range(count) if share[i] == replica]
-                    first = [-round(expected[i]) for i in mine] if policy == "longest_first" else None
-                    bench.prepare(arm, trajectories, times)
-                    seconds, written = bench.run([requests[order[i]] for i in mine], priority=first)
+                for mine in shares:
+                    start = StartOrder(worth, bench.group)
+                    start.refresh(expected, 0)
+                    bench.prepare("optimal", kept, times)
+                    first = [start.priority(requests[i]["problem"]) for i in mine]
+                    seconds, written = bench.run([requests[i] for i in mine], priority=first)
                     ends.append(seconds)
-                    same &= written == [texts[order[i]] for i in mine]
-                figures = found.setdefault(f"{policy}, {arm}", {"identical_tokens": True, "ends_s": []})
+                    same &= written == [texts[i] for i in mine]
+                figures = found.setdefault(f"{arm}, {policy}", {"identical_tokens": True, "ends_s": []})
                 figures["ends_s"].append([round(e, 3) for e in ends])
                 figures["identical_tokens"] &= same
                 figures["mean_makespan_s"] = float(np.mean([max(e) for e in figures["ends_s"]]))
-    return {"requests": count, "longest": max(map(len, texts)), "arms": found}
+    return {"requests": count, "longest": max(map(len, texts)), "at_once": bench.at_once, "arms": found}
 
 
 def warm(bench: Bench) -> Any:
@@ -294,6 +306,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--longest", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--group", type=int, default=4, help="samples of a problem")
+    parser.add_argument("--at-once", type=int, default=64, help="requests that the engine runs at once")
+    parser.add_argument("--policy", type=Path, default=TINY, help="with --model tiny: this one, of the same text")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--arms", nargs="+", default=["idle", *POLICIES, *(f"k{k}" for k in FIXED)])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
@@ -303,7 +318,7 @@ def main() -> None:
 
     keyed = {"verify": {"noise": "keyed"}}
     if args.what == "off":
-        bench = Bench(args.model, {"drafter": "none", **keyed}, args.rates)
+        bench = Bench(args.model, {"drafter": "none", **keyed}, args.rates, policy=args.policy)
         result: dict[str, Any] = {"rollouts": []}
         for count in args.batches:
             requests = bench.requests(count, args.longest)
@@ -315,7 +330,7 @@ def main() -> None:
             print(result["rollouts"][-1], flush=True)
     else:
         bench = Bench(args.model, {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed}, args.rates,
-                      8 if args.what == "routing" else 64)  # fmt: skip
+                      args.at_once, args.group, policy=args.policy)  # fmt: skip
         times = warm(bench)
         result = {"latency_model": times.model.to_dict(), "rollouts": []}
         print(times.model, flush=True)
@@ -340,7 +355,7 @@ def main() -> None:
                       f"accepted {figures['accepted_tokens']:6}  propose {figures['propose_ms_p50']:.2f} ms  "
                       f"saved {figures['time_saved_s']:.2f} s  {figures['all_seconds']}", flush=True)  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments = {name: value for name, value in vars(args).items() if name != "out"}
+    arguments = {name: str(value) for name, value in vars(args).items() if name != "out"}
     content = {"provenance": provenance(), "arguments": arguments, **result}
     args.out.write_text(json.dumps(content, indent=2) + "\n")
     os._exit(0)  # vLLM's own teardown adds nothing

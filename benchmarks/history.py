@@ -50,8 +50,8 @@ print(json.dumps({name: found[name] for name in names} | by_batch))
 """
 
 
-class WholeProblems(SuffixIndex):
-    """An index that keeps a byte budget by dropping the problems not seen for longest, then the oldest versions."""
+class WholeRollouts(SuffixIndex):
+    """An index that keeps a byte budget by dropping whole rollouts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,19 +65,7 @@ class WholeProblems(SuffixIndex):
     def shrink(self, max_bytes: int, threads: int = 1) -> Shrunk:
         before, problems = self.tokens, len(self._texts)
         while self.nbytes > max_bytes:
-            excess = self.nbytes - max_bytes
-            newest = max(texts[-1][0] for texts in self._texts.values())
-            while excess > 0 and self._texts:
-                first = next(iter(self._texts))
-                if self._texts[first][-1][0] < newest:
-                    excess -= BYTES * sum(len(tokens) for _, tokens in self._texts.pop(first))
-                    continue
-                oldest = min(version for texts in self._texts.values() for version, _ in texts)
-                for problem, texts in list(self._texts.items()):
-                    excess -= BYTES * sum(len(tokens) for version, tokens in texts if version == oldest)
-                    self._texts[problem] = [t for t in texts if t[0] > oldest]
-                    if not self._texts[problem]:
-                        del self._texts[problem]
+            self._drop(self.nbytes - max_bytes)
             self._core = SuffixIndex()._core
             for problem, texts in self._texts.items():
                 for version, tokens in texts:
@@ -85,8 +73,49 @@ class WholeProblems(SuffixIndex):
             self.seal()
         return Shrunk(before - self.tokens, 0, problems - len(self._texts))
 
+    def _drop(self, excess: int) -> None:
+        """Drop about so many bytes of text, or all there is."""
+        raise NotImplementedError
 
-RETENTIONS = {"whole problems": WholeProblems, "thinned out": SuffixIndex}
+
+class WholeProblems(WholeRollouts):
+    """Drops the problems not seen for longest, then the oldest versions."""
+
+    def _drop(self, excess: int) -> None:
+        newest = max(texts[-1][0] for texts in self._texts.values())
+        while excess > 0 and self._texts:
+            first = next(iter(self._texts))
+            if self._texts[first][-1][0] < newest:
+                excess -= BYTES * sum(len(tokens) for _, tokens in self._texts.pop(first))
+                continue
+            oldest = min(version for texts in self._texts.values() for version, _ in texts)
+            for problem, texts in list(self._texts.items()):
+                excess -= BYTES * sum(len(tokens) for version, tokens in texts if version == oldest)
+                self._texts[problem] = [t for t in texts if t[0] > oldest]
+                if not self._texts[problem]:
+                    del self._texts[problem]
+
+
+class RandomRollouts(WholeRollouts):
+    """Drops random rollouts, each time one of the problem with the most text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rng = np.random.default_rng(0)
+
+    def _drop(self, excess: int) -> None:
+        sizes = {problem: sum(len(tokens) for _, tokens in texts) for problem, texts in self._texts.items()}
+        while excess > 0 and sizes:
+            largest = max(sizes, key=lambda problem: sizes[problem])
+            texts = self._texts[largest]
+            _, dropped = texts.pop(int(self._rng.integers(len(texts))))
+            excess -= BYTES * len(dropped)
+            sizes[largest] -= len(dropped)
+            if not texts:
+                del self._texts[largest], sizes[largest]
+
+
+RETENTIONS = {"whole problems": WholeProblems, "random rollouts": RandomRollouts, "thinned out": SuffixIndex}
 
 
 def epochs(rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 16) -> list[list[Rollout]]:
@@ -138,7 +167,7 @@ def measured(laid_out: Sequence[Sequence[Rollout]], history: HistoryConfig, inde
 
 
 def budgets(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
-    """Measure byte budgets, in percent of what the first epoch's text takes, with both ways to keep them."""
+    """Measure byte budgets, in percent of what the first epoch's text takes, with each way to keep them."""
     index = SuffixIndex()
     for r in laid_out[0]:
         index.add(r.problem, r.tokens, 0)
@@ -183,20 +212,23 @@ a problem.
 
 ## Byte budgets
 
-Accepted draft tokens per round, and in percent of those without a limit; hits: share of requests that began with
+Accepted draft tokens per round, and in percent of those without a limit: of the second and later visits, and of the
+second alone, before which the history without a limit is one epoch's text. Hits: share of requests that began with
 history. A budget is in percent of what one epoch's text takes in the index. Whole problems: those not seen for longest
-are dropped, then the oldest versions. Thinned out: `SuffixIndex.shrink`.
+are dropped, then the oldest versions. Random rollouts: those of the problem with the most text are dropped at random.
+Thinned out: `SuffixIndex.shrink`.
 
-| rollouts | epochs x problems | budget | whole problems | thinned out |
-|---|---|---|---|---|"""
+| rollouts | epochs x problems | budget | whole problems | random rollouts | thinned out |
+|---|---|---|---|---|---|"""
     lines = intro.splitlines()
     for title, entry in figures["budgets"].items():
-        best = entry["unlimited"]["accepted_per_round"]
+        best, second = entry["unlimited"]["accepted_per_round"], entry["unlimited"]["by_visit"][1]
         size = f"{len(entry['unlimited']['by_visit'])} x {entry['problems']}"
-        lines.append(f"| {title} | {size} | none | {best:.2f} | {best:.2f} |")
+        lines.append(f"| {title} | {size} | none | {best:.2f} | {best:.2f} | {best:.2f} |")
         for percent in map(str, (*BUDGETS, 0)):
             cells = [
-                f"{f['accepted_per_round']:.2f}, {f['accepted_per_round'] / best:.0%} (hits {f['hits']:.0%})"
+                f"{f['accepted_per_round']:.2f}, {f['accepted_per_round'] / best:.0%}, "
+                f"second {f['by_visit'][1] / second:.0%} (hits {f['hits']:.0%})"
                 for f in (entry[percent][name] for name in RETENTIONS)
             ]
             lines.append(f"| | | {percent} % | {' | '.join(cells)} |")

@@ -1,7 +1,8 @@
-// Thins the history of one problem out: the stretches of text that most of its rollouts share stay, each once.
+// Thins the history of one problem out: the stretches of text stay that are worth most for their bytes, each once.
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <tuple>
 #include <utility>
@@ -14,16 +15,12 @@ namespace das {
 class Thinning {
  public:
   // `all`: the history of a problem.
-  explicit Thinning(const Segment& all) : all_(all), group_(all.tokens.size), taken_(all.tokens.size) {
-    find_groups();
+  explicit Thinning(const Segment& all) : all_(all), taken_(all.tokens.size) {
     for (const Segment::Run& run : all.runs)
       for (uint32_t i = run.start, end = all.end(run); i < end; ++i)
         if (all.tokens[i] < 0) texts_.push_back({i + 1, end, &run});
     for (size_t t = 0; t + 1 < texts_.size(); ++t) texts_[t].end = texts_[t + 1].begin - 1;
-    std::vector<uint32_t> last(shared_.size(), UINT32_MAX);
-    for (uint32_t t = 0; t < texts_.size(); ++t)
-      for (uint32_t i = texts_[t].begin; i < texts_[t].end; ++i)
-        if (std::exchange(last[group_[i]], t) != t) shared_[group_[i]] += texts_[t].run->count;
+    for (size_t k = 0; k < kGrams.size(); ++k) number(grams_[k], kGrams[k]);
   }
 
   // Adds what stays to an empty builder; as a segment it takes `max_bytes` at most.
@@ -42,10 +39,8 @@ class Thinning {
   }
 
  private:
-  static constexpr uint32_t kGram = 4;     // tokens before one that make it the same in two texts
+  static constexpr std::array<uint32_t, 3> kGrams{2, 4, 8};  // tokens before one that make it the same in two texts
   static constexpr uint32_t kContext = 8;  // tokens that stay in front of a stretch, so that matches may begin there
-  static constexpr uint32_t kBridge = 4;   // most tokens between two stretches that are made one
-  static constexpr uint32_t kShort = 4;    // fewest tokens of a stretch by itself
   static constexpr uint32_t kCounted = 128;  // most rollouts that a text stands for
 
   struct Written {
@@ -58,64 +53,97 @@ class Thinning {
     const Segment::Run* run;
     uint32_t count;
   };
+  // Tokens with equal tokens before them, so many, are a group.
+  struct Grams {
+    std::vector<uint32_t> group;  // by position, from 1; 0: tokens that are only context
+    std::vector<uint32_t> shared;  // by group: rollouts that have it
+    std::vector<bool> covered;  // by group: one of it is taken
+    std::vector<uint32_t> seen;  // by group: the last pass over a text that met it
+  };
 
-  // Numbers the tokens with equal kGram tokens before them from 1; 0: tokens that are only context.
-  void find_groups() {
+  void number(Grams& grams, uint32_t size) const {
     uint32_t groups = 0;
     std::vector<std::pair<Token, uint32_t>> following;
+    grams.group.assign(all_.tokens.size, 0);
     for (const Segment::Place& p : all_.places) {
-      const bool same = p.lcp >= kGram || (p.lcp && all_.tokens[p.position + 1 - p.lcp] < 0);
+      const bool same = p.lcp >= size || (p.lcp && all_.tokens[p.position + 1 - p.lcp] < 0);
       if (!same) following.clear();
       const Token next = all_.tokens[p.position + 1];
       auto it = std::find_if(following.begin(), following.end(), [&](const auto& f) { return f.first == next; });
       if (it == following.end()) it = following.insert(it, {next, ++groups});
-      group_[p.position + 1] = it->second;
+      grams.group[p.position + 1] = it->second;
     }
-    shared_.assign(groups + 1, 0);
+    grams.shared.assign(groups + 1, 0);
+    std::vector<uint32_t> last(groups + 1, UINT32_MAX);
+    for (uint32_t t = 0; t < texts_.size(); ++t)
+      for (uint32_t i = texts_[t].begin; i < texts_[t].end; ++i)
+        if (std::exchange(last[grams.group[i]], t) != t) grams.shared[grams.group[i]] += texts_[t].run->count;
   }
 
-  bool wanted(uint32_t i, uint32_t level) const {
-    return group_[i] && !taken_[i] && !covered_[group_[i]] && shared_[group_[i]] >= level;
-  }
-
-  // Takes stretches while there is room: those that most rollouts share first, of these the newest.
+  // Takes what is worth its bytes at a price that falls until there is no room, of equal stretches the newest.
   void select(uint64_t room) {
     std::fill(taken_.begin(), taken_.end(), false);
-    covered_.assign(shared_.size(), false);
-    uint64_t left = kUnits * room;
-    for (uint32_t level = power(*std::max_element(shared_.begin() + 1, shared_.end())); level; level /= 2)
-      for (auto text = texts_.rbegin(); text != texts_.rend(); ++text)
-        for (uint32_t i = text->begin; i < text->end; ++i)
-          if (wanted(i, level)) i = take(*text, i, level, left) - 1;
+    int64_t price = 0, left = static_cast<int64_t>(kUnits * room);
+    for (Grams& grams : grams_) {
+      grams.covered.assign(grams.shared.size(), false), grams.seen.assign(grams.shared.size(), 0);
+      price += kWorth * *std::max_element(grams.shared.begin() + 1, grams.shared.end());
+    }
+    for (uint32_t pass = 0; price && left >= kToken; price = price * 3 / 4)
+      for (auto text = texts_.rbegin(); text != texts_.rend(); ++text) take(*text, price, ++pass, left);
   }
 
-  // Takes the stretch that begins with the wanted token `i`, if it is long enough and there is room; returns its end.
-  uint32_t take(const Written& text, uint32_t i, uint32_t level, uint64_t& left) {
-    const auto free = [&](uint32_t j) { return group_[j] && !taken_[j]; };
-    uint32_t begin = i, end = i;
-    while (begin > text.begin && i - begin < kBridge && free(begin - 1)) --begin;
-    const bool first = begin == text.begin && all_.tokens[begin - 1] == kStart;
-    bool joined = begin > text.begin && taken_[begin - 1];
-    if (!first && !joined) begin = i;
-    std::vector<uint32_t> covered;
-    uint32_t j = i;
-    for (; j < text.end && free(j) && j - end <= kBridge; ++j) {
-      if (!wanted(j, level)) continue;
-      end = j + 1;
-      covered_[group_[j]] = true, covered.push_back(group_[j]);
+  // Takes the stretches of a text that together exceed the price of their bytes by most.
+  void take(const Written& text, int64_t price, uint32_t pass, int64_t& left) {
+    constexpr int64_t kNever = INT64_MIN / 2;
+    int64_t outside = 0, inside = kNever;  // the most gained where the token in front is not kept, and where it is
+    choices_.assign(text.end - text.begin, {});
+    for (uint32_t i = text.begin; i < text.end; ++i) {
+      Choice& choice = choices_[i - text.begin];
+      int64_t begun = outside, gone_on = inside, kept = kNever;
+      if (taken_[i]) {
+        if (!follows(text, i)) gone_on += price * head(text, i);  // it needs no context any more
+      } else {
+        begun -= price * head(text, i);
+      }
+      choice.begins = begun > gone_on;
+      if (grams_[0].group[i]) kept = std::max(begun, gone_on);
+      if (grams_[0].group[i] && !taken_[i]) kept += kToken * (worth(i, pass) - price);
+      choice.ended = inside > outside;
+      outside = taken_[i] ? kNever : std::max(inside, outside);
+      inside = kept;
     }
-    const uint32_t stop = end;
-    const uint64_t head = joined ? 0 : kUnits * sizeof(Stored) * (1 + std::min(kContext, begin - text.begin));
-    if (j < text.end && taken_[j] && j - end <= kBridge) end = j, joined = true;
-    const uint64_t most = left > head ? (left - head) / kToken : 0;
-    if (end - begin > most) end = begin + static_cast<uint32_t>(most), joined = false;
-    if (end - begin < kShort && !joined) {
-      for (uint32_t group : covered) covered_[group] = false;
-      return stop;
+    bool keep = inside > outside;
+    for (uint32_t i = text.end; i-- > text.begin;) {
+      Choice& choice = choices_[i - text.begin];
+      choice.kept = keep;
+      keep = keep ? !choice.begins : choice.ended;
     }
-    std::fill(taken_.begin() + begin, taken_.begin() + end, true);
-    left -= head + kToken * (end - begin);
-    return std::max(stop, end);
+    for (uint32_t i = text.begin; i < text.end; ++i) {
+      if (!choices_[i - text.begin].kept || taken_[i]) continue;
+      const bool joins = i + 1 < text.end && taken_[i + 1];
+      const int64_t cost = kToken + (follows(text, i) ? 0 : head(text, i)) - (joins ? head(text, i + 1) : 0);
+      if (cost > left) continue;
+      left -= cost, taken_[i] = true;
+      for (Grams& grams : grams_) grams.covered[grams.group[i]] = true;
+    }
+  }
+
+  bool follows(const Written& text, uint32_t i) const { return i > text.begin && taken_[i - 1]; }
+
+  // What a stretch that begins there takes besides its tokens.
+  static int64_t head(const Written& text, uint32_t i) {
+    return kUnits * sizeof(Stored) * (1 + std::min(kContext, i - text.begin));
+  }
+
+  // Rollouts that have the token after the same tokens, added up for each number of these; 0 where one like it is
+  // taken.
+  int64_t worth(uint32_t i, uint32_t pass) {
+    int64_t rollouts = 0;
+    for (Grams& grams : grams_) {
+      const uint32_t group = grams.group[i];
+      if (!grams.covered[group] && std::exchange(grams.seen[group], pass) != pass) rollouts += grams.shared[group];
+    }
+    return kWorth * rollouts;
   }
 
   std::vector<Kept> stretches() const {
@@ -126,7 +154,7 @@ class Thinning {
         Kept k{std::max(text.begin, i - std::min(i, kContext)), i, i, kGap, text.run, 0};
         if (k.from == text.begin) k.before = all_.tokens[k.from - 1];
         uint64_t sum = 0;
-        for (; i < text.end && taken_[i]; ++i) sum += shared_[group_[i]];
+        for (; i < text.end && taken_[i]; ++i) sum += grams_.back().shared[grams_.back().group[i]];
         k.end = i, k.count = power(static_cast<uint32_t>(std::min<uint64_t>(sum / (k.end - k.begin), kCounted)));
         kept.push_back(k);
       }
@@ -152,15 +180,20 @@ class Thinning {
   }
 
   // Room is counted in parts of a byte: a token with its place and its share of a sample takes kToken of them.
-  static constexpr uint64_t kUnits = Segment::kStride / sizeof(uint64_t);
-  static constexpr uint64_t kToken = kUnits * (sizeof(Stored) + sizeof(Segment::Place)) + 1;
+  static constexpr int64_t kUnits = Segment::kStride / sizeof(uint64_t);
+  static constexpr int64_t kToken = kUnits * (sizeof(Stored) + sizeof(Segment::Place)) + 1;
+  static constexpr int64_t kWorth = 64;  // parts of a rollout that worth and price are counted in
+
+  struct Choice {
+    bool begins, ended;  // if the token is kept, a stretch begins; if not, one ends in front of it
+    bool kept;
+  };
 
   const Segment& all_;
-  std::vector<uint32_t> group_;   // by position
-  std::vector<uint32_t> shared_;  // by group: rollouts that have it
-  std::vector<bool> taken_;       // by position
-  std::vector<bool> covered_;     // by group
+  std::array<Grams, kGrams.size()> grams_;
+  std::vector<bool> taken_;  // by position
   std::vector<Written> texts_;
+  std::vector<Choice> choices_;  // of the text at hand
 };
 
 }  // namespace das

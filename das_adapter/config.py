@@ -79,7 +79,7 @@ class HistoryConfig(_Block):
     """Visits of a problem that are drafted from, the newest: a visit is a weight version that wrote rollouts of it."""
     max_bytes: Annotated[Size, Field(ge=2**16)] = 8 * 2**30
     """Size of a node's history, such as 512MiB. Above it the largest problems are thinned out to the stretches of text
-    that most of their rollouts share; all problems keep some history as long as 256 bytes of each fit."""
+    that are worth most for their bytes; all problems keep some history as long as 256 bytes of each fit."""
     persist: UserPath | None = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
     empty history, or with its own where it resumes."""

@@ -53,6 +53,11 @@ class StepModel:
         """Return the time of steps without drafts."""
         return self.seconds(requests, requests, False)
 
+    def doubled(self, most: int = 1024) -> int:
+        """Return the requests with which a step without drafts takes twice as long as with one, at most `most`."""
+        times = self.plain(np.arange(1, most))
+        return 1 + int(np.searchsorted(times, 2.0 * times[0]))
+
     def slope(self, tokens: float) -> float:
         """Return the seconds that one more token adds to a step of `tokens`."""
         return self.token + (self.bend if tokens >= self.knee else 0.0)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.native import native
+from das_adapter.core.siblings import Moments
 
 Floats = npt.NDArray[np.float64]
 
@@ -222,9 +223,22 @@ class LengthLog:
 
 
 class Expected:
-    """Expected lengths of responses, in tokens; a problem that is not known counts as the mean of the known."""
+    """Expected lengths of responses, in tokens; a problem that is not known counts as the mean of the known. Beside
+    them, what the run's engines have shown that decides where and when a request should start."""
 
-    def __init__(self, lengths: Mapping[int, float] | Predictions = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        lengths: Mapping[int, float] | Predictions = MappingProxyType({}),
+        siblings: Moments = Moments(),
+        throughput: float | None = None,
+    ) -> None:
+        """
+        Args:
+            lengths: of known problems.
+            siblings: how many tokens requests got from a forward pass.
+            throughput: requests with which a decode step takes twice as long as with one.
+        """
+        self.siblings, self.throughput = siblings, throughput
         if isinstance(lengths, Mapping):
             lengths = np.array(sorted(lengths.items()), dtype=PREDICTION)
         self._problems = np.ascontiguousarray(lengths["problem"])

@@ -15,34 +15,12 @@ from typing import Generic, TypeVar
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import Expected
+from das_adapter.core.siblings import NO_SIBLINGS, Worth
 
 Name = TypeVar("Name", bound=Hashable)
 
 THROUGHPUT = 64.0
-"""Requests with which a decode step takes twice as long as with one."""
-
-
-@dataclass(frozen=True)
-class Worth:
-    """Tokens that a request gets from a forward pass, by the siblings it can draft from: they grow with the logarithm
-    of the siblings' text. The defaults lie between those of recorded rollouts (`benchmarks/results/routing.md`)."""
-
-    alone: float = 1.8
-    """Tokens without siblings."""
-    doubling: float = 0.5
-    """Tokens that twice the text adds."""
-    growing: float = 0.2
-    """What a sibling that is being written counts for, in finished ones."""
-    history: float = 8.0
-    """What a problem's history counts for, in finished siblings."""
-
-    def tokens(self, growing: float, finished: float = 0.0, known: bool = False) -> float:
-        """Return the tokens from a forward pass beside so many siblings; `known`: the problem has history."""
-        return self.alone + self.doubling * math.log2(1.0 + self.growing * growing + finished + self.history * known)
-
-
-NO_SIBLINGS = Worth(doubling=0.0)
-"""For a drafter that does not draft from siblings."""
+"""Requests with which a decode step takes twice as long as with one, before an engine has measured it."""
 
 
 def worth_of(das: DasConfig) -> Worth:
@@ -72,7 +50,7 @@ class Replicas(Generic[Name]):
         names: Iterable[Name] = (),
         worth: Worth = Worth(),
         group: int = 1,
-        throughput: float = THROUGHPUT,
+        slots: float = math.inf,
         expected: float = math.inf,
     ) -> None:
         """
@@ -80,15 +58,21 @@ class Replicas(Generic[Name]):
             names: of the replicas.
             worth: of siblings.
             group: samples of a problem that come at once; more where more of one problem were in flight.
-            throughput: as `THROUGHPUT`; no more than the requests that a replica runs at once.
+            slots: requests that a replica runs at once.
             expected: most work in flight at once, in rounds of all requests; from the second burst on that of the
                 burst before. A burst ends when no request is in flight.
         """
-        self._worth, self._group, self._throughput = worth, group, throughput
+        self._worth, self._assumed, self._group = worth, worth, group
+        self._throughput, self._slots = min(THROUGHPUT, slots), slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         self._peak, self._expected = 0.0, expected
+
+    def learn(self, expected: Expected) -> None:
+        """Take what the run's engines have shown; it applies to groups that are placed from now on."""
+        self._worth = self._assumed.fitted(expected.siblings)
+        self._throughput = min(expected.throughput or THROUGHPUT, self._slots)
 
     def add(self, replica: Name) -> None:
         """Add a replica that joined."""
@@ -198,9 +182,9 @@ def plan(
 
     Args:
         problems: the problem of each row.
-        expected: response lengths.
+        expected: response lengths, and what the run's engines have shown.
         workers: how many.
-        worth: of siblings.
+        worth: of siblings, as it is taken to be before.
         slots: requests that a worker runs at once.
         leaders: whether the first sample of each group starts first on a worker that has more rows than slots.
 
@@ -211,13 +195,15 @@ def plan(
     for row, problem in enumerate(problems):
         rows_of.setdefault(problem, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
+    shown = worth.fitted(expected.siblings)
     work = sum(
-        len(rows) * expected[problem] / worth.tokens(len(rows) - 1, known=problem in expected)
+        len(rows) * expected[problem] / shown.tokens(len(rows) - 1, known=problem in expected)
         for problem, rows in groups
     )
     ends, plans = [], []
     for whole in (True, False):
-        replicas = Replicas(range(workers), worth, throughput=min(THROUGHPUT, slots), expected=work)
+        replicas = Replicas(range(workers), worth, slots=slots, expected=work)
+        replicas.learn(expected)
         shares: list[list[int]] = [[] for _ in range(workers)]
         for problem, rows in groups:
             for row in rows:
@@ -246,16 +232,17 @@ class StartOrder:
     def __init__(self, worth: Worth = Worth(), group: int = 1) -> None:
         """
         Args:
-            worth: of siblings; `NO_SIBLINGS`: nobody leads.
+            worth: of siblings, before the engines have shown it; `NO_SIBLINGS`: nobody leads.
             group: samples of a problem that come at once; more where more of one problem came.
         """
-        self._worth, self._group = worth, group
+        self._worth, self._assumed, self._group = worth, worth, group
         self._expected, self._version = Expected(), 0
         self._started: Counter[int] = Counter()
 
     def refresh(self, expected: Expected, version: int) -> None:
-        """Take the expected lengths and the weight version, at a weight sync."""
+        """Take what is expected and the weight version, at a weight sync."""
         self._expected, self._version = expected, version
+        self._worth = self._assumed.fitted(expected.siblings)
         self._started.clear()
 
     def priority(self, problem: int, begun: bool = False) -> int:

@@ -181,7 +181,7 @@ class AsyncEngineHooks(EngineHooks):
             self._loop = asyncio.get_running_loop()
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:
-                expected = await asyncio.to_thread(self._session.predictions)
+                expected = await asyncio.to_thread(self._session.expected)
                 self._order.refresh(expected, self.version)
         return result
 

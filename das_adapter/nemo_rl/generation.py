@@ -18,6 +18,7 @@ from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from das_adapter.core import routing
 from das_adapter.core.length import Expected
+from das_adapter.core.siblings import NO_SIBLINGS
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.checkpoint import save_history
 from das_adapter.nemo_rl.identity import LABELS, Labeller
@@ -46,15 +47,14 @@ class DasVllmGeneration(VllmGeneration):
             self._expected = Expected()
             self._expected_until = 0.0
             self._longest_first = self.das.routing.policy == "longest_first"
-            self._worth = routing.worth_of(self.das) if self._longest_first else routing.NO_SIBLINGS
+            self._worth = routing.worth_of(self.das) if self._longest_first else NO_SIBLINGS
             self._slots = (config.get("vllm_kwargs") or {}).get("max_num_seqs") or _SLOTS
             if HOST_KEY in VllmConfig.__annotations__ and not config.get(HOST_KEY):
                 sync, asynchronous = WORKERS.values()
                 config[HOST_KEY] = asynchronous if config["vllm_cfg"]["async_engine"] else sync
         super().__init__(cluster, config, *args, **kwargs)
         if self.das is not None:
-            throughput = min(routing.THROUGHPUT, self._slots)
-            self._replicas = routing.Replicas(range(self.dp_size), self._worth, throughput=throughput)
+            self._replicas = routing.Replicas(range(self.dp_size), self._worth, slots=self._slots)
         _live.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -127,7 +127,8 @@ class DasVllmGeneration(VllmGeneration):
 
     def _predict(self) -> Expected:
         if self._longest_first:
-            self._expected = ledger.predictions(timeout=10)
+            self._expected = ledger.expected(timeout=10)
+            self._replicas.learn(self._expected)
         return self._expected
 
     def _next_dp_shard_idx(self) -> int:

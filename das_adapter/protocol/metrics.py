@@ -38,6 +38,8 @@ class EngineStats(TypedDict, total=False):
     """The likely reason, and what to do."""
     staleness: list[list[int]]
     """`core.staleness.Staleness.take`."""
+    siblings: Sequence[float]
+    """`core.routing.Moments`."""
     class_steps: list[float]
     """This and the following: `core.controller.Controller.take`."""
     class_drafts: list[float]
@@ -45,6 +47,7 @@ class EngineStats(TypedDict, total=False):
     latency_model_error: float
     planned_rounds: float
     stopped: str | None
+    throughput: int | None
     requantise_s: float
     """Seconds that quantising the policy copy took."""
     drafter_bytes: int

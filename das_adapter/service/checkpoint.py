@@ -106,8 +106,10 @@ def lengths(directory: Path, version: int) -> Responses:
         DasError: they are missing or damaged.
     """
     try:
-        found: Responses = np.load(directory / _LENGTHS, allow_pickle=False).reshape(-1, 3).view(RESPONSE).reshape(-1)
-    except (OSError, EOFError, TypeError, ValueError) as error:
+        found: Responses = (
+            np.load(directory / _LENGTHS, allow_pickle=False).astype(np.uint64).view(RESPONSE).reshape(-1)
+        )
+    except (OSError, EOFError, ValueError) as error:
         raise DasError(f"history: found damaged lengths in {str(directory)!r} ({error})") from None
     found["version"] += version - found["version"].max(initial=version)
     return found

@@ -13,11 +13,14 @@ import numpy as np
 import ray
 
 from das_adapter.core.length import Expected, LengthLog
+from das_adapter.core.siblings import Moments
 from das_adapter.core.toggle import Ladder
 from das_adapter.protocol.metrics import faults, figures
 
 logger = logging.getLogger("das_adapter")
 
+SIBLINGS_FADE = 0.9
+"""Share of what requests have shown of their siblings' worth that a training step leaves."""
 _started: list[Any] = []
 """Handles of the actors that this process started: an actor ends with the last handle that it was started through."""
 
@@ -29,8 +32,8 @@ class Synced(NamedTuple):
     """To ask with at the next weight sync."""
     lengths: ray.ObjectRef
     """Of the responses since the cursor, see `LengthLog.since`."""
-    predictions: ray.ObjectRef
-    """See `LengthLog.predictions`."""
+    expected: ray.ObjectRef
+    """See `Ledger.expected`."""
     draft_length: int | None
     """See `Ledger.draft_length`; None: the engine has no ladder."""
 
@@ -48,7 +51,8 @@ class Ledger(LengthLog):
         self._climbed = 0
         self._version, self._heard = -1, 0
         self._lengths: dict[int, ray.ObjectRef] = {}
-        self._predicted: ray.ObjectRef | None = None
+        self._expected: ray.ObjectRef | None = None
+        self._siblings = Moments()
 
     def sync(self, version: int, cursor: int, report: dict[str, Any] | None, rungs: Sequence[int]) -> Synced:
         """Tell an engine what the run knows, at its weight sync.
@@ -65,17 +69,19 @@ class Ledger(LengthLog):
             self.report(version, report)
         if version > self._version:
             self._version, self._heard = version, self.count
-            self._lengths, self._predicted = {}, None
+            self._lengths, self._expected = {}, None
         if cursor not in self._lengths:
             self._lengths[cursor] = ray.put(self.since(cursor, self._heard))
         length = self.draft_length(rungs, version) if rungs else None
-        return Synced(self._heard, self._lengths[cursor], self.predicted(), length)
+        return Synced(self._heard, self._lengths[cursor], self.expected(), length)
 
-    def predicted(self) -> ray.ObjectRef:
-        """Return the `predictions` at the last weight sync: an object that all share."""
-        if self._predicted is None:
-            self._predicted = ray.put(self.predictions())
-        return self._predicted
+    def expected(self) -> ray.ObjectRef:
+        """Return the arguments of `core.length.Expected` at the last weight sync: an object that all share."""
+        if self._expected is None:
+            throughput = [r["throughput"] for reports in self._reports.values() for r in reports if r.get("throughput")]
+            median = float(np.median(throughput)) if throughput else None
+            self._expected = ray.put((self.predictions(), self._siblings, median))
+        return self._expected
 
     def run(self) -> str:
         """Return the run's name, for the files written about it."""
@@ -92,6 +98,9 @@ class Ledger(LengthLog):
     def report(self, step: int, report: dict[str, Any]) -> None:
         """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutStats`; say, once per run and
         kind of fault, why `das/health` is 0."""
+        if step not in self._reports:
+            self._siblings = self._siblings.faded(SIBLINGS_FADE)
+        self._siblings += Moments(*report.get("siblings", ()))
         self._reports.setdefault(step, []).append(report)
         for fault, reason in faults(self._reports[step]).items():
             if fault not in self._told:
@@ -131,10 +140,10 @@ def ask(call: ray.ObjectRef, timeout: float) -> Any:
         raise
 
 
-def predictions(timeout: float) -> Expected:
-    """Ask for the expected response lengths; none, with a line in the log, where the ledger does not answer."""
+def expected(timeout: float) -> Expected:
+    """Ask for what is expected; nothing, with a line in the log, where the ledger does not answer."""
     try:
-        return Expected(ray.get(ask(running().predicted.remote(), timeout), timeout=timeout))
+        return Expected(*ray.get(ask(running().expected.remote(), timeout), timeout=timeout))
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no predicted lengths, all responses count as equally long: %r", error)
         return Expected()

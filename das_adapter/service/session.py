@@ -72,7 +72,7 @@ class Session:
         self._asked: dict[str, tuple[Sequence[int], ray.ObjectRef]] = {}
         """By history of another node: what it was asked about, and the answer to come."""
         self._cursor = 0
-        self._predicted: ray.ObjectRef | None = None
+        self._expected: ray.ObjectRef | None = None
         self._find()
 
     def start(self) -> None:
@@ -150,11 +150,11 @@ class Session:
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 
-    def predictions(self, timeout: float = 25.0) -> Expected:
-        """Return the response lengths that the ledger expected at the last weight sync; none, with a line in the log,
-        where they can't be had."""
+    def expected(self, timeout: float = 25.0) -> Expected:
+        """Return what the ledger expected at the last weight sync; nothing, with a line in the log, where it can't be
+        had."""
         try:
-            return Expected() if self._predicted is None else Expected(ray.get(self._predicted, timeout=timeout))
+            return Expected() if self._expected is None else Expected(*ray.get(self._expected, timeout=timeout))
         except ray.exceptions.RayError as error:
             logger.warning("das: no predicted lengths: %r", error)
             return Expected()
@@ -184,7 +184,7 @@ class Session:
                     self._confirm(self._own, numbers, lost)
             synced = ask(known, left())
             length, lengths = synced.draft_length, ray.get(synced.lengths, timeout=left()).tobytes()
-            self._cursor, self._predicted = synced.cursor, synced.predictions
+            self._cursor, self._expected = synced.cursor, synced.expected
         except Exception as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
         return Refresh(version, history, lengths, draft_length=length)

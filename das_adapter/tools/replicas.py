@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.length import RESPONSE, Expected, LengthLog
-from das_adapter.core.routing import NO_SIBLINGS, THROUGHPUT, Replicas, StartOrder, Worth
+from das_adapter.core.routing import THROUGHPUT, Replicas, StartOrder
+from das_adapter.core.siblings import NO_SIBLINGS, Worth
 from das_adapter.tools.replay import Live, Outcome, Tally, advance
 from das_adapter.tools.rollouts import Rollout
 
@@ -46,9 +48,9 @@ class Figures:
 class Router:
     """Places requests as the host's balancer does: `together` with what siblings are worth, else each by itself."""
 
-    def __init__(self, count: int, group: int, throughput: float, together: bool) -> None:
+    def __init__(self, count: int, group: int, slots: float, together: bool) -> None:
         self._together = together
-        self._replicas = Replicas(range(count), Worth() if together else NO_SIBLINGS, group, throughput)
+        self._replicas = Replicas(range(count), Worth() if together else NO_SIBLINGS, group, slots)
 
     def __call__(self, arrivals: Sequence[Rollout], expected: Expected) -> list[int]:
         group = None if self._together else 1
@@ -161,12 +163,11 @@ def report(
     """Replay over so many replicas by each of `ROUTINGS`, and with one index for all; return figures for JSON, means
     over several orders of arrival."""
     group = max(map(len, _groups(rollouts)))
-    throughput = min(THROUGHPUT, slots or THROUGHPUT)
     found: dict[str, Any] = {"slots": slots, "orders": orders, "siblings": siblings(rollouts, budget), "replicas": {}}
     for count in counts:
         arms: dict[str, list[dict[str, float]]] = defaultdict(list)
         for seed, arm in itertools.product(range(orders), (*ROUTINGS, "one index")):
-            router = Router(count, group, throughput, together=arm != "scattered")
+            router = Router(count, group, slots or math.inf, together=arm != "scattered")
             figures = replay(rollouts, count, router, arm == "leaders", slots, False, arm == "one index", budget, seed)
             arms[arm].append(figures.to_dict())
         found["replicas"][str(count)] = {

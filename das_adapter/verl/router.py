@@ -9,7 +9,8 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import Expected
-from das_adapter.core.routing import NO_SIBLINGS, THROUGHPUT, Replicas, worth_of
+from das_adapter.core.routing import Replicas, worth_of
+from das_adapter.core.siblings import NO_SIBLINGS
 from das_adapter.protocol.label import Label
 from das_adapter.service import ledger
 from das_adapter.verl import settings
@@ -32,7 +33,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         super().__init__(servers, *args, **kwargs)
         self._longest_first = self.das.routing.policy == "longest_first"
         worth, group = (worth_of(self.das), self.group) if self._longest_first else (NO_SIBLINGS, 1)
-        self._replicas = Replicas(servers, worth, group, min(THROUGHPUT, self.slots))
+        self._replicas = Replicas(servers, worth, group, self.slots)
         self._expected = Expected()
         self._problems: dict[str, int] = {}
         self._acquired = 0
@@ -50,7 +51,8 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         if not self._inflight_requests:
             return super().acquire_server(request_id)  # says so
         if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):
-            self._expected = ledger.predictions(timeout=5)
+            self._expected = ledger.expected(timeout=5)
+            self._replicas.learn(self._expected)
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))
         problem = -self._acquired if label.problem is None else label.problem

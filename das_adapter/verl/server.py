@@ -98,7 +98,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._seen.clear()
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)
         if self._order is not None:
-            expected = await asyncio.to_thread(self._session.predictions)
+            expected = await asyncio.to_thread(self._session.expected)
             self._order.refresh(expected, int(global_steps or 0))
 
 

@@ -126,6 +126,7 @@ class Arm:
             **os.environ, **cpu_env(), "DEMO_GATE": str(self.gate),
             "VERL_FILE_LOGGER_PATH": str(self.metrics), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
             "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
+            "RAY_ADDRESS": "local",
         }  # fmt: skip
         for variable in ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE"):  # the config sizes the KV cache
             environment.pop(variable, None)

@@ -52,7 +52,7 @@ def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
 @contextmanager
 def run(config: Any, tokenizer: Any = TOKENIZER) -> Iterator[Engine]:
     """A run with one engine, after the first weight sync."""
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
     try:
         checkpoint.begin(config, tokenizer)
         generation, engine = config.policy["generation"], Engine()

@@ -219,7 +219,7 @@ def test_a_host_without_our_plug_in_is_told_so(ray_here: None) -> None:
 @pytest.fixture
 def ray_here() -> Any:
     if not ray.is_initialized():
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+        ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
     yield
     ray.shutdown()
 

@@ -24,7 +24,7 @@ SERVERS: dict[str, Any] = {"a": None, "b": None}
 
 @pytest.fixture
 def service() -> Iterator[Any]:
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield ledger(window=4)
     ray.shutdown()
 
@@ -116,3 +116,16 @@ def test_verl_makes_the_balancer_in_an_actor(service: Any) -> None:
     params = [{"extra_args": Label(p).extra_args()} for p in (1, 2, 1, 2)]
     homes = [ray.get(router.acquire_server.remote(f"r{i}", sampling_params=p))[0] for i, p in enumerate(params)]
     assert homes == ["a", "b", "a", "b"]
+
+
+def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own() -> None:
+    """Each has a Ray cluster of its own, in which it is the first job; veRL would name its sockets by the job."""
+    from das_adapter.verl.cpu.platform import job
+
+    names = []
+    for _ in range(2):
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        names.append(job())
+        ray.shutdown()
+    assert len(set(names)) == 2
+    assert all(name.startswith("01000000-") for name in names)

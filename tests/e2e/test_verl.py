@@ -35,7 +35,8 @@ def train(
     """Run a pipeline on a CPU example; metrics go to `out`."""
     command = [sys.executable, "-m", module, "--config-path", str(ROOT / "examples/verl"),
                "--config-name", config, *overrides]  # fmt: skip
-    env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1"}
+    env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1",
+           "RAY_ADDRESS": "local"}  # fmt: skip
     env.pop("CUDA_VISIBLE_DEVICES", None)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900)
 
@@ -46,6 +47,18 @@ def steps(out: Path) -> list[dict[str, Any]]:
 
 def checkpoints(directory: Path) -> list[str]:
     return [f"trainer.default_local_dir={directory}", "trainer.save_freq=3", "trainer.resume_mode=auto"]
+
+
+def check_pipeline(run: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, Any]]:
+    """Check that an asynchronous pipeline drafted from its history and said so; return its figures, step by step."""
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    figures = [row for row in steps(out) if "das/tokens_per_forward" in row]
+    assert len(figures) >= 2
+    assert all(row["das/health"] == 1 for row in figures)
+    assert figures[-1]["das/history_tokens"] > 0
+    assert figures[-1]["das/tokens_per_forward"] > 2
+    assert any(name.startswith("das/accept_rate_age_") for name in figures[-1])
+    return figures
 
 
 def histories(run: subprocess.CompletedProcess[str]) -> set[Path]:
@@ -116,14 +129,14 @@ def test_metrics_are_filled(runs: Any) -> None:
 
 
 def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(runs: Any, tmp_path: Path) -> None:
-    out = tmp_path / "resumed.jsonl"
-    run = train(out, *SMALL, *HISTORY, *checkpoints(runs.saved), "trainer.total_training_steps=4")
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    (resumed,) = steps(out)
-    assert resumed["training/global_step"] == 4
-    assert resumed["das/history_tokens"] == round(16 * sum(step["response_length/mean"] for step in runs.history))
-    assert resumed["das/tokens_per_forward"] > 1.3 * runs.history[0]["das/tokens_per_forward"]
-    assert resumed["das/health"] == 1
+    """It goes on asynchronously, trainer and rollout on one machine: the checkpoint of one pipeline serves another."""
+    out, pipeline = tmp_path / "resumed.jsonl", "grpo_tiny_math_cpu_colocate_async"
+    run = train(out, *SMALL, *HISTORY, *checkpoints(runs.saved), "trainer.total_training_steps=6", config=pipeline)
+    first, *_ = figures = check_pipeline(run, out)
+    assert first["training/global_step"] == 4
+    assert first["das/history_tokens"] == round(16 * sum(step["response_length/mean"] for step in runs.history))
+    assert first["das/tokens_per_forward"] > 1.3 * runs.history[0]["das/tokens_per_forward"]
+    assert figures[-1]["das/history_tokens"] > first["das/history_tokens"]
     directories = runs.directories | histories(run)
     assert len(directories) == 2
     for _ in range(120):
@@ -134,7 +147,6 @@ def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(runs
 
 
 PIPELINES = {
-    "colocate_async": ("verl.trainer.main_ppo", "trainer.total_training_steps=4"),
     "separate_async": ("verl.trainer.main_ppo", "trainer.total_training_steps=3"),
     "one_step_off": ("verl.experimental.one_step_off_policy.main_ppo", "trainer.total_training_steps=4"),
     "fully_async": ("verl.experimental.fully_async_policy.fully_async_main", "rollout.total_rollout_steps=32"),
@@ -147,14 +159,7 @@ def test_asynchronous_pipelines_draft_from_the_history_and_say_so(pipeline: str,
     module, length = PIPELINES[pipeline]
     small = ["data.max_response_length=256", "data.train_max_samples=8", length]
     out = tmp_path / "log.jsonl"
-    run = train(out, *small, *HISTORY, module=module, config=f"grpo_tiny_math_cpu_{pipeline}")
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
-    figures = [row for row in steps(out) if "das/tokens_per_forward" in row]
-    assert len(figures) >= 2
-    assert all(row["das/health"] == 1 for row in figures)
-    assert figures[-1]["das/history_tokens"] > 0
-    assert figures[-1]["das/tokens_per_forward"] > 2
-    assert any(name.startswith("das/accept_rate_age_") for name in figures[-1])
+    check_pipeline(train(out, *small, *HISTORY, module=module, config=f"grpo_tiny_math_cpu_{pipeline}"), out)
 
 
 def test_a_misspelt_key_stops_the_run_before_anything_starts(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from das_adapter.core.index.values import (
 START = -1  # stands before the first token of every response
 GAP = -2  # stands before a stretch of a response of which what came before is not there
 LEAST = 256  # bytes that a problem keeps before whole problems are dropped
-GRAM, CONTEXT, BRIDGE, SHORT, COUNTED = 4, 8, 4, 4, 128  # see csrc/suffix_thin.hpp
+SIZES, CONTEXT, COUNTED, WORTH = (2, 4, 8), 8, 128, 64  # see csrc/suffix_thin.hpp
 MOST = 16  # places that one search of a text visits (live text: per gram size)
 SURE = 8  # places that differ in the last token are searched only below this strength of a match
 BEYOND = 3  # at most so many tokens beyond a differing one count
@@ -395,15 +395,23 @@ def _nbytes(trajectories: list[Trajectory]) -> int:
     return -(-(8 * runs + 8 * -(-places // 32) + 4 * places + 3 * tokens) // 8) * 8
 
 
+_Way = tuple[int, list[int]]
+"""The most gained up to a token, and what is taken for it."""
+
+
 class _Thinning:
-    """Keeps the stretches of a problem's trajectories that most of them share, each once."""
+    """Keeps the stretches of a problem's trajectories that are worth most for their bytes, each once."""
 
     def __init__(self, trajectories: list[Trajectory]) -> None:
         self._all = trajectories
-        self._grams = [{i + 1: (*t.text[: i + 1][-GRAM:], t.text[i + 1]) for i in t.places} for t in trajectories]
-        self._shared: Counter[tuple[int, ...]] = Counter()
+        self._grams = [
+            {i + 1: [(*t.text[: i + 1][-size:], t.text[i + 1]) for size in SIZES] for i in t.places}
+            for t in trajectories
+        ]
+        self._shared: list[Counter[tuple[int, ...]]] = [Counter() for _ in SIZES]
         for t, grams in zip(trajectories, self._grams, strict=True):
-            self._shared.update(dict.fromkeys(grams.values(), t.count))
+            for size, shared in enumerate(self._shared):
+                shared.update(dict.fromkeys((g[size] for g in grams.values()), t.count))
 
     def to(self, max_bytes: int) -> list[Trajectory]:
         room = max_bytes
@@ -416,51 +424,56 @@ class _Thinning:
 
     def _select(self, room: int) -> None:
         self._taken: list[set[int]] = [set() for _ in self._all]
-        self._covered: set[tuple[int, ...]] = set()
+        self._covered: list[set[tuple[int, ...]]] = [set() for _ in SIZES]
         self._left = 4 * room  # in quarters of a byte
-        level = _power(max(self._shared.values()))
-        while level:
+        price = WORTH * sum(max(shared.values()) for shared in self._shared)
+        while price and self._left >= 29:
             for number in reversed(range(len(self._all))):
-                i = 1
-                while i < len(self._all[number].text):
-                    i = self._take(number, i, level) if self._wanted(number, i, level) else i + 1
-            level //= 2
+                for i in self._worthwhile(number, price):
+                    self._take(number, i)
+            price = price * 3 // 4
 
-    def _free(self, number: int, i: int) -> bool:
-        return i in self._grams[number] and i not in self._taken[number]
+    def _worthwhile(self, number: int, price: int) -> list[int]:
+        """Tokens not yet taken of the stretches that together exceed the price of their bytes by most."""
+        grams, taken, never = self._grams[number], self._taken[number], -(2**62)
+        worth, seen = dict.fromkeys(grams, 0), list(map(set, self._covered))
+        for i in sorted(grams.keys() - taken):
+            for size, gram in enumerate(grams[i]):
+                worth[i] += 0 if gram in seen[size] else WORTH * self._shared[size][gram]
+                seen[size].add(gram)
+        outside: _Way = (0, [])
+        inside: _Way = (never, [])
+        for i in range(1, len(self._all[number].text)):
+            head = price * self._head(i)
+            begun, gone_on = outside[0], inside[0]
+            if i not in taken:
+                begun -= head
+            elif i - 1 not in taken:
+                gone_on += head
+            gained, before = (begun, outside[1]) if begun > gone_on else (gone_on, inside[1])
+            left = inside if inside[0] > outside[0] else outside
+            outside = (never, []) if i in taken else left
+            if i not in grams:
+                inside = (never, [])
+            elif i in taken:
+                inside = (gained, before)
+            else:
+                inside = (gained + 29 * (worth[i] - price), [*before, i])
+        return (inside if inside[0] > outside[0] else outside)[1]
 
-    def _wanted(self, number: int, i: int, level: int) -> bool:
-        gram = self._grams[number].get(i)
-        return gram is not None and self._free(number, i) and gram not in self._covered and self._shared[gram] >= level
+    def _take(self, number: int, i: int) -> None:
+        taken = self._taken[number]
+        cost = 29 + (0 if i - 1 in taken else self._head(i)) - (self._head(i + 1) if i + 1 in taken else 0)
+        if cost <= self._left:
+            self._left -= cost
+            taken.add(i)
+            for covered, gram in zip(self._covered, self._grams[number][i], strict=True):
+                covered.add(gram)
 
-    def _take(self, number: int, i: int, level: int) -> int:
-        text, taken = self._all[number].text, self._taken[number]
-        begin = end = i
-        while begin > 1 and i - begin < BRIDGE and self._free(number, begin - 1):
-            begin -= 1
-        first, joined = begin == 1 and text[0] == START, begin - 1 in taken
-        if not first and not joined:
-            begin = i
-        covered, j = set(), i
-        while j < len(text) and self._free(number, j) and j - end <= BRIDGE:
-            if self._wanted(number, j, level):
-                end = j + 1
-                covered.add(self._grams[number][j])
-                self._covered.add(self._grams[number][j])
-            j += 1
-        stop = end
-        head = 0 if joined else 12 * (1 + min(CONTEXT, begin - 1))
-        if j in taken and j - end <= BRIDGE:
-            end, joined = j, True
-        most = max(0, self._left - head) // 29
-        if end - begin > most:
-            end, joined = begin + most, False
-        if end - begin < SHORT and not joined:
-            self._covered -= covered
-            return stop
-        taken.update(range(begin, end))
-        self._left -= head + 29 * (end - begin)
-        return max(stop, end)
+    @staticmethod
+    def _head(i: int) -> int:
+        """What a stretch that begins there takes besides its tokens, in quarters of a byte."""
+        return 12 * (1 + min(CONTEXT, i - 1))
 
     def _kept(self) -> list[Trajectory]:
         kept, run, kind = [], -1, None
@@ -472,7 +485,7 @@ class _Thinning:
                     end += 1
                 first = max(1, begin - CONTEXT)
                 before = t.text[0] if first == 1 else GAP
-                mean = sum(self._shared[grams[i]] for i in range(begin, end)) // (end - begin)
+                mean = sum(self._shared[-1][grams[i][-1]] for i in range(begin, end)) // (end - begin)
                 count = _power(min(mean, COUNTED))
                 kept.append((run, Trajectory([before, *t.text[first:end]], t.version, count, begin - first)))
         return [t for _, t in sorted(kept, key=lambda found: (found[0], found[1].count))]

@@ -15,16 +15,8 @@ from hypothesis import strategies as st
 
 from das_adapter.config import parse
 from das_adapter.core.length import Expected
-from das_adapter.core.routing import (
-    NO_SIBLINGS,
-    THROUGHPUT,
-    Replicas,
-    StartOrder,
-    Worth,
-    plan,
-    start_order,
-    worth_of,
-)
+from das_adapter.core.routing import THROUGHPUT, Replicas, StartOrder, plan, start_order, worth_of
+from das_adapter.core.siblings import NO_SIBLINGS, Moments, Worth
 
 WORTH = Worth()
 GROUPS = st.dictionaries(st.integers(0, 19), st.integers(1, 8), min_size=1, max_size=16)
@@ -222,3 +214,20 @@ def test_siblings_are_worth_nothing_to_a_drafter_that_does_not_read_them() -> No
     for block in blocks:
         das = parse(block)
         assert das is not None and worth_of(das).tokens(7) == worth_of(das).tokens(0)
+
+
+def test_groups_stay_together_as_far_as_the_runs_own_requests_gain_from_it() -> None:
+    problems = [problem for problem in range(4) for _ in range(8)]
+    gain, none = (Moments.of(0.0, 1.5, 1000) + Moments.of(1.3, y, 1000) for y in (4.0, 1.5))
+    for seen, replicas_of_a_group in ((gain, 1), (none, 4)):
+        shares = plan(problems, Expected(siblings=seen, throughput=1000.0), 4, slots=1000)
+        for problem in range(4):
+            assert sum(any(problems[row] == problem for row in rows) for rows in shares) <= replicas_of_a_group
+        assert sorted(row for rows in shares for row in rows) == list(range(32))
+
+
+def test_a_replica_whose_steps_grow_with_the_batch_gets_fewer_requests() -> None:
+    """One group: alone on its replica while a step hardly takes longer with it, over both where steps double."""
+    for throughput, shares in ((1000.0, [0, 8]), (2.0, [4, 4])):
+        found = plan([7] * 8, Expected(throughput=throughput), 2)
+        assert sorted(map(len, found)) == shares

@@ -90,8 +90,8 @@ class SuffixIndex:
         """Thin the history out until `nbytes` <= `max_bytes`; return what went.
 
         The largest problems first, down to about the same size: of a problem the stretches of text stay, each once,
-        that most of its rollouts share; of equals the newest. Where every problem would be left with less than
-        256 bytes, those not seen for longest are dropped whole.
+        that are worth most for their bytes, by the rollouts that share them; of equals the newest. Where every problem
+        would be left with less than 256 bytes, those not seen for longest are dropped whole.
 
         Args:
             max_bytes: 0 or more.

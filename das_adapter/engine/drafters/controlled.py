@@ -87,10 +87,12 @@ class ControlledDrafter(Drafter):
         """Close requests."""
         for req_id in req_ids:
             if live := self._live.pop(req_id, None):
+                requests = self.controller.requests
                 if self.history:
-                    self.history.close(live)
+                    forwards = float(requests.steps[live.slot])
+                    self.history.close(live, forwards + float(requests.accepted[live.slot]), forwards)
                 if self.log is not None:
-                    counts = self.controller.requests.counts(live.slot)
+                    counts = requests.counts(live.slot)
                     self.log.add(decision_log.Request(*counts[:2], live.begin, time.time(), *counts[2:]))
                 self.controller.close(live.slot)
 

@@ -13,6 +13,7 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.returns import Returns
+from das_adapter.core.siblings import Siblings
 from das_adapter.core.staleness import Staleness, bracket
 from das_adapter.engine.drafters.base import LiveRequest
 from das_adapter.protocol.messages import Published, Refresh
@@ -29,6 +30,8 @@ class _Known:
     """Tokens the index knows of, prompt included."""
     age: int
     """Age of its problem's history when it began, see `staleness.bracket`."""
+    finished: int
+    """Siblings that had finished when it began."""
 
 
 class HistorySource:
@@ -42,20 +45,26 @@ class HistorySource:
         """Directory of the history that a service publishes and the index maps; empty: the index keeps its own."""
         self._staleness = Staleness()
         self._returns = Returns()
+        self._siblings = Siblings()
         self._known: dict[str, _Known] = {}
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
-        handle = self.index.open(self._policy.key(live.problem), prompt[: live.start], prefix=text[live.start :])
+        key = self._policy.key(live.problem)
+        handle = self.index.open(key, prompt[: live.start], prefix=text[live.start :])
         age = self.index.age(handle)
         if live.record and self._policy.kept:
             self._returns.begin(live.problem, age is not None)
-        self._known[live.req_id] = _Known(handle, len(text), bracket(age))
+        self._known[live.req_id] = _Known(handle, len(text), bracket(age), self._siblings.begin(key))
 
-    def close(self, live: LiveRequest) -> None:
-        """Close a request; what it wrote stays available to its siblings, if it may be recorded."""
-        self.index.close(self._known.pop(live.req_id).handle, keep=live.record and self._policy.kept)
+    def close(self, live: LiveRequest, tokens: float = 0.0, forwards: float = 0.0) -> None:
+        """Close a request, with the tokens that it got from so many forward passes; what it wrote stays available to
+        its siblings, if it may be recorded."""
+        known = self._known.pop(live.req_id)
+        self.index.close(known.handle, keep=live.record and self._policy.kept)
+        counted = forwards if live.record else 0.0
+        self._siblings.end(self._policy.key(live.problem), known.finished, known.age > 0, tokens, counted)
 
     def verified(self, live: Sequence[LiveRequest], drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Count draft tokens from the history that were verified, and those accepted, int64 [requests] each."""
@@ -105,6 +114,7 @@ class HistorySource:
             self._policy.remember(self.index, message.trajectories, self._vocabulary)
             self._policy.tidy(self.index)
         self.index.clear_live()
+        self._siblings.clear()
         self._returns.met(message.responses["problem"])
         return self.index.generation
 
@@ -113,7 +123,7 @@ class HistorySource:
         requests, hits, lost = self._returns.take()
         return {"history_tokens": self.index.tokens, "history_bytes": self.index.nbytes,
                 "history_requests": requests, "history_hits": hits, "history_lost": lost, "lost_because": self._cause(),
-                "staleness": self._staleness.take()}  # fmt: skip
+                "staleness": self._staleness.take(), "siblings": self._siblings.take()}  # fmt: skip
 
     def _cause(self) -> str:
         """Say why a problem that comes back probably finds no history, and what to do."""

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import psutil
+import ray
 import torch
 import torch.distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
@@ -62,8 +63,41 @@ def start_gloo(stock: Any) -> Any:
     return init_process_group
 
 
+def job() -> str:
+    """Name this run among all of the machine: it may have a Ray cluster of its own, in which it is the first job."""
+    context = ray.get_runtime_context()
+    return f"{context.get_job_id()}-{context.gcs_address.rpartition(':')[2]}"
+
+
+@patch("verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.__init__", since="0.9")
+def send_in_private(stock: Any) -> Any:
+    """Without it two runs on one machine take one socket for their weights, which veRL names by Ray's job alone: an
+    engine gets the other run's weights, or waits for ever (trainer; `receive_in_private` is the other end)."""
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), job())
+
+    return init
+
+
+@patch("verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.__init__", since="0.9")
+def receive_in_private(stock: Any) -> Any:
+    """Without it engines look for their weights at another socket than `send_in_private` has (server)."""
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        os.environ["VERL_RAY_JOB_ID"] = job()
+
+    return init
+
+
 _complete_torch_cpu()
 start_gloo.apply()
+send_in_private.when_imported()
+receive_in_private.when_imported()
 
 
 @PlatformRegistry.register(platform="cpu")
