@@ -133,7 +133,8 @@ class HistoryStore:
                         return
                 time.sleep(0.001 if done else QUIET_S / 2)  # whoever waits for the lock has its turn
         except Exception as error:
-            logger.exception("das: merging the history in %s failed; it stays unmerged", self.directory)
+            if repr(error) != repr(self._failure):
+                logger.exception("das: work on the history in %s failed; it is done later", self.directory)
             self._failure, self._working = error, None
 
     def _seal_ahead(self) -> int:
@@ -165,8 +166,10 @@ class HistoryStore:
             return shrunk
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sealed history to one file, which `SuffixIndex.load` reads."""
+        """Write the history to one file, which `SuffixIndex.load` reads: what is sealed, or may be sealed ahead."""
         with self._lock, _files():
+            if self._window is not None:
+                self._core.seal(self._window, False, self._threads)
             self._core.save(os.fspath(path))
 
     def load(self, path: str | os.PathLike[str]) -> int:
