@@ -146,6 +146,8 @@ def table(found: dict[str, Any]) -> str:
         "|---|---|---|",
         *(f"| {name} | {a['p50_ms']:.1f}, {a['max_ms']:.1f} | {b['p50_ms']:.1f}, {b['max_ms']:.1f} |"
           for name, a, b in rows),
+        "",
+        f"Before: predictions of revision {BEFORE}; publishing and refresh if all text is sealed at the weight sync.",
     ]) + "\n"  # fmt: skip
 
 

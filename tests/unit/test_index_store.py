@@ -453,6 +453,19 @@ def test_a_reader_follows_what_changed_and_a_new_one_finds_all(store: HistorySto
     assert (early.tokens, early.problems) == (store.tokens, store.problems)
 
 
+def test_live_text_is_counted_until_it_is_forgotten() -> None:
+    index = SuffixIndex()
+    handle, sizes = index.open(1, []), []
+    for _ in range(3):
+        index.extend(handle, POEM * 100)
+        sizes.append(index.live_bytes)
+    assert 3 * 1000 < sizes[0] < sizes[1] < sizes[2]
+    index.close(handle)
+    assert index.live_bytes == sizes[-1]
+    index.clear_live()
+    assert index.live_bytes == 0
+
+
 def test_what_is_sealed_ahead_is_published_by_the_seal(store: HistoryStore) -> None:
     store.add(1, POEM, 0)
     store.seal_ahead()
