@@ -99,7 +99,8 @@ void bind_suffix_index(nb::module_& m) {
              das::check_tokens(tokens);
              index.add(problem, tokens.data(), tokens.size(), version);
            })
-      .def("seal", &SuffixIndex::seal, unlocked())
+      .def("seal", &SuffixIndex::seal, unlocked(), nb::arg("window"), nb::arg("merge"), nb::arg("threads"),
+           nb::arg("least") = 0, nb::arg("tokens") = UINT64_MAX)
       .def("merge", nb::overload_cast<uint64_t>(&SuffixIndex::merge), unlocked())
       .def("shrink",
            [](SuffixIndex& index, uint64_t max_bytes, size_t threads) {
@@ -114,7 +115,8 @@ void bind_suffix_index(nb::module_& m) {
       .def("load", &SuffixIndex::load, unlocked())
       .def("attach", &SuffixIndex::attach, unlocked())
       .def("refresh", &SuffixIndex::refresh, unlocked())
-      .def("publish", &SuffixIndex::publish, unlocked())
+      .def("write", &SuffixIndex::write, unlocked())
+      .def("publish", &SuffixIndex::publish, unlocked(), nb::arg("hurry") = false)
       .def("open",
            [](SuffixIndex& index, uint64_t problem, const Tokens& prompt, const Tokens& prefix) {
              das::check_tokens(prompt);
@@ -149,5 +151,8 @@ void bind_suffix_index(nb::module_& m) {
       .def_prop_ro("nbytes", &SuffixIndex::nbytes)
       .def_prop_ro("tokens", &SuffixIndex::token_count)
       .def_prop_ro("problems", &SuffixIndex::problem_count)
-      .def_prop_ro("newest", &SuffixIndex::newest);
+      .def_prop_ro("newest", &SuffixIndex::newest)
+      .def_prop_ro("staged_tokens", &SuffixIndex::staged_tokens)
+      .def_prop_ro("live_bytes", &SuffixIndex::live_bytes)
+      .def_prop_ro("group", &SuffixIndex::group);
 }

@@ -69,7 +69,8 @@ struct FileHeader {
   uint64_t sum() const { return das::checksum(this, offsetof(FileHeader, checksum)); }
 };
 constexpr uint64_t kSegmentMagic = 0x3247455358534144;   // "DASXSEG2" on a little-endian machine
-constexpr uint64_t kManifestMagic = 0x324e414d58534144;  // "DASXMAN2"
+constexpr uint64_t kManifestMagic = 0x334e414d58534144;  // "DASXMAN3"
+constexpr uint64_t kWholeMagic = 0x334c4c4158534144;     // "DASXALL3"
 
 // Bytes of a file, read into memory or mapped. `own`: it must be this user's, and no link.
 class Bytes {
@@ -163,6 +164,8 @@ class SegmentFile {
     if (end != header_.bytes) throw FileError(path_, "its table contradicts itself");
     checked_ = std::make_unique<std::atomic<bool>[]>(header_.count);
   }
+
+  uint64_t alive = 0;  // bytes of its segments that count; known to the process that writes
 
   const std::string& path() const { return path_; }
   const FileHeader& header() const { return header_; }

@@ -2,6 +2,7 @@
 // same index in Python.
 #include "suffix_index.hpp"
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <functional>
@@ -45,7 +46,34 @@ void SuffixIndex::add(uint64_t problem, const Token* tokens, size_t count, int64
   if (narrow != version)
     throw std::invalid_argument("version: found " + std::to_string(version) + ", allowed: 32 bits");
   if (count > Segment::kCapacity - 3) throw std::invalid_argument("tokens: found 2^24 or more, allowed: fewer");
-  if (count) problems_[problem].staged.emplace_back(narrow, Text(tokens, tokens + count));
+  if (!count) return;
+  auto& staged = problems_[problem].staged;
+  if (staged.empty()) staged_.push_back(problem);
+  staged.emplace_back(narrow, Text(tokens, tokens + count));
+  staged_tokens_ += count;
+}
+
+void SuffixIndex::count(const Problem& problem, int64_t sign) {
+  for (const Segment& segment : problem.history) {
+    bytes_ += sign * segment.nbytes(), tokens_ += sign * segment.token_count(), segments_ += sign;
+    if (segment.file) segment.file->alive += sign * segment.nbytes();
+  }
+  known_ += problem.history.empty() ? 0 : sign;
+}
+
+SuffixIndex::Change::~Change() {
+  for (uint64_t id : problems_) {
+    Problem& problem = index_.problems_[id];
+    index_.count(problem, 1);
+    if (index_.store_) index_.changed_.insert(id);
+    if (problem.history.size() > 1) index_.unmerged_.insert(id);
+    index_.forget_if_empty(id);
+  }
+}
+
+void SuffixIndex::forget_if_empty(uint64_t problem) {
+  const auto it = problems_.find(problem);
+  if (it != problems_.end() && it->second.empty()) problems_.erase(it);
 }
 
 void SuffixIndex::Problem::look() {
@@ -62,32 +90,44 @@ uint64_t SuffixIndex::Problem::age(int64_t version) const {
   return std::lower_bound(visits.begin(), visits.end(), version, std::greater<>()) - visits.begin();
 }
 
-void SuffixIndex::seal(size_t window, bool merged, size_t threads) {
-  std::vector<Problem*> touched;
-  for (auto& [id, problem] : problems_)
-    if (!problem.staged.empty()) touched.push_back(&problem);
-  parallel(touched.size(), threads, [&](size_t i, size_t) {
-    Problem& problem = *touched[i];
-    auto& history = problem.history;
-    for (const Segment& segment : history) check(segment);  // before anything changes
-    Builder fresh(depth_);
-    for (const auto& [version, text] : problem.staged) {
-      if (!fresh.fits(text.size() + 1)) history.push_back(fresh.build()), fresh = Builder(depth_);
-      fresh.add(text.data(), text.size(), version);
-    }
-    history.push_back(fresh.build());
-    problem.look();
-    problem.visits.resize(std::min(problem.visits.size(), window));
-    if ((merged && history.size() > 1) || history.size() > kSegments)
-      history = das::merged(history, depth_, problem.visits.back());
-    else
-      drop_before(problem, problem.visits.back());
-    if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
-  });
-  for (Problem* problem : touched) {
-    for (const auto& [version, text] : problem->staged) newest_ = std::max<int64_t>(newest_, version);
-    problem->staged = {};
+uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t least, uint64_t tokens) {
+  std::vector<uint64_t> chosen;
+  uint64_t sealed = 0;
+  for (uint64_t id : staged_) {
+    const auto& staged = problems_.at(id).staged;
+    if (staged.empty() || sealed >= tokens || staged.size() < least) continue;
+    chosen.push_back(id);
+    sealed_group_ = std::max(sealed_group_, staged.size());
+    for (const auto& [version, text] : staged) sealed += text.size(), newest_ = std::max<int64_t>(newest_, version);
   }
+  const auto waits = [&](uint64_t id) { return !problems_.at(id).staged.empty(); };
+  {
+    const Change change(*this, chosen);
+    std::vector<Problem*> touched;
+    for (uint64_t id : chosen) touched.push_back(&problems_.at(id));
+    parallel(touched.size(), threads, [&](size_t i, size_t) {
+      Problem& problem = *touched[i];
+      auto& history = problem.history;
+      for (const Segment& segment : history) check(segment);  // before anything changes
+      Builder fresh(depth_);
+      for (const auto& [version, text] : problem.staged) {
+        if (!fresh.fits(text.size() + 1)) history.push_back(fresh.build()), fresh = Builder(depth_);
+        fresh.add(text.data(), text.size(), version);
+      }
+      history.push_back(fresh.build());
+      problem.staged = {};
+      problem.look();
+      problem.visits.resize(std::min(problem.visits.size(), window));
+      if ((merged && history.size() > 1) || history.size() > kSegments)
+        history = das::merged(history, depth_, problem.visits.back());
+      else
+        drop_before(problem, problem.visits.back());
+      if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
+    });
+  }
+  staged_.erase(std::remove_if(staged_.begin(), staged_.end(), std::not_fn(waits)), staged_.end());
+  staged_tokens_ -= sealed;
+  return sealed;
 }
 
 void SuffixIndex::drop_before(Problem& problem, int64_t from) const {
@@ -107,21 +147,18 @@ void SuffixIndex::drop_before(Problem& problem, int64_t from) const {
 
 uint64_t SuffixIndex::merge(uint64_t tokens) {
   uint64_t merged = 0;
-  for (auto& [id, problem] : problems_) {
-    if (!mergeable(problem.history)) continue;
-    for (const Segment& segment : problem.history) check(segment), merged += segment.token_count();
-    problem.history = das::merged(problem.history, depth_);
-    if (merged >= tokens) break;
+  while (!unmerged_.empty() && merged < tokens) {
+    const uint64_t id = *unmerged_.begin();
+    const auto it = problems_.find(id);
+    if (it != problems_.end() && mergeable(it->second.history)) {
+      const Change change(*this, {id});
+      auto& history = it->second.history;
+      for (const Segment& segment : history) check(segment), merged += segment.token_count();
+      history = das::merged(history, depth_);
+    }
+    unmerged_.erase(id);
   }
   return merged;
-}
-
-template <class Function>
-void SuffixIndex::each_problem(Function&& function) {
-  for (auto it = problems_.begin(); it != problems_.end();) {
-    function(it->second);
-    it = it->second.empty() ? problems_.erase(it) : std::next(it);
-  }
 }
 
 SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
@@ -149,6 +186,7 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
     for (; least > max_bytes; owners.pop_back(), ++shrunk.dropped) {
       Owner& owner = owners.back();
       bytes -= owner.bytes, least -= std::min(owner.bytes, kLeast);
+      const Change change(*this, {owner.seen.second});
       owner.problem->history.clear(), owner.problem->visits.clear();
     }
   }
@@ -162,13 +200,16 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
   // The largest are thinned out to less than that, so that a problem is not thinned out every time.
   const uint64_t to = level / 4 * 3;
   std::vector<Problem*> large;
+  std::vector<uint64_t> ids;
   for (; bytes > max_bytes; owners.pop_back()) {
-    large.push_back(owners.back().problem);
+    large.push_back(owners.back().problem), ids.push_back(owners.back().seen.second);
     bytes -= owners.back().bytes - to;
   }
   shrunk.thinned = large.size();
-  parallel(large.size(), threads, [&](size_t i, size_t) { thin(*large[i], to); });
-  each_problem([](Problem&) {});
+  {
+    const Change change(*this, std::move(ids));
+    parallel(large.size(), threads, [&](size_t i, size_t) { thin(*large[i], to); });
+  }
   shrunk.tokens -= token_count();
   return shrunk;
 }
@@ -201,6 +242,7 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count) {
     }
     problem.prompt = stream->prompt;
   }
+  live_.insert(id);
   requests_[next_handle_] = {&problem, stream.get(), id, {}, {}};
   problem.live.streams.push_back(std::move(stream));
   return next_handle_++;
@@ -232,12 +274,26 @@ void SuffixIndex::close(int64_t handle, bool keep) {
     r.stream->state = Stream::kClosed;
   } else {
     r.problem->live.forget(*r.stream);
-    if (r.problem->empty()) problems_.erase(r.problem_id);
+    forget_if_empty(r.problem_id);
   }
 }
 
 void SuffixIndex::clear_live() {
-  each_problem([](Problem& problem) { problem.live.forget_closed(); });
+  for (auto it = live_.begin(); it != live_.end();) {
+    const uint64_t id = *it;
+    const auto problem = problems_.find(id);
+    if (problem != problems_.end()) problem->second.live.forget_closed();
+    const bool stays = problem != problems_.end() && !problem->second.live.streams.empty();
+    it = stays ? std::next(it) : live_.erase(it);
+    if (!stays) forget_if_empty(id);
+  }
+}
+
+uint64_t SuffixIndex::live_bytes() const {
+  uint64_t sum = 0;
+  for (uint64_t id : live_)
+    if (const auto it = problems_.find(id); it != problems_.end()) sum += it->second.live.nbytes();
+  return sum;
 }
 
 template <class Visit>
@@ -338,26 +394,6 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
   }
 }
 
-uint64_t SuffixIndex::nbytes() const {
-  uint64_t sum = 0;
-  for (const auto& [id, problem] : problems_)
-    for (const Segment& s : problem.history) sum += s.nbytes();
-  return sum;
-}
-
-uint64_t SuffixIndex::token_count() const {
-  uint64_t sum = 0;
-  for (const auto& [id, problem] : problems_)
-    for (const Segment& s : problem.history) sum += s.token_count();
-  return sum;
-}
-
-uint64_t SuffixIndex::problem_count() const {
-  uint64_t sum = 0;
-  for (const auto& [id, problem] : problems_) sum += !problem.history.empty();
-  return sum;
-}
-
 void SuffixIndex::save(const std::string& path) const {
   std::vector<std::pair<uint64_t, const Segment*>> all;
   for (const auto& [id, problem] : problems_)
@@ -367,33 +403,86 @@ void SuffixIndex::save(const std::string& path) const {
 
 void SuffixIndex::load(const std::string& path) {
   const auto file = std::make_shared<SegmentFile>(path, false, false);
-  Store::Segments segments;
+  Store::Histories histories;
   for (size_t i = 0; i < file->header().count; ++i) {
     file->check(i);
-    segments.emplace_back(file->entry(i).problem, SegmentFile::segment(file, i));
-    segments.back().second.file = nullptr;  // it is in memory only, so that a store writes it
+    auto& list = histories[file->entry(i).problem];
+    list.push_back(SegmentFile::segment(file, i));
+    list.back().file = nullptr;  // it is in memory only, so that a store writes it
   }
-  take(std::move(segments), file->header(), path);
+  for (const auto& [id, problem] : problems_)
+    if (store_ && !problem.history.empty()) changed_.insert(id);
+  take(std::move(histories), true, file->header(), path);
+  for (const auto& [id, problem] : problems_) {
+    if (store_) changed_.insert(id);
+    if (problem.history.size() > 1) unmerged_.insert(id);
+  }
 }
 
 void SuffixIndex::attach(const std::string& directory, bool write) {
   store_ = std::make_unique<Store>(directory);
   refresh(0);
-  if (write) store_->take_over();
+  if (!write) return;
+  store_->take_over();
+  for (const auto& [id, problem] : problems_)
+    if (problem.history.size() > 1) unmerged_.insert(id);
 }
 
 void SuffixIndex::refresh(uint64_t generation) {
   if (!generation && !store_->generation() && !store_->exists()) return;  // nothing is published yet
   auto read = store_->read(generation);
-  take(std::move(read.segments), read.header, "manifest");
+  take(std::move(read.histories), read.whole, read.header, "manifest");
+  read.histories.clear();
   store_->keep(read);
 }
 
-void SuffixIndex::publish() {
-  std::vector<std::pair<uint64_t, Segment*>> all;
-  for (auto& [id, problem] : problems_)
-    for (Segment& segment : problem.history) all.emplace_back(id, &segment);
-  store_->publish(all, header());
+bool SuffixIndex::write(bool compact) {
+  constexpr uint64_t kWritten = 1 << 24;
+  std::vector<std::pair<uint64_t, Segment*>> moving;
+  uint64_t bytes = 0;
+  const auto move = [&](uint64_t id, auto&& wanted) {
+    const auto it = problems_.find(id);
+    if (it == problems_.end()) return;
+    for (Segment& segment : it->second.history)
+      if (wanted(segment)) moving.emplace_back(id, &segment), bytes += segment.nbytes();
+  };
+  for (auto it = changed_.begin(); it != changed_.end() && bytes < kWritten; ++it)
+    move(*it, [](const Segment& segment) { return !segment.file; });
+  for (const auto& [number, file] : store_->files()) {  // of which more than a quarter no longer counts
+    if (!compact || !file->alive || 4 * file->alive >= 3 * file->body()) continue;
+    for (size_t i = 0; i < file->header().count && bytes < kWritten; ++i)
+      move(file->entry(i).problem, [&, at = file.get()](const Segment& s) { return s.file == at && s.entry == i; });
+  }
+  if (moving.empty()) return false;
+  for (const auto& [id, segment] : moving) check(*segment);
+  store_->write(moving, header());
+  for (const auto& [id, segment] : moving) changed_.insert(id);
+  return bytes >= kWritten;
+}
+
+void SuffixIndex::publish(bool hurry) {
+  while (write(!hurry)) {
+  }
+  const auto list = [&](Store::Table& table, uint64_t id, const std::vector<Segment>& history) {
+    if (history.empty()) table.emplace_back(id, nullptr);
+    for (const Segment& segment : history) table.emplace_back(id, &segment);
+  };
+  const std::vector<Segment> none;
+  Store::Table changed;
+  for (uint64_t id : changed_) {
+    const auto it = problems_.find(id);
+    list(changed, id, it == problems_.end() ? none : std::as_const(it->second.history));
+  }
+  const auto all = [&] {
+    Store::Table table;
+    for (const auto& [id, problem] : problems_)
+      if (!problem.history.empty()) list(table, id, problem.history);
+    return table;
+  };
+  store_->publish(changed, segments_, all, header(), hurry);
+  changed_.clear();
+  if (sealed_group_) group_ = sealed_group_;
+  sealed_group_ = 0;
 }
 
 FileHeader SuffixIndex::header() const {
@@ -402,26 +491,29 @@ FileHeader SuffixIndex::header() const {
   return header;
 }
 
-// Replaces the history by segments from files: by all of them, or by none if one is damaged.
-void SuffixIndex::take(Store::Segments segments, const FileHeader& header, const std::string& path) {
-  std::unordered_map<uint64_t, std::vector<Segment>> history;
-  history.reserve(segments.size());
-  for (auto& [id, segment] : segments) {
-    auto& list = history[id];
-    if (list.size() == kSegments) throw FileError(path, "problem " + std::to_string(id) + " has too many segments");
-    list.push_back(std::move(segment));
-  }
-  for (auto& [id, problem] : problems_) {
-    if (problem.live.streams.empty()) continue;
-    const auto found = history.find(id);
-    if (found == history.end()) continue;
-    for (const Segment& segment : found->second) check(segment);
+// Replaces histories by segments from files: all of them, or none if one is damaged.
+void SuffixIndex::take(Store::Histories histories, bool whole, const FileHeader& header, const std::string& path) {
+  for (const auto& [id, list] : histories) {
+    if (list.size() > kSegments) throw FileError(path, "problem " + std::to_string(id) + " has too many segments");
+    const auto it = problems_.find(id);
+    if (it == problems_.end() || it->second.live.streams.empty()) continue;
+    for (const Segment& segment : list) check(segment);
   }
   depth_ = static_cast<uint32_t>(header.depth), newest_ = header.newest;
-  each_problem([](Problem& problem) { problem.history.clear(); });
-  for (auto& [id, list] : history) problems_[id].history = std::move(list);
-  for (auto& [id, problem] : problems_)
+  if (whole)
+    for (auto it = problems_.begin(); it != problems_.end();) {
+      count(it->second, -1);
+      it->second.history.clear(), it->second.visits.clear();
+      it = it->second.empty() ? problems_.erase(it) : std::next(it);
+    }
+  for (auto& [id, list] : histories) {
+    Problem& problem = problems_[id];
+    count(problem, -1);
+    problem.history = std::move(list);
+    count(problem, 1);
     if (!problem.live.streams.empty()) problem.look();
+    forget_if_empty(id);
+  }
 }
 
 }  // namespace das

@@ -5,6 +5,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -23,7 +24,9 @@ class SuffixIndex {
 
   // The history: made by calls, or mapped from a store's files.
   void add(uint64_t problem, const Token* tokens, size_t count, int64_t version);
-  void seal(size_t window, bool merge, size_t threads);  // drops visits of the problems added to beyond the window
+  // Seals problems with at least `least` texts added, about so many tokens, and drops their visits beyond the window;
+  // returns how many tokens.
+  uint64_t seal(size_t window, bool merge, size_t threads, size_t least, uint64_t tokens);
   uint64_t merge(uint64_t tokens);  // problems with several segments, about this many tokens; returns how many
   struct Shrunk {
     uint64_t tokens, thinned, dropped;  // tokens that went, problems thinned out, and dropped whole
@@ -33,7 +36,10 @@ class SuffixIndex {
   void load(const std::string& path);  // into an index without history
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
-  void publish();
+  // Puts about 16 MiB of what is in no file into one, and where it may `compact`, what lies in files of which more than a
+  // quarter no longer counts; returns whether there was so much.
+  bool write(bool compact);
+  void publish(bool hurry);  // where the caller is in a `hurry`, without what can be done later
 
   int64_t open(uint64_t problem, const Token* prompt, size_t count);
   void extend(int64_t handle, const Token* tokens, size_t count);
@@ -53,9 +59,12 @@ class SuffixIndex {
   bool attached() const { return store_ != nullptr; }
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
-  uint64_t nbytes() const;
-  uint64_t token_count() const;
-  uint64_t problem_count() const;
+  uint64_t nbytes() const { return bytes_; }
+  uint64_t token_count() const { return tokens_; }
+  uint64_t problem_count() const { return known_; }
+  uint64_t staged_tokens() const { return staged_tokens_; }
+  uint64_t live_bytes() const;
+  size_t group() const { return group_; }  // most texts of a problem that were sealed at once for the last generation
   int64_t newest() const { return newest_; }  // the newest version that was ever sealed
   uint32_t max_depth() const { return depth_; }
 
@@ -85,22 +94,44 @@ class SuffixIndex {
     Text response, whole;
   };
 
+  // Counts problems again when it ends, after their history was changed.
+  class Change {
+   public:
+    Change(SuffixIndex& index, std::vector<uint64_t> problems) : index_(index), problems_(std::move(problems)) {
+      for (uint64_t id : problems_) index_.count(index_.problems_[id], -1);
+    }
+    ~Change();
+    Change(const Change&) = delete;
+    Change& operator=(const Change&) = delete;
+
+   private:
+    SuffixIndex& index_;
+    std::vector<uint64_t> problems_;
+  };
+
+  void count(const Problem& problem, int64_t sign);
   Request& request(int64_t handle);
   void draft(Request& request, int64_t budget, double min_chance, Scratch& scratch, Draft& out) const;
   void drop_before(Problem& problem, int64_t from) const;
   void thin(Problem& problem, uint64_t max_bytes) const;
   FileHeader header() const;
-  void take(Store::Segments segments, const FileHeader& header, const std::string& path);
+  void take(Store::Histories histories, bool whole, const FileHeader& header, const std::string& path);
   template <class Visit>
   void search(const Request& request, Context response, Context whole, Visit&& visit) const;
   void gather(const Request& request, Scratch& scratch) const;  // candidates for what follows its text and its draft
-  template <class Function>
-  void each_problem(Function&& function);  // drops problems that the function left empty
+  void forget_if_empty(uint64_t problem);
 
   uint32_t depth_;
   int64_t newest_ = INT64_MIN;
   int64_t next_handle_ = 1;
   std::unordered_map<uint64_t, Problem> problems_;
+  std::vector<uint64_t> staged_;               // problems with staged texts
+  std::unordered_set<uint64_t> live_;          // problems with live text
+  std::unordered_set<uint64_t> unmerged_;      // problems with several segments
+  std::unordered_set<uint64_t> changed_;       // problems with a history that is not published
+  uint64_t bytes_ = 0, tokens_ = 0, known_ = 0, segments_ = 0;  // of the sealed history; `known_`: problems
+  uint64_t staged_tokens_ = 0;
+  size_t group_ = 0, sealed_group_ = 0;
   std::unordered_map<int64_t, Request> requests_;
   std::vector<uint32_t> fading_;  // weight of a trajectory by its age in visits
   Acceptance acceptance_;

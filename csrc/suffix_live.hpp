@@ -74,6 +74,12 @@ class Live {
     }
   }
 
+  uint64_t nbytes() const {
+    uint64_t text = 0;
+    for (const auto& stream : streams) text += sizeof *stream + stream->text.size() * sizeof(Stored);
+    return text + log_.size() * sizeof(Place) + slots_.size() * sizeof(Slot);
+  }
+
  private:
   static constexpr uint32_t kNone = UINT32_MAX;
   struct Place {

@@ -50,7 +50,15 @@ class HistoryPolicy:
     def remember(
         self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31, offset: int = 0
     ) -> None:
-        """Add finished trajectories, and seal them: the visits of their problems beyond the window are dropped.
+        """Take finished trajectories, and seal them: the visits of their problems beyond the window are dropped.
+        Arguments as in `take`."""
+        self.take(store, trajectories, vocabulary, offset)
+        store.seal(self.config.window)
+
+    def take(
+        self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31, offset: int = 0
+    ) -> None:
+        """Add finished trajectories.
 
         One that is no text of the policy is left out, and a line in the log says so.
 
@@ -73,7 +81,6 @@ class HistoryPolicy:
         if refused:
             logger.error("das: history: %d trajectories are no text of the policy and left out, the first because of "
                          "%s", len(refused), refused[0])  # fmt: skip
-        store.seal(self.config.window)
 
     def tidy(self, store: Store) -> None:
         """Thin out what exceeds the byte budget, and say so in the log."""

@@ -28,6 +28,8 @@ class EngineStats(TypedDict, total=False):
     alarm: str | None
     history_tokens: int
     history_bytes: int
+    live_bytes: int
+    """Of the live text in a worker's index."""
     history_requests: int
     """Requests of training rollouts that began."""
     history_hits: int
@@ -207,7 +209,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name, (tried, kept) in zip(AGES, np.sum(by_age, axis=0).tolist(), strict=True):
             if tried:
                 metrics[f"das/accept_rate_age_{name}"] = kept / tried
-    for name in ("requantise_s", "drafter_bytes", "self_acceptance"):
+    for name in ("requantise_s", "drafter_bytes", "self_acceptance", "live_bytes"):
         if found := [p[name] for p in parts if name in p]:
             metrics[f"das/{name}"] = float(max(found))
     return metrics

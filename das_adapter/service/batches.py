@@ -36,6 +36,12 @@ class Batches:
                 self._beyond.remove(follows)
                 self._upto[source] = follows[1]
 
+    def joined(self, batches: Iterable[Batch]) -> Batches:
+        """Return a set of these batches and others."""
+        both = Batches(self._upto, self._beyond)
+        both.update(batches)
+        return both
+
     @classmethod
     def read(cls, path: Path) -> Batches:
         """Return what was written to a file; empty where there is none."""

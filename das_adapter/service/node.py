@@ -3,6 +3,7 @@ memory for the engines of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
@@ -70,6 +71,9 @@ class NodeHistory:
         """
         if (source, number) not in self._published:
             self._staged.setdefault((source, number), trajectories)
+            if self._offset is not None:
+                self._give()
+                self._store.seal_ahead(self._policy.config.window)
         if self._tidied < self._version:
             self._tidied = self._version
             self._tidy()
@@ -107,28 +111,34 @@ class NodeHistory:
 
     @ray.method(concurrency_group="copy")
     def copy(self) -> Copy | None:
-        """Return the published history and the batches in it; None while there is none."""
-        if not self._store.tokens:
+        """Return the history and the batches in it; None while there is none."""
+        if not self._store.tokens + self._store.staged:
             return None
         with tempfile.TemporaryDirectory() as directory, self._sealing:
+            given = [batch for batch, trajectories in self._staged.items() if not trajectories]
             self._store.save(Path(directory) / checkpoint.INDEX)
-            return (Path(directory) / checkpoint.INDEX).read_bytes(), self._published
+            return (Path(directory) / checkpoint.INDEX).read_bytes(), self._published.joined(given)
 
     def figures(self) -> dict[str, int | str]:
-        """Return tokens, problems, bytes and directory of the history, and the id of this process."""
+        """Return tokens, problems, bytes, tokens not yet sealed and directory of the history, and this process's id."""
         store = self._store
-        return {"tokens": store.tokens, "problems": store.problems, "bytes": store.nbytes,
+        return {"tokens": store.tokens, "problems": store.problems, "bytes": store.nbytes, "staged": store.staged,
                 "directory": str(store.directory), "pid": os.getpid()}  # fmt: skip
 
     def _seal(self) -> None:
         if not self._staged and not self._trouble:
             return
         with self._sealing:
-            staged, self._staged = self._staged, dict.fromkeys(self._staged, ())  # a batch that comes again is known
-            self._policy.remember(self._store, itertools.chain(*staged.values()), offset=self._offset or 0)
+            self._give()
+            self._store.seal(self._policy.config.window)
             self._published.update(self._staged)
             self._staged = {}
             self._published.write(self._store.directory / _BATCHES)
+
+    def _give(self) -> None:
+        """Give the store the trajectories of the batches that are staged; a batch that comes again is known."""
+        self._policy.take(self._store, itertools.chain(*self._staged.values()), offset=self._offset or 0)
+        self._staged = dict.fromkeys(self._staged, ())
 
     def _tidy(self) -> None:
         """Apply the byte budget; called while engines roll out, because it may rewrite much of the history."""
@@ -170,7 +180,8 @@ class NodeHistory:
             return
         logger.error("das: history: files in %s were removed; it is published anew", self._store.directory)
         copy = self.copy()
-        self._store.close()
+        with contextlib.suppress(OSError, DasError):  # what failed in the background is in the log
+            self._store.close()
         shutil.rmtree(self._store.directory, ignore_errors=True)
         self._store = self._open()
         if copy:

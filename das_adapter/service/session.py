@@ -145,7 +145,11 @@ class Session:
 
         try:
             counts = self._counts(version, left()) if report else {}
+<<<<<<< HEAD
             message = self._message(version, counts or None, lambda: left() / 2)  # the rest is the engine's
+=======
+            message = self._message(version, counts, lambda: left() / 2)  # the rest is the engine's
+>>>>>>> scale
             answers: list[Refreshed] = self._rpc("refresh", message.payload(), left())
             drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
             if len({rank.get("generation") for rank in drafting}) > 1:
@@ -172,14 +176,14 @@ class Session:
         except Exception:
             logger.exception("das: trajectories did not reach the history")
 
-    def _message(self, version: int, report: dict[str, Any] | None, left: Callable[[], float]) -> Refresh:
+    def _message(self, version: int, report: dict[str, Any], left: Callable[[], float]) -> Refresh:
         """What the engine hears; without a history, and with a line in the log, where that does not answer."""
         history, length, lengths = None, None, b""
         try:
             self._find()
             self.flush()
             rungs = (self._das.copies_policy and self._das.self.ladder) or ()
-            known = self._ledger.sync.remote(version, self._cursor, report, rungs)
+            known = self._ledger.sync.remote(version, self._cursor, report or None, rungs)
             if self._here is not None:
                 with self._sending:
                     self._ask_others()

@@ -194,6 +194,18 @@ def test_a_batch_that_arrives_twice_or_late_is_taken_once(writer: NodeHistory) -
     assert tokens(published) == 150  # version 0 is none of the last four visits
 
 
+def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(writer: NodeHistory) -> None:
+    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
+    assert writer.figures()["staged"] == 0  # the run's first weight sync says which version this is
+    before, _ = writer.sync(1, "a", [])
+    writer.push("a", 2, [Trajectory(2, POEM.tobytes(), 1)])
+    assert writer._store.settle() == before.generation
+    assert (writer.figures()["staged"], writer.figures()["tokens"], tokens(before)) == (0, 60, 30)
+    assert ("a", 2) in writer.copy()[1]
+    after, lost = writer.sync(2, "a", [1, 2])
+    assert (tokens(after), lost) == (60, [])
+
+
 def test_an_engine_two_versions_behind_turns_nothing_back(writer: NodeHistory) -> None:
     for version in range(8):
         writer.push("ahead", version, [Trajectory(1, POEM.tobytes(), version)])

@@ -429,3 +429,60 @@ def test_a_store_does_not_pass_damage_on(store: HistoryStore, tmp_path: Path) ->
         for call in (lambda: again.shrink(again.nbytes // 2), lambda: again.save(tmp_path / "saved")):
             with pytest.raises(IndexFileError, match=newest.name):
                 call()
+
+
+def test_a_reader_follows_what_changed_and_a_new_one_finds_all(store: HistoryStore) -> None:
+    for problem in range(1100):  # more than a complete manifest may always have
+        store.add(problem, [problem, 8, 9], 0)
+    store.seal()
+    early = SuffixIndex.attach(store.directory)
+    for version in (1, 2, 3):
+        store.add(version, POEM[version:], version)
+        store.add(5000 + version, POEM, version)
+        generation = store.seal(window=1)
+    assert len(names(store, "whole")) == 1
+    late = SuffixIndex.attach(store.directory)
+    assert early.refresh() == late.generation == generation
+    for index in (early, late):
+        assert (index.tokens, index.problems, index.nbytes) == (store.tokens, 1103, store.nbytes)
+        assert [drafted(index, problem) for problem in (0, 2, 5003)] == [[0, 8, 9], POEM[2:], POEM]
+    assert late.refresh(generation - 1) == generation - 1
+    assert (drafted(late, 3), drafted(late, 5003)) == ([3, 8, 9], [])
+    store.shrink(store.nbytes - 1)
+    early.refresh()
+    assert (early.tokens, early.problems) == (store.tokens, store.problems)
+
+
+def test_live_text_is_counted_until_it_is_forgotten() -> None:
+    index = SuffixIndex()
+    handle, sizes = index.open(1, []), []
+    for _ in range(3):
+        index.extend(handle, POEM * 100)
+        sizes.append(index.live_bytes)
+    assert 3 * 1000 < sizes[0] < sizes[1] < sizes[2]
+    index.close(handle)
+    assert index.live_bytes == sizes[-1]
+    index.clear_live()
+    assert index.live_bytes == 0
+
+
+def test_what_is_sealed_ahead_is_published_by_the_seal(store: HistoryStore) -> None:
+    store.add(1, POEM, 0)
+    store.seal_ahead()
+    assert store.settle() == 0
+    assert (store.staged, store.tokens, len(names(store))) == (0, len(POEM), 1)
+    index = SuffixIndex.attach(store.directory)
+    assert drafted(index) == []
+    assert index.refresh(store.seal()) == 1
+    assert drafted(index) == POEM
+
+
+def test_a_seal_may_leave_the_rest_for_the_next_generation(store: HistoryStore) -> None:
+    for problem in (1, 2, 3):
+        store.add(problem, POEM, 0)
+    store.seal(tokens=len(POEM) + 1)
+    index = SuffixIndex.attach(store.directory)
+    assert (index.problems, store.staged) == (2, len(POEM))
+    store.seal()
+    index.refresh()
+    assert (index.problems, store.staged) == (3, 0)

@@ -312,6 +312,11 @@ class SuffixIndex:
         return int(self._core.nbytes)
 
     @property
+    def live_bytes(self) -> int:
+        """Bytes of the live text and what finds places in it."""
+        return int(self._core.live_bytes)
+
+    @property
     def tokens(self) -> int:
         """Tokens in the sealed history."""
         return int(self._core.tokens)

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from das_adapter.errors import DasError
 logger = logging.getLogger("das_adapter")
 
 SLICE = 200_000
-"""Tokens that the background merge handles before it releases the history's lock."""
+"""Tokens that are sealed or merged in the background before the history's lock is released."""
+QUIET_S = 0.5
+"""Once nothing was added for so long, problems are sealed of which more may come."""
 
 
 class HistoryStore:
     """The one writer of a directory of segment files (in /dev/shm, to share memory and not a disk).
 
-    Files never change. Each call that alters the history publishes a generation: a manifest, renamed into place, names
-    the files and what of them counts. Files that a generation no longer needs stay for two more. Any thread may call.
+    Files never change. `seal` publishes a generation: a manifest, renamed into place, says what it changed and in which
+    files that lies. Files that a generation no longer needs stay for two more. What can be done before or after, a
+    thread does in the background, a slice at a time. Any thread may call.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_depth: int = 64, threads: int = 1) -> None:
@@ -44,7 +48,10 @@ class HistoryStore:
         self.directory = Path(directory)
         self._threads = threads
         self._lock = threading.RLock()
-        self._merging: threading.Thread | None = None
+        self._working: threading.Thread | None = None
+        self._window: int | None = None
+        """Of what may be sealed in the background; None: nothing."""
+        self._added = 0.0
         self._failure: Exception | None = None
         self._closed = False
         make_private(self.directory)
@@ -58,7 +65,7 @@ class HistoryStore:
         try:
             with _files():
                 self._core.attach(str(self.directory), True)
-            self._merge_in_background()  # what an earlier store left unmerged
+            self._work_in_background()  # what an earlier store left unmerged
         except Exception:
             os.close(self._writer)
             raise
@@ -68,50 +75,83 @@ class HistoryStore:
         problem, ids = problem_id(problem), token_ids(tokens)
         with self._lock:
             self._core.add(problem, ids, version)
+            self._added = time.monotonic()
 
-    def seal(self, window: int | None = None) -> int:
-        """Publish what was added, at the end of a step, one segment per problem; return the generation.
+    def seal_ahead(self, window: int | None = None) -> None:
+        """Let what was added be sealed and written in the background: the next `seal` has less to do.
+
+        Problems are sealed that have as many trajectories as problems had in the generation before; all, once nothing
+        more is added.
+
+        Args:
+            window: as in `SuffixIndex.seal`.
+        """
+        with self._lock:
+            self._window = visits(window)
+            self._work_in_background()
+
+    def seal(self, window: int | None = None, tokens: int = 2**62) -> int:
+        """Publish what was added, at the end of a step; return the generation.
 
         Segments of earlier steps are merged in the background, and published as one more generation.
 
         Args:
             window: as in `SuffixIndex.seal`.
+            tokens: about so many are sealed at most; the others follow in the background, for the next generation.
         """
         with self._lock, _files():
-            self._core.seal(visits(window), False, self._threads)
-            self._core.publish()
-            self._merge_in_background()
+            self._core.seal(visits(window), False, self._threads, 0, tokens)
+            self._core.publish(True)
+            self._work_in_background()
             return self.generation
 
-    def _merge_in_background(self) -> None:
-        if self._merging is None and not self._closed:
-            self._merging = threading.Thread(target=self._merge, name="das-history-merge", daemon=True)
-            self._merging.start()
+    def _work_in_background(self) -> None:
+        if self._working is None and not self._closed:
+            self._working = threading.Thread(target=self._work, name="das-history", daemon=True)
+            self._working.start()
 
-    def _merge(self) -> None:
-        any_merged = False
+    def _work(self) -> None:
+        altered, unwritten = False, 0
         try:
             while True:
                 with self._lock, _files():
-                    merged = not self._closed and self._core.merge(SLICE)
-                    any_merged = any_merged or merged
-                    if not merged:
-                        if any_merged:
-                            self._core.publish()
-                        self._merging = None
+                    if self._closed:
+                        self._working = None
                         return
+                    sealed = self._seal_ahead()
+                    merged = 0 if sealed else self._core.merge(SLICE)
+                    unwritten += sealed + merged
+                    altered = altered or merged > 0
+                    done = sealed or merged
+                    if unwritten and (unwritten > 8 * SLICE or not done):
+                        more, unwritten = self._core.write(True), 0
+                        done = done or more
+                    if not done and (self._window is None or not self._core.staged_tokens):
+                        if altered:
+                            self._core.publish()
+                        self._working = None
+                        return
+                time.sleep(0.001 if done else QUIET_S / 2)  # whoever waits for the lock has its turn
         except Exception as error:
-            logger.exception("das: merging the history in %s failed; it stays unmerged", self.directory)
-            self._failure, self._merging = error, None
+            if repr(error) != repr(self._failure):
+                logger.exception("das: work on the history in %s failed; it is done later", self.directory)
+            self._failure, self._working = error, None
+
+    def _seal_ahead(self) -> int:
+        if self._window is None:
+            return 0
+        quiet = time.monotonic() > self._added + QUIET_S
+        least = 1 if quiet else self._core.group
+        return int(self._core.seal(self._window, False, self._threads, least, SLICE)) if least else 0
 
     def settle(self) -> int:
-        """Wait until nothing is being merged; return the generation.
+        """Wait until nothing is done in the background; return the generation.
 
         Raises:
             IndexFileError, OSError: what failed in the background since the last call.
         """
-        while (merging := self._merging) is not None:
-            merging.join()
+        while (working := self._working) is not None:
+            working.join()
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -126,8 +166,10 @@ class HistoryStore:
             return shrunk
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sealed history to one file, which `SuffixIndex.load` reads."""
+        """Write the history to one file, which `SuffixIndex.load` reads: what is sealed, or may be sealed ahead."""
         with self._lock, _files():
+            if self._window is not None:
+                self._core.seal(self._window, False, self._threads)
             self._core.save(os.fspath(path))
 
     def load(self, path: str | os.PathLike[str]) -> int:
@@ -156,6 +198,12 @@ class HistoryStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def staged(self) -> int:
+        """Tokens that were added and are not sealed."""
+        with self._lock:
+            return int(self._core.staged_tokens)
 
     @property
     def generation(self) -> int:

@@ -1,0 +1,174 @@
+"""What a weight sync costs where the history is large: predictions, publishing, mapping. Sizes are generated.
+
+python benchmarks/scale.py --json FILE.json --md FILE.md
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import numpy as np
+from provenance import provenance
+
+from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.store import HistoryStore
+from das_adapter.core.length import RESPONSE, LengthLog, LengthModel
+from das_adapter.core.returns import Returns
+
+BEFORE = "b5c5878"
+WINDOW, GROUP = 16, 8
+LONGEST = 32768
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Return the median and the highest of some times, in milliseconds."""
+    return {"p50_ms": 1e3 * float(np.median(seconds)), "max_ms": 1e3 * max(seconds)}
+
+
+def timed(function: Callable[[], Any]) -> float:
+    """Return the seconds of processor time that a call takes in this thread: the machine may have other work."""
+    start = time.thread_time()
+    function()
+    return time.thread_time() - start
+
+
+def lengths(rng: np.random.Generator, version: int, problems: int) -> np.ndarray:
+    """Make the responses of a step: a group for each of its problems, which no step before had."""
+    rows = np.zeros(problems * GROUP, RESPONSE)
+    rows["problem"] = np.repeat(np.arange(problems, dtype=np.uint64) + np.uint64(version * problems), GROUP)
+    rows["tokens"] = rng.lognormal(7.5, 0.6, len(rows)).clip(1, LONGEST)
+    rows["version"] = version
+    return rows
+
+
+def before() -> ModuleType:
+    """Return `core/length.py` of the revision `BEFORE`."""
+    found = subprocess.run(["git", "show", f"{BEFORE}:das_adapter/core/length.py"], capture_output=True, check=True,
+                           text=True, cwd=Path(__file__).parent)  # fmt: skip
+    module = ModuleType("length_before")
+    exec(compile(found.stdout, "length_before.py", "exec"), module.__dict__)
+    return module
+
+
+def predict(steps: int, problems: int, repeats: int) -> dict[str, Any]:
+    """Measure the predictions over `steps` x `problems` problems, and what the arrival of a step's lengths costs."""
+    rng = np.random.default_rng(0)
+    rows = [lengths(rng, version, problems) for version in range(steps)]
+    log, old = LengthLog(WINDOW), before().LengthLog(WINDOW)
+    added = [timed(lambda step=step: [log.add(some) for some in np.array_split(step, 32)]) for step in rows]  # type: ignore[misc]
+    for step in rows:
+        old.add(map(tuple, step.tolist()))
+    return {
+        "responses": steps * problems * GROUP, "problems": steps * problems,
+        "predictions": spread([timed(log.predictions) for _ in range(repeats)]),
+        "predictions_before": spread([timed(old.predictions) for _ in range(repeats)]),
+        "arrival_of_a_step": spread(added),
+    }  # fmt: skip
+
+
+def texts(rng: np.random.Generator, tokens: int) -> list[np.ndarray]:
+    """Make a group's texts: stretches of one text, with a tenth of its tokens exchanged."""
+    base = rng.integers(0, 100_000, tokens, dtype=np.int32)
+    changed = [rng.random(tokens) < 0.1 for _ in range(GROUP)]
+    return [np.where(some, rng.integers(0, 100_000, tokens, dtype=np.int32), base) for some in changed]
+
+
+class Engine:
+    """What one rank of an engine does at a weight sync, without the model."""
+
+    def __init__(self, directory: Path) -> None:
+        self.index, self.model, self.returns = SuffixIndex.attach(directory), LengthModel(LONGEST, WINDOW), Returns()
+
+    def refresh(self, generation: int, responses: np.ndarray) -> None:
+        """Map a generation, and learn the lengths of new responses."""
+        self.index.refresh(generation)
+        self.index.clear_live()
+        self.returns.met(responses["problem"])
+        self.model.observe(responses)
+        self.model.refit()
+
+
+def sync(problems: int, tokens: int, known: int, syncs: int, ahead: bool) -> dict[str, Any]:
+    """Measure the weight sync of a node: what publishing takes, and what one rank of an engine takes after it.
+
+    Args:
+        problems: in a step, with `GROUP` rollouts each.
+        tokens: of a rollout.
+        known: problems that the history has before, with little text each.
+        syncs: how many are measured.
+        ahead: whether text is sealed as it arrives.
+    """
+    rng = np.random.default_rng(0)
+    published, mapped = [], []
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory, HistoryStore(directory) as store:
+        for problem in range(known):
+            store.add(2**32 + problem, rng.integers(0, 100_000, 40, dtype=np.int32), 0)
+        store.seal(WINDOW)
+        engine = Engine(store.directory)
+        for version in range(1, syncs + 1):
+            rows = lengths(rng, version, problems)
+            for problem in np.unique(rows["problem"]).tolist():
+                for text in texts(rng, tokens):
+                    store.add(problem, text, version)
+                if ahead:
+                    store.seal_ahead(WINDOW)
+            if ahead:
+                store.settle()
+            published.append(timed(lambda: store.seal(WINDOW)))
+            generation = store.generation
+            mapped.append(timed(lambda: engine.refresh(generation, rows)))  # noqa: B023
+            store.settle()
+        assert engine.index.problems >= known
+    return {"rollouts": problems * GROUP, "tokens": tokens, "problems_before": known, "syncs": syncs,
+            "publish": spread(published), "refresh": spread(mapped)}  # fmt: skip
+
+
+def table(found: dict[str, Any]) -> str:
+    """Write the results as a table."""
+    p, new, old = found["predictions"], found["weight_sync"], found["weight_sync_sealed_at_the_end"]
+    rows = [
+        ("predictions for {responses:,} responses of {problems:,} problems".format(**p),
+         p["predictions_before"], p["predictions"]),
+        ("publishing {rollouts:,} rollouts of {tokens:,} tokens, {problems_before:,} problems before".format(**new),
+         old["publish"], new["publish"]),
+        ("one rank's refresh after it", old["refresh"], new["refresh"]),
+    ]  # fmt: skip
+    return "\n".join([
+        "| processor time, ms (median, highest) | before | now |",
+        "|---|---|---|",
+        *(f"| {name} | {a['p50_ms']:.1f}, {a['max_ms']:.1f} | {b['p50_ms']:.1f}, {b['max_ms']:.1f} |"
+          for name, a, b in rows),
+        "",
+        f"Before: predictions of revision {BEFORE}; publishing and refresh if all text is sealed at the weight sync.",
+    ]) + "\n"  # fmt: skip
+
+
+@click.command()
+@click.option("--json", "json_file", type=click.Path(path_type=Path), required=True)
+@click.option("--md", "md_file", type=click.Path(path_type=Path), required=True)
+@click.option("--problems", default=1024, help="Problems of a step, with eight rollouts each.")
+@click.option("--tokens", default=2000, help="Tokens of a rollout.")
+@click.option("--known", default=16384, help="Problems that the history has before.")
+@click.option("--syncs", default=5, help="Weight syncs that are measured.")
+def main(json_file: Path, md_file: Path, problems: int, tokens: int, known: int, syncs: int) -> None:
+    """Measure, and write what was found."""
+    found = {
+        "predictions": predict(16, problems, 5),
+        "weight_sync": sync(problems, tokens, known, syncs, ahead=True),
+        "weight_sync_sealed_at_the_end": sync(problems, tokens, known, max(1, syncs // 3), ahead=False),
+    }
+    json_file.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
+    md_file.write_text(table(found))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
