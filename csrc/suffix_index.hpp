@@ -36,8 +36,8 @@ class SuffixIndex {
   void load(const std::string& path);  // into an index without history
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
-  // Puts about 16 MiB of what is in no file into one, and where it may `compact`, what lies in files of which more than a
-  // quarter no longer counts; returns whether there was so much.
+  // Puts about 16 MiB of what is in no file into one, and where it may `compact`, what lies in files of which more than
+  // a quarter no longer counts; returns whether there was so much.
   bool write(bool compact);
   void publish(bool hurry);  // where the caller is in a `hurry`, without what can be done later
 
@@ -71,7 +71,7 @@ class SuffixIndex {
  private:
   struct Problem {
     std::vector<Segment> history;  // oldest first, at most kSegments
-    std::vector<int64_t> visits;   // versions that wrote it, newest first; known while requests are open
+    std::vector<int64_t> visits;  // versions that wrote it, newest first; known while requests are open
     Live live;
     std::vector<std::pair<int32_t, Text>> staged;
     std::weak_ptr<const std::vector<Segment>> prompt;  // of the request opened last: siblings share it
@@ -83,7 +83,7 @@ class SuffixIndex {
     Problem* problem;
     Stream* stream;
     uint64_t problem_id;
-    std::vector<Token> drafted;   // the last draft since `extend`, and one token more if there is one
+    std::vector<Token> drafted;  // the last draft since `extend`, and one token more if there is one
     std::vector<uint16_t> kinds;  // `Acceptance` kinds of those tokens
   };
 
@@ -125,10 +125,10 @@ class SuffixIndex {
   int64_t newest_ = INT64_MIN;
   int64_t next_handle_ = 1;
   std::unordered_map<uint64_t, Problem> problems_;
-  std::vector<uint64_t> staged_;               // problems with staged texts
-  std::unordered_set<uint64_t> live_;          // problems with live text
-  std::unordered_set<uint64_t> unmerged_;      // problems with several segments
-  std::unordered_set<uint64_t> changed_;       // problems with a history that is not published
+  std::vector<uint64_t> staged_;  // problems with staged texts
+  std::unordered_set<uint64_t> live_;  // problems with live text
+  std::unordered_set<uint64_t> unmerged_;  // problems with several segments
+  std::unordered_set<uint64_t> changed_;  // problems with a history that is not published
   uint64_t bytes_ = 0, tokens_ = 0, known_ = 0, segments_ = 0;  // of the sealed history; `known_`: problems
   uint64_t staged_tokens_ = 0;
   size_t group_ = 0, sealed_group_ = 0;

@@ -17,8 +17,8 @@
 namespace das {
 
 // Files never change; nobody but their user can read them. `manifest-N` lists what generation N changed: problems with
-// all their segments, and the files that these lie in. `whole-N` lists a generation completely, now and then; `manifest`
-// is the newest of these. A file that a generation no longer needs stays for kKept more.
+// all their segments, and the files that these lie in. `whole-N` lists a generation completely, now and then;
+// `manifest` is the newest of these. A file that a generation no longer needs stays for kKept more.
 class Store {
  public:
   using Files = std::map<uint64_t, std::shared_ptr<SegmentFile>>;

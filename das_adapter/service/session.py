@@ -145,11 +145,7 @@ class Session:
 
         try:
             counts = self._counts(version, left()) if report else {}
-<<<<<<< HEAD
-            message = self._message(version, counts or None, lambda: left() / 2)  # the rest is the engine's
-=======
             message = self._message(version, counts, lambda: left() / 2)  # the rest is the engine's
->>>>>>> scale
             answers: list[Refreshed] = self._rpc("refresh", message.payload(), left())
             drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
             if len({rank.get("generation") for rank in drafting}) > 1:
