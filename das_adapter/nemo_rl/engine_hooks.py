@@ -154,8 +154,8 @@ class SyncEngineHooks(EngineHooks):
 class AsyncEngineHooks(EngineHooks):
     """Hooks on `AsyncLLM`."""
 
-    def __init__(self, llm: Any, das: DasConfig, source: int):
-        super().__init__(llm, das, source)
+    def __init__(self, llm: Any, das: DasConfig, source: int, resumed: int = 0):
+        super().__init__(llm, das, source, resumed)
         self._order = start_order(das)
 
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from test_nemo_rl_workers import RECIPES, Engine, composed, refreshed, written
 
@@ -20,6 +21,7 @@ from nemo_rl.utils.checkpoint import CheckpointManager  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 
 from das_adapter.core.index import SuffixIndex  # noqa: E402
+from das_adapter.core.length import RESPONSE  # noqa: E402
 from das_adapter.errors import ConfigError, DasError  # noqa: E402
 from das_adapter.nemo_rl import checkpoint, install, settings  # noqa: E402
 from das_adapter.nemo_rl.engine import OwnHistory  # noqa: E402
@@ -116,7 +118,7 @@ def test_another_run_starts_with_a_history_and_leaves_it_alone(config: Make) -> 
 
 def history_of(folder: Path, tokenizer: Any) -> Path:
     """A directory that passes for the history of a checkpoint."""
-    saved.write(folder, saved.Facts.of("problem", tokenizer), [], SuffixIndex().save)
+    saved.write(folder, saved.Facts.of("problem", tokenizer), np.zeros(0, RESPONSE), SuffixIndex().save)
     return folder
 
 
