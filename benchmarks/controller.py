@@ -250,13 +250,21 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
     log = LengthLog(window=8)
     log.add(responses(Trajectory(*trajectory) for trajectory in trajectories))
     groups = [list(rows) for _, rows in itertools.groupby(range(count), lambda i: requests[i]["problem"])]
+    bench.prepare("optimal", [], times)
+    bench.drafter.stats()
+    bench.run(requests)
+    shown = bench.drafter.stats()["siblings"], times.model.throughput()  # what the engines of a run have shown
     found: dict[str, Any] = {}
     for turn in range(repeats):
         order = [groups[i] for i in np.random.default_rng(turn).permutation(len(groups))]
         for arm, kept in {"no history": [], "history": trajectories}.items():
-            expected = Expected(log.predictions()) if kept else Expected()
+            expected = Expected(log.predictions() if kept else {}, *shown)
             for policy, worth in {"spread": NO_SIBLINGS, "together": NO_SIBLINGS, "leaders": Worth()}.items():
                 replicas = Replicas((0, 1), Worth(), bench.group, bench.at_once)
+                replicas.learn(expected)
+                before = [(replicas.pick(q["problem"], expected[q["problem"]], bool(kept)), q) for q in requests]
+                for place, q in before:  # an earlier step, from which it knows how much comes at once
+                    replicas.done(place, q["problem"])
                 tokens = [0.0, 0.0]
                 shares: list[list[int]] = [[], []]
                 for rows in order:
@@ -280,7 +288,10 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
                 figures["ends_s"].append([round(e, 3) for e in ends])
                 figures["identical_tokens"] &= same
                 figures["mean_makespan_s"] = float(np.mean([max(e) for e in figures["ends_s"]]))
-    return {"requests": count, "longest": max(map(len, texts)), "at_once": bench.at_once, "arms": found}
+    return {
+        "requests": count, "longest": max(map(len, texts)), "at_once": bench.at_once, "throughput": shown[1],
+        "worth": vars(Worth().fitted(shown[0])), "arms": found,
+    }  # fmt: skip
 
 
 def warm(bench: Bench) -> Any:

@@ -275,7 +275,7 @@ class Controller:
             "latency_model_error": self.times.take_error(),
             "planned_rounds": self.planned_rounds,
             "stopped": self.stopped,
-            "throughput": None if self.times.model is None else self.times.model.doubled(),
+            "throughput": None if self.times.model is None else self.times.model.throughput(),
         }
 
     # Inside

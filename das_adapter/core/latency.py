@@ -53,10 +53,12 @@ class StepModel:
         """Return the time of steps without drafts."""
         return self.seconds(requests, requests, False)
 
-    def doubled(self, most: int = 1024) -> int:
-        """Return the requests with which a step without drafts takes twice as long as with one, at most `most`."""
-        times = self.plain(np.arange(1, most))
-        return 1 + int(np.searchsorted(times, 2.0 * times[0]))
+    def throughput(self, requests: int = 64) -> float:
+        """Return the requests that double a step without drafts, by the line through one request and so many; at most
+        1024."""
+        one, many = self.step(1, 1, False), self.step(requests, requests, False)
+        slope = max(0.0, (many - one) / (requests - 1))
+        return min(1024.0, max(1.0, one / slope - 1.0)) if slope > 0 else 1024.0
 
     def slope(self, tokens: float) -> float:
         """Return the seconds that one more token adds to a step of `tokens`."""

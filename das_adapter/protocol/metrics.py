@@ -49,7 +49,7 @@ class EngineStats(TypedDict, total=False):
     latency_model_error: float
     planned_rounds: float
     stopped: str | None
-    throughput: int | None
+    throughput: float | None
     requantise_s: float
     """Seconds that quantising the policy copy took."""
     drafter_bytes: int
