@@ -366,7 +366,9 @@ def main() -> None:
                       f"accepted {figures['accepted_tokens']:6}  propose {figures['propose_ms_p50']:.2f} ms  "
                       f"saved {figures['time_saved_s']:.2f} s  {figures['all_seconds']}", flush=True)  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments = {name: str(value) for name, value in vars(args).items() if name != "out"}
+    arguments = {name: value for name, value in vars(args).items() if name not in ("out", "policy")}
+    if args.policy != TINY:
+        arguments["policy"] = str(args.policy)
     content = {"provenance": provenance(), "arguments": arguments, **result}
     args.out.write_text(json.dumps(content, indent=2) + "\n")
     os._exit(0)  # vLLM's own teardown adds nothing
