@@ -10,15 +10,27 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints-cpu.txt)
 
 CPP := $(wildcard csrc/*.cpp csrc/*.hpp tests/native/*.cpp)
 
-.PHONY: help demo test check quality format env clean
+.PHONY: help demo gpu test long hosts matrix check quality format docs wheel env clean
 help:  # print this list
 	@sed -n 's/^\([a-z]*\):.*  # \(.*\)/make \1	\2/p' Makefile | expand -t 16
 
 demo: env  # run GRPO through veRL with speculation off and on, and compare
 	$(BIN)/python examples/verl/demo.py
 
+gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytest, scipy): at most 25 minutes
+	$(PYTHON) benchmarks/gpu/run.py
+
 test: quality $(VENV)/newest  # run the quality checks and every test
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+
+long: $(VENV)/newest  # run the tests that make test leaves out because they take minutes
+	$(BIN)/python -m pytest -m long
+
+hosts: env  # run the tests of trainers on plain vLLM servers, some minutes each
+	$(BIN)/python -m pytest -m hosts
+
+matrix: env  # check the symbols of several versions of vLLM, and run the contract tests on their CPU builds
+	$(BIN)/python tools/matrix.py --run
 
 check: quality  # run the quality checks and the unit tests, in a minute or two
 	$(BIN)/python -m pytest tests/unit -n 2
@@ -35,13 +47,19 @@ format: env  # format Python and C++
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP)
 
+docs: env  # write the documentation to build/docs; warnings and broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+wheel: env  # build sdist and wheel in dist/, and try the wheel where there is no compiler
+	$(BIN)/python -m pytest tests/wheel -m wheel --wheel-dir dist
+
 env: $(VENV)/.built  # set up the environment in $(VENV)
 
 $(VENV)/.installed: constraints-cpu.txt pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "das-adapter needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)" -c constraints-cpu.txt 2>/dev/null || $(PIP) "$(TORCH)" --index-url $(TORCH_CPU_INDEX)
-	$(PIP) -c constraints-cpu.txt $$($(BIN)/python tools/requirements.py verl-cpu dev)
+	$(PIP) -c constraints-cpu.txt $$($(BIN)/python tools/requirements.py verl-cpu dev docs)
 	touch $@
 
 # The newest vLLM CPU build, for the contract tests.

@@ -22,9 +22,9 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.values import Shrunk, Tokens
 from das_adapter.errors import DasError
-from das_adapter.tools import rollouts as dumps
+from das_adapter.sim import rollouts as dumps
+from das_adapter.sim.rollouts import Rollout
 from das_adapter.tools.replay import BUDGETS, replay
-from das_adapter.tools.rollouts import Rollout
 
 WINDOWS = (1, 2, 4, 8, 16)
 UNLIMITED = HistoryConfig(max_bytes=2**40)
@@ -40,7 +40,7 @@ sys.path.insert(0, benchmarks)
 import das_adapter
 assert das_adapter.__file__.startswith(site)
 from pathlib import Path
-from das_adapter.tools.rollouts import read
+from das_adapter.sim.rollouts import read
 from index import cost
 from index_drafters import Ours
 found = cost(Ours(min_chance=0.15), read(Path(file)))

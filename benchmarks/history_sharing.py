@@ -27,6 +27,7 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.protocol.messages import Trajectory
 from das_adapter.service.ledger import ledger
 from das_adapter.service.node import NodeHistory
+from das_adapter.service.spool import put_batch
 
 PROBLEMS_A_STEP, SAMPLES, TOKENS = 64, 8, 500
 
@@ -47,11 +48,17 @@ def filled(tokens: int, root: str) -> tuple[NodeHistory, int]:
     history = NodeHistory(HistoryConfig(), f"das-benchmark-{tokens}", root, grace_s=1.0)
     version = 0
     while version * PROBLEMS_A_STEP * SAMPLES * TOKENS < tokens:
-        history.push("fill", version, step(version, np.random.default_rng(version)))
+        arrive(history, version, step(version, np.random.default_rng(version)))
         version += 1
-        history.sync(version, "fill", [])
+        history.sync(version, "fill", 0, ())
     history._store.settle()
     return history, version
+
+
+def arrive(history: NodeHistory, number: int, batch: list[Trajectory]) -> None:
+    """Let a batch arrive, as an engine leaves it."""
+    put_batch(history.directory(), "bench", number, batch)
+    history.tick()
 
 
 def pss() -> int:
@@ -99,10 +106,10 @@ def resident(history: NodeHistory, problems: int, engines: int) -> int:
 def syncs(history: NodeHistory, version: int, count: int) -> Iterator[float]:
     """Seconds from a weight sync's question to the mapped history, each after a step of training."""
     for i in range(count + 1):
-        history.push("bench", i, step(version + i, np.random.default_rng(version + i)))
+        arrive(history, version + i, step(version + i, np.random.default_rng(version + i)))
         time.sleep(1.0)  # what follows the end of a step's rollouts: the training
         begin = time.perf_counter()
-        published, _ = history.sync(version + i + 1, "bench", [])
+        published, _ = history.sync(version + i + 1, "bench", 0, ())
         if not i:
             index = SuffixIndex.attach(published[0])
         index.refresh(published[1])

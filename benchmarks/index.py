@@ -22,8 +22,8 @@ from provenance import provenance
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
-from das_adapter.tools import rollouts as dumps
-from das_adapter.tools.rollouts import Rollout
+from das_adapter.sim import rollouts as dumps
+from das_adapter.sim.rollouts import Rollout
 
 BATCHES = (1, 16, 64, 256)
 Log = Callable[[str], None]

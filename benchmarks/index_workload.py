@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from das_adapter.core.index.values import Int32
-from das_adapter.tools.rollouts import Rollout
+from das_adapter.sim.rollouts import Rollout
 
 SETTINGS = ("own", "growing", "finished", "earlier+growing", "earlier+finished")
 

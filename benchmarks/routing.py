@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import subprocess
 import types
 from collections import Counter
@@ -23,9 +24,9 @@ import numpy as np
 from provenance import provenance
 
 from das_adapter.core.length import Expected, LengthModel
-from das_adapter.core.routing import THROUGHPUT
-from das_adapter.tools import replicas, rollouts
-from das_adapter.tools.rollouts import Rollout
+from das_adapter.sim import rollouts
+from das_adapter.sim.rollouts import Rollout
+from das_adapter.tools import replicas
 
 BEFORE = "6b5cfb2"
 SETS = {
@@ -51,9 +52,10 @@ class Before:
         self._count, self._spread = count, module.Spread
 
     def __call__(self, arrivals: Sequence[Rollout], expected: Expected) -> list[int]:
-        if not expected:
+        known = [expected[problem] for problem in {r.problem for r in arrivals} if problem in expected]
+        if not known:
             return [i % self._count for i in range(len(arrivals))]
-        long = float(np.quantile(list(expected.values()), LengthModel.LONG))
+        long = float(np.quantile(known, LengthModel.LONG))
         spread = self._spread(range(self._count))
         return [spread.pick(expected[r.problem], expected[r.problem] > long) for r in arrivals]
 
@@ -86,7 +88,7 @@ def measure(path: Path, shape: tuple[int, int, int | None], counts: Sequence[int
         slots = max(1, problems * group // (WAVES * count)) if waves > 1 else None
         rows = []
         for seed, dump in enumerate(dumps):
-            place = replicas.Router(count, group, min(THROUGHPUT, slots or THROUGHPUT), together=True)
+            place = replicas.Router(count, group, slots or math.inf, together=True)
             router: replicas.Place = Before(count) if arm == "before" else place
             leads, shared = arm == "leaders", arm == "one index"
             rows.append(replicas.replay(dump, count, router, leads, slots, shared=shared, seed=seed).to_dict())

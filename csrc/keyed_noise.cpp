@@ -1,8 +1,8 @@
-// Gumbel-max sampling whose noise is a pure function of (row key, token): see das_adapter/core/noise.py.
+// Gumbel-max sampling whose noise is a pure function of (seed, position, token): see das_adapter/core/noise.py.
 //
-// A row's sample is argmax over v of logits[v] + G(key, v) with G = -log(E), E = -log1p(-u), u = (h + 1/2) / 2^32
-// and h a 32-bit hash of (key, v). Few tokens can win: -log(E) <= (1 + leading zeros of h) * log 2, so the two
-// logarithms are only evaluated where logit + bound exceeds the best score so far.
+// A row's sample is argmax over v of logits[v] / temperature + G with G = -log(E), E = -log(1 - u) and u made of a
+// 32-bit hash h. Few tokens can win: G <= (1 + leading zeros of h) * log 2, so the logarithms are only evaluated where
+// logit + bound reaches the best score so far.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -16,41 +16,62 @@ namespace nb = nanobind;
 
 namespace {
 
-inline uint32_t finalise(uint32_t h) {  // an invertible 32-bit mixer of full avalanche
+inline uint32_t rotated(uint32_t x, int bits) { return (x << bits) | (x >> (32 - bits)); }
+
+inline uint32_t mix(uint32_t h, uint32_t word) {  // a round of Murmur3
+  word = rotated(word * 0xcc9e2d51u, 15) * 0x1b873593u;
+  return rotated(h ^ word, 13) * 5u + 0xe6546b64u;
+}
+
+inline uint32_t finalise(uint32_t h) {
   h ^= h >> 16;
-  h *= 0x21f0aaadu;
-  h ^= h >> 15;
-  h *= 0x735a2d97u;
-  h ^= h >> 15;
-  return h;
+  h *= 0x85ebca6bu;
+  h ^= h >> 13;
+  h *= 0xc2b2ae35u;
+  return h ^ (h >> 16);
 }
 
-inline uint32_t token_hash(uint32_t k0, uint32_t k1, uint32_t token) {
-  return finalise(finalise(token * 0x9e3779b1u + k0) ^ k1);
+inline uint32_t row_state(uint64_t seed, uint64_t position) {
+  const uint32_t h = mix(mix(0, static_cast<uint32_t>(seed)), static_cast<uint32_t>(seed >> 32));
+  return mix(h, static_cast<uint32_t>(position));
 }
 
-inline double gumbel(uint32_t h) { return -std::log(-std::log1p(-((h + 0.5) * 0x1p-32))); }
+inline uint32_t token_hash(uint32_t state, uint32_t token) { return finalise(mix(state, token) ^ 16u); }
+
+inline float rounded_log(float x) { return static_cast<float>(std::log(static_cast<double>(x))); }
+
+// Every operation is rounded to float32, in this order (compiled with -ffp-contract=off).
+float gumbel(uint32_t h) {
+  const float u = static_cast<float>(h >> 16) * 0x1p-16f + (static_cast<float>(h & 0xffffu) + 0.5f) * 0x1p-32f;
+  if (!(u < 0.25f)) return -rounded_log(-rounded_log(std::max(1.0f - u, 0x1p-24f)));
+  float series = 1.0f / 8;
+  for (const float d : {7.f, 6.f, 5.f, 4.f, 3.f, 2.f, 1.f}) series = 1.0f / d + u * series;
+  return -rounded_log(u * series);
+}
 
 constexpr int kBlock = 256;
+constexpr float kGreedy = 1e-5f;  // vLLM's _SAMPLING_EPS
 
-int64_t sample_row(const float* logits, int64_t vocab, uint64_t key) {
-  const auto k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
+int64_t sample_row(const float* logits, int64_t vocab, float temperature, uint32_t state) {
+  const bool greedy = temperature < kGreedy;
+  const float divisor = greedy ? 1.0f : temperature;
   // Start from the most likely token, so that the bound excludes tokens from the first block on.
   int64_t winner = 0;
   for (int64_t v = 1; v < vocab; ++v)
     if (logits[v] > logits[winner]) winner = v;
-  if (!(logits[winner] > -std::numeric_limits<float>::infinity())) return winner;
-  double best = logits[winner] + gumbel(token_hash(k0, k1, static_cast<uint32_t>(winner)));
+  if (greedy || !(logits[winner] > -std::numeric_limits<float>::infinity())) return winner;
+  float best = logits[winner] / divisor + gumbel(token_hash(state, static_cast<uint32_t>(winner)));
   uint32_t h[kBlock];
   for (int64_t begin = 0; begin < vocab; begin += kBlock) {
     const int n = static_cast<int>(std::min<int64_t>(kBlock, vocab - begin));
-    for (int i = 0; i < n; ++i) h[i] = token_hash(k0, k1, static_cast<uint32_t>(begin + i));
+    for (int i = 0; i < n; ++i) h[i] = token_hash(state, static_cast<uint32_t>(begin + i));
     for (int i = 0; i < n; ++i) {
-      const double logit = logits[begin + i];
-      // h = 0 has 32 leading zeros; u >= 2^-33 then still holds, hence the 1.
+      const float logit = logits[begin + i] / divisor;
+      // h = 0 has 32 leading zeros; u >= 2^-33 then still holds, hence the 1. The rest allows for rounding.
       const int zeros = h[i] ? __builtin_clz(h[i]) : 32;
-      if (logit + (zeros + 1) * 0.6931471805599453 < best) continue;
-      const double score = logit + gumbel(h[i]);
+      const float bound = (zeros + 1) * 0.6931472f + 1e-4f + 1e-6f * std::abs(logit);
+      if (logit + bound < best) continue;
+      const float score = logit + gumbel(h[i]);
       if (score > best || (score == best && begin + i < winner)) best = score, winner = begin + i;
     }
   }
@@ -58,24 +79,29 @@ int64_t sample_row(const float* logits, int64_t vocab, uint64_t key) {
 }
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Keys = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Tokens = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void sample(const Logits& logits, const Keys& keys, Tokens& out) {
-  const int64_t rows = logits.shape(0), vocab = logits.shape(1);
-  if (static_cast<int64_t>(keys.size()) != rows || static_cast<int64_t>(out.size()) != rows)
-    throw std::invalid_argument("keyed noise: logits, keys and out differ in their number of rows");
-  const float* x = logits.data();
-  const uint64_t* key = keys.data();
+void sample(const Logits& logits, const Floats& temperature, const Ints& seeds, const Ints& positions, Tokens& out) {
+  const size_t rows = logits.shape(0);
+  const auto vocab = static_cast<int64_t>(logits.shape(1));
+  if (temperature.size() != rows || seeds.size() != rows || positions.size() != rows || out.size() != rows)
+    throw std::invalid_argument("keyed noise: the arguments differ in their number of rows");
+  const float *x = logits.data(), *t = temperature.data();
+  const int64_t *seed = seeds.data(), *position = positions.data();
   int64_t* token = out.data();
   nb::gil_scoped_release release;
-  for (int64_t r = 0; r < rows; ++r) token[r] = sample_row(x + r * vocab, vocab, key[r]);
+  for (size_t r = 0; r < rows; ++r)
+    token[r] = sample_row(x + r * vocab, vocab, t[r],
+                          row_state(static_cast<uint64_t>(seed[r]), static_cast<uint64_t>(position[r])));
 }
 
 }  // namespace
 
 void bind_keyed_noise(nb::module_& m) {
-  m.def("keyed_sample", &sample, nb::arg("logits"), nb::arg("keys"), nb::arg("out"),
-        "Write the keyed-noise sample of each row of float32 logits [rows, vocab] under keys uint64 [rows] "
-        "to out int64 [rows].");
+  m.def("keyed_sample", &sample, nb::arg("logits"), nb::arg("temperature"), nb::arg("seeds"), nb::arg("positions"),
+        nb::arg("out"),
+        "Write the keyed-noise sample of each row of float32 logits [rows, vocab] to out int64 [rows]; temperature "
+        "float32 [rows] (0: the most likely token), seeds and positions of the input tokens int64 [rows].");
 }

@@ -34,6 +34,10 @@ nb::object owned(std::vector<T>&& values) {
   return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
+SuffixIndex::Ids ids(const Array<uint64_t>& problems) {
+  return SuffixIndex::Ids(problems.data(), problems.data() + problems.size());
+}
+
 void extend_many(SuffixIndex& index, const Array<int64_t>& handles, const Array<Token>& tokens,
                  const Array<int64_t>& offsets) {
   const size_t n = handles.size();
@@ -92,6 +96,12 @@ void bind_suffix_index(nb::module_& m) {
         for (size_t i = 0; i < file.header().count; ++i) file.check(i);
       },
       unlocked());
+  m.def("read_index_file", [](const std::string& path) {
+    const das::SegmentFile file(path, true, false);
+    std::vector<uint64_t> found;
+    for (size_t i = 0; i < file.header().count; ++i) found.push_back(file.entry(i).problem);
+    return nb::make_tuple(das::owned(std::move(found)), file.header().newest);
+  });
   nb::class_<SuffixIndex>(m, "SuffixIndex")
       .def(nb::init<uint32_t, double>())
       .def("add",
@@ -113,6 +123,26 @@ void bind_suffix_index(nb::module_& m) {
            })
       .def("save", &SuffixIndex::save, unlocked())
       .def("load", &SuffixIndex::load, unlocked())
+      .def("give",
+           [](const SuffixIndex& index, const std::string& path, const das::Array<uint64_t>& problems) {
+             const auto chosen = das::ids(problems);
+             nb::gil_scoped_release unlocked;
+             index.give(path, chosen);
+           })
+      .def("absorb",
+           [](SuffixIndex& index, const std::string& path, const das::Array<uint64_t>& problems) {
+             const auto chosen = das::ids(problems);
+             nb::gil_scoped_release unlocked;
+             index.absorb(path, chosen);
+           })
+      .def("forget", [](SuffixIndex& index, const das::Array<uint64_t>& problems) { index.forget(das::ids(problems)); })
+      .def("visit", &SuffixIndex::visit, unlocked())
+      .def("contents",
+           [](const SuffixIndex& index) {
+             std::vector<uint64_t> problems, bytes;
+             for (const auto& [id, size] : index.contents()) problems.push_back(id), bytes.push_back(size);
+             return nb::make_tuple(das::owned(std::move(problems)), das::owned(std::move(bytes)));
+           })
       .def("attach", &SuffixIndex::attach, unlocked())
       .def("refresh", &SuffixIndex::refresh, unlocked())
       .def("write", &SuffixIndex::write, unlocked())
@@ -143,6 +173,16 @@ void bind_suffix_index(nb::module_& m) {
              das::check_handle(index, handle);
              return index.age(handle);
            })
+      .def("flat",
+           [](const SuffixIndex& index, uint64_t problem, uint64_t most) {
+             SuffixIndex::Flat flat;
+             {
+               nb::gil_scoped_release unlocked;
+               flat = index.flat(problem, most);
+             }
+             return nb::make_tuple(das::owned(std::move(flat.tokens)), das::owned(std::move(flat.places)));
+           })
+      .def_prop_ro("fading", [](const SuffixIndex& index) { return das::owned(std::vector(index.fading())); })
       .def("clear_live", &SuffixIndex::clear_live)
       .def_prop_ro("max_depth", &SuffixIndex::max_depth)
       .def_prop_ro("attached", &SuffixIndex::attached)

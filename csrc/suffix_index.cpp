@@ -167,6 +167,7 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
     uint64_t bytes;
     std::pair<int64_t, uint64_t> seen;  // last version, and the problem
   };
+  if (bytes_ <= max_bytes) return {0, 0, 0};
   std::vector<Owner> owners;
   uint64_t bytes = 0, least = 0;
   for (auto& [id, problem] : problems_) {
@@ -180,7 +181,6 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
     owners.push_back(owner);
   }
   Shrunk shrunk{token_count(), 0, 0};
-  if (bytes <= max_bytes) return {0, 0, 0};
   if (least > max_bytes) {  // not all problems can keep something
     std::sort(owners.begin(), owners.end(), [](const Owner& a, const Owner& b) { return a.seen > b.seen; });
     for (; least > max_bytes; owners.pop_back(), ++shrunk.dropped) {
@@ -228,6 +228,33 @@ void SuffixIndex::thin(Problem& problem, uint64_t max_bytes) const {
   problem.look();
 }
 
+SuffixIndex::Flat SuffixIndex::flat(uint64_t id, uint64_t most) const {
+  const auto words = [](const Segment& s) { return s.tokens.size + s.places.size; };
+  const auto it = problems_.find(id);
+  Flat out;
+  if (it == problems_.end() || it->second.history.empty()) return out;
+  Problem problem;
+  problem.history = it->second.history;
+  problem.look();
+  Segment segment = problem.history.size() > 1 ? merged(problem.history, depth_).back() : problem.history[0];
+  if (words(segment) > most) {
+    Builder rest(depth_);
+    const double share = static_cast<double>(most) / static_cast<double>(words(segment));
+    Thinning(segment).into(rest, static_cast<uint64_t>(0.9 * share * static_cast<double>(segment.nbytes())));
+    if (rest.empty()) return out;
+    segment = rest.build();
+    if (words(segment) > most) return out;
+  }
+  out.tokens.assign(segment.tokens.begin(), segment.tokens.end());
+  std::vector<uint32_t> ages;
+  for (const Segment::Run& run : segment.runs)
+    ages.push_back(static_cast<uint32_t>(std::min<uint64_t>(problem.age(run.version), UINT8_MAX)));
+  out.places.reserve(segment.places.size);
+  for (const Segment::Place& p : segment.places)
+    out.places.push_back(p.position | ages[&segment.run(p.position) - segment.runs.begin()] << 24);
+  return out;
+}
+
 int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count) {
   Problem& problem = problems_[id];
   problem.look();
@@ -263,7 +290,7 @@ void SuffixIndex::extend(int64_t handle, const Token* tokens, size_t count) {
 
 int64_t SuffixIndex::age(int64_t handle) const {
   const auto& visits = requests_.at(handle).problem->visits;
-  return visits.empty() ? -1 : newest_ - visits.front();
+  return visits.empty() ? -1 : std::max<int64_t>(0, newest_ - visits.front());  // a guest's may be newer
 }
 
 void SuffixIndex::close(int64_t handle, bool keep) {
@@ -287,6 +314,17 @@ void SuffixIndex::clear_live() {
     it = stays ? std::next(it) : live_.erase(it);
     if (!stays) forget_if_empty(id);
   }
+  for (auto it = guests_.begin(); it != guests_.end();) {
+    const uint64_t id = *it;
+    const bool stays = live_.count(id);
+    it = stays ? std::next(it) : guests_.erase(it);
+    if (!stays) clear_history(problems_.at(id)), forget_if_empty(id);
+  }
+}
+
+void SuffixIndex::clear_history(Problem& problem) {
+  count(problem, -1);
+  problem.history.clear(), problem.visits.clear();
 }
 
 uint64_t SuffixIndex::live_bytes() const {
@@ -419,6 +457,86 @@ void SuffixIndex::load(const std::string& path) {
   }
 }
 
+void SuffixIndex::give(const std::string& path, const Ids& problems) const {
+  std::vector<std::pair<uint64_t, const Segment*>> all;
+  for (uint64_t id : problems)
+    if (const auto it = problems_.find(id); it != problems_.end())
+      for (const Segment& segment : it->second.history) check(segment), all.emplace_back(id, &segment);
+  write_segments(path, false, header(), all);
+}
+
+void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
+  const auto file = std::make_shared<SegmentFile>(path, true, false);
+  const FileHeader& found = file->header();
+  if (!known_) depth_ = static_cast<uint32_t>(found.depth);
+  if (found.depth != depth_) throw FileError(path, "its depth is " + std::to_string(found.depth));
+  Store::Histories histories;
+  for (size_t i = 0; i < found.count; ++i) {
+    const uint64_t id = file->entry(i).problem;
+    if (!problems.count(id)) continue;
+    file->check(i);
+    histories[id].push_back(SegmentFile::segment(file, i));
+    histories[id].back().file = nullptr;  // it is in memory only, so that a store writes it
+  }
+  std::vector<uint64_t> taken;
+  for (const auto& [id, list] : histories) {
+    const int32_t oldest = list.front().runs[0].version;
+    const auto known = [&](const Segment& segment) {
+      return std::any_of(segment.runs.begin(), segment.runs.end(), [&](auto& run) { return run.version == oldest; });
+    };
+    const auto& history = problems_[id].history;
+    if (std::none_of(history.begin(), history.end(), known)) taken.push_back(id);
+  }
+  newest_ = std::max(newest_, found.newest);
+  const Change change(*this, taken);
+  for (uint64_t id : taken) {
+    auto& history = problems_.at(id).history;
+    const auto& older = histories.at(id);
+    history.insert(history.begin(), older.begin(), older.end());
+    if (history.size() <= kSegments) continue;
+    for (const Segment& segment : history) check(segment);
+    history = das::merged(history, depth_);
+    if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
+  }
+}
+
+void SuffixIndex::forget(const Ids& problems) {
+  std::vector<uint64_t> known;
+  for (uint64_t id : problems)
+    if (const auto it = problems_.find(id); it != problems_.end() && !it->second.history.empty()) known.push_back(id);
+  const Change change(*this, known);
+  for (uint64_t id : known) problems_.at(id).history.clear(), problems_.at(id).visits.clear();
+}
+
+void SuffixIndex::visit(const std::string& path) {
+  const auto file = std::make_shared<SegmentFile>(path, true, true);
+  if (known_ && file->header().depth != depth_)
+    throw FileError(path, "its depth is " + std::to_string(file->header().depth));
+  Store::Histories histories;
+  for (size_t i = 0; i < file->header().count; ++i) {
+    file->check(i);
+    histories[file->entry(i).problem].push_back(SegmentFile::segment(file, i));
+  }
+  for (auto& [id, list] : histories) {
+    Problem& problem = problems_[id];
+    if (!problem.history.empty() || list.size() > kSegments) continue;
+    problem.history = std::move(list);
+    count(problem, 1);
+    problem.look();
+    guests_.insert(id);
+  }
+}
+
+std::vector<std::pair<uint64_t, uint64_t>> SuffixIndex::contents() const {
+  std::vector<std::pair<uint64_t, uint64_t>> all;
+  for (const auto& [id, problem] : problems_) {
+    uint64_t bytes = 0;
+    for (const Segment& segment : problem.history) bytes += segment.nbytes();
+    if (bytes) all.emplace_back(id, bytes);
+  }
+  return all;
+}
+
 void SuffixIndex::attach(const std::string& directory, bool write) {
   store_ = std::make_unique<Store>(directory);
   refresh(0);
@@ -500,14 +618,15 @@ void SuffixIndex::take(Store::Histories histories, bool whole, const FileHeader&
     for (const Segment& segment : list) check(segment);
   }
   depth_ = static_cast<uint32_t>(header.depth), newest_ = header.newest;
+  if (whole) guests_.clear();
   if (whole)
     for (auto it = problems_.begin(); it != problems_.end();) {
-      count(it->second, -1);
-      it->second.history.clear(), it->second.visits.clear();
+      clear_history(it->second);
       it = it->second.empty() ? problems_.erase(it) : std::next(it);
     }
   for (auto& [id, list] : histories) {
     Problem& problem = problems_[id];
+    guests_.erase(id);
     count(problem, -1);
     problem.history = std::move(list);
     count(problem, 1);

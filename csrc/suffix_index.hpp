@@ -34,6 +34,16 @@ class SuffixIndex {
   Shrunk shrink(uint64_t max_bytes, size_t threads);
   void save(const std::string& path) const;
   void load(const std::string& path);  // into an index without history
+  // Some problems' history, to be used by another index: written to a file for this user alone, taken in as older than
+  // what there is already, and left out from now on. A problem that has text of the file's oldest version of it was
+  // taken in before.
+  using Ids = std::unordered_set<uint64_t>;
+  void give(const std::string& path, const Ids& problems) const;
+  void absorb(const std::string& path, const Ids& problems);
+  void forget(const Ids& problems);
+  // Maps what `give` wrote for problems without history: they keep it while they have live text.
+  void visit(const std::string& path);
+  std::vector<std::pair<uint64_t, uint64_t>> contents() const;  // problems with history, and its bytes
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
   // Puts about 16 MiB of what is in no file into one, and where it may `compact`, what lies in files of which more than
@@ -53,6 +63,14 @@ class SuffixIndex {
   std::vector<Draft> draft(const int64_t* handles, const int64_t* budgets, size_t count, double min_chance,
                            size_t threads);
 
+  // A problem's history as a device searches it: one segment, thinned out where it has too much for `most` words of 32
+  // bits. Empty where there is none.
+  struct Flat {
+    std::vector<Token> tokens;  // those of the segment
+    std::vector<uint32_t> places;  // its places: 24 bits of position, 8 of the text's age in visits
+  };
+  Flat flat(uint64_t problem, uint64_t most) const;
+
   bool is_open(int64_t handle) const { return requests_.count(handle); }
   int64_t age(
       int64_t handle) const;  // versions from the newest text of the request's problem to the newest; -1: no text
@@ -65,6 +83,7 @@ class SuffixIndex {
   uint64_t staged_tokens() const { return staged_tokens_; }
   uint64_t live_bytes() const;
   size_t group() const { return group_; }  // most texts of a problem that were sealed at once for the last generation
+  const std::vector<uint32_t>& fading() const { return fading_; }
   int64_t newest() const { return newest_; }  // the newest version that was ever sealed
   uint32_t max_depth() const { return depth_; }
 
@@ -120,6 +139,7 @@ class SuffixIndex {
   void search(const Request& request, Context response, Context whole, Visit&& visit) const;
   void gather(const Request& request, Scratch& scratch) const;  // candidates for what follows its text and its draft
   void forget_if_empty(uint64_t problem);
+  void clear_history(Problem& problem);
 
   uint32_t depth_;
   int64_t newest_ = INT64_MIN;
@@ -128,6 +148,7 @@ class SuffixIndex {
   std::vector<uint64_t> staged_;  // problems with staged texts
   std::unordered_set<uint64_t> live_;  // problems with live text
   std::unordered_set<uint64_t> unmerged_;  // problems with several segments
+  std::unordered_set<uint64_t> guests_;  // problems with a history that `visit` mapped
   std::unordered_set<uint64_t> changed_;  // problems with a history that is not published
   uint64_t bytes_ = 0, tokens_ = 0, known_ = 0, segments_ = 0;  // of the sealed history; `known_`: problems
   uint64_t staged_tokens_ = 0;

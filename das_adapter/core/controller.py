@@ -13,7 +13,7 @@ that what the others decide does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -137,6 +137,7 @@ class Controller:
         prior: StepModel | None = None,
         copy: CopyDrafts | None = None,
         most: int | None = None,
+        common: Sequence[int] | None = None,
     ) -> None:
         """
         Args:
@@ -146,6 +147,8 @@ class Controller:
             prior: latency model until the engine's own steps give one.
             copy: the policy copy, where there is one.
             most: draft tokens of a request in a step; None: `budget.max_draft_tokens`.
+            common: lengths of which all requests of a step have the same, rising, whatever there is to draft for each;
+                None: each has its own.
         """
         self.times = StepTimes(prior)
         self.lengths = LengthModel(limit, window)
@@ -158,6 +161,7 @@ class Controller:
         """Decode steps since the weight sync after which DAS's optimum would have ended every request."""
         self._policy, self._min_chance = budget.policy, budget.min_chance
         self._most = budget.max_draft_tokens if most is None else most
+        self._common = common
         self._curves = AcceptanceCurves()
         self._batch = Batch()
         self._consider, self._replan = Backoff(1, CONSIDER_STEPS), Backoff(2, REPLAN_STEPS)
@@ -275,7 +279,7 @@ class Controller:
             "latency_model_error": self.times.take_error(),
             "planned_rounds": self.planned_rounds,
             "stopped": self.stopped,
-            "throughput": None if self.times.model is None else self.times.model.throughput(),
+            "capacity": None if self.times.model is None else self.times.model.capacity(),
         }
 
     # Inside
@@ -316,7 +320,8 @@ class Controller:
         batch, running = self._batch, len(slots)
         arrived, batch.arrivals = batch.arrivals > 0, 0
         if self._always:
-            return self._everything(limits, chances, offsets)
+            everything = self._everything(limits, chances, offsets)
+            return everything if self._common is None else StepPlan(self._alike(limits), everything.copy)
         model, probe = self.times.model, self._probe(running)
         nothing = np.zeros(running, dtype=np.int64)
         plan, drafted = StepPlan(nothing, nothing), False
@@ -335,7 +340,7 @@ class Controller:
                 history, copy = (np.diff(offsets), nothing) if len(chances) else (nothing, limits)
                 plan, drafted = StepPlan(np.minimum(history, some), np.minimum(copy, some)), True
         self._consider.done(batch.step, running, again_soon=drafted or model is None)
-        return plan
+        return plan if self._common is None else plan._replace(history=self._alike(plan.history))
 
     def _everything(self, limits: Ints, chances: Chances, offsets: Ints) -> StepPlan:
         """Verify all that there is; the copy drafts for the requests for which it brings more tokens."""
@@ -352,10 +357,32 @@ class Controller:
         """The draft tokens that are worth more than they cost; under fixed budgets all of them, and what that gains."""
         table = self.requests
         worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
+        if self._common is not None:
+            return self._common_length(limits, chances, offsets, worth, model)
         found = allocate(chances, offsets, worth, model, self._policy == "optimal")
         if self.copy is None:
             return CopyPlan(np.zeros_like(limits), found.keep, found.total, found.gain, 0.0)
         return self._with_copy(found, worth, limits, chances, offsets, model)
+
+    def _common_length(self, limits: Ints, chances: Chances, offsets: Ints, worth: Worth, model: StepModel) -> CopyPlan:
+        """The length that is worth most when all requests have it; under fixed budgets the one that these need."""
+        running, there = len(limits), np.diff(offsets)
+        nothing, plain = np.zeros_like(limits), model.step(running, running, False)
+        best = CopyPlan(nothing, nothing, 0, 0.0, 0.0)
+        needed = self._alike(np.minimum(limits, there)).max(initial=0)
+        for length in self._common or ():
+            if length == needed or (self._policy == "optimal" and length < needed):
+                total = running * length
+                saved = float(worth.of_kept(chances, offsets, np.minimum(there, length)).sum())
+                gain = saved - (model.step(running + total, running, True) - plain)
+                if gain > best.gain or self._policy != "optimal":
+                    best = CopyPlan(nothing, np.full_like(limits, length), total, gain, 0.0)
+        return best
+
+    def _alike(self, keep: Ints) -> Ints:
+        """Give all requests the shortest common length that is enough for each."""
+        most = keep.max(initial=0)
+        return np.full_like(keep, next((n for n in self._common or () if n >= most), most) if most else 0)
 
     def _with_copy(
         self, found: Allocation, worth: Worth, limits: Ints, chances: Chances, offsets: Ints, model: StepModel

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,19 @@ SURPRISE = 0.25
 """Relative error of recent predictions at which the latency model is fitted again at once."""
 KNEES = (4, 8, 16, 32, 64, 128, 256)
 """Tokens in a step at which a fitted curve may bend."""
+
+
+class Capacity(NamedTuple):
+    """What is in a decode step that takes twice as long as an empty one, if it grows in one respect alone."""
+
+    requests: float
+    tokens: float
+    """In the forward pass, drafts included."""
+
+    @classmethod
+    def median(cls, of: Sequence[Sequence[float]]) -> Capacity | None:
+        """Return the median of several engines', each by itself; None of none."""
+        return cls(*np.median(of, axis=0).tolist()) if of else None
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,11 @@ class StepModel:
         """Return the time of steps without drafts."""
         return self.seconds(requests, requests, False)
 
-    def throughput(self, requests: int = 64) -> float:
-        """Return the requests that double a step without drafts, by the line through one request and so many; at most
-        1024."""
-        one, many = self.step(1, 1, False), self.step(requests, requests, False)
-        slope = max(0.0, (many - one) / (requests - 1))
-        return min(1024.0, max(1.0, one / slope - 1.0)) if slope > 0 else 1024.0
+    def capacity(self, tokens: int = 64) -> Capacity:
+        """Return what doubles a step, by the line through one token and so many; 1 to 1024 of each."""
+        slopes = self.request, (self.step(tokens, 0, False) - self.step(1, 0, False)) / (tokens - 1)
+        empty = self.step(1, 0, False) - slopes[1]
+        return Capacity(*(min(1024.0, max(1.0, empty / slope)) if slope > 0 else 1024.0 for slope in slopes))
 
     def slope(self, tokens: float) -> float:
         """Return the seconds that one more token adds to a step of `tokens`."""
@@ -239,16 +251,17 @@ class Hardware:
     """16-bit floating-point operations per second."""
 
 
-_READ, _COMPUTE = 0.79, 0.75
+READ, COMPUTE = 0.79, 0.75
 """Share of the data sheet's peaks that decode steps reach: EfficientRollout's fits on an A100, over its peaks."""
 HARDWARE = {
-    name: Hardware(_READ * tb * 1e12, _COMPUTE * tf * 1e12)
+    name: Hardware(READ * tb * 1e12, COMPUTE * tf * 1e12)
     for name, tb, tf in (
         ("a100", 2.039, 312.0),
         ("h100", 3.35, 989.0),
         ("h200", 4.8, 989.0),
         ("h20", 4.0, 148.0),
         ("b200", 8.0, 2250.0),
+        ("gb200", 8.0, 2500.0),
         ("l40s", 0.864, 362.0),
     )
 }
@@ -275,15 +288,28 @@ class Roofline:
     """Host time per request of a plain, a draft and a verification step, microseconds."""
     draft_read: float = 1.0
     """How much longer reading a policy copy's weights takes than their bytes imply, a factor (eta_d)."""
+    expert_bytes: float = 0.0
+    """Bytes of all routed experts, of which a step reads those that its tokens choose; not in `weight_bytes`."""
+    expert_share: float = 0.0
+    """Share of a layer's routed experts that a token chooses."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], hardware: Hardware, tensor_parallel: int = 1, **fitted: float) -> Roofline:
-        """Build it from a Hugging Face config of a dense decoder (Llama, Qwen2, Qwen3, Mistral) in 16-bit weights.
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        hardware: Hardware,
+        tensor_parallel: int = 1,
+        bytes_per_weight: float = 2.0,
+        **fitted: float,
+    ) -> Roofline:
+        """Build it from a Hugging Face config of a decoder, dense or with routed experts in every layer (Llama, Qwen2,
+        Qwen3, Mistral, Mixtral, Qwen3-MoE).
 
         Args:
             config: `config.json` as a mapping.
             hardware: of one device.
-            tensor_parallel: devices a layer is spread over.
+            tensor_parallel: devices that a layer, and its experts, are spread over.
+            bytes_per_weight: 2 in 16 bits, 1 in FP8. Embeddings and head stay in 16 bits, the KV cache too.
             fitted: fields that were measured instead (`kv_bytes`, `plain_us`, ...).
 
         Raises:
@@ -294,28 +320,51 @@ class Roofline:
         kv_heads = config.get("num_key_value_heads") or heads
         width = config.get("head_dim") or hidden // heads
         attention = hidden * width * (2 * heads + 2 * kv_heads)
-        linear = layers * (attention + 3 * hidden * config["intermediate_size"])
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        chosen = config["num_experts_per_tok"] if experts else 0
+        feed_forward = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
+        linear = layers * (attention + (0 if experts else feed_forward))
         embeddings = hidden * vocab * (1 if config.get("tie_word_embeddings") else 2)
         values: dict[str, float] = {
-            "weight_bytes": 2 * (linear + embeddings) / tensor_parallel,
-            "linear_bytes": 2 * linear / tensor_parallel,
+            "weight_bytes": (bytes_per_weight * linear + 2 * embeddings) / tensor_parallel,
+            "linear_bytes": bytes_per_weight * linear / tensor_parallel,
             "kv_bytes": 4 * layers * kv_heads * width / tensor_parallel,
-            "dense_flops": 2 * (linear + hidden * vocab) / tensor_parallel,
+            "dense_flops": 2 * (linear + layers * chosen * feed_forward + hidden * vocab) / tensor_parallel,
             "attention_flops": 4 * layers * heads * width / tensor_parallel,
         }
+        if experts:
+            values["expert_bytes"] = bytes_per_weight * layers * experts * feed_forward / tensor_parallel
+            values["expert_share"] = chosen / experts
         return cls(hardware=hardware, **{**values, **fitted})
+
+    def seconds(self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike) -> Floats:
+        """Return the times of steps that verify so many tokens of each request, mean; 0 drafts is a plain step.
+        Arguments broadcast: requests, mean tokens of context, drafts."""
+        b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
+        read = (self.read_bytes(b * (d + 1)) + self.kv_bytes * b * s) / self.hardware.bandwidth
+        host = np.where(d > 0, self.verify_us, self.plain_us)
+        return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)) + host * b * 1e-6)
 
     def verify(self, requests: float, context: float, drafts: float) -> float:
         """Return the seconds of a step that verifies `drafts` tokens of each request; 0 drafts is a plain step."""
-        read = (self.weight_bytes + self.kv_bytes * requests * context) / self.hardware.bandwidth
-        host = self.verify_us if drafts else self.plain_us
-        return max(read, (drafts + 1) * self._compute(requests, context)) + host * requests * 1e-6
+        return float(self.seconds(requests, context, drafts))
+
+    def read_bytes(self, tokens: npt.ArrayLike) -> Floats:
+        """Return the bytes of weights that a step of so many tokens reads: of the experts those that any token chooses,
+        if each token's choice is independent and even."""
+        touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
+        return np.asarray(self.weight_bytes + self.expert_bytes * touched)
 
     def draft(self, requests: float, context: float, share: float) -> float:
         """Return the seconds of one pass of a policy copy whose linear weights take `share` of the policy's bytes."""
-        weights = self.weight_bytes - (1 - share) * self.linear_bytes
-        read = (self.draft_read * weights + self.kv_bytes * requests * context) / self.hardware.bandwidth
-        return max(read, self._compute(requests, context)) + self.draft_us * requests * 1e-6
+        return float(self.drafts(requests, context, share))
+
+    def drafts(self, requests: npt.ArrayLike, context: npt.ArrayLike, share: float) -> Floats:
+        """Return the times of such passes; arguments as in `seconds`. Experts are not quantised."""
+        b, s = np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
+        weights = self.read_bytes(b) - (1 - share) * self.linear_bytes
+        read = (self.draft_read * weights + self.kv_bytes * b * s) / self.hardware.bandwidth
+        return np.asarray(np.maximum(read, self._compute(b, s)) + self.draft_us * b * 1e-6)
 
     def speedup(self, requests: float, context: float, drafts: int, length: float, share: float | None) -> float:
         """Return the speed-up at a mean acceptance length (accepted + 1); `share` None: drafting takes no time."""
@@ -325,13 +374,14 @@ class Roofline:
 
     def line(self, context: float = 1024.0) -> StepModel:
         """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line."""
-        read = self.weight_bytes / self.hardware.bandwidth
-        token = self._compute(1, context)
+        read = float(self.read_bytes(1)) / self.hardware.bandwidth
+        token = float(self._compute(1, context))
         per_request = self.kv_bytes * context / self.hardware.bandwidth + self.plain_us * 1e-6
         return StepModel(base=read, token=0.0, bend=token, knee=read / token, request=per_request)
 
-    def _compute(self, requests: float, context: float) -> float:
-        return requests * (self.dense_flops + context * self.attention_flops) / self.hardware.flops
+    def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
+        token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
+        return np.asarray(np.asarray(requests, dtype=float) * token / self.hardware.flops)
 
 
 def read_calibration(path: str) -> StepModel:

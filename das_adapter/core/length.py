@@ -12,6 +12,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core.latency import Capacity
 from das_adapter.core.native import native
 from das_adapter.core.siblings import Moments
 
@@ -230,20 +231,22 @@ class Expected:
         self,
         lengths: Mapping[int, float] | Predictions = MappingProxyType({}),
         siblings: Moments = Moments(),
-        throughput: float | None = None,
+        capacity: Capacity | None = None,
     ) -> None:
         """
         Args:
             lengths: of known problems.
             siblings: how many tokens requests got from a forward pass.
-            throughput: requests with which a decode step takes twice as long as with one.
+            capacity: what a decode step holds that takes twice as long as an empty one.
         """
-        self.siblings, self.throughput = siblings, throughput
+        self.siblings, self.capacity = siblings, capacity
         if isinstance(lengths, Mapping):
             lengths = np.array(sorted(lengths.items()), dtype=PREDICTION)
         self._problems = np.ascontiguousarray(lengths["problem"])
         self._tokens = lengths["tokens"]
         self.mean = float(self._tokens.mean()) if len(lengths) else 1000.0
+        self.spread = float(self._tokens.std()) / self.mean if len(lengths) > 1 else 0.5
+        """Standard deviation among problems, relative to the mean; 0.5 before two are known."""
 
     def __contains__(self, problem: int) -> bool:
         return self._find(problem) is not None

@@ -27,6 +27,10 @@ class Returns:
         """Count a request; `found`: whether there is sealed history of its problem."""
         self._counts += (1, found, not found and self._met[problem % self.BYTES])
 
+    def arrived(self, problem: int) -> None:
+        """Count a request that began without history as one that found it: it has arrived from another node."""
+        self._counts += (0, 1, -int(self._met[problem % self.BYTES]))
+
     def take(self) -> tuple[int, int, int]:
         """Return (requests, those that found history, those that should have), and start again."""
         requests, found, lost = self._counts.tolist()

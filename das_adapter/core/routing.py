@@ -1,31 +1,45 @@
 """Which replica a request goes to, and which requests start first (DAS, section 4.2).
 
 Both follow from the predicted end of the rollout. A replica's decode step takes the time of one round, and a little
-more for every request in it: the rollout ends with the longest request, later the more requests there are. Siblings,
-the samples of one problem in one step, need fewer rounds on the same replica, where they draft from each other.
+more for every request and every token in it: the rollout ends with the longest request, later the more requests there
+are. Siblings, the samples of one problem in one step, need fewer rounds on the same replica, where they draft from each
+other; the tokens in the forward passes stay as many, since those that are accepted have been verified.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from types import MappingProxyType
 from typing import Generic, TypeVar
 
 from das_adapter.config import DasConfig
-from das_adapter.core.length import Expected
+from das_adapter.core.homes import homes
+from das_adapter.core.latency import Capacity
+from das_adapter.core.length import Expected, LengthModel
 from das_adapter.core.siblings import NO_SIBLINGS, Worth
 
 Name = TypeVar("Name", bound=Hashable)
 
-THROUGHPUT = 64.0
-"""Requests with which a decode step takes twice as long as with one, before an engine has measured it."""
+CAPACITY = Capacity(64.0, 1024.0)
+"""What a decode step holds that takes twice as long as an empty one, before an engine has measured it."""
+
+
+SLACK = 0.1
+"""Share of the rollout by which a group must end earlier elsewhere, to leave the node where its history is."""
 
 
 def worth_of(das: DasConfig) -> Worth:
     """Return what siblings are worth with the block's drafter."""
     return Worth() if das.uses_history and das.history.scope != "request" else NO_SIBLINGS
+
+
+def highest(count: int) -> float:
+    """Return the mean of the largest of so many standard normal numbers (Blom's approximation)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 @dataclass
@@ -35,6 +49,8 @@ class _Part:
     samples: int
     rounds: float
     """Decode steps that each of them takes."""
+    work: float
+    """What each of them adds to the time of all decode steps, in steps."""
 
 
 class Replicas(Generic[Name]):
@@ -42,7 +58,8 @@ class Replicas(Generic[Name]):
 
     When its first sample comes, a group is placed on one replica, or in equal parts on two, three, and so on, as long
     as each division ends the rollout earlier. Work counts against a replica only beyond its share of the most that is
-    in flight at once, since the groups to come level out what lies below.
+    in flight at once, since the groups to come level out what lies below. What they cannot level out is the error of
+    the predicted lengths: groups that turn out long meet on one replica by chance, the fewer groups the more so.
     """
 
     def __init__(
@@ -59,20 +76,29 @@ class Replicas(Generic[Name]):
             worth: of siblings.
             group: samples of a problem that come at once; more where more of one problem were in flight.
             slots: requests that a replica runs at once.
-            expected: most work in flight at once, in rounds of all requests; from the second burst on that of the
-                burst before. A burst ends when no request is in flight.
+            expected: most work in flight at once, in decode steps; from the second burst on that of the burst before.
+                A burst ends when no request is in flight.
         """
         self._worth, self._assumed, self._group = worth, worth, group
-        self._throughput, self._slots = min(THROUGHPUT, slots), slots
+        self._capacity, self._slots = CAPACITY, slots
+        self._spread = Expected().spread
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         self._peak, self._expected = 0.0, expected
+        self._nodes: Sequence[str] = ()
+        self._node_of: Mapping[Name, str] = {}
+
+    def settle(self, nodes: Sequence[str], node_of: Mapping[Name, str]) -> None:
+        """Take the nodes where problems are at home (see `core.homes`), and on which of them replicas are; it applies
+        to groups that are placed from now on."""
+        self._nodes, self._node_of = nodes, node_of
 
     def learn(self, expected: Expected) -> None:
         """Take what the run's engines have shown; it applies to groups that are placed from now on."""
         self._worth = self._assumed.fitted(expected.siblings)
-        self._throughput = min(expected.throughput or THROUGHPUT, self._slots)
+        self._capacity = expected.capacity or CAPACITY
+        self._spread = expected.spread
 
     def add(self, replica: Name) -> None:
         """Add a replica that joined."""
@@ -119,26 +145,40 @@ class Replicas(Generic[Name]):
     @property
     def end(self) -> float:
         """When what is placed will end, in rounds of a single request."""
-        return max((self._end(*self._load(replica)) for replica in self._parts), default=0.0)
+        return max((sum(self._load(replica)) for replica in self._parts), default=0.0)
+
+    def work(self, length: float, others: float, known: bool) -> float:
+        """Return what a request adds to the time of all decode steps, in steps; arguments as in `pick`, and the samples
+        of its problem beside it."""
+        rounds = length / self._worth.tokens(others, known=known)
+        return max(rounds / self._slots, rounds / self._capacity.requests + length / self._capacity.tokens)
 
     def _place(self, problem: int, length: float, known: bool, samples: int) -> list[Name]:
         """Choose the replicas of a group's samples, and count them there."""
         loads = {replica: self._load(replica) for replica in self._parts}
-        whole = samples * length / self._worth.tokens(samples - 1, known=known)
+        whole = samples * self.work(length, samples - 1, known)
         self._peak = max(self._peak, whole + sum(work for _, work in loads.values()))
-        share = max(self._expected, self._peak) / len(loads)
+        expected = max(self._expected, self._peak)
+        share, groups = expected / len(loads), expected / whole
+        error = LengthModel.SPREAD if known else self._spread
+        home = self._nodes[homes([problem], self._nodes)[0]] if len(self._nodes) > 1 and problem >= 0 else None
+        slack = SLACK * share if math.isfinite(share) else 0.0
+        away = {r: 0.0 if home is None or self._node_of.get(r) == home else slack for r in loads}
         first, places, each = math.inf, list[Name](), 0
         for parts in range(1, min(samples, len(loads)) + 1):
             if each == (each := math.ceil(samples / parts)):
                 continue
-            rounds = {r: length / self._worth.tokens(self._samples(r, problem) + each - 1, known=known) for r in loads}
-            after = {r: (max(longest, rounds[r]), work + each * rounds[r]) for r, (longest, work) in loads.items()}
-            chosen = sorted(after, key=lambda r: self._end(*after[r]))[:parts]
+            others = {r: self._samples(r, problem) + each - 1 for r in loads}
+            rounds = {r: length / self._worth.tokens(others[r], known=known) for r in loads}
+            added = {r: each * self.work(length, others[r], known) for r in loads}
+            after = {r: (max(longest, rounds[r]), work + added[r]) for r, (longest, work) in loads.items()}
+            chosen = sorted(after, key=lambda r: sum(after[r]) + away[r])[:parts]
             ends = (
-                self._end(longest, max(0.0, work - share))
-                for longest, work in (loads | {r: after[r] for r in chosen}).values()
+                longest + max(0.0, work - share) for longest, work in (loads | {r: after[r] for r in chosen}).values()
             )
-            end = max(ends) + self._end(0.0, sum(each * rounds[r] for r in chosen) / len(loads))
+            mine = sum(added[r] for r in chosen)
+            uneven = error * mine * math.sqrt((1 / parts - 1 / len(loads)) / groups / max(1, len(loads) - 1))
+            end = max(ends) + mine / len(loads) + highest(len(loads)) * uneven
             if end >= first:
                 break
             first, places = end, [r for r in chosen for _ in range(each)][:samples]
@@ -151,17 +191,15 @@ class Replicas(Generic[Name]):
         return part.samples if part else 0
 
     def _join(self, replica: Name, problem: int, length: float, known: bool) -> None:
-        part = self._parts[replica].setdefault(problem, _Part(0, 0.0))
+        part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0))
         part.samples += 1
         part.rounds = length / self._worth.tokens(part.samples - 1, known=known)
+        part.work = self.work(length, part.samples - 1, known)
 
     def _load(self, replica: Name) -> tuple[float, float]:
-        """Rounds of a replica's longest request, and of all its requests together."""
+        """Rounds of a replica's longest request, and the work of all its requests."""
         parts = self._parts[replica].values()
-        return max((part.rounds for part in parts), default=0.0), sum(part.samples * part.rounds for part in parts)
-
-    def _end(self, longest: float, work: float) -> float:
-        return longest + work / self._throughput
+        return max((part.rounds for part in parts), default=0.0), sum(part.samples * part.work for part in parts)
 
     def _leave(self, replica: Name, problem: int) -> None:
         if part := self._parts.get(replica, {}).get(problem):
@@ -177,6 +215,8 @@ def plan(
     worth: Worth = Worth(),
     slots: float = math.inf,
     leaders: bool = True,
+    nodes: Sequence[str] = (),
+    node_of: Mapping[int, str] = MappingProxyType({}),
 ) -> list[list[int]]:
     """Distribute a batch over data-parallel workers, longest groups first; by single samples where that ends earlier.
 
@@ -187,6 +227,7 @@ def plan(
         worth: of siblings, as it is taken to be before.
         slots: requests that a worker runs at once.
         leaders: whether the first sample of each group starts first on a worker that has more rows than slots.
+        nodes, node_of: see `Replicas.settle`.
 
     Returns:
         For each worker its rows, in the order in which they start; every row is in exactly one list.
@@ -195,15 +236,14 @@ def plan(
     for row, problem in enumerate(problems):
         rows_of.setdefault(problem, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
-    shown = worth.fitted(expected.siblings)
-    work = sum(
-        len(rows) * expected[problem] / shown.tokens(len(rows) - 1, known=problem in expected)
-        for problem, rows in groups
-    )
+    shown = Replicas[int]((), worth, slots=slots)
+    shown.learn(expected)
+    work = sum(len(rows) * shown.work(expected[p], len(rows) - 1, p in expected) for p, rows in groups)
     ends, plans = [], []
     for whole in (True, False):
         replicas = Replicas(range(workers), worth, slots=slots, expected=work)
         replicas.learn(expected)
+        replicas.settle(nodes, node_of)
         shares: list[list[int]] = [[] for _ in range(workers)]
         for problem, rows in groups:
             for row in rows:

@@ -58,10 +58,16 @@ class Worth:
 
     def fitted(self, seen: Moments) -> Worth:
         """Return what siblings are worth by a run's own requests, starting from this: as if `PRIOR_REQUESTS` had been
-        seen alone and as many beside seven finished siblings. Where they are to count for nothing, they stay so."""
+        seen alone and as many beside seven finished siblings, with a share of the accepted tokens that the run's own
+        requests tell, since those may all have had as many siblings. Where siblings are to count for nothing, they stay
+        so."""
         if not self.doubling:
             return self
-        prior = (Moments.of(x, self.alone + self.doubling * x, PRIOR_REQUESTS) for x in (0.0, 3.0))
+        points = [(x, self.alone + self.doubling * x - 1.0) for x in (0.0, 3.0)]
+        before = PRIOR_REQUESTS * sum(accepted for _, accepted in points)
+        expected = (self.alone - 1.0) * seen.requests + self.doubling * seen.x
+        share = max(0.0, before + seen.y - seen.requests) / (before + expected)
+        prior = (Moments.of(x, 1.0 + share * accepted, PRIOR_REQUESTS) for x, accepted in points)
         n, x, xx, y, xy = sum(prior, seen)
         doubling = max(0.0, (n * xy - x * y) / (n * xx - x * x))
         return replace(self, alone=max(1.0, (y - doubling * x) / n), doubling=doubling)

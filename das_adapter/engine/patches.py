@@ -4,25 +4,27 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import logging
+import re
 from typing import Any
 
-from das_adapter.config import DasConfig, parse
-from das_adapter.errors import UnsupportedHost
+from das_adapter.config import DasConfig
+from das_adapter.engine import front_end
+from das_adapter.engine.front_end import history_name, hosted, settings
+from das_adapter.errors import ConfigError, UnsupportedHost
 from das_adapter.patching import patch
-from das_adapter.protocol.engine_args import SETTINGS_KEY, engine_args
-from das_adapter.protocol.label import BadLabel, Label
+from das_adapter.protocol.engine_args import needs_v1, v1_args, v2_speculative_config
+from das_adapter.protocol.label import Label
+
+logger = logging.getLogger("das_adapter")
 
 STATE = "_das_adapter"
-"""Attribute of vLLM's worker: its `WorkerState`."""
+"""Attribute of vLLM's worker: its `WorkerState`; of its input processor: the `DasConfig`,
+and whether the engine runs V2."""
 KEYED = "_das_keyed"
 """Attribute of vLLM's speculative config: whether our keyed verification checks the drafts."""
 _WEIGHTLESS = ("custom_class", "ngram", "ngram_gpu", "suffix")
-
-
-def settings(vllm_config: Any) -> DasConfig | None:
-    """Read the `das:` block of an engine; None where it has none."""
-    additional = vllm_config.additional_config
-    return parse(additional.get(SETTINGS_KEY)) if isinstance(additional, dict) else None
 
 
 @patch("vllm.v1.worker.worker_base:WorkerBase.das_rpc", since="0.24", adds=True)
@@ -53,22 +55,68 @@ def bind_worker(stock: Any) -> Any:
         if config is None:
             return stock(self)
         from das_adapter import compat
-        from das_adapter.engine.worker import WorkerState
 
         compat.require("vllm")
-        if config.keyed:
+        v2 = runs_v2(self.vllm_config) and needs_v1(config) is None and hosted(self.vllm_config)
+        if v2:
+            _prepare_v2(self.vllm_config)
+        elif config.keyed:
             build_row_processors.apply()
         stock(self)
-        state = WorkerState(self.worker.model_runner, config)
+        state = _worker_state(self.worker.model_runner, config, v2)
         state.bind()
+        if not hosted(self.vllm_config):
+            state.stand_alone(self.worker, history_name(self.vllm_config))
         setattr(self.worker, STATE, state)
 
     return init_device
 
 
+def runs_v2(vllm_config: Any) -> bool:
+    """Whether an engine runs vLLM's V2 model runner."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
+def _prepare_v2(vllm_config: Any) -> None:
+    """Change the V2 runner's module before a runner is built."""
+    if vllm_config.device_config.device_type == "cpu":
+        import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before the runner is imported
+    from das_adapter.engine.v2.verification import verify_by_equality
+
+    build_speculator.apply()
+    verify_by_equality.apply()
+
+
+def _worker_state(runner: Any, config: DasConfig, v2: bool) -> Any:
+    if v2:
+        from das_adapter.engine.v2.worker import DeviceWorkerState
+
+        return DeviceWorkerState(runner, config)
+    from das_adapter.engine.worker import WorkerState
+
+    return WorkerState(runner, config)
+
+
+@patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.32")
+def build_speculator(stock: Any) -> Any:
+    """Without it the V2 runner builds vLLM's own look-up drafter in the place of the history's (worker)."""
+
+    @functools.wraps(stock)
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        config = settings(vllm_config)
+        if config is None or not config.uses_history or vllm_config.speculative_config.method != "ngram_gpu":
+            return stock(vllm_config, device, req_states)
+        from das_adapter.engine.v2.speculator import HistorySpeculator
+
+        return HistorySpeculator(vllm_config, device, req_states, config)
+
+    return init_speculator
+
+
 @patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", since="0.24")
 def choose_drafter(stock: Any) -> Any:
-    """Without it an engine that got nothing but the block (`additional_config.das`) would not speculate (front end).
+    """Without it an engine that got nothing but the block (`additional_config.das`, or `DAS_CONFIG` in its environment)
+    would not speculate (front end).
 
     A drafter with weights reads up to a draft and one token past a request's end: `max_model_len` is raised by that
     much; hosts keep their own limit on what a request may write. And it needs its weights: a host that starts its
@@ -76,21 +124,75 @@ def choose_drafter(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        front_end.take_block_from_environment(self)
         config = settings(self)
         if config is None:
             return stock(self, *args, **kwargs)
+        why = needs_v1(config) or (None if hosted(self) else "an engine without a host harvests its rollouts there")
+        why = why or (None if _has_triton() else "vLLM finds no device that Triton compiles for")
+        if self.speculative_config is None and why is None:
+            self.speculative_config = v2_speculative_config(config)
+            made = stock(self, *args, **kwargs)
+            if runs_v2(made):
+                if config.drafter != "none":
+                    _refuse(config, made)
+                _keyed(made, config)
+                logger.info("das: vLLM's V2 model runner: the history is drafted from on the device")
+                return made
+            self.speculative_config, why = None, "vLLM cannot run V2 here (its log says why)"
+        if config.drafts_on_host and self.async_scheduling:
+            raise ConfigError(f"das.drafter={config.drafter!r}: found async_scheduling=True, allowed: None or False: "
+                              "vLLM's V1 runner must know the tokens of a step before it drafts")  # fmt: skip
+        if not hosted(self):
+            front_end.prepare_standalone(self, config)
         if self.speculative_config is None:
-            self.speculative_config = engine_args(config).get("speculative_config")
+            logger.info("das: vLLM's V1 model runner: %s", why)
+            self.speculative_config = v1_args(config).get("speculative_config")
             if self.speculative_config and self.speculative_config["method"] not in _WEIGHTLESS:
                 self.load_format = "auto" if self.load_format == "dummy" else self.load_format
                 if self.max_model_len:
                     self.max_model_len += self.speculative_config["num_speculative_tokens"] + 1
         made = stock(self, *args, **kwargs)
-        if made.speculative_config is not None:
-            setattr(made.speculative_config, KEYED, config.keyed and made.speculative_config.method == "custom_class")
+        if config.drafter != "none":
+            _refuse(config, made)
+        _keyed(made, config)
         return made
 
     return create_engine_config
+
+
+def _refuse(config: DasConfig, vllm_config: Any) -> None:
+    """Refuse what a drafter can't do with this model or this number of ranks."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    refused = {f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1}
+    if config.copies_policy:
+        refused |= {
+            "a policy with recurrent state": model.is_hybrid,
+            "a policy with multimodal rotary positions (M-RoPE)": model.uses_mrope,
+            f"experts over data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1
+            and getattr(model, "is_moe", True),
+        }
+    for found, wrong in refused.items():
+        if wrong:
+            raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}")
+    if model.is_hybrid:
+        logger.warning(
+            "das: the policy has recurrent state: vLLM keeps 1 + %d copies of it for each request, so that drafts can "
+            "be rejected; fewer draft tokens leave more room",
+            config.num_draft_tokens,
+        )
+
+
+def _has_triton() -> bool:
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
+def _keyed(made: Any, config: DasConfig) -> None:
+    if made.speculative_config is not None:
+        ours = made.speculative_config.method in ("custom_class", "ngram_gpu")
+        setattr(made.speculative_config, KEYED, config.keyed and ours)
 
 
 @patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24")
@@ -107,20 +209,40 @@ def allow_row_processors(stock: Any) -> Any:
 
 
 @patch("vllm.v1.engine.input_processor:InputProcessor.process_inputs", since="0.24")
-def refuse_bad_labels(stock: Any) -> Any:
+def read_labels(stock: Any) -> Any:
     """Without it a label that came over HTTP and is wrong would be found in the worker, in the middle of a step of all
-    requests; here it is the error of its own request (front end)."""
+    requests; here it is the error of its own request. And the `n` samples of one request would all draw with the
+    label's seed: as `SamplingParams.seed`, vLLM counts it on for each of them. Requests to an engine without a host
+    are labelled here (front end)."""
 
     @functools.wraps(stock)
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            Label.of(getattr(params, "extra_args", None))
-        except BadLabel:
-            if settings(self.vllm_config) is not None:
-                raise
-        return stock(self, request_id, prompt, params, *args, **kwargs)
+        if not hasattr(self, STATE):
+            config = settings(self.vllm_config)
+            setattr(self, STATE, (config, config is not None and runs_v2(self.vllm_config)))
+        config, v2 = getattr(self, STATE)
+        if config is None:
+            return stock(self, request_id, prompt, params, *args, **kwargs)
+        seed = Label.of(getattr(params, "extra_args", None)).seed
+        made = stock(self, request_id, prompt, params, *args, **kwargs)
+        if config.keyed and made.sampling_params is not None:
+            if seed is not None:
+                made.sampling_params.seed = seed
+            if v2:
+                made.sampling_params.seed = signed_seed(made.sampling_params.seed, made.request_id)
+        if not hosted(self.vllm_config):
+            front_end.label(self, config, made)
+        return made
 
     return process_inputs
+
+
+def signed_seed(seed: int | None, req_id: str) -> int:
+    """Return the seed of a request's noise as a signed number of 64 bits, such as the V2 runner holds; one that asked
+    for no particular tokens has a seed that stays with it through preemptions."""
+    if seed is None:
+        seed = int.from_bytes(hashlib.blake2b(req_id.encode(), digest_size=8).digest(), "little")
+    return (int(seed) + 2**63) % 2**64 - 2**63
 
 
 @patch("vllm.v1.worker.gpu_model_runner:build_logitsprocs", since="0.24")
@@ -148,12 +270,119 @@ def reserve_draft_slots(stock: Any) -> Any:
         config = settings(self.vllm_config)
         if config is not None and config.copies_policy:
             self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.self.max_tokens)
+        if config is not None and config.uses_history and runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
+            self.dynamic_sd_lookup = DraftLength(0)
 
     return init
 
 
+@patch("vllm.v1.engine.async_llm:AsyncLLM.do_log_stats", since="0.24")
+def log_figures(stock: Any) -> Any:
+    """Without it das-adapter's figures of an engine without a host reach neither the log nor the Prometheus endpoint
+    (front end)."""
+
+    @functools.wraps(stock)
+    async def do_log_stats(self: Any) -> None:
+        if _has_figures(self):
+            await front_end.log_figures_async(self)
+        await stock(self)
+
+    return do_log_stats
+
+
+@patch("vllm.v1.engine.llm_engine:LLMEngine.do_log_stats", since="0.24")
+def log_figures_offline(stock: Any) -> Any:
+    """As `log_figures`, for `LLM(disable_log_stats=False)`."""
+
+    @functools.wraps(stock)
+    def do_log_stats(self: Any) -> None:
+        if _has_figures(self):
+            front_end.log_figures(self)
+        stock(self)
+
+    return do_log_stats
+
+
+@patch("vllm.v1.engine.llm_engine:LLMEngine.get_metrics", since="0.24")
+def read_figures_offline(stock: Any) -> Any:
+    """Without it `LLM.get_metrics` returns das-adapter's figures as they were logged last."""
+
+    @functools.wraps(stock)
+    def get_metrics(self: Any) -> Any:
+        if _has_figures(self):
+            front_end.log_figures(self)
+        return stock(self)
+
+    return get_metrics
+
+
+def _has_figures(engine: Any) -> bool:
+    config = engine.vllm_config
+    return bool(engine.log_stats) and settings(config) is not None and not hosted(config)
+
+
+@patch("vllm.entrypoints.serve:register_vllm_serve_api_routers", since="0.24")
+def serve_refresh(stock: Any) -> Any:
+    """Without it a trainer that writes weights where das-adapter cannot see it has to call `collective_rpc`, which vLLM
+    serves in its development mode alone (front end)."""
+
+    @functools.wraps(stock)
+    def register(app: Any) -> None:
+        stock(app)
+        front_end.add_routes(app)
+
+    return register
+
+
+_WEIGHT_CALL = re.compile(r"(update|load|receive|sync|refit|broadcast)\w*(weight|param)|finish_weight_update")
+"""Names under which trainers' worker extensions take new weights."""
+
+
+@patch("vllm.v1.engine.core:EngineCore.collective_rpc", since="0.24")
+def see_weight_calls(stock: Any) -> Any:
+    """Without it an engine without a host does not see that a trainer's worker extension has copied weights into the
+    parameters (engine core)."""
+
+    @functools.wraps(stock)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        answers = stock(self, method, *args, **kwargs)
+        config = self.vllm_config
+        if isinstance(method, str) and _WEIGHT_CALL.search(method) and settings(config) and not hosted(config):
+            stock(self, "das_rpc", args=("refresh", {}))
+        return answers
+
+    return collective_rpc
+
+
+class DraftLength:
+    """Stands where vLLM looks up how many tokens are drafted for each request of a batch of some size."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __getitem__(self, requests: int) -> int:
+        return self.tokens
+
+
+@patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", since="0.24")
+def hear_draft_length(stock: Any) -> Any:
+    """Without it the scheduler of an engine on the V2 runner does not hear which draft length its worker has chosen."""
+
+    @functools.wraps(stock)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        chosen = getattr(model_runner_output, "das_draft_length", None)
+        lookup = getattr(self, "dynamic_sd_lookup", None)
+        if chosen is not None and isinstance(lookup, DraftLength):
+            lookup.tokens = chosen
+        return stock(self, scheduler_output, model_runner_output)
+
+    return update_from_output
+
+
 AT_START = (
     *(reach_workers, bind_worker, choose_drafter),
-    *(allow_row_processors, refuse_bad_labels, reserve_draft_slots),
+    *(allow_row_processors, read_labels, reserve_draft_slots, hear_draft_length, see_weight_calls),
 )
 """Applied in every process of vLLM, before anything is built."""
+IN_FRONT_ENDS = (log_figures, log_figures_offline, read_figures_offline, serve_refresh)
+"""Applied when a process imports their modules: few do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from das_adapter.engine.patches import AT_START
+from das_adapter.engine.patches import AT_START, IN_FRONT_ENDS
 
 
 def register() -> None:
@@ -13,3 +13,5 @@ def register() -> None:
     """
     for patch in AT_START:
         patch.try_apply()
+    for patch in IN_FRONT_ENDS:
+        patch.when_imported()

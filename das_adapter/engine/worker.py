@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
-import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +14,16 @@ import torch
 
 from das_adapter import __version__
 from das_adapter.config import DasConfig
-from das_adapter.core.noise import row_keys
 from das_adapter.engine.drafters.neural import DraftWeights, take_loaded_drafter
+from das_adapter.engine.sampling.keyed_sample import Keys
 from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler
+from das_adapter.engine.standalone import (
+    Standalone,
+    follow_loaded_policy,
+    see_finished_update,
+    see_loaded_weights,
+    see_reloaded_weights,
+)
 from das_adapter.errors import DasError, UnsupportedHost
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
@@ -41,10 +48,24 @@ class WorkerState:
         """When that step began, seconds."""
         self._labels: dict[str, Label] = {}
         self._seeds: dict[str, int] = {}
-        self.draft_weights = DraftWeights(runner, config, self.seed) if config.neural else None
+        self._seeded: tuple[list[str], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)
+        self.draft_weights = DraftWeights(runner, config, self.seeds) if config.neural else None
+        self.standalone: Standalone | None = None
+        """Does here what a host does elsewhere; None: there is a host."""
+        self._updating: Callable[[], bool] = lambda: False
+        """Whether weights are being updated."""
 
     def bind(self) -> None:
-        """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched."""
+        """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched.
+
+        Raises:
+            UnsupportedHost: it is vLLM's second model runner.
+        """
+        runner = type(self.runner)
+        if not hasattr(runner, "_sample"):
+            raise UnsupportedHost("das: found vLLM's second model runner, allowed: the first (V1): set "
+                                  "VLLM_USE_V2_MODEL_RUNNER=0 in the engine's environment "
+                                  f"(found {runner.__module__}.{runner.__name__})")  # fmt: skip
         if self.drafter:
             self.drafter.runner, self.drafter.seed, self.drafter.label = self.runner, self.seed, self.label
         if self.draft_weights:
@@ -53,13 +74,39 @@ class WorkerState:
             self._draft_up_to_the_end()
         if self.config.keyed:
             self._install_keyed_samplers()
+        if self.config.drafts_on_host:
+            self._replay_stock_graphs()
         for step_patch in (time_steps, key_rows, count_tokens):
             step_patch.apply(self, owner=self.runner)
 
+    def stand_alone(self, worker: Any, directory: str) -> None:
+        """Let the engine look after its own history: no host does.
+
+        Args:
+            worker: vLLM's, of this state.
+            directory: name of the history on this node.
+        """
+        if self.drafter is None and self.draft_weights is None and self.config.drafter != "none":
+            return  # a rank that does not draft
+        self.standalone = own = Standalone(self, directory)
+
+        def loaded() -> None:
+            if self.draft_weights:
+                self.draft_weights.loaded = own.weights_changed
+            else:
+                see_loaded_weights.apply(own.weights_changed, owner=self.runner.get_model())
+
+        follow_loaded_policy.apply(loaded, owner=worker)
+        for update in (see_reloaded_weights, see_finished_update):
+            update.apply(own.weights_changed, owner=worker)
+        self._updating = lambda: getattr(worker, "_weight_update_active", False)
+
     def call(self, command: str, payload: dict[str, Any]) -> Any:
-        """Run a command of the host: `hello`, `refresh` or `stats`. Raises only for an unknown command: a worker that
-        raises during a weight sync would leave the trainer waiting for ever."""
-        commands: dict[str, Callable[..., Any]] = {"hello": self._hello, "refresh": self._refresh, "stats": self._stats}
+        """Run a command of the host: `hello`, `refresh`, `visit` or `stats`. Raises only for an unknown command: a
+        worker that raises during a weight sync would leave the trainer waiting for ever."""
+        commands: dict[str, Callable[..., Any]] = {
+            "hello": self._hello, "refresh": self._refresh, "visit": self._visit, "stats": self._stats,
+        }  # fmt: skip
         if command not in commands:
             raise DasError(f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}")
         try:
@@ -77,43 +124,64 @@ class WorkerState:
         return label
 
     def seed(self, req_id: str) -> int:
-        """Return the seed of a request's keyed noise, 64 bits."""
+        """Return the seed of a request's keyed noise as a signed number of 64 bits, the same on all ranks."""
         seed = self._seeds.get(req_id)
         if seed is None:
-            seed = self.label(req_id).seed
+            seed = self.runner.requests[req_id].sampling_params.seed
             if seed is None:
-                seed = self.runner.requests[req_id].sampling_params.seed
+                seed = self.label(req_id).seed
             if seed is None:  # asked for no particular tokens
-                seed = random.getrandbits(63)
-            self._seeds[req_id] = seed = int(seed) & (2**64 - 1)
+                seed = int.from_bytes(hashlib.blake2b(req_id.encode(), digest_size=8).digest(), "little")
+            self._seeds[req_id] = seed = (int(seed) + 2**63) % 2**64 - 2**63
         return seed
 
-    def row_keys(self) -> torch.Tensor:
-        """Return the keys of the rows that are sampled, int64 [rows]: request after request, its drafted positions
-        and one more."""
-        batch = self.runner.input_batch
-        seeds = np.fromiter(map(self.seed, batch.req_ids), dtype=np.uint64, count=batch.num_reqs)
-        positions = batch.num_tokens_no_spec[: batch.num_reqs].astype(np.int64)
-        if self.drafts is not None:
-            counts = np.asarray(self.drafts, dtype=np.int64) + 1
-            first = np.cumsum(counts) - counts
-            seeds, positions = np.repeat(seeds, counts), np.repeat(positions - first, counts)
-            positions += np.arange(len(positions))
-        return torch.from_numpy(row_keys(seeds, positions).view(np.int64))
+    def seeds(self) -> torch.Tensor:
+        """Return the seeds of the batch's requests on the runner's device, int64 [requests]."""
+        req_ids = self.runner.input_batch.req_ids
+        if req_ids != self._seeded[0]:
+            seeds = torch.tensor([self.seed(req_id) for req_id in req_ids], dtype=torch.int64)
+            self._seeded = list(req_ids), seeds.to(self.runner.device, non_blocking=True)
+        return self._seeded[1]
 
-    def count(self, sampled: list[list[int]], drafts: list[int] | None) -> None:
-        """Count the step that ends: the tokens that each request got, and the draft tokens that each carried into
-        it."""
-        training = [self.label(req_id).record for req_id in self.runner.input_batch.req_ids]
+    def keys(self, metadata: Any) -> Keys:
+        """Return the keys of the rows that are sampled: request after request, its drafted positions and one more.
+
+        The positions are those that the policy has just read, on the device: under asynchronous scheduling the host
+        does not know how many draft tokens of the step before were accepted.
+
+        Args:
+            metadata: vLLM's SpecDecodeMetadata of the step, None where nobody carries a draft.
+        """
+        runner, seeds = self.runner, self.seeds()
+        positions = getattr(runner.positions, "gpu", runner.positions)
+        if metadata is None:
+            return Keys(seeds, positions[runner.query_start_loc.gpu[1 : len(seeds) + 1].long() - 1])
+        rows = np.repeat(np.arange(len(seeds)), np.asarray(metadata.num_draft_tokens) + 1)
+        place = torch.from_numpy(rows).to(seeds.device, non_blocking=True)
+        return Keys(seeds[place], positions[metadata.logits_indices.long()])
+
+    def count(self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]) -> None:
+        """Count a step: the tokens that each request got, the draft tokens that each carried into it, and whether it
+        belongs to a training rollout."""
         if any(training):
             counted = [got if record else [] for record, got in zip(training, sampled, strict=True)]
             self.counters.step(counted, drafts or [0] * len(sampled), time.perf_counter() - self.began)
 
-    def _hello(self) -> Started:
-        return Started(version=__version__, drafter=self.config.drafter, sampler=type(self.runner.sampler).__name__)
+    def begin_step(self, scheduled: Any) -> None:
+        """Note that a step begins; `scheduled` is vLLM's `SchedulerOutput`."""
+        self.began = time.perf_counter()
+        if self.standalone:
+            try:
+                self.standalone.begin_step(scheduled, self._updating())
+            except Exception:
+                logger.exception("das: the engine's history is not kept any more; decoding goes on")
+                self.standalone = None
+        if self.drafter:
+            self.drafter.begin_step(scheduled, self.began)
 
-    def _refresh(self, **payload: Any) -> Refreshed:
-        answer = self.drafter.refresh(Refresh.of(payload)) if self.drafter else Refreshed()
+    def refresh(self, message: Refresh) -> Refreshed:
+        """Bring everything up to date that depends on the weights or on the history."""
+        answer = self.drafter.refresh(message) if self.drafter else Refreshed()
         self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
         if self.counters.alarm:
             logger.error("das: %s", self.counters.alarm)
@@ -121,6 +189,19 @@ class WorkerState:
             for req_id in known.keys() - self.runner.requests.keys():
                 del known[req_id]
         return answer
+
+    def _hello(self) -> Started:
+        sampler = type(self.runner.sampler).__name__
+        return Started(version=__version__, drafter=self.config.drafter, sampler=sampler, runner="V1")
+
+    def _refresh(self, **payload: Any) -> Refreshed:
+        if self.standalone and not payload.keys() - {"version"}:  # somebody who keeps no history says: now
+            self.standalone.weights_changed(payload.get("version"))
+            return Refreshed()
+        return self.refresh(Refresh.of(payload))
+
+    def _visit(self, files: list[str]) -> Refreshed:
+        return self.drafter.visit(files) if self.drafter else Refreshed()
 
     def _stats(self) -> EngineStats:
         counters = self.counters
@@ -130,7 +211,11 @@ class WorkerState:
                 f"{counters.draft_tokens} draft tokens"
             )
         stats = counters.take()
-        return stats | self.drafter.stats() if self.drafter else stats
+        if self.drafter:
+            stats |= self.drafter.stats()
+            if self.drafter.log:
+                self.drafter.log.counts(stats)
+        return stats
 
     def _draft_up_to_the_end(self) -> None:
         """Raise the length up to which vLLM drafts: when one request comes within num_speculative_tokens of
@@ -139,13 +224,16 @@ class WorkerState:
         if hasattr(self.runner, "effective_drafter_max_model_len"):
             self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
 
+    def _replay_stock_graphs(self) -> None:
+        """Let steps without drafts replay the full CUDA graphs that an engine without speculation captures. vLLM's V1
+        runner captures decode steps for K + 1 tokens of every request instead, which drafts of any length never are,
+        and rounds all sizes up to multiples of K + 1. Drafted steps replay piecewise graphs."""
+        for owner in (self.runner, self.runner.cudagraph_dispatcher):
+            if hasattr(owner, "uniform_decode_query_len"):
+                owner.uniform_decode_query_len = 1
+
     def _install_keyed_samplers(self) -> None:
-        runner, stock = self.runner, getattr(self.runner, "sampler", None)
-        if stock is None or not hasattr(runner.input_batch, "num_tokens_no_spec"):
-            raise UnsupportedHost(
-                "das.verify.noise='keyed' needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0 "
-                f"in the engine's environment (found {type(runner).__module__}.{type(runner).__name__})"
-            )
+        runner, stock = self.runner, self.runner.sampler
         runner.sampler = self.sampler = KeyedSampler(logprobs_mode=stock.logprobs_mode)
         if hasattr(runner, "rejection_sampler"):
             runner.rejection_sampler = KeyedRejectionSampler(self.sampler, runner.speculative_config, runner.device)
@@ -160,9 +248,7 @@ def time_steps(stock: Any, state: WorkerState) -> Any:
 
     @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        state.began = time.perf_counter()
-        if state.drafter:
-            state.drafter.begin_step(scheduler_output, state.began)
+        state.begin_step(scheduler_output)
         return stock(scheduler_output, *args, **kwargs)
 
     return execute_model
@@ -177,28 +263,41 @@ def key_rows(stock: Any, state: WorkerState) -> Any:
         state.drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         if state.drafter:
             state.drafter.carried = state.drafts
-        if state.sampler is not None:
-            state.sampler.keys = state.row_keys().to(logits.device, non_blocking=True)
-        return stock(logits, spec_decode_metadata)
+        if state.sampler is None:
+            return stock(logits, spec_decode_metadata)
+        try:
+            state.sampler.keys = state.keys(spec_decode_metadata)
+            return stock(logits, spec_decode_metadata)
+        finally:
+            state.sampler.keys = None
 
     return sample
 
 
 @patch(f"{_RUNNER}.sample_tokens", since="0.24")
 def count_tokens(stock: Any, state: WorkerState) -> Any:
-    """Without it no figures of the rollouts are logged. It ends a step, and drafts as well."""
-    runner = state.runner
+    """Without it no figures of the rollouts are logged. It ends a step, and drafts as well. Under asynchronous
+    scheduling the tokens are still on the device: they are counted when vLLM has them on the host."""
 
     @functools.wraps(stock)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         output = stock(*args, **kwargs)
         drafts, state.drafts = state.drafts, None
-        sampled = getattr(output, "sampled_token_ids", None)
-        if not sampled and runner.use_async_scheduling:  # the tokens are still on the device: one per request
-            unread = runner.discard_request_mask.np[: runner.input_batch.num_reqs]
-            sampled = [[] if skip else [0] for skip in unread]
-        if sampled:
-            state.count(sampled, drafts)
+        arrives = getattr(output, "get_output", None)
+        if not getattr(output, "sampled_token_ids", None) and arrives is None:
+            return output
+        training = [state.label(req_id).record for req_id in state.runner.input_batch.req_ids]
+        if arrives is None:
+            state.count(output.sampled_token_ids, drafts, training)
+            return output
+
+        def get_output() -> Any:
+            arrived = arrives()
+            if arrived.sampled_token_ids:
+                state.count(arrived.sampled_token_ids, drafts, training)
+            return arrived
+
+        output.get_output = get_output
         return output
 
     return sample_tokens

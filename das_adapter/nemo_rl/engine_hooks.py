@@ -18,9 +18,8 @@ from typing import Any, Self
 
 from das_adapter.config import DasConfig
 from das_adapter.core.routing import start_order
-from das_adapter.nemo_rl.identity import Labeller
 from das_adapter.patching import patch
-from das_adapter.protocol.label import Label
+from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service.session import Session, of_async_engine
 
 REFITS = frozenset(
@@ -126,6 +125,7 @@ class SyncEngineHooks(EngineHooks):
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         begin = time.time()
         params = [self._labelled(p, mark) for p, mark in zip(params, marks, strict=True)]
+        self._session.begun((m.problem for m in marks if m is not None and m.problem is not None), wait=True)
         outputs = self._generate(prompts, params, **kwargs)
         for output, mark in zip(outputs, marks, strict=True):
             self._finished(output, [sample.token_ids for sample in output.outputs], mark, begin)
@@ -163,6 +163,9 @@ class AsyncEngineHooks(EngineHooks):
         mark = self._label(prompt, given[0])
         if self._order is not None and mark is not None and mark.problem is not None:
             kwargs["priority"] = kwargs.get("priority") or self._order.priority(mark.problem)
+        if mark is not None and mark.problem is not None:
+            self._loop = asyncio.get_running_loop()
+            self._session.begun([mark.problem])
         texts: dict[int, list[int]] = {}
         begin = time.time()
         stream = self._generate(prompt, self._labelled(sampling_params, mark), *args, **kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -21,8 +21,9 @@ from das_adapter.core.length import Expected
 from das_adapter.core.siblings import NO_SIBLINGS
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.checkpoint import save_history
-from das_adapter.nemo_rl.identity import LABELS, Labeller
+from das_adapter.nemo_rl.identity import LABELS
 from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
+from das_adapter.protocol.label import Labeller
 from das_adapter.protocol.metrics import figures
 from das_adapter.service import ledger
 
@@ -46,6 +47,7 @@ class DasVllmGeneration(VllmGeneration):
             self._validating = False
             self._expected = Expected()
             self._expected_until = 0.0
+            self._node_of: dict[int, str] | None = None
             self._longest_first = self.das.routing.policy == "longest_first"
             self._worth = routing.worth_of(self.das) if self._longest_first else NO_SIBLINGS
             self._slots = (config.get("vllm_kwargs") or {}).get("max_num_seqs") or _SLOTS
@@ -71,7 +73,7 @@ class DasVllmGeneration(VllmGeneration):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         leaders = self.das.routing.leaders == "auto"
-        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, leaders)
+        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, leaders, *self._homes())
         result = super().generate(_Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
@@ -129,7 +131,16 @@ class DasVllmGeneration(VllmGeneration):
         if self._longest_first:
             self._expected = ledger.expected(timeout=10)
             self._replicas.learn(self._expected)
+            self._replicas.settle(*self._homes())
         return self._expected
+
+    def _homes(self) -> tuple[Sequence[str], dict[int, str]]:
+        """Return where problems are at home, and each replica's node (see `Replicas.settle`)."""
+        if self.das is None or not self.das.shares_history or self.das.history.scope == "global":
+            return (), {}
+        if self._node_of is None:
+            self._node_of = dict(enumerate(ray.get(self._on_replicas("das_home"))))
+        return ledger.histories(), self._node_of
 
     def _next_dp_shard_idx(self) -> int:
         chosen = _shard.get()

@@ -8,6 +8,7 @@ from typing import Any
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.errors import ConfigError
+from das_adapter.protocol.engine_args import needs_v1
 
 GENERATION = "policy.generation"
 _VLLM = "nemo_rl.models.generation.vllm"
@@ -19,11 +20,6 @@ HOST_KEY = "worker_extension_cls_fqn"
 """NeMo-RL's own key of `policy.generation` for a generation worker from outside, in the versions that have it."""
 BLOCK = f"{GENERATION}.das"
 ADDITIONAL = f"{GENERATION}.vllm_kwargs.additional_config"
-REFRESHER = "das_refresher"
-"""Key of vLLM's `additional_config`: `host` where the generation worker brings the engine's history up to date after a
-refit; without it the engine's own worker does (`das_adapter.nemo_rl.engine`)."""
-
-
 STEP = "_das_step"
 """Key of `policy.generation`, set at the start: training step of the checkpoint from which the run resumes, else 0."""
 FACTS = "_das_facts"
@@ -63,6 +59,16 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
         raise ConfigError(
             f"{BLOCK}.drafter={das.drafter!r} and {GENERATION}.vllm_kwargs.speculative_config both choose a "
             "drafter: remove one of them"
+        )
+    if das.drafts_on_host and needs_v1(das) and _vllm_kwargs(generation).get("async_scheduling"):
+        raise ConfigError(
+            f"{BLOCK}.drafter={das.drafter!r}: found {GENERATION}.vllm_kwargs.async_scheduling=True, which "
+            "vLLM's V1 runner refuses: remove it"
+        )
+    stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
+    if das.drafter != "none" and stages > 1:
+        raise ConfigError(
+            f"{BLOCK}.drafter={das.drafter!r}: found {GENERATION}.vllm_cfg.pipeline_parallel_size={stages}, allowed: 1"
         )
     if generation.get("quant_cfg") is not None:
         raise ConfigError(

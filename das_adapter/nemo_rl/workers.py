@@ -15,7 +15,8 @@ from das_adapter.config import DasConfig
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, SyncEngineHooks, labels
 from das_adapter.nemo_rl.identity import LABELS
-from das_adapter.protocol.engine_args import SETTINGS_KEY, engine_env
+from das_adapter.protocol.engine_args import REFRESHER, SETTINGS_KEY, engine_env
+from das_adapter.service.node import name_of_here
 from das_adapter.service.session import for_run
 
 
@@ -30,7 +31,7 @@ def prepare_engine(config: Any, llm_kwargs: dict[str, Any]) -> DasConfig:
     os.environ.update(engine_env(das))
     config["vllm_cfg"]["cap_max_tokens_to_context"] = True
     additional = llm_kwargs.get("additional_config") or {}
-    llm_kwargs["additional_config"] = {**additional, SETTINGS_KEY: for_run(das).to_dict(), settings.REFRESHER: "host"}
+    llm_kwargs["additional_config"] = {**additional, SETTINGS_KEY: for_run(das).to_dict(), REFRESHER: "host"}
     return das
 
 
@@ -64,6 +65,10 @@ class DasGenerationWorkerImpl(VllmGenerationWorkerImpl):
         """Mark requests from now on as a validation's; off: no longer."""
         self.hooks.validating = on
 
+    def das_home(self) -> str:
+        """Return the name of the history on this node."""
+        return name_of_here()
+
     def das_report(self) -> dict[str, Any]:
         """Return the counts since the last report."""
         return self.hooks.report()
@@ -93,6 +98,10 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
     async def das_validation(self, on: bool) -> None:
         """Mark requests from now on as a validation's; off: no longer."""
         self.hooks.validating = on
+
+    async def das_home(self) -> str:
+        """Return the name of the history on this node."""
+        return name_of_here()
 
     async def das_report(self) -> dict[str, Any]:
         """Return the counts since the last report."""

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +76,15 @@ class WeightSync(NamedTuple):
     """Why speculation stopped, if it did."""
 
 
-_KINDS: dict[str, type] = {"s": Step, "r": Request, "a": Acceptance, "v": WeightSync}
+class Counts(NamedTuple):
+    """What a worker counted since the last time it was asked, at the end of a rollout."""
+
+    stats: dict[str, Any]
+    """`protocol.metrics.EngineStats`; `propose_seconds` is empty."""
+
+
+Record = Step | Request | Acceptance | WeightSync | Counts
+_KINDS: dict[str, type] = {"s": Step, "r": Request, "a": Acceptance, "v": WeightSync, "c": Counts}
 
 
 class DecisionLog:
@@ -90,7 +98,7 @@ class DecisionLog:
         self._drafted, self._accepted = np.zeros(_OCTAVES), np.zeros(_OCTAVES)
         self._ended = False
 
-    def add(self, record: Step | Request | Acceptance | WeightSync) -> None:
+    def add(self, record: Record) -> None:
         """Write a record, if not at once."""
         kind = next(kind for kind, record_type in _KINDS.items() if isinstance(record, record_type))
         values = [round(value, 6) if isinstance(value, float) else value for value in record]
@@ -104,6 +112,10 @@ class DecisionLog:
         octave = np.log2(np.maximum(written, 1)).astype(np.int64)
         self._drafted += np.bincount(octave, weights=drafted, minlength=_OCTAVES)
         self._accepted += np.bincount(octave, weights=accepted, minlength=_OCTAVES)
+
+    def counts(self, stats: Mapping[str, Any]) -> None:
+        """Write what a worker counted (`protocol.metrics.EngineStats`), without the time of each single draft."""
+        self.add(Counts({**stats, "propose_seconds": []}))
 
     def sync(self, record: WeightSync) -> None:
         """Write a weight sync; everything so far is on disk after it."""
@@ -133,6 +145,8 @@ class Rollout:
     steps: list[Step] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     acceptance: Acceptance | None = None
+    counts: list[dict[str, Any]] = field(default_factory=list)
+    """`Counts.stats`."""
     end: WeightSync | None = None
     """The weight sync that followed; None: the log ends before it."""
 
@@ -176,6 +190,8 @@ def _rollouts(path: Path) -> Iterator[Rollout]:
             current.requests.append(record)
         elif isinstance(record, Acceptance):
             current.acceptance = record
+        elif isinstance(record, Counts):
+            current.counts.append(record.stats)
         else:
             current.end = record
             yield current

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from das_adapter import compat
 from das_adapter.config import DasConfig
 
 SETTINGS_KEY = "das"
 """Key of vLLM's `additional_config` under which every engine process finds the `das:` block."""
+REFRESHER = "das_refresher"
+"""Key of `additional_config`: `host` where a host labels requests, harvests trajectories and refreshes the engine at
+weight syncs; without it the engine does so itself (`das_adapter.engine.standalone`)."""
+RUN_KEY = "das_run"
+"""Key of `additional_config`: what `RUN_VARIABLE` said, for workers that do not inherit the environment."""
+CONFIG_VARIABLE = "DAS_CONFIG"
+"""Environment variable: the `das:` block of engines whose `additional_config` has none, see `config.read`."""
+RUN_VARIABLE = "DAS_RUN"
+"""Environment variable: engines of a node that have no host share a history where this names the same run."""
 DRAFTER = "das_adapter.engine.drafters.controlled.ControlledDrafter"
-"""The class that vLLM loads as proposer where das-adapter itself drafts."""
+"""The class that vLLM's V1 runner loads as proposer where das-adapter itself drafts."""
+RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
+"""vLLM's environment variable that chooses its model runner."""
+V2_DRAFTERS = ("none", "history")
+"""Drafters that run there."""
+
+
+def needs_v1(config: DasConfig) -> str | None:
+    """Say why an engine must run vLLM's V1 model runner; None: it may run V2, where vLLM's own choice is V2."""
+    installed = compat.version("vllm") or "0"
+    oldest = compat.V2_RUNNER.oldest
+    if compat.numbers(installed) < compat.numbers(oldest):
+        return f"vLLM {installed} is older than {oldest}"
+    if config.drafter not in V2_DRAFTERS:
+        return f"das.drafter={config.drafter!r} needs it; on V2 run {', '.join(V2_DRAFTERS)}"
+    if os.environ.get(RUNNER_VARIABLE) == "0":
+        return f"{RUNNER_VARIABLE}=0 in the environment"
+    if config.drafter != "none" and os.environ.get(RUNNER_VARIABLE) != "1":
+        return f"drafting on V2 has not run on a GPU yet; {RUNNER_VARIABLE}=1 in the environment chooses it"
+    if lacking := compat.missing_on_v2():
+        return f"vLLM {installed} lacks {', '.join(map(str, lacking))}"
+    return None
 
 
 def engine_args(config: DasConfig | None) -> dict[str, Any]:
@@ -19,11 +51,18 @@ def engine_args(config: DasConfig | None) -> dict[str, Any]:
         config: what `das_adapter.config.parse` returned; None gives no arguments: stock vLLM.
 
     Returns:
-        `additional_config`, and `speculative_config` where a drafter drafts. The engine's process must have the
-        environment `engine_env(config)`.
+        `additional_config`, and `speculative_config` where a drafter drafts on the V1 runner; on V2 the plug-in adds it
+        where the engine's config is made. The engine's process must have the environment `engine_env(config)`.
     """
     if config is None:
         return {}
+    if needs_v1(config) is None:
+        return {"additional_config": {SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
+    return v1_args(config)
+
+
+def v1_args(config: DasConfig) -> dict[str, Any]:
+    """Return the engine arguments of a block for the V1 runner."""
     speculative: dict[str, Any] = {"num_speculative_tokens": config.num_draft_tokens}
     if config.controlled:
         speculative |= {"method": "custom_class", "model": DRAFTER}
@@ -33,10 +72,26 @@ def engine_args(config: DasConfig | None) -> dict[str, Any]:
             speculative["model"] = config.draft.model
     elif config.drafter == "ngram":
         speculative |= {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
-    args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict()}}
+    args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
     return args if config.drafter == "none" else args | {"speculative_config": speculative}
 
 
+def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
+    """Return vLLM's `speculative_config` of a block for the V2 runner: that of the look-up drafter whose place the
+    history's takes, with the draft lengths that graphs are captured for. None where nothing drafts."""
+    if not config.uses_history:
+        return None
+    most = config.num_draft_tokens
+    captured = [(i, i, length) for i, length in enumerate((*reversed(draft_lengths(most)), 0), 1)]
+    return {"method": "ngram_gpu", "num_speculative_tokens": most, "prompt_lookup_min": 2, "prompt_lookup_max": 5,
+            "num_speculative_tokens_per_batch_size": captured}  # fmt: skip
+
+
+def draft_lengths(most: int) -> tuple[int, ...]:
+    """Return the draft lengths that the steps of an engine on the V2 runner have, beside 0."""
+    return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < most} | {most}))
+
+
 def engine_env(config: DasConfig | None) -> dict[str, str]:
-    """Return the engine processes' environment: das-adapter's samplers and drafters need vLLM's V1 model runner."""
-    return {} if config is None else {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    """Return the environment of an engine's processes: which model runner of vLLM the block needs."""
+    return {} if config is None or needs_v1(config) is None else {RUNNER_VARIABLE: "0"}

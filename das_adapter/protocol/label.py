@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.identity import prompt_identity
+from das_adapter.core.identity import FirstTurns, prompt_identity, request_seed
 from das_adapter.errors import DasError
 
 _KEYS = {"problem": "das_problem", "seed": "das_seed", "record": "das_record", "start": "das_start"}
-_MOST = {"das_problem": 2**64 - 1, "das_seed": 2**64 - 1, "das_record": 1, "das_start": 2**31 - 1}
+_MOST = {"das_problem": 2**64 - 1, "das_seed": 2**63 - 1, "das_record": 1, "das_start": 2**31 - 1}
 
 
 class BadLabel(DasError, ValueError):
@@ -28,7 +30,8 @@ class Label:
     problem: int | None = None
     """64-bit identity of the problem; None: its prompt's."""
     seed: int | None = None
-    """Seed of the keyed noise; None: `SamplingParams.seed`, and where there is none, any."""
+    """Seed of the keyed noise, 63 bits; sample i of a request with `n` of them has seed + i. None:
+    `SamplingParams.seed`, and where there is none, any."""
     record: bool = True
     """Whether the text may serve as history and counts as training; False for a validation's."""
     start: int | None = None
@@ -57,6 +60,36 @@ class Label:
     def start_in(self, prompt_tokens: int) -> int:
         """Return `start` for a prompt of so many tokens."""
         return prompt_tokens if self.start is None else min(self.start, prompt_tokens)
+
+
+class Labeller:
+    """Labels requests. The n-th request of a problem gets the same seed in every run that asks in the same order."""
+
+    def __init__(self, run_seed: int, source: int = 0, resumed: int = 0):
+        """
+        Args:
+            run_seed: `verify.seed`.
+            source: tells labellers apart that count the same problems independently (HTTP servers of two workers).
+            resumed: training step from which the run resumes; what was drawn before that is not drawn again.
+        """
+        self._run_seed = run_seed
+        self._resumed = resumed
+        self._source = source
+        self._first_turns = FirstTurns()
+        self._drawn: Counter[tuple[int, bool]] = Counter()
+
+    def label(self, prompt: Any, validate: bool) -> Label:
+        """Label a request.
+
+        Args:
+            prompt: token ids, without padding.
+            validate: whether its text must stay out of the history.
+        """
+        problem = self._first_turns.problem(np.asarray(prompt, dtype=np.int32))
+        number = self._drawn[problem, validate]
+        self._drawn[problem, validate] += 1
+        seed = request_seed(self._run_seed, problem, self._resumed, -1 - number if validate else number, self._source)
+        return Label(problem, seed, record=not validate)
 
 
 def _integer(key: str, value: Any) -> int:

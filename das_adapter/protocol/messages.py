@@ -27,6 +27,32 @@ def responses(trajectories: Iterable[Trajectory]) -> Responses:
     return np.array([(t.problem, len(t.tokens) // 4, t.version) for t in trajectories], RESPONSE)
 
 
+_ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8")])
+
+
+def pack(trajectories: Sequence[Trajectory]) -> bytes:
+    """Return trajectories as bytes: their number, a row for each, then their texts."""
+    rows = np.array([(t.problem, len(t.tokens), t.version) for t in trajectories], _ROW)
+    return b"".join([np.uint64(len(rows)).tobytes(), rows.tobytes(), *(t.tokens for t in trajectories)])
+
+
+def unpack(content: bytes) -> list[Trajectory]:
+    """Return what was packed.
+
+    Raises:
+        ValueError: the bytes are no trajectories.
+    """
+    count = int(np.frombuffer(content, np.uint64, 1)[0])
+    rows = np.frombuffer(content, _ROW, count, offset=8)
+    ends = 8 + rows.nbytes + np.cumsum(rows["bytes"])
+    if count and ends[-1] != len(content):
+        raise ValueError(f"found {len(content)} bytes of trajectories, expected {ends[-1]}")
+    return [
+        Trajectory(problem, content[end - size : end], version)
+        for (problem, size, version), end in zip(rows.tolist(), ends.tolist(), strict=True)
+    ]
+
+
 class Published(NamedTuple):
     """A history that a node's service has published."""
 
@@ -75,6 +101,8 @@ class Refreshed(TypedDict, total=False):
 
     generation: int
     """Of the history that is mapped, 0: none. Missing where the rank drafts from no history."""
+    problems: int
+    """With history, those of other nodes included; in the answer to `visit`."""
     requantise_s: float
     """Seconds that quantising the policy copy took."""
     error: str
@@ -87,3 +115,5 @@ class Started(TypedDict):
     version: str
     drafter: str
     sampler: str
+    runner: str
+    """vLLM's model runner: V1 or V2."""

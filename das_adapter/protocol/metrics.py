@@ -49,7 +49,7 @@ class EngineStats(TypedDict, total=False):
     latency_model_error: float
     planned_rounds: float
     stopped: str | None
-    throughput: float | None
+    capacity: tuple[float, float] | None
     requantise_s: float
     """Seconds that quantising the policy copy took."""
     drafter_bytes: int
@@ -82,7 +82,8 @@ class Counters:
     """Seconds from the begin of each step to its end, drafting included."""
     propose_seconds: list[float] = field(default_factory=list)
     error: str | None = None
-    """What the drafter raised; from then on the engine decodes without it. Survives `take`."""
+    """What the drafter raised; from then on the engine decodes without it. Survives `take`, until the next weight
+    sync."""
     alarm: str | None = None
     """What makes the drafter useless although it does not fail: its weights were not synced, or almost nothing is
     accepted. Survives `take`, until the next weight sync."""
@@ -209,7 +210,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name, (tried, kept) in zip(AGES, np.sum(by_age, axis=0).tolist(), strict=True):
             if tried:
                 metrics[f"das/accept_rate_age_{name}"] = kept / tried
-    for name in ("requantise_s", "drafter_bytes", "self_acceptance", "live_bytes"):
+    for name in ("requantise_s", "drafter_bytes", "self_acceptance", "live_bytes", "staged_bytes"):
         if found := [p[name] for p in parts if name in p]:
             metrics[f"das/{name}"] = float(max(found))
     return metrics

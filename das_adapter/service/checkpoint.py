@@ -19,7 +19,9 @@ from das_adapter.errors import DasError
 
 NAME = "das_history"
 """Directory of the history inside a checkpoint."""
-INDEX, _FACTS, _LENGTHS = "index", "history.json", "lengths.npy"
+INDEX = "index"
+"""Directory in it, with a file for each node of the run that wrote it."""
+_FACTS, _LENGTHS = "history.json", "lengths.npy"
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,13 @@ class Facts:
         return cls(scope, len(tokens), digest)
 
 
-def write(directory: Path, facts: Facts, lengths: Responses, save_index: Callable[[Path], object]) -> None:
+def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callable[[Path], int]) -> None:
     """Write a history to a directory, all of it or nothing: it gets its name when everything is on the disk.
 
     Args:
         directory: a history that was there before is replaced.
         facts, lengths: of the run.
-        save_index: writes the index to a path.
+        save_parts: writes the index to a directory, a file `0`, `1`, ... for each node; returns how many.
 
     Raises:
         OSError: it can't be written; what was there before is left as it was.
@@ -53,15 +55,18 @@ def write(directory: Path, facts: Facts, lengths: Responses, save_index: Callabl
     partial = partial_of(directory)
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a writer that was killed
-        partial.mkdir(parents=True)
+        (partial / INDEX).mkdir(parents=True)
+        count = save_parts(partial / INDEX)
+        for part in range(count):
+            (partial / INDEX / str(part)).stat()  # another node may have another directory of this name
         with (partial / _LENGTHS).open("wb") as file:
             np.save(file, lengths.view(np.uint64).reshape(-1, 3))
             os.fsync(file.fileno())
         with (partial / _FACTS).open("w") as file:
-            file.write(json.dumps(asdict(facts), indent=1) + "\n")
+            file.write(json.dumps({**asdict(facts), "parts": count}, indent=1) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        save_index(partial / INDEX)
+        _sync_directory(partial / INDEX)
         _sync_directory(partial)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
@@ -88,15 +93,27 @@ def check(directory: Path, facts: Facts, key: str) -> None:
         DasError: no history lies there, it is damaged, or it has another scope, vocabulary or tokenizer.
     """
     try:
-        found = Facts(**json.loads((directory / _FACTS).read_text()))
-        SuffixIndex.check(directory / INDEX)
-    except (OSError, TypeError, ValueError, IndexFileError) as error:
+        said = json.loads((directory / _FACTS).read_text())
+        parts = [directory / INDEX / str(part) for part in range(said.pop("parts"))]
+        found = Facts(**said)
+        for part in parts:
+            SuffixIndex.check(part)
+    except (OSError, AttributeError, KeyError, TypeError, ValueError, IndexFileError) as error:
         raise DasError(f"{key}: found no history in {str(directory)!r} ({error}); allowed: a directory "
                        f"{NAME!r} of a checkpoint") from None  # fmt: skip
     for name, mine in asdict(facts).items():
         if (theirs := getattr(found, name)) != mine:
             raise DasError(f"{key}: the history in {str(directory)!r} was written with {name} {theirs!r}, "
                            f"this run has {mine!r}; both must be equal")  # fmt: skip
+
+
+def parts(directory: Path) -> list[Path]:
+    """Return the files of a saved history's index.
+
+    Raises:
+        OSError: there is none.
+    """
+    return sorted((directory / INDEX).iterdir())
 
 
 def lengths(directory: Path, version: int) -> Responses:

@@ -6,21 +6,25 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
+from das_adapter.core.latency import Capacity
 from das_adapter.core.length import Expected, LengthLog
 from das_adapter.core.siblings import Moments
 from das_adapter.core.toggle import Ladder
+from das_adapter.protocol.messages import Published
 from das_adapter.protocol.metrics import faults, figures
 
 logger = logging.getLogger("das_adapter")
 
 SIBLINGS_FADE = 0.9
 """Share of what requests have shown of their siblings' worth that a training step leaves."""
+_NODES_S = 10.0
+"""How long replicas may take to say on which node they are."""
 _started: list[Any] = []
 """Handles of the actors that this process started: an actor ends with the last handle that it was started through."""
 
@@ -36,6 +40,10 @@ class Synced(NamedTuple):
     """See `Ledger.expected`."""
     draft_length: int | None
     """See `Ledger.draft_length`; None: the engine has no ladder."""
+    nodes: tuple[str, ...]
+    """Names of the histories of the run's nodes: the homes of its problems."""
+    history: Published | None = None
+    """What the engine's node has published; None: no history is shared."""
 
 
 class Ledger(LengthLog):
@@ -46,7 +54,10 @@ class Ledger(LengthLog):
         self._name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self._reports: dict[int, list[dict[str, Any]]] = {}
         self._told: set[str] = set()
-        self._start: str | None = None
+        self._start: tuple[str | None, int] = None, 0
+        self._nodes: tuple[str, ...] = ()
+        self._first: frozenset[str] = frozenset()
+        """The nodes of the first weight sync."""
         self._ladder: Ladder | None = None
         self._climbed = 0
         self._version, self._heard = -1, 0
@@ -54,46 +65,55 @@ class Ledger(LengthLog):
         self._expected: ray.ObjectRef | None = None
         self._siblings = Moments()
 
-    def sync(self, version: int, cursor: int, report: dict[str, Any] | None, rungs: Sequence[int]) -> Synced:
-        """Tell an engine what the run knows, at its weight sync.
+    def sync(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced:
+        """Tell an engine, or a node's history for its engines, what the run knows, at a weight sync.
 
         The first one of a weight version settles what all hear: lengths that arrive later are told at the next.
 
         Args:
             version: the engine's weight version from now on.
             cursor: of its last weight sync; 0: it had none.
-            report: its counts of the step that ends, see `report`.
             rungs: of its ladder; empty: it has none.
         """
-        if report is not None:
-            self.report(version, report)
         if version > self._version:
             self._version, self._heard = version, self.count
             self._lengths, self._expected = {}, None
+            self._nodes = histories()
+            self._first = self._first or frozenset(self._nodes)
         if cursor not in self._lengths:
             self._lengths[cursor] = ray.put(self.since(cursor, self._heard))
         length = self.draft_length(rungs, version) if rungs else None
-        return Synced(self._heard, self._lengths[cursor], self.expected(), length)
+        return Synced(self._heard, self._lengths[cursor], self.expected(), length, self._nodes)
 
     def expected(self) -> ray.ObjectRef:
         """Return the arguments of `core.length.Expected` at the last weight sync: an object that all share."""
         if self._expected is None:
-            throughput = [r["throughput"] for reports in self._reports.values() for r in reports if r.get("throughput")]
-            median = float(np.median(throughput)) if throughput else None
-            self._expected = ray.put((self.predictions(), self._siblings, median))
+            capacities = [r["capacity"] for reports in self._reports.values() for r in reports if r.get("capacity")]
+            self._expected = ray.put((self.predictions(), self._siblings, Capacity.median(capacities)))
         return self._expected
 
     def run(self) -> str:
         """Return the run's name, for the files written about it."""
         return self._name
 
-    def start_from(self, directory: str | None) -> None:
-        """Let the run's history begin with what lies in a directory (see `service.checkpoint`)."""
-        self._start = directory
+    def start_from(self, directory: str | None, offset: int = 0) -> None:
+        """Let the run's history begin with what lies in a directory (see `service.checkpoint`).
 
-    def start(self) -> str | None:
-        """Return the directory that the run's history begins with; None: it begins empty."""
-        return self._start
+        Args:
+            directory: None: it begins empty.
+            offset: from the run's weight versions to those of the history.
+        """
+        self._start = directory, offset
+
+    def start(self, node: str | None = None) -> tuple[str | None, int]:
+        """Return what a node's history begins with, see `start_from`; one that joins later gets it from the others."""
+        directory, offset = self._start
+        return None if self._first and node and node not in self._first else directory, offset
+
+    def reports(self, reports: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Take the counts of several replicas, each with its step; see `report`."""
+        for step, report in reports:
+            self.report(step, report)
 
     def report(self, step: int, report: dict[str, Any]) -> None:
         """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutStats`; say, once per run and
@@ -152,6 +172,36 @@ def expected(timeout: float) -> Expected:
 def name_of(part: str) -> str:
     """Return the name of an actor of this run: jobs that share a namespace have actors of their own."""
     return f"{part}:{ray.get_runtime_context().get_job_id()}"
+
+
+HISTORY = "das_history"
+
+
+def histories() -> tuple[str, ...]:
+    """Return the names of the histories of this run's nodes, sorted; each ends in `:` and Ray's id of its node."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    names = (name for name in ray.util.list_named_actors() if name.startswith(f"{name_of(HISTORY)}:"))
+    return tuple(sorted(name for name in names if name.rpartition(":")[2] in alive))
+
+
+def history_of(node: str) -> str:
+    """Return the name of a node's history; `node`: Ray's id of it."""
+    return f"{name_of(HISTORY)}:{node}"
+
+
+def histories_of(actors: Mapping[Any, Any]) -> dict[Any, str]:
+    """Return the name of the history on each actor's node, by the actor's key; none, with a line in the log, where one
+    does not answer."""
+
+    def here(_: Any) -> str:
+        return history_of(ray.get_runtime_context().get_node_id())
+
+    calls = {key: actor.__ray_call__.remote(here) for key, actor in actors.items() if actor is not None}
+    try:
+        return dict(zip(calls, ray.get(list(calls.values()), timeout=_NODES_S), strict=True))
+    except ray.exceptions.RayError as error:
+        logger.warning("das: routing does not know the nodes of the replicas: %r", error)
+        return {}
 
 
 def ledger(window: int) -> Any:

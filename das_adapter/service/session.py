@@ -15,20 +15,25 @@ import numpy as np
 import ray
 
 from das_adapter.config import DasConfig
+from das_adapter.core.homes import homes
 from das_adapter.core.length import Expected
 from das_adapter.errors import plugin_not_loaded
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory, responses
 from das_adapter.protocol.metrics import RolloutClock
-from das_adapter.service import node
-from das_adapter.service.ledger import ask, ledger
+from das_adapter.service import node, spool
+from das_adapter.service.ledger import Synced, ask, ledger
 
 logger = logging.getLogger("das_adapter")
 
 PATIENCE_S = 60.0
 """How long a weight sync may take on our account; after that the engine drafts from what it has."""
 _BATCH_S = 0.5
-"""How long trajectories are gathered before they are sent together."""
+"""How long trajectories are gathered before they are left for the history together."""
+_KEPT = 64 << 20
+"""Bytes of text that an engine keeps while it can't leave them for the history."""
+_GUESTS_S = 0.05
+"""How long problems are gathered whose history is fetched together."""
 
 
 class Rpc(Protocol):
@@ -50,33 +55,31 @@ def of_async_engine(call: Callable[..., Awaitable[list[Any]]], loop: asyncio.Abs
 
 
 class Session:
-    """One engine's part. Trajectories are sent in batches and never waited for; a batch is kept until every history has
-    published it, and sent again to one that has lost it. Any thread may call, an event loop's too; no method but
-    `start` raises."""
+    """One engine's part. Trajectories are left in the spool of the node's history, and never waited for. Any thread may
+    call, an event loop's too; no method but `start` raises."""
 
     def __init__(self, das: DasConfig, rpc: Rpc):
         self._das, self._rpc = das, rpc
         self._shared = das.shares_history
         self._clock = RolloutClock()
-        self._source = uuid.uuid4().hex
+        self._name = uuid.uuid4().hex
         self._lock = threading.Lock()
-        """Of the open batch; never held while something is sent, because an event loop may wait for it."""
-        self._sending = threading.RLock()
-        """Of all that follows."""
+        """Of what is gathered; never held while something is sent, because an event loop may wait for it."""
+        self._sending = threading.Lock()
         self._batch: list[Trajectory] = []
-        self._number = self._older = 0
-        """The last batch, and the last one before the last weight sync."""
-        self._sent: dict[int, ray.ObjectRef] = {}
-        self._unsure: dict[str, set[int]] = {}
-        """By history: the batches that it may not have published."""
-        self._asked: dict[str, tuple[Sequence[int], ray.ObjectRef]] = {}
-        """By history of another node: what it was asked about, and the answer to come."""
-        self._cursor = 0
+        self._number = 0
+        """Of the last batch."""
+        self._wanted: list[int] = []
+        self._asked: set[int] = set()
+        """Problems whose history is to be fetched, and those for which that was asked since the last weight sync."""
+        self._directory = ""
+        """Of the node's history, as far as it is known."""
+        self._version = self._cursor = 0
         self._here: Any = None
         """The history of this node; None: none is shared."""
-        self._own = ""
-        self._nodes: dict[str, Any] = {}
-        """All histories, by name; this node's is `_own`."""
+        self._nodes: tuple[str, ...] = ()
+        self._own = node.name_of_here()
+        """Names of all histories, and of this node's."""
         self._expected: ray.ObjectRef | None = None
         self._find()
 
@@ -92,6 +95,32 @@ class Session:
         except Exception as error:
             raise plugin_not_loaded() from error
         logger.warning("das: an engine speculates: %s", hello[0])
+
+    def begun(self, problems: Iterable[int], wait: bool = False) -> None:
+        """Fetch the history of problems that are at home on other nodes, for requests that begin; each once in a weight
+        version. They draft from it as soon as it is there, and never wait for it.
+
+        Args:
+            problems: of the requests.
+            wait: until it was fetched; for an engine that can't be called while it generates.
+        """
+        if len(self._nodes) < 2 or self._das.history.scope == "global":
+            return
+        try:
+            with self._lock:
+                new = [p for p in dict.fromkeys(problems) if p not in self._asked]
+                self._asked.update(new)
+                away = [
+                    p for p, home in zip(new, homes(new, self._nodes), strict=True) if self._nodes[home] != self._own
+                ]
+                first = bool(away) and not self._wanted
+                self._wanted += away
+            if first and wait:
+                self._fetch()
+            elif first:
+                _later(_GUESTS_S, self._fetch)
+        except Exception:
+            logger.exception("das: a request begins without the history of its problem")
 
     def finished(self, label: Label, tokens: Sequence[int], begin: float, end: float, version: int) -> None:
         """Take a finished response into the step's figures and into the history, if it may be recorded.
@@ -114,16 +143,12 @@ class Session:
     def report(self, step: int, timeout: float = PATIENCE_S) -> dict[str, Any]:
         """Report the counts since the last time to the run's ledger, as those of a training step, and return them;
         none, with a line in the log, where the engine does not answer."""
-        report = self._counts(step, timeout)
-        if report:
-            self._ledger.report.remote(step, report)
-        return report
-
-    def _counts(self, step: int, timeout: float) -> dict[str, Any]:
         try:
             stats = self._rpc("stats", {}, timeout)
             counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
-            return {**counts, **self._clock.take()}
+            counts = {**counts, **self._clock.take()}
+            (self._here or self._ledger).report.remote(step, counts)
+            return counts
         except Exception:
             logger.exception("das: no figures of an engine for step %s", step)
             return {}
@@ -144,14 +169,12 @@ class Session:
             return max(0.0, deadline - time.monotonic())
 
         try:
-            counts = self._counts(version, left()) if report else {}
-            message = self._message(version, counts, lambda: left() / 2)  # the rest is the engine's
-            answers: list[Refreshed] = self._rpc("refresh", message.payload(), left())
-            drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
-            if len({rank.get("generation") for rank in drafting}) > 1:
-                logger.error("das: weight sync %s: the ranks of an engine see different histories: they draft without",
-                             version)  # fmt: skip
-                self._rpc("refresh", Refresh(version, Published("", 0)).payload(), left())
+            self._find()
+            if report:
+                self.report(version, left())
+            message = self._message(version, lambda: left() / 2)  # the rest is the engine's
+            self._version = version
+            self._agree(self._rpc("refresh", message.payload(), left()), left)
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 
@@ -165,91 +188,94 @@ class Session:
             return Expected()
 
     def flush(self) -> None:
-        """Send the trajectories of the open batch now; they are sent automatically after half a second."""
+        """Leave the trajectories of the open batch for the history now; that is done anyway after half a second."""
         try:
             with self._sending:
                 self._flush()
         except Exception:
-            logger.exception("das: trajectories did not reach the history")
+            logger.exception("das: trajectories do not reach the history")
 
-    def _message(self, version: int, report: dict[str, Any], left: Callable[[], float]) -> Refresh:
+    def _message(self, version: int, left: Callable[[], float]) -> Refresh:
         """What the engine hears; without a history, and with a line in the log, where that does not answer."""
         history, length, lengths = None, None, b""
         try:
-            self._find()
             self.flush()
             rungs = (self._das.copies_policy and self._das.self.ladder) or ()
-            known = self._ledger.sync.remote(version, self._cursor, report or None, rungs)
-            if self._here is not None:
-                with self._sending:
-                    self._ask_others()
-                    numbers = list(self._unsure.get(self._own, ()))
-                history, lost = ask(self._here.sync.remote(version, self._source, numbers), left())
-                with self._sending:
-                    self._confirm(self._own, numbers, lost)
-            synced = ask(known, left())
-            length, lengths = synced.draft_length, ray.get(synced.lengths, timeout=left()).tobytes()
-            self._cursor, self._expected = synced.cursor, synced.expected
+            synced: Synced | None
+            if self._here is None:
+                synced = ask(self._ledger.sync.remote(version, self._cursor, rungs), left())
+            else:
+                history, synced = ask(self._here.sync.remote(version, self._name, self._cursor, rungs), left())
+                self._directory = history.directory
+            if synced is not None:
+                length, lengths = synced.draft_length, ray.get(synced.lengths, timeout=left()).tobytes()
+                self._cursor, self._expected, self._nodes = synced.cursor, synced.expected, synced.nodes
         except Exception as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
+        with self._lock:
+            self._asked.clear()
         return Refresh(version, history, lengths, draft_length=length)
+
+    def _agree(self, answers: Sequence[Refreshed], left: Callable[[], float]) -> None:
+        """Let the ranks draft from no history where they would draft from different ones."""
+        drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
+        if len({(rank.get("generation"), rank.get("problems")) for rank in drafting}) > 1:
+            logger.error("das: weight sync %s: the ranks of an engine see different histories: they draft without",
+                         self._version)  # fmt: skip
+            self._rpc("refresh", Refresh(self._version, Published("", 0)).payload(), left())
 
     def _find(self) -> None:
         """Find the actors of the run, and start those again that are gone."""
         self._ledger = ledger(self._das.history.window)
         if self._shared:
-            self._here, self._own = node.here(self._das.history), node.name_of_here()
-            known, self._nodes = self._nodes, {**node.nodes(), self._own: self._here}
-            with self._sending:
-                for name in self._nodes.keys() - known.keys():  # the copy it begins with may lack the last batches
-                    self._send(name, list(self._sent))
+            self._here = node.here(self._das.history)
 
     def _push(self, trajectory: Trajectory) -> None:
         with self._lock:
             self._batch.append(trajectory)
             if len(self._batch) > 1:
                 return
-        timer = threading.Timer(_BATCH_S, self.flush)
-        timer.daemon = True
-        timer.start()
+        _later(_BATCH_S, self.flush)
 
     def _flush(self) -> None:
         with self._lock:
             batch, self._batch = self._batch, []
-        if batch:
+        if batch and self._here is None:
             self._ledger.add.remote(responses(batch))
-        if batch and self._here is not None:
-            sent = ray.put(batch)
-            self._number += 1
-            self._sent[self._number] = sent
-            for name in self._nodes:
-                self._send(name, [self._number])
+        elif batch:
+            try:
+                self._leave(batch)
+            except Exception:
+                if sum(len(trajectory.tokens) for trajectory in batch) < _KEPT:
+                    with self._lock:
+                        self._batch = batch + self._batch  # until the next weight sync
+                raise
 
-    def _send(self, name: str, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            self._nodes[name].push.remote(self._source, number, self._sent[number])
-            self._unsure.setdefault(name, set()).add(number)
+    def _leave(self, batch: Sequence[Trajectory]) -> None:
+        self._number += 1
+        if self._directory:
+            with contextlib.suppress(FileNotFoundError):  # it was removed
+                return spool.put_batch(self._directory, self._name, self._number, batch)
+        self._directory = ask(self._here.directory.remote(), PATIENCE_S)
+        return spool.put_batch(self._directory, self._name, self._number, batch)
 
-    def _ask_others(self) -> None:
-        """Take what the histories of other nodes have answered since the last weight sync, and ask them which batches
-        they lack of those that they had a whole step to publish."""
-        for name, (numbers, question) in self._asked.items():
-            if name in self._nodes and ray.wait([question], timeout=0)[0]:
-                with contextlib.suppress(ray.exceptions.RayError):  # it was killed, and is asked again
-                    self._confirm(name, numbers, ray.get(question))
-        self._unsure = {name: unsure for name, unsure in self._unsure.items() if name in self._nodes}
-        self._asked = {}
-        for name in self._unsure.keys() - {self._own}:
-            if old := [number for number in self._unsure[name] if number <= self._older]:
-                self._asked[name] = old, self._nodes[name].lacks.remote(self._source, old)
-        self._older = self._number
+    def _fetch(self) -> None:
+        """Let the engine map the history of problems that are at home on other nodes."""
+        try:
+            with self._lock:
+                wanted, self._wanted = self._wanted, []
+            files = ask(self._here.fetch.remote(wanted), PATIENCE_S)
+            if files:
+                self._agree(self._rpc("visit", {"files": files}, PATIENCE_S), lambda: PATIENCE_S)
+        except Exception as error:
+            logger.warning("das: requests go on without the history of their problems: %r", error)
 
-    def _confirm(self, name: str, numbers: Sequence[int], lost: Sequence[int]) -> None:
-        """Take a history's answer: it has published these batches, but for those lost, which are sent again."""
-        self._unsure.setdefault(name, set()).difference_update(numbers)
-        self._send(name, lost)
-        needed = set().union(*self._unsure.values())
-        self._sent = {number: batch for number, batch in self._sent.items() if number in needed}
+
+def _later(seconds: float, act: Callable[[], None]) -> None:
+    """Do something later, if the run goes on until then: a call of Ray after its end would start a cluster."""
+    timer = threading.Timer(seconds, lambda: act() if ray.is_initialized() else None)
+    timer.daemon = True
+    timer.start()
 
 
 def for_run(das: DasConfig) -> DasConfig:

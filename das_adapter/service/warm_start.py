@@ -9,6 +9,7 @@ from pathlib import Path
 import ray
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core.index.store import newest_in
 from das_adapter.core.length import Responses
 from das_adapter.errors import DasError
 from das_adapter.service import checkpoint, node
@@ -48,7 +49,9 @@ def begin(config: HistoryConfig, facts: checkpoint.Facts, block: str, resumed: P
     directory, lengths = chosen
     service = ledger(config.window)
     try:
-        ray.get([service.start_from.remote(str(directory)), service.add.remote(lengths)], timeout=_PATIENCE_S)
+        newest = max((newest_in(part) for part in checkpoint.parts(directory)), default=version)
+        start = service.start_from.remote(str(directory), max(0, newest - version))
+        ray.get([start, service.add.remote(lengths)], timeout=_PATIENCE_S)
         logger.warning("das: the history starts with %s", directory)
     except ray.exceptions.RayError as error:
         logger.error("das: the history does not start with %s: %r", directory, error)
@@ -72,9 +75,16 @@ def save(folder: Path, facts: checkpoint.Facts, config: HistoryConfig) -> None:
     """
     target = folder / checkpoint.NAME
     try:
+        histories = list(node.nodes().values())
+        ray.get([history.flush.remote() for history in histories], timeout=_PATIENCE_S)
         lengths = ray.get(ledger(config.window).since.remote(0), timeout=_PATIENCE_S)
-        ray.get(node.nearest().save.remote(str(target), facts, lengths), timeout=_PATIENCE_S)
-        (target / checkpoint.INDEX).stat()  # another node may have another directory of this name
+
+        def save_parts(index: Path) -> int:
+            saved = [history.save.remote(str(index / str(part))) for part, history in enumerate(histories)]
+            ray.get(saved, timeout=_PATIENCE_S)
+            return len(saved)
+
+        checkpoint.write(target, facts, lengths, save_parts)
     except Exception:
         logger.exception("das: the history was not saved with the checkpoint %s", folder)
         shutil.rmtree(checkpoint.partial_of(target), ignore_errors=True)  # of an actor that was killed

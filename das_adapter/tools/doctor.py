@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from das_adapter import __version__, compat, patching
+from das_adapter.config import DasConfig
 from das_adapter.errors import UnsupportedHost
+from das_adapter.protocol.engine_args import needs_v1
 
 _PATCHES = {
-    "vllm": ("engine.patches", "engine.cpu_patches", "engine.worker", "engine.drafters.neural"),
+    "vllm": ("engine.patches", "engine.cpu_patches", "engine.worker", "engine.standalone", "engine.drafters.neural"),
     "verl": ("verl.hooks",),
     "nemo_rl": ("nemo_rl.install", "nemo_rl.engine_hooks"),
 }
@@ -26,7 +29,7 @@ class Finding:
     """What one check found."""
 
     name: str
-    state: Literal["ok", "absent", "untried", "broken"]
+    state: Literal["ok", "absent", "symbols present", "too old", "broken"]
     detail: str
 
 
@@ -52,8 +55,11 @@ def examine() -> Iterator[Finding]:
     for host in ("torch", *compat.HOSTS):
         yield _host(host)
     yield _entry_points()
+    if compat.version("vllm"):
+        yield _runner()
     if compat.version("vllm") and not compat.missing("vllm"):
         yield _engine_process()
+        yield _equality()
 
 
 def _native_core() -> Finding:
@@ -62,12 +68,15 @@ def _native_core() -> Finding:
 
         from das_adapter import _native
 
-        tokens = np.zeros(1, dtype=np.int64)
-        _native.keyed_sample(np.array([[0.0, 50.0, 0.0]], dtype=np.float32), np.ones(1, dtype=np.uint64), tokens)
+        tokens, zero = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+        logits, one = np.array([[0.0, 50.0, 0.0]], dtype=np.float32), np.ones(1, dtype=np.float32)
+        _native.keyed_sample(logits, one, zero, zero, tokens)
         assert tokens[0] == 1
         return Finding("native core", "ok", str(_native.__file__))
-    except (ImportError, AssertionError) as error:
-        return Finding("native core", "broken", f"{error!r}: reinstall das-adapter; it needs a C++17 compiler")
+    except (ImportError, TypeError, AssertionError) as error:  # TypeError: it is that of another version
+        return Finding(
+            "native core", "broken", f"{error!r}: reinstall das-adapter; from source it needs a C++17 compiler"
+        )
 
 
 def _host(host: str) -> Finding:
@@ -79,15 +88,15 @@ def _host(host: str) -> Finding:
     version, state, known = compat.version(host), compat.state(host), compat.HOSTS[host]
     if state == "absent":
         return Finding(host, "broken" if host == "vllm" else "absent", "not installed")
-    if state == "broken":
+    if state in ("broken", "too old"):
         try:
             compat.require(host)
         except UnsupportedHost as error:
-            return Finding(host, "broken", str(error))
+            return Finding(host, state, str(error))
     signatures = sum(bool(symbol.parameters) for symbol in known.symbols)
     checked = f"{len(known.symbols)} symbols are there, {signatures} with the signature relied on"
-    if state == "untried":
-        return Finding(host, "untried", f"{version}; tried are {', '.join(known.tried)}; {checked}")
+    if state == "symbols present":
+        return Finding(host, state, f"{version}; tried are {', '.join(known.tried)}; {checked}")
     return Finding(host, "ok", f"{version}; {checked}")
 
 
@@ -97,6 +106,45 @@ def _entry_points() -> Finding:
     if lacking:
         return Finding("entry points", "broken", f"{', '.join(lacking)}: das-adapter is not installed, only importable")
     return Finding("entry points", "ok", ", ".join(groups))
+
+
+_DEVICE = """
+import torch
+print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
+"""
+
+
+def _equality() -> Finding:
+    """Say whether this machine gives equal tokens with and without drafts, or equal distributions only."""
+    run = subprocess.run([sys.executable, "-c", _DEVICE], capture_output=True, text=True, check=False)
+    gpu = run.stdout.strip()
+    return Finding("equal tokens", "ok", equality(gpu, os.environ))
+
+
+def equality(gpu: str, environment: Mapping[str, str]) -> str:
+    """Describe what drafts can change on a machine; `gpu`: its name, empty where there is none.
+
+    The noise is the same in any case. Tokens are equal if a row's logits do not depend on how many rows there are.
+    """
+    if not gpu:
+        setting = "MKL_CBWR=AUTO,STRICT"
+        if environment.get("MKL_CBWR") == "AUTO,STRICT":
+            return f"CPU, {setting}: a float32 policy writes the same tokens with and without drafts"
+        return f"CPU: a float32 policy writes the same tokens with and without drafts once {setting} is set"
+    if environment.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        return (f"{gpu}, VLLM_BATCH_INVARIANT=1: the same tokens with and without drafts, where vLLM has "
+                "batch-invariant kernels for the policy's layers and attention")  # fmt: skip
+    return (f"{gpu}: the same distribution with and without drafts; near-ties may fall the other way. For the "
+            "same tokens set VLLM_BATCH_INVARIANT=1, which is slower")  # fmt: skip
+
+
+def _runner() -> Finding:
+    """Say which of vLLM's model runners an engine gets, and why."""
+    if why := needs_v1(DasConfig()):
+        return Finding("model runner", "ok", f"V1: {why}; the history is drafted from on the host")
+    return Finding("model runner", "ok", "V2 where vLLM can run it, which needs Triton and a device: the history is "
+                                         "drafted from there, and scheduling stays asynchronous; V1 for das.drafter "
+                                         "self, history+self, eagle3, mtp, draft_model and ngram")  # fmt: skip
 
 
 _ENGINE_START = """

@@ -14,7 +14,7 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import SuffixIndex
-from das_adapter.tools.rollouts import Rollout
+from das_adapter.sim.rollouts import Rollout
 
 SOURCES = ("own", "own+siblings", "own+siblings+history")
 CLASSES = ("short", "medium", "long")

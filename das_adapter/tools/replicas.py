@@ -14,10 +14,10 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.length import RESPONSE, Expected, LengthLog
-from das_adapter.core.routing import THROUGHPUT, Replicas, StartOrder
+from das_adapter.core.routing import CAPACITY, Replicas, StartOrder
 from das_adapter.core.siblings import NO_SIBLINGS, Worth
+from das_adapter.sim.rollouts import Rollout
 from das_adapter.tools.replay import Live, Outcome, Tally, advance
-from das_adapter.tools.rollouts import Rollout
 
 Place = Callable[[Sequence[Rollout], Expected], list[int]]
 """Gives a step's requests, in the order in which they arrive, their replicas."""
@@ -53,6 +53,7 @@ class Router:
         self._replicas = Replicas(range(count), Worth() if together else NO_SIBLINGS, group, slots)
 
     def __call__(self, arrivals: Sequence[Rollout], expected: Expected) -> list[int]:
+        self._replicas.learn(expected)
         group = None if self._together else 1
         homes = [self._replicas.pick(r.problem, expected[r.problem], r.problem in expected, group) for r in arrivals]
         for r, home in zip(arrivals, homes, strict=True):
@@ -115,7 +116,7 @@ def replay(
                     r = waiting[replica].pop()
                     live[replica].append(Live(r, index.open(r.problem, r.prompt), (outcome.total,)))
                 if running := live[replica]:
-                    ends[replica] += 1.0 + len(running) / THROUGHPUT
+                    ends[replica] += 1.0 + len(running) / CAPACITY.requests
                     rounds[replica] += 1
                     advance(index, running, outcome, budget, 0.0)
                     for done in [x for x in running if x.at >= len(x.rollout.tokens)]:

@@ -1,8 +1,10 @@
-"""`das-adapter report`: a run's decision logs as plots and a summary."""
+"""`das-adapter report`: a run's decision logs as a page, plots and a summary."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import numpy as np
 
 from das_adapter.core.length import LengthClass
 from das_adapter.errors import DasError
-from das_adapter.protocol.decision_log import Acceptance, Rollout
-
-_COLOURS = {LengthClass.SHORT: "tab:green", LengthClass.MEDIUM: "tab:orange", LengthClass.LONG: "tab:red"}
+from das_adapter.protocol.decision_log import Rollout
+from das_adapter.sim import rollouts as dumps
+from das_adapter.tools import report_page, run_series
+from das_adapter.tools.report_page import BLUE, CLASSES, GREY, INK, ORANGE
 
 
 def summary(rollouts: list[Rollout]) -> dict[str, Any]:
@@ -38,12 +41,23 @@ def summary(rollouts: list[Rollout]) -> dict[str, Any]:
     }
 
 
-def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> list[Path]:
-    """Write summary.json and the plots; those over time show one rollout, the last complete one if none is named.
+def write(
+    rollouts: list[Rollout], out: Path, version: int | None = None, written: Sequence[dumps.Rollout] | None = None
+) -> list[Path]:
+    """Write report.html, summary.json and the plots; those over time show one rollout, the last complete one if none
+    is named.
+
+    Args:
+        rollouts: of the decision logs.
+        out: directory; made if there is none.
+        version: the weight version that followed the rollout shown over time.
+        written: the rollouts' text, for the similarity of epochs; None: it is not known.
 
     Raises:
-        DasError: the version named is not in the logs.
+        DasError: the version named is not in the logs, or a plotting package is missing.
     """
+    if missing := [name for name in ("matplotlib", "plotly") if importlib.util.find_spec(name) is None]:
+        raise DasError(f"report: found no {' and no '.join(missing)}: pip install 'das-adapter[plot]'")
     versions = sorted({r.version for r in rollouts})
     if version is None:
         version = versions[-1]
@@ -51,13 +65,16 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> lis
         raise DasError(f"report: found no rollout before weight version {version}, allowed: {versions}")
     shown = [r for r in rollouts if r.version == version]
     out.mkdir(parents=True, exist_ok=True)
-    (out / "summary.json").write_text(json.dumps(summary(rollouts), indent=2) + "\n")
+    figures = summary(rollouts)
+    (out / "summary.json").write_text(json.dumps(figures, indent=2) + "\n")
     plots = {"timeline": _timeline, "steps": _steps, "acceptance": _acceptance, "latency": _latency}
-    written = [out / "summary.json"]
+    similarity = None if written is None else run_series.similarity(written)
+    report_page.write(out / "report.html", rollouts, shown, figures, run_series.alarms(rollouts), similarity)
+    files = [out / "report.html", out / "summary.json"]
     for name, draw in plots.items():
-        written.append(out / f"{name}.png")
-        _figure(written[-1], draw, rollouts if name in ("acceptance", "latency") else shown)
-    return written
+        files.append(out / f"{name}.png")
+        _figure(files[-1], draw, rollouts if name in ("acceptance", "latency") else shown)
+    return files
 
 
 def _figure(path: Path, draw: Any, rollouts: list[Rollout]) -> None:
@@ -74,53 +91,50 @@ def _figure(path: Path, draw: Any, rollouts: list[Rollout]) -> None:
 
 def _timeline(axis: Any, rollouts: list[Rollout]) -> None:
     """Draw a bar per request, the last to end on top: which requests form the tail, and what share was drafted."""
-    start = min(r.steps[0].begin for r in rollouts)
-    bars = sorted((q for r in rollouts for q in r.requests), key=lambda request: request.end)
-    for row, bar in enumerate(bars):
-        colour, width = _COLOURS[LengthClass(bar.length_class)], bar.end - bar.begin
+    start = run_series.begin(rollouts)
+    for row, bar in enumerate(run_series.requests_of(rollouts)):
+        colour, width = CLASSES[LengthClass(bar.length_class)], bar.end - bar.begin
         axis.barh(row, width, left=bar.begin - start, color=colour, alpha=0.35, height=0.9)
         axis.barh(row, width * bar.accepted / max(1, bar.tokens), left=bar.begin - start, color=colour, height=0.9)
-    for kind, colour in _COLOURS.items():
-        axis.barh(0, 0, color=colour, label=kind.name.lower())
-    axis.set(xlabel="seconds", ylabel="request", title="Requests by end; filled: share of tokens from drafts")
+    for kind, colour in CLASSES.items():
+        axis.barh(0, 0, color=colour, label=f"predicted {kind.name.lower()}")
+    axis.set(xlabel="seconds", ylabel="requests by end", title="Requests; filled: share of tokens from drafts")
     axis.legend(loc="lower right")
 
 
 def _steps(axis: Any, rollouts: list[Rollout]) -> None:
-    """Draw the requests and draft tokens of each step over time."""
-    start = min(r.steps[0].begin for r in rollouts)
-    right = axis.twinx()
-    for rollout in rollouts:
-        at = np.array([s.begin for s in rollout.steps]) - start
-        axis.step(at, [s.requests for s in rollout.steps], color="tab:blue")
-        right.plot(at, [s.drafted for s in rollout.steps], ".", color="tab:orange", markersize=3)
-        right.plot(at, [s.accepted for s in rollout.steps], ".", color="tab:green", markersize=3)
-    axis.set(xlabel="seconds", title="Blue: requests; orange: draft tokens; green: accepted")
-    axis.set_ylabel("requests", color="tab:blue")
-    right.set_ylabel("draft tokens in a step")
+    """Draw the running requests and the draft tokens of decode steps over time."""
+    over = run_series.timeline(rollouts)
+    right, bins = axis.twinx(), {"width": np.diff(over.bins), "align": "edge"}
+    right.bar(over.bins[:-1], over.accepted, color=ORANGE, label="accepted", **bins)
+    right.bar(over.bins[:-1], over.rejected, bottom=over.accepted, color=GREY, label="rejected", **bins)
+    axis.step(over.at, over.running, where="post", color=BLUE)
+    axis.set(xlabel="seconds", title="Running requests, and draft tokens per decode step", zorder=2)
+    axis.patch.set_visible(False)
+    axis.set_ylabel("running requests", color=BLUE)
+    right.set_ylabel("draft tokens per decode step")
+    right.legend(loc="upper right")
     axis.set_ylim(bottom=0)
-    right.set_ylim(bottom=0)
 
 
 def _acceptance(axis: Any, rollouts: list[Rollout]) -> None:
     """Draw the share of draft tokens accepted, by the length of the response so far."""
-    drafted, accepted = np.sum([r.acceptance for r in rollouts if r.acceptance] or [Acceptance([0], [0])], axis=0)
-    octaves = np.flatnonzero(drafted)
-    axis.bar(range(len(octaves)), accepted[octaves] / drafted[octaves], color="tab:green")
-    axis.set_xticks(range(len(octaves)), [f"{2**o}" for o in octaves], rotation=45)
-    axis.set(xlabel="tokens of the response so far, from", ylabel="share of draft tokens accepted", ylim=(0, 1))
+    rates = run_series.by_length(rollouts)
+    axis.bar([rate.kind for rate in rates], [100 * rate.share for rate in rates], color=ORANGE)
+    axis.set(xlabel="tokens of the response so far, from", ylabel="draft tokens accepted, %", ylim=(0, 100))
+    axis.set_title("Acceptance by length so far")
 
 
 def _latency(axis: Any, rollouts: list[Rollout]) -> None:
     """Draw predicted over measured step times."""
     steps = [s for r in rollouts for s in r.steps if s.predicted]
-    for drafted, colour, name in ((False, "tab:blue", "plain"), (True, "tab:orange", "drafted")):
+    for drafted, colour, name in ((False, BLUE, "without drafts"), (True, ORANGE, "with drafts")):
         points = np.array([(s.seconds, s.predicted) for s in steps if (s.drafted > 0) == drafted]) * 1e3
         if len(points):
             axis.plot(points[:, 0], points[:, 1], ".", color=colour, markersize=3, label=name, alpha=0.5)
     if steps:
         top = float(np.percentile([s.seconds for s in steps], 99.5)) * 1.2e3
-        axis.plot([0, top], [0, top], color="grey", linewidth=1)
+        axis.plot([0, top], [0, top], color=INK, linewidth=1)
         axis.set(xlim=(0, top), ylim=(0, top))
         axis.legend()
-    axis.set(xlabel="measured step time, ms", ylabel="predicted, ms")
+    axis.set(xlabel="measured step time, ms", ylabel="predicted step time, ms", title="Step times")

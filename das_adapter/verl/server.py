@@ -67,6 +67,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         if self._order is not None:
             begun = label.start_in(len(prompt_ids)) < len(prompt_ids)
             kwargs["priority"] = self._order.priority(label.problem_of(prompt_ids), begun)
+        self._session.begun([label.problem_of(prompt_ids)])
         begin = time.time()
         output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
         if output.stop_reason not in ABORTED:

@@ -8,6 +8,7 @@ from typing import Any
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.errors import ConfigError
+from das_adapter.protocol.engine_args import needs_v1
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BLOCK = f"{ROLLOUT}.custom.das"
@@ -37,6 +38,9 @@ def check(config: Any) -> DasConfig | None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm":
         raise ConfigError(f"{BLOCK}: found {ROLLOUT}.name={rollout.name!r}, allowed: 'vllm'")
+    if _get(_get(rollout, "disaggregation"), "enabled"):
+        raise ConfigError(f"{BLOCK}: found {ROLLOUT}.disaggregation.enabled=True, whose replicas take the place of "
+                          "das-adapter's; allowed: False")  # fmt: skip
     engine = _get(_get(rollout, "engine_kwargs"), "vllm")
     additional = _get(engine, "additional_config")
     if additional is not None and not isinstance(additional, Mapping):
@@ -46,6 +50,11 @@ def check(config: Any) -> DasConfig | None:
             raise ConfigError(
                 f"{BLOCK}.drafter={das.drafter!r} and {ROLLOUT}.engine_kwargs.vllm.speculative_config both choose a "
                 "drafter: remove one of them"
+            )
+        if das.drafts_on_host and needs_v1(das) and _get(engine, "async_scheduling"):
+            raise ConfigError(
+                f"{BLOCK}.drafter={das.drafter!r}: found {ROLLOUT}.engine_kwargs.vllm.async_scheduling=True, which "
+                "vLLM's V1 runner refuses: remove it"
             )
         mtp = _get(_get(config.actor_rollout_ref, "model"), "mtp")
         if _get(mtp, "enable") and _get(mtp, "enable_rollout"):

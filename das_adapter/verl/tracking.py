@@ -23,9 +23,20 @@ def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
         rest = args[1:]
         step: Any = kwargs.get("step", rest[0] if rest else None)
         if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
-            data = {**data, **_under_both_names(ledger.metrics(step))}
+            data = {**data, **_exposed(data), **_under_both_names(ledger.metrics(step))}
         args = (data, *rest)
     return stock(*args, **kwargs)
+
+
+_WAITS = ("timing_s/gen", "timing_s/switch_wait")
+"""What veRL's trainers call the time in which they wait for rollouts: all of it where rollout and training alternate,
+what training does not hide where they overlap; the second only where engines are lent to the rollout."""
+
+
+def _exposed(data: dict[str, Any]) -> dict[str, float]:
+    """Return how long training waited for rollouts in this step (NeMo-RL's paper, section 3.3), where veRL says."""
+    waits = [float(data[name]) for name in _WAITS if name in data]
+    return {"das/exposed_generation_s": sum(waits)} if waits else {}
 
 
 def _under_both_names(figures: dict[str, float]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -88,6 +89,7 @@ def main() -> None:
         "command": "make demo" if len(sys.argv) == 1 else " ".join(["python examples/verl/demo.py", *sys.argv[1:]]),
         "seconds": round(time.time() - begin),
         "epochs": args.epochs,
+        "runners": {arm.name: arm.runner() for arm in arms},
         "arms": figures,
         "comparison": compare(figures, args.epochs),
     }
@@ -155,6 +157,11 @@ class Arm:
         """Open the gate."""
         with self.gate.open("wb"):
             self.gate.unlink()
+
+    def runner(self) -> str:
+        """Which model runner of vLLM the engine had, as it said itself when it started."""
+        found = re.findall(r"'runner': '(V\d)'", self.log.read_text())
+        return found[-1] if found else "not said"
 
     def last_step(self) -> dict[str, float]:
         """What veRL's file logger wrote last."""
@@ -237,6 +244,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
     for row in zip(*columns.values(), strict=True):
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row))
     console.print(table)
+    console.print(f"vLLM's model runner: {', '.join(f'{arm}: {name}' for arm, name in summary['runners'].items())}")
     for arm, against in comparison.items():
         ratios = against["rollout_ratio_by_epoch"][-late(epochs) :]
         console.print(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import v2_cpu
 
 NEWEST = Path(sys.prefix) / "newest"
 """Directory of the newest vLLM CPU build, put on top of the environment (`make env`)."""
@@ -20,8 +22,16 @@ def vllm_env(request: pytest.FixtureRequest) -> dict[str, str]:
     """Environment variables that choose the vLLM build a contract test runs on."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    if request.param == "default":
-        return {}
+    return {} if request.param == "default" else _newest()
+
+
+@pytest.fixture(scope="session")
+def newest_env() -> dict[str, str]:
+    """Environment variables that choose the newest vLLM build."""
+    return _newest()
+
+
+def _newest() -> dict[str, str]:
     if not NEWEST.is_dir():
         pytest.skip(f"the newest vLLM CPU build is not in {NEWEST}: make env puts it there")
     return {"PYTHONPATH": str(NEWEST), "VLLM_CACHE_ROOT": str(NEWEST / ".cache")}  # one cache serves one build
@@ -32,12 +42,29 @@ def engine(
     vllm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., list[dict[str, Any]]]]:
     """Run a job on a real engine, see engine.py. Equal jobs run once."""
+    with _engines(vllm_env, tmp_path_factory) as run:
+        yield run
+
+
+@pytest.fixture(scope="session")
+def v2_engine(
+    newest_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """Run a job on a real engine with vLLM's V2 model runner, see v2_cpu.py."""
+    with _engines({**newest_env, **v2_cpu.ENV}, tmp_path_factory) as run:
+        yield run
+
+
+@contextlib.contextmanager
+def _engines(
+    env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., list[dict[str, Any]]]]:
     done: dict[str, list[dict[str, Any]]] = {}
     logs = tmp_path_factory.mktemp("engines")
     with subprocess.Popen(
         [sys.executable, str(Path(__file__).parent / "engine.py")],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env={**os.environ, **vllm_env},
+        env={**os.environ, **env},
     ) as process:  # fmt: skip
 
         def run(**job: Any) -> list[dict[str, Any]]:

@@ -2,18 +2,19 @@
 
 Every job runs in a fork; what the first one imported is imported before the others. Job: `log` (file for the engine's
 messages), `das` (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env`
-(environment variables). A round: `requests` with `prompt` and `params`, `copies` of them, and, to be done after them,
-if given, `perturb`: change the policy's weights by so much; `draft_weights`: send a file as the drafter's weights;
+(environment variables), `standalone` (the block comes from the environment, and no host looks after the engine). A
+round: `requests` with `prompt` and `params`, `copies` of them, and, to be done after them, if given, `perturb`: change
+the policy's weights by so much; `draft_weights`: send a file as the drafter's weights, as this `host` does;
 `lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up; `refresh`: sync to this weight
 version; `unrecorded`: hand over none of the texts; `refused`: labels of further requests, see `refusal`; `shared`:
 publish the texts in this directory, instead of handing them over; `lose`: remove its `generation` or the `directory`
-before the engine reads it;
-`fresh_copy`: compare the policy copy with a fresh one.
+before the engine reads it; `fresh_copy`: compare the policy copy with a fresh one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import itertools
@@ -38,11 +39,18 @@ os.environ.update(
     MKL_CBWR="AUTO,STRICT",
     TORCHDYNAMO_DISABLE="1",  # compiling vLLM's helpers takes longer than a test
 )
+V2 = bool(os.environ.get("DAS_TEST_V2"))
+"""Whether engines run vLLM's V2 model runner; see `v2_cpu.py`."""
+if V2:
+    import v2_cpu
 
 
 def sabotage(kind: str) -> None:
     """Break a part of das-adapter, to see that it is needed or that nothing depends on it."""
     from das_adapter.engine import cpu_patches
+
+    if V2:
+        return v2_cpu.sabotage(kind)
     from das_adapter.engine.drafters.controlled import ControlledDrafter
 
     def garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
@@ -54,10 +62,24 @@ def sabotage(kind: str) -> None:
             raise RuntimeError("the drafter is broken on purpose")
         return garbage(self, sampled)
 
+    def failing_once(self: Any, sampled: list[list[int]], *args: Any, stock: Any = ControlledDrafter._propose) -> Any:
+        if max(args[0][: len(sampled)]) > 60 and not self.history.index.tokens:
+            self._live.clear()  # whatever state it is in
+            raise RuntimeError("the drafter is broken on purpose")
+        return stock(self, sampled, *args)
+
     if kind == "garbage drafts":
         ControlledDrafter._propose = garbage
     elif kind == "failing drafter":
         ControlledDrafter._propose = failing
+    elif kind == "drafter that fails once":
+        ControlledDrafter._propose = failing_once
+    elif kind == "a rank fails":
+        ControlledDrafter._propose = failing_rank(ControlledDrafter._propose)
+    elif kind == "small chunks":
+        from das_adapter.engine.sampling import verification
+
+        verification._CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
     elif kind == "no CPU fix":
         cpu_patches.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
     elif kind == "drafter without weights":
@@ -82,6 +104,26 @@ def sabotage(kind: str) -> None:
         raise ValueError(kind)
 
 
+def failing_rank(stock: Any) -> Any:
+    """Let the first rank fail until the first weight sync, the second one from then on."""
+
+    def propose(self: Any, sampled: list[list[int]], *args: Any) -> Any:
+        self.proposed = getattr(self, "proposed", 0) + 1
+        if self.leads == (not self._synced_once) and self.proposed > 4:
+            raise RuntimeError("the rank is broken on purpose")
+        return stock(self, sampled, *args)
+
+    def refresh(self: Any, message: Any, stock: Any) -> Any:
+        self._synced_once = True
+        return stock(self, message)
+
+    from das_adapter.engine.drafters.controlled import ControlledDrafter
+
+    ControlledDrafter._synced_once = False
+    ControlledDrafter.refresh = functools.partialmethod(refresh, stock=ControlledDrafter.refresh)
+    return propose
+
+
 def preload(names: list[str]) -> None:
     """Import these modules, but for those that need numba: vLLM 0.32's CPU platform fails where that came first."""
     sys.modules["numba"] = None  # type: ignore[assignment]
@@ -94,6 +136,8 @@ def preload(names: list[str]) -> None:
 def main() -> None:
     from vllm import LLM  # noqa: F401  # imported here, before the forks, like all that it needs
 
+    if V2:
+        v2_cpu.lift_limits()
     from das_adapter import compat
 
     compat.missing("vllm")  # remembered, so that no fork looks again
@@ -131,15 +175,29 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     from das_adapter.protocol.engine_args import engine_args, engine_env
 
     das = parse(job.get("das"))
-    os.environ.update(engine_env(das))
+    arguments = engine_args(das)
+    if job.get("standalone"):
+        os.environ["DAS_CONFIG"] = json.dumps(job["das"])
+        arguments = {}
+    else:
+        os.environ.update(engine_env(das))
+    if V2:
+        v2_cpu.stand_in(kernels=not job.get("interpreted"))
     if job.get("sabotage"):
         sabotage(job["sabotage"])
+    if job.get("asynchronous"):
+        schedule_asynchronously()
+    if job.get("engine", {}).get("tensor_parallel_size", 1) > 1:
+        fork_workers()
+    drawn = audit() if das is not None and das.keyed and not job.get("standalone") else {}
     from vllm import LLM, SamplingParams
 
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
                 "kv_cache_memory_bytes": 2**26}  # fmt: skip
-    llm = LLM(str(POLICY), **{**settings, **engine_args(das), **job.get("engine", {})})
+    llm = LLM(str(POLICY), **{**settings, **arguments, **job.get("engine", {})})
+    preempted = count_preemptions(llm)
     results = []
+    logs = not job.get("engine", {}).get("disable_log_stats", True)
     for part in job["rounds"]:
         requests = part["requests"] * part.get("copies", 1)
         outputs = llm.generate(
@@ -149,14 +207,27 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         )
         refused = [refusal(llm, requests[0], label) for label in part.get("refused", ())]
         texts = [list(o.outputs[0].token_ids) for o in outputs]
+        misplaced = sum(misplaced_keys(drawn, r, text) for r, text in zip(requests, texts, strict=True)) if drawn else 0
+        drawn.clear()
         logprobs = [[step[t].logprob for t, step in zip(text, o.outputs[0].logprobs or [], strict=False)]
                     for text, o in zip(texts, outputs, strict=True)]  # fmt: skip
-        result = {"tokens": texts, "logprobs": [] if part.get("brief") else logprobs, "refused": refused}
+        result = {
+            "tokens": texts,
+            "logprobs": [] if part.get("brief") else logprobs,
+            "refused": refused,
+            "misplaced": misplaced,
+            "samples": [[list(s.token_ids) for s in o.outputs] for o in outputs],
+            "asynchronous": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
+        }
+        if logs:
+            result["metrics"] = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
         if das is not None:
-            result["stats"] = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+            result["ranks"] = llm.collective_rpc("das_rpc", args=("stats", {}))
+            result["stats"] = result["ranks"][0]
             result["hello"] = llm.collective_rpc("das_rpc", args=("hello", {}))[0]
         core = llm.llm_engine.engine_core.engine_core
-        runner = core.model_executor.driver_worker.worker.model_runner
+        driver = getattr(core.model_executor, "driver_worker", None)  # where the only rank is in this process
+        runner = driver and driver.worker.model_runner
         if "perturb" in part:
             perturb(runner.model, part["perturb"])
             llm.reset_prefix_cache()
@@ -164,7 +235,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             from safetensors.torch import load_file
 
             weights = load_file(part["draft_weights"])
-            runner.model.load_weights([(f"draft.{name}", weight.float()) for name, weight in weights.items()])
+            send(runner, [(f"draft.{name}", weight.float()) for name, weight in weights.items()], part.get("host"))
         if "lose_drafter" in part:
             lose(runner)
         if "sleep" in part:
@@ -187,17 +258,129 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
                 payload = {"version": part["refresh"], "history": history, "lengths": lengths}
             if "draft_length" in part:
                 payload["draft_length"] = part["draft_length"]
-            llm.collective_rpc("das_rpc", args=("refresh", payload))
+            result["refreshed"] = llm.collective_rpc("das_rpc", args=("refresh", payload))
+        if "graphs" in part:
+            result["graphs"] = graphs(runner, part["graphs"])
         if "fresh_copy" in part and hasattr(runner, "drafter"):
             result["fresh_copy"] = copy_is_fresh(runner)
+        result["preemptions"] = preempted[0]
+        result["runner"] = type(runner).__module__
         result["lookahead"] = core.scheduler.num_lookahead_tokens
         result["memory"] = memory()
-        result["samplers"] = [
-            type(runner.sampler).__module__,
-            type(getattr(runner, "rejection_sampler", None)).__module__,
-        ]
+        result["samplers"] = [type(getattr(runner, name, None)).__module__ for name in ("sampler", "rejection_sampler")]
         results.append(result)
+    if runner is None:
+        llm.llm_engine.engine_core.shutdown()
     return results
+
+
+def send(runner: Any, weights: list[Any], host: str | None) -> None:
+    """Load weights from a trainer's stream, by NeMo-RL's code where that is the host."""
+    if host != "nemo_rl":
+        runner.model.load_weights(weights)
+        return
+    from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+
+    worker = VllmInternalWorkerExtension()
+    worker.model_runner = runner
+    worker._load_weights(weights)
+
+
+def audit() -> dict[tuple[int, int], int]:
+    """Note which token each key (seed, position of the input token) drew last."""
+    from das_adapter.engine.sampling import verification
+
+    drawn, stock = {}, verification.keyed_sample
+
+    def keyed_sample(logits: Any, temperature: Any, keys: Any, scores: Any = None) -> Any:
+        found = stock(logits, temperature, keys, scores)
+        drawn.update(zip(zip(keys.seeds.tolist(), keys.positions.tolist(), strict=True), found.tokens.tolist(),
+                         strict=True))  # fmt: skip
+        return found
+
+    verification.keyed_sample = keyed_sample
+    return drawn
+
+
+def misplaced_keys(drawn: dict[tuple[int, int], int], request: dict[str, Any], text: list[int]) -> int:
+    """Count the tokens of a request that were not drawn with the key of their true position."""
+    params = request["params"]
+    seed = params.get("extra_args", {}).get("das_seed", params.get("seed"))
+    if seed is None or params.get("temperature") == 0.0:
+        return 0
+    first = len(request["prompt"]) - 1
+    return sum(drawn.get((seed, first + i)) != token for i, token in enumerate(text))
+
+
+def schedule_asynchronously() -> None:
+    """Let a CPU engine schedule the next step before the present one's tokens are known, as a GPU engine does. vLLM's
+    CPU platform switches that off, since nothing runs in parallel there; streams and events need not exist."""
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config.__func__
+
+    def check(cls: Any, config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        stock(cls, config)
+        config.scheduler_config.async_scheduling = wanted
+
+    class Event:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+        def record(self, *_: Any) -> None: ...
+        def synchronize(self) -> None: ...
+        def wait(self, *_: Any) -> None: ...
+        def query(self) -> bool:
+            return True
+
+    class Stream(Event):
+        def wait_stream(self, _: Any) -> None: ...
+        def wait_event(self, _: Any) -> None: ...
+
+    CpuPlatform.check_and_update_config = classmethod(check)
+    torch.cuda.Event = torch.Event = Event
+    torch.cuda.Stream = Stream
+    torch.cuda.current_stream = lambda *_: Stream()
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
+
+
+def fork_workers() -> None:
+    """Fork the workers of several ranks: they need not import vLLM again, and are sabotaged like this process."""
+    import multiprocessing
+
+    from vllm.v1.executor import multiproc_executor
+
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def count_preemptions(llm: Any) -> list[int]:
+    """Return a list whose only entry counts preemptions from now on."""
+    scheduler, counted = llm.llm_engine.engine_core.engine_core.scheduler, [0]
+    preempt = scheduler._preempt_request
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        counted[0] += 1
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = count
+    return counted
+
+
+def graphs(runner: Any, most: int) -> list[str]:
+    """Return which CUDA graph vLLM would replay for each number of requests up to `most` that decode without drafts, if
+    this engine ran on a GPU whose attention captures uniform batches."""
+    from vllm.config import CUDAGraphMode
+
+    dispatcher, length = runner.cudagraph_dispatcher, runner.uniform_decode_query_len
+    compilation, mode = dispatcher.compilation_config, CUDAGraphMode.FULL_AND_PIECEWISE
+    compilation.cudagraph_capture_sizes = [1, 2, 4, *range(8, 65, 8)]
+    compilation.max_cudagraph_capture_size = 64
+    if length > 1:
+        compilation.adjust_cudagraph_sizes_for_spec_decode(length, 1)
+    dispatcher.initialize_cudagraph_keys(mode, length)
+    found = [dispatcher.dispatch(n, uniform_decode=runner._is_uniform_decode(1, length, n, n))
+             for n in range(1, most + 1)]  # fmt: skip
+    return [f"{kind.name} {batch.num_tokens}" for kind, batch in found]
 
 
 def refusal(llm: Any, request: dict[str, Any], label: dict[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 from test_losslessness import OFF, PLAIN, requests, two_rounds
 
 from das_adapter.protocol.decision_log import read
-from das_adapter.tools import report
+from das_adapter.tools import report, run_series
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
 
@@ -37,6 +37,8 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
     assert figures["requests"] > 0
     assert figures["decode_steps"] > 50
     assert figures["latency_model_error"] is not None
+    counted = sum(counts["draft_tokens"] for rollout in rollouts for counts in rollout.counts)
+    assert counted == sum(rate.drafted for rate in run_series.by_age(rollouts)) > 0
 
 
 def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +24,17 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 from das_adapter.config import HistoryConfig, parse  # noqa: E402
+from das_adapter.core.homes import homes  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
+from das_adapter.core.index.store import problems_in  # noqa: E402
 from das_adapter.core.length import RESPONSE  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
-from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
+from das_adapter.protocol.messages import Published, Refresh, Trajectory, pack  # noqa: E402
 from das_adapter.protocol.metrics import Counters  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
-from das_adapter.service import node, session  # noqa: E402
+from das_adapter.service import ledger as ledger_module  # noqa: E402
+from das_adapter.service import session, spool  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.service.node import NodeHistory  # noqa: E402
 from das_adapter.service.session import Session  # noqa: E402
@@ -63,6 +66,18 @@ class Engine:
         self.session.sync(version)
         return Refresh.of(self.heard[-1][1])
 
+    def begun(self, problems: list[int]) -> None:
+        self.session.begun(problems, wait=True)
+
+    def visited(self) -> list[int]:
+        """The problems whose history the engine was given beside that of its node."""
+        index, found = SuffixIndex(), []
+        for file in (file for command, payload in self.heard if command == "visit" for file in payload["files"]):
+            index.visit(file)
+            found += problems_in(file).tolist()
+        assert all(drafted(index, problem) == POEM.tolist() for problem in found)
+        return sorted(found)
+
 
 @pytest.fixture(scope="module")
 def job() -> Iterator[Cluster]:
@@ -77,10 +92,27 @@ def job() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
+class Alone(NodeHistory):
+    """A history in this process, at home in all problems."""
+
+    def __init__(self, root: Path, name: str = "history"):
+        super().__init__(CONFIG, name, root=str(root), grace_s=1.0)
+
+    def push(self, source: str, number: int, trajectories: list[Trajectory]) -> None:
+        spool.put_batch(self.directory(), source, number, trajectories)
+        self.tick()
+
+    def published(self, version: int) -> Published:
+        return self.sync(version, "engine", 0, ())[0]
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(path.name for path in (self._store.directory / "spool").iterdir() if "last" not in path.name)
+
+
 @pytest.fixture
-def writer(job: Cluster, tmp_path: Path) -> NodeHistory:
-    """A node's history in this process."""
-    return NodeHistory(CONFIG, "history", root=str(tmp_path), grace_s=1.0)
+def writer(job: Cluster, tmp_path: Path) -> Alone:
+    return Alone(tmp_path)
 
 
 def tokens(history: tuple[str, int]) -> int:
@@ -147,6 +179,7 @@ def test_a_sync_reports_first_and_then_refreshes(job: Cluster) -> None:
     engine.write(5, POEM, 1)
     engine.session.sync(2, report=True)
     assert [command for command, _ in engine.heard] == ["stats", "refresh"]
+    until(lambda: ray.get(ledger(4).metrics.remote(2)))  # with the counts of the node's other engines, or without
     figures = ray.get(ledger(4).metrics.remote(2))
     assert (figures["das/tokens_per_forward"], figures["das/rollout_s"]) == (7.0, 1.0)
 
@@ -177,40 +210,61 @@ def test_an_engine_that_does_not_answer_costs_the_history_and_raises_nothing(job
         engine.session.start()
 
 
-def test_a_batch_that_arrives_twice_or_late_is_taken_once(writer: NodeHistory) -> None:
-    late = [Trajectory(1, POEM[::-1].tobytes(), 0)]
-    for _ in range(2):
-        writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 3)])
-    writer.push("b", 1, [Trajectory(1, POEM.tobytes(), 3)])
-    published, lost = writer.sync(4, "a", [1, 2])
-    assert (tokens(published), lost) == (60, [2])
+def test_what_arrives_is_published_once_and_what_is_old_is_dropped(writer: Alone) -> None:
     writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 3)])
-    writer.push("a", 2, late)
-    published, lost = writer.sync(4, "a", [2])
-    assert (tokens(published), lost) == (90, [])
+    writer.push("b", 1, [Trajectory(1, POEM.tobytes(), 3)])
+    assert writer.files == ["batch-a-0000000001", "batch-b-0000000001"]
+    assert tokens(writer.published(4)) == 60
+    assert not writer.files
+    writer.push("a", 2, [Trajectory(1, POEM[::-1].tobytes(), 0)])  # late
+    assert tokens(writer.published(4)) == 90
     for version in (4, 5, 6):
         writer.push("a", version, [Trajectory(1, POEM.tobytes(), version)])
-        published, _ = writer.sync(version + 1, "a", [])
+        published = writer.published(version + 1)
     assert tokens(published) == 150  # version 0 is none of the last four visits
 
 
-def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(writer: NodeHistory) -> None:
+def test_a_message_of_another_node_that_comes_twice_is_taken_once(writer: Alone) -> None:
+    content = pack([Trajectory(1, POEM.tobytes(), 0)])
+    for number in (1, 1, 2, 2, 1):
+        writer.receive("another node", number, content)
+        writer.tick()
+        published = writer.published(1)
+    assert tokens(published) == 60
+    assert not writer.files
+
+
+def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(writer: Alone) -> None:
     writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
     assert writer.figures()["staged"] == 0  # the run's first weight sync says which version this is
-    before, _ = writer.sync(1, "a", [])
+    before = writer.published(1)
     writer.push("a", 2, [Trajectory(2, POEM.tobytes(), 1)])
     assert writer._store.settle() == before.generation
     assert (writer.figures()["staged"], writer.figures()["tokens"], tokens(before)) == (0, 60, 30)
-    assert ("a", 2) in writer.copy()[1]
-    after, lost = writer.sync(2, "a", [1, 2])
-    assert (tokens(after), lost) == (60, [])
+    assert len(writer.files) == 1  # until it is published
+    assert tokens(writer.published(2)) == 60
+    assert not writer.files
 
 
-def test_an_engine_two_versions_behind_turns_nothing_back(writer: NodeHistory) -> None:
+def test_a_history_that_is_started_again_finds_what_it_had_not_published(writer: Alone, tmp_path: Path) -> None:
+    for version, problem in ((1, 1), (2, 2)):
+        writer.push("a", problem, [Trajectory(problem, POEM.tobytes(), version)])
+        if version == 1:
+            writer.published(2)
+    writer._store.settle()
+    writer._store.close()  # the process ends
+    again = Alone(tmp_path)
+    assert again.figures()["tokens"] == 30
+    again.tick()
+    assert tokens(again.published(3)) == 60
+    assert not again.files
+
+
+def test_an_engine_two_versions_behind_turns_nothing_back(writer: Alone) -> None:
     for version in range(8):
         writer.push("ahead", version, [Trajectory(1, POEM.tobytes(), version)])
-        published, _ = writer.sync(version + 1, "ahead", [])
-    late, _ = writer.sync(6, "behind", [])
+        published = writer.published(version + 1)
+    late = writer.published(6)
     assert late[0] == published[0]
     assert late[1] >= published[1]  # a background merge may have published once more
     assert tokens(late) == 4 * 30
@@ -235,29 +289,30 @@ def test_a_killed_service_comes_back_with_all_it_had(job: Cluster, restarted: bo
     assert found[-1].directory == first.directory  # it was taken over
     assert ray.get(engine.session._here.figures.remote())["pid"] != before["pid"]
     assert engine.sync(3).history is not None
-    assert not engine.session._sent
 
 
-def test_full_memory_delays_the_history_and_loses_none(writer: NodeHistory, caplog: Any) -> None:
+def test_full_memory_delays_the_history_and_loses_none(writer: Alone, caplog: Any) -> None:
     writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
-    before, _ = writer.sync(1, "a", [])
+    before = writer.published(1)
+    for version in (2, 3):
+        spool.put_batch(writer.directory(), "a", version, [Trajectory(1, POEM.tobytes(), version - 1)])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # any larger file: no space
     try:
         for version in (2, 3):
-            writer.push("a", version, [Trajectory(1, POEM.tobytes(), version - 1)])
-            assert writer.sync(version, "a", [])[0] == before
+            writer.tick()
+            assert writer.published(version) == before
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert drafted(mapped(before)) == POEM.tolist()
     assert len([r for r in caplog.records if r.message.startswith("das: history: ")]) == 1
-    assert tokens(writer.sync(4, "a", [])[0]) == 90
+    assert tokens(writer.published(4)) == 90
 
 
 @pytest.mark.parametrize("everything", [True, False])
-def test_removed_files_are_published_anew(writer: NodeHistory, caplog: Any, everything: bool) -> None:
+def test_removed_files_are_published_anew(writer: Alone, caplog: Any, everything: bool) -> None:
     writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
-    before, _ = writer.sync(1, "a", [])
+    before = writer.published(1)
     engine = mapped(before)
     if everything:
         shutil.rmtree(before[0])
@@ -265,7 +320,7 @@ def test_removed_files_are_published_anew(writer: NodeHistory, caplog: Any, ever
         next(Path(before[0]).glob("segments-*")).unlink()
     assert drafted(engine) == POEM.tolist()  # what is mapped stays
     writer.push("a", 2, [Trajectory(2, POEM.tobytes(), 1)])
-    after, _ = writer.sync(2, "a", [])
+    after = writer.published(2)
     assert tokens(after) == 60
     assert drafted(mapped(after)) == POEM.tolist()
     engine.refresh(after[1])
@@ -276,61 +331,67 @@ def test_removed_files_are_published_anew(writer: NodeHistory, caplog: Any, ever
 
 
 def test_a_directory_that_is_taken_is_left_for_a_new_one(job: Cluster, tmp_path: Path, caplog: Any) -> None:
-    first = NodeHistory(CONFIG, "history", root=str(tmp_path), grace_s=1.0)
-    (published, _), _ = first.sync(1, "a", [])
-    second = NodeHistory(CONFIG, "history", root=str(tmp_path), grace_s=1.0)  # the first still writes
+    published = Alone(tmp_path).published(1)
+    second = Alone(tmp_path)  # the first still writes
     second.push("a", 1, [Trajectory(1, POEM.tobytes(), 1)])
-    other, _ = second.sync(2, "a", [])
-    assert other[0] != published and tokens(other) == 30
+    other = second.published(2)
+    assert other.directory != published.directory and tokens(other) == 30
     assert caplog.text.count("can't be taken over") == 1
 
 
 def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Path) -> None:
-    old = NodeHistory(CONFIG, "old", root=str(tmp_path), grace_s=1.0)
+    old = Alone(tmp_path, "old")
     old.push("a", 1, [Trajectory(1, POEM.tobytes(), 50)])
-    old.sync(51, "a", [])
+    old.published(51)
     old.push("a", 2, [Trajectory(2, POEM.tobytes(), 51)])  # since the weight sync
-    facts = saved.Facts.of("problem", TOKENIZER)
-    old.save(str(tmp_path / "saved"), facts, np.array([(1, 30, 50), (2, 30, 51)], RESPONSE))
+    save(old, tmp_path / "saved", [(1, 30, 50), (2, 30, 51)])
 
     ray.get(ledger(4).start_from.remote(str(tmp_path / "saved")))
-    fresh = NodeHistory(CONFIG, "new", root=str(tmp_path), grace_s=1.0)
-    assert tokens(fresh.sync(0, "a", [])[0]) == 60
+    fresh = Alone(tmp_path, "new")
+    assert tokens(fresh.published(0)) == 60
     ray.get(ledger(4).start_from.remote(None))
     fresh.push("a", 1, [Trajectory(3, POEM.tobytes(), 0)])
-    assert tokens(fresh.sync(1, "a", [])[0]) == 90
+    assert tokens(fresh.published(1)) == 90
     for version in range(1, 5):
         fresh.push("b", version, [Trajectory(1, POEM.tobytes(), version)])
-        published, _ = fresh.sync(version + 1, "a", [])
+        published = fresh.published(version + 1)
     assert tokens(published) == 60 + 4 * 30  # of problem 1 the old run's visit has left the window
     assert saved.lengths(tmp_path / "saved", 0).tolist() == [(1, 30, -1), (2, 30, 0)]
     assert saved.lengths(tmp_path / "saved", 52).tolist() == [(1, 30, 50), (2, 30, 51)]
 
 
-def test_a_save_that_fails_leaves_what_was_saved_before(writer: NodeHistory, tmp_path: Path) -> None:
-    target, facts = tmp_path / "checkpoint" / "das_history", saved.Facts.of("problem", TOKENIZER)
+def save(history: Alone, target: Path, lengths: list[tuple[int, int, int]]) -> None:
+    def save_part(index: Path) -> int:
+        history.save(str(index / "0"))
+        return 1
+
+    saved.write(target, saved.Facts.of("problem", TOKENIZER), np.array(lengths, RESPONSE), save_part)
+
+
+def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path: Path) -> None:
+    target = tmp_path / "checkpoint" / "das_history"
     writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
-    writer.sync(1, "a", [])
+    writer.published(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in (1, 2):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))  # the lengths fit, the index does not
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
         try:
             with pytest.raises(OSError, match="index"):
-                writer.save(str(target), facts, np.array([], RESPONSE))
+                save(writer, target, [])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (step - 1)
-        writer.save(str(target), facts, np.array([(1, 30, 0)], RESPONSE))
-    saved.check(target, facts, "das.history.persist")
+        save(writer, target, [(1, 30, 0)])
+    saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.persist")
     assert saved.lengths(target, 0).tolist() == [(1, 30, 0)]
 
 
-def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: NodeHistory, caplog: Any) -> None:
+def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: Alone, caplog: Any) -> None:
     ray.get(ledger(4).start_from.remote("/nowhere"))
     try:
         for version in (1, 2):
             writer.push("a", version, [Trajectory(1, POEM.tobytes(), version)])
-            published, _ = writer.sync(version, "a", [])
+            published = writer.published(version)
     finally:
         ray.get(ledger(4).start_from.remote(None))
     assert tokens(published) == 60
@@ -343,7 +404,7 @@ def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DasError, match=r"das.history.persist: found no history in"):
         saved.check(tmp_path, facts, "das.history.persist")
     target = tmp_path / "saved"
-    saved.write(target, theirs, np.array([], RESPONSE), SuffixIndex().save)
+    saved.write(target, theirs, np.array([], RESPONSE), lambda index: SuffixIndex().save(index / "0") or 1)
     saved.check(target, theirs, "das.history.persist")
     with pytest.raises(DasError, match=r"das.history.persist: .* written with tokenizer '\w+', this run has '\w+'"):
         saved.check(target, facts, "das.history.persist")
@@ -378,60 +439,73 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: Cluster, tmp
 
     try:
         assert asyncio.run(checkpoint.after_load(load)(trainer(tmp_path, 6))) == 6
-        assert ray.get(ledger(4).start.remote()) == str(tmp_path / "global_step_6" / saved.NAME)
+        assert ray.get(ledger(4).start.remote())[0] == str(tmp_path / "global_step_6" / saved.NAME)
         warm = str(tmp_path / "global_step_4" / saved.NAME)
         checkpoint.after_load(lambda self: None)(trainer(tmp_path / "fresh", 0, persist=warm))
-        assert ray.get(ledger(4).start.remote()) == warm
+        assert ray.get(ledger(4).start.remote())[0] == warm
     finally:
         ray.get(ledger(4).start_from.remote(None))
     with pytest.raises(DasError, match=r"custom.das.history.persist: found no history in '/nowhere'"):
         checkpoint.after_load(lambda self: None)(trainer(tmp_path, 0, persist="/nowhere"))
 
 
-def test_nodes_exchange_what_their_engines_write_and_late_ones_get_a_copy(job: Cluster) -> None:
+def test_each_text_goes_to_its_home_and_comes_from_there(job: Cluster) -> None:
     def engine(node_id: str) -> Any:
         pinned = NodeAffinitySchedulingStrategy(node_id, soft=False)
         return ray.remote(Engine).options(num_cpus=0, scheduling_strategy=pinned).remote()
 
-    def all_have(count: int) -> Callable[[], bool]:
+    def published() -> dict[str, SuffixIndex]:
+        """By node, what its engines map after a weight sync."""
+        versions[0] += 1
+        heard = ray.get([e.sync.remote(versions[0]) for e in engines])
+        return {m.history.directory[-16:]: mapped(m.history) for m in heard if m.history and m.history.generation}
+
+    def at_home(problems: Iterable[int], many: int) -> Callable[[], bool]:
         def done() -> bool:
-            found[:] = [message.history for message in ray.get([e.sync.remote(1) for e in engines])]
-            return all(history and tokens(history) == count for history in found)
+            found = published()
+            names = ledger_module.histories()
+            if not len(found) == len(names) == many:
+                return False
+            wanted = [names[home].rpartition(":")[2][:16] for home in homes(list(problems), names)]
+            return sum(index.tokens for index in found.values()) == before + 30 * len(set(problems)) and all(
+                drafted(found[node], problem) == POEM.tolist() for node, problem in zip(wanted, problems, strict=True)
+            )
 
         return done
 
-    found: list[Any] = []
-    one, two = engines = [engine(ray.get_runtime_context().get_node_id()), engine(job.add_node(num_cpus=1).node_id)]
-    before = tokens(ray.get(one.sync.remote(1)).history)
-    large = np.arange(300_000, dtype=np.int32)  # through the object store, not inside a message
-    ray.get([one.write.remote(11, POEM, 0), two.write.remote(12, large, 0)])
-    until(all_have(before + 300_030))
-    assert found[0][0] != found[1][0]
-    assert [drafted(mapped(history), 11) for history in found] == [POEM.tolist()] * 2
+    versions = [100]
+    nodes = [ray.get_runtime_context().get_node_id(), job.add_node(num_cpus=1).node_id]
+    engines = [engine(node) for node in nodes]
+    before = sum(index.tokens for index in published().values())
+    problems = list(range(1000, 1020))
+    ray.get([engines[i % 2].write.remote(problem, POEM, 100) for i, problem in enumerate(problems)])
+    until(at_home(problems, 2))
+    assert min(index.tokens for index in published().values()) > 0
 
-    third = job.add_node(num_cpus=1).node_id
-    engines.append(engine(third))
-    assert tokens(ray.get(engines[2].sync.remote(1)).history) == before + 300_030
-    engines[2].write.remote(13, POEM, 1)
-    until(all_have(before + 300_060))
-    assert len(node.nodes()) == 3
+    names = ledger_module.histories()
+    homes_of = [names[home].rpartition(":")[2] for home in homes(problems, names)]
+    ray.get(engines[0].begun.remote([*problems, 7]))
+    assert ray.get(engines[0].visited.remote()) == [p for p, n in zip(problems, homes_of, strict=True) if n != nodes[0]]
+
+    nodes.append(job.add_node(num_cpus=1).node_id)  # it takes over what is at home there
+    engines.append(engine(nodes[2]))
+    until(at_home(problems, 3))
+    assert all(index.tokens for index in published().values())
 
     ray.kill(engines.pop())  # it had started its node's history, which ends with it
-    engines.append(engine(third))  # as a host starts an engine again
-    until(all_have(before + 300_060))
-    assert found[2][0].endswith(third[:16])
+    until(lambda: len(published()) == 2)
+    engines.append(engine(nodes[2]))  # as a host starts an engine again
+    until(at_home(problems, 3))
 
 
 SCRIPT = """
 import os, ray, signal, sys
 from das_adapter.config import HistoryConfig
-from das_adapter.protocol.messages import Trajectory
 from das_adapter.service import ledger, node
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 ledger.ledger(4)
 here = node.here(HistoryConfig(max_bytes=2**26), grace_s=1.0)
-here.push.remote("a", 1, [Trajectory(1, b"abcd", 0)])
-print(ray.get(here.sync.remote(1, "a", []))[0][0], flush=True)
+print(ray.get(here.sync.remote(1, "a", 0, ()))[0].directory, flush=True)
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 """

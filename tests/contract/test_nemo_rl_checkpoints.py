@@ -24,7 +24,6 @@ from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.core.length import RESPONSE  # noqa: E402
 from das_adapter.errors import ConfigError, DasError  # noqa: E402
 from das_adapter.nemo_rl import checkpoint, install, settings  # noqa: E402
-from das_adapter.nemo_rl.engine import OwnHistory  # noqa: E402
 from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
@@ -118,7 +117,12 @@ def test_another_run_starts_with_a_history_and_leaves_it_alone(config: Make) -> 
 
 def history_of(folder: Path, tokenizer: Any) -> Path:
     """A directory that passes for the history of a checkpoint."""
-    saved.write(folder, saved.Facts.of("problem", tokenizer), np.zeros(0, RESPONSE), SuffixIndex().save)
+
+    def empty(index: Path) -> int:
+        SuffixIndex().save(index / "0")
+        return 1
+
+    saved.write(folder, saved.Facts.of("problem", tokenizer), np.zeros(0, RESPONSE), empty)
     return folder
 
 
@@ -195,26 +199,3 @@ def test_where_a_generation_arrives_by_pickle_checkpoints_have_the_history_as_we
     """NeMo-RL's single controller is an actor, which gets the generation from the driver and writes the checkpoints."""
     out = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, check=True)
     assert out.stdout.split()[-2:] == ["False", "True"]
-
-
-class Worker:
-    def __init__(self, vllm_config: Any):
-        self.vllm_config = vllm_config
-
-
-class OverlayWorker(OwnHistory, Worker):
-    """An engine's worker by the overlay alone."""
-
-
-def test_the_overlay_alone_refuses_another_runs_history() -> None:
-    def start(das: dict[str, Any], **more: Any) -> Any:
-        return OverlayWorker(SimpleNamespace(additional_config={"das": das, **more}))
-
-    warm = {"drafter": "history", "history": {"persist": "x"}}
-    with pytest.raises(
-        ConfigError, match=r"policy.generation.das.history.persist: found 'x', allowed with the overlay"
-    ):
-        start(warm)
-    assert start(warm, **{settings.REFRESHER: "host"}).vllm_config
-    assert start({"drafter": "history"}).vllm_config
-    assert start({**warm, "drafter": "none"}).vllm_config

@@ -29,11 +29,32 @@ def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
     return {"drafter": method, "draft": {"model": str(drafters / method), "tokens": 3, **more.pop("draft", {})}, **more}
 
 
+@pytest.fixture(params=[None, "nemo_rl"])
+def host(request: pytest.FixtureRequest, vllm_env: dict[str, str]) -> str | None:
+    """Whose code loads the drafter's weights; None: das-adapter's alone."""
+    if request.param is not None:
+        pytest.importorskip(request.param, reason="NeMo-RL is not importable: put its checkout on PYTHONPATH")
+        if vllm_env:
+            pytest.skip("NeMo-RL refuses the transformers of the newest vLLM")
+    return request.param  # type: ignore[no-any-return]
+
+
+def trained_drafter(drafters: Path, method: str, host: str | None) -> list[dict[str, Any]]:
+    """Two rounds with a weight sync between them, at which the host sends the drafter's weights."""
+    first, second = two_rounds(requests(PLAIN))
+    return [{**first, "draft_weights": str(drafters / method / "model.safetensors"), "host": host}, second]
+
+
+@pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("method", METHODS)
-def test_tokens_do_not_depend_on_the_drafter(engine: Any, drafters: Path, method: str) -> None:
+def test_tokens_do_not_depend_on_the_drafter(engine: Any, drafters: Path, method: str, scheduling: str) -> None:
+    """On a GPU vLLM schedules these asynchronously: then the host does not know a request's length."""
     rounds = two_rounds(requests(PLAIN))
     reference = engine(das=OFF, rounds=rounds)
-    result = engine(das=block(method, drafters), rounds=rounds)
+    ahead = {"asynchronous": True, "engine": {"async_scheduling": True}} if scheduling == "asynchronous" else {}
+    result = engine(das=block(method, drafters), rounds=rounds, **ahead)
+    assert [r["asynchronous"] for r in result] == [bool(ahead)] * 2
+    assert [r["misplaced"] for r in result] == [0, 0]
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 100
     assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in result)
@@ -71,14 +92,22 @@ def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, 
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_trainers_weights_reach_the_drafter(engine: Any, drafters: Path, method: str) -> None:
-    first, second = two_rounds(requests(PLAIN))
-    trained = {**first, "draft_weights": str(drafters / method / "model.safetensors")}
+def test_the_trainers_weights_reach_the_drafter(engine: Any, drafters: Path, method: str, host: str | None) -> None:
+    trained, second = trained_drafter(drafters, method, host)
     das = block(method, drafters, draft={"weights": "trainer"})
     result = engine(das=das, rounds=[trained, second], env=HOST, sabotage="drafter without weights")
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
     assert rate[1] > max(0.08, 5 * rate[0])
     assert result[1]["stats"]["alarm"] is None
+
+
+def test_weights_that_were_to_come_from_the_checkpoint_are_not_taken(
+    engine: Any, drafters: Path, host: str | None
+) -> None:
+    trained, second = trained_drafter(drafters, "eagle3", host)
+    result = engine(das=block("eagle3", drafters), rounds=[trained, second], env=HOST)
+    assert "found 'checkpoint', but the trainer sends" in result[1]["stats"]["alarm"]
+    assert "reading its checkpoint again" not in result[0]["log"]
 
 
 def test_a_sync_without_the_drafters_weights_is_named(engine: Any, drafters: Path) -> None:

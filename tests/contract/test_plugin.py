@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,49 @@ def test_a_wrong_block_stops_the_engine() -> None:
 
 def test_a_drafter_with_weights_gets_them_and_room_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = {"method": "draft_model", "model": str(POLICY), "num_speculative_tokens": 4}
-    monkeypatch.setattr(patches, "engine_args", lambda _: {"speculative_config": drafter})
+    monkeypatch.setattr(patches, "v1_args", lambda _: {"speculative_config": drafter})
     config = engine_config(additional_config={"das": {"drafter": "history"}}, load_format="dummy")
     assert config.model_config.max_model_len == 512 + 4 + 1
     assert config.load_config.load_format == "auto"
+
+
+def test_the_environment_may_hold_or_name_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "das.yaml"
+    for text, given in (
+        ('{"drafter": "history", "budget": {"max_draft_tokens": 6}}', None),
+        (str(file), "das:\n  budget: {max_draft_tokens: 6}\n"),
+        (str(file), "budget: {max_draft_tokens: 6}\n"),
+    ):
+        file.write_text(given or "")
+        monkeypatch.setenv("DAS_CONFIG", text)
+        assert engine_config().speculative_config.num_speculative_tokens == 6
+    own = {"das": {"budget": {"max_draft_tokens": 7}}}
+    assert engine_config(additional_config=own).speculative_config.num_speculative_tokens == 7
+    for off in ("", "{}", '{"drafter": "none"}'):
+        monkeypatch.setenv("DAS_CONFIG", off)
+        assert (engine_config().speculative_config is None) == (off != "{}")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("DAS_CONFIG", "/nowhere/das.yaml", "DAS_CONFIG: found '/nowhere/das.yaml', allowed: a das: block"),
+        ("DAS_CONFIG", '{"das": null}', "found an empty block"),
+        ("DAS_CONFIG", '{"history": {"persist": "/tmp"}}', "das.history.persist: found '/tmp', allowed: null, because"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", "VLLM_USE_V2_MODEL_RUNNER: found '1', das.drafter='history' needs '0'"),
+    ],
+)
+def test_what_an_engine_without_a_host_cannot_do_stops_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
+    monkeypatch.setenv("DAS_CONFIG", "{}")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        engine_config()
+
+
+def test_the_model_runner_is_chosen_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DAS_CONFIG", "{}")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert not engine_config().use_v2_model_runner
+    assert os.environ.pop("VLLM_USE_V2_MODEL_RUNNER") == "0"

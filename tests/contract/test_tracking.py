@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("verl")
-import ray
-from verl.utils.tracking import Tracking
+verl = pytest.importorskip("verl")
+import ray  # noqa: E402
+from verl.utils.tracking import Tracking  # noqa: E402
 
-from das_adapter.protocol.metrics import Counters
-from das_adapter.service.ledger import ledger
+from das_adapter.protocol.metrics import Counters  # noqa: E402
+from das_adapter.service.ledger import ledger  # noqa: E402
+from das_adapter.verl import tracking  # noqa: E402
 
 V1 = {"actor/pg_loss": 0.1, "critic/score/mean": 0.5, "training/global_step": 3, "timing_s/gen": 2.0}
 ONE_STEP_OFF = {"actor/pg_loss": 0.1, "critic/score/mean": 0.5, "timing_s/step": 2.0}
@@ -30,11 +31,34 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
         rollout = {"begin": 1.0, "ends": [2.0], "token_hash": 1}
         ray.get(ledger(4).report.remote(3, {**Counters(tokens=30, request_forwards=10).take(), **rollout}))
         config = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "history"}}}}}
-        tracking = Tracking("project", "experiment", ["file"], config)
+        logger = Tracking("project", "experiment", ["file"], config)
         for data in (V1, ONE_STEP_OFF, FULLY_ASYNC, VALIDATION, WEIGHT_SYNC):
-            tracking.log(data=data, step=3)
+            logger.log(data=data, step=3)
     finally:
         ray.shutdown()
     logged = [json.loads(line)["data"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row.get("das/tokens_per_forward") for row in logged] == [3.0, 3.0, 3.0, None, None]
+    assert [row.get("das/exposed_generation_s") for row in logged] == [2.0, None, None, None, None]
     assert logged[3] == VALIDATION
+
+
+def test_exposed_generation_is_the_time_in_which_training_waits() -> None:
+    assert tracking._exposed({"timing_s/gen": 2.0, "timing_s/step": 5.0}) == {"das/exposed_generation_s": 2.0}
+    assert tracking._exposed({"timing_s/gen": 2.0, "timing_s/switch_wait": 1.5}) == {"das/exposed_generation_s": 3.5}
+    assert tracking._exposed(ONE_STEP_OFF) == {}
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        "trainer/ppo/ray_trainer.py",
+        "trainer/ppo/v1/trainer_base.py",
+        "experimental/one_step_off_policy/ray_trainer.py",
+        "experimental/fully_async_policy/fully_async_trainer.py",
+    ],
+)
+def test_every_trainer_times_its_wait_under_that_name(trainer: str) -> None:
+    path = Path(verl.__file__).parent / trainer
+    if not path.exists():
+        pytest.skip(f"this veRL has no {trainer}")
+    assert 'marked_timer("gen", ' in path.read_text()

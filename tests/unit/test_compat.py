@@ -54,6 +54,34 @@ def test_a_missing_symbol_names_itself_and_the_oldest_version(package: str, monk
         compat.require("hostpkg")
 
 
+@pytest.mark.parametrize(
+    ("name", "found", "state"),
+    [
+        ("Thing.method", "2.1+cpu", "tried"),
+        ("Thing.method", "3.0", "symbols present"),
+        ("Thing.method", "1.9", "symbols present"),  # a development version may have them before its number says so
+        ("Thing.gone", "1.10", "too old"),
+        ("Thing.gone", "2.1", "broken"),
+    ],
+)
+def test_symbols_decide_and_the_version_says_more(
+    package: str, name: str, found: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compat.missing.cache_clear()
+    host = compat.Host(("hostpkg",), "1.11", ("2.1",), (compat.Symbol(package, name, ""),))
+    monkeypatch.setitem(compat.HOSTS, "hostpkg", host)
+    monkeypatch.setattr(compat, "version", lambda _: found)
+    assert compat.state("hostpkg") == state
+
+
+def test_what_a_host_may_do_without_is_missing_only_in_part(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compat.missing.cache_clear()
+    symbols = [compat.Symbol(package, name, "", optional=True) for name in ("Gone.method", "Thing.gone")]
+    symbols.append(compat.Symbol("hostpkg.gone", "Other.method", "", optional=True))
+    monkeypatch.setitem(compat.HOSTS, "hostpkg", compat.Host(("hostpkg",), "1", (), tuple(symbols)))
+    assert compat.missing("hostpkg") == [symbols[1]]
+
+
 @pytest.mark.parametrize("host", compat.HOSTS)
 def test_the_installed_hosts_have_every_symbol(host: str) -> None:
     if compat.version(host) is None:

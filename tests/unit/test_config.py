@@ -245,6 +245,7 @@ EVERYTHING = {
     "history.scope": "global",
     "history.window": 3,
     "history.max_bytes": "1GiB",
+    "history.device_bytes": "1GiB",
     "history.persist": "x",
     "budget.policy": "classes",
     "budget.max_draft_tokens": 7,
@@ -291,7 +292,7 @@ def block(keys: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("drafter", "acts"),
     [
-        ("history", ANY | CONTROLLED | HISTORY),
+        ("history", ANY | CONTROLLED | HISTORY | {"history.device_bytes"}),
         ("self", ANY | CONTROLLED | COPY),
         ("history+self", ANY | CONTROLLED | HISTORY | COPY),
         ("ngram", ANY | {"budget.max_draft_tokens"}),
@@ -433,6 +434,11 @@ def any_host(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"toggle": {"calibration": "nowhere.json"}}, {}, "das.toggle.calibration: found 'nowhere.json'"),
         (
             {},
+            {"disaggregation": {"enabled": True}},
+            "custom.das: found actor_rollout_ref.rollout.disaggregation.enabled=True, whose replicas take the place of",
+        ),
+        (
+            {},
             {"engine_kwargs": {"vllm": {"additional_config": '{"a": 1}'}}},
             "actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config: found '{\"a\": 1}', expected a mapping",
         ),
@@ -472,6 +478,10 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
         ),
         ({"das": {"toggle": {"calibration": "nowhere.json"}}}, "das.toggle.calibration: found 'nowhere.json'"),
         ({"das": {"history": {"persist": "x"}}}, "das.history.persist: found 'x', expected a directory that exists"),
+        (
+            {"backend": "sglang", "das": {}},
+            "policy.generation.das: found policy.generation.backend='sglang', allowed: 'vllm'",
+        ),
     ],
 )
 def test_nemo_rl_is_stopped_before_anything_starts(generation: Any, message: str, any_host: None) -> None:
@@ -517,8 +527,8 @@ def test_there_are_shipped_blocks_of_both_hosts() -> None:
 
 
 def test_the_readme_has_the_table_of_keys_that_the_models_give() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert reference.update(text) == text, "run python tools/reference.py README.md"
+    text = reference.PAGE.read_text()
+    assert reference.update(text) == text, "run python tools/reference.py"
 
 
 def test_every_key_is_documented() -> None:

@@ -262,3 +262,38 @@ def test_drafts_keep_to_the_room_and_the_maximum(policy: str) -> None:
     assert np.all(seen[0] <= np.minimum(room, 8))
     assert np.all(seen[0] >= 0)
     assert np.all(plan.history <= seen[0])
+
+
+@pytest.mark.parametrize("truth", [MEMORY_BOUND, COMPUTE_BOUND])
+@pytest.mark.parametrize("chance", [0.02, 0.9])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_one_length_for_all_is_never_much_slower_than_off(truth: StepModel, chance: float, batch: int) -> None:
+    lengths = np.random.default_rng(1).integers(150, 400, batch)
+    off = rollout(lengths, truth, None).seconds
+
+    def controller() -> Controller:
+        return Controller(BudgetConfig(), ToggleConfig(), limit=2048, common=(1, 2, 4, 8, 16))
+
+    on = rollout(lengths, truth, warm(controller(), lengths, truth, chance=chance), chance=chance).seconds
+    assert on <= 1.02 * off
+    if truth is MEMORY_BOUND and chance == 0.9 and batch < 64:
+        assert on < 0.7 * off
+
+
+@pytest.mark.parametrize("policy", ["optimal", "classes", "uniform", "unlimited"])
+@pytest.mark.parametrize("mode", ["off", "roofline"])
+def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: str, mode: str) -> None:
+    common = (1, 2, 4, 8)
+    controller = Controller(BudgetConfig(policy=policy, max_draft_tokens=8), ToggleConfig(mode=mode), 2048,  # type: ignore[arg-type]
+                            common=common)  # fmt: skip
+    slots = np.array([controller.open(i, 5, 400) for i in range(5)])
+    lengths = set()
+    for _ in range(100):
+        decoded = Decoded(slots, np.ones(5, dtype=int), None, None, np.full(5, 50))
+        keep = controller.plan(decoded, lambda limits, floor: stated(np.minimum(limits, [0, 1, 3, 5, 5]), 0.9)).history
+        assert len(set(keep.tolist())) == 1
+        lengths.add(int(keep[0]))
+        tokens = int(keep.sum()) + 5
+        controller.timed(TimedStep(slots, np.ones(5, dtype=int), tokens, MEMORY_BOUND.step(tokens, 5, keep.any())))
+    assert lengths <= {0, *common}
+    assert max(lengths) > 0

@@ -17,7 +17,7 @@ def graph() -> grimp.ImportGraph:
     ("room", "allowed"),
     [
         ("errors", set()),
-        ("config", {"pydantic", "pydantic_core"}),
+        ("config", {"pydantic", "pydantic_core", "yaml"}),
         ("compat", set()),
         ("patching", {"wrapt"}),
         ("core", {"numpy"}),

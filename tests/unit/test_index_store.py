@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from das_adapter.core.index import IndexFileError, SuffixIndex
-from das_adapter.core.index.store import HistoryStore
+from das_adapter.core.index.store import HistoryStore, newest_in, problems_in
 from das_adapter.errors import DasError
 
 POEM = list(range(11, 21))
@@ -486,3 +486,105 @@ def test_a_seal_may_leave_the_rest_for_the_next_generation(store: HistoryStore) 
     store.seal()
     index.refresh()
     assert (index.problems, store.staged) == (3, 0)
+
+
+def both(tmp_path: Path) -> tuple[HistoryStore, HistoryStore]:
+    return HistoryStore(tmp_path / "here"), HistoryStore(tmp_path / "there")
+
+
+def test_problems_move_to_another_store_and_draft_there_as_before(tmp_path: Path) -> None:
+    here, there = both(tmp_path)
+    fill(here, 5)
+    before = SuffixIndex.attach(here.directory)
+    problems, sizes = here.contents()
+    assert sorted(problems.tolist()) == [0, 1, 2] and sizes.sum() == here.nbytes
+    there.add(1, POEM, 9)  # written since
+    there.seal()
+    here.give(tmp_path / "moving", [0, 1])
+    for _ in range(2):  # the second time it is known
+        there.absorb(tmp_path / "moving")
+        there.seal()
+    here.forget([0, 1])
+    here.seal()
+    left, moved = SuffixIndex.attach(here.directory), SuffixIndex.attach(there.directory)
+    assert (left.problems, moved.problems) == (1, 2)
+    assert left.tokens + moved.tokens == before.tokens + len(POEM)
+    assert drafted(moved, 0, (1, 2)) == drafted(before, 0, (1, 2))
+    assert drafted(moved, 1, tuple(POEM[:3])) == POEM[3:]
+    there.add(1, POEM, 10)
+    there.seal(window=2)
+    moved.refresh()
+    assert moved.tokens == before.tokens // 3 + 2 * len(POEM)
+    here.close(), there.close()
+    with HistoryStore(tmp_path / "there") as again:
+        assert again.tokens == moved.tokens
+
+
+def test_of_a_file_only_the_problems_asked_for_are_taken(tmp_path: Path) -> None:
+    here, there = both(tmp_path)
+    fill(here, 3)
+    here.save(tmp_path / "saved")
+    assert set(problems_in(tmp_path / "saved").tolist()) == {0, 1, 2}
+    assert newest_in(tmp_path / "saved") == 2
+    there.absorb(tmp_path / "saved", [2, 5])
+    assert there.contents()[0].tolist() == [2]
+    assert there.newest == 2
+    damaged = bytearray((tmp_path / "saved").read_bytes())
+    damaged[-1] ^= 1
+    (tmp_path / "damaged").write_bytes(damaged)
+    with pytest.raises(IndexFileError):
+        there.absorb(tmp_path / "damaged", [0, 1, 2])
+    assert there.contents()[0].tolist() == [2]
+    here.close(), there.close()
+
+
+def test_a_visitor_is_drafted_from_until_its_requests_are_gone(tmp_path: Path) -> None:
+    here, there = both(tmp_path)
+    fill(here, 2, problems=2)
+    there.add(5, POEM, 1)
+    there.seal()
+    there.give(tmp_path / "guests", [5])
+    index = SuffixIndex.attach(here.directory)
+    own = (index.tokens, index.problems)
+    early = index.open(5, [])
+    assert index.age(early) is None
+    index.visit(tmp_path / "guests")
+    (tmp_path / "guests").unlink()
+    assert index.draft([early], [20], 0.0)[0][0].tolist() == POEM == drafted(index, 5)
+    assert index.age(early) == 0
+    index.refresh()
+    index.clear_live()
+    assert index.draft([early], [20], 0.0)[0][0].tolist() == POEM  # it is still open
+    index.close(early)
+    index.clear_live()
+    assert (index.tokens, index.problems, drafted(index, 5)) == (*own, [])
+    here.close(), there.close()
+
+
+def test_a_visitor_gives_way_to_history_of_its_own(tmp_path: Path) -> None:
+    here, there = both(tmp_path)
+    there.add(5, POEM, 1)
+    there.seal()
+    there.give(tmp_path / "guests", [5])
+    index = SuffixIndex.attach(here.directory)
+    index.visit(tmp_path / "guests")
+    here.add(5, POEM[::-1], 2)
+    here.seal()
+    index.refresh()
+    assert (drafted(index, 5), index.tokens) == (POEM[::-1], len(POEM))
+    index.visit(tmp_path / "guests")  # it comes too late
+    index.clear_live()
+    assert (drafted(index, 5), index.tokens) == (POEM[::-1], len(POEM))
+    here.close(), there.close()
+
+
+def test_the_index_of_a_long_response_is_bounded(store: HistoryStore) -> None:
+    index, rng = SuffixIndex(), np.random.default_rng(0)
+    handle, sizes = index.open(1, []), []
+    for _ in range(16):
+        index.extend(handle, rng.integers(0, 100_000, 2**13))
+        sizes.append(index.live_bytes - 4 * 2**13 * (len(sizes) + 1))  # without the text
+    assert max(sizes) <= 1.1 * max(sizes[:4])
+    text = rng.integers(0, 100_000, 20)
+    index.extend(handle, np.concatenate([text, text[:10]]))
+    assert index.draft([handle], [10], 0.0)[0][0].tolist() == text[10:].tolist()

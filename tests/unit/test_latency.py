@@ -128,8 +128,8 @@ def test_the_roofline_knows_a_models_bytes_and_is_usable_before_the_first_step()
     assert line.step(wide, 16, True) == pytest.approx(roof.verify(16, 1000, wide // 16 - 1), rel=0.1)
 
 
-def test_throughput_is_the_requests_that_double_a_step() -> None:
-    assert StepModel(base=0.01, token=0.0001, request=0.0001).throughput() == pytest.approx(50)
+def test_capacity_is_what_doubles_a_step() -> None:
+    assert StepModel(base=0.01, token=0.0001, request=0.0002).capacity() == pytest.approx((50, 100))
     bent = StepModel(base=0.004, token=0.002, bend=-0.0018, knee=4.0)
-    assert bent.throughput() > 15  # what the first few requests add says little of a batch
-    assert StepModel(base=0.01, token=0.0).throughput() == 1024
+    assert bent.capacity().tokens > 15  # what the first few tokens add says little of a batch
+    assert StepModel(base=0.01, token=0.0).capacity() == (1024, 1024)

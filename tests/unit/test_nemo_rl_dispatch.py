@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from das_adapter.core.identity import FirstTurns, prompt_identity
-from das_adapter.nemo_rl.identity import Labeller
+from das_adapter.protocol.label import Labeller
 
 
 def ids(*tokens: int) -> np.ndarray:

@@ -9,69 +9,119 @@ from itertools import product
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from das_adapter.core.identity import prompt_identity, request_seed
-from das_adapter.core.noise import gumbel, row_keys
+from das_adapter.core.noise import gumbel, hashed, uniform
 
 torch = pytest.importorskip("torch")
-from das_adapter.engine.sampling.keyed_sample import keyed_sample, torch_sample  # noqa: E402
+from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample  # noqa: E402
 
 DRAWS = 120_000
+HASHES = [[2167721464, 1065631903], [3370070123, 1192055257], [3797045379, 831593000]]
+ENDS = np.array([-(2**63), -(2**31) - 5, -1, 0, 1, 2**32 - 1, 2**32, 2**63 - 1])
 
 
-def keys(count: int, seed: int = 0) -> np.ndarray:
-    return row_keys(np.full(count, seed, dtype=np.uint64), np.arange(count))
+def rows(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Seeds and positions of so many rows of one request."""
+    return np.full(count, seed, dtype=np.int64), np.arange(count)
 
 
-def bits(keys: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(keys.view(np.int64))
+def keys(seeds: np.ndarray, positions: np.ndarray) -> Keys:
+    return Keys(torch.from_numpy(seeds), torch.from_numpy(positions))
+
+
+def expected(logits: np.ndarray, temperature: np.ndarray, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Draw by the definition, in float32; `argmax` takes the lowest of equals."""
+    divisor = np.where(temperature == 0, 1, temperature).astype(np.float32)[:, None]
+    noise = gumbel(seeds, positions, np.arange(logits.shape[1]))
+    return (logits / divisor + np.where(temperature[:, None] == 0, np.float32(0), noise)).argmax(axis=1)
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 96, 1000, 50_257])
-def test_samplers_agree_with_the_definition(vocab: int) -> None:
-    rows = 200 if vocab <= 1000 else 8
-    logits = np.random.default_rng(vocab).normal(scale=4, size=(rows, vocab)).astype(np.float32)
-    expected = (logits.astype(np.float64) + gumbel(keys(rows), np.arange(vocab))).argmax(axis=1)
-    assert keyed_sample(torch.from_numpy(logits), bits(keys(rows))).tolist() == expected.tolist()
-    assert torch_sample(torch.from_numpy(logits), bits(keys(rows))).tolist() == expected.tolist()
+def test_the_cpu_kernel_draws_by_the_definition(vocab: int) -> None:
+    count, rng = 200 if vocab <= 1000 else 8, np.random.default_rng(vocab)
+    seeds, positions = rng.choice(ENDS, count), rng.integers(0, 2**20, count)
+    logits = rng.normal(scale=4, size=(count, vocab)).astype(np.float32)
+    logits[rng.random(logits.shape) < 0.3] = -np.inf
+    temperature = rng.choice([0.0, 0.3, 1.0, 2.5], count).astype(np.float32)
+    drawn = keyed_sample(torch.from_numpy(logits), torch.from_numpy(temperature), keys(seeds, positions))
+    assert drawn.tokens.tolist() == expected(logits, temperature, seeds, positions).tolist()
+
+
+@given(st.lists(st.sampled_from([-np.inf, -1e4, 0.0, 0.5, 16.0, 1e6, 3e38]), min_size=1, max_size=300), st.integers())
+def test_ties_and_extremes_go_by_the_definition(logits: list[float], seed: int) -> None:
+    """At 1e6 and above the noise falls below the last bit: most scores are equal."""
+    row = np.array([logits], dtype=np.float32)
+    seeds, positions = np.array([(seed + 2**63) % 2**64 - 2**63]), np.array([7])
+    drawn = keyed_sample(torch.from_numpy(row), None, keys(seeds, positions))
+    assert drawn.tokens.tolist() == expected(row, np.ones(1), seeds, positions).tolist()
+
+
+def test_the_noise_never_changes() -> None:
+    """Values of vLLM 0.32's `murmur3_hash32` (`tests/contract/test_vllm_noise.py` compares all of it, where that is
+    installed)."""
+    seeds, positions = np.array([0, -1, 2**40 + 5]), np.array([0, 9, 2**31])
+    assert hashed(seeds, positions, np.array([0, 151_935])).tolist() == HASHES
+    assert uniform(np.array([0, 2**32 - 1], dtype=np.uint32)).tolist() == [2**-33, 1.0]
+    assert np.isfinite(gumbel(seeds, positions, np.arange(10**5))).all()
 
 
 _INTERPRETED = """
 import numpy as np, torch
-from das_adapter.core.noise import gumbel, row_keys
-from das_adapter.engine.sampling import keyed_sample as noise
-keys = row_keys(np.arange(5, dtype=np.uint64) * 77, np.arange(5))
-logits = np.random.default_rng(0).normal(scale=3, size=(5, 2500)).astype(np.float32)
-expected = (logits.astype(np.float64) + gumbel(keys, np.arange(2500))).argmax(1)
-drawn = noise._triton_sample(torch.from_numpy(logits), torch.from_numpy(keys.view(np.int64)))
-assert drawn.tolist() == expected.tolist()
+from das_adapter.core.noise import gumbel
+from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample, triton_sample
+rng = np.random.default_rng(0)
+seeds = rng.choice([-(2**63), -1, 0, 1, 2**40 + 5, 2**63 - 1], 12)
+positions, temperature = rng.integers(0, 2**20, 12), rng.choice([0.0, 0.7, 1.0], 12).astype(np.float32)
+keys = Keys(torch.from_numpy(seeds), torch.from_numpy(positions))
+for dtype, vocab in ((torch.float32, 9000), (torch.bfloat16, 4096), (torch.float32, 3)):
+    logits = torch.from_numpy(rng.normal(scale=3, size=(12, vocab)).astype(np.float32)).to(dtype)
+    logits[:4, 1 : max(2, vocab // 2)] = -float("inf")
+    logits[5] = 0.0
+    x = logits.float().numpy()
+    noise = gumbel(seeds, positions, np.arange(vocab), log=np.log)
+    scaled = x / np.where(temperature == 0, 1, temperature)[:, None]
+    tokens = (scaled + np.where(temperature[:, None] == 0, 0, noise)).argmax(1)
+    for scores in (None, "raw", "processed"):
+        drawn = triton_sample(logits, torch.from_numpy(temperature), keys, scores)
+        assert drawn.tokens.tolist() == tokens.tolist(), (dtype, vocab, scores)
+        if scores:
+            reference = keyed_sample(logits, torch.from_numpy(temperature), keys, scores)
+            torch.testing.assert_close(drawn.logprobs, reference.logprobs, rtol=0, atol=2e-6)
+            assert drawn.ranks.tolist() == reference.ranks.tolist()
+alone = triton_sample(logits[3:4], torch.from_numpy(temperature[3:4]), keys.at(slice(3, 4)), "raw")
+assert torch.equal(alone.logprobs, triton_sample(logits, torch.from_numpy(temperature), keys, "raw").logprobs[3:4])
 """
 
 
-def test_the_gpu_kernel_agrees_with_the_definition() -> None:
-    """Under Triton's interpreter, which needs no GPU."""
+def interpreted(script: str, **environment: str) -> None:
+    """Run a script under Triton's interpreter, which needs no GPU."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", _INTERPRETED], env=environment, capture_output=True, text=True, check=False
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", **environment}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def test_the_gpu_kernel_agrees_with_the_definition() -> None:
+    interpreted(_INTERPRETED)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("seed", [0, 12345])
 def test_draws_follow_the_softmax(temperature: float, seed: int) -> None:
-    logits = np.random.default_rng(3).normal(scale=1.5, size=16).astype(np.float32) / np.float32(temperature)
-    drawn = keyed_sample(torch.from_numpy(np.tile(logits, (DRAWS, 1))), bits(keys(DRAWS, seed)))
-    p = np.exp(logits.astype(np.float64) - logits.max())
+    logits = np.random.default_rng(3).normal(scale=1.5, size=16).astype(np.float32)
+    divisors = torch.full((DRAWS,), temperature)
+    drawn = keyed_sample(torch.from_numpy(np.tile(logits, (DRAWS, 1))), divisors, keys(*rows(DRAWS, seed))).tokens
+    p = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
     test = stats.chisquare(np.bincount(drawn.numpy(), minlength=16), DRAWS * p / p.sum())
     assert test.pvalue > 1e-4
 
 
 def test_draws_at_neighbouring_positions_are_independent() -> None:
-    flat = torch.zeros(DRAWS, 8)
-    here = keyed_sample(flat, bits(keys(DRAWS))).numpy()
+    here = keyed_sample(torch.zeros(DRAWS, 8), None, keys(*rows(DRAWS))).tokens.numpy()
     pairs = np.bincount(here[:-1] * 8 + here[1:], minlength=64)
     assert stats.chisquare(pairs).pvalue > 1e-4
 
@@ -79,12 +129,18 @@ def test_draws_at_neighbouring_positions_are_independent() -> None:
 def test_excluded_tokens_are_never_drawn_and_one_token_always() -> None:
     logits = torch.full((1000, 50), -float("inf"))
     logits[:, 7] = -1000.0
-    assert keyed_sample(logits, bits(keys(1000))).unique().tolist() == [7]
+    assert keyed_sample(logits, None, keys(*rows(1000))).tokens.unique().tolist() == [7]
 
 
-def test_keys_differ_by_seed_and_position() -> None:
-    seeds, positions = np.divmod(np.arange(100_000), 1000)
-    assert len(np.unique(row_keys(seeds.astype(np.uint64), positions))) == 100_000
+def test_the_log_probability_and_rank_are_the_drawn_tokens() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0, 3.0]]).repeat(400, 1)
+    halved = torch.full((400,), 0.5)
+    for scores, divisor in (("raw", 1.0), ("processed", 0.5)):
+        drawn = keyed_sample(logits, halved, keys(*rows(400)), scores)
+        assert drawn.tokens.unique().tolist() == [0, 1, 2, 3]
+        reference = (logits / divisor).log_softmax(-1).gather(1, drawn.tokens[:, None]).squeeze(1)
+        torch.testing.assert_close(drawn.logprobs, reference, rtol=0, atol=1e-6)
+        assert drawn.ranks.tolist() == torch.tensor([4, 2, 3, 2])[drawn.tokens].tolist()
 
 
 def test_seeds_differ_by_everything_they_are_derived_from() -> None:

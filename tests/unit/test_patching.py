@@ -80,7 +80,9 @@ def test_every_patched_symbol_is_checked_at_start() -> None:
     from das_adapter.verl import hooks
 
     checked = {f"{s.module}:{s.name}" for host in compat.HOSTS.values() for s in host.symbols}
-    relied = [p for p in (*patches.AT_START, patches.build_row_processors, *hooks.HOOKS) if not p.adds]
+    relied = [
+        p for p in (*patches.AT_START, *patches.IN_FRONT_ENDS, patches.build_row_processors, *hooks.HOOKS) if not p.adds
+    ]
     targets = {p.target.replace(".__ray_metadata__.modified_class", "") for p in relied}
     assert targets <= checked
     assert install.choose_workers.target in checked

@@ -101,3 +101,16 @@ def test_what_a_cpu_lacks_is_refused_by_name() -> None:
         quantised(torch.zeros(16, 128), "fp8")
     with pytest.raises(ConfigError, match=r"torch\.float16, allowed on a CPU: torch\.float32, torch\.bfloat16"):
         quantised(torch.zeros(16, 128, dtype=torch.float16), "int8")
+
+
+def test_packing_on_the_device_is_vllms() -> None:
+    """On any device; vLLM's own functions do it on the host."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_zero_points
+    from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
+
+    from das_adapter.engine.drafters.quantised_gpu import pack, pack_zeros
+
+    codes = torch.randint(0, 16, (256, 128), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(pack(codes.float()), awq_pack(codes, 4, 256, 128))
+    assert torch.equal(pack_zeros(codes[:4].float()), marlin_zero_points(codes[:4], 4, 128, 4))

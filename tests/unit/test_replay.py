@@ -19,8 +19,8 @@ from index_drafters import Arctic, Ceiling, Ours, Plain
 from das_adapter.cli import main
 from das_adapter.config import HistoryConfig
 from das_adapter.errors import DasError
+from das_adapter.sim.rollouts import Rollout, RolloutFileError, read
 from das_adapter.tools.replay import SOURCES, plot, replay, report
-from das_adapter.tools.rollouts import Rollout, RolloutFileError, read
 
 POEM = list(range(11, 51))
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_math" / "policy"

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from das_adapter.cli import main
+from das_adapter.sim.rollouts import Rollout
 from das_adapter.tools.replicas import Figures, Router, replay, report, siblings
-from das_adapter.tools.rollouts import Rollout
 
 ROLLOUTS = workload.synthetic(problems=12, samples=6, mean_tokens=80, seed=3)
 

@@ -71,7 +71,7 @@ def test_the_command_writes_plots_and_prints_the_figures(tmp_path: Path) -> None
     assert result.exit_code == 0, result.output
     assert "decode_steps" in result.output
     names = {p.name for p in (tmp_path / "out").iterdir()}
-    assert names == {"summary.json", "timeline.png", "steps.png", "acceptance.png", "latency.png"}
+    assert names == {"report.html", "summary.json", "timeline.png", "steps.png", "acceptance.png", "latency.png"}
     assert json.loads((tmp_path / "out/summary.json").read_text())["rollouts"] == 2
 
 

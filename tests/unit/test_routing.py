@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -14,22 +15,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from das_adapter.config import parse
+from das_adapter.core.homes import homes
+from das_adapter.core.latency import Capacity
 from das_adapter.core.length import Expected
-from das_adapter.core.routing import THROUGHPUT, Replicas, StartOrder, plan, start_order, worth_of
+from das_adapter.core.routing import SLACK, Replicas, StartOrder, plan, start_order, worth_of
 from das_adapter.core.siblings import NO_SIBLINGS, Moments, Worth
 
 WORTH = Worth()
+MODEL = Replicas[int]()
 GROUPS = st.dictionaries(st.integers(0, 19), st.integers(1, 8), min_size=1, max_size=16)
 LENGTHS = st.dictionaries(st.integers(0, 19), st.integers(1, 10_000).map(float))
 
 
 def makespan(shares: Sequence[Sequence[int]], problems: Sequence[int], lengths: dict[int, float]) -> float:
-    """The end of a plan by the model: the longest request's rounds, and all work over the throughput."""
+    """The end of a plan by the model: the longest request's rounds, and all work."""
     expected, ends = Expected(lengths), []
     for rows in shares:
         samples = Counter(problems[row] for row in rows)
         rounds = {p: expected[p] / WORTH.tokens(n - 1, known=p in lengths) for p, n in samples.items()}
-        ends.append(max(rounds.values(), default=0.0) + sum(rounds[p] * n for p, n in samples.items()) / THROUGHPUT)
+        work = sum(MODEL.work(expected[p], n - 1, p in lengths) * n for p, n in samples.items())
+        ends.append(max(rounds.values(), default=0.0) + work)
     return max(ends)
 
 
@@ -46,18 +51,28 @@ def test_a_plan_has_every_row_once_and_ends_no_later_than_scattered_rows(
     shares = plan(problems, Expected(lengths), workers)
     expected = Expected(lengths)
     alone = [expected[p] / WORTH.tokens(0, known=p in lengths) for p in problems]
-    assert makespan(shares, problems, lengths) <= 1e-6 + max(alone) + (sum(alone) / workers + max(alone)) / THROUGHPUT
+    work = [MODEL.work(expected[p], 0, p in lengths) for p in problems]
+    assert makespan(shares, problems, lengths) <= 1e-6 + max(alone) + sum(work) / workers + max(work)
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_groups_stay_whole_where_there_are_enough_to_balance(workers: int) -> None:
-    rng = np.random.default_rng(workers)
-    lengths = {p: float(n) for p, n in enumerate(rng.lognormal(6, 0.5, 8 * workers))}
-    problems = rng.permutation([p for p in lengths for _ in range(8)]).tolist()
-    shares = plan(problems, Expected(lengths), workers)
-    assert sum(len({problems[row] for row in rows}) for rows in shares) == len(lengths)
+    problems = np.random.default_rng(workers).permutation([p for p in range(8 * workers) for _ in range(8)]).tolist()
+    shares = plan(problems, Expected(), workers)
+    assert sum(len({problems[row] for row in rows}) for rows in shares) == 8 * workers
     scattered = [[int(row) for row in rows] for rows in np.array_split(np.arange(len(problems)), workers)]
-    assert makespan(shares, problems, lengths) < 0.98 * makespan(scattered, problems, lengths)
+    assert makespan(shares, problems, {}) < 0.98 * makespan(scattered, problems, {})
+
+
+def test_few_groups_that_gain_little_are_spread_since_their_lengths_may_be_wrong() -> None:
+    parts = {}
+    for known, each in itertools.product((True, False), (1, 16)):
+        expected = Expected({p: 100.0 for p in range(2 * each)} if known else {}, capacity=Capacity(16.0, 1024.0))
+        shares = plan([p for p in range(2 * each) for _ in range(8)], expected, 2)
+        parts[known, each] = sum(len({row // 8 for row in rows}) for rows in shares) / (2 * each)
+    assert parts[True, 1] > 1.4  # history is worth more than the siblings
+    assert parts[False, 16] == 1.0
+    assert parts[True, 16] <= parts[True, 1]
 
 
 @pytest.mark.parametrize("group", [1, 8])
@@ -68,7 +83,7 @@ def test_requests_that_come_one_by_one_keep_groups_whole_too(workers: int, group
     arrivals = rng.permutation([p for p in lengths for _ in range(8)]).tolist()
     replicas = Replicas(range(workers), group=group)
     for burst in range(2):  # from the second on, the work and the size of a group are known
-        places = [(replicas.pick(p, lengths[p], known=burst > 0), p) for p in arrivals]
+        places = [(replicas.pick(p, lengths[p]), p) for p in arrivals]
         if burst or group == 8:
             assert len(set(places)) == len(lengths)
         for replica, problem in places:
@@ -220,7 +235,7 @@ def test_groups_stay_together_as_far_as_the_runs_own_requests_gain_from_it() -> 
     problems = [problem for problem in range(4) for _ in range(8)]
     gain, none = (Moments.of(0.0, 1.5, 1000) + Moments.of(1.3, y, 1000) for y in (4.0, 1.5))
     for seen, replicas_of_a_group in ((gain, 1), (none, 4)):
-        shares = plan(problems, Expected(siblings=seen, throughput=1000.0), 4, slots=1000)
+        shares = plan(problems, Expected(siblings=seen, capacity=Capacity(1000.0, 1000.0)), 4, slots=1000)
         for problem in range(4):
             assert sum(any(problems[row] == problem for row in rows) for rows in shares) <= replicas_of_a_group
         assert sorted(row for rows in shares for row in rows) == list(range(32))
@@ -228,6 +243,24 @@ def test_groups_stay_together_as_far_as_the_runs_own_requests_gain_from_it() -> 
 
 def test_a_replica_whose_steps_grow_with_the_batch_gets_fewer_requests() -> None:
     """One group: alone on its replica while a step hardly takes longer with it, over both where steps double."""
-    for throughput, shares in ((1000.0, [0, 8]), (2.0, [4, 4])):
-        found = plan([7] * 8, Expected(throughput=throughput), 2)
+    for capacity, shares in (((1000.0, 1000.0), [0, 8]), ((2.0, 1000.0), [4, 4]), ((1000.0, 2.0), [4, 4])):
+        found = plan([7] * 8, Expected(capacity=Capacity(*capacity)), 2)
         assert sorted(map(len, found)) == shares
+
+
+def test_groups_go_to_the_node_of_their_history_while_balance_allows() -> None:
+    nodes = [f"node {i}" for i in range(4)]
+    node_of = {replica: nodes[replica // 2] for replica in range(8)}
+    problems = [p for p in range(256) for _ in range(8)]
+
+    def shares(**places: Any) -> list[list[int]]:
+        return plan(problems, Expected(dict.fromkeys(range(256), 100.0)), 8, **places)
+
+    settled = shares(nodes=nodes, node_of=node_of)
+    at_home = homes(range(256), nodes)
+    right = [nodes[at_home[problems[row]]] == node_of[replica] for replica, rows in enumerate(settled) for row in rows]
+    assert sum(right) > 0.85 * len(problems)
+    loads = [len(rows) for rows in settled]
+    assert max(loads) <= (1 + 2 * SLACK) * max(map(len, shares()))
+    one = shares(nodes=nodes[:1], node_of=dict.fromkeys(range(8), nodes[0]))
+    assert one == shares()  # with one node nothing changes

@@ -51,9 +51,15 @@ def test_the_worth_of_siblings_is_that_of_the_requests_once_there_are_many() -> 
         tokens = true.tokens(growing, finished, known) * rng.lognormal(0, 0.2) / math.exp(0.02)
         seen += Moments.of(true.doublings(growing, finished, known), tokens)
     found = Worth().fitted(seen)
-    assert found.alone == pytest.approx(true.alone, abs=0.05)
+    assert found.alone == pytest.approx(true.alone, abs=0.1)
     assert found.doubling == pytest.approx(true.doubling, abs=0.03)
     assert Worth().fitted(Moments()).doubling == pytest.approx(Worth().doubling)
+
+
+def test_requests_that_all_have_as_many_siblings_tell_how_much_all_of_them_accept() -> None:
+    found = Worth().fitted(Moments.of(1.26, 1.31, 1000))
+    assert found.tokens(7) == pytest.approx(1.31, abs=0.02)
+    assert 1.0 < found.alone < found.tokens(3) < 1.31
 
 
 def test_siblings_that_bring_nothing_are_worth_nothing() -> None:

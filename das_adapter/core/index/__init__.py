@@ -182,6 +182,17 @@ class SuffixIndex:
             self._core.refresh(generation)
         return self.generation
 
+    def visit(self, path: str | os.PathLike[str]) -> None:
+        """Map the history of problems that have none here, as `HistoryStore.give` wrote it; each keeps it until the
+        `clear_live` that finds no live text of it, or until `refresh` brings history of its own. The file may be
+        removed afterwards.
+
+        Raises:
+            IndexFileError, OSError: as `refresh`; nothing is mapped.
+        """
+        with _files():
+            self._core.visit(os.fspath(path))
+
     # Live requests
 
     def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens | None = None) -> int:
@@ -288,6 +299,25 @@ class SuffixIndex:
             age = int(self._core.age(handle))
         return None if age < 0 else age
 
+    def flat(self, problem: int, most: int) -> tuple[Int32, npt.NDArray[np.uint32]]:
+        """Return a problem's history as one segment, as a device searches it; empty arrays where there is none.
+
+        Args:
+            problem: identity of the problem.
+            most: words of 32 bits that both arrays may take together; above that the history is thinned out.
+
+        Returns:
+            tokens: int32 [t]; -1 before each text and at the end, -2 before a stretch whose beginning is not there.
+            places: uint32 [p], ordered by reversed left context, equal ones latest first: in 24 bits the position in
+                `tokens` of the last context token, above it in 8 bits the text's age in visits, 255 at most.
+
+        Raises:
+            IndexFileError: the problem's mapped history is damaged.
+        """
+        with _files():
+            found: tuple[Int32, npt.NDArray[np.uint32]] = self._core.flat(problem_id(problem), most)
+        return found
+
     def clear_live(self) -> None:
         """Forget the closed requests' responses (at a weight sync, once they are added and sealed); open ones stay."""
         self._core.clear_live()
@@ -295,6 +325,12 @@ class SuffixIndex:
     def _owned(self, call: str) -> None:
         if self._core.attached:
             raise DasError(f"{call}: found an attached index; its store owns the history: use HistoryStore.{call}")
+
+    @property
+    def fading(self) -> npt.NDArray[np.uint32]:
+        """Weight of a text's votes by its age in visits, uint32 [256]."""
+        weights: npt.NDArray[np.uint32] = self._core.fading
+        return weights
 
     @property
     def generation(self) -> int:

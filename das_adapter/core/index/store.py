@@ -10,11 +10,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from das_adapter.core.index import _files
 from das_adapter.core.index.private import make_private
 from das_adapter.core.index.values import Shrunk, Tokens, check_knobs, problem_id, shrink, token_ids, visits
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
+
+UInt64 = npt.NDArray[np.uint64]
 
 logger = logging.getLogger("das_adapter")
 
@@ -172,16 +177,37 @@ class HistoryStore:
                 self._core.seal(self._window, False, self._threads)
             self._core.save(os.fspath(path))
 
-    def load(self, path: str | os.PathLike[str]) -> int:
-        """Publish what `save` wrote, with its depth, in place of the sealed history; return the generation.
+    def contents(self) -> tuple[UInt64, UInt64]:
+        """Return the problems with sealed history, and the bytes of each, uint64 [n] both."""
+        with self._lock:
+            found: tuple[UInt64, UInt64] = self._core.contents()
+            return found
+
+    def give(self, path: str | os.PathLike[str], problems: npt.ArrayLike) -> None:
+        """Write the sealed history of some problems, uint64 [n], to a file for this user alone: for `absorb` of another
+        store, and for `SuffixIndex.visit`."""
+        with self._lock, _files():
+            self._core.give(os.fspath(path), np.asarray(problems, dtype=np.uint64))
+
+    def absorb(self, path: str | os.PathLike[str], problems: npt.ArrayLike | None = None) -> None:
+        """Take in what `give` or `save` wrote, as older than what is there; it is published by the next `seal`.
+
+        Args:
+            path: of the file.
+            problems: whose history is taken in, uint64 [n]; None: all. One that was taken in before is left as it is.
 
         Raises:
-            IndexFileError, OSError: as `SuffixIndex.load`; the history is then what it was.
+            IndexFileError, OSError: as `SuffixIndex.load`; nothing is taken in.
         """
+        chosen = problems_in(path) if problems is None else np.asarray(problems, dtype=np.uint64)
         with self._lock, _files():
-            self._core.load(os.fspath(path))
-            self._core.publish()
-            return self.generation
+            self._core.absorb(os.fspath(path), chosen)
+            self._work_in_background()
+
+    def forget(self, problems: npt.ArrayLike) -> None:
+        """Drop the sealed history of some problems, uint64 [n]; the next `seal` publishes that."""
+        with self._lock:
+            self._core.forget(np.asarray(problems, dtype=np.uint64))
 
     def close(self) -> None:
         """Stop writing; the files stay, for readers and for the next store."""
@@ -247,3 +273,24 @@ class HistoryStore:
         """Problems with sealed history."""
         with self._lock:
             return int(self._core.problems)
+
+
+def problems_in(path: str | os.PathLike[str]) -> UInt64:
+    """Return the problems, uint64 [n], of a file that `give` or `save` wrote; one may occur several times.
+
+    Raises:
+        IndexFileError, OSError: as `SuffixIndex.load`.
+    """
+    with _files():
+        found: UInt64 = native().read_index_file(os.fspath(path))[0]
+        return found
+
+
+def newest_in(path: str | os.PathLike[str]) -> int:
+    """Return the newest weight version that was sealed before such a file was written; meaningless while none was.
+
+    Raises:
+        IndexFileError, OSError: as `SuffixIndex.load`.
+    """
+    with _files():
+        return int(native().read_index_file(os.fspath(path))[1])

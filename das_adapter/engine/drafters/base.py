@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from das_adapter.config import parse
+from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.engine_args import SETTINGS_KEY
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed
@@ -57,6 +58,12 @@ class Drafter:
         self.label: Callable[[str], Label] = lambda _: Label()
         self.carried: list[int] | None = None
         """Draft tokens that each request of the batch carried into the step being sampled; set by `WorkerState`."""
+        self.log: DecisionLog | None = None
+        """Where its decisions are written; None: nowhere."""
+        parallel = vllm_config.parallel_config
+        self.ranks = parallel.tensor_parallel_size
+        self.leads = parallel.rank % self.ranks == 0
+        """Whether vLLM takes this rank's drafts: the first of the tensor-parallel ranks, which sample alike."""
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocabulary = vllm_config.model_config.get_vocab_size()
         self._paused = False
@@ -80,19 +87,25 @@ class Drafter:
             slot_mappings: not used.
 
         Returns:
-            Per request at most `num_speculative_tokens` draft tokens; none at all once the drafter has failed.
+            Per request at most `num_speculative_tokens` draft tokens; none at all where the drafter has failed since
+            the last weight sync.
         """
+        begin = time.perf_counter()
+        try:
+            return self._drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        finally:
+            self.counters.propose_seconds.append(time.perf_counter() - begin)
+
+    def _drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        """Draft as `propose`; a failure is noted, and costs the drafts."""
         if self.counters.error is None and not self._paused:
-            begin = time.perf_counter()
             try:
-                drafts = self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                drafts = self._propose(sampled, lengths, tokens)
                 self._pause_if_collapsed()
                 return drafts
             except Exception as error:
                 self._fail(error)
-            finally:
-                self.counters.propose_seconds.append(time.perf_counter() - begin)
-        return [[] for _ in sampled_token_ids]
+        return [[] for _ in sampled]
 
     def begin_step(self, scheduled: Any, now: float) -> None:
         """Note that the engine starts a forward pass: the one before, if it only decoded, took until now.
@@ -108,8 +121,12 @@ class Drafter:
                 self._fail(error)
 
     def refresh(self, message: Refresh) -> Refreshed:
-        """Take what a weight sync brings."""
-        self._paused = False
+        """Take what a weight sync brings; a drafter that has failed starts again."""
+        self._paused, self.counters.error = False, None
+        return Refreshed()
+
+    def visit(self, files: Sequence[str]) -> Refreshed:
+        """Take the history of problems that are at home on other nodes, see `HistorySource.visit`."""
         return Refreshed()
 
     def stats(self) -> EngineStats:
@@ -129,7 +146,7 @@ class Drafter:
 
     def _fail(self, error: Exception) -> None:
         self.counters.error = repr(error)
-        logger.exception("das: the %s drafter failed and is off; decoding goes on without drafts", self.config.drafter)
+        logger.exception("das: the %s drafter failed; no drafts until the next weight sync", self.config.drafter)
 
     def _pause_if_collapsed(self) -> None:
         """Pause until the next weight sync if nearly all draft tokens are rejected: they only cost time."""

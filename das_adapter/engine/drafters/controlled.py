@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,25 +13,28 @@ from vllm.config import VllmConfig
 from das_adapter.core.controller import Controller, Decoded
 from das_adapter.core.latency import read_calibration
 from das_adapter.core.policy_copy import CopyDrafts
+from das_adapter.engine.drafters import decisions
 from das_adapter.engine.drafters.base import Drafter, LiveRequest
 from das_adapter.engine.drafters.history import HistorySource
-from das_adapter.engine.drafters.policy_copy import CopySource
+from das_adapter.engine.drafters.policy_copy import CopySource, OutOfStep
 from das_adapter.engine.drafters.timing import StepTimer
-from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
-logger = logging.getLogger("das_adapter")
-
 
 class ControlledDrafter(Drafter):
-    """Drafts from the history, with the policy copy, or with the better of the two, as the controller decides."""
+    """Drafts from the history, with the policy copy, or with the better of the two, as the controller decides.
+
+    With tensor parallelism the first rank decides and draws on the history; the others run their part of the policy
+    copy, for the requests that the first names.
+    """
 
     def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
         config = self.config
-        self.history = HistorySource(config.history, self._vocabulary) if config.uses_history else None
+        drafts_from_history = config.uses_history and self.leads
+        self.history = HistorySource(config.history, self._vocabulary) if drafts_from_history else None
         self.copy = CopySource(self, vllm_config, CopyDrafts(config.self.max_tokens)) if config.copies_policy else None
         self.controller = Controller(
             config.budget,
@@ -44,9 +46,12 @@ class ControlledDrafter(Drafter):
             config.num_draft_tokens,
         )
         first = vllm_config.parallel_config.rank == 0
-        self.log = DecisionLog(config.log_dir) if config.log_dir and first else None
+        if config.log_dir and first:
+            self.log = DecisionLog(config.log_dir)
         self.timer = StepTimer()
         self._live: dict[str, LiveRequest] = {}
+        self._counts = np.zeros(0, dtype=np.int64)
+        """Tokens that the copy shall draft for each request of the batch."""
         self._synced = False
         """Whether a weight sync lies between the last step and the next."""
 
@@ -56,8 +61,11 @@ class ControlledDrafter(Drafter):
 
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history up to date and quantise the policy copy again, at a weight sync (DAS, section 4.1)."""
+        failed = self.counters.error is not None
         answer = super().refresh(message)
         self._synced = True
+        if failed:
+            self.close(list(self._live))  # whatever state they are in; they are opened again
         self.close([req_id for req_id in self._live if req_id not in self.runner.requests])
         if self.history:
             if message.history is not None and not message.history.directory:
@@ -65,13 +73,15 @@ class ControlledDrafter(Drafter):
             answer["generation"] = self.history.refresh(message)
         if self.copy:
             answer["requantise_s"] = self.copy.refresh(message.draft_length)
-        controller, model = self.controller, self.controller.times.model
-        if self.log is not None:
-            saved = controller.time_saved(self._slots())
-            fitted = None if model is None else model.to_dict()
-            self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, controller.stopped))
-        controller.sync(message.responses)
+        decisions.sync(self.controller, self.log, message, self._slots())
         return answer
+
+    def visit(self, files: Sequence[str]) -> Refreshed:
+        """Take the history of problems that are at home on other nodes, see `HistorySource.visit`."""
+        if self.history is None:
+            return Refreshed()
+        self.history.visit(files)
+        return Refreshed(generation=self.history.index.generation, problems=self.history.index.problems)
 
     def stats(self) -> EngineStats:
         """Return the figures of the sources and of the controller since the last call."""
@@ -87,36 +97,38 @@ class ControlledDrafter(Drafter):
         """Close requests."""
         for req_id in req_ids:
             if live := self._live.pop(req_id, None):
-                requests = self.controller.requests
-                if self.history:
-                    forwards = float(requests.steps[live.slot])
-                    self.history.close(live, forwards + float(requests.accepted[live.slot]), forwards)
-                if self.log is not None:
-                    counts = requests.counts(live.slot)
-                    self.log.add(decision_log.Request(*counts[:2], live.begin, time.time(), *counts[2:]))
-                self.controller.close(live.slot)
+                decisions.close(self.controller, self.log, self.history, live)
 
     def _begin_step(self, scheduled: Any, now: float) -> None:
+        if not self.leads:
+            return
         if self._synced:  # what ended before the weight sync was not written by the present policy
             self._synced = False
             for req_id in scheduled.finished_req_ids & self._live.keys():
                 self._live[req_id].record = False
         step = self.timer.begin(scheduled, now)
-        if step is None:
-            return
-        controller, running, drafted = self.controller, len(step.slots), step.tokens - len(step.slots)
-        if self.log is not None:
-            model = controller.times.model
-            predicted = None if model is None else model.step(step.tokens, running, drafted > 0)
-            begin, accepted = time.time() - step.seconds - step.copy_seconds, int(step.got.sum()) - running
-            self.log.add(decision_log.Step(begin, running, step.tokens, drafted, accepted, step.seconds, predicted))
-        stopped = controller.stopped
-        controller.timed(step)
-        if controller.stopped and not stopped:
-            logger.error("das: %s: no drafts until the next weight sync", controller.stopped)
+        if step is not None:
+            decisions.timed(self.controller, self.log, step)
+
+    def _drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        self._counts = np.zeros(len(sampled), dtype=np.int64)
+        drafts = super()._drafts(sampled, lengths, tokens)
+        if self.copy and (self.ranks > 1 or self._counts.any()):
+            begin = time.perf_counter()
+            try:
+                self.copy.draft(self._counts, lengths, tokens, drafts)
+            except OutOfStep:
+                raise
+            except Exception as error:
+                self._fail(error)
+                return [[] for _ in sampled]
+            self.timer.copied(time.perf_counter() - begin)
+        return drafts
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sampled]
+        if not self.leads:
+            return drafts
         rows, live = self._decoding(sampled, lengths, tokens)
         decoded = self._decoded(rows, live, sampled, lengths)
         offer = functools.partial(self.history.draft, rows, live, lengths, tokens) if self.history else None
@@ -126,11 +138,7 @@ class ControlledDrafter(Drafter):
         if self.history:
             self.history.take(rows, plan.history, drafts)
         if self.copy:
-            begin = time.perf_counter()
-            counts = np.zeros(len(sampled), dtype=np.int64)
-            counts[rows] = plan.copy
-            self.copy.draft(counts, lengths, tokens, drafts)
-            self.timer.copied(time.perf_counter() - begin)
+            self._counts[rows] = plan.copy
         return drafts
 
     def _decoding(

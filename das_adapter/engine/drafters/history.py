@@ -32,6 +32,8 @@ class _Known:
     """Age of its problem's history when it began, see `staleness.bracket`."""
     finished: int
     """Siblings that had finished when it began."""
+    lacks: int | None
+    """The problem whose history it is counted as not having found."""
 
 
 class HistorySource:
@@ -54,9 +56,11 @@ class HistorySource:
         key = self._policy.key(live.problem)
         handle = self.index.open(key, prompt[: live.start], prefix=text[live.start :])
         age = self.index.age(handle)
-        if live.record and self._policy.kept:
+        counted = live.record and self._policy.kept
+        if counted:
             self._returns.begin(live.problem, age is not None)
-        self._known[live.req_id] = _Known(handle, len(text), bracket(age), self._siblings.begin(key))
+        lacks = live.problem if counted and age is None else None
+        self._known[live.req_id] = _Known(handle, len(text), bracket(age), self._siblings.begin(key), lacks)
 
     def close(self, live: LiveRequest, tokens: float = 0.0, forwards: float = 0.0) -> None:
         """Close a request, with the tokens that it got from so many forward passes; what it wrote stays available to
@@ -117,6 +121,19 @@ class HistorySource:
         self._siblings.clear()
         self._returns.met(message.responses["problem"])
         return self.index.generation
+
+    def visit(self, files: Sequence[str]) -> None:
+        """Map files with the history of problems that are at home on other nodes; requests draft from it at once. They
+        keep it until the weight sync that finds none of them."""
+        for file in files:
+            try:
+                self.index.visit(file)
+            except (OSError, IndexFileError) as error:
+                logger.warning("das: history: a problem's history from another node was not mapped: %r", error)
+        for known in self._known.values():
+            if known.lacks is not None and self.index.age(known.handle) is not None:
+                self._returns.arrived(known.lacks)
+                known.lacks = None
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the history."""

@@ -11,12 +11,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from das_adapter.config import DasConfig
-from das_adapter.core.noise import row_keys
 from das_adapter.engine.sampling.draft_sample import draw
+from das_adapter.engine.sampling.keyed_sample import Keys
 from das_adapter.patching import patch
 
 logger = logging.getLogger("das_adapter")
@@ -30,12 +29,16 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 class DraftWeights:
     """The drafter's part of the host's weight stream, and a check of weights that the host does not send."""
 
-    def __init__(self, runner: Any, config: DasConfig, seed: Callable[[str], int]):
+    def __init__(self, runner: Any, config: DasConfig, seeds: Callable[[], torch.Tensor]):
         self._runner, self._config = runner, config
         self._arrived = 0
         self._mark: list[float] = []
+        self._reading = False
+        """Whether it is the drafter's checkpoint that is being loaded."""
         self._refused: str | None = None
-        self._seed = seed
+        self._seeds = seeds
+        self.loaded: Callable[[], None] = lambda: None
+        """Called when weights have been loaded into the policy."""
 
     @property
     def drafter(self) -> Any:
@@ -49,10 +52,9 @@ class DraftWeights:
                 self._read_checkpoint()
             self._mark = self._fingerprint()
         split_weight_stream.apply(self.load, owner=self._runner.model)
-        if self._config.drafter == "mtp":  # hosts send the policy's stream to it as well
-            count_loaded_weights.apply(self._count, owner=self.drafter)
+        take_drafter_weights.apply(self._take, owner=self.drafter)
         if self._config.keyed and not self._config.draft.options.get("parallel_drafting"):
-            noise = KeyedDrafts(self._runner, self._seed)
+            noise = KeyedDrafts(self._runner, self._seeds)
             follow_positions.apply(noise, owner=self._runner.drafter)
             draw_with_keyed_noise.apply(noise, owner=self._runner.drafter)
 
@@ -61,7 +63,11 @@ class DraftWeights:
         kept: list[tuple[str, torch.Tensor]] = []
         result = stock(self._split(weights, kept), *args, **kwargs)
         if kept:
-            self._load(kept)
+            rows = self._runner.speculative_config.draft_model_config.get_vocab_size()
+            trimmed = [(name, weight[:rows] if "embed_tokens" in name or "lm_head" in name else weight)
+                       for name, weight in kept]  # fmt: skip
+            self.drafter.load_weights(trimmed)  # trainers pad the vocabulary
+        self.loaded()
         return result
 
     def refresh(self) -> str | None:
@@ -84,19 +90,26 @@ class DraftWeights:
             else:
                 yield name, weight
 
-    def _load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        if self._config.draft.weights == "checkpoint":  # raising here would leave the trainer waiting for ever
+    def _take(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
+        """Load weights that somebody sends to the drafter itself (with `stock`): this class, or NeMo-RL, which splits
+        the trainer's stream before the policy sees it."""
+        if self._config.drafter == "mtp":  # hosts send it the policy's stream, of which it takes its own layers
+            loaded = stock(weights, *args, **kwargs)
+            self._arrived += len(loaded or ())
+            return loaded
+        if self._reading:
+            return stock(weights, *args, **kwargs)
+        if self._config.draft.weights == "trainer":
+            return stock(self._counted(weights), *args, **kwargs)
+        for name, _ in weights:  # raising here would leave the trainer waiting for ever
             self._refused = (f"das.draft.weights: found 'checkpoint', but the trainer sends the drafter's weights too "
-                             f"({PREFIX}{weights[0][0]}, ...): set it to 'trainer'")  # fmt: skip
-            return
-        rows = self._runner.speculative_config.draft_model_config.get_vocab_size()
-        trimmed = [(name, weight[:rows] if "embed_tokens" in name or "lm_head" in name else weight)
-                   for name, weight in weights]  # fmt: skip
-        self.drafter.load_weights(trimmed)  # trainers pad the vocabulary
-        self._arrived += len(trimmed)
+                             f"({PREFIX}{name}, ...): set it to 'trainer'")  # fmt: skip
+        return set()
 
-    def _count(self, loaded: int) -> None:
-        self._arrived += loaded
+    def _counted(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight in weights:
+            self._arrived += 1
+            yield weight
 
     def _read_checkpoint(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -104,8 +117,10 @@ class DraftWeights:
         from vllm.model_executor.model_loader import get_model_loader
 
         loader = get_model_loader(LoadConfig(load_format="auto"))
+        self._reading = True
         with set_current_vllm_config(self._runner.vllm_config):
             loader.load_weights(self.drafter, self._runner.speculative_config.draft_model_config)
+        self._reading = False
 
     def _fingerprint(self) -> list[float]:
         """Sum a few values of each weight that only the drafter has."""
@@ -117,23 +132,22 @@ class DraftWeights:
 class KeyedDrafts:
     """Draws a neural drafter's tokens with the noise that the policy's sampler will use."""
 
-    def __init__(self, runner: Any, seed: Callable[[str], int]):
-        self._runner, self._seed = runner, seed
+    def __init__(self, runner: Any, seeds: Callable[[], torch.Tensor]):
+        self._runner, self._seeds = runner, seeds
         self._positions = torch.zeros(0, dtype=torch.int64)
 
     def first_pass(self, last_tokens: torch.Tensor) -> None:
         """Take the rows of the drafter's inputs at which requests end, int64 [batch]."""
         drafter = self._runner.drafter
-        ahead = 2 if drafter.pass_hidden_states_to_model else 1  # EAGLE's inputs are one token ahead of their positions
+        ahead = 1 if drafter.pass_hidden_states_to_model else 0  # EAGLE's inputs are one token ahead of their positions
         self._positions = drafter.positions[last_tokens] + ahead
 
     def draw(self, hidden: torch.Tensor, sampling: Any) -> torch.Tensor:
         """Draw a token for each request, int64 [batch], from the drafter's hidden states [batch, size]."""
-        logits = self._runner.drafter.model.compute_logits(hidden).float()
-        seeds = np.fromiter(map(self._seed, self._runner.input_batch.req_ids), dtype=np.uint64, count=len(logits))
-        keys = torch.from_numpy(row_keys(seeds, self._positions.cpu().numpy()).view(np.int64))
+        logits = self._runner.drafter.model.compute_logits(hidden)
+        keys = Keys(self._seeds(), self._positions)
         self._positions = self._positions + 1
-        return draw(logits, keys.to(logits.device), sampling)
+        return draw(logits, keys, sampling)
 
 
 @patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")
@@ -155,16 +169,10 @@ def split_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
 
 
 @patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24")
-def count_loaded_weights(stock: Any, count: Callable[[int], None]) -> Any:
-    """Without it a weight sync that brought an MTP drafter nothing goes unnoticed."""
-
-    @functools.wraps(stock)
-    def load_weights(weights: Weights, *args: Any, **kwargs: Any) -> Any:
-        loaded = stock(weights, *args, **kwargs)
-        count(len(loaded or ()))
-        return loaded
-
-    return load_weights
+def take_drafter_weights(stock: Any, take: Callable[..., Any]) -> Any:
+    """Without it a weight sync that brought the drafter nothing goes unnoticed, and so do weights that it was not to
+    have."""
+    return functools.wraps(stock)(functools.partial(take, stock))
 
 
 @patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.set_inputs_first_pass", since="0.24")

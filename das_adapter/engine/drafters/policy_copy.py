@@ -20,17 +20,20 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.kv_cache_interface import AttentionSpec
 
-from das_adapter.core.noise import row_keys
 from das_adapter.core.policy_copy import CopyDrafts
 from das_adapter.engine import cpu_patches
 from das_adapter.engine.drafters.base import Drafter
 from das_adapter.engine.drafters.quantised import QuantisedWeight, quantised
 from das_adapter.engine.sampling.draft_sample import draw
-from das_adapter.errors import DasError, UnsupportedHost
+from das_adapter.engine.sampling.keyed_sample import Keys
+from das_adapter.errors import DasError
 
 _FIELDS = {f.name for f in dataclasses.fields(CommonAttentionMetadata)}
+
+
+class OutOfStep(DasError):
+    """A rank failed where the others wait for it: the engine must stop, because it can't go on."""
 
 
 class PolicyCopy:
@@ -94,8 +97,6 @@ class CopySource:
             vllm_config: of the engine.
             drafts: learns how long the copy's passes take.
         """
-        if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
-            raise UnsupportedHost(f"das.drafter: with a policy copy, found pipeline_parallel_size={stages}, allowed: 1")
         self.drafts = drafts
         self.copy: PolicyCopy
         self._drafter, self._vllm_config = drafter, vllm_config
@@ -144,20 +145,40 @@ class CopySource:
 
     def draft(self, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, drafts: list[list[int]]) -> None:
         """Draft `counts` [batch] tokens for each row of the batch, into `drafts`; `lengths` and `tokens` as in
-        `Drafter.propose`."""
+        `Drafter.propose`.
+
+        Every tensor-parallel rank must call it at every step, one that has failed too; the first rank's counts hold.
+
+        Raises:
+            OutOfStep: this rank failed in the passes, in which the other ranks wait for it.
+        """
         counts = self._agreed(counts)
         rows = np.flatnonzero(counts)
-        for row, ids in zip(rows.tolist(), self._draft(rows, counts[rows], lengths, tokens), strict=True):
+        if not len(rows):
+            return
+        try:
+            written = self._draft(rows, counts[rows], lengths, tokens)
+        except Exception as error:
+            if self._drafter.ranks == 1:
+                raise
+            raise OutOfStep("das: a rank failed while all ranks drafted with the policy copy") from error
+        for row, ids in zip(rows.tolist(), written, strict=True):
             drafts[row] = ids
             self._drafted[self._drafter.runner.input_batch.req_ids[row]] = len(ids)
 
     def _agreed(self, counts: np.ndarray) -> np.ndarray:
-        """Return the first rank's counts: tensor-parallel ranks run the copy together, and each has its own clock."""
-        if self._vllm_config.parallel_config.tensor_parallel_size == 1:
+        """Return the first rank's counts, as tensor-parallel ranks run the copy together; zeros if any rank has
+        failed."""
+        if self._drafter.ranks == 1:
             return counts
         from vllm.distributed import get_tp_group
 
-        agreed: np.ndarray = get_tp_group().broadcast_object(counts, src=0)
+        mine = torch.from_numpy(np.append(counts, int(self._drafter.counters.error is None)))
+        everyones = [torch.empty_like(mine) for _ in range(self._drafter.ranks)]
+        torch.distributed.all_gather(everyones, mine, group=get_tp_group().cpu_group)
+        if not all(int(rank[-1]) for rank in everyones):
+            return np.zeros_like(counts)
+        agreed: np.ndarray = everyones[0][:-1].numpy()
         return agreed
 
     @torch.inference_mode()
@@ -167,7 +188,7 @@ class CopySource:
         drafts: list[list[int]] = [[] for _ in rows]
         at = np.arange(len(rows))
         ids = tokens[rows, lengths[rows] - 1]
-        seeds = np.fromiter((self._drafter.seed(runner.input_batch.req_ids[row]) for row in rows), np.uint64, len(rows))
+        seeds = np.fromiter((self._drafter.seed(runner.input_batch.req_ids[row]) for row in rows), np.int64, len(rows))
         for step in range(counts.max(initial=0)):
             left = counts[at] > step
             at, ids = at[left], ids[left]
@@ -175,7 +196,7 @@ class CopySource:
             positions = lengths[rows[at]].astype(np.int64) - 1 + step
             logits = self._forward(runner, rows[at], ids, positions)
             if keyed:
-                keys = torch.from_numpy(row_keys(seeds[at], positions + 1).view(np.int64)).to(logits.device)
+                keys = Keys(*(torch.from_numpy(x).to(logits.device) for x in (seeds[at], positions)))
                 which = torch.from_numpy(rows[at]).to(logits.device)
                 ids = draw(logits, keys, runner.input_batch.sampling_metadata, which).cpu().numpy()
             else:  # with vLLM's own noise the most likely token is accepted most often
@@ -187,8 +208,6 @@ class CopySource:
 
     def _forward(self, runner: Any, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
         """Return logits [rows, vocab] after one token a row, whose keys and values go where the policy's will go."""
-        if runner.uses_mrope:
-            raise UnsupportedHost("das.drafter: a policy copy can't draft for multimodal rotary positions (M-RoPE)")
         device, n = runner.device, len(rows)
         host = torch.from_numpy(positions)
         at, which = host.to(device), torch.from_numpy(rows).to(device)
@@ -202,8 +221,6 @@ class CopySource:
         }  # fmt: skip
         metadata, slots = {}, {}
         for gid, groups in enumerate(runner.attn_groups):
-            if not isinstance(runner.kv_cache_config.kv_cache_groups[gid].kv_cache_spec, AttentionSpec):
-                raise UnsupportedHost("das.drafter: a policy copy can't draft for a policy with recurrent state")
             table = runner.input_batch.block_table[gid]
             blocks = table.get_device_tensor(runner.input_batch.num_reqs)[which]
             block = blocks.gather(1, (at // table.block_size)[:, None]).squeeze(1).long()
@@ -217,4 +234,4 @@ class CopySource:
         with set_forward_context(metadata, self._vllm_config, num_tokens=n, cudagraph_runtime_mode=CUDAGraphMode.NONE,
                                  slot_mapping=slots, skip_compiled=True):  # fmt: skip
             hidden = self.copy.model(torch.from_numpy(ids).to(device), at)
-        return self.copy.model.compute_logits(hidden).float()
+        return self.copy.model.compute_logits(hidden)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.sampler import _SAMPLING_EPS
 
-from das_adapter.engine.sampling.keyed_sample import keyed_sample
+from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample
+from das_adapter.engine.sampling.truncation import truncate
 
 
-def draw(logits: torch.Tensor, keys: torch.Tensor, sampling: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
+def draw(logits: torch.Tensor, keys: Keys, sampling: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
     """Draw one token a row, with the temperature, top-k, top-p and noise of the policy's sampler.
 
     Args:
-        logits: float32 [rows, vocab] of the drafter.
-        keys: int64 [rows], bits of the row keys of the positions drafted for.
+        logits: [rows, vocab] of the drafter.
+        keys: of the rows.
         sampling: vLLM's SamplingMetadata of the batch.
         rows: int64 [rows], the rows of the batch; None: all of them.
 
@@ -27,7 +27,9 @@ def draw(logits: torch.Tensor, keys: torch.Tensor, sampling: Any, rows: torch.Te
         return logits.argmax(dim=-1)
     temperature, top_k, top_p = (x if x is None or rows is None else x[rows] for x in
                                  (sampling.temperature, sampling.top_k, sampling.top_p))  # fmt: skip
+    if top_k is None and top_p is None:
+        return keyed_sample(logits, temperature, keys).tokens
     greedy = temperature < _SAMPLING_EPS
-    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
-    drawn = keyed_sample(apply_top_k_top_p(scaled, top_k, top_p), keys)
+    scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    drawn = keyed_sample(truncate(scaled, top_k, top_p), None, keys).tokens
     return drawn if sampling.all_random else torch.where(greedy, logits.argmax(dim=-1), drawn)

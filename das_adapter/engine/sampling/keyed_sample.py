@@ -1,14 +1,17 @@
-"""Keyed-noise sampling of a batch of logits: in C++ on a CPU, in Triton where it is installed, else in PyTorch.
+"""Keyed-noise sampling of a batch of logits: in C++ on a CPU, in Triton on a GPU.
 
-All three compute the noise that `das_adapter.core.noise` defines.
+Both compute the noise that `das_adapter.core.noise` defines. On a GPU the logits are read from memory once; where ranks
+are asked for, a second time, out of the cache.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from typing import Literal, NamedTuple
+
 import torch
 
 from das_adapter._native import keyed_sample as _native_sample
+from das_adapter.errors import UnsupportedHost
 
 try:
     import triton
@@ -16,78 +19,195 @@ try:
 except ImportError:
     triton = None
 
-_BLOCK = 1024
+_BLOCK = 4096
+GREEDY = 1e-5
+"""Temperature under which the most likely token is taken (vLLM's _SAMPLING_EPS)."""
+
+Scores = Literal["raw", "processed"]
+"""Whose log-probabilities: of the logits as they are, or divided by the temperature."""
 
 
-def keyed_sample(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw one token per row: `argmax_v(logits[v] + G(key, v))`.
+class Drawn(NamedTuple):
+    """What was drawn for each row."""
+
+    tokens: torch.Tensor
+    """int64 [rows]; equal scores go to the lowest token."""
+    logprobs: torch.Tensor | None = None
+    """float32 [rows]: of the token, over the whole vocabulary."""
+    ranks: torch.Tensor | None = None
+    """int64 [rows]: tokens that are at least as likely, itself included."""
+
+
+class Keys(NamedTuple):
+    """What the noise of some rows is keyed by."""
+
+    seeds: torch.Tensor
+    """int64 [rows], of the requests."""
+    positions: torch.Tensor
+    """int64 [rows], of the input tokens: what is drawn stands one further."""
+
+    def at(self, rows: torch.Tensor | slice) -> Keys:
+        """Return the keys of some rows."""
+        return Keys(self.seeds[rows], self.positions[rows])
+
+
+def keyed_sample(
+    logits: torch.Tensor, temperature: torch.Tensor | None, keys: Keys, scores: Scores | None = None
+) -> Drawn:
+    """Draw one token per row: `argmax_v(logits[v] / temperature + G(seed, position, v))`.
 
     Args:
-        logits: float32 [rows, vocab]; need not be normalised; -inf excludes a token.
-        keys: int64 [rows], the bits of `core.noise.row_keys`, on the logits' device.
-
-    Returns:
-        int64 [rows]; ties go to the lowest token.
+        logits: float32 or bfloat16 or float16 [rows, vocab]; need not be normalised; -inf excludes a token.
+        temperature: float32 [rows]; 0: the most likely token. None: 1 for all.
+        keys: of the rows, on the logits' device.
+        scores: whose log-probabilities and ranks to return; None: neither.
     """
+    if temperature is None:
+        temperature = torch.ones(len(logits), dtype=torch.float32, device=logits.device)
     if logits.device.type == "cpu":
-        out = torch.empty(logits.shape[0], dtype=torch.int64)
-        _native_sample(logits.detach().contiguous().numpy(), keys.contiguous().numpy().view(np.uint64), out.numpy())
-        return out
-    if triton is not None:
-        return _triton_sample(logits.contiguous(), keys)
-    return torch_sample(logits, keys)
+        return _on_cpu(logits, temperature, keys, scores)
+    if triton is None:
+        raise UnsupportedHost(f"das.verify.noise='keyed' needs Triton on {logits.device.type}, found none")
+    return triton_sample(logits, temperature, keys, scores)
 
 
-def torch_sample(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Draw as `keyed_sample`, in plain PyTorch: for devices without Triton, and to test the kernels against."""
-    mask = 0xFFFFFFFF
-    k0, k1 = (keys & mask)[:, None], ((keys >> 32) & mask)[:, None]
-    tokens = torch.arange(logits.shape[1], device=logits.device)[None, :]
-    h = _finalise(_finalise(((tokens * 0x9E3779B1) + k0) & mask) ^ k1)
-    gumbel = -torch.log(-torch.log1p(-((h.double() + 0.5) * 2.0**-32)))
-    return (logits.double() + gumbel).argmax(dim=-1)
-
-
-def _finalise(h: torch.Tensor) -> torch.Tensor:
-    mask = 0xFFFFFFFF
-    h = _times(h ^ (h >> 16), 0x21F0AAAD) & mask
-    h = _times(h ^ (h >> 15), 0x735A2D97) & mask
-    return h ^ (h >> 15)
-
-
-def _times(h: torch.Tensor, factor: int) -> torch.Tensor:
-    return h * factor  # both below 2^32: the low 32 bits survive int64 wrap-around
+def _on_cpu(logits: torch.Tensor, temperature: torch.Tensor, keys: Keys, scores: Scores | None) -> Drawn:
+    logits = logits.detach().float()
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    _native_sample(*(x.contiguous().numpy() for x in (logits, temperature, *keys)), tokens.numpy())
+    if scores is None:
+        return Drawn(tokens)
+    if scores == "processed":
+        logits = logits / torch.where(temperature < GREEDY, 1.0, temperature)[:, None]
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, tokens[:, None])
+    return Drawn(tokens, chosen.squeeze(1), (logprobs >= chosen).sum(dim=1))
 
 
 if triton is not None:
 
     @triton.jit
-    def _mix(h):  # type: ignore[no-untyped-def]
-        h = (h ^ (h >> 16)) * 0x21F0AAAD
-        h = (h ^ (h >> 15)) * 0x735A2D97
-        return h ^ (h >> 15)
+    def _mix(h, word):  # type: ignore[no-untyped-def]
+        word *= 0xCC9E2D51
+        word = (word << 15) | (word >> 17)
+        word *= 0x1B873593
+        h ^= word
+        h = (h << 13) | (h >> 19)
+        return h * 5 + 0xE6546B64
 
     @triton.jit
-    def _best_of_block(logits, keys, scores, winners, vocab, blocks, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-        row, block = tl.program_id(0), tl.program_id(1)
-        key = tl.load(keys + row).to(tl.uint64, bitcast=True)
-        k0, k1 = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
+    def _gumbel(seed, position, token):  # type: ignore[no-untyped-def]
+        # As vLLM's V2 sampler, operation for operation: `murmur3_uniform32` and `_log1p_neg_stable`.
+        h = (seed ^ seed).to(tl.uint32)
+        h = _mix(h, (seed & 0xFFFFFFFF).to(tl.uint32))
+        h = _mix(h, ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32))
+        h = _mix(h, (position & 0xFFFFFFFF).to(tl.uint32))
+        h = _mix(h, token.to(tl.uint32)) ^ 16
+        h ^= h >> 16
+        h *= 0x85EBCA6B
+        h ^= h >> 13
+        h *= 0xC2B2AE35
+        h ^= h >> 16
+        high, low = (h >> 16).to(tl.int32).to(tl.float32), (h & 0xFFFF).to(tl.int32).to(tl.float32)
+        u = high * 1.52587890625e-05 + (low + 0.5) * 2.3283064365386963e-10
+        series = 1.0 / 8.0
+        series = 1.0 / 7.0 + u * series
+        series = 1.0 / 6.0 + u * series
+        series = 1.0 / 5.0 + u * series
+        series = 1.0 / 4.0 + u * series
+        series = 1.0 / 3.0 + u * series
+        series = 1.0 / 2.0 + u * series
+        series = 1.0 + u * series
+        direct = tl.log(tl.maximum(1.0 - u, 5.960464477539063e-08))
+        return -tl.log(-tl.where(u < 0.25, -u * series, direct))
+
+    @triton.jit
+    def _draw_blocks(  # type: ignore[no-untyped-def]
+        logits, stride, temperatures, seeds, positions, best, winners, tops, sums, vocab, blocks,
+        SCORES: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Each block's best token, and the sum of its exponentials (relative to its largest logit)."""
+        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
         token = block * BLOCK + tl.arange(0, BLOCK)
         valid = token < vocab
-        logit = tl.load(logits + row.to(tl.int64) * vocab + token, mask=valid, other=-float("inf"))
-        h = _mix(_mix(token.to(tl.uint32) * 0x9E3779B1 + k0) ^ k1)
-        u = (h.to(tl.float64) + 0.5) * 2.3283064365386963e-10
-        # -log1p(-u) = -log(1 - u); below 2^-20 its series is exact to float64
-        e = tl.where(u < 9.5367431640625e-07, u + 0.5 * u * u, -tl.log(1.0 - u))
-        score = tl.where(valid, logit.to(tl.float64) - tl.log(e), -float("inf"))
-        best, at = tl.max(score, axis=0, return_indices=True)
-        tl.store(scores + row * blocks + block, best)
+        raw = tl.load(logits + row * stride + token, mask=valid, other=-float("inf")).to(tl.float32)
+        temperature = tl.load(temperatures + row)
+        scaled = raw
+        if temperature >= 1e-5 and temperature != 1.0:
+            scaled = raw / temperature
+        score = scaled
+        if temperature >= 1e-5:
+            seed, position = tl.load(seeds + row), tl.load(positions + row)
+            score = tl.where(valid, scaled + _gumbel(seed, position, token), -float("inf"))
+        value, at = tl.max(score, axis=0, return_indices=True)
+        tl.store(best + row * blocks + block, value)
         tl.store(winners + row * blocks + block, block * BLOCK + at)
+        if SCORES != 0:
+            x = raw
+            if SCORES == 2:
+                x = scaled
+            top = tl.max(x, axis=0)
+            shifted = tl.where(x > -float("inf"), x - top, -float("inf"))  # a block may be excluded as a whole
+            tl.store(tops + row * blocks + block, top)
+            tl.store(sums + row * blocks + block, tl.sum(tl.exp(shifted), axis=0))
 
-    def _triton_sample(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    @triton.jit
+    def _best_of_blocks(  # type: ignore[no-untyped-def]
+        logits, stride, temperatures, best, winners, tops, sums, tokens, logprobs, chosen, blocks,
+        SCORES: tl.constexpr, BLOCKS: tl.constexpr,
+    ):  # fmt: skip
+        """Each row's token, its logit and its log-probability."""
+        row = tl.program_id(0).to(tl.int64)
+        block = tl.arange(0, BLOCKS)
+        there = block < blocks
+        score = tl.load(best + row * blocks + block, mask=there, other=-float("inf"))
+        _, at = tl.max(score, axis=0, return_indices=True)
+        token = tl.load(winners + row * blocks + at)
+        tl.store(tokens + row, token)
+        if SCORES != 0:
+            top = tl.load(tops + row * blocks + block, mask=there, other=-float("inf"))
+            part = tl.load(sums + row * blocks + block, mask=there, other=0.0)
+            highest = tl.max(top, axis=0)
+            total = tl.sum(tl.where(top > -float("inf"), part * tl.exp(top - highest), 0.0), axis=0)
+            raw = tl.load(logits + row * stride + token).to(tl.float32)
+            x = raw
+            if SCORES == 2:
+                temperature = tl.load(temperatures + row)
+                if temperature >= 1e-5 and temperature != 1.0:
+                    x = raw / temperature
+            tl.store(logprobs + row, x - highest - tl.log(total))
+            tl.store(chosen + row, raw)
+
+    @triton.jit
+    def _count_likelier(logits, stride, chosen, ranks, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Add up each row's rank: the temperature does not change an order."""
+        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        raw = tl.load(logits + row * stride + token, mask=token < vocab, other=-float("inf")).to(tl.float32)
+        likelier = (raw >= tl.load(chosen + row)) & (token < vocab)
+        tl.atomic_add(ranks + row, tl.sum(likelier.to(tl.int64), axis=0))
+
+    def triton_sample(logits: torch.Tensor, temperature: torch.Tensor, keys: Keys, scores: Scores | None) -> Drawn:
+        """Draw as `keyed_sample`, with the kernels for a GPU."""
+        logits = logits if logits.stride(1) == 1 else logits.contiguous()
         rows, vocab = logits.shape
-        blocks = triton.cdiv(vocab, _BLOCK)
-        scores = torch.empty(rows, blocks, dtype=torch.float64, device=logits.device)
+        kind, blocks = {None: 0, "raw": 1, "processed": 2}[scores], triton.cdiv(vocab, _BLOCK)
+        best, tops, sums = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)
         winners = torch.empty(rows, blocks, dtype=torch.int64, device=logits.device)
-        _best_of_block[(rows, blocks)](logits, keys, scores, winners, vocab, blocks, BLOCK=_BLOCK)
-        return winners.gather(1, scores.argmax(dim=1, keepdim=True)).squeeze(1)
+        tokens, ranks = torch.zeros(2, rows, dtype=torch.int64, device=logits.device)
+        logprobs, chosen = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+        if not rows:
+            return Drawn(tokens) if scores is None else Drawn(tokens, logprobs, ranks)
+        stride, seeds, positions = logits.stride(0), *(key.contiguous() for key in keys)
+        _draw_blocks[(rows, blocks)](
+            logits, stride, temperature.contiguous(), seeds, positions, best, winners, tops, sums, vocab, blocks,
+            SCORES=kind, BLOCK=_BLOCK,
+        )  # fmt: skip
+        _best_of_blocks[(rows,)](
+            logits, stride, temperature.contiguous(), best, winners, tops, sums, tokens, logprobs, chosen, blocks,
+            SCORES=kind, BLOCKS=triton.next_power_of_2(blocks),
+        )  # fmt: skip
+        if scores is None:
+            return Drawn(tokens)
+        _count_likelier[(rows, blocks)](logits, stride, chosen, ranks, vocab, BLOCK=_BLOCK)
+        return Drawn(tokens, logprobs, ranks)

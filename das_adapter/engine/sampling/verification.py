@@ -20,25 +20,65 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinTokensLogitsProcessor,
 )
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from das_adapter.engine.sampling.keyed_sample import keyed_sample
+from das_adapter.engine.sampling.keyed_sample import Keys, Scores, keyed_sample
+from das_adapter.engine.sampling.truncation import truncate
 from das_adapter.errors import UnsupportedHost
+
+_SCORES: dict[str, Scores] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+_CHUNK_BYTES = 2**30
+"""Size of the float32 logits that are processed at once where requests truncate or shift their distribution."""
 
 
 class KeyedSampler(Sampler):
-    """vLLM's sampler with its random draw replaced; everything around the draw is inherited."""
+    """vLLM's sampler with its random draw replaced. Where requests only have a temperature, one fused draw takes the
+    place of the whole chain; else everything around the draw is inherited."""
 
-    keys: torch.Tensor | None = None
-    """int64 [rows]: bits of the row keys (`das_adapter.core.noise.row_keys`) of the next call. None in dummy runs."""
+    keys: Keys | None = None
+    """Of the rows of the next call; None in dummy runs."""
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        sampling_metadata: SamplingMetadata,
+        predict_bonus_token: bool = False,
+        logprobs_mode_override: Any = None,
+    ) -> SamplerOutput:
+        """Sample each row; see `Sampler.forward`.
+
+        Args:
+            logits: [rows, vocab] in the policy's dtype.
+            sampling_metadata: of the rows.
+            predict_bonus_token, logprobs_mode_override: as in the base class.
+
+        Returns:
+            int32 [rows, 1] tokens, and their log-probabilities if asked for.
+        """
+        if not self.fused(sampling_metadata, logprobs_mode_override):
+            return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+        asked = sampling_metadata.max_num_logprobs is not None
+        temperature = logits.new_zeros(len(logits), dtype=torch.float32) if sampling_metadata.all_greedy else (
+            sampling_metadata.temperature)  # fmt: skip
+        scores = _SCORES[logprobs_mode_override or self.logprobs_mode] if asked else None
+        drawn = keyed_sample(logits, temperature, self._keys_of(logits), scores)
+        tokens, logprobs = drawn.tokens.to(torch.int32)[:, None], None
+        if drawn.logprobs is not None and drawn.ranks is not None:
+            logprobs = LogprobsTensors(tokens, drawn.logprobs[:, None], drawn.ranks)
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+    def fused(self, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None) -> bool:
+        """Return whether a batch needs no more than the fused draw: nothing changes its logits but the temperature, and
+        at most the log-probability of the drawn token is asked for."""
+        asked, mode = sampling_metadata.max_num_logprobs, logprobs_mode_override or self.logprobs_mode
+        return _only_temperature(sampling_metadata) and (asked is None or (asked == 0 and mode in _SCORES))
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Sample each row; see `Sampler.sample`.
+        """Draw from processed logits; see `Sampler.sample`.
 
         Args:
             logits: float32 [rows, vocab], after penalties; changed in place.
@@ -55,7 +95,7 @@ class KeyedSampler(Sampler):
         logits = self.apply_temperature(logits, sampling_metadata.temperature, sampling_metadata.all_random)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
-        logits = apply_top_k_top_p(logits, sampling_metadata.top_k, sampling_metadata.top_p)
+        logits = truncate(logits, sampling_metadata.top_k, sampling_metadata.top_p)
 
         mode = logprobs_mode_override or self.logprobs_mode
         processed = None
@@ -64,13 +104,16 @@ class KeyedSampler(Sampler):
         elif mode == "processed_logprobs":
             processed = self.compute_logprobs(logits)
 
-        keys = self.keys
-        if keys is None:
-            keys = torch.zeros(logits.shape[0], dtype=torch.int64, device=logits.device)
-        sampled = keyed_sample(logits, keys)
+        sampled = keyed_sample(logits, None, self._keys_of(logits)).tokens
         if greedy is not None:
             sampled = torch.where(sampling_metadata.temperature < _SAMPLING_EPS, greedy, sampled)
         return sampled, processed
+
+    def _keys_of(self, logits: torch.Tensor) -> Keys:
+        if self.keys is not None:
+            return self.keys
+        none = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return Keys(none, none)
 
 
 class KeyedRejectionSampler(RejectionSampler):
@@ -96,15 +139,11 @@ class KeyedRejectionSampler(RejectionSampler):
             log-probabilities in the same padded order.
         """
         rows = Rows.of(metadata, logits.device)
-        verifiable = _row_metadata(sampling_metadata, metadata, rows)
-        if verifiable is None:  # a state that only vLLM can advance: sample the first position, drop the drafts
-            first = logits[rows.start]
-            keys = self.sampler.keys
-            self.sampler.keys = None if keys is None else keys[rows.start]
-            output = self.sampler(first, sampling_metadata)
+        if not _expands(sampling_metadata):  # a state that only vLLM can advance: sample one position, drop the drafts
+            output = self._sample(logits[rows.start], sampling_metadata, rows.start)
             return replace_tokens(output, metadata.max_spec_len)
 
-        output = self.sampler(logits, verifiable)
+        output = self._sample_rows(logits, sampling_metadata, metadata, rows)
         tokens = output.sampled_token_ids.squeeze(-1)
         place = rows.padded(metadata.max_spec_len, len(tokens))
         drafts = torch.cat([metadata.draft_token_ids, metadata.draft_token_ids.new_full((1,), PLACEHOLDER_TOKEN_ID)])
@@ -120,6 +159,41 @@ class KeyedRejectionSampler(RejectionSampler):
         return SamplerOutput(
             sampled_token_ids=padded.masked_fill(~kept, PLACEHOLDER_TOKEN_ID), logprobs_tensors=logprobs
         )
+
+    def _sample_rows(
+        self, logits: torch.Tensor, per_request: SamplingMetadata, metadata: SpecDecodeMetadata, rows: Rows
+    ) -> SamplerOutput:
+        """Sample every row; where the logits are copied to be processed, so many requests at a time that the copy's
+        size is bounded."""
+        counts = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+        ends = np.cumsum(counts + 1)
+        most = len(logits) if self.sampler.fused(per_request) else max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
+        parts, first, begin = [], 0, 0
+        while first < len(counts):
+            last = max(first + 1, int(np.searchsorted(ends, begin + most, side="right")))
+            end = int(ends[last - 1])
+            chunk = _row_metadata(per_request, metadata, rows.request[begin:end], first, last)
+            parts.append(self._sample(logits[begin:end], chunk, slice(begin, end)))
+            first, begin = last, end
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+    def _sample(self, logits: torch.Tensor, metadata: SamplingMetadata, rows: torch.Tensor | slice) -> SamplerOutput:
+        keys = self.sampler.keys
+        try:
+            self.sampler.keys = None if keys is None else keys.at(rows)
+            return self.sampler(logits, metadata)
+        finally:
+            self.sampler.keys = keys
+
+
+def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
+    tokens = torch.cat([part.sampled_token_ids for part in parts])
+    logprobs = [part.logprobs_tensors for part in parts]
+    if logprobs[0] is None:
+        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+    joined = (torch.cat([getattr(x, name) for x in logprobs])
+              for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"))  # fmt: skip
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(*joined))
 
 
 def replace_tokens(output: SamplerOutput, max_spec_len: int) -> SamplerOutput:
@@ -164,14 +238,38 @@ class Rows:
         return torch.where(offsets < self.count[:, None], first[:, None] + offsets, nothing)
 
 
-def _row_metadata(per_request: SamplingMetadata, metadata: SpecDecodeMetadata, rows: Rows) -> SamplingMetadata | None:
-    """Return the sampling metadata with one entry per row instead of one per request; None where that can't be
-    expressed (thinking budgets, log-probabilities of chosen tokens)."""
+def _expands(per_request: SamplingMetadata) -> bool:
+    """Return whether the metadata of requests can be spread over their rows: not with thinking budgets or
+    log-probabilities of chosen tokens."""
     holder = getattr(per_request, "thinking_budget_state_holder", None)
-    if (holder is not None and holder.has_tracked_requests()) or per_request.logprob_token_ids:
-        return None
-    counts = metadata.num_draft_tokens
-    at = rows.request
+    return not (holder is not None and holder.has_tracked_requests()) and not per_request.logprob_token_ids
+
+
+def _only_temperature(sampling: SamplingMetadata) -> bool:
+    """Return whether nothing but the temperature changes the logits."""
+    processors = sampling.logitsprocs
+    return (
+        (sampling.top_k is None and sampling.top_p is None and sampling.no_penalties)
+        and (sampling.allowed_token_ids_mask is None and not sampling.bad_words_token_ids and _expands(sampling))
+        and not any(map(_acts, (*processors.argmax_invariant, *processors.non_argmax_invariant)))
+    )
+
+
+def _acts(processor: Any) -> bool:
+    """Return whether a logits processor changes the logits of any request of the batch."""
+    for kind, state in ((MinPLogitsProcessor, "min_p_count"), (LogitBiasLogitsProcessor, "biases"),
+                        (MinTokensLogitsProcessor, "min_toks")):  # fmt: skip
+        if isinstance(processor, kind):
+            return bool(getattr(processor, state))
+    return True
+
+
+def _row_metadata(
+    per_request: SamplingMetadata, metadata: SpecDecodeMetadata, at: torch.Tensor, first: int, last: int
+) -> SamplingMetadata:
+    """Return the sampling metadata of the requests from `first` to before `last`, with one entry per row instead of one
+    per request; `at`: int64 [rows], the request of each row."""
+    counts = metadata.num_draft_tokens[first:last]
     needs_text = bool(per_request.bad_words_token_ids) or not per_request.no_penalties
     spread: dict[str, Any] = {}
     for name in ("temperature", "top_p", "top_k"):
@@ -184,17 +282,19 @@ def _row_metadata(per_request: SamplingMetadata, metadata: SpecDecodeMetadata, r
         spread["allowed_token_ids_mask"] = per_request.allowed_token_ids_mask[at]
     starts = np.cumsum([0, *(n + 1 for n in counts)])
     if needs_text:
-        drafts = np.split(metadata.draft_token_ids.cpu().numpy(), np.cumsum(counts)[:-1])
-        texts = [out + drafts[i][:j].tolist() for i, out in enumerate(per_request.output_token_ids[: len(counts)])
+        before = sum(metadata.num_draft_tokens[:first])
+        ids = metadata.draft_token_ids[before : before + sum(counts)].cpu().numpy()
+        drafts = np.split(ids, np.cumsum(counts)[:-1])
+        texts = [out + drafts[i][:j].tolist() for i, out in enumerate(per_request.output_token_ids[first:last])
                  for j in range(counts[i] + 1)]  # fmt: skip
-        bad_words = {int(starts[i]) + j: words for i, words in per_request.bad_words_token_ids.items()
-                     for j in range(counts[i] + 1)}  # fmt: skip
+        bad_words = {int(starts[i - first]) + j: words for i, words in per_request.bad_words_token_ids.items()
+                     if first <= i < last for j in range(counts[i - first] + 1)}  # fmt: skip
         spread |= {"output_token_ids": texts, "bad_words_token_ids": bad_words}
     return replace(
         per_request,
         generators={},
         spec_token_ids=None,
-        logitsprocs=_RowProcessors(per_request.logitsprocs, starts, counts),
+        logitsprocs=_RowProcessors(per_request.logitsprocs, starts, counts, first),
         **spread,
     )
 
@@ -202,43 +302,54 @@ def _row_metadata(per_request: SamplingMetadata, metadata: SpecDecodeMetadata, r
 class _RowProcessors:
     """vLLM's built-in logits processors, applied to rows instead of requests."""
 
-    def __init__(self, processors: Any, starts: np.ndarray, counts: Sequence[int]):
-        self._starts, self._counts = starts, counts
+    def __init__(self, processors: Any, starts: np.ndarray, counts: Sequence[int], first: int):
+        """
+        Args:
+            processors: vLLM's, of the whole batch.
+            starts: int64 [requests + 1], where the rows of some requests begin.
+            counts: [requests], their draft tokens.
+            first: index of the first of them in the batch.
+        """
+        self._starts, self._counts, self._first = starts, counts, first
         self.argmax_invariant: list[_Apply] = []
         self.non_argmax_invariant: list[_Apply] = []
         for processor in (*processors.argmax_invariant, *processors.non_argmax_invariant):
+            if not _acts(processor):
+                continue
             if isinstance(processor, MinPLogitsProcessor):
-                if processor.min_p_count:
-                    self.argmax_invariant.append(_Apply(lambda x, p=processor: self._min_p(p, x)))
+                self.argmax_invariant.append(_Apply(lambda x, p=processor: self._min_p(p, x)))
             elif isinstance(processor, LogitBiasLogitsProcessor):
-                if processor.biases:
-                    self.non_argmax_invariant.append(_Apply(lambda x, p=processor: self._logit_bias(p, x)))
+                self.non_argmax_invariant.append(_Apply(lambda x, p=processor: self._logit_bias(p, x)))
             elif isinstance(processor, MinTokensLogitsProcessor):
-                if processor.min_toks:
-                    self.non_argmax_invariant.append(_Apply(lambda x, p=processor: self._min_tokens(p, x)))
+                self.non_argmax_invariant.append(_Apply(lambda x, p=processor: self._min_tokens(p, x)))
             else:
                 raise UnsupportedHost(
                     f"das: found logits processor {type(processor)}, allowed with drafts: vLLM's built-in ones"
                 )
 
-    def _rows(self, request: int) -> slice:
-        return slice(int(self._starts[request]), int(self._starts[request + 1]))
+    def _rows(self, request: int) -> slice | None:
+        """Return the rows of a request of the batch, None if they are not among these."""
+        i = request - self._first
+        return slice(int(self._starts[i]), int(self._starts[i + 1])) if 0 <= i < len(self._counts) else None
 
     def _min_p(self, processor: MinPLogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
-        min_p = np.repeat(processor.min_p_cpu[: len(self._counts)], np.asarray(self._counts) + 1)
+        mine = processor.min_p_cpu[self._first : self._first + len(self._counts)]
+        min_p = np.repeat(mine, np.asarray(self._counts) + 1)
         probs = logits.softmax(dim=-1)
         floor = probs.amax(dim=-1, keepdim=True) * torch.from_numpy(min_p).to(logits.device)[:, None]
         return logits.masked_fill_(probs < floor, -float("inf"))
 
     def _logit_bias(self, processor: LogitBiasLogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
         for request, biases in processor.biases.items():
-            tokens = torch.tensor(list(biases), device=logits.device)
-            logits[self._rows(request), tokens] += torch.tensor(list(biases.values()), device=logits.device)
+            if (rows := self._rows(request)) is not None:
+                tokens = torch.tensor(list(biases), device=logits.device)
+                logits[rows, tokens] += torch.tensor(list(biases.values()), device=logits.device)
         return logits
 
     def _min_tokens(self, processor: MinTokensLogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
         for request, (min_tokens, output, stops, *_) in processor.min_toks.items():
-            rows = self._rows(request)
+            if (rows := self._rows(request)) is None:
+                continue
             short = logits[rows.start : min(rows.stop, rows.start + max(0, min_tokens - len(output)))]
             tokens = torch.tensor(sorted(stops), device=logits.device)
             before = short[:, tokens]

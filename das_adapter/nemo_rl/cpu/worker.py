@@ -19,12 +19,12 @@ from nemo_rl.models.generation.vllm import vllm_backend  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
 from das_adapter.engine import cpu_patches  # noqa: E402
-from das_adapter.nemo_rl.engine import OwnHistory  # noqa: E402
+from das_adapter.nemo_rl.engine import Refits  # noqa: E402
 
 cpu_patches.apply(weight_sync=True)
 
 
-class CpuWorker(OwnHistory, vllm_backend.VllmInternalWorkerExtension, CPUWorker):
+class CpuWorker(Refits, vllm_backend.VllmInternalWorkerExtension, CPUWorker):
     """vLLM's CPU worker with NeMo-RL's refit protocol: weights come as bytes instead of as CUDA IPC handles."""
 
     def __init__(self, *args: Any, **kwargs: Any):

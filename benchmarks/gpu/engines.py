@@ -1,0 +1,152 @@
+"""Engines with random weights in the shape of real policies, and what one measures on them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 0, "bos_token_id": 0, "torch_dtype": "bfloat16",
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "7b": _QWEN2 | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+                    "tie_word_embeddings": False},
+    "1.5b": _QWEN2 | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                      "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+                      "tie_word_embeddings": True},
+    "tiny": _QWEN2 | {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+                      "num_key_value_heads": 1, "vocab_size": 997, "tie_word_embeddings": True,
+                      "torch_dtype": "float32"},
+}  # fmt: skip
+"""Qwen2.5's; `tiny` only tests this program."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is measured."""
+
+    shape: str
+    batches: tuple[int, ...] = (1, 8, 64, 256)
+    contexts: tuple[int, ...] = (2048, 8192)
+    drafts: tuple[int, ...] = (1, 3, 7, 15)
+    rows: tuple[int, ...] = (1, 8, 64, 256, 2048, 8704)
+    """Of logits."""
+    steps: int = 64
+    """Decode steps of one figure."""
+    replayed: int = 128
+    """Requests of the replayed batch."""
+    longest: int = 4096
+    """Longest of them, tokens."""
+
+    @property
+    def tiny(self) -> bool:
+        return self.shape == "tiny"
+
+
+_STARTED: list[Any] = []
+"""Engines of this process."""
+TINY = Plan("tiny", (1, 4), (16, 48), (1, 3), (1, 5, 24), steps=8, replayed=8, longest=120)
+
+
+def directory(plan: Plan) -> Path:
+    """Write the shape as a checkpoint without weights."""
+    made = Path(tempfile.mkdtemp(prefix="das-shape-"))
+    (made / "config.json").write_text(json.dumps(SHAPES[plan.shape]))
+    return made
+
+
+def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
+    """Start `vllm.LLM` with random weights, and with das-adapter where there is a block."""
+    from vllm import LLM
+
+    from das_adapter.config import parse
+    from das_adapter.protocol.engine_args import engine_args
+
+    shape = SHAPES[plan.shape]
+    args = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False, "seed": 0,
+            "dtype": shape["torch_dtype"], "max_num_seqs": max((*plan.batches, plan.replayed))}  # fmt: skip
+    if plan.tiny:
+        args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
+    _STARTED.append(LLM(str(directory(plan)), **{**args, **engine_args(parse(das)), **settings}))
+    return _STARTED[-1]
+
+
+def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:
+    """Run `work(*args)` in a process of its own with these environment variables, and return what it returns.
+
+    Raises:
+        RuntimeError: it failed; with its traceback.
+    """
+    context: Any = multiprocessing.get_context("fork" if plan.tiny else "spawn")
+    heard, told = context.Pipe(duplex=False)
+    before = {name: os.environ.get(name) for name in env or {}}
+    os.environ.update(env or {})
+    try:
+        process = context.Process(target=_report, args=(told, work, args))
+        process.start()
+        told.close()
+        good, result = heard.recv()
+        process.join(20)
+        if process.is_alive():
+            process.kill()
+    except EOFError:
+        raise RuntimeError(f"{work.__name__}: its process ended without a word") from None
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+    if not good:
+        raise RuntimeError(result)
+    return result
+
+
+def _report(told: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        answer = True, work(*args)
+    except BaseException:
+        answer = False, traceback.format_exc()
+    for llm in _STARTED:  # else its processes would keep the GPU's memory for a while
+        with contextlib.suppress(Exception):
+            llm.llm_engine.engine_core.shutdown()
+    told.send(answer)
+    told.close()
+    os._exit(0)
+
+
+def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int]]]:
+    """Make prompts that have nothing in common."""
+    return [{"prompt_token_ids": [(i * 7919 + j * (31 + i)) % (vocabulary - 2) + 1 for j in range(tokens)]}
+            for i in range(count)]  # fmt: skip
+
+
+def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int) -> float:
+    """Return the seconds of a decode step: the difference of two rollouts whose lengths differ by `steps` tokens.
+    Whatever the engine's processes and runner are, this is what a rollout waits for."""
+    from vllm import SamplingParams
+
+    def rollout(tokens: int) -> float:
+        params = [SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0,
+                                 extra_args={"das_problem": i, "das_seed": i})
+                  for i in range(batch)]  # fmt: skip
+        begin = time.perf_counter()
+        llm.generate(prompts(batch, context, vocabulary), params, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    rollout(4)
+    short, long = (min(rollout(n) for _ in range(2)) for n in (4, 4 + steps))
+    return max(long - short, 1e-9) / steps
+
+
+def runner_of(llm: Any) -> Any:
+    """Return the model runner of an engine whose worker is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

@@ -1,0 +1,137 @@
+"""Part 5, `replay`: recorded rollouts through real forward passes. The tokens are forced, so that real acceptance meets
+real step times although the weights are random."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from engines import SHAPES, Plan, apart, engine
+
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+CORRUPTED = (0.0, 0.3, 0.6, 0.9, 1.0)
+"""Shares of the history's tokens that are exchanged; at 1.0 nothing is accepted."""
+GROUP = 8
+Rollouts = list[tuple[int, np.ndarray]]
+"""Problem and int32 token ids of each response."""
+
+
+def replay(plan: Plan, traces: Path | None) -> dict[str, Any]:
+    """Seconds of one long-tailed batch: stock, and `history` over the batch itself, corrupted."""
+    rollouts = recorded(traces, plan) if traces else generated(plan)
+    arms = {"stock": apart(plan, _stock, plan, rollouts, env={} if not plan.tiny else ENVIRONMENT)}
+    shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
+    arms |= apart(plan, _history, plan, rollouts, shares, env=ENVIRONMENT)
+    return {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts), "arms": arms}
+
+
+def bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Name, value and upper limit of each bar."""
+    arms, stock = found["arms"], found["arms"]["stock"]["seconds"]
+    drafted = arms.get("corrupted 0.3", arms["corrupted 0.0"])
+    return [
+        ("forced tokens that were not written", sum(arm.get("unforced", 0) for arm in arms.values()), 0),
+        ("rollout with a recorded history, of stock's time", drafted["seconds"] / stock, 0.6),
+        ("rollout with nothing accepted, of stock's time", arms["corrupted 1.0"]["seconds"] / stock, 1.02),
+    ]
+
+
+def generated(plan: Plan) -> Rollouts:
+    """Make rollouts with the lengths of a GRPO step: groups of samples that share much, a log-normal tail."""
+    rng, vocabulary = np.random.default_rng(0), SHAPES[plan.shape]["vocab_size"]
+    found: Rollouts = []
+    for problem in range(-(-plan.replayed // GROUP)):
+        base = rng.integers(1, vocabulary, plan.longest, dtype=np.int32)
+        scale = rng.lognormal(np.log(plan.longest / 6), 0.7)
+        for _ in range(GROUP):
+            ids = np.where(rng.random(plan.longest) < 0.2, rng.integers(1, vocabulary, plan.longest), base)
+            length = int(np.clip(scale * rng.lognormal(0, 0.25), 8, plan.longest))
+            found.append((problem, ids[:length].astype(np.int32)))
+    return found[: plan.replayed]
+
+
+def recorded(path: Path, plan: Plan) -> Rollouts:
+    """Read an .npz with `ids`, `offsets` and `problem` of responses; the first groups that fit."""
+    with np.load(path) as file:
+        ids, offsets, problem = file["ids"], file["offsets"], file["problem"]
+    vocabulary = SHAPES[plan.shape]["vocab_size"]
+    return [(int(problem[i]), (ids[offsets[i] : offsets[i + 1]][: plan.longest] % vocabulary).astype(np.int32))
+            for i in range(min(plan.replayed, len(problem)))]  # fmt: skip
+
+
+def corrupted(rollouts: Rollouts, share: float, vocabulary: int) -> list[tuple[int, bytes, int]]:
+    """Return the rollouts as an earlier version's, a share of their tokens exchanged, as `Refresh.trajectories`."""
+    rng = np.random.default_rng(1)
+    return [(problem, np.where(rng.random(len(t)) < share, rng.integers(1, vocabulary, len(t)), t)
+             .astype(np.int32).tobytes(), 0) for problem, t in rollouts]  # fmt: skip
+
+
+def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, list[list[int]]]:
+    """Seconds and tokens of the batch; each request writes as many tokens as its recording has."""
+    from vllm import SamplingParams
+
+    params = [SamplingParams(temperature=1.0, max_tokens=len(text), ignore_eos=True, detokenize=False,
+                             extra_args={"das_problem": problem + problems, "das_seed": i})
+              for i, (problem, text) in enumerate(rollouts)]  # fmt: skip
+    asked = [{"prompt_token_ids": [1 + i % 50, *range(1, 64)]} for i in range(len(rollouts))]
+    begin = time.perf_counter()
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def _length(rollouts: Rollouts) -> int:
+    return 64 + 24 + max(len(text) for _, text in rollouts)
+
+
+def _stock(plan: Plan, rollouts: Rollouts) -> dict[str, Any]:
+    llm = engine(plan, None, max_model_len=_length(rollouts))
+    rollout(llm, [(p, t[:8]) for p, t in rollouts])
+    return {"seconds": min(rollout(llm, rollouts)[0] for _ in range(2))}
+
+
+def _history(plan: Plan, rollouts: Rollouts, shares: tuple[float, ...]) -> dict[str, Any]:
+    llm = engine(plan, {"drafter": "history"}, max_model_len=_length(rollouts))
+    rollout(llm, [(p, t[:8]) for p, t in rollouts], problems=10**6)
+    force(rollouts)
+    arms = {}
+    for turn, share in enumerate(shares):
+        vocabulary = SHAPES[plan.shape]["vocab_size"]
+        shift = turn * 10**7  # of the problems, so that no arm sees another's text
+        past = [(p + shift, text, 2 * turn) for p, text, _ in corrupted(rollouts, share, vocabulary)]
+        llm.collective_rpc("das_rpc", args=("refresh", {"version": 2 * turn + 1, "trajectories": past}))
+        llm.collective_rpc("das_rpc", args=("stats", {}))
+        seconds, texts = rollout(llm, rollouts, problems=shift)
+        stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+        wrong = sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True))
+        arms[f"corrupted {share}"] = {
+            "seconds": seconds, "unforced": wrong, "stopped": stats["stopped"], "error": stats["error"],
+            "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
+            "draft_tokens": stats["draft_tokens"], "accepted_tokens": stats["accepted_tokens"],
+        }  # fmt: skip
+    return arms
+
+
+def force(rollouts: Rollouts) -> None:
+    """Let the request whose seed is i write recording i: the sampler draws at its full cost, then its token is
+    replaced, on the device, by the recording's at that position."""
+    import torch
+
+    from das_adapter.engine.sampling import verification
+
+    stock, table = verification.keyed_sample, None
+    longest = max(len(text) for _, text in rollouts)
+    padded = np.ones((len(rollouts), 64 + longest + 64), dtype=np.int64)
+    for row, (_, text) in zip(padded, rollouts, strict=True):
+        row[64 : 64 + len(text)] = text
+
+    def forced(logits: Any, temperature: Any, keys: Any, scores: Any = None) -> Any:
+        nonlocal table
+        if table is None:
+            table = torch.from_numpy(padded).to(logits.device)
+        drawn = stock(logits, temperature, keys, scores)
+        at = (keys.positions + 1).clamp(max=table.shape[1] - 1)
+        return drawn._replace(tokens=table[keys.seeds.clamp(0, len(table) - 1), at])
+
+    verification.keyed_sample = forced

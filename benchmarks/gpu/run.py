@@ -1,0 +1,107 @@
+"""Measure das-adapter on one GPU, without a network and without weights.
+
+    python benchmarks/gpu/run.py                    # every part, at most 25 minutes
+    python benchmarks/gpu/run.py gate replay        # some parts, each at most 8 minutes
+    python benchmarks/gpu/run.py --shape 1.5b       # a smaller policy; the default is 7b
+    python benchmarks/gpu/run.py replay --traces FILE.npz    # recorded rollouts: ids, offsets, problem
+    python benchmarks/gpu/run.py --shape tiny --out DIR      # on a CPU: only whether the parts work
+
+Policies have random weights in the shape of Qwen2.5. Each part writes gpu_PART_SHAPE.json with its provenance, and
+prints whether the device keeps each bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+
+from engines import TINY, Plan  # noqa: E402
+
+PARTS = ("kernel", "gate", "sweep", "trace", "replay", "lossless", "robust", "ranks")
+PART_S, ALL_S = 480.0, 1500.0
+"""Seconds after which a part, and everything, is ended."""
+
+
+def part(name: str, plan: Plan, traces: Path | None, out: Path) -> tuple[dict[str, Any], Callable[[Any], Any]]:
+    """Measure one part; return its figures, and what makes bars of them."""
+    import checks
+    import replay
+    import sampling
+    import steps
+    from engines import apart
+
+    parts: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+        "kernel": (lambda: apart(plan, sampling.kernel, plan), sampling.bars),
+        "gate": (lambda: steps.gate(plan), steps.gate_bars),
+        "sweep": (lambda: steps.sweep(plan, out), steps.sweep_bars),
+        "trace": (lambda: steps.trace(plan), steps.trace_bars),
+        "replay": (lambda: replay.replay(plan, traces), replay.bars),
+        "lossless": (lambda: checks.lossless(plan), checks.lossless_bars),
+        "robust": (lambda: checks.robust(plan), checks.robust_bars),
+        "ranks": (lambda: checks.ranks(plan), checks.ranks_bars),
+    }
+    measure, bars = parts[name]
+    return measure(), bars
+
+
+def report(name: str, plan: Plan, traces: Path | None, out: Path) -> bool:
+    """Measure one part, write its file and print its verdicts; return whether every bar holds."""
+    if plan.tiny:
+        import vllm  # noqa: F401  # its forks need not import it again
+    found, bars = part(name, plan, traces, out)
+    from provenance import provenance  # asks the GPU, which the engines' processes must do first
+
+    verdicts = [{"bar": bar, "found": value, "at_most": limit, "kept": value <= limit}
+                for bar, value, limit in bars(found)]  # fmt: skip
+    content = {"provenance": provenance(), "part": name, "shape": plan.shape, "bars": verdicts, **found}
+    (out / f"gpu_{name}_{plan.shape}.json").write_text(json.dumps(content, indent=2) + "\n")
+    for v in verdicts:
+        print(f"{'kept  ' if v['kept'] else 'MISSED'} {name}: {v['bar']}: {v['found']:.4g} (at most {v['at_most']:g})")
+    if not verdicts:
+        print(f"       {name}: not run: {found['why']}")
+    return all(v["kept"] for v in verdicts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; none: all")
+    parser.add_argument("--shape", choices=("7b", "1.5b", "tiny"), default="7b")
+    parser.add_argument("--traces", type=Path, help="recorded rollouts for `replay`")
+    parser.add_argument("--out", type=Path, default=HERE.parent / "results")
+    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := sorted(set(args.parts) - set(PARTS)):
+        parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
+    plan = TINY if args.shape == "tiny" else Plan(args.shape)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.apart or plan.tiny:
+        sys.exit(not all([report(name, plan, args.traces, args.out) for name in args.parts or PARTS]))
+    good, end = True, time.monotonic() + ALL_S
+    for name in args.parts or PARTS:
+        more = ["--traces", str(args.traces)] if args.traces else []
+        command = [sys.executable, __file__, name, "--shape", args.shape, *more, "--apart", "--out", str(args.out)]
+        seconds = max(1.0, min(PART_S, end - time.monotonic()))
+        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            good &= process.wait(seconds) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its engines too
+            print(f"MISSED {name}: not done after {seconds:.0f} s")
+            good = False
+    sys.exit(not good)
+
+
+if __name__ == "__main__":
+    main()

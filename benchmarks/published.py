@@ -1,0 +1,189 @@
+"""Hold the simulator against every published figure: `benchmarks/published/*.yaml`, one file a figure.
+
+    python benchmarks/published.py [--only NAME ...] [--sweeps DIR] --out benchmarks/results/published.json
+
+Each file lists the simulation's inputs, each marked `given` (the paper or its repository says it), `derived` (follows
+from what is given), `assumed` (nobody says it; its band is simulated too) or `fitted`. A case is *reproduced* if it is
+within the tolerance and nothing was fitted to a checked figure, *consistent* if one constant of the paper was fitted to
+another row. `derive` finds an input from the baseline's published seconds, which no case checks.
+
+DIR holds EfficientRollout's sweeps (`sd_toggle/configs/*.csv` of its public repository), which are not part of this
+one. Results of files that are not named stay. Writes Markdown beside the JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from provenance import provenance
+
+from das_adapter.sim.config import parse
+from das_adapter.sim.pipeline import Run
+from das_adapter.sim.simulate import Simulation
+
+HERE = Path(__file__).parent
+MARKS = ("given", "derived", "assumed", "fitted")
+
+
+def put(content: dict[str, Any], key: str, value: Any) -> None:
+    """Set a key such as `hardware.gpus`."""
+    block, *path = content, *key.split(".")
+    for part in path[:-1]:
+        block = block.setdefault(part, {})
+    block[path[-1]] = value
+
+
+class Figure:
+    """A published figure and the simulation of it."""
+
+    def __init__(self, path: Path, sweeps: Path | None) -> None:
+        self.name, self.content = path.stem, yaml.safe_load(path.read_text())
+        self.inputs = {one["key"]: one for one in self.content["inputs"]}
+        for one in self.inputs.values():
+            assert one["mark"] in MARKS and one["source"], f"{path}: {one}"
+            assert one["mark"] != "assumed" or "band" in one, f"{path}: {one['key']} is assumed and has no band"
+            if one["key"] == "steps.file":
+                one["value"] = str((sweeps or Path("missing")) / one["value"])
+        self._runs: dict[str, Run] = {}
+
+    def run(self, settings: dict[str, Any], arm: Any) -> Run:
+        """Simulate one arm under some values of inputs."""
+        content: dict[str, Any] = {"arms": {"arm": arm}}
+        for key, value in settings.items():
+            put(content, key, value)
+        key = json.dumps(content, sort_keys=True)
+        if key not in self._runs:
+            self._runs[key] = Simulation(parse(content, self.name)).run("arm")
+        return self._runs[key]
+
+    def seconds(self, settings: dict[str, Any], arm: Any) -> float:
+        """Return the mean rollout time of the steps that count."""
+        steps = self.run(settings, arm).steps[self.content.get("skip", 0) :]
+        return sum(s.step_s if self.content.get("whole") else s.rollout_s for s in steps) / len(steps)
+
+    def value(self, case: dict[str, Any], settings: dict[str, Any]) -> float:
+        """Return a case's quantity: how many times faster the arm is than the base, rollout or step."""
+        settings = {**settings, **case.get("set", {})}
+        base, ours = (self.seconds(settings, self.content["arms"][case.get(name, name)]) for name in ("base", "arm"))
+        other = case.get("other_of_base", 0.0) * base
+        ratio = (base + other) / (ours + other)
+        return 1.0 / ratio - 1.0 if case.get("quantity") == "change" else ratio
+
+    def settled(self, changed: dict[str, Any]) -> dict[str, Any]:
+        """Return the inputs, some of them changed, with those that are derived or fitted found again."""
+        settings = {key: one["value"] for key, one in self.inputs.items()} | changed
+        for key, one in self.inputs.items():
+            find = one.get("find")
+            if find is None or key in changed:
+                continue
+            low, high = find["between"]
+            for _ in range(find.get("halvings", 9)):
+                middle = (low * high) ** 0.5
+                trial = {**settings, key: middle}
+                if "seconds" in find:
+                    above = self.seconds(trial, self.content["arms"]["base"]) > find["seconds"]
+                else:
+                    case = next(c for c in self.content["cases"] if c["name"] == find["case"])
+                    above = self.value(case, trial) < case["published"]
+                low, high = (low, middle) if above else (middle, high)
+            settings[key] = (low * high) ** 0.5
+        return settings
+
+    def check(self) -> dict[str, Any]:
+        """Simulate all cases, at the inputs' values and at the ends of their bands."""
+        tolerance = self.content.get("tolerance", 0.1)
+        middle = self.settled({})
+        edges = [self.settled({key: value}) for key, one in self.inputs.items() if "band" in one
+                 for value in one["band"]]  # fmt: skip
+        fitted = any(one["mark"] == "fitted" for one in self.inputs.values())
+        cases = []
+        for case in self.content["cases"]:
+            found, others = self.value(case, middle), [self.value(case, edge) for edge in edges]
+            row = {"name": case["name"], "published": case["published"], "simulated": found,
+                   "band": [min([found, *others]), max([found, *others])]}  # fmt: skip
+            if case["published"] is None:  # shown beside the others
+                cases.append(row | {"error": None, "grade": "no value"})
+                continue
+            own = any(one.get("find", {}).get("case") == case["name"] for one in self.inputs.values())
+            change = case.get("quantity") == "change"
+            ratio = (1 + found) / (1 + case["published"]) if change else found / case["published"]
+            error = ratio - 1.0
+            right = abs(error) <= tolerance and (not change or (found < 0) == (case["published"] < 0))
+            grade = "fitted to" if own else (("consistent" if fitted else "reproduced") if right else "not")
+            cases.append(row | {"error": error, "grade": grade})
+            print(self.name, cases[-1], flush=True)
+        inputs = [{k: v for k, v in one.items() if k != "find"} | {"value": _plain(middle[one["key"]])}
+                  for one in self.inputs.values()]  # fmt: skip
+        return {"title": self.content["title"], "source": self.content["source"], "tolerance": tolerance,
+                "decides": self.content["decides"], "inputs": inputs, "cases": cases}  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return Path(value).name if isinstance(value, str) and "/" in value and value.endswith(".csv") else value
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Return the figures as a page."""
+    figures = result["figures"]
+    grades = [case["grade"] for figure in figures.values() for case in figure["cases"] if case["error"] is not None]
+    counted = ", ".join(f"{grades.count(grade)} are *{grade}*" for grade in sorted(set(grades)))
+    lines = [
+        "# Published results, simulated", "",
+        "`python benchmarks/published.py --sweeps DIR --out benchmarks/results/published.json`.",
+        f"Of {len(grades)} published values {counted}.", "",
+        "*reproduced*: within the tolerance, nothing fitted to a checked figure. *consistent*: within it, with one",
+        "constant of the paper fitted to another of its rows (*fitted to*). *not*: outside. The tolerance is on the",
+        "ratio of times. The band is that of the assumed inputs, each moved by itself to the ends of its range, with",
+        "what is derived or fitted found again.", "",
+        "| figure | cases | reproduced | consistent | not | mean error | largest | what decides it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for figure in figures.values():
+        cases = [c for c in figure["cases"] if c["grade"] not in ("fitted to", "no value")]
+        errors = [abs(c["error"]) for c in cases] or [0.0]
+        counts = " | ".join(str(sum(c["grade"] == g for c in cases)) for g in ("reproduced", "consistent", "not"))
+        mean, largest = f"{sum(errors) / len(errors):.0%}", f"{max(errors):.0%}"
+        lines.append(f"| {figure['title']} | {len(cases)} | {counts} | {mean} | {largest} | {figure['decides']} |")
+    for figure in figures.values():
+        lines += ["", f"## {figure['title']}", "", f"{figure['source']}; tolerance {figure['tolerance']:.0%}.", "",
+                  "| case | published | simulated | band | error | grade |", "|---|---|---|---|---|---|"]  # fmt: skip
+        for c in figure["cases"]:
+            band = f"{c['band'][0]:.2f} to {c['band'][1]:.2f}"
+            said, error = ("", "") if c["error"] is None else (c["published"], f"{c['error']:+.0%}")
+            lines.append(f"| {c['name']} | {said} | {c['simulated']:.2f} | {band} | {error} | {c['grade']} |")
+        lines += ["", "| input | value | mark | source | band |", "|---|---|---|---|---|"]
+        for one in figure["inputs"]:
+            value = f"{one['value']:.4g}" if isinstance(one["value"], float) else one["value"]
+            band = " to ".join(map(str, one["band"])) if "band" in one else ""
+            lines.append(f"| `{one['key']}` | {value} | {one['mark']} | {one['source']} | {band} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", help="files of benchmarks/published, without .yaml")
+    parser.add_argument("--sweeps", type=Path, help="EfficientRollout's sd_toggle/configs")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    result = json.loads(args.out.read_text()) if args.out.exists() else {"figures": {}}
+    result["provenance"] = provenance()
+    for path in sorted((HERE / "published").glob("*.yaml")):
+        if args.only and path.stem not in args.only:
+            continue
+        figure = Figure(path, args.sweeps)
+        file = figure.inputs.get("steps.file")
+        if file is not None and not Path(file["value"]).exists():
+            print(f"{path.stem}: left out: needs {file['value']}")
+            continue
+        result["figures"][path.stem] = figure.check()
+        result["figures"] = dict(sorted(result["figures"].items()))
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(markdown(result))
+
+
+if __name__ == "__main__":
+    main()

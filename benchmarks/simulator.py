@@ -1,0 +1,241 @@
+"""Hold the simulator against the real engine: the controller benchmark's rollouts, from their own latency models.
+
+    python benchmarks/simulator.py recorded --out FILE.json       # results that lie in results/ already
+    python benchmarks/simulator.py engine --out FILE.json         # measured now, in one engine, and simulated
+    python benchmarks/simulator.py speed --traces TRACES_DIR --out FILE.json    # a step of 65 536 rollouts, one core
+    python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together, leaders first
+
+`recorded` and `engine` take from the measured run its requests, its arms and the latency model that its engine had
+fitted before they began; nothing else, and no time of an arm. The texts are random tokens, as those of the benchmark's
+policy are; histories are made from them by the benchmark's own recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from provenance import provenance
+
+from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.config import parse as parse_das
+from das_adapter.core.controller import Controller
+from das_adapter.core.latency import StepModel, StepTimes
+from das_adapter.core.length import RESPONSE
+from das_adapter.sim.config import parse
+from das_adapter.sim.drafting import Controlled, Nobody
+from das_adapter.sim.fleet import Fleet, Settings
+from das_adapter.sim.requests import Requests
+from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.simulate import Simulation
+from das_adapter.sim.sources import Indexed
+from das_adapter.sim.steps import Line
+from das_adapter.sim.texts import Texts
+
+RESULTS = Path(__file__).parent / "results"
+SETS = ("code_humaneval_codegen16b_k100", "misguided_attention_k3")
+ENGINES = ((256, 16), (32, 16))
+"""Engines on the 2048 GPUs, and steps from one question to the controller to the next."""
+ROUTED: dict[str, tuple[tuple[int, int, int | None], int]] = {
+    # problems, samples of a group, steps; seeds
+    "code_humaneval_codegen16b_k100": ((96, 8, 3), 2),
+    "tot_gpt4_game24_cot_k100": ((96, 8, 3), 2),
+    "rl_reasoning_gym_qwen25_3b_k3": ((128, 3, None), 1),
+}
+RECORDED = ("controller_rollout.json", "controller_batches.json", "controller_one.json")
+
+
+def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray], model: StepModel, bench: Any) -> Any:
+    """Simulate one arm's rollout on one engine; return seconds, steps, draft tokens and accepted ones."""
+    from controller import MOST, POLICIES
+
+    requests, n = Requests(), len(wanted)
+    rollouts = [Rollout(q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text)
+                for q, text in zip(wanted, texts, strict=True)]  # fmt: skip
+    rows = requests.add(*(np.array(column, dtype=np.int64) for column in (
+        [r.problem for r in rollouts], [1] * n, range(n), [len(q["prompt"]) for q in wanted],
+        [len(t) for t in texts], [q["most"] for q in wanted])))  # fmt: skip
+    steps = Line(model)
+    drafting: Any = Nobody()
+    if arm != "idle":
+        policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
+        block = {"budget": {"policy": policy, "max_draft_tokens": most},
+                 "toggle": {"mode": "roofline" if arm == "optimal" else "off"}}  # fmt: skip
+        das = parse_das(block)
+        assert das is not None
+        source = Indexed(requests, Texts(rollouts), 1, das.history)
+        (index,) = source._indices
+        bench.drafter = SimpleNamespace(history=SimpleNamespace(index=index))
+        bench.practise()
+        history = [(problem + 10**6, np.frombuffer(ids, dtype=np.int32), version + 2)
+                   for problem, ids, version in bench.history(wanted, [text.tolist() for text in texts])]  # fmt: skip
+        for one in history:
+            index.add(*one)
+        index.seal(8)
+        drafting = Controlled(das, requests, 1, steps, 1024, source)
+        controller = Controller(BudgetConfig(policy=policy, max_draft_tokens=most),
+                                ToggleConfig(mode=block["toggle"]["mode"]), 1024)  # fmt: skip
+        controller.times = StepTimes(model)
+        controller.sync(np.array([(problem, len(ids), version) for problem, ids, version in history], RESPONSE))
+        drafting.controllers[0] = controller
+    engine = Fleet(1, requests, Settings(64), steps, drafting)
+    engine.submit(rows, rows * 0, rows * 0, 0.0)
+    engine.run()
+    return {"seconds": float(engine.clock[0]), "steps": int(engine.step_count[0]),
+            "draft_tokens": int(requests.drafted.sum()), "accepted_tokens": int(requests.accepted.sum())}  # fmt: skip
+
+
+def compare(measured: dict[str, Any]) -> dict[str, Any]:
+    """Simulate a result of `benchmarks/controller.py` with random texts, arm by arm."""
+    from controller import Bench
+
+    arguments = measured["arguments"]
+    model = StepModel(**measured["latency_model"])
+    found = []
+    for row in measured["rollouts"]:
+        bench = Bench.__new__(Bench)
+        bench.model, bench.seed, bench.turn, bench.at_once = "random", 0, 0, 64
+        bench.group = int(arguments.get("group", 4))
+        rates = arguments["rates"]  # some results have their arguments as text
+        bench.rates = rates if isinstance(rates, list) else json.loads(rates)
+        longest = int(arguments["longest"])
+        wanted = bench.requests(row["requests"], longest)
+        rng = np.random.default_rng(7)
+        texts = [rng.integers(1, 32000, q["most"], dtype=np.int32) for q in wanted]
+        same = sum(map(len, texts)) == row["tokens"]
+        arms = {}
+        for arm, theirs in row["arms"].items():
+            ours = arm_seconds(arm, wanted, texts, model, bench)
+            seconds = float(np.mean(theirs["all_seconds"]))  # the model is fitted to medians, not to the fastest
+            arms[arm] = {"measured": seconds, "repeats": theirs["all_seconds"], "simulated": ours["seconds"],
+                         "error": ours["seconds"] / seconds - 1,
+                         "steps": [theirs["steps"], ours["steps"]],
+                         "draft_tokens": [theirs["draft_tokens"], ours["draft_tokens"]],
+                         "accepted_tokens": [theirs["accepted_tokens"], ours["accepted_tokens"]]}  # fmt: skip
+        order = [sorted(arms, key=lambda a: arms[a][kind]) for kind in ("measured", "simulated")]
+        pairs = [(a, b) for a in arms for b in arms if arms[a]["measured"] < 0.97 * arms[b]["measured"]]
+        found.append({
+            "requests": row["requests"], "same_requests": same, "arms": arms, "order": order,
+            "pairs_in_order": [sum(arms[a]["simulated"] < arms[b]["simulated"] for a, b in pairs), len(pairs)],
+        })  # fmt: skip
+        errors = {a: f"{x['error']:+.0%}" for a, x in arms.items()}
+        print(row["requests"], f"same requests: {same}", errors, found[-1]["pairs_in_order"], flush=True)
+    return {"of": measured.get("provenance", {}), "latency_model": measured["latency_model"], "rollouts": found}
+
+
+def errors(result: dict[str, Any]) -> dict[str, Any]:
+    """Sum up all comparisons."""
+    values = [abs(arm["error"]) for one in result["comparisons"].values() for row in one["rollouts"]
+              for arm in row["arms"].values()]  # fmt: skip
+    pairs = np.array([row["pairs_in_order"] for one in result["comparisons"].values() for row in one["rollouts"]])
+    return {"arms": len(values), "mean_error": float(np.mean(values)), "largest_error": float(max(values)),
+            "within_10_percent": float(np.mean(np.array(values) <= 0.1)),
+            "pairs_in_order": pairs.sum(axis=0).tolist()}  # fmt: skip
+
+
+def speed(traces: Path, name: str, engines: int, stride: int) -> dict[str, Any]:
+    """A step of 4096 x 16 rollouts on 2048 GPUs, one core: recorded lengths, and a trace of what the index offers."""
+    from das_adapter.sim.rollouts import read
+
+    seen: dict[int, int] = {}
+    chosen = []
+    for r in read(traces / f"{name}.npz"):
+        seen[r.problem] = seen.get(r.problem, 0) + 1
+        if seen[r.problem] <= 16 and len(chosen) < 2048:
+            chosen.append(Rollout(r.problem, 0, 0, r.prompt, r.tokens[:16384]))
+    copies = -(-4096 * 16 // len(chosen))
+    config = parse({
+        "model": "Qwen/Qwen2.5-7B", "hardware": {"gpu": "h100", "gpus": 2048, "per_engine": 2048 // engines},
+        "rollout": {"copies": copies, "cap": 16384}, "acceptance": {"history": "trace"},
+        "arms": {"off": {"das": {"drafter": "none"}}, "history": {"stride": stride}},
+    })  # fmt: skip
+    found: dict[str, Any] = {"engines": engines, "stride": stride, "set": name, "requests": len(chosen) * copies}
+    begin = time.process_time()
+    simulation = Simulation(config, chosen)
+    for arm in config.arms:
+        start = time.process_time()
+        run = simulation.run(arm)
+        found[arm] = {"processor_s": time.process_time() - start, "rollout_s": run.steps[0].rollout_s,
+                      "tokens": run.steps[0].tokens, "tokens_per_forward": run.steps[0].tokens_per_forward}  # fmt: skip
+        print(arm, found[arm], flush=True)
+    found["processor_s"] = time.process_time() - begin
+    found["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return found
+
+
+def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: int) -> list[dict[str, Any]]:
+    """Groups together or scattered, leaders first or not: seconds of recorded rollouts on 8 and 64 H100."""
+    from routing import read
+
+    found = []
+    for seed, gpus, waves in itertools.product(range(seeds), (8, 64), (1, 2, 4)):
+        dump = read(traces / f"{name}.npz", *shape, seed)
+        size = max(Counter((r.step, r.run) for r in dump).values())
+        config = parse({
+            "model": "Qwen/Qwen2.5-3B", "hardware": {"gpu": "h100", "gpus": gpus},
+            "engine": {"max_num_seqs": -(-size // (gpus * waves))}, "rollout": {"seed": seed},
+            "acceptance": {"history": "index"},
+            "arms": {
+                "scattered": {"das": {"routing": {"policy": "least_loaded"}}},
+                "together": {"das": {"routing": {"leaders": "off"}}},
+                "leaders": {"das": {}},
+            },
+        })  # fmt: skip
+        row: dict[str, Any] = {"set": name, "seed": seed, "gpus": gpus, "waves": waves, "requests": size}
+        for arm, run in Simulation(config, dump).run_all().items():
+            row[arm] = {
+                "rollout_s": sum(s.rollout_s for s in run.steps),
+                "tokens_per_forward": sum(s.tokens for s in run.steps) / sum(s.forwards for s in run.steps),
+                "by_step_s": [s.rollout_s for s in run.steps],
+            }
+        found.append(row)
+        print(name, seed, gpus, waves, {a: round(row[a]["rollout_s"], 3) for a in config.arms}, flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["recorded", "engine", "speed", "routing"])
+    parser.add_argument("--traces", type=Path)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--longest", type=int, default=160)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    result: dict[str, Any] = {"provenance": provenance()}
+    if args.what == "speed":
+        result["steps"] = [speed(args.traces, name, engines, stride) for name in SETS for engines, stride in ENGINES]
+        print(json.dumps(result["steps"], indent=1))
+    elif args.what == "routing":
+        result["rows"] = [row for name, (shape, seeds) in ROUTED.items()
+                          for row in routing(args.traces, name, shape, seeds)]  # fmt: skip
+    else:
+        result["comparisons"] = {}
+        if args.what == "engine":
+            measured = args.out.with_suffix(".measured.json")
+            subprocess.run([sys.executable, Path(__file__).with_name("controller.py"), "batches", "--model", "random",
+                            "--longest", str(args.longest), "--repeats", "1", "--arms", "idle", "optimal", "classes",
+                            "uniform", "unlimited", "k3", "k7", "--batches", *map(str, args.batches),
+                            "--out", measured], check=True)  # fmt: skip
+            result["comparisons"]["engine"] = compare(json.loads(measured.read_text()))
+            measured.unlink()
+        else:
+            for name in RECORDED:
+                result["comparisons"][name] = compare(json.loads((RESULTS / name).read_text()))
+        result["summary"] = errors(result)
+        print(result["summary"])
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""What the V2 runner's device index drafts on recorded rollouts, beside the host's index; and what it costs in memory.
+
+python benchmarks/v2_drafts.py --traces DIR --every 64 --out FILE.json
+
+Its kernels are computed by their plain reference (`tests/contract/device_reference.py`), which drafts the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from index import accepted
+from index_drafters import Ours
+from index_workload import SETTINGS, groups
+from provenance import provenance
+
+from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.values import Int32
+from das_adapter.engine.v2.device_index import DeviceIndex
+from das_adapter.sim import rollouts as dumps
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "contract"))
+from device_reference import launch
+
+SLOTS, BUDGET = 32, 8
+
+
+class Device:
+    """The device index, driven as the benchmark of the host's index drives that one."""
+
+    def __init__(self, length: int) -> None:
+        self.index = SuffixIndex()
+        texts = torch.zeros(SLOTS, length, dtype=torch.int32)
+        self.device = DeviceIndex(texts, BUDGET, 2**27, 0.0, 2**23)
+        self.device._launch = functools.partial(launch, self.device)  # type: ignore[method-assign]
+        self.device.weigh(self.index.fading)
+        self.sealed_bytes: list[float] = []
+        """Bytes a token of each problem's sealed text."""
+        self._total = torch.zeros(SLOTS, dtype=torch.int32)
+        self._free = list(range(SLOTS))
+        self._begin = np.zeros(SLOTS, dtype=np.int64)
+
+    def learn(self, problem: int, prompt: Int32, texts: Sequence[tuple[int, Int32]]) -> None:
+        for version, tokens in texts:
+            self.index.add(problem, tokens, version)
+
+    def seal(self) -> None:
+        self.index.seal()
+        self.device.arena.forget_sealed()
+
+    def open(self, problem: int, prompt: Int32) -> int:
+        slot = self._free.pop()
+        self.device.texts[slot, : len(prompt)] = torch.from_numpy(prompt)
+        self._total[slot] = self._begin[slot] = len(prompt)
+        self.device.open([(slot, problem, len(prompt))])
+        before = self.device.arena.used, self.device.arena.sealed_tokens
+        self.device.bring(self.index)
+        used, tokens = (a - b for a, b in zip((self.device.arena.used, self.device.arena.sealed_tokens), before,
+                                              strict=True))  # fmt: skip
+        if tokens:
+            self.sealed_bytes.append(4 * used / (used - tokens))
+        return slot
+
+    def extend(self, handles: list[int], texts: list[Int32]) -> None:
+        for slot, text in zip(handles, texts, strict=True):
+            at = int(self._total[slot])
+            self.device.texts[slot, at : at + len(text)] = torch.from_numpy(text)
+            self._total[slot] += len(text)
+
+    def draft(self, handles: list[int], budget: int) -> list[Int32]:
+        writing = [slot for slot in handles if self._total[slot] > self._begin[slot]]
+        slots, sampled = torch.tensor(writing, dtype=torch.int64), torch.ones(len(writing), dtype=torch.int32)
+        drafts = self.device.draft(slots, sampled, self._total)
+        lengths = self.device.real[: len(writing)].tolist()
+        found = {s: d[:n] for s, d, n in zip(writing, drafts.numpy().astype(np.int32), lengths, strict=True)}
+        return [found.get(slot, np.zeros(0, dtype=np.int32)) for slot in handles]
+
+    def close(self, handles: list[int]) -> None:
+        for slot in handles:
+            self.device.close([(slot, 0)], self._total)
+            self._free.append(slot)
+
+    def step(self, *_: Any) -> Any:
+        raise NotImplementedError("nothing to be timed")
+
+
+class FirstRound(Ours):
+    """The host's index without the drafts before the first token, which an engine on the V2 runner has sampled then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._writing: set[int] = set()
+
+    def extend(self, handles: list[int], texts: list[Int32]) -> None:
+        super().extend(handles, texts)
+        self._writing.update(handles)
+
+    def draft(self, handles: list[int], budget: int) -> list[Int32]:
+        none = np.zeros(0, dtype=np.int32)
+        return [d if h in self._writing else none for h, d in zip(handles, super().draft(handles, budget), strict=True)]
+
+
+@click.command()
+@click.option("--traces", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of .npz.")
+@click.option("--every", default=64, show_default=True, help="Take every n-th group only.")
+@click.option("--longest", default=4096, show_default=True, help="Leave longer responses out.")
+@click.option("--setting", "settings", multiple=True, type=click.Choice(SETTINGS), help="What is drafted from.")
+@click.option("--out", type=click.Path(path_type=Path), help="Write the figures here.")
+def main(traces: Path, every: int, longest: int, settings: tuple[str, ...], out: Path | None) -> None:
+    """Compare accepted draft tokens per round."""
+    work: dict[str, Any] = {}
+    for file in sorted(traces.glob("*.npz")):
+        chosen = []
+        for g in groups(dumps.read(file)):
+            if zlib.crc32(g.prompt.tobytes()) % every == 0 and len(g.target) <= longest:
+                g.siblings = [s[:longest] for s in g.siblings[:3]]
+                chosen.append(g)
+        room = max((len(g.prompt) for g in chosen), default=0) + longest + BUDGET + 1
+        for setting in settings or SETTINGS[1:]:
+            some = [g for g in chosen if g.earlier] if setting.startswith("earlier") else chosen
+            if not some:
+                continue
+            device = Device(room)
+            mine = accepted(device, some, setting, BUDGET, at_once=8)
+            host = accepted(FirstRound(), some, setting, BUDGET, at_once=8)
+            figures = {"groups": len(some), "host": host["accepted"], "device": mine["accepted"],
+                       "ratio": mine["accepted"] / host["accepted"], "rounds": mine["rounds"]}  # fmt: skip
+            if device.sealed_bytes:
+                figures["sealed_bytes_per_token"] = float(np.mean(device.sealed_bytes))
+            work.setdefault(file.stem, {})[setting] = figures
+            click.echo(f"{file.stem} {setting}: {json.dumps(figures)}")
+    if out:
+        out.write_text(json.dumps({"provenance": provenance(), "work": work}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""An engine without a host: it harvests its own trajectories, notices weight updates, and brings its drafter up to
+date itself."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import numpy as np
+
+from das_adapter.config import DasConfig
+from das_adapter.core.length import RESPONSE
+from das_adapter.engine.history_link import HistoryLink
+from das_adapter.patching import patch
+from das_adapter.protocol.label import Label
+from das_adapter.protocol.messages import Refresh, Trajectory, responses
+
+logger = logging.getLogger("das_adapter")
+
+MOST_LIVE_TOKENS = 2**22
+"""Tokens of finished responses after which they are sealed although the weights are the same: live text takes more
+memory."""
+
+
+class State(Protocol):
+    """What `WorkerState` gives."""
+
+    runner: Any
+    config: DasConfig
+
+    def label(self, req_id: str) -> Label: ...
+
+    def refresh(self, message: Refresh) -> object: ...
+
+
+class Standalone:
+    """One worker's part. All ranks of an engine see the same requests and weight updates; the first asks the history
+    and tells the others, so that all map the same."""
+
+    def __init__(self, state: State, directory: str):
+        """
+        Args:
+            state: of the worker.
+            directory: name of the history on this node.
+        """
+        from vllm.distributed import get_tp_group
+
+        self._state = state
+        self._group = get_tp_group()
+        self._version = 0
+        self._due = False
+        """Whether the weights have changed since the last step."""
+        self._unread = state.config.shares_history
+        """Whether there may be a history that an earlier engine has left."""
+        self._finished: list[Trajectory] = []
+        self._live_tokens = 0
+        self._link: HistoryLink | None = None
+        if state.config.shares_history and self._group.rank_in_group == 0:
+            self._link = HistoryLink(directory, state.config.history)
+
+    def weights_changed(self, version: int | None = None) -> None:
+        """Take note that the weights are other ones from the next step on. A weight sync of many calls counts once.
+
+        Args:
+            version: their number; None: one more than before.
+        """
+        self._due = True
+        if version is not None:
+            self._version = max(self._version, version - 1)
+
+    def begin_step(self, scheduled: Any, updating: bool) -> None:
+        """Take what has finished since the last step, and bring the drafter up to date if the weights have changed.
+
+        Args:
+            scheduled: vLLM's `SchedulerOutput`.
+            updating: whether a weight update is under way: it ends later.
+        """
+        self._harvest(scheduled.finished_req_ids)
+        if not scheduled.total_num_scheduled_tokens or updating:
+            return
+        if self._due or self._unread or self._live_tokens > MOST_LIVE_TOKENS:
+            self._version += self._due
+            self._due, self._unread, self._live_tokens = False, False, 0
+            self._state.refresh(self._message())
+
+    def _harvest(self, req_ids: Iterable[str]) -> None:
+        """Take the responses of requests that have finished; their text is still in the model runner."""
+        for req_id in req_ids:
+            request = self._state.runner.requests.get(req_id)
+            if request is None or request.prompt_token_ids is None:
+                continue
+            label = self._state.label(req_id)
+            prompt = request.prompt_token_ids
+            text = np.asarray([*prompt[label.start_in(len(prompt)) :], *request.output_token_ids], dtype=np.int32)
+            self._live_tokens += len(text)
+            if label.record and self._group.rank_in_group == 0:
+                self._finished.append(Trajectory(label.problem_of(prompt), text.tobytes(), self._version))
+        if self._link and self._finished:
+            self._link.push(self._finished)
+            self._finished = []
+
+    def _message(self) -> Refresh:
+        """The first rank's message, which all ranks get."""
+        message = None
+        if self._group.rank_in_group == 0:
+            if self._link:
+                history, lengths = self._link.sync()
+            else:
+                history, lengths = None, responses(self._finished)
+                self._finished = []
+            message = Refresh(self._version, history, np.asarray(lengths, RESPONSE).tobytes())
+        if self._group.world_size > 1:
+            message = self._group.broadcast_object(message, src=0)
+        assert message is not None
+        return message
+
+
+@patch("vllm.v1.worker.gpu_worker:Worker.load_model", since="0.24")
+def follow_loaded_policy(stock: Any, loaded: Callable[[], None]) -> Any:
+    """Without it nobody sees the weights that a trainer loads into the policy."""
+
+    @functools.wraps(stock)
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        loaded()
+        return result
+
+    return load_model
+
+
+def _then(stock: Any, changed: Callable[[], None]) -> Any:
+    @functools.wraps(stock)
+    def update(*args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        changed()
+        return result
+
+    return update
+
+
+@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24")
+def see_loaded_weights(stock: Any, changed: Callable[[], None]) -> Any:
+    """Without it an engine without a host does not know that its weights were updated: trainers' own worker extensions
+    call nothing else."""
+    return _then(stock, changed)
+
+
+@patch("vllm.v1.worker.gpu_worker:Worker.reload_weights", since="0.24")
+def see_reloaded_weights(stock: Any, changed: Callable[[], None]) -> Any:
+    """As `see_loaded_weights`, for weights in the kernels' format, which the model's loader does not see."""
+    return _then(stock, changed)
+
+
+@patch("vllm.v1.worker.gpu_worker:Worker.finish_weight_update", since="0.24", adds=True)
+def see_finished_update(stock: Any, changed: Callable[[], None]) -> Any:
+    """As `see_reloaded_weights`, for vLLM's own weight transfer."""
+    return stock if stock is None else _then(stock, changed)

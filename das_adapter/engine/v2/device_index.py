@@ -1,0 +1,240 @@
+"""The index of an engine on its device: what `core.index.SuffixIndex` is on the host, for the requests that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from das_adapter.core.index import SuffixIndex
+from das_adapter.engine.v2 import kernels
+from das_adapter.engine.v2.arena import Arena, Kept
+
+MEMBERS = 64
+"""Most texts of a problem, of running and of ended requests, that a request drafts from."""
+CLOSED = 32
+"""Most texts of ended requests, in those that run at once."""
+UPLOADED = 2**22
+"""Words of sealed text after which no further problem's is brought to the device before a step."""
+CANDIDATES = 4 * int(kernels.PLACES.value)
+"""Places that vote: of sealed text, of that without the last token, of live text, and of the prompt."""
+_PLACES, _KINDS = int(kernels.PLACES.value), int(kernels.KINDS.value)
+
+
+def priors() -> np.ndarray:
+    """Return the chance of each kind of draft token before anything is learned, float64 [KINDS]: the rates that fit
+    recorded rollouts; see `Acceptance` in `csrc/suffix_draft.hpp`."""
+    kind = np.arange(_KINDS)
+    counts, strengths, prior = (int(x.value) for x in (kernels.COUNTS, kernels.STRENGTHS, kernels.PRIOR))
+    c, m, s = kind % counts, kind // counts % strengths, kind // counts // strengths
+    return np.floor(prior / (1 + np.exp(3 - 0.4 * s - 0.3 * m - 0.65 * c)) + 0.5) / prior
+
+
+class DeviceIndex:
+    """Sealed text of the problems that are drafted for, their requests' live text, and what was learned.
+
+    No call waits for the device. Requests are known by the slots that vLLM gives them.
+    """
+
+    def __init__(
+        self,
+        texts: torch.Tensor,
+        steps: int,
+        words: int,
+        min_chance: float,
+        vocabulary: int,
+        copy: Callable[[np.ndarray, torch.Tensor], Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            texts: int32 [slots, length], the tokens of all requests, prompts included; vLLM appends to it.
+            steps: most tokens of a draft.
+            words: of 32 bits, of the arena.
+            min_chance: a draft ends before the token whose chance to survive falls under this.
+            vocabulary: tokens of the policy.
+            copy: copies an array to a tensor on the device without waiting; None: `Tensor.copy_`.
+        """
+        self.texts, self.device = texts, texts.device
+        slots, _ = texts.shape
+        closed = min(CLOSED * slots, 8192)
+        self.arena = Arena(words, slots, closed, MEMBERS)
+        self._steps, self._min_chance, self._vocabulary = steps, min_chance, vocabulary
+        self._copy = copy or (lambda array, tensor: tensor.copy_(torch.from_numpy(array)))
+        self._splits, self._block = (8, 1024) if self.device.type == "cuda" else (1, 512)
+        seen = (slots, (self._splits + 1) * _PLACES)
+        self.words = self._zeros(words, torch.int32)
+        self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
+        self._parts = self.arena.tables.parts(self._tables)
+        self._text_len = self._zeros(slots + closed, torch.int32)
+        self._fading = self._zeros(256, torch.int32)
+        self._seen = {
+            "seen_at": self._zeros(seen, torch.int64),
+            "seen_info": self._zeros(seen, torch.int32),
+            "seen_left": self._zeros(seen, torch.int32),
+            "seen_key": self._zeros(seen, torch.int64),
+        }
+        self._found = {
+            "found_at": self._zeros((slots, CANDIDATES), torch.int64),
+            "found_info": self._zeros((slots, CANDIDATES), torch.int32),
+            "found_left": self._zeros((slots, CANDIDATES), torch.int32),
+        }
+        self._offers = self._zeros((slots, steps + 1), torch.int32)
+        self._kinds = self._zeros((slots, steps + 1), torch.int32)
+        self._offered, self._then = self._zeros(slots, torch.int32), self._zeros(slots, torch.int32)
+        self._outcomes, self._cells = (self._zeros((2 * _KINDS, 2), torch.int32) for _ in range(2))
+        self._sources = self._zeros((2, 3), torch.float64)
+        self._start = torch.from_numpy(priors()).to(self.device)
+        self._chance = self._zeros(2 * _KINDS, torch.float64)
+        self._slots, self._num_sampled = self._zeros(slots, torch.int64), self._zeros(slots, torch.int32)
+        self.drafts = self._zeros((slots, steps), torch.int64)
+        """Draft tokens in batch order; beyond a draft the request's last token."""
+        self.confidence = self._zeros((slots, steps), torch.float32)
+        """Chance of each draft token, given those before it; 0 beyond the draft."""
+        self.real = self._zeros(slots, torch.int32)
+        """Lengths of the drafts."""
+        self._row = (texts.data_ptr() - self.words.data_ptr()) // 4
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        own = (x for x in vars(self).values() if isinstance(x, torch.Tensor) and x is not self.texts)
+        return sum(x.nbytes for x in [*own, *self._found.values(), *self._seen.values()])
+
+    # Requests
+
+    def open(self, opened: Sequence[tuple[int, int, int]]) -> None:
+        """Take requests that begin: slot, key of the problem's text, and tokens before the response."""
+        for slot, problem, begin in opened:
+            self.arena.open(slot, problem, self._row + slot * self.texts.stride(0) + begin, begin)
+        if opened:
+            slots = np.array([slot for slot, _, _ in opened], dtype=np.int64)
+            self._offered.index_fill_(0, self._to_device(slots), 0)
+
+    def close(self, closed: Sequence[tuple[int, int]], total_len: torch.Tensor) -> None:
+        """Take requests that end: slot, and tokens that its response has at most, 0 for a text that is not kept.
+
+        Args:
+            closed: the requests.
+            total_len: int32 [slots], tokens of each request.
+        """
+        kept = [k for slot, room in closed if (k := self.arena.close(slot, room)) is not None]
+        if kept:
+            self.flush()
+            self._measure(total_len)
+            self._keep(kept)
+
+    def bring(self, index: SuffixIndex) -> bool:
+        """Bring the sealed text to the device that is missing there, some problems' at a time; return whether all of it
+        is there."""
+        uploaded = 0
+        for problem in self.arena.missing():
+            if uploaded > UPLOADED:
+                return False
+            tokens, places = index.flat(problem, self.arena.room())
+            at = self.arena.seal(problem, len(tokens), len(places))
+            if at is not None:
+                uploaded += len(tokens) + len(places)
+                both = np.concatenate([tokens, places.view(np.int32)])
+                self._copy(both, self.words[at : at + len(both)])
+        return True
+
+    def flush(self) -> None:
+        """Tell the device what has changed."""
+        if self.arena.changed:
+            self.arena.changed = False
+            self._copy(self.arena.tables.all, self._tables)
+
+    def weigh(self, fading: np.ndarray) -> None:
+        """Take the weights of sealed text by age, uint32 [256]."""
+        self._copy(fading.astype(np.int32), self._fading)
+
+    # A step
+
+    def draft(self, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor) -> torch.Tensor:
+        """Draft for a batch, and learn from what became of its last drafts.
+
+        Args:
+            slots: int64 [requests].
+            num_sampled: int32 [requests], tokens that each got; who got none has no draft.
+            total_len: int32 [slots], tokens of each request, these included.
+
+        Returns:
+            int64 [requests, steps], a part of `drafts`.
+        """
+        requests = len(slots)
+        self.flush()
+        size = min((s for s in self._graphs if s >= requests), default=0)
+        if size > requests:
+            self._slots[:size].fill_(-1)
+        self._slots[:requests].copy_(slots)
+        self._num_sampled[:requests].copy_(num_sampled)
+        self._measure(total_len)
+        if size:
+            self._graphs[size].replay()
+        else:
+            self._launch(requests)
+        return self.drafts[:requests]
+
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture a step as a CUDA graph, for each of these batch sizes."""
+        self._slots.fill_(-1)
+        for size in sorted(sizes, reverse=True):
+            self._launch(size)  # compiles
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._launch(size)
+            self._graphs[size] = graph
+
+    def _measure(self, total_len: torch.Tensor) -> None:
+        slots = len(self.texts)
+        torch.sub(total_len, self._parts["begin"], out=self._text_len[:slots])
+
+    def _launch(self, requests: int) -> None:
+        tables, found, width = self._parts, self._found, self._steps + 1
+        text = {"text_at": tables["text_at"], "text_len": self._text_len}
+        mine = {"arena": self.words, "slots": self._slots, "row_of_slot": tables["row_of_slot"], **text}
+        columns = _power_of_two(width)
+        rows = 32
+        kernels.learn[(-(-requests // rows),)](
+            self._offers, self._kinds, self._offered, self._then, **text, arena=self.words, slots=self._slots,
+            outcomes=self._outcomes, requests=requests, WIDTH=width, PADDED=columns, ROWS=rows,
+        )  # fmt: skip
+        kernels.estimate[(1,)](self._outcomes, self._cells, self._sources, self._start, self._chance, LANES=256)
+        kernels.search_sealed[(requests, 2)](
+            **mine, sealed_texts=tables["sealed_texts"], sealed_places=tables["sealed_places"],
+            sealed_count=tables["sealed_count"], fading=self._fading, **found, CANDIDATES=CANDIDATES,
+        )  # fmt: skip
+        kernels.scan_live[(requests, self._splits + 1)](
+            **mine, begin=tables["begin"], members=tables["members"], member_count=tables["member_count"],
+            **self._seen, MEMBERS=MEMBERS, SPLITS=self._splits, BLOCK=self._block,
+        )  # fmt: skip
+        kernels.merge_live[(requests,)](**self._seen, **found, SPLITS=self._splits, CANDIDATES=CANDIDATES)
+        kernels.vote[(requests,)](
+            self.words, self._slots, self._num_sampled, **text, **found, chance=self._chance, offers=self._offers,
+            kinds=self._kinds, offered=self._offered, then=self._then, drafts=self.drafts, confidence=self.confidence,
+            real=self.real, vocabulary=self._vocabulary, min_chance=self._min_chance, STEPS=self._steps, WIDTH=width,
+            COLUMNS=columns, CANDIDATES=CANDIDATES,
+        )  # fmt: skip
+
+    def _keep(self, kept: Sequence[Kept]) -> None:
+        rows = self._to_device(np.array([(k.slot, k.at, k.room, k.text) for k in kept], dtype=np.int64).T.copy())
+        tiles = -(-max(k.room for k in kept) // 1024)
+        kernels.keep_texts[(len(kept), tiles)](
+            self.words, self._parts["text_at"], self._text_len, rows[0], rows[1], rows[2], rows[3], BLOCK=1024
+        )
+
+    def _zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        tensor = torch.empty(array.shape, dtype=torch.int64, device=self.device)
+        self._copy(array, tensor)
+        return tensor
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

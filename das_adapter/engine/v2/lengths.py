@@ -1,0 +1,233 @@
+"""The draft length of the next steps, chosen on the host from what it hears of the steps before, one step late."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from das_adapter.config import DasConfig
+from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.latency import read_calibration
+from das_adapter.engine.drafters import decisions
+from das_adapter.engine.drafters.base import LiveRequest
+from das_adapter.engine.drafters.history import HistorySource
+from das_adapter.protocol.decision_log import DecisionLog
+from das_adapter.protocol.engine_args import draft_lengths
+from das_adapter.protocol.messages import Refresh, Refreshed
+from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
+
+logger = logging.getLogger("das_adapter")
+_NO_TOKENS, _NOTHING = np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A request that joined the batch, or came back to it."""
+
+    req_id: str
+    problem: int
+    start: int
+    """Length at which its response began."""
+    end: int
+    """Length at which it stops."""
+    length: int
+    """Its length, tokens."""
+    record: bool
+    """Whether its text may serve as history."""
+    stops: frozenset[int] = frozenset()
+    """Tokens that end it."""
+
+
+@dataclass
+class Step:
+    """A step as the host started it, and what came of it."""
+
+    begun: Sequence[Begun]
+    ended: frozenset[str]
+    """Requests that had ended before it."""
+    unrecorded: bool
+    """Whether these ended before the last weight sync."""
+    scheduled: dict[str, int]
+    """Tokens that each request has in the forward pass."""
+    drafts: dict[str, int]
+    """Draft tokens of these, fillers included."""
+    decodes: bool
+    """Whether it reads no prompt."""
+    began: float
+    """Seconds of a monotonic clock."""
+    offer: Any = None
+    """`speculator.Offer` of its end, None if nothing was looked for."""
+    req_ids: list[str] = field(default_factory=list)
+    """Its requests in batch order."""
+
+
+class DraftLengths:
+    """The controller of an engine on the V2 runner. Outputs come in one thread, messages of the host in another."""
+
+    def __init__(self, config: DasConfig, vllm_config: Any, counters: Counters) -> None:
+        self._config = config
+        self.lengths = draft_lengths(config.num_draft_tokens)
+        self.history = HistorySource(config.history, vllm_config.model_config.get_vocab_size())
+        self.controller = Controller(
+            config.budget, config.toggle, vllm_config.model_config.max_model_len, config.history.window,
+            read_calibration(config.toggle.calibration) if config.toggle.calibration else None,
+            common=self.lengths,
+        )  # fmt: skip
+        self.log = DecisionLog(config.log_dir) if config.log_dir else None
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._live: dict[str, LiveRequest] = {}
+        self._stops: dict[str, frozenset[int]] = {}
+        """Tokens that end a live request; without an entry it has ended, and vLLM has not said so yet."""
+        self._offered: dict[str, np.ndarray] = {}
+        """What was last drafted for each request: the chances of its tokens, float32."""
+        self._pending: Step | None = None
+        """A step whose offer had not arrived with its output."""
+        self._last: float | None = None
+        """When the last output came, seconds; None: after a pause."""
+        self._paused = False
+
+    def output(self, step: Step, sampled: Sequence[Sequence[int]], now: float) -> int:
+        """Take the output of a step.
+
+        Args:
+            step: which.
+            sampled: tokens that each of its requests got, in batch order; none while its prompt is read.
+            now: seconds of a monotonic clock.
+
+        Returns:
+            How many tokens each request of the next step that is not scheduled yet is to draft.
+        """
+        with self._lock:
+            if self._counters.error is not None:
+                return 0
+            try:
+                return self._output(step, sampled, now)
+            except Exception as error:
+                self.fail(error)
+                return 0
+
+    def fail(self, error: Exception) -> None:
+        """Draft no more until the next weight sync, and say so."""
+        self._counters.error = repr(error)
+        logger.error("das: the %s drafter failed and is off; decoding goes on without drafts",
+                     self._config.drafter, exc_info=error)  # fmt: skip
+
+    def refresh(self, message: Refresh) -> Refreshed:
+        """Bring the history up to date and start again, at a weight sync."""
+        with self._lock:
+            self._paused, self._last = False, None
+            self._counters.error = None
+            generation = self.history.refresh(message)
+            decisions.sync(self.controller, self.log, message, self._slots())
+            return Refreshed(generation=generation)
+
+    def stats(self) -> EngineStats:
+        """Return the figures of the history and of the controller since the last call."""
+        with self._lock:
+            return cast(EngineStats, self.controller.take(self._slots()) | self.history.stats())
+
+    def _output(self, step: Step, sampled: Sequence[Sequence[int]], now: float) -> int:
+        self._close(step.ended, step.unrecorded)
+        for begun in step.begun:
+            self._open(begun)
+        if self._pending is not None:
+            self._hear(self._pending)
+        rows = [row for row, tokens in enumerate(sampled) if tokens and step.req_ids[row] in self._stops]
+        live = [self._live[step.req_ids[row]] for row in rows]
+        got = np.array([self._written(r, sampled[row]) for r, row in zip(live, rows, strict=True)], dtype=np.int64)
+        carried = np.array([self._carried(step, request.req_id) for request in live], dtype=np.int64)
+        self._count(step, live, got, carried, now)
+        for request, new in zip(live, got.tolist(), strict=True):
+            request.length += new
+        slots = np.array([request.slot for request in live], dtype=np.int64)
+        if step.decodes and self._last is not None and len(live):
+            seconds = now - self._last
+            decisions.timed(self.controller, self.log, TimedStep(slots, got, sum(step.scheduled.values()), seconds))
+        self._last = now
+        self._pending = step
+        if step.offer is None or step.offer.arrived:
+            self._hear(step)
+        room = np.array([request.end - 1 - request.length for request in live], dtype=np.int64)
+        plan = self.controller.plan(
+            Decoded(slots, got, carried if carried.any() else None, None, room),
+            lambda limits, floor: self._offers(live, limits, floor),
+        )
+        if collapsed(vars(self._counters)) and not self._paused:
+            self._paused = True
+            logger.error("das: acceptance collapsed (%d of %d draft tokens); no drafts until the next weight sync",
+                         self._counters.accepted_tokens, self._counters.draft_tokens)  # fmt: skip
+        return 0 if self._paused else int(plan.history.max(initial=0))
+
+    def _written(self, request: LiveRequest, tokens: Sequence[int]) -> int:
+        """Return how many of the tokens that a request got are its text: what lies behind its end is not."""
+        count = max(1, min(len(tokens), request.end - request.length))
+        stops = self._stops[request.req_id]
+        ended = next((i + 1 for i, token in enumerate(tokens[:count]) if token in stops), None)
+        if ended is not None or request.length + count >= request.end:
+            del self._stops[request.req_id]
+        return ended or count
+
+    def _open(self, begun: Begun) -> None:
+        self._stops[begun.req_id] = begun.stops
+        known = self._live.get(begun.req_id)
+        if known is not None:  # it was preempted
+            known.length = begun.length
+            return
+        slot = self.controller.open(begun.problem, begun.length - begun.start, begun.end - begun.start)
+        live = LiveRequest(begun.req_id, slot, begun.problem, begun.start, begun.end, begun.length, begun.record)
+        self.history.open(live, _NO_TOKENS, _NO_TOKENS)
+        self._live[begun.req_id] = live
+
+    def _close(self, req_ids: frozenset[str], unrecorded: bool) -> None:
+        for req_id in req_ids:
+            self._offered.pop(req_id, None)
+            self._stops.pop(req_id, None)
+            if live := self._live.pop(req_id, None):
+                live.record = live.record and not unrecorded
+                decisions.close(self.controller, self.log, self.history, live)
+
+    def _hear(self, step: Step) -> None:
+        """Take what was drafted at the end of a step."""
+        self._pending = None
+        if step.offer is not None:
+            counts, chances = step.offer.read()
+            for req_id, count, row in zip(step.req_ids, counts.tolist(), chances, strict=True):
+                self._offered[req_id] = row[:count]
+
+    def _carried(self, step: Step, req_id: str) -> int:
+        """Return the draft tokens that a request carried into a step, without fillers."""
+        return min(step.drafts.get(req_id, 0), len(self._offered.get(req_id, _NOTHING)))
+
+    def _offers(self, live: list[LiveRequest], limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
+        """Return what is drafted for some requests, see `core.controller.HistoryDrafts`."""
+        chances = [self._offered.get(request.req_id, _NOTHING)[:most]
+                   for request, most in zip(live, limits.tolist(), strict=True)]  # fmt: skip
+        kept = [c[: int((c >= floor).sum())] for c in chances]
+        return np.concatenate([*kept, _NOTHING]), np.cumsum([0, *map(len, kept)], dtype=np.int64)
+
+    def _count(self, step: Step, live: list[LiveRequest], got: np.ndarray, carried: np.ndarray, now: float) -> None:
+        accepted = np.minimum(got - 1, carried)
+        training = np.array([request.record for request in live], dtype=bool)
+        if training.any():
+            counters = self._counters
+            counters.steps += 1
+            counters.busy_seconds += now - max(step.began, self._last or step.began)
+            counters.request_forwards += int(training.sum())
+            counters.tokens += int(got[training].sum())
+            counters.drafted_forwards += int((carried[training] > 0).sum())
+            counters.draft_tokens += int(carried[training].sum())
+            counters.accepted_tokens += int(accepted[training].sum())
+        if carried.any():
+            self.history.verified(live, carried, accepted)
+            if self.log is not None:
+                slots = np.array([request.slot for request in live], dtype=np.int64)
+                self.log.verified(self.controller.requests.written[slots], carried, accepted)
+
+    def _slots(self) -> np.ndarray:
+        return np.array([request.slot for request in self._live.values()], dtype=np.int64)

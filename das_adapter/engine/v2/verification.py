@@ -1,0 +1,97 @@
+"""Lossless verification inside vLLM's V2 model runner: every row is drawn as stock vLLM draws a token without drafts,
+with noise keyed by (request seed, position); a draft token is accepted iff it equals the draw (drafter-invariant
+verification, arXiv 2408.07978)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from das_adapter.patching import patch
+
+
+class _Sampling(threading.local):
+    keyed = False
+
+
+_sampling = _Sampling()
+
+
+@contextlib.contextmanager
+def keyed() -> Iterator[None]:
+    """Verify drafts by keyed noise in this thread; other engines of the process keep vLLM's rejection sampling."""
+    before, _sampling.keyed = _sampling.keyed, True
+    try:
+        yield
+    finally:
+        _sampling.keyed = before
+
+
+@patch("vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", since="0.32")
+def verify_by_equality(stock: Any) -> Any:
+    """Without it vLLM accepts drafts by the ratio of probabilities, and tokens depend on the drafter (V2 runner)."""
+
+    @functools.wraps(stock)
+    def rejection_sample(*args: Any, **kwargs: Any) -> Any:
+        return (accept_drawn if _sampling.keyed else stock)(*args, **kwargs)
+
+    return rejection_sample
+
+
+def accept_drawn(
+    logits: torch.Tensor,
+    draft_logits: torch.Tensor | None,
+    fed: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    pos: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    expanded_idx_mapping: torch.Tensor,
+    expanded_local_pos: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    num_speculative_steps: int,
+    synthetic_conditional_rates: torch.Tensor | None = None,
+    use_fp64: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Verify a batch, with the arguments of vLLM's `rejection_sample`; does not wait for the device.
+
+    Args:
+        logits: float32 [rows, vocab], processed; request after request, its drafted positions and one more.
+        draft_logits: not used: whether a draft token is accepted does not depend on how it was found.
+        fed: int [rows], the token that was read at each row; -1: it may not be accepted.
+        cu_num_logits: int32 [requests + 1], first row of each request.
+        pos: int64 [rows], position of the row's token.
+        idx_mapping: int64 [requests], not used.
+        expanded_idx_mapping: int64 [rows], slot of the row's request.
+        expanded_local_pos: int32 [rows], number of the row within its request.
+        temperature, seed: [slots].
+        num_speculative_steps: most draft tokens of a request.
+        synthetic_conditional_rates: not used.
+        use_fp64: whether noise is computed in float64.
+
+    Returns:
+        int64 [requests, num_speculative_steps + 1], the tokens, of which the first `num_sampled` count; and that, int32
+        [requests].
+    """
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    drawn = gumbel.gumbel_sample(
+        logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature=False, is_drafting=False,
+        use_fp64=use_fp64,
+    )  # fmt: skip
+    requests, width = cu_num_logits.shape[0] - 1, num_speculative_steps + 1
+    local = expanded_local_pos.to(torch.int64)
+    request = (local == 0).cumsum(0) - 1
+    following = torch.nn.functional.pad(fed[1:].to(torch.int64), (0, 1), value=-1)
+    continues = torch.nn.functional.pad(local[1:] > 0, (0, 1), value=False)
+    cell = request * width + local
+    sampled = drawn.new_zeros(requests * width).scatter_(0, cell, drawn).view(requests, width)
+    equal = ((drawn == following) & continues).to(torch.int32)
+    accepted = equal.new_zeros(requests * width).scatter_(0, cell, equal).view(requests, width)
+    return sampled, accepted.cumprod(1).sum(1, dtype=torch.int32) + 1

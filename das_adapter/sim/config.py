@@ -1,0 +1,213 @@
+"""A simulation as a YAML file. Unknown keys are errors that name themselves and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from das_adapter.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Rates = list[Annotated[float, Field(ge=0, lt=1)]]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class HardwareBlock(_Block):
+    """What the rollouts run on."""
+
+    gpu: str = "h100"
+    """Device, one of the table in `das_adapter/sim/hardware.py`."""
+    gpus: Annotated[int, Field(ge=1)] = 8
+    """Devices that generate."""
+    per_engine: Annotated[int, Field(ge=1)] = 1
+    """Devices of an engine: tensor parallel, with routed experts spread over all of them."""
+
+
+class StepsBlock(_Block):
+    """How long a decode step takes."""
+
+    kind: Literal["roofline", "calibration", "sweep", "line"] = "roofline"
+    """`roofline`: from model and hardware; `calibration`: a file of `das-adapter calibrate`; `sweep`: a CSV of measured
+    steps; `line`: base + token·n + bend·max(0, n - knee) + request·b seconds, and `draft` with drafts."""
+    file: str | None = None
+    """`calibration`, `sweep`: the file."""
+    line: dict[str, float] = {}
+    """`line`: the coefficients."""
+    overhead_ms: Annotated[float, Field(ge=0)] = 1.0
+    """`roofline`: milliseconds of each step that no kernel accounts for."""
+    draft_overhead_ms: Annotated[float, Field(ge=0)] = 0.0
+    """`roofline`: more of them in a step that verifies drafts."""
+    pass_overhead_ms: Annotated[float, Field(ge=0)] = 0.5
+    """`roofline`: milliseconds of a drafter's pass that no kernel accounts for."""
+    fitted: dict[str, float] = {}
+    """`roofline`: measured fields of `core.latency.Roofline`, such as `kv_bytes`."""
+    read_share: Share | None = None
+    """`roofline`: share of the data sheet's bandwidth that steps reach; null: the table's."""
+    compute_share: Share | None = None
+    """`roofline`: share of the data sheet's compute."""
+
+
+class EngineBlock(_Block):
+    """What an engine holds; vLLM's keys."""
+
+    max_num_seqs: Annotated[int, Field(ge=1)] = 256
+    """Requests that run at once."""
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Tokens of a forward pass."""
+    gpu_memory_utilization: Share = 0.9
+    """Share of the device's memory for weights and KV cache."""
+    kv_tokens: Annotated[int, Field(ge=16)] | None = None
+    """Tokens that the KV cache holds; null: what the weights leave of the memory (without a device: no limit)."""
+    prefix_caching: bool = True
+    """Whether siblings on one engine read their prompt once."""
+
+
+class LengthsBlock(_Block):
+    """How long responses are."""
+
+    kind: Literal["tail", "curve"] = "tail"
+    """`tail`: log-normal, ended at the cap; `curve`: with a given number of running requests over time."""
+    mean: Positive = 2000.0
+    """`tail`: mean tokens, with the cap applied."""
+    sigma: Positive = 0.8
+    """`tail`: standard deviation of the logarithm."""
+    within: Share = 0.5
+    """Share of its variance that samples of one problem have in common."""
+    running: list[tuple[float, float]] = []
+    """`curve`: (time, running requests), times rising."""
+
+
+class RolloutBlock(_Block):
+    """What is written."""
+
+    dump: str | None = None
+    """Recorded rollouts (veRL's or NeMo-RL's dumps, .npz, .jsonl); null: lengths are drawn."""
+    tokenizer: str | None = None
+    """Of a dump that holds text."""
+    copies: Annotated[int, Field(ge=1)] = 1
+    """How often each problem of the dump is there."""
+    dataset: Annotated[int, Field(ge=1)] = 1024
+    """Problems in all; an epoch visits each once."""
+    problems: Annotated[int, Field(ge=1)] = 128
+    """Problems of a step."""
+    samples: Annotated[int, Field(ge=1)] = 8
+    """Samples of each."""
+    prompt: Annotated[int, Field(ge=1)] = 256
+    """Tokens of a prompt."""
+    cap: Annotated[int, Field(ge=2)] = 8192
+    """Most tokens of a response."""
+    steps: Annotated[int, Field(ge=1)] = 1
+    """Steps of the run."""
+    lengths: LengthsBlock = LengthsBlock()
+    seed: int = 0
+    """Of lengths, orders and luck."""
+
+
+class AcceptanceBlock(_Block):
+    """How much of the drafts survives."""
+
+    history: Literal["given", "trace", "index"] = "given"
+    """Drafts from the history. `index`: the dump is written again, and searched; `trace`: the same, but what the index
+    offers is recorded once, with a token a step; `given`: by `rates`."""
+    rates: list[Rates] = [[0.5], [0.65]]
+    """`given`: chance of each draft position, if those before survived, by visit of the problem; the last goes on."""
+    coverage: Share = 1.0
+    """`given`: share of the positions at which there is a draft."""
+    copy_rate: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Chance of a token of the policy copy, if those before survived."""
+    length: Annotated[float, Field(ge=1)] | None = None
+    """Tokens that a neural drafter's or n-gram's request gets from a step, with its number of draft tokens."""
+    pass_share: Annotated[float, Field(ge=0)] = 0.05
+    """Time of a pass of a neural drafter, of a plain step of the policy with as many requests; n-gram: 0."""
+
+
+class PipelineBlock(_Block):
+    """What a step takes beside the rollout."""
+
+    kind: Literal["sync", "one_step_off", "async"] = "sync"
+    """`sync`: rollout, then training; `one_step_off`: the next rollout beside training; `async`: requests run on across
+    weight syncs."""
+    lag: Annotated[int, Field(ge=0)] = 1
+    """`async`: most weight versions between sending a request and training on it."""
+    train_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds of rewards, log-probabilities and the update."""
+    sync_s: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds of the weight sync."""
+
+
+class ArmBlock(_Block):
+    """One way to draft."""
+
+    das: dict[str, Any] = {}
+    """The `das:` block, as in a run."""
+    acceptance: AcceptanceBlock | None = None
+    """In place of the simulation's."""
+    stride: Annotated[int, Field(ge=1)] = 1
+    """Steps from one question to the controller to the next; more than 1 for large fleets."""
+
+
+class SimConfig(_Block):
+    """A simulation."""
+
+    model: str | dict[str, Any] = "Qwen/Qwen2.5-7B"
+    """Name in the table of `das_adapter/sim/models.py`, path of a config.json, or the sizes themselves."""
+    precision: Literal["bf16", "fp8"] = "bf16"
+    hardware: HardwareBlock = HardwareBlock()
+    steps: StepsBlock = StepsBlock()
+    engine: EngineBlock = EngineBlock()
+    rollout: RolloutBlock = RolloutBlock()
+    acceptance: AcceptanceBlock = AcceptanceBlock()
+    pipeline: PipelineBlock = PipelineBlock()
+    arms: dict[str, ArmBlock] = {"off": ArmBlock(das={"drafter": "none"}), "history": ArmBlock()}
+    """By name; the first is the one that the others are compared with."""
+
+
+def parse(content: Any, where: str = "simulation") -> SimConfig:
+    """Read a simulation from plain containers.
+
+    Raises:
+        ConfigError: an unknown key, or a value that is not allowed.
+    """
+    try:
+        return SimConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{where}: {_say(e)}" for e in error.errors())) from None
+
+
+def read(path: str | Path) -> SimConfig:
+    """Read a simulation from a YAML file.
+
+    Raises:
+        ConfigError: as `parse`; or the file is no YAML.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if isinstance(content, dict) and isinstance(content.get("arms"), dict):  # YAML reads `off:` as a truth value
+        content["arms"] = {{False: "off", True: "on"}.get(key, key): arm for key, arm in content["arms"].items()}
+    return parse(content if content is not None else {}, str(path))
+
+
+def _say(error: Any) -> str:
+    key = ".".join(map(str, error["loc"])) or "the file"
+    if error["type"] != "extra_forbidden":
+        return f"{key}: found {error['input']!r}, {error['msg'][0].lower()}{error['msg'][1:]}"
+    block: Any = SimConfig
+    for part in error["loc"][:-1]:
+        field = block.model_fields.get(part) if hasattr(block, "model_fields") else None
+        block = ArmBlock if field is None else field.annotation
+        if not hasattr(block, "model_fields"):
+            block = AcceptanceBlock if "acceptance" in str(block) else ArmBlock
+    names = list(block.model_fields)
+    near = difflib.get_close_matches(str(error["loc"][-1]), names, 1)
+    return f"{key}: unknown key; " + (f"did you mean {near[0]!r}? " if near else "") + f"allowed: {', '.join(names)}"

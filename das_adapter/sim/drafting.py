@@ -1,0 +1,293 @@
+"""Who drafts in a simulated engine: nobody, a drafter of fixed length, or das-adapter's own controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.config import DasConfig
+from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.latency import Capacity, StepModel
+from das_adapter.core.length import Responses
+from das_adapter.core.policy_copy import CopyDrafts
+from das_adapter.core.siblings import Moments, Siblings
+from das_adapter.core.toggle import Ladder
+from das_adapter.sim.requests import Requests
+from das_adapter.sim.sources import Given, Offer, Source
+from das_adapter.sim.steps import Steps
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+FADE = 0.9
+"""Share of the siblings' counts that a weight sync keeps, as a run's ledger does."""
+SHARED = 16
+"""Engines beyond which all share one latency model and one length model: they are alike."""
+
+
+class Ticked(NamedTuple):
+    """What a step brought to one engine."""
+
+    engine: int
+    rows: Ints
+    """Requests that got tokens, [b]."""
+    got: Ints
+    """int64 [b]."""
+    carried: Ints
+    """Draft tokens that each had in the step, int64 [b]."""
+    copied: Ints
+    """Those of the policy copy, int64 [b]."""
+    tokens: int
+    """In the forward pass, draft tokens included."""
+    seconds: float
+    timed: bool
+    """Whether it read no prompts."""
+
+
+class Drafting(Protocol):
+    """Decides on the drafts of running requests: sets their `draft`, `hits`, `copied` and `copy_hits`."""
+
+    plain: bool
+    """Whether nobody ever drafts."""
+
+    def begin(self, rows: Ints) -> None:
+        """Take requests that were admitted."""
+        ...
+
+    def step(self, ticks: list[Ticked]) -> list[float]:
+        """Take a step of each of some engines, and decide on the drafts of the next; return the seconds that this takes
+        each of them."""
+        ...
+
+    def end(self, rows: Ints) -> None:
+        """Take requests that ended."""
+        ...
+
+    def sync(self, version: int, rows: Ints, responses: Responses) -> None:
+        """Learn from these finished requests, at a weight sync."""
+        ...
+
+
+class Nobody:
+    """No drafts."""
+
+    plain = True
+
+    def begin(self, rows: Ints) -> None:
+        """See `Drafting`."""
+
+    def step(self, ticks: list[Ticked]) -> list[float]:
+        """See `Drafting`."""
+        return [0.0] * len(ticks)
+
+    def end(self, rows: Ints) -> None:
+        """See `Drafting`."""
+
+    def sync(self, version: int, rows: Ints, responses: Responses) -> None:
+        """See `Drafting`."""
+
+
+@dataclass
+class Fixed:
+    """A drafter that vLLM runs by itself: so many draft tokens for every request in every step."""
+
+    requests: Requests
+    source: Source
+    tokens: int
+    pass_seconds: Callable[[Floats], Floats] | None = None
+    """Of one pass of the drafter, by requests; each draft token takes one. None: drafting takes no time."""
+    plain = False
+
+    def begin(self, rows: Ints) -> None:
+        """See `Drafting`."""
+        self.source.begin(rows)
+
+    def step(self, ticks: list[Ticked]) -> list[float]:
+        """See `Drafting`."""
+        rows = np.concatenate([tick.rows for tick in ticks])
+        r = self.requests
+        room = np.maximum(np.minimum(r.length, r.most)[rows] - 1 - r.written[rows], 0)
+        offer = self.source.offer(rows, np.minimum(self.tokens, room), 0.0)
+        r.draft[rows], r.hits[rows] = np.diff(offer.offsets), offer.hits
+        if self.pass_seconds is None:
+            return [0.0] * len(ticks)
+        counts = np.array([len(tick.rows) for tick in ticks], dtype=float)
+        passes: list[float] = (self.tokens * self.pass_seconds(counts)).tolist()
+        return passes
+
+    def end(self, rows: Ints) -> None:
+        """See `Drafting`."""
+        self.source.end(rows)
+
+    def sync(self, version: int, rows: Ints, responses: Responses) -> None:
+        """See `Drafting`."""
+        self.source.sync(version, rows)
+
+
+@dataclass
+class Overhead:
+    """What das-adapter's own work takes in a step, seconds; `benchmarks/results/controller_overhead.json` and
+    `index.json` have them."""
+
+    step: float = 4e-5
+    request: float = 3e-6
+    """Of searching the history, where it is searched."""
+
+
+@dataclass
+class Controlled:
+    """`history`, `self` and `history+self`: the package's controller decides, one for each engine."""
+
+    das: DasConfig
+    requests: Requests
+    engines: int
+    steps: Steps
+    limit: int
+    """Longest response there can be, tokens."""
+    history: Source | None = None
+    copy: Given | None = None
+    """What the policy copy's tokens are worth; None: there is no copy."""
+    prior: StepModel | None = None
+    overhead: Overhead = field(default_factory=Overhead)
+    stride: int = 1
+    """A controller is asked every so many steps; in between drafts keep their lengths."""
+    plain = False
+
+    def __post_init__(self) -> None:
+        das = self.das
+        self.controllers = [
+            Controller(das.budget, das.toggle, self.limit, das.history.window, self.prior,
+                       CopyDrafts(das.self.max_tokens) if self.copy else None, das.num_draft_tokens)
+            for _ in range(self.engines)
+        ]  # fmt: skip
+        if self.engines > SHARED:
+            for controller in self.controllers[1:]:
+                controller.times, controller.lengths = self.controllers[0].times, self.controllers[0].lengths
+        self.siblings = [Siblings() for _ in range(self.engines)]
+        self.ladder = Ladder(tuple(das.self.ladder)) if das.self.ladder and self.copy else None
+        self.moments = Moments()
+        self.capacity: Capacity | None = None
+        self._slot = np.zeros(0, dtype=np.int64)
+        self._finished = np.zeros(0, dtype=np.int64)  # siblings that had finished when a request began
+        self._ticks = np.zeros(self.engines, dtype=np.int64)
+        self._counts = np.zeros(2, dtype=np.int64)  # of the copy's tokens: accepted, drafted
+        if self.ladder:
+            self._agree(self.ladder.length)
+
+    def begin(self, rows: Ints) -> None:
+        """See `Drafting`."""
+        more = len(self.requests) - len(self._slot)
+        if more > 0:
+            self._slot = np.concatenate([self._slot, np.full(more, -1)])
+            self._finished = np.concatenate([self._finished, np.full(more, -1)])
+        if self.history:
+            self.history.begin(rows)
+        for row in rows.tolist():
+            if self._finished[row] < 0:
+                problem, engine = int(self.requests.problem[row]), int(self.requests.engine[row])
+                self._finished[row] = self.siblings[engine].begin(problem)
+
+    def step(self, ticks: list[Ticked]) -> list[float]:
+        """See `Drafting`."""
+        if self.stride == 1:
+            return [self._plan(tick) for tick in ticks]
+        later, seconds = [], []
+        for tick in ticks:
+            turn = self._ticks[tick.engine] = self._ticks[tick.engine] + 1
+            due = turn % self.stride == tick.engine % self.stride
+            if not due:
+                later.append(tick.rows)
+            later_s = self.overhead.step + self.overhead.request * len(tick.rows) * bool(self.history)
+            seconds.append(self._plan(tick) if due else later_s)
+        if later and self.history:
+            r, rows = self.requests, np.concatenate(later)
+            room = np.maximum(np.minimum(r.length, r.most)[rows] - 1 - r.written[rows], 0)
+            offer = self.history.offer(rows, np.minimum(r.draft[rows], room), 0.0)
+            r.hits[rows] = offer.hits
+            r.draft[rows] = np.diff(offer.offsets)
+        return seconds
+
+    def end(self, rows: Ints) -> None:
+        """See `Drafting`."""
+        r = self.requests
+        known = self.history.known(rows) if self.history else np.zeros(len(rows), bool)
+        if self.history:
+            self.history.end(rows)
+        for row, knew in zip(rows.tolist(), known.tolist(), strict=True):
+            engine = int(r.engine[row])
+            if self._slot[row] >= 0:
+                self.controllers[engine].close(int(self._slot[row]))
+                self._slot[row] = -1
+            problem, finished = int(r.problem[row]), int(self._finished[row])
+            self.siblings[engine].end(problem, finished, knew, float(r.written[row]), float(r.forwards[row]))
+
+    def sync(self, version: int, rows: Ints, responses: Responses) -> None:
+        """See `Drafting`."""
+        if self.history:
+            self.history.sync(version, rows)
+        capacities, self.moments = [], self.moments.faded(FADE)
+        for engine, controller in enumerate(self.controllers):
+            self.moments += self.siblings[engine].take()
+            self.siblings[engine].clear()
+            if controller.times.model is not None:
+                capacities.append(controller.times.model.capacity())
+            shared = engine > 0 and controller.lengths is self.controllers[0].lengths
+            controller.sync(responses[:0] if shared else responses)
+        self.capacity = Capacity.median(capacities)
+        if self.ladder:
+            accepted, drafted = self._counts.tolist()
+            self._agree(self.ladder.observe(accepted, drafted))
+            self._counts[:] = 0
+
+    def time_saved(self) -> float:
+        """Return the seconds that the controllers believe they saved since the last weight sync."""
+        return sum(controller.time_saved(np.zeros(0, dtype=np.int64)) for controller in self.controllers)
+
+    def _agree(self, length: int) -> None:
+        for controller in self.controllers:
+            assert controller.copy is not None
+            controller.copy.agreed = length
+
+    def _plan(self, tick: Ticked) -> float:
+        """Ask an engine's controller; return the seconds of its work and of the policy copy's passes."""
+        r, rows, controller = self.requests, tick.rows, self.controllers[tick.engine]
+        slots = self._slot[rows]
+        for i in np.flatnonzero(slots < 0).tolist():
+            row = int(rows[i])
+            slots[i] = controller.open(int(r.problem[row]), int(r.written[row]), int(r.most[row]))
+        self._slot[rows] = slots
+        if self.stride > 1:
+            controller.requests.written[slots] = r.written[rows] - tick.got
+        room = np.minimum(r.length, r.most)[rows] - 1 - r.written[rows]
+        offered: list[Offer] = []
+
+        def history(limits: Ints, floor: float) -> tuple[npt.NDArray[np.float32], Ints]:
+            assert self.history is not None
+            offered.append(self.history.offer(rows, np.minimum(limits, np.maximum(room, 0)), floor))
+            return offered[-1].chances, offered[-1].offsets
+
+        carried = tick.carried if tick.carried.any() else None
+        copied = tick.copied if self.copy else None
+        plan = controller.plan(Decoded(slots, tick.got, carried, copied, room), history if self.history else None)
+        r.draft[rows] = plan.history
+        r.hits[rows] = offered[-1].hits if offered else 0
+        r.copied[rows] = 0
+        passes = 0.0
+        if self.copy is not None and controller.copy is not None:
+            if copied is not None and copied.any():
+                self._counts += [np.minimum(tick.got - 1, copied).sum(), copied.sum()]
+            drafted = np.minimum(plan.copy, np.maximum(room, 0))
+            r.copied[rows], r.copy_hits[rows] = drafted, self.copy.offer(rows, drafted, 0.0).hits
+            context = (r.prompt[rows] + r.written[rows]).astype(float)
+            for place in range(int(drafted.max(initial=0))):
+                mine = drafted > place
+                one = self.steps.copy_pass(np.array([float(mine.sum())]), np.array([context[mine].sum()]))
+                controller.copy.timed_pass(int(mine.sum()), float(one[0]))
+                passes += float(one[0])
+        own = self.overhead.step + (self.overhead.request * len(rows) if offered else 0.0)
+        if tick.timed:
+            controller.timed(TimedStep(slots, tick.got, tick.tokens, tick.seconds + own, passes))
+        return own + passes

@@ -1,0 +1,81 @@
+"""Sizes of common models, so that nothing has to be downloaded; any other comes from its config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from das_adapter.errors import DasError
+
+_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "head_dim", "vocab_size", "tie_word_embeddings")  # fmt: skip
+_DENSE: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
+    "Qwen/Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151936, True),
+    "Qwen/Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 128, 151936, True),
+    "Qwen/Qwen2.5-3B": (2048, 11008, 36, 16, 2, 128, 151936, True),
+    "Qwen/Qwen2.5-7B": (3584, 18944, 28, 28, 4, 128, 152064, False),
+    "Qwen/Qwen2.5-14B": (5120, 13824, 48, 40, 8, 128, 152064, False),
+    "Qwen/Qwen2.5-32B": (5120, 27648, 64, 40, 8, 128, 152064, False),
+    "Qwen/Qwen2.5-72B": (8192, 29568, 80, 64, 8, 128, 152064, False),
+    "Qwen/Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936, True),
+    "Qwen/Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, 151936, True),
+    "Qwen/Qwen3-4B": (2560, 9728, 36, 32, 8, 128, 151936, True),
+    "Qwen/Qwen3-8B": (4096, 12288, 36, 32, 8, 128, 151936, False),
+    "Qwen/Qwen3-14B": (5120, 17408, 40, 40, 8, 128, 151936, False),
+    "Qwen/Qwen3-32B": (5120, 25600, 64, 64, 8, 128, 151936, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (1536, 8960, 28, 12, 2, 128, 151936, False),
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (3584, 18944, 28, 28, 4, 128, 152064, False),
+    "meta-llama/Llama-3.1-8B": (4096, 14336, 32, 32, 8, 128, 128256, False),
+    "meta-llama/Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128, 128256, False),
+    "meta-llama/Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128256, True),
+    "meta-llama/Llama-3.2-3B": (3072, 8192, 28, 24, 8, 128, 128256, True),
+}
+MODELS: dict[str, dict[str, Any]] = {name: dict(zip(_KEYS, sizes, strict=True)) for name, sizes in _DENSE.items()}
+"""The sizes in the models' own `config.json`, by name on the hub."""
+MODELS |= {
+    "Qwen/Qwen3-30B-A3B": {
+        **dict(zip(_KEYS, (2048, 6144, 48, 32, 4, 128, 151936, False), strict=True)),
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    },
+    "Qwen/Qwen3-235B-A22B": {
+        **dict(zip(_KEYS, (4096, 12288, 94, 64, 4, 128, 151936, False), strict=True)),
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+    },
+}  # fmt: skip
+_SAME = ("-Instruct", "-Base", "-Math")
+
+
+def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sizes of a model, under the names of a Hugging Face config.
+
+    Args:
+        model: a name in the table (instruct, base and math variants have the sizes of the plain one), a `config.json`
+            or the directory of one, or the sizes themselves.
+
+    Raises:
+        DasError: it is none of these, or a size is missing.
+    """
+    if isinstance(model, Mapping):
+        found, where = dict(model), "model"
+    elif (path := Path(model)).exists():
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            found, where = json.loads(path.read_text()), str(path)
+        except (OSError, ValueError) as error:
+            raise DasError(f"model: found {str(path)!r}, expected a config.json: {error}") from None
+        found = found.get("text_config", found)
+    else:
+        plain = model
+        for suffix in _SAME:
+            plain = plain.replace(suffix, "")
+        known = {name.partition("/")[2].lower(): name for name in MODELS}
+        name = known.get(plain.rpartition("/")[2].lower())
+        if name is None:
+            raise DasError(f"model: found {model!r}, allowed: the path of a config.json, or one of {', '.join(MODELS)}")
+        return dict(MODELS[name])
+    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+    if missing := [key for key in needed if key not in found]:
+        raise DasError(f"{where}: lacks {', '.join(missing)}")
+    return found

@@ -1,0 +1,197 @@
+"""Would it pay? A user's own recorded rollouts on given hardware, without drafts and with das-adapter's."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from das_adapter.core.latency import Roofline
+from das_adapter.errors import DasError
+from das_adapter.sim.config import SimConfig, parse
+from das_adapter.sim.hardware import device
+from das_adapter.sim.models import sizes
+from das_adapter.sim.pipeline import Run
+from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.simulate import Progress, Simulation
+
+EXACT = 300_000
+"""Tokens of a dump up to which the index is searched at every step; larger ones use a trace of what it offers."""
+TRAINING = 8.0
+"""Operations of training per parameter and token: 6 for the update, 2 for the log-probabilities."""
+TRAINING_SHARE = 0.35
+"""Share of a data sheet's 16-bit compute that training reaches; an assumption, where no time is given."""
+WORTH = 0.03
+"""Share of the rollout's time that must be saved before drafts are recommended."""
+CANDIDATES: dict[str, dict[str, Any]] = {
+    "history": {"drafter": "history"},
+    "history, at most 8": {"drafter": "history", "budget": {"max_draft_tokens": 8}},
+}
+SCATTERED: dict[str, dict[str, Any]] = {
+    "history, least_loaded": {"drafter": "history", "routing": {"policy": "least_loaded"}},
+}
+"""A further candidate where the index is searched; a trace has all siblings on one engine."""
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Steps whose problems had been visited equally often before; seconds are means of a step."""
+
+    number: int
+    steps: int
+    off_s: float
+    on_s: float
+    off_step_s: float
+    on_step_s: float
+    tokens_per_forward: float
+
+    def to_dict(self) -> dict[str, float]:
+        """Return it as plain numbers."""
+        return {**vars(self), "rollout_of_off": self.on_s / self.off_s, "step_of_off": self.on_step_s / self.off_step_s}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the simulation says."""
+
+    epochs: list[Epoch]
+    block: dict[str, Any]
+    """The `das:` block that takes least time."""
+    arms: dict[str, float]
+    """Rollout time over all steps, of off, by candidate."""
+    runs: dict[str, Run]
+    """Of off and of the best candidate."""
+    settings: dict[str, Any]
+    """What was given and assumed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain containers, without the runs."""
+        return {"epochs": [epoch.to_dict() for epoch in self.epochs], "das": self.block, "arms": self.arms,
+                "settings": self.settings}  # fmt: skip
+
+
+def would_it_pay(
+    rollouts: Sequence[Rollout],
+    gpu: str,
+    model: str,
+    gpus: int,
+    per_engine: int = 1,
+    precision: str = "bf16",
+    other_s: float | None = None,
+    engine: dict[str, Any] | None = None,
+    copies: int = 1,
+    candidates: dict[str, dict[str, Any]] | None = None,
+    progress: Progress | None = None,
+) -> Answer:
+    """Simulate a dump on given hardware.
+
+    Args:
+        rollouts: recorded ones, several steps of them, with every problem that the run visits.
+        gpu, gpus, per_engine: as in `HardwareBlock`.
+        model: as in `SimConfig.model`.
+        precision: `bf16` or `fp8`.
+        other_s: seconds of a step beside its rollout; None: estimated from the model's size.
+        engine: keys of `EngineBlock`.
+        copies: how often each problem is there, where the dump holds a part of the run.
+        candidates: `das:` blocks by name; None: `CANDIDATES`, and `SCATTERED` where that can be told.
+        progress: hears an arm's name and how many of its steps are done.
+
+    Raises:
+        DasError: a value that does not fit, with its key.
+    """
+    tokens = sum(len(r.tokens) for r in rollouts)
+    steps = len({(r.step, r.run) for r in rollouts})
+    assumed = other_s is None
+    if other_s is None:
+        other_s = training_seconds(model, gpu, gpus, copies * tokens / steps)
+    exact = copies == 1 and tokens <= EXACT
+    if candidates is None:
+        candidates = CANDIDATES | SCATTERED if exact else CANDIDATES
+    config = parse({
+        "model": model, "precision": precision,
+        "hardware": {"gpu": gpu, "gpus": gpus, "per_engine": per_engine},
+        "engine": engine or {},
+        "rollout": {"cap": max(2, max(len(r.tokens) for r in rollouts)), "copies": copies},
+        "acceptance": {"history": "index" if exact else "trace"},
+        "pipeline": {"train_s": other_s},
+        "arms": {"off": {"das": {"drafter": "none"}}, **{name: {"das": das} for name, das in candidates.items()}},
+    }, "replay")  # fmt: skip
+    simulation = Simulation(config, rollouts)
+    runs = simulation.run_all(progress)
+    off = runs["off"]
+    total = {name: sum(s.rollout_s for s in run.steps) for name, run in runs.items()}
+    best = min(candidates, key=lambda name: total[name])
+    arms = {name: total[name] / total["off"] for name in candidates}
+    block = dict(candidates[best]) if arms[best] <= 1 - WORTH else {"drafter": "none"}
+    settings = _settings(config, simulation, other_s, assumed, exact, tokens, steps)
+    return Answer(_epochs(off, runs[best]), block, arms, {"off": off, best: runs[best]}, settings)
+
+
+def training_seconds(model: str, gpu: str, gpus: int, tokens: float) -> float:
+    """Estimate the seconds of log-probabilities and update for so many tokens."""
+    found = device(gpu)
+    roof = Roofline.of(sizes(model), found.speed)
+    peak = found.speed.flops / 0.75
+    return TRAINING * roof.dense_flops / 2 * tokens / (gpus * peak * TRAINING_SHARE)
+
+
+def _epochs(off: Run, on: Run) -> list[Epoch]:
+    steps: defaultdict[int, list[int]] = defaultdict(list)
+    for number, step in enumerate(off.steps):
+        steps[round(step.visit)].append(number)
+
+    def mean(run: Run, numbers: list[int], name: str) -> float:
+        return float(np.mean([getattr(run.steps[i], name) for i in numbers]))
+
+    return [
+        Epoch(visit + 1, len(of), mean(off, of, "rollout_s"), mean(on, of, "rollout_s"), mean(off, of, "step_s"),
+              mean(on, of, "step_s"), sum(on.steps[i].tokens for i in of) / sum(on.steps[i].forwards for i in of))
+        for visit, of in sorted(steps.items())
+    ]  # fmt: skip
+
+
+def _settings(
+    config: SimConfig, simulation: Simulation, other_s: float, assumed: bool, exact: bool, tokens: int, steps: int
+) -> dict[str, Any]:
+    hardware = config.hardware
+    return {
+        "model": config.model, "gpu": hardware.gpu, "gpus": hardware.gpus, "engines": simulation.engines,
+        "kv_tokens": simulation.settings.kv_blocks * simulation.settings.block, "tokens": tokens, "steps": steps,
+        "copies": config.rollout.copies, "other_s": other_s, "other_s_estimated": assumed,
+        "drafts": "searched at every step" if exact else "from a trace",
+    }  # fmt: skip
+
+
+def check(rollouts: Sequence[Rollout]) -> str | None:
+    """Return what in a dump makes the answer less than it could be; None if nothing does."""
+    steps = {(r.step, r.run) for r in rollouts}
+    if len(steps) < 2:
+        return "the dump holds one step: no problem comes back, so that only siblings and own text are drafted from"
+    seen: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+    for r in rollouts:
+        seen[r.problem].add((r.step, r.run))
+    if max(map(len, seen.values())) < 2:
+        return "no problem comes back in the dump: a later epoch would be drafted for better"
+    return None
+
+
+def sample(rollouts: Sequence[Rollout], most: int, seed: int = 0) -> tuple[list[Rollout], int]:
+    """Return the rollouts of some problems, about `most` tokens, and how often each stands for one of the dump's.
+
+    Raises:
+        DasError: `most` is less than 1.
+    """
+    if most < 1:
+        raise DasError(f"tokens: found {most}, allowed: 1 or more")
+    tokens: defaultdict[int, int] = defaultdict(int)
+    for r in rollouts:
+        tokens[r.problem] += len(r.tokens)
+    copies = -(-sum(tokens.values()) // most)
+    if copies == 1:
+        return list(rollouts), 1
+    problems = np.random.default_rng(seed).permutation(sorted(tokens))[: max(1, len(tokens) // copies)]
+    kept = set(problems.tolist())
+    return [r for r in rollouts if r.problem in kept], copies

@@ -1,0 +1,82 @@
+"""Where the requests of a simulation go, and who starts first: the package's own routing, or the host's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.config import DasConfig
+from das_adapter.core.latency import Capacity
+from das_adapter.core.length import Expected, LengthLog, Responses
+from das_adapter.core.routing import Replicas, start_order, worth_of
+from das_adapter.core.siblings import Moments
+from das_adapter.sim.requests import Requests
+
+Ints = npt.NDArray[np.int64]
+STREAMS = 8
+"""Workers of the host that send requests at the same time, each the samples of one problem after the other."""
+
+
+class Router:
+    """Chooses engines as veRL's balancer with das-adapter does: one request at a time, as they arrive."""
+
+    def __init__(self, das: DasConfig, engines: int, group: int, slots: int, seed: int = 0) -> None:
+        self._das, self._engines = das, engines
+        self._ours = das.drafter != "none" and das.routing.policy == "longest_first"
+        self._replicas = Replicas(range(engines), worth_of(das), group, slots)
+        self._orders = [start_order(das, group) if self._ours else None for _ in range(engines)]
+        self._log = LengthLog(das.history.window)
+        self._expected = Expected()
+        self._loads = np.zeros(engines, dtype=np.int64)
+        self._rng = np.random.default_rng(seed)
+
+    def arrivals(self, problems: Ints) -> Ints:
+        """Return the order in which requests arrive, int64 [n]: problems are shuffled and shared out over streams."""
+        groups: dict[int, list[int]] = {}
+        for i, problem in enumerate(problems.tolist()):
+            groups.setdefault(problem, []).append(i)
+        shuffled = [list(groups.values())[i] for i in self._rng.permutation(len(groups))]
+        streams = [[i for group in shuffled[s::STREAMS] for i in group] for s in range(STREAMS)]
+        turn = np.concatenate([np.full(len(stream), s) for s, stream in enumerate(streams)])
+        self._rng.shuffle(turn)
+        turns = [iter(stream) for stream in streams]
+        return np.array([next(turns[s]) for s in turn.tolist()], dtype=np.int64)
+
+    def send(self, requests: Requests, rows: Ints) -> tuple[Ints, Ints]:
+        """Return the engine and the priority of each request, int64 [n]; `rows` in the order of their arrival."""
+        engines, priorities = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        for i, problem in enumerate(requests.problem[rows].tolist()):
+            if self._ours:
+                known = problem in self._expected
+                engine = self._replicas.pick(problem, self._expected[problem], known)
+            else:
+                engine = int(self._loads.argmin())
+            self._loads[engine] += 1
+            engines[i] = engine
+            order = self._orders[engine]
+            if order is not None:
+                priorities[i] = order.priority(problem)
+        return engines, priorities
+
+    def done(self, requests: Requests, rows: Ints) -> None:
+        """Take requests that ended."""
+        for engine, problem in zip(requests.engine[rows].tolist(), requests.problem[rows].tolist(), strict=True):
+            self._loads[engine] -= 1
+            if self._ours:
+                self._replicas.done(engine, problem)
+
+    def sync(self, version: int, responses: Responses, siblings: Moments, capacity: Capacity | None) -> None:
+        """Learn what finished responses and engines have shown, at a weight sync."""
+        self._log.add(responses)
+        self._expected = Expected(self._log.predictions(), siblings, capacity)
+        self._replicas.learn(self._expected)
+        for order in self._orders:
+            if order is not None:
+                order.refresh(self._expected, version)
+
+    def parts(self, requests: Requests, rows: Ints) -> float:
+        """Return on how many engines a problem's requests are, mean."""
+        pairs = set(zip(requests.problem[rows].tolist(), requests.engine[rows].tolist(), strict=True))
+        return float(np.mean(list(Counter(problem for problem, _ in pairs).values())))

@@ -1,0 +1,244 @@
+"""Build a simulation from its config and run its arms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.config import DasConfig
+from das_adapter.config import parse as parse_das
+from das_adapter.core.latency import COMPUTE, READ, Hardware, StepModel
+from das_adapter.errors import ConfigError, DasError
+from das_adapter.sim.config import AcceptanceBlock, ArmBlock, SimConfig
+from das_adapter.sim.drafting import Controlled, Drafting, Fixed, Nobody
+from das_adapter.sim.fleet import Fleet, Settings
+from das_adapter.sim.hardware import device
+from das_adapter.sim.lengths import Curve, Tail
+from das_adapter.sim.models import sizes
+from das_adapter.sim.pipeline import Run, Timing, run
+from das_adapter.sim.requests import Requests
+from das_adapter.sim.rollouts import Rollout, read
+from das_adapter.sim.routing import Router
+from das_adapter.sim.sources import Given, Indexed, Source, Trace, Traced, record
+from das_adapter.sim.steps import Instance, Line, Steps, instance, read_calibration, read_sweep
+from das_adapter.sim.workload import Drawn, Dumped, Workload
+
+Floats = npt.NDArray[np.float64]
+Progress = Callable[[str, int], None]
+"""Hears an arm's name and how many of its steps are done."""
+
+
+class Simulation:
+    """A config with what its arms have in common: step times, recorded rollouts, the trace of their drafts."""
+
+    def __init__(self, config: SimConfig, rollouts: Sequence[Rollout] | None = None) -> None:
+        """
+        Args:
+            config: see there.
+            rollouts: recorded ones; None: those of `rollout.dump`.
+
+        Raises:
+            ConfigError, DasError: a value that does not fit, with its key.
+        """
+        self.config = config
+        self._arms = {name: (_das(name, arm), arm) for name, arm in config.arms.items()}
+        if not self._arms:
+            raise ConfigError("arms: found none, needed: one or more")
+        if rollouts is None and config.rollout.dump is not None:
+            rollouts = read(Path(config.rollout.dump), config.rollout.tokenizer)
+        self.rollouts = rollouts
+        recorded = [a.history for a in (config.acceptance, *(arm.acceptance for arm in config.arms.values())) if a]
+        if rollouts is None and any(kind != "given" for kind in recorded):
+            raise ConfigError("acceptance.history: found index or trace, which need rollout.dump")
+        self.steps = step_times(config)
+        self.engines, rest = divmod(config.hardware.gpus, config.hardware.per_engine)
+        if rest or not self.engines:
+            raise ConfigError(f"hardware: found gpus {config.hardware.gpus}, per_engine {config.hardware.per_engine}: "
+                              "the first must be a multiple of the second")  # fmt: skip
+        self.settings = Settings(
+            config.engine.max_num_seqs,
+            kv_blocks(config, self.steps),
+            max_num_batched_tokens=config.engine.max_num_batched_tokens,
+            prefix_caching=config.engine.prefix_caching,
+        )
+        self._traces: dict[str, Trace] = {}
+
+    def run(self, name: str, progress: Progress | None = None) -> Run:
+        """Run an arm."""
+        config, (das, arm) = self.config, self._arms[name]
+        requests, workload = Requests(), self._workload()
+        source = self._history(das, arm.acceptance or config.acceptance, requests, workload)
+        drafting = self._drafting(das, arm, requests, workload, source)
+        fleet = Fleet(self.engines, requests, self.settings, self.steps, drafting)
+        router = Router(das, self.engines, workload.group, self.settings.max_num_seqs, config.rollout.seed)
+        pipeline = config.pipeline
+        timing = Timing(pipeline.train_s, pipeline.sync_s)
+        told = (lambda done: progress(name, done)) if progress else None
+        try:
+            return run(fleet, workload, router, pipeline.kind, timing, pipeline.lag, told)
+        finally:
+            if isinstance(source, Indexed):
+                source.close()
+
+    def run_all(self, progress: Progress | None = None) -> dict[str, Run]:
+        """Run every arm."""
+        return {name: self.run(name, progress) for name in self._arms}
+
+    def _workload(self) -> Workload:
+        r = self.config.rollout
+        if self.rollouts is not None:
+            return Dumped(self.rollouts, max(r.cap, max(len(x.tokens) for x in self.rollouts)), r.copies)
+        block = r.lengths
+        lengths: Tail | Curve
+        if block.kind == "tail":
+            lengths = Tail(block.mean, r.cap, block.sigma, block.within, r.seed)
+        elif block.running:
+            lengths = Curve(block.running, r.cap, block.within, r.seed)
+        else:
+            raise ConfigError("rollout.lengths.running: needed with `kind: curve`")
+        return Drawn(lengths, max(r.dataset, r.problems), r.problems, r.samples, r.prompt, r.cap, r.steps, r.seed)
+
+    def _history(self, das: DasConfig, accept: AcceptanceBlock, requests: Requests, work: Workload) -> Source | None:
+        if not das.uses_history:
+            return None
+        if accept.history == "given":
+            return Given(requests, accept.rates, accept.coverage, das.budget.max_draft_tokens, self.config.rollout.seed)
+        if accept.history == "index":
+            return Indexed(requests, work.texts, self.engines, das.history)
+        key = das.history.model_dump_json() + str(das.budget.max_draft_tokens)
+        if key not in self._traces:
+            self._traces[key] = record(work.texts.rollouts, das.budget.max_draft_tokens, das.history)
+        return Traced(requests, work.texts, self._traces[key])
+
+    def _drafting(
+        self, das: DasConfig, arm: ArmBlock, requests: Requests, work: Workload, source: Source | None
+    ) -> Drafting:
+        accept, seed = arm.acceptance or self.config.acceptance, self.config.rollout.seed
+        if das.drafter == "none":
+            return Nobody()
+        if not das.controlled:
+            tokens = das.num_draft_tokens
+            rate = rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)
+            share = 0.0 if das.drafter == "ngram" else accept.pass_share
+            return Fixed(requests, Given(requests, [[rate]], longest=tokens, seed=seed), tokens,
+                         self._pass(share) if share else None)  # fmt: skip
+        copy = Given(requests, [[accept.copy_rate]], longest=16, seed=seed + 1) if das.copies_policy else None
+        limit = self.config.rollout.cap + self.config.rollout.prompt
+        if self.rollouts is not None:
+            limit = max(limit, max(len(r.prompt) + len(r.tokens) for r in self.rollouts))
+        if arm.stride > 1 and accept.history == "index":
+            raise ConfigError("arms: stride needs acceptance.history given or trace")
+        return Controlled(das, requests, self.engines, self.steps, limit, source, copy, stride=arm.stride)
+
+    def _pass(self, share: float) -> Callable[[Floats], Floats]:
+        extra = self.steps.pass_overhead_s if isinstance(self.steps, Instance) else 0.0
+
+        def seconds(requests: Floats) -> Floats:
+            return np.asarray(extra + share * self.steps.decode(requests, requests, np.zeros_like(requests)))
+
+        return seconds
+
+
+def _das(name: str, arm: ArmBlock) -> DasConfig:
+    try:
+        return parse_das(arm.das) or DasConfig(drafter="none")
+    except ConfigError as error:
+        raise ConfigError(f"arms.{name}: {error}") from None
+
+
+def step_times(config: SimConfig) -> Steps:
+    """Return the step times that a config asks for.
+
+    Raises:
+        ConfigError, DasError: a key is missing, or a file can't be read.
+    """
+    block, hardware = config.steps, config.hardware
+    if block.kind == "line":
+        try:
+            return Line(StepModel(**block.line))
+        except TypeError:
+            raise ConfigError(f"steps.line: found {block.line}, allowed: base, token, bend, knee, request, draft; "
+                              "needed: base and token") from None  # fmt: skip
+    if block.kind in ("calibration", "sweep"):
+        if block.file is None:
+            raise ConfigError(f"steps.file: needed with `kind: {block.kind}`")
+        return read_calibration(block.file) if block.kind == "calibration" else read_sweep(block.file)
+    found = device(hardware.gpu)
+    speed = found.speed
+    if block.read_share is not None:
+        speed = Hardware(speed.bandwidth / READ * block.read_share, speed.flops)
+    if block.compute_share is not None:
+        speed = Hardware(speed.bandwidth, speed.flops / COMPUTE * block.compute_share)
+    try:
+        return instance(sizes(config.model), replace(found, speed=speed), hardware.per_engine, config.precision,
+                        block.overhead_ms * 1e-3, block.draft_overhead_ms * 1e-3, block.pass_overhead_ms * 1e-3,
+                        **block.fitted)  # fmt: skip
+    except TypeError as error:
+        raise ConfigError(f"steps.fitted: {error}") from None
+
+
+def kv_blocks(config: SimConfig, steps: Steps, block: int = 16) -> int:
+    """Return the blocks of an engine's KV cache.
+
+    Raises:
+        DasError: the weights leave no room for it.
+    """
+    if config.engine.kv_tokens is not None:
+        return config.engine.kv_tokens // block
+    if not isinstance(steps, Instance) or steps.device is None:
+        return 2**40
+    roof, room = steps.roof, config.engine.gpu_memory_utilization * steps.device.memory
+    weights = roof.weight_bytes + roof.expert_bytes
+    blocks = int((room - weights) / (roof.kv_bytes * block))
+    if blocks < 64:
+        raise DasError(f"hardware: the weights take {weights / 1e9:.0f} of {room / 1e9:.0f} GB on each device: "
+                       "raise hardware.per_engine")  # fmt: skip
+    return blocks
+
+
+def rate_of(length: float, tokens: int) -> float:
+    """Return the chance of each draft token, equal for all, with which a request gets `length` tokens from a step.
+
+    Raises:
+        DasError: no chance gives that.
+    """
+    if not 1.0 <= length < tokens + 1:
+        raise DasError(
+            f"acceptance.length: found {length}, allowed with {tokens} draft tokens: 1 to under {tokens + 1}"
+        )
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = 0.5 * (low + high)
+        low, high = (rate, high) if sum(rate**i for i in range(tokens + 1)) < length else (low, rate)
+    return low
+
+
+def summary(runs: dict[str, Run]) -> dict[str, Any]:
+    """Return the figures of each arm, as plain numbers; ratios are relative to the first."""
+    base = next(iter(runs.values()))
+    found = {}
+    for name, one in runs.items():
+        steps, first = one.steps, base.steps
+        tokens, forwards = sum(s.tokens for s in steps), sum(s.forwards for s in steps)
+        drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
+        rollout, whole = sum(s.rollout_s for s in steps), sum(s.step_s for s in steps)
+        found[name] = {
+            "rollout_s": rollout / len(steps), "step_s": whole / len(steps),
+            "exposed_s": sum(s.exposed_s for s in steps) / len(steps),
+            "rollout_of_first": rollout / max(sum(s.rollout_s for s in first), 1e-12),
+            "step_of_first": whole / max(sum(s.step_s for s in first), 1e-12),
+            "tokens": tokens, "tokens_per_forward": tokens / max(forwards, 1), "drafted": drafted,
+            "accepted": accepted, "preempted": sum(s.preempted for s in steps), "busy_share": one.busy_share,
+            "by_step": [vars(s) | {"tokens_per_forward": s.tokens_per_forward} for s in steps],
+        }  # fmt: skip
+    return found
+
+
+def simulate(config: SimConfig, rollouts: Sequence[Rollout] | None = None, progress: Progress | None = None) -> Any:
+    """Run every arm of a config; return `summary`."""
+    return summary(Simulation(config, rollouts).run_all(progress))

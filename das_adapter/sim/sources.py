@@ -1,0 +1,310 @@
+"""What a request is offered to draft from, and how much of it the policy confirms.
+
+Three sources: chances that are given, a trace (what the index offered at each token of recorded responses), and the
+index itself, over recorded responses that are written again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.config import HistoryConfig
+from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.store import HistoryStore
+from das_adapter.sim.requests import Requests
+from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.texts import Texts, offsets_of
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Chances = npt.NDArray[np.float32]
+
+
+class Offer(NamedTuple):
+    """Drafts for some requests, as `core.controller.HistoryDrafts` has them, and what becomes of them."""
+
+    chances: Chances
+    offsets: Ints
+    hits: Ints
+    """Leading tokens of each draft that the policy would write, int64 [b]."""
+
+
+class Source(Protocol):
+    """Where drafts come from."""
+
+    def begin(self, rows: Ints) -> None:
+        """Take requests that begin, or go on where they were interrupted."""
+        ...
+
+    def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
+        """Draft for running requests of one engine, or of several: at most so many tokens each, int64 [b], down to this
+        chance. No draft may pass a request's end."""
+        ...
+
+    def known(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """Return whether there is history of the requests' problems."""
+        ...
+
+    def end(self, rows: Ints) -> None:
+        """Take requests that ended."""
+        ...
+
+    def sync(self, version: int, rows: Ints) -> None:
+        """Make these finished requests history, at a weight sync."""
+        ...
+
+
+@dataclass
+class Given:
+    """Drafts whose tokens survive with given chances. What a request accepts follows from the seed, the request and its
+    position alone, so that it does not depend on when it is drafted for."""
+
+    requests: Requests
+    rates: Sequence[Sequence[float]]
+    """Chance of each position of a draft, if those before survived, by visit of the problem; the last position's and
+    the last visit's go on."""
+    coverage: float = 1.0
+    """Share of the positions of a response at which there is a draft at all."""
+    longest: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        steps = [[*visit, *[visit[-1]] * self.longest][: self.longest] for visit in self.rates]
+        self._survival = np.cumprod(np.array(steps, dtype=float), axis=1)
+
+    def begin(self, rows: Ints) -> None:
+        """See `Source`."""
+
+    def known(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """See `Source`."""
+        return self.requests.visit[rows] > 0
+
+    def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
+        """See `Source`."""
+        visits = np.minimum(self.requests.visit[rows], len(self._survival) - 1)
+        counts = np.clip(limits, 0, self.longest)
+        if floor > 0:
+            most = (self._survival >= floor).sum(axis=1)
+            counts = np.minimum(counts, most[visits])
+        luck, there = self.luck(rows)
+        counts = np.where(there < self.coverage, counts, 0)
+        offsets = offsets_of(counts)
+        hits = np.zeros(len(rows), dtype=np.int64)
+        for visit in np.unique(visits):
+            mine = visits == visit
+            hits[mine] = np.searchsorted(-self._survival[visit], -luck[mine])
+        places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        chances = self._survival[np.repeat(visits, counts), places].astype(np.float32)
+        return Offer(chances, offsets, np.minimum(hits, counts))
+
+    def luck(self, rows: Ints) -> tuple[Floats, Floats]:
+        """Return two uniform numbers for each request at its position."""
+        with np.errstate(over="ignore"):
+            keys = _mixed(rows.astype(np.uint64) + np.uint64(self.seed * 2**32))
+            keys = _mixed(keys + self.requests.written[rows].astype(np.uint64))
+        low, high = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
+        return (low + 0.5).astype(np.float64) * 2.0**-32, (high + 0.5).astype(np.float64) * 2.0**-32
+
+    def end(self, rows: Ints) -> None:
+        """See `Source`."""
+
+    def sync(self, version: int, rows: Ints) -> None:
+        """See `Source`."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the index offered at each token of recorded responses, in the order of `Texts.tokens`."""
+
+    drafted: npt.NDArray[np.uint8]
+    """Tokens of the draft."""
+    hits: npt.NDArray[np.uint8]
+    """Those of them that the response confirms."""
+    first: npt.NDArray[np.float16]
+    """Chance of the first token of the draft."""
+    ratio: npt.NDArray[np.float16]
+    """Of the chances of two tokens that follow each other, geometric mean."""
+    known: npt.NDArray[np.bool_]
+    """By response: whether it began with history."""
+
+
+def record(
+    rollouts: Sequence[Rollout], longest: int = 16, history: HistoryConfig | None = None, floor: float = 0.005
+) -> Trace:
+    """Write recorded responses again, a token a step, and ask the index at each token.
+
+    Args:
+        rollouts: of any steps, ordered by step; siblings grow side by side, and earlier steps are history.
+        longest: most tokens of a draft, at most 255.
+        history: what is kept; None: the defaults.
+        floor: chance under which a draft ends.
+    """
+    texts, policy, index = Texts(rollouts), HistoryPolicy(history or HistoryConfig()), SuffixIndex()
+    size = len(texts.tokens)
+    drafted, hits = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+    first, ratio = np.zeros(size, np.float16), np.ones(size, np.float16)
+    known = np.zeros(len(rollouts), dtype=bool)
+    steps = np.array([r.step for r in rollouts])
+    assert (np.diff(steps) >= 0).all(), "rollouts are ordered by step"
+    for step in np.unique(steps):
+        mine = np.flatnonzero(steps == step)
+        handles = np.array([index.open(policy.key(rollouts[i].problem), rollouts[i].prompt) for i in mine])
+        known[mine] = [index.age(int(h)) is not None for h in handles]
+        lengths = texts.lengths(mine)
+        live = np.arange(len(mine))
+        for at in range(int(lengths.max())):
+            done = live[lengths[live] <= at]
+            for i in done:
+                index.close(int(handles[i]))
+            live = live[lengths[live] > at]
+            rows, here = mine[live], np.full(len(live), at)
+            tokens, chances, offsets = index.draft_flat(
+                handles[live], np.minimum(longest, lengths[live] - at - 1), floor
+            )
+            place = texts.ends[rows] + at
+            counts = np.diff(offsets)
+            some = counts > 0
+            drafted[place], hits[place] = counts, texts.agreeing(rows, here, tokens, offsets)
+            begin, last = chances[offsets[:-1][some]], chances[offsets[1:][some] - 1]
+            first[place[some]] = begin
+            ratio[place[some]] = (last / begin) ** (1.0 / np.maximum(counts[some] - 1, 1))
+            index.extend_many(handles[live], *texts.part(rows, here, here + 1))
+        for i in live:
+            index.close(int(handles[i]))
+        policy.remember(index, ((rollouts[i].problem, rollouts[i].tokens.tobytes(), int(step)) for i in mine))
+        policy.tidy(index)
+        index.clear_live()
+    return Trace(drafted, hits, first, ratio, known)
+
+
+@dataclass
+class Traced:
+    """Drafts as a trace has them: at any size, since nothing is searched."""
+
+    requests: Requests
+    texts: Texts
+    trace: Trace
+
+    def begin(self, rows: Ints) -> None:
+        """See `Source`."""
+
+    def known(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """See `Source`."""
+        return self.trace.known[self.requests.text[rows]]
+
+    def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
+        """See `Source`."""
+        at = self.texts.ends[self.requests.text[rows]] + self.requests.written[rows]
+        np.minimum(at, len(self.trace.hits) - 1, out=at)  # a request that has ended drafts nothing
+        counts = np.minimum(np.maximum(limits, 0), self.trace.drafted[at])
+        first, ratio = self.trace.first[at].astype(np.float64), self.trace.ratio[at].astype(np.float64)
+        if floor > 0:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                most = np.where(ratio < 1, np.floor(np.log(floor / first) / np.log(ratio)) + 1, 255)
+            counts = np.minimum(counts, np.where(first >= floor, np.clip(np.nan_to_num(most), 0, 255), 0)).astype(int)
+        offsets = offsets_of(counts)
+        places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+        chances = (np.repeat(first, counts) * np.repeat(ratio, counts) ** places).astype(np.float32)
+        return Offer(chances, offsets, np.minimum(self.trace.hits[at], counts).astype(np.int64))
+
+    def end(self, rows: Ints) -> None:
+        """See `Source`."""
+
+    def sync(self, version: int, rows: Ints) -> None:
+        """See `Source`."""
+
+
+class Indexed:
+    """Drafts from the real index: each engine searches the live text of its own requests and the history of all.
+
+    One engine has a history of its own; several map a `HistoryStore`, as the engines of a node do.
+    """
+
+    def __init__(self, requests: Requests, texts: Texts, engines: int, history: HistoryConfig) -> None:
+        self._requests, self._texts = requests, texts
+        self._policy = HistoryPolicy(history)
+        self._store: SuffixIndex | HistoryStore
+        if engines == 1:
+            self._store = SuffixIndex()
+            self._indices = [self._store]
+        else:
+            self._directory = tempfile.TemporaryDirectory(prefix="das-sim-")
+            self._store = HistoryStore(f"{self._directory.name}/history")
+            self._indices = [SuffixIndex.attach(self._store.directory) for _ in range(engines)]
+        self._handles = np.zeros(0, dtype=np.int64)
+        self._grown = np.zeros(0, dtype=np.int64)  # tokens of each request that its index knows
+        self._known = np.zeros(0, dtype=bool)
+
+    def close(self) -> None:
+        """Remove the store's files."""
+        if isinstance(self._store, HistoryStore):
+            self._store.close()
+            self._directory.cleanup()
+
+    def begin(self, rows: Ints) -> None:
+        """See `Source`."""
+        size = len(self._requests)
+        if size > len(self._handles):
+            more = size - len(self._handles)
+            self._handles = np.concatenate([self._handles, np.zeros(more, np.int64)])
+            self._grown = np.concatenate([self._grown, np.zeros(more, np.int64)])
+            self._known = np.concatenate([self._known, np.zeros(more, bool)])
+        for row in rows.tolist():
+            if self._handles[row]:
+                continue
+            index = self._indices[self._requests.engine[row]]
+            prompt = self._texts.rollouts[self._requests.text[row]].prompt
+            self._handles[row] = index.open(self._policy.key(int(self._requests.problem[row])), prompt)
+            self._known[row] = index.age(int(self._handles[row])) is not None
+
+    def known(self, rows: Ints) -> npt.NDArray[np.bool_]:
+        """See `Source`."""
+        return self._known[rows]
+
+    def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
+        """See `Source`; `rows` of one engine."""
+        index, texts = self._indices[self._requests.engine[rows[0]]], self._requests.text[rows]
+        written = self._requests.written[rows]
+        behind = written > self._grown[rows]
+        if behind.any():
+            late = rows[behind]
+            index.extend_many(self._handles[late], *self._texts.part(texts[behind], self._grown[late], written[behind]))
+            self._grown[late] = written[behind]
+        tokens, chances, offsets = index.draft_flat(self._handles[rows], limits, floor)
+        return Offer(chances, offsets, self._texts.agreeing(texts, written, tokens, offsets))
+
+    def end(self, rows: Ints) -> None:
+        """See `Source`."""
+        for row in rows.tolist():
+            engine, text = self._requests.engine[row], self._requests.text[row : row + 1]
+            index, handle, whole = self._indices[engine], int(self._handles[row]), self._texts.lengths(text)
+            index.extend(handle, self._texts.part(text, self._grown[row : row + 1], whole)[0])
+            index.close(handle, keep=self._policy.kept)
+
+    def sync(self, version: int, rows: Ints) -> None:
+        """See `Source`."""
+        if self._policy.kept:
+            found = (self._texts.rollouts[i] for i in self._requests.text[rows])
+            problems = self._requests.problem[rows].tolist()
+            written = ((p, r.tokens.tobytes(), version) for p, r in zip(problems, found, strict=True))
+            self._policy.remember(self._store, written)
+            self._policy.tidy(self._store)
+        for index in self._indices:
+            if isinstance(self._store, HistoryStore):
+                index.refresh()
+            index.clear_live()
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64, whose values are independent for neighbours."""
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,246 @@
+"""How long an engine's decode step takes: from a fitted line, from a measured sweep, or from a roofline."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.core.latency import Hardware, Roofline, StepModel
+from das_adapter.errors import DasError
+from das_adapter.sim.hardware import Device, all_reduce_seconds
+
+Floats = npt.NDArray[np.float64]
+
+
+class Steps(Protocol):
+    """Step times of an engine. Arguments are of several engines at once, float64 [engines]; answers are seconds."""
+
+    def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
+        """Return the times of steps: requests, tokens in the forward pass (1 and the draft of each), tokens of context
+        that all requests have together."""
+        ...
+
+    def prefill(self, tokens: Floats) -> Floats:
+        """Return the times that reading so many prompt tokens adds."""
+        ...
+
+    def copy_pass(self, requests: Floats, context: Floats) -> Floats:
+        """Return the times of one pass of the policy copy."""
+        ...
+
+
+@dataclass(frozen=True)
+class Line:
+    """A fitted `StepModel`, such as a calibration's. Context costs what it did while the line was fitted."""
+
+    model: StepModel
+    copy_share: float = 0.4
+    """Time of a pass of the policy copy, of a step without drafts."""
+    prefill_share: float = 1.0
+    """Time of a prompt token, of a token in a large step."""
+
+    def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
+        """See `Steps`."""
+        return self.model.seconds(tokens, requests, tokens > requests)
+
+    def prefill(self, tokens: Floats) -> Floats:
+        """See `Steps`."""
+        return np.asarray(self.prefill_share * self.model.slope(np.inf) * tokens)
+
+    def copy_pass(self, requests: Floats, context: Floats) -> Floats:
+        """See `Steps`."""
+        return np.asarray(self.copy_share * self.model.plain(requests))
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The roofline of an engine on one or several devices, with what it exchanges, and the engine's own time."""
+
+    roof: Roofline
+    """Of one device's share."""
+    device: Device | None = None
+    devices: int = 1
+    hidden: int = 0
+    layers: int = 0
+    overhead_s: float = 0.0
+    """Seconds of each step that no kernel accounts for: scheduling, launches, sampling."""
+    draft_overhead_s: float = 0.0
+    """More of them in a step that verifies drafts."""
+    copy_share: float = 0.25
+    """Bytes of the policy copy's linear layers, of the policy's."""
+    pass_overhead_s: float = 0.0
+    """Seconds of a pass of the policy copy that no kernel accounts for."""
+
+    def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
+        """See `Steps`."""
+        b = np.maximum(requests, 1e-9)
+        kernels = self.roof.seconds(requests, context / b, tokens / b - 1.0)
+        host = self.overhead_s + self.draft_overhead_s * (tokens > requests)
+        return np.asarray(np.where(requests > 0, kernels + self._exchange(tokens), self._weights()) + host)
+
+    def prefill(self, tokens: Floats) -> Floats:
+        """See `Steps`."""
+        seconds = tokens * self.roof.dense_flops / self.roof.hardware.flops
+        return np.asarray(seconds + np.where(tokens > 0, self._exchange(tokens) - self._exchange(np.zeros(1)), 0.0))
+
+    def copy_pass(self, requests: Floats, context: Floats) -> Floats:
+        """See `Steps`."""
+        b = np.maximum(requests, 1e-9)
+        passes = self.roof.drafts(requests, context / b, self.copy_share)
+        return np.asarray(passes + self._exchange(requests) + self.pass_overhead_s)
+
+    def _weights(self) -> float:
+        return float(self.roof.read_bytes(1)) / self.roof.hardware.bandwidth
+
+    def _exchange(self, tokens: Floats) -> Floats:
+        """Two all-reduces of the hidden state in each layer; for experts that are spread, as much to them and back."""
+        if self.devices < 2 or self.device is None:
+            return np.zeros_like(tokens)
+        none = all_reduce_seconds(self.device, self.devices, 0.0)
+        byte = all_reduce_seconds(self.device, self.devices, 1e9) - none
+        return np.asarray(2 * self.layers * (none + byte * 1e-9 * 2 * self.hidden * tokens))
+
+
+def instance(
+    sizes: dict[str, Any],
+    device: Device,
+    devices: int,
+    precision: str,
+    overhead_s: float = 0.0,
+    draft_overhead_s: float = 0.0,
+    pass_overhead_s: float = 0.0,
+    **fitted: float,
+) -> Instance:
+    """Return the roofline of a model on so many devices; `precision`: `bf16` or `fp8`; `fitted`: as in
+    `Roofline.of`."""
+    fast = Hardware(device.speed.bandwidth, device.speed.flops * (device.fp8 if precision == "fp8" else 1.0))
+    roof = Roofline.of(sizes, fast, devices, 1.0 if precision == "fp8" else 2.0, **fitted)
+    return Instance(roof, device, devices, sizes["hidden_size"], sizes["num_hidden_layers"], overhead_s,
+                    draft_overhead_s, 0.5 if precision == "fp8" else 0.25, pass_overhead_s)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Measured step times over a full grid of requests, mean context and draft tokens, with what lies between
+    interpolated: linearly in context and drafts, and in requests; beyond the grid its last piece goes on."""
+
+    requests: Floats
+    """Rising, float64 [b]."""
+    context: Floats
+    """Rising, float64 [s]."""
+    drafts: Floats
+    """Rising from 0, float64 [d]."""
+    seconds: Floats
+    """float64 [b, s, d]."""
+    passes: Floats | None = None
+    """Of the policy copy, float64 [b, s]; None: not measured."""
+    token_s: float = 1e-5
+    """Of a prompt token."""
+
+    def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
+        """See `Steps`."""
+        b = np.maximum(requests, 1e-9)
+        grid = [self.requests, self.context, self.drafts]
+        found = _interpolate(grid, self.seconds, np.stack([requests, context / b, tokens / b - 1.0]))
+        return np.where(requests > 0, found, self.seconds.min())
+
+    def prefill(self, tokens: Floats) -> Floats:
+        """See `Steps`."""
+        return np.asarray(self.token_s * tokens)
+
+    def copy_pass(self, requests: Floats, context: Floats) -> Floats:
+        """See `Steps`."""
+        if self.passes is None:
+            raise DasError("steps: the sweep has no passes of the policy copy, which the drafter needs")
+        b = np.maximum(requests, 1e-9)
+        return _interpolate([self.requests, self.context], self.passes, np.stack([requests, context / b]))
+
+
+def _interpolate(grid: list[Floats], values: Floats, points: Floats) -> Floats:
+    """Interpolate `values` on a grid at points [dimensions, n], linearly in each dimension; beyond the first points of
+    the grid the value stays, beyond the last ones the line goes on."""
+    corners: list[tuple[npt.NDArray[np.int64], Floats]] = []
+    for axis, at in zip(grid, points, strict=True):
+        if len(axis) == 1:
+            corners.append((np.zeros(len(at), np.int64), np.zeros(len(at))))
+            continue
+        low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
+        corners.append((low, np.maximum((at - axis[low]) / (axis[low + 1] - axis[low]), 0.0)))
+    total = np.zeros(points.shape[1])
+    for corner in range(2 ** len(grid)):
+        weight, place = np.ones(points.shape[1]), []
+        for dimension, (low, share) in enumerate(corners):
+            upper = corner >> dimension & 1
+            weight = weight * (share if upper else 1.0 - share)
+            place.append(np.minimum(low + upper, len(grid[dimension]) - 1))
+        total += weight * values[tuple(place)]
+    return total
+
+
+def read_calibration(path: str) -> Line | Sweep:
+    """Read the file of `das-adapter calibrate`: its samples where they fill a grid, else its fitted line.
+
+    Raises:
+        DasError: no such file.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        line = Line(StepModel(**content["line"]))
+        rows = content["samples"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DasError(f"steps.calibration: found {path!r}, expected a file that das-adapter calibrate wrote: "
+                       f"{error!r}") from None  # fmt: skip
+    cells = {(r["requests"], r["context"], r["drafts"]): r["seconds"] for r in rows}
+    sweep = _sweep(cells)
+    return line if sweep is None else replace(sweep, token_s=line.model.slope(np.inf))
+
+
+def read_sweep(path: str) -> Sweep:
+    """Read a sweep in CSV: EfficientRollout's columns `batch, seq, gamma, mode, mean_ms`, with the modes
+    `target_decode` (plain), `target_verify` and `drafter_decode`.
+
+    Raises:
+        DasError: no such file, or no full grid.
+    """
+    cells: dict[tuple[float, float, float], float] = {}
+    passes: dict[tuple[float, float], list[float]] = {}
+    try:
+        with Path(path).open() as file:
+            for row in csv.DictReader(file):
+                batch, seq, gamma = float(row["batch"]), float(row["seq"]), float(row["gamma"])
+                seconds = float(row["mean_ms"]) * 1e-3
+                if batch < 1:
+                    continue
+                if row["mode"] == "target_decode":
+                    cells[batch, seq, 0.0] = seconds
+                elif "verify" in row["mode"]:
+                    cells[batch, seq, gamma] = seconds
+                elif "draft" in row["mode"]:
+                    passes.setdefault((batch, seq), []).append(seconds)
+    except (OSError, KeyError, ValueError) as error:
+        raise DasError(f"steps.sweep: found {path!r}, expected a CSV with batch, seq, gamma, mode, mean_ms: "
+                       f"{error!r}") from None  # fmt: skip
+    sweep = _sweep(cells)
+    if sweep is None:
+        raise DasError(f"steps.sweep: found {path!r}, whose cells do not fill a grid")
+    if passes:
+        copy = np.array([[np.mean(passes[b, s]) for s in sweep.context] for b in sweep.requests])
+        sweep = replace(sweep, passes=copy)
+    return sweep
+
+
+def _sweep(cells: dict[tuple[float, float, float], float]) -> Sweep | None:
+    """The largest full grid of cells, whose drafts are those that any pair of requests and context has; None if it has
+    no drafts."""
+    axes = [np.array(sorted({key[i] for key in cells}), dtype=float) for i in range(3)]
+    drafts = [d for d in axes[2] if all((b, s, d) in cells for b in axes[0] for s in axes[1])]
+    if len(drafts) < 2 or drafts[0] != 0:
+        return None
+    values = np.array([[[cells[b, s, d] for d in drafts] for s in axes[1]] for b in axes[0]])
+    return Sweep(axes[0], axes[1], np.array(drafts), values)

@@ -1,0 +1,69 @@
+"""The rollouts that are written again: their tokens in one array, and drafts compared with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.sim.rollouts import Rollout
+
+Ints = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+
+class Texts:
+    """Recorded responses, one after the other. A response is named by its row."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        self.rollouts = rollouts
+        self.ends: Ints = np.cumsum([0, *(len(r.tokens) for r in rollouts)], dtype=np.int64)
+        """Where each response begins, int64 [rows + 1]."""
+        self.tokens: Int32 = np.concatenate([np.zeros(0, np.int32), *(r.tokens for r in rollouts)])
+
+    def lengths(self, rows: Ints) -> Ints:
+        """Return the tokens of responses."""
+        return self.ends[rows + 1] - self.ends[rows]
+
+    def part(self, rows: Ints, begin: Ints, end: Ints) -> tuple[Int32, Ints]:
+        """Return the tokens `begin` to `end` of each response, one after the other, and their offsets, [n + 1]."""
+        counts = end - begin
+        return self.tokens[ragged(self.ends[rows] + begin, counts)], offsets_of(counts)
+
+    def agreeing(self, rows: Ints, at: Ints, drafts: Int32, offsets: Ints) -> Ints:
+        """Return how many tokens of each draft the responses confirm, int64 [n].
+
+        Args:
+            rows: of the responses, [n].
+            at: tokens that are written already, [n].
+            drafts, offsets: draft i is `drafts[offsets[i]:offsets[i + 1]]`; it may not pass the response's end.
+        """
+        counts = np.diff(offsets)
+        right = self.tokens[ragged(self.ends[rows] + at, counts)] == drafts
+        return leading(right, offsets)
+
+
+def ragged(starts: Ints, counts: Ints) -> Ints:
+    """Return the indices start, start + 1, ... of each run, one run after the other."""
+    offsets = offsets_of(counts)
+    return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], counts)
+
+
+def offsets_of(counts: Ints) -> Ints:
+    """Return where each of several runs begins, and the end of the last."""
+    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def leading(right: npt.NDArray[np.bool_], offsets: Ints) -> Ints:
+    """Return how many of the first values of each run are true, int64 [runs]."""
+    counts = np.diff(offsets)
+    found = counts.copy()
+    some = np.flatnonzero(counts)
+    if len(some):
+        place = np.arange(len(right)) - np.repeat(offsets[:-1], counts)
+        wrong = np.where(right, len(right) + 1, place)
+        found[some] = np.minimum(np.minimum.reduceat(wrong, offsets[:-1][some]), counts[some])
+    return found

@@ -1,0 +1,161 @@
+"""Drive `vllm serve` over HTTP as an RL trainer does, with speculation off and on, and compare tokens and times.
+
+    python examples/vllm/stub_trainer.py --steps 4 --out runs/vllm
+
+Each step samples four problems with eight requests each, all at once, and hands the server a checkpoint with other
+weights. The trainer is a stub: its weights are the policy's with a little noise. Server, weights and history are real;
+all that turns das-adapter on is `DAS_CONFIG` in the server's environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from safetensors.torch import load_file, save_file
+
+HERE = Path(__file__).resolve().parent
+POLICY = HERE.parent / "tiny_math" / "policy"
+SERVER = ("--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
+          "--no-enable-prefix-caching --worker-extension-cls weights_from_disk.WeightsFromDisk")  # fmt: skip
+OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
+"""Speculation off, with the same noise as on."""
+
+
+@contextlib.contextmanager
+def served(block: dict[str, Any], log: Path, **env: str) -> Iterator[str]:
+    """Serve the policy under a `das:` block; yield the server's address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "DAS_CONFIG": json.dumps(block),
+        "DAS_CPU_WEIGHT_SYNC": "1",  # on a CPU: weights may be written into the live model
+        "MKL_CBWR": "AUTO,STRICT",  # equal logits whatever else is in the batch
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc
+        "HF_HUB_OFFLINE": "1",
+        **env,
+    }
+    vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(POLICY), "--port", str(port)]
+    with log.open("w") as file:
+        server = subprocess.Popen([*vllm, *SERVER.split()], env=environment, stdout=file, stderr=file)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        while not _healthy(address):
+            if server.poll() is not None:
+                raise RuntimeError(f"the server ended:\n{log.read_text()[-4000:]}")
+            time.sleep(0.2)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _healthy(address: str) -> bool:
+    try:
+        return requests.get(f"{address}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+def problems(count: int) -> list[list[int]]:
+    """Prompts of the policy's task, as token ids."""
+    rng = random.Random(1)
+    digits, labels = list(range(25, 35)), list(range(44, 96))
+    found = []
+    for _ in range(count):
+        text = [2, rng.choice(digits), rng.choice(digits)]
+        for i in range(rng.randrange(6, 16)):
+            text += [42, labels[i + 1], rng.choice([35, 36, 37]), rng.choice(digits[2:])]
+        found.append([*text, 3])
+    return found
+
+
+def sample(address: str, prompt: list[int], **more: Any) -> list[int]:
+    """Return the tokens of one response."""
+    body = {"prompt": prompt, "max_tokens": 200, "temperature": 1.0, "return_token_ids": True, **more}
+    answer = requests.post(f"{address}/v1/completions", json=body, timeout=600)
+    answer.raise_for_status()
+    tokens: list[int] = answer.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def train(directory: Path, step: int) -> Path:
+    """Write the checkpoint of a step."""
+    generator = torch.Generator().manual_seed(step)
+    weights = load_file(POLICY / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.ndim == 2:
+            noise = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+            weights[name] = weight + 0.005 * weight.float().std().to(weight.dtype) * noise
+    target = directory / f"step_{step}"
+    target.mkdir(parents=True, exist_ok=True)
+    save_file(weights, target / "model.safetensors")
+    return target
+
+
+def run(block: dict[str, Any], directory: Path, steps: int, samples: int = 8) -> dict[str, Any]:
+    """Run a few steps; return the tokens (per step and problem, sorted: a prompt's requests are alike), the rollouts'
+    seconds, and das-adapter's figures as the Prometheus endpoint has them after each step."""
+    directory.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"tokens": [], "rollout_s": [], "metrics": []}
+    asked = problems(4)
+    with served(block, directory / "server.log", VLLM_LOG_STATS_INTERVAL="1") as address:
+        for step in range(steps):
+            begin = time.perf_counter()
+            with ThreadPoolExecutor(samples * len(asked)) as pool:
+                groups = [[pool.submit(sample, address, prompt) for _ in range(samples)] for prompt in asked]
+                texts = [sorted(one.result() for one in group) for group in groups]
+            result["rollout_s"].append(time.perf_counter() - begin)
+            result["tokens"].append(texts)
+            sample(address, asked[0], vllm_xargs={"das_record": 0})  # a validation: it stays out of the history
+            checkpoint = train(directory, step + 1)
+            call = {"method": "update_weights_from_path", "args": [str(checkpoint)]}
+            requests.post(f"{address}/collective_rpc", json=call, timeout=600).raise_for_status()
+            result["metrics"].append(_metrics(address))
+    return result
+
+
+def _metrics(address: str) -> dict[str, float]:
+    time.sleep(1.5)  # vLLM logs every second here
+    text = requests.get(f"{address}/metrics", timeout=60).text
+    return {name: float(value) for name, value in re.findall(r"^vllm:(das_\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path("runs/vllm"))
+    args = parser.parse_args()
+    arms = {name: run(block, args.out / name, args.steps) for name, block in
+            (("off", OFF), ("history", {"drafter": "history"}))}  # fmt: skip
+    for step in range(args.steps):
+        off, on = (arms[name] for name in arms)
+        same = "equal" if on["tokens"][step] == off["tokens"][step] else "DIFFERENT"
+        slow, fast = off["rollout_s"][step], on["rollout_s"][step]
+        per_forward = on["metrics"][step].get("das_tokens_per_forward", 0.0)
+        print(f"step {step + 1}: off {slow:.1f} s, history {fast:.1f} s ({fast / slow:.2f}), tokens {same}, "
+              f"{per_forward:.2f} tokens per forward")  # fmt: skip
+    (args.out / "result.json").write_text(json.dumps(arms) + "\n")
+    sys.exit(arms["off"]["tokens"] != arms["history"]["tokens"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""The kernels of `das_adapter.engine.v2.kernels` in plain NumPy: the same drafts, chances and counts, bit for bit.
+
+`launch` takes the place of `DeviceIndex._launch`, whose tensors lie in this machine's memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+START, NOTHING, DEPTH, PLACES, BEYOND, SURE, STRONGEST = -1, -3, 64, 16, 3, 8, 199
+OWN, SIBLING, PROMPT = 512, 256, 64
+KINDS, PRIOR, DOUBT, MEMORY = 192, 40, 8, 8192
+SHARES = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0)
+STRENGTHS = (3, 5, 8, 12, 18, 32, 64)
+
+
+class Candidate:
+    """A place: what follows there, and how much it counts."""
+
+    def __init__(self, following: np.ndarray, strength: int, weight: int, own: bool, differs: bool, grows: bool):
+        self.following, self.strength, self.weight = following, strength, weight
+        self.own, self.differs, self.grows = own, differs, grows
+
+
+def launch(index: Any, requests: int) -> None:
+    """Draft for the first `requests` entries of `index._slots`."""
+    tables, lengths = index.arena.tables, index._text_len.numpy()
+    slots = [s for s in index._slots[:requests].tolist() if s >= 0]
+    texts, arena = index.texts.numpy(), index.words.numpy()
+    for slot in slots:
+        _learn(index, slot, texts[slot, tables.begin[slot] :][: lengths[slot]])
+    _estimate(index)
+    for row, slot in enumerate(slots):
+        begin = int(tables.begin[slot])
+        own = texts[slot, begin : begin + lengths[slot]]
+        candidates = _sealed(index, tables.row_of_slot[slot], arena, own)
+        candidates += _live(index, slot, texts, arena, lengths, own)
+        candidates += _prompt(texts[slot, :begin], own)
+        _vote(index, row, slot, own, candidates)
+
+
+def _learn(index: Any, slot: int, own: np.ndarray) -> None:
+    then, offered = int(index._then[slot]), int(index._offered[slot])
+    outcomes = index._outcomes.numpy()
+    for i, token in enumerate(own[then : then + offered].tolist()):
+        kind = int(index._kinds[slot, i])
+        accepted = token == int(index._offers[slot, i])
+        outcomes[kind] += (1, accepted)
+        if not accepted:
+            break
+    if len(own) > then:
+        index._offered[slot] = 0
+
+
+def _estimate(index: Any) -> None:
+    outcomes, cells = index._outcomes.numpy(), index._cells.numpy()
+    sources, chance, start = index._sources.numpy(), index._chance.numpy(), index._start.numpy()
+    for source in range(2):
+        kinds = slice(source * KINDS, (source + 1) * KINDS)
+        new = outcomes[kinds].copy()
+        cells[kinds] += new
+        full = cells[kinds, 0] >= MEMORY
+        cells[kinds][full] //= 2
+        sources[source] += (
+            new[:, 0].sum(),
+            new[:, 1].sum(),
+            np.sum(np.append(new[:, 0] * start, np.zeros(256 - KINDS))),
+        )
+        if sources[source, 0] >= MEMORY:
+            sources[source] *= 0.5
+        tried, accepted, expected = sources[source]
+        better = (accepted + DOUBT) / (tried - accepted + DOUBT) * ((tried - expected + DOUBT) / (expected + DOUBT))
+        odds = start * better
+        chance[kinds] = (cells[kinds, 1] + PRIOR * (odds / (1 - start + odds))) / (cells[kinds, 0] + PRIOR)
+    outcomes[:] = 0
+
+
+def _compare(tokens: np.ndarray, positions: np.ndarray, context: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many tokens agree, backwards from these positions and from the context's end, and whether the place
+    sorts before the context."""
+    limit = min(DEPTH, len(context))
+    expected = context[::-1][:limit]
+    at = positions[:, None] - np.arange(limit)
+    found = np.where(at >= 0, tokens[np.maximum(at, 0)], NOTHING)
+    differs = found != expected
+    first = np.where(differs.any(1), differs.argmax(1), limit)
+    rows = np.flatnonzero(first < limit)
+    before = np.zeros(len(positions), dtype=bool)
+    before[rows] = found[rows, first[rows]] < expected[first[rows]]
+    return first, before
+
+
+def _beyond(text: np.ndarray, place: int, length: int, context: np.ndarray) -> int:
+    """Count the tokens that agree beyond the differing one. `text` and `context` with what precedes them."""
+    count = 0
+    if length >= DEPTH or place - length < 0 or text[place - length] < 0:
+        return 0
+    for i in range(1, BEYOND + 1):
+        a, b = place - length - i, len(context) - 1 - length - i
+        if a < 0 or b < 0 or text[a] != context[b]:
+            break
+        count += 1
+        if text[a] == START:
+            break
+    return count
+
+
+def _sealed(index: Any, row: int, arena: np.ndarray, own: np.ndarray) -> list[Candidate]:
+    tables, found = index.arena.tables, []
+    count, at = int(tables.sealed_count[row]), int(tables.sealed_texts[row])
+    if not count:
+        return []
+    begin = int(tables.sealed_places[row])
+    places, tokens = arena[begin : begin + count].view(np.uint32), arena[at:begin]
+    whole = np.concatenate([[START], own])
+    for shift in (0, 1):
+        context = whole[: len(whole) - shift]
+        low, high = 0, count
+        while low < high:
+            middle = (low + high) // 2
+            before = _compare(tokens, np.array([places[middle] & 0xFFFFFF], dtype=np.int64), context)[1][0]
+            low, high = (middle + 1, high) if before else (low, middle)
+        near = [(i, 1, i - low) for i in range(low, min(count, low + PLACES))]
+        near += [(i, 0, low - 1 - i) for i in range(low - 1, max(-1, low - 1 - PLACES), -1)]
+        positions = np.array([places[i] & 0xFFFFFF for i, _, _ in near], dtype=np.int64)
+        lengths = _compare(tokens, positions, context)[0].tolist()
+        ordered = sorted(zip(lengths, near, strict=True), key=lambda x: (-x[0], -x[1][1], x[1][2]))
+        for length, (i, _, _) in ordered[:PLACES]:
+            if not length:
+                break
+            position = int(places[i] & 0xFFFFFF)
+            weight = int(index._fading[int(places[i]) >> 24])
+            if not shift:
+                strength = 2 * length + _beyond(tokens, position, length, context)
+            elif tokens[position + 1] == own[-1]:
+                continue
+            else:
+                strength = min(length, BEYOND) - 1
+            found.append(Candidate(tokens[position + 1 + shift :], strength, weight, False, bool(shift), False))
+    return found
+
+
+def _scan(text: np.ndarray, context: np.ndarray, number: int, first: int) -> list[tuple[int, int, int]]:
+    """Return (rank, place, number of the text) of all places of a text with something behind them that match, in tokens
+    of the text; `first`: 1 if it begins with START, which has no place number."""
+    places = np.arange(len(text) - 1)
+    exact = text[places] == context[-1]
+    alike = np.zeros(len(places), dtype=np.int64)
+    going = places[places >= first]
+    for i in range(1, min(DEPTH, len(context))):
+        expected = context[-1 - i]
+        going = going[going >= i]
+        going = going[text[going - i] == expected]
+        alike[going] += 1
+        if expected == START or not len(going):
+            break
+    rank = np.where(exact, 4 + alike, np.minimum(alike, BEYOND))
+    return [(int(rank[p]), int(p) - first, number) for p in np.flatnonzero(rank > 0)]
+
+
+def _live(
+    index: Any, slot: int, texts: np.ndarray, arena: np.ndarray, lengths: np.ndarray, own: np.ndarray
+) -> list[Candidate]:
+    tables = index.arena.tables
+    row = tables.row_of_slot[slot]
+    numbers = tables.members[row * tables.width :][: tables.member_count[row]].tolist()
+    context = np.concatenate([[START], own])
+    all_texts, found = [], []
+    for m, number in enumerate(numbers):
+        if number < len(texts):
+            begin = int(tables.begin[number])
+            text = texts[number, begin : begin + lengths[number]]
+        else:
+            text = arena[int(tables.text_at[number]) :][: lengths[number]]
+        all_texts.append(np.concatenate([[START], text]))
+        found += _scan(all_texts[-1], context, m, 1)
+    kept = sorted(found, key=lambda x: (-x[0], -x[1], -x[2]))[:PLACES]
+    return [_candidate(all_texts[m], context, rank, place + 1, OWN if numbers[m] == slot else SIBLING,
+                       numbers[m] == slot, numbers[m] == slot) for rank, place, m in kept]  # fmt: skip
+
+
+def _prompt(prompt: np.ndarray, own: np.ndarray) -> list[Candidate]:
+    if len(prompt) < 2:
+        return []
+    context = np.concatenate([prompt, own])
+    kept = sorted(_scan(prompt, context, 0, 0), key=lambda x: (-x[0], -x[1]))[:PLACES]
+    return [_candidate(prompt, context, rank, place, PROMPT, True, False) for rank, place, _ in kept]
+
+
+def _candidate(
+    text: np.ndarray, context: np.ndarray, rank: int, place: int, weight: int, own: bool, grows: bool
+) -> Candidate:
+    if rank < 4:
+        return Candidate(text[place + 1 :], rank - 1, weight, own, True, grows)
+    length = rank - 3
+    strength = 2 * length + _beyond(text, place, length, context)
+    return Candidate(text[place + 1 :], strength, weight, own, False, grows)
+
+
+def _vote(index: Any, row: int, slot: int, own: np.ndarray, candidates: list[Candidate]) -> None:
+    steps, count, asked, survival, draft = index._steps, 0, 0, 1.0, []
+    strongest = max((c.strength for c in candidates if not c.differs), default=0)
+    voters = [c for c in candidates if not c.differs or strongest < SURE]
+    index.drafts[row] = int(own[-1])
+    index.confidence[row] = 0.0
+    for step in range(steps + 1 if int(index._num_sampled[row]) else 0):
+        said = [(c, int(c.following[step])) for c in voters if step < len(c.following) and c.following[step] >= 0]
+        if not said:
+            said = [(c, draft[step - len(c.following)]) for c in voters if c.grows and step >= len(c.following)]
+        if not said:
+            break
+        votes: dict[int, int] = {}
+        for c, token in said:
+            votes[token] = votes.get(token, 0) + (min(c.strength + 2 * step, STRONGEST) + 1) ** 6 * c.weight
+        winner = min(votes, key=lambda token: (-votes[token], token))
+        voters = [c for c, token in said if token == winner]
+        share = votes[winner] / sum(votes.values())
+        longest = max(min(c.strength + 2 * step, STRONGEST) for c in voters)
+        s, m = sum(share >= x for x in SHARES), sum(longest >= x for x in STRENGTHS)
+        c3 = (len(voters) > 1) + (len(voters) > 3)
+        kind = ((all(c.own for c in voters) * 8 + s) * 8 + m) * 3 + c3
+        winner = min(winner, index._vocabulary - 1)
+        index._offers[slot, step], index._kinds[slot, step], asked = winner, kind, step + 1
+        chance = float(index._chance[kind])
+        survival *= chance
+        if step == steps or survival < np.float32(index._min_chance):
+            break
+        index.drafts[row, step], index.confidence[row, step], count = winner, chance, step + 1
+        draft.append(winner)
+    index.real[row], index._offered[slot], index._then[slot] = count, asked, len(own)

@@ -1,0 +1,50 @@
+"""The commands of the docs that need a whole environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from das_adapter.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_doctor_finds_nothing_broken() -> None:
+    pytest.importorskip("vllm")
+    done = subprocess.run([sys.executable, "-m", "das_adapter.cli", "doctor", "--json"], capture_output=True, text=True,
+                          check=False)  # fmt: skip
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report["findings"]
+    assert {"das-adapter", "vllm", "verl"} <= {finding["name"] for finding in report["findings"]}
+    assert len(report["changes"]) > 10
+
+
+def test_cpu_env_prints_variables() -> None:
+    result = CliRunner().invoke(main, ["cpu-env"])
+    assert result.exit_code == 0
+    assert all(line.count("=") for line in result.output.splitlines())
+
+
+def test_cpu_setup_leaves_a_prepared_environment_as_it_is() -> None:
+    pytest.importorskip("vllm")
+    result = CliRunner().invoke(main, ["cpu-setup"])
+    assert result.exit_code == 0
+    assert "removed" not in result.output
+
+
+def test_the_script_starts_verl() -> None:
+    """With every override of the docs, as far as veRL's complete config: training itself is tests/e2e's."""
+    pytest.importorskip("verl")
+    script = ["bash", "examples/verl/run_tiny_math_cpu.sh", "--cfg", "job"]
+    log_dir = "+actor_rollout_ref.rollout.custom.das.log_dir=runs/das"
+    env = {**os.environ, "VENV": str(Path(sys.prefix))}
+    done = subprocess.run([*script, log_dir], cwd=ROOT, capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "log_dir: runs/das" in done.stdout

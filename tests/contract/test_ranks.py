@@ -1,0 +1,44 @@
+"""Two tensor-parallel ranks, in two processes over gloo: they draft alike, and none waits for one that failed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, requests, two_rounds
+
+INT8 = {"self": {"weights": "int8"}}
+RANKS = {
+    "engine": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
+    "env": {"TORCH_COMPILE_DISABLE": "1"},
+}
+ROUNDS = two_rounds(requests(PLAIN, 6))
+
+
+@pytest.mark.parametrize("das", [HISTORY, {**SELF, **INT8}, {**MIXED, **INT8}], ids=["history", "self", "history+self"])
+def test_two_ranks_write_the_tokens_of_one(engine: Any, vllm_env: dict[str, str], das: dict[str, Any]) -> None:
+    if vllm_env and das["drafter"] != "history+self":
+        pytest.skip("two ranks take long: on this build with both sources of drafts only")
+    reference = engine(das=OFF, rounds=ROUNDS)
+    result = engine(das=das, rounds=ROUNDS, **RANKS)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    for found in result:
+        assert [rank["error"] for rank in found["ranks"]] == [None, None]
+        counted = ("draft_tokens", "accepted_tokens", "tokens", "request_forwards")
+        assert [found["ranks"][0][name] for name in counted] == [found["ranks"][1][name] for name in counted]
+    assert sum(r["stats"]["accepted_tokens"] for r in result) > 50
+    if "history" in das["drafter"]:  # one rank holds it
+        assert result[1]["stats"]["history_tokens"] > 0
+        assert "history_tokens" not in result[1]["ranks"][1]
+
+
+def test_nobody_waits_for_a_rank_that_failed(engine: Any, vllm_env: dict[str, str]) -> None:
+    if vllm_env:
+        pytest.skip("two ranks take long: on the other build only")
+    reference = engine(das=OFF, rounds=ROUNDS)
+    result = engine(das={**MIXED, **INT8}, rounds=ROUNDS, sabotage="a rank fails", **RANKS)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    first, second = ([bool(rank["error"]) for rank in r["ranks"]] for r in result)
+    assert first == [True, False]
+    assert second == [False, True]
+    assert result[1]["stats"]["accepted_tokens"] > 0  # the first rank goes on with the history

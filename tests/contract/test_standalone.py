@@ -1,0 +1,89 @@
+"""An engine that no host looks after, with nothing but `DAS_CONFIG` in its environment."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from test_losslessness import HISTORY, OFF, prompts
+
+from das_adapter.config import HistoryConfig
+from das_adapter.core.identity import prompt_identity
+from das_adapter.engine.front_end import history_name
+from das_adapter.engine.history_link import HistoryLink
+from das_adapter.protocol.engine_args import RUN_KEY
+from das_adapter.protocol.messages import Trajectory
+
+ENV = {"DAS_CPU_WEIGHT_SYNC": "1"}
+"""Weights are written into the live model."""
+
+
+def rounds(**last: Any) -> list[dict[str, Any]]:
+    """The same prompts in three rounds, without labels and seeds, with an update of the weights after the second."""
+    asked = [{"prompt": prompt, "params": {"max_tokens": 60, "temperature": 1.0, "n": 2}} for prompt in prompts(4)]
+    return [{"requests": asked}, {"requests": asked, "perturb": 0.02}, {"requests": asked, **last}]
+
+
+def written(result: dict[str, Any]) -> list[list[int]]:
+    """The tokens of all samples of a round."""
+    return [text for samples in result["samples"] for text in samples]
+
+
+def test_it_drafts_from_its_own_history_after_a_weight_update_and_writes_the_same_tokens(engine: Any) -> None:
+    off, on = (engine(das=das, standalone=True, rounds=rounds(), env=ENV) for das in (OFF, HISTORY))
+    assert list(map(written, on)) == list(map(written, off))
+    assert written(on[0]) != written(on[1])  # the second request of a prompt has another seed
+    assert len({tuple(text) for text in written(on[0])}) > 4  # as have the samples of one request
+    before, after = on[1]["stats"], on[2]["stats"]
+    assert (before["history_tokens"], before["history_hits"]) == (0, 0)  # the weights are the first ones
+    assert after["history_tokens"] >= sum(len(text) for r in on[:2] for text in written(r))
+    assert after["history_hits"] == after["history_requests"] == 8
+    assert after["accepted_tokens"] > before["accepted_tokens"]
+    assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in on)
+
+
+def test_one_line_turns_it_off(engine: Any) -> None:
+    stock = engine(das=None, rounds=rounds()[:1], env=ENV)
+    off = engine(das={"drafter": "none"}, standalone=True, rounds=rounds()[:1], env=ENV)
+    assert list(map(written, off)) == list(map(written, stock))
+    assert off[0]["samplers"] == stock[0]["samplers"]
+
+
+def test_validation_stays_out(engine: Any) -> None:
+    """Requests with the label `das_record: 0`."""
+    asked = rounds()
+    for request in asked[1]["requests"]:
+        request["params"] = {**request["params"], "extra_args": {"das_record": 0}}
+    asked[0]["requests"] = [{**r, "params": {**r["params"], "extra_args": {}}} for r in asked[2]["requests"][:1]]
+    result = engine(das=HISTORY, standalone=True, rounds=asked, env=ENV)
+    assert 0 < result[2]["stats"]["history_tokens"] <= sum(map(len, written(result[0])))
+
+
+def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str]) -> None:
+    """What another engine of the node has written is drafted from in the first step."""
+    first = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env=ENV)[0]
+    run = f"test {os.getpid()} {vllm_env}"
+    config = SimpleNamespace(additional_config={RUN_KEY: run})
+    other = HistoryLink(history_name(config), HistoryConfig(), grace_s=0.1)
+    texts = zip([p for p in prompts(4) for _ in range(2)], written(first), strict=True)
+    other.push([Trajectory(prompt_identity(p), np.array(t, dtype=np.int32).tobytes(), 0) for p, t in texts])
+    other.sync()
+    result = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**ENV, "DAS_RUN": run})[0]
+    assert written(result) == written(first)
+    assert result["stats"]["history_hits"] == 8
+    assert result["stats"]["accepted_tokens"] > first["stats"]["accepted_tokens"]
+
+
+def test_figures_are_in_vllms_own_metrics(engine: Any) -> None:
+    log = {"disable_log_stats": False}
+    result = engine(das=HISTORY, standalone=True, rounds=rounds(), env=ENV, engine=log)
+    assert result[2]["metrics"]["vllm:das_tokens_per_forward"] > 1.0
+    assert result[2]["metrics"]["vllm:das_history_tokens"] > 0
+    assert result[2]["metrics"]["vllm:das_health"] == 1.0
+    assert result[2]["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -1,0 +1,159 @@
+"""On vLLM's V2 model runner with asynchronous scheduling: whatever is drafted, the tokens are stock vLLM's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from test_losslessness import EVERY_PARAMETER, PLAIN, requests, two_rounds
+
+pytestmark = pytest.mark.long
+SMALL = {"history": {"device_bytes": "2MiB"}}
+HISTORY = {
+    "drafter": "history",
+    "budget": {"policy": "uniform", "min_chance": 0.02},
+    "toggle": {"mode": "off"},
+    **SMALL,
+}
+ARMS = {
+    "history": {"das": HISTORY},
+    "controlled": {"das": SMALL},
+    "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
+    "failing": {"das": HISTORY, "sabotage": "failing drafter"},
+    "off": {"das": {"drafter": "none", "verify": {"noise": "keyed"}}},
+}
+
+
+def stock(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rounds for an engine without das-adapter: the label's seed is vLLM's own, and nothing is handed over."""
+    return [{"requests": [{**r, "params": {**r["params"], "seed": r["params"]["extra_args"]["das_seed"]}}
+                          for r in part["requests"]]} for part in rounds]  # fmt: skip
+
+
+SHORT = [(PLAIN, "history"), (EVERY_PARAMETER, "history")]
+LONG = [(params, arm) for params in (PLAIN, EVERY_PARAMETER) for arm in ARMS if arm != "history"]
+
+
+@pytest.mark.parametrize(
+    ("params", "arm"),
+    [pytest.param(*pair, marks=marks, id=f"{'plain' if pair[0] is PLAIN else 'every-parameter'}-{pair[1]}")
+     for pairs, marks in ((SHORT, ()), (LONG, pytest.mark.long)) for pair in pairs],
+)  # fmt: skip
+def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, params: list[dict[str, Any]]) -> None:
+    rounds = two_rounds(requests(params))
+    reference = v2_engine(das=None, rounds=stock(rounds))
+    result = v2_engine(**ARMS[arm], rounds=rounds)
+    for expected, found in zip(reference, result, strict=True):
+        assert found["runner"] == expected["runner"] == "vllm.v1.worker.cpu.model_runner"
+        assert found["asynchronous"] and expected["asynchronous"]
+        assert found["tokens"] == expected["tokens"]
+        for tokens, a, b in zip(found["tokens"], expected["logprobs"], found["logprobs"], strict=True):
+            assert len(b) == len(tokens) > 0
+            np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
+    if arm in ("history", "garbage"):
+        assert sum(r["stats"]["draft_tokens"] for r in result) > 300
+
+
+@pytest.mark.long
+def test_verification_by_ratio_would_write_other_tokens(v2_engine: Any) -> None:
+    rounds = two_rounds(requests(PLAIN))
+    reference = v2_engine(das=None, rounds=stock(rounds))
+    rounds = stock(rounds)
+    rounds[0]["refresh"] = 1
+    result = v2_engine(das={**HISTORY, "verify": {"noise": "stock"}}, rounds=rounds)
+    assert result[1]["stats"]["accepted_tokens"] > 50
+    assert result[1]["tokens"] != reference[1]["tokens"]
+
+
+def test_history_of_the_last_round_is_drafted_and_accepted(v2_engine: Any) -> None:
+    first, second = v2_engine(das=HISTORY, rounds=two_rounds(requests(PLAIN)))
+    pace = [r["stats"]["tokens"] / r["stats"]["request_forwards"] for r in (first, second)]
+    assert pace[1] > 1.3 * pace[0] > 1.3
+    assert second["stats"]["history_tokens"] == sum(map(len, first["tokens"]))
+    assert (second["stats"]["history_requests"], second["stats"]["history_hits"]) == (12, 12)
+    assert second["stats"]["tokens"] == sum(map(len, second["tokens"]))
+
+
+@pytest.mark.long
+def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any) -> None:
+    result = v2_engine(**ARMS["failing"], rounds=two_rounds(requests(PLAIN)))
+    assert "broken on purpose" in result[-1]["stats"]["error"]
+    assert result[0]["stats"]["error"] is None
+    assert result[0]["log"].count("the history drafter failed and is off") == 1
+
+
+@pytest.mark.long
+def test_many_requests_with_siblings_preemptions_and_weight_syncs(v2_engine: Any) -> None:
+    """240 requests in groups of six; the cache holds too few, so that some are preempted and go on later."""
+    rounds = []
+    for version in range(1, 6):
+        asked = requests([{"temperature": 1.0, "max_tokens": 40}], 48)
+        for i, request in enumerate(asked):
+            request["params"]["extra_args"] |= {"das_seed": 10_000 * version + i, "das_problem": i // 6}
+        rounds.append({"requests": asked, "refresh": version, "brief": True})
+    engine = {"block_size": 32, "num_gpu_blocks_override": 24}
+    reference = v2_engine(das=None, engine=engine, rounds=[{**r, "brief": True} for r in stock(rounds)])
+    result = v2_engine(das=HISTORY, engine=engine, rounds=rounds)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert result[-1]["preemptions"] > 0 < reference[-1]["preemptions"]
+    assert result[-1]["stats"]["accepted_tokens"] > 300
+
+
+@pytest.mark.long
+def test_the_kernels_draft_in_an_engine_what_their_reference_does(v2_engine: Any) -> None:
+    asked = requests([{"temperature": 1.0, "max_tokens": 16}], 6)
+    das = {**HISTORY, "budget": {**HISTORY["budget"], "max_draft_tokens": 4}}
+    result = [v2_engine(das=das, rounds=two_rounds(asked), interpreted=x) for x in (False, True)]
+    for plain, kernels in zip(*result, strict=True):
+        assert plain["tokens"] == kernels["tokens"]
+        for name in ("draft_tokens", "accepted_tokens", "request_forwards"):
+            assert plain["stats"][name] == kernels["stats"][name] > 0
+
+
+@pytest.mark.long
+def test_every_request_has_a_seed_and_every_sample_its_own(v2_engine: Any) -> None:
+    asked = requests(PLAIN, 3)[:1]
+    asked[0]["params"] |= {"max_tokens": 12, "ignore_eos": True}
+    seeded = {**asked[0], "params": {**asked[0]["params"], "seed": 77, "extra_args": {"das_problem": 0}}}
+    own = v2_engine(das=HISTORY, rounds=[{"requests": [seeded], "copies": 2}])[0]["tokens"]
+    assert own[0] == own[1] == v2_engine(das=None, rounds=[{"requests": [seeded]}])[0]["tokens"][0]
+    free = {**asked[0], "params": {**asked[0]["params"], "extra_args": {"das_problem": 0}}}
+    tokens = v2_engine(das=HISTORY, rounds=[{"requests": [free], "copies": 2}])[0]["tokens"]
+    assert tokens[0] != tokens[1]
+
+
+@pytest.mark.long
+def test_the_v1_runner_is_taken_where_it_is_needed(v2_engine: Any) -> None:
+    rounds = [{"requests": requests([{"temperature": 1.0, "max_tokens": 8}], 3)}]
+    for job in (
+        {"das": HISTORY, "env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
+        {"das": {"drafter": "self"}, "env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
+    ):
+        result = v2_engine(**job, rounds=rounds)[0]
+        assert result["runner"] == "vllm.v1.worker.cpu_model_runner"
+        assert not result["asynchronous"]
+
+
+@pytest.mark.long
+def test_two_ranks_write_the_tokens_of_one(v2_engine: Any) -> None:
+    """The first one drafts; the other reads the same tokens, or the policy's logits would be wrong."""
+    rounds = two_rounds(requests(PLAIN, 6))
+    reference = v2_engine(das=None, rounds=stock(rounds))
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    result = v2_engine(das=HISTORY, rounds=rounds, engine=two)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert sum(r["stats"]["accepted_tokens"] for r in result) > 50
+    assert all(r["asynchronous"] for r in result)
+    assert "history_tokens" not in result[1]["ranks"][1]
+
+
+@pytest.mark.long
+def test_many_weight_syncs_leave_nothing_behind(v2_engine: Any) -> None:
+    asked = requests([{"temperature": 1.0, "max_tokens": 12}], 6)
+    rounds = [{"requests": asked, "refresh": version, "brief": True} for version in range(1, 25)]
+    result = v2_engine(das={**HISTORY, "history": {"window": 2, "device_bytes": "1MiB"}}, rounds=rounds)
+    assert result[-1]["memory"] - result[8]["memory"] < 4 * 2**20
+    assert result[-1]["stats"]["live_bytes"] == result[0]["stats"]["live_bytes"]
+    assert result[-1]["stats"]["accepted_tokens"] > 20
+    assert result[-1]["stats"]["history_hits"] == 6

@@ -1,0 +1,24 @@
+"""TRL's GRPO in server mode on a real vLLM server: the same tokens with speculation off and on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("trl", reason="TRL is not installed: pip install trl, or put it on PYTHONPATH")
+pytestmark = pytest.mark.hosts
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl" / "grpo_tiny_math.py"
+
+
+def test_training_steps_have_the_same_tokens_and_the_history_follows_the_weights(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(EXAMPLE), "--steps", "3", "--out", str(tmp_path)], check=True)
+    off, on = (json.loads((tmp_path / arm / "result.json").read_text()) for arm in ("off", "history"))
+    tokens = [[rollout["tokens"] for rollout in arm["rollouts"]] for arm in (off, on)]
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 3
+    assert off["logged"] == on["logged"]  # rewards and losses

@@ -1,0 +1,44 @@
+"""`vllm serve` with `DAS_CONFIG`, driven over HTTP by a trainer that knows nothing of das-adapter."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+pytest.importorskip("vllm")
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
+import stub_trainer
+
+pytestmark = pytest.mark.hosts
+
+# Without the controller, whose decisions depend on how long steps take.
+HISTORY = {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}}
+
+
+def test_a_trainer_gets_the_same_tokens_and_the_history_follows_its_updates(tmp_path: Path) -> None:
+    off, on = (stub_trainer.run(das, tmp_path / das["drafter"], steps=2) for das in (stub_trainer.OFF, HISTORY))
+    assert on["tokens"] == off["tokens"]
+    assert off["tokens"][0] != off["tokens"][1]
+    first, second = on["metrics"]
+    written = sum(len(text) for group in on["tokens"][0] for text in group)
+    assert first["das_history_tokens"] == 0
+    assert second["das_history_tokens"] >= written
+    assert second["das_history_hits"] == 1.0
+    assert second["das_health"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(None, 200), ({"version": 7}, 200), ({"version": "seven"}, 400), ([], 400)]
+)
+def test_a_weight_update_may_be_announced_over_http(server: str, body: Any, status: int) -> None:
+    assert requests.post(f"{server}/v1/das/refresh", json=body, timeout=60).status_code == status
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with stub_trainer.served(HISTORY, tmp_path_factory.mktemp("served") / "server.log") as address:
+        yield address

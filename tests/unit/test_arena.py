@@ -1,0 +1,128 @@
+"""The arena of a device gives every text a place of its own, and takes it back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from das_adapter.core.index import SuffixIndex
+from das_adapter.engine.v2.arena import Arena, Words
+
+
+@given(st.lists(st.integers(0, 60), max_size=60))
+def test_stretches_never_overlap_and_all_comes_back(sizes: list[int]) -> None:
+    words, taken = Words(200), []
+    for n in sizes:
+        if n % 3 and taken:
+            words.give(*taken.pop(n % len(taken)))
+        elif n and (at := words.take(n)) is not None:
+            taken.append((at, n))
+        spots = [i for at, size in taken for i in range(at, at + size)]
+        assert len(spots) == len(set(spots)) == 200 - words.free
+    for at, size in taken:
+        words.give(at, size)
+    assert (words.free, words.largest) == (200, 200)
+
+
+def arena(words: int = 1000) -> Arena:
+    return Arena(words, slots=4, closed=8, members=3)
+
+
+def members(found: Arena, slot: int) -> list[int]:
+    tables = found.tables
+    row = tables.row_of_slot[slot]
+    return tables.members[row * 3 :][: tables.member_count[row]].tolist()
+
+
+def test_siblings_see_each_other_and_what_has_ended_until_the_weight_sync() -> None:
+    found = arena()
+    for slot, problem in ((0, 7), (1, 7), (2, 9)):
+        found.open(slot, problem, at=100 * slot, begin=5)
+    assert members(found, 0) == [1, 0]
+    assert members(found, 2) == [2]
+    kept = found.close(0, room=20)
+    assert kept is not None and kept.slot == 0 and kept.text >= 4
+    assert found.tables.text_at[kept.text] == kept.at
+    assert members(found, 1) == [1, kept.text]
+    found.open(0, 9, at=0, begin=3)
+    assert members(found, 0) == [0, 2]
+    assert found.close(2) is None
+    assert members(found, 0) == [0]
+    found.forget_closed()
+    assert members(found, 1) == [1]
+    assert found.used == 0
+
+
+def test_the_newest_texts_are_searched_where_there_are_too_many() -> None:
+    found = arena()
+    kept = []
+    for _ in range(3):
+        found.open(0, 7, 0, 0)
+        kept.append(found.close(0, room=5))
+    found.open(1, 7, 0, 0)
+    assert members(found, 1) == [1, *(k.text for k in reversed(kept[1:]) if k)]
+
+
+def test_sealed_text_that_nobody_drafts_from_makes_room() -> None:
+    found = arena()
+    found.open(0, 7, 0, 0)
+    assert found.missing() == [7]
+    assert found.seal(7, 300, 290) == 0
+    assert found.missing() == []
+    found.open(1, 8, 0, 0)
+    assert found.room() == 410
+    assert found.seal(8, 300, 290) is None  # 7 is drafted for
+    assert found.short == 1
+    found.close(0)
+    found.close(1)
+    found.open(2, 9, 0, 0)
+    assert found.seal(9, 300, 290) == 0
+    assert found.sealed_tokens == 300
+    found.open(0, 7, 0, 0)
+    assert found.missing() == [7]
+    found.forget_sealed()
+    assert sorted(found.missing()) == [7, 9]
+    assert found.used == 0
+
+
+def test_a_text_costs_eight_bytes_a_token_and_four_more() -> None:
+    index, rng = SuffixIndex(), np.random.default_rng(0)
+    for _ in range(8):
+        index.add(1, rng.integers(0, 5000, 500), 0)
+    index.seal()
+    tokens, places = index.flat(1, 2**20)
+    assert 4 * (len(tokens) + len(places)) == 8 * 8 * 500 + 4 * (8 + 1)
+
+
+def test_a_flat_history_is_in_the_order_of_its_contexts() -> None:
+    index, rng = SuffixIndex(), np.random.default_rng(0)
+    texts = {version: rng.integers(0, 3, 40).astype(np.int32) for version in range(3)}
+    for version, text in texts.items():
+        index.add(1, text, version)
+        index.seal()
+    tokens, places = index.flat(1, 2**20)
+    assert tokens[0] == tokens[-1] == -1 and len(places) == 120
+    positions, ages = places & 0xFFFFFF, places >> 24
+    contexts = [tuple(tokens[max(0, p - 63) : p + 1][::-1].tolist()) for p in positions.tolist()]
+    ended = [c[: c.index(-1) + 1] if -1 in c else c for c in contexts]
+    assert ended == sorted(ended)
+    starts = np.flatnonzero(tokens == -1)[:-1]
+    which = np.searchsorted(starts, positions, side="right") - 1
+    for i, start in enumerate(starts.tolist()):
+        text = tokens[start + 1 : start + 41]
+        version = next(v for v, t in texts.items() if np.array_equal(t, text))
+        assert set(ages[which == i].tolist()) == {2 - version}
+
+
+@pytest.mark.parametrize("most", [400, 64, 8])
+def test_a_history_that_is_too_large_is_thinned_out(most: int) -> None:
+    index, rng = SuffixIndex(), np.random.default_rng(0)
+    for _ in range(6):
+        index.add(1, rng.integers(0, 50, 200), 0)
+    index.seal()
+    tokens, places = index.flat(1, most)
+    assert len(tokens) + len(places) <= most
+    assert bool(len(tokens)) == (most > 10)
+    assert len(index.flat(2, most)[0]) == 0

@@ -1,0 +1,30 @@
+"""What `das-adapter doctor` says of an installation."""
+
+from __future__ import annotations
+
+import pytest
+
+from das_adapter.tools.doctor import equality, examine
+
+
+def test_the_installed_package_is_sound() -> None:
+    found = {}
+    for finding in examine():
+        found[finding.name] = finding
+        if finding.name == "native core":
+            break
+    assert [finding.state for finding in found.values()] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "environment", "words"),
+    [
+        ("", {}, "once MKL_CBWR=AUTO,STRICT is set"),
+        ("", {"MKL_CBWR": "AUTO,STRICT"}, "writes the same tokens with and without drafts"),
+        ("NVIDIA L40S", {"VLLM_BATCH_INVARIANT": "0"}, "the same distribution"),
+        ("NVIDIA L40S", {}, "set VLLM_BATCH_INVARIANT=1"),
+        ("NVIDIA L40S", {"VLLM_BATCH_INVARIANT": "1"}, "the same tokens"),
+    ],
+)
+def test_it_says_which_equality_the_machine_gives(gpu: str, environment: dict[str, str], words: str) -> None:
+    assert words in equality(gpu, environment)

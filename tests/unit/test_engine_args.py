@@ -1,0 +1,63 @@
+"""Which model runner of vLLM an engine gets, and what vLLM is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from das_adapter import compat
+from das_adapter.config import parse
+from das_adapter.protocol import engine_args as args
+
+
+@pytest.fixture
+def newest(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(compat, "version", lambda host: "0.32.0")
+    monkeypatch.setattr(compat, "missing_on_v2", list)
+    monkeypatch.setenv(args.RUNNER_VARIABLE, "1")
+    return monkeypatch
+
+
+def needs_v1(block: dict[str, object]) -> str | None:
+    config = parse(block)
+    assert config is not None
+    return args.needs_v1(config)
+
+
+def test_history_runs_on_v2_and_leaves_the_environment_alone(newest: pytest.MonkeyPatch) -> None:
+    config = parse({"drafter": "history"})
+    assert config is not None and args.needs_v1(config) is None
+    assert args.engine_env(config) == {}
+    assert set(args.engine_args(config)) == {"additional_config"}
+    found = args.v2_speculative_config(config)
+    assert found is not None
+    assert (found["method"], found["num_speculative_tokens"]) == ("ngram_gpu", 16)
+    assert [entry[2] for entry in found["num_speculative_tokens_per_batch_size"]] == [16, 8, 4, 2, 1, 0]
+    off = parse({"drafter": "none", "verify": {"noise": "keyed"}})
+    assert off is not None and args.needs_v1(off) is None
+    assert args.v2_speculative_config(off) is None
+
+
+def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
+    assert needs_v1({"drafter": "self"}) == "das.drafter='self' needs it; on V2 run none, history"
+    newest.setenv(args.RUNNER_VARIABLE, "0")
+    assert needs_v1({}) == "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
+    newest.delenv(args.RUNNER_VARIABLE)
+    assert "has not run on a GPU yet; VLLM_USE_V2_MODEL_RUNNER=1" in (needs_v1({}) or "")
+    assert needs_v1({"drafter": "none", "verify": {"noise": "keyed"}}) is None
+    newest.setenv(args.RUNNER_VARIABLE, "1")
+    assert needs_v1({}) is None
+    newest.setattr(compat, "missing_on_v2", lambda: [compat.Symbol("vllm.x", "gone", "")])
+    assert needs_v1({}) == "vLLM 0.32.0 lacks vllm.x.gone"
+    for version in ("0.24.0", "0.31.2"):
+        newest.setattr(compat, "version", lambda host, found=version: found)
+        assert needs_v1({}) == f"vLLM {version} is older than 0.32.0"
+    config = parse({})
+    assert args.engine_env(config) == {args.RUNNER_VARIABLE: "0"}
+    assert args.engine_args(config)["speculative_config"]["method"] == "custom_class"
+
+
+@pytest.mark.parametrize(
+    ("most", "lengths"), [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20))]
+)
+def test_graphs_are_captured_for_powers_of_two_and_the_longest_draft(most: int, lengths: tuple[int, ...]) -> None:
+    assert args.draft_lengths(most) == lengths

@@ -1,0 +1,61 @@
+"""Published figures and their simulation: every input is marked, and a grade can be lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import published
+import pytest
+import yaml
+
+FILES = sorted((Path(published.__file__).parent / "published").glob("*.yaml"))
+LINE: dict[str, Any] = {"base": 0.01, "token": 1e-5}
+
+
+def figure(tmp_path: Path, mark: str = "given", **case: Any) -> dict[str, Any]:
+    """Check a figure whose drafts of three tokens bring 2.5 tokens a step."""
+    inputs = {"steps.kind": "line", "steps.line": LINE, "hardware.gpus": 1, "rollout.problems": 1, "rollout.samples": 1,
+              "rollout.cap": 4000, "rollout.lengths.mean": 3900, "rollout.lengths.sigma": 0.01,
+              "acceptance.length": 2.5}  # fmt: skip
+    rows: list[dict[str, Any]] = [{"key": k, "value": v, "mark": "given", "source": "test"} for k, v in inputs.items()]
+    rows[-1] |= {"mark": mark, "band": [2.0, 3.0]} if mark == "assumed" else {"mark": mark}
+    drafts = {"das": {"drafter": "ngram", "budget": {"max_draft_tokens": 3}}}
+    cases = [{"name": "one", "arm": "drafts", "published": 2.5, **case}]
+    path = tmp_path / "figure.yaml"
+    path.write_text(yaml.safe_dump({"title": "t", "source": "s", "decides": "d", "inputs": rows, "cases": cases,
+                                    "arms": {"base": {"das": {"drafter": "none"}}, "drafts": drafts}}))  # fmt: skip
+    return published.Figure(path, None).check()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_input_is_marked_and_every_case_has_its_arms(path: Path) -> None:
+    found = published.Figure(path, None)
+    fitted = [one for one in found.inputs.values() if one["mark"] == "fitted"]
+    assert len(fitted) <= 1 and all("case" in one["find"] for one in fitted)
+    assert {one["mark"] for one in found.inputs.values() if "seconds" in one.get("find", {})} <= {"derived"}
+    for case in found.content["cases"]:
+        assert case["arm"] in found.content["arms"] and case.get("base", "base") in found.content["arms"]
+
+
+def test_a_figure_is_reproduced_only_within_its_tolerance(tmp_path: Path) -> None:
+    for published_value, grade in ((2.5, "reproduced"), (3.2, "not")):
+        (case,) = figure(tmp_path, published=published_value)["cases"]
+        assert case["grade"] == grade and case["simulated"] == pytest.approx(2.5, rel=0.03)
+    (case,) = figure(tmp_path, published=-0.6, quantity="change")["cases"]
+    assert case["grade"] == "reproduced" and case["simulated"] == pytest.approx(-0.6, abs=0.02)
+    (case,) = figure(tmp_path, published=0.01, quantity="change")["cases"]
+    assert case["grade"] == "not"
+
+
+def test_the_rest_of_a_step_dilutes_and_a_fitted_input_lowers_the_grade(tmp_path: Path) -> None:
+    (case,) = figure(tmp_path, published=1.43, other_of_base=1.0)["cases"]
+    assert case["simulated"] == pytest.approx(2 / (1 + 1 / 2.5), rel=0.03)
+    assert figure(tmp_path, mark="fitted")["cases"][0]["grade"] == "consistent"
+
+
+def test_the_band_is_that_of_the_assumed_inputs(tmp_path: Path) -> None:
+    (case,) = figure(tmp_path, mark="assumed")["cases"]
+    assert case["band"] == pytest.approx([2.0, 3.0], rel=0.05)
+    page = published.markdown({"figures": {"x": figure(tmp_path)}})
+    assert "| one | 2.5 |" in page and "*reproduced*" in page

@@ -1,0 +1,379 @@
+"""The simulator: nothing is lost, small cases agree with what can be counted by hand, and equal seeds agree."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from pathlib import Path
+from typing import Any
+
+import index_workload as workload
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from das_adapter.cli import main
+from das_adapter.core.latency import HARDWARE, Roofline, StepModel
+from das_adapter.core.toggle import seconds_of
+from das_adapter.errors import ConfigError, DasError
+from das_adapter.sim import Simulation, summary
+from das_adapter.sim.config import parse, read
+from das_adapter.sim.drafting import Nobody
+from das_adapter.sim.fleet import Fleet, Settings
+from das_adapter.sim.hardware import device
+from das_adapter.sim.lengths import Curve, Tail
+from das_adapter.sim.models import sizes
+from das_adapter.sim.pipeline import Run
+from das_adapter.sim.requests import Requests
+from das_adapter.sim.simulate import rate_of
+from das_adapter.sim.sources import record
+from das_adapter.sim.steps import Line, instance, read_sweep
+from das_adapter.sim.sweep import sweep
+from das_adapter.tools.replay import replay
+
+ROLLOUTS = workload.synthetic(problems=10, samples=6, mean_tokens=60, seed=3)
+LINE = {"base": 0.01, "token": 1e-4, "draft": 0.0}
+OFF: dict[str, Any] = {"das": {"drafter": "none"}}
+SMALL: dict[str, Any] = {
+    "steps": {"kind": "line", "line": LINE},
+    "hardware": {"gpus": 2},
+    "rollout": {"problems": 6, "samples": 4, "dataset": 12, "cap": 300, "prompt": 20, "lengths": {"mean": 80}},
+    "arms": {"off": OFF, "history": {}},
+}
+
+
+def small(**changed: Any) -> Simulation:
+    """A simulation whose keys `a__b` are changed."""
+    content = json.loads(json.dumps(SMALL))
+    for key, value in changed.items():
+        block, *path = content, *key.split("__")
+        for part in path[:-1]:
+            block = block.setdefault(part, {})
+        block[path[-1]] = value
+    return Simulation(parse(content))
+
+
+def fleet(lengths: list[int], slots: int = 256, blocks: int = 2**40, prompt: int = 5) -> Fleet:
+    requests, n = Requests(), len(lengths)
+    rows = requests.add(np.arange(n), np.zeros(n), np.full(n, -1), np.full(n, prompt), np.array(lengths),
+                        np.full(n, 1000))  # fmt: skip
+    found = Fleet(1, requests, Settings(slots, blocks), Line(StepModel(**LINE), prefill_share=0.0), Nobody())
+    found.submit(rows, np.zeros(n, np.int64), np.zeros(n, np.int64), 0.0)
+    return found
+
+
+# Counted by hand
+
+
+@pytest.mark.parametrize("slots", [1, 3, 256])
+def test_plain_decoding_takes_what_each_round_takes(slots: int) -> None:
+    lengths = np.random.default_rng(0).integers(1, 120, 20).tolist()
+    one = fleet(lengths, slots)
+    one.run()
+    running: list[int] = []
+    waiting, seconds, now = list(lengths), 0.0, 0
+    while waiting or running:  # a request's first token comes with the step that reads its prompt
+        new = 0
+        while waiting and len(running) < slots:
+            heapq.heappush(running, now + waiting.pop(0))
+            new += 1
+        old = len(running) - new
+        seconds += LINE["base"] + LINE["token"] * old
+        now += 1
+        while running and running[0] <= now:
+            heapq.heappop(running)
+    assert one.clock[0] == pytest.approx(seconds, rel=1e-9)
+    assert one.step_count[0] == now
+    if slots >= len(lengths):
+        whole = seconds_of(lengths, slots, StepModel(**LINE).plain)
+        assert one.clock[0] == pytest.approx(whole - LINE["token"] * len(lengths), rel=1e-9)
+
+
+def test_engines_that_step_together_and_in_turns_agree() -> None:
+    def ends(slack: float) -> np.ndarray:
+        simulation = small()
+        requests, work = Requests(), simulation._workload()
+        step = work.step(0)
+        rows = requests.add(step.problem, step.visit, step.text, step.prompt, step.length, step.most)
+        das, arm = simulation._arms["history"]
+        source = simulation._history(das, simulation.config.acceptance, requests, work)
+        drafting = simulation._drafting(das, arm, requests, work, source)
+        one = Fleet(2, requests, simulation.settings, simulation.steps, drafting)
+        one.submit(rows, rows % 2, np.zeros(len(rows), np.int64), 0.0)
+        one.run(slack=slack)
+        return requests.ended
+
+    assert np.array_equal(ends(0.0), ends(np.inf))
+
+
+def test_one_draft_length_takes_the_rounds_that_its_acceptance_gives() -> None:
+    simulation = small(
+        hardware__gpus=1, rollout__problems=1, rollout__samples=1, rollout__cap=4000, rollout__lengths__mean=3999,
+        rollout__lengths__sigma=0.01, arms={"off": OFF, "k3": {"das": {"drafter": "ngram", "budget":
+                                                                       {"max_draft_tokens": 3}}}},
+        acceptance__length=2.5,
+    )  # fmt: skip
+    runs = simulation.run_all()
+    assert runs["k3"].steps[0].tokens_per_forward == pytest.approx(2.5, rel=0.05)
+    rounds = runs["k3"].steps[0].forwards
+    expected = rounds * (LINE["base"] + 4 * LINE["token"])
+    assert runs["k3"].steps[0].rollout_s == pytest.approx(expected, rel=0.01)
+
+
+def test_the_index_drafts_as_in_a_replay() -> None:
+    config = parse(SMALL | {
+        "hardware": {"gpus": 1}, "engine": {"max_num_seqs": 4096},
+        "acceptance": {"history": "index"},
+        "arms": {"k8": {"das": {"budget": {"policy": "unlimited", "max_draft_tokens": 8}, "toggle": {"mode": "off"}}}},
+    })  # fmt: skip
+    (run,) = Simulation(config, ROLLOUTS).run_all().values()
+    theirs = replay(ROLLOUTS, budget=8, batch=4096).total
+    (step,) = run.steps
+    assert step.tokens == theirs.tokens  # a request's first token comes with its prompt, and has no draft
+    assert theirs.rounds <= step.forwards <= theirs.rounds + len(ROLLOUTS)
+
+
+# Conservation
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"engine__max_num_seqs": 3},
+        {"engine__kv_tokens": 480},
+        {"engine__kv_tokens": 480, "engine__max_num_seqs": 3, "engine__max_num_batched_tokens": 16},
+        {"rollout__steps": 4, "pipeline__kind": "one_step_off", "pipeline__train_s": 1.0},
+        {"rollout__steps": 5, "pipeline__kind": "async", "pipeline__lag": 2, "pipeline__train_s": 0.5},
+        {"arms": {"self": {"das": {"drafter": "history+self", "self": {"ladder": [3, 5]}}}}},
+        {"rollout__steps": 3, "arms": {"strided": {"stride": 4}}},
+    ],
+)
+def test_tokens_blocks_and_time_are_conserved(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = small(**changed)
+    fleets: list[Fleet] = []
+    made, ticked = Fleet.__init__, Fleet._tick
+
+    def make(self: Fleet, *args: Any) -> None:
+        made(self, *args)
+        fleets.append(self)
+
+    def tick(self: Fleet, *args: Any) -> Any:
+        found = ticked(self, *args)
+        r, running = self.requests, self.running
+        assert (np.bincount(r.engine[running], minlength=self.engines) <= self.settings.max_num_seqs).all()
+        held = -(-(r.prompt + r.written)[running] // 16)
+        assert (np.bincount(r.engine[running], held, self.engines) <= self.settings.kv_blocks).all()
+        assert (r.written <= r.length).all()
+        return found
+
+    monkeypatch.setattr(Fleet, "__init__", make)
+    monkeypatch.setattr(Fleet, "_tick", tick)
+    for run in simulation.run_all().values():
+        r, one = run.requests, fleets[-1]
+        assert np.array_equal(r.written, r.length)
+        assert np.array_equal(r.forwards + r.accepted, r.written)
+        assert (r.accepted <= r.drafted).all() and (r.ended >= r.begun).all() and (r.begun >= r.sent).all()
+        assert sum(s.tokens for s in run.steps) == r.length.sum()
+        assert not len(one.running) and not one.used_blocks().any()
+        assert (one.busy_s <= one.clock + 1e-9).all() and 0 < run.busy_share <= 1 + 1e-9
+        if changed == {"engine__kv_tokens": 480}:
+            assert r.preempted.sum() > 0
+        if changed.get("pipeline__kind") == "async":
+            assert len(run.steps) == 5 and sum(s.requests for s in run.steps) == len(r)
+
+
+def test_prompts_are_read_once_by_siblings_and_in_chunks() -> None:
+    def read_tokens(**changed: Any) -> int:
+        simulation, fleets = small(hardware__gpus=1, **changed), []
+        made = Fleet.__init__
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Fleet, "__init__", lambda self, *a: (made(self, *a), fleets.append(self))[0])
+            simulation.run("off")
+        return int(fleets[0].prefilled)
+
+    assert read_tokens(engine__prefix_caching=False) == 24 * 20
+    assert read_tokens() == 6 * 20 + 18
+    assert read_tokens(engine__max_num_batched_tokens=7, engine__prefix_caching=False) == 24 * 20
+
+
+def test_equal_seeds_give_equal_runs_and_other_seeds_do_not() -> None:
+    def figures(seed: int) -> Any:
+        return summary(small(rollout__seed=seed, rollout__steps=2).run_all())
+
+    assert figures(1) == figures(1) != figures(2)
+
+
+def test_a_fleet_that_shares_what_it_learns_takes_about_as_long() -> None:
+    def seconds(stride: int) -> float:
+        run = small(arms={"a": {"stride": stride}}, rollout__steps=3, rollout__lengths__mean=150).run("a")
+        return sum(s.rollout_s for s in run.steps)
+
+    assert seconds(4) == pytest.approx(seconds(1), rel=0.1)
+
+
+# What is known of rollouts
+
+
+def rollout_s(run: Run) -> float:
+    return sum(s.rollout_s for s in run.steps)
+
+
+def test_drafts_pay_in_small_batches_and_are_left_out_where_they_cost() -> None:
+    bound = {"base": 0.0, "token": 1e-3}
+    for line, samples in ((LINE, 4), (bound, 16)):
+        runs = small(steps__line=line, rollout__samples=samples, rollout__steps=3, acceptance__rates=[[0.3]]).run_all()
+        ratio = (
+            runs["history"].steps[-1].rollout_s / runs["off"].steps[-1].rollout_s
+        )  # the first step is the calibration
+        assert ratio < 0.95 if line is LINE else ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_lag_hides_the_tail_and_training_hides_generation() -> None:
+    def step(lag: int, train_s: float) -> float:
+        run = small(rollout__steps=8, pipeline__kind="async", pipeline__lag=lag, pipeline__train_s=train_s).run("off")
+        return float(np.mean([s.step_s for s in run.steps[2:]]))
+
+    assert step(2, 0.0) < 0.9 * step(0, 0.0)
+    assert step(1, 50.0) == pytest.approx(50.0)
+    assert step(0, 50.0) > 50.5
+
+
+def test_one_step_off_takes_the_longer_of_rollout_and_training() -> None:
+    synchronous = small(rollout__steps=4, pipeline__train_s=2.0).run("off").steps
+    beside = small(rollout__steps=4, pipeline__train_s=2.0, pipeline__kind="one_step_off").run("off").steps
+    for one, other in zip(synchronous[1:], beside[1:], strict=True):
+        assert other.rollout_s == pytest.approx(one.rollout_s)
+        assert other.step_s == pytest.approx(max(2.0, other.rollout_s))
+        assert other.exposed_s == pytest.approx(max(0.0, other.rollout_s - 2.0))
+
+
+def test_a_trace_gives_about_what_the_index_gives() -> None:
+    def run(kind: str) -> Run:
+        content = SMALL | {"acceptance": {"history": kind}, "hardware": {"gpus": 1}, "arms": {"history": {}}}
+        return Simulation(parse(content), ROLLOUTS).run("history")
+
+    exact, traced = run("index"), run("trace")
+    assert rollout_s(traced) == pytest.approx(rollout_s(exact), rel=0.1)
+    trace = record(sorted(ROLLOUTS, key=lambda r: r.step), longest=8)
+    assert (trace.hits <= trace.drafted).all() and trace.drafted.max() == 8
+
+
+# Lengths
+
+
+@pytest.mark.parametrize(("mean", "cap"), [(500, 8192), (6000, 8192), (2000, 16384)])
+def test_lengths_have_the_mean_the_cap_and_the_correlation_that_were_asked_for(mean: float, cap: int) -> None:
+    drawn = Tail(mean, cap, sigma=0.9, within=0.6).draw(np.arange(3000), 8, np.random.default_rng(0))
+    assert drawn.mean() == pytest.approx(mean, rel=0.05)
+    assert drawn.max() <= cap and drawn.min() >= 1
+    again = Tail(mean, cap, sigma=0.9, within=0.6).draw(np.arange(3000), 8, np.random.default_rng(1))
+    between = np.corrcoef(np.log(drawn.mean(axis=1)), np.log(again.mean(axis=1)))[0, 1]
+    assert between > 0.8
+
+
+def test_a_batch_curve_gives_its_own_curve_back() -> None:
+    curve = [(0.0, 128.0), (50.0, 100.0), (100.0, 20.0), (221.0, 0.0)]
+    drawn = Curve(curve, 1000).draw(np.arange(256), 8, np.random.default_rng(0)).ravel()
+    for time, left in curve[1:-1]:
+        assert (drawn > time / 221 * 1000).mean() == pytest.approx(left / 128, abs=0.01)
+
+
+def test_the_rate_of_a_draft_gives_its_length() -> None:
+    assert sum(rate_of(2.77, 3) ** i for i in range(4)) == pytest.approx(2.77)
+    with pytest.raises(DasError, match="1 to under 4"):
+        rate_of(4.2, 3)
+
+
+# Hardware
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "active"), [("Qwen/Qwen3-235B-A22B", 235, 22), ("Qwen/Qwen3-8B", 8.2, 8.2)]
+)
+def test_a_model_s_sizes_give_its_parameters(model: str, billions: float, active: float) -> None:
+    roof = Roofline.of(sizes(model), HARDWARE["h100"])
+    assert (roof.weight_bytes + roof.expert_bytes) / 2e9 == pytest.approx(billions, rel=0.01)
+    embedding = sizes(model)["hidden_size"] * sizes(model)["vocab_size"]
+    assert (roof.dense_flops / 2 + embedding) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
+    roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), HARDWARE["h100"])
+    read = roof.read_bytes([1, 16, 10000])
+    assert read[0] == pytest.approx(roof.weight_bytes + roof.expert_bytes * 8 / 128)
+    assert read[0] < read[1] < read[2] == pytest.approx(roof.weight_bytes + roof.expert_bytes)
+    half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), HARDWARE["h100"], bytes_per_weight=1.0)
+    assert half.expert_bytes == roof.expert_bytes / 2 and half.kv_bytes == roof.kv_bytes
+
+
+def test_more_devices_read_faster_and_exchange_more() -> None:
+    one = np.ones(1)
+
+    def step(devices: int, requests: float) -> float:
+        engine = instance(sizes("Qwen/Qwen2.5-32B"), device("h100"), devices, "bf16")
+        return float(engine.decode(requests * one, requests * one, 1000 * requests * one)[0])
+
+    assert step(8, 64) < step(4, 64) < step(2, 64)
+    assert step(1, 1) / step(8, 1) < 8
+    assert step(8, 1) < step(16, 1)  # beyond a node the network's wait is longer than what is gained
+
+
+def test_a_measured_sweep_is_what_was_measured_and_a_line_between(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.csv"
+    rows = [
+        f"m,{b},{s},{g},{mode},{1 + 0.1 * b + 0.001 * s + 0.2 * g * b if mode != 'drafter_decode' else 0.5 + b}"
+        for b in (1, 2, 8) for s in (100, 400) for g, mode in ((0, "target_decode"), (3, "target_verify"),
+                                                               (3, "drafter_decode"))
+    ]  # fmt: skip
+    path.write_text("model,batch,seq,gamma,mode,mean_ms\n" + "\n".join(rows))
+    sweep = read_sweep(str(path))
+    b, d, s = np.array([2.0, 8.0, 16.0]), np.array([0.0, 3.0, 1.0]), np.array([100.0, 250.0, 400.0])
+    found = sweep.decode(b, b * (1 + d), b * s)
+    assert found == pytest.approx((1 + 0.1 * b + 0.001 * s + 0.2 * d * b) * 1e-3)
+    assert sweep.copy_pass(b, b * s) == pytest.approx((0.5 + b) * 1e-3)
+
+
+# Files
+
+
+def test_a_config_is_read_and_a_wrong_key_names_itself(tmp_path: Path) -> None:
+    path = tmp_path / "sim.yaml"
+    path.write_text("hardware: {gpus: 4}\narms: {off: {das: {drafter: none}}}\n")
+    assert read(path).hardware.gpus == 4
+    path.write_text("hardware: {gpu_count: 4}\n")
+    with pytest.raises(ConfigError, match=r"hardware\.gpu_count: unknown key; .*allowed: gpu, gpus"):
+        read(path)
+    for content, message in (
+        ({"arms": {"a": {"das": {"draftr": "none"}}}}, "das.draftr"),
+        ({"hardware": {"gpu": "tpu"}}, "hardware.gpu: found 'tpu', allowed: a100"),
+        ({"model": "nobody/nothing"}, "model: found 'nobody/nothing'"),
+        ({"hardware": {"gpus": 3, "per_engine": 2}}, "must be a multiple"),
+        ({"model": "Qwen/Qwen2.5-72B"}, "raise hardware.per_engine"),
+        ({"acceptance": {"history": "index"}}, "rollout.dump"),
+        ({"steps": {"kind": "line", "line": {"bas": 1}}}, "steps.line"),
+    ):
+        with pytest.raises(DasError, match=message):
+            Simulation(parse(content))
+
+
+def test_the_command_simulates_varies_and_draws(tmp_path: Path) -> None:
+    path = tmp_path / "sim.yaml"
+    path.write_text(json.dumps(SMALL))
+    done = CliRunner().invoke(
+        main, ["simulate", str(path), "--json", str(tmp_path / "o.json"), "--plot", str(tmp_path / "p.svg")]
+    )
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "o.json").read_text())
+    assert figures["off"]["rollout_of_first"] == 1.0 > figures["history"]["rollout_of_first"]
+    assert (tmp_path / "p.svg").stat().st_size > 1000
+    done = CliRunner().invoke(main, ["simulate", str(path), "--vary", "hardware.gpus=1,2", "--jobs", "1"])
+    assert done.exit_code == 0 and "hardware.gpus=2" in done.output
+    done = CliRunner().invoke(main, ["simulate", str(path), "--vary", "hardware.gpus"])
+    assert done.exit_code == 2 and "KEY=V1,V2" in done.output
+
+
+def test_a_sweep_gives_what_single_runs_give() -> None:
+    found = sweep(parse(SMALL), {"hardware.gpus": [1, 2], "rollout.samples": [2]}, jobs=2)
+    assert [row["values"]["hardware.gpus"] for row in found] == [1, 2]
+    assert found[1]["arms"] == summary(small(rollout__samples=2).run_all())

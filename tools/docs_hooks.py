@@ -1,0 +1,106 @@
+"""What `mkdocs build` adds to docs/: the repository's own pages, and charts of benchmarks/results/."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+"""Pages that lie beside the README and are part of the site."""
+BLUE, ORANGE, GREY = "#2a6f97", "#e07b1a", "#8fa3b3"
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages and the charts."""
+    for name in PAGES:
+        files.append(File.generated(config, name, content=_of_site((ROOT / name).read_text())))
+    for name, draw in CHARTS.items():
+        files.append(File.generated(config, f"pictures/{name}.svg", content=_svg(draw)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Let links to the repository's own pages lead to them on the site."""
+    return re.sub(rf"\]\(\.\./({'|'.join(map(re.escape, PAGES))})", r"](\1", markdown)
+
+
+def _of_site(text: str) -> str:
+    """Return a page of the repository's root with links as they are on the site."""
+    return re.sub(r"\]\(docs/", "](", text)
+
+
+def results(name: str) -> Any:
+    """Read a result of benchmarks/results/."""
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def _svg(draw: Any) -> bytes:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "das-adapter"
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7.5, 3.8), layout="constrained")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", color="#e3e8ec")
+    axis.set_axisbelow(True)
+    draw(axis)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    pyplot.close(figure)
+    return buffer.getvalue()
+
+
+def _epochs(axis: Any) -> None:
+    comparison = results("epochs.json")["comparison"]["history"]["rollout_ratio_by_epoch"]
+    demo = results("demo.json")["comparison"]["history"]["rollout_ratio_by_epoch"]
+    axis.axhline(1, color=GREY)
+    axis.plot(range(1, len(demo) + 1), demo, "o-", color=BLUE, label="8 problems, 6 epochs (demo.json)")
+    axis.plot(
+        range(1, len(comparison) + 1), comparison, "o-", color=ORANGE, label="100 problems, 3 epochs (epochs.json)"
+    )
+    axis.set(xlabel="epoch", ylabel="rollout time, of off", ylim=(0, 1.1))
+    axis.legend(frameon=False)
+
+
+def _drafters(axis: Any) -> None:
+    found = results("drafters_modes.json")["results"]
+    colours = {
+        "history": ORANGE,
+        "history+self": BLUE,
+        "self:int4": "#7a5195",
+        "draft_model": GREY,
+        "eagle3": "#b3261e",
+    }
+    off = found["off"]["batches"]
+    for name, colour in colours.items():
+        turns = [(found[name]["batches"][b]["all_rollout_s"], off[b]["all_rollout_s"]) for b in off]
+        ratios = [float(np.median(np.divide(mine, stock))) for mine, stock in turns]
+        axis.plot(range(len(off)), ratios, "o-", color=colour, label=name)
+    axis.axhline(1, color=GREY, linewidth=1)
+    axis.set_xticks(range(len(off)), list(off))
+    axis.set(xlabel="requests in the batch", ylabel="rollout time, of off", ylim=(0, 1.7))
+    axis.legend(frameon=False, ncols=2)
+
+
+def _controller(axis: Any) -> None:
+    rollouts = results("controller_batches.json")["rollouts"]
+    names = [str(r["requests"]) for r in rollouts]
+    arms = {"optimal": ORANGE, "k1": "#c3d4df", "k3": "#7fa8c1", "k7": BLUE, "k15": "#173b52"}
+    for name, colour in arms.items():
+        ratios = [r["arms"][name]["seconds"] / r["arms"]["idle"]["seconds"] for r in rollouts]
+        label = "the controller" if name == "optimal" else f"{name[1:]} draft tokens for each"
+        axis.plot(names, ratios, "o-", color=colour, label=label, linewidth=3 if name == "optimal" else 1.5)
+    axis.set(xlabel="requests at the start", ylabel="time, of no drafts", ylim=(0, 1.15))
+    axis.legend(frameon=False)
+
+
+CHARTS = {"chart_epochs": _epochs, "chart_drafters": _drafters, "chart_controller": _controller}
