@@ -245,8 +245,9 @@ class Expected:
         self._problems = np.ascontiguousarray(lengths["problem"])
         self._tokens = lengths["tokens"]
         self.mean = float(self._tokens.mean()) if len(lengths) else 1000.0
-        self.spread = float(self._tokens.std()) / self.mean if len(lengths) > 1 else 0.5
-        """Standard deviation among problems, relative to the mean; 0.5 before two are known."""
+        self.spread = float(self._tokens.std()) / self.mean if len(lengths) > 1 else 1.0
+        """Standard deviation among problems, relative to the mean; 1 before two are known, as in recorded rollouts that
+        reason (`benchmarks/results/routing.md`)."""
 
     def __contains__(self, problem: int) -> bool:
         return self._find(problem) is not None

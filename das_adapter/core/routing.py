@@ -51,6 +51,8 @@ class _Part:
     """Decode steps that each of them takes."""
     work: float
     """What each of them adds to the time of all decode steps, in steps."""
+    error: float
+    """Standard error of their length, in common, relative to it."""
 
 
 class Replicas(Generic[Name]):
@@ -144,8 +146,17 @@ class Replicas(Generic[Name]):
 
     @property
     def end(self) -> float:
-        """When what is placed will end, in rounds of a single request."""
-        return max((sum(self._load(replica)) for replica in self._parts), default=0.0)
+        """When what is placed will end, in rounds of a single request, with what errors of the lengths add to it."""
+        work: dict[int, list[float]] = {}
+        errors = {}
+        for parts in self._parts.values():
+            for problem, part in parts.items():
+                work.setdefault(problem, []).append(part.samples * part.work)
+                errors[problem] = part.error
+        count = len(self._parts)
+        apart = {p: math.fsum(w * w for w in mine) - math.fsum(mine) ** 2 / count for p, mine in work.items()}
+        uneven = math.sqrt(sum(errors[p] ** 2 * max(0.0, apart[p]) for p in work) / max(1, count - 1))
+        return max((sum(self._load(r)) for r in self._parts), default=0.0) + highest(count) * uneven
 
     def work(self, length: float, others: float, known: bool) -> float:
         """Return what a request adds to the time of all decode steps, in steps; arguments as in `pick`, and the samples
@@ -160,7 +171,10 @@ class Replicas(Generic[Name]):
         self._peak = max(self._peak, whole + sum(work for _, work in loads.values()))
         expected = max(self._expected, self._peak)
         share, groups = expected / len(loads), expected / whole
-        error = LengthModel.SPREAD if known else self._spread
+        error = self._error(known)
+        # Groups of which nothing is known are all placed alike, and the longest of them ends last.
+        alike = groups if not known and math.isfinite(groups) else 1.0
+        longer = 1.0 if alike == 1.0 else 1.0 + error * highest(round(alike))
         home = self._nodes[homes([problem], self._nodes)[0]] if len(self._nodes) > 1 and problem >= 0 else None
         slack = SLACK * share if math.isfinite(share) else 0.0
         away = {r: 0.0 if home is None or self._node_of.get(r) == home else slack for r in loads}
@@ -169,7 +183,7 @@ class Replicas(Generic[Name]):
             if each == (each := math.ceil(samples / parts)):
                 continue
             others = {r: self._samples(r, problem) + each - 1 for r in loads}
-            rounds = {r: length / self._worth.tokens(others[r], known=known) for r in loads}
+            rounds = {r: longer * length / self._worth.tokens(others[r], known=known) for r in loads}
             added = {r: each * self.work(length, others[r], known) for r in loads}
             after = {r: (max(longest, rounds[r]), work + added[r]) for r, (longest, work) in loads.items()}
             chosen = sorted(after, key=lambda r: sum(after[r]) + away[r])[:parts]
@@ -178,7 +192,7 @@ class Replicas(Generic[Name]):
             )
             mine = sum(added[r] for r in chosen)
             uneven = error * mine * math.sqrt((1 / parts - 1 / len(loads)) / groups / max(1, len(loads) - 1))
-            end = max(ends) + mine / len(loads) + highest(len(loads)) * uneven
+            end = max(ends) + alike * (mine / len(loads) + highest(len(loads)) * uneven)
             if end >= first:
                 break
             first, places = end, [r for r in chosen for _ in range(each)][:samples]
@@ -186,12 +200,16 @@ class Replicas(Generic[Name]):
             self._join(replica, problem, length, known)
         return places
 
+    def _error(self, known: bool) -> float:
+        """Return the standard error of a predicted length, relative to it."""
+        return LengthModel.SPREAD if known else self._spread
+
     def _samples(self, replica: Name, problem: int) -> int:
         part = self._parts[replica].get(problem)
         return part.samples if part else 0
 
     def _join(self, replica: Name, problem: int, length: float, known: bool) -> None:
-        part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0))
+        part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0, self._error(known)))
         part.samples += 1
         part.rounds = length / self._worth.tokens(part.samples - 1, known=known)
         part.work = self.work(length, part.samples - 1, known)

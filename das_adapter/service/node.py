@@ -46,7 +46,7 @@ _FETCH_S = 5.0
 _LEDGER_S = 5.0
 """How long a weight sync waits for the ledger."""
 _AT_A_SYNC = 500_000
-"""Tokens that a weight sync seals at most; what has arrived before is sealed already."""
+"""Tokens that the engines' calls at a weight sync seal at most; what has arrived before is sealed already."""
 _SLICE = 8 << 20
 """Bytes of history that move to another node at once."""
 
@@ -106,6 +106,8 @@ class NodeHistory:
         self._synced = time.monotonic()
         self._told = 1.0
         """Seconds after the last weight sync at which lengths go to the ledger."""
+        self._sealable = _AT_A_SYNC
+        """Tokens that may still be sealed at this weight sync."""
         self._offset: int | None = None
         """Offset from this run's weight versions to the store's; None before the first weight sync."""
         self._trouble = ""
@@ -130,7 +132,7 @@ class NodeHistory:
             What to map, and what the ledger says; None: it does not answer.
         """
         if first := version > self._version:
-            self._version, self._synced, self._told = version, time.monotonic(), 1.0
+            self._version, self._synced, self._told, self._sealable = version, time.monotonic(), 1.0, _AT_A_SYNC
             self._engines, self._heard = self._heard, set()
         self._heard.add(engine)
         synced = None
@@ -143,7 +145,7 @@ class NodeHistory:
             if self._offset is None:
                 self._begin()
             self._distribute()
-            self._seal(_AT_A_SYNC)
+            self._sealable -= self._seal(self._sealable)
             self._trouble = ""
         except Exception as error:
             self._report(error)
@@ -228,6 +230,8 @@ class NodeHistory:
         self._take()
         if self._offset is not None:
             self._distribute()
+        if self._unpublished:
+            self._store.seal_ahead(self._policy.config.window)
         if self._lengths and time.monotonic() > self._synced + self._told:
             self._told *= 2
             self._send_lengths()
@@ -293,8 +297,6 @@ class NodeHistory:
                         if home not in self._outboxes:
                             self._outboxes[home] = Outbox(home, self._spool)
                         self._outboxes[home].add(file, part)
-        if self._unpublished:
-            self._store.seal_ahead(self._policy.config.window)
 
     def _whom(self, file: str, texts: Sequence[Trajectory]) -> Iterable[tuple[str, ...]]:
         """For each of a file's texts, the histories that it is for."""
@@ -312,15 +314,18 @@ class NodeHistory:
         found = homes(problems, self._nodes)
         return {self._nodes[home]: problems[found == home] for home in np.unique(found).tolist()}
 
-    def _seal(self, tokens: int = 2**62) -> None:
+    def _seal(self, tokens: int = 2**62) -> int:
+        """Publish what was taken, of what is not sealed yet about so many tokens at most; return how many it sealed."""
         with self._lock:
-            if not (self._unpublished or self._changed or self._trouble):
-                return
+            if tokens <= 0 or not (self._unpublished or self._changed or self._trouble):
+                return 0
+            staged = self._store.staged
             self._store.seal(self._policy.config.window, tokens)
             self._changed = False
             if not self._store.staged:
                 self._spool.done(self._unpublished, self._node)
                 self._unpublished = []
+            return staged - self._store.staged
 
     def _ask(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced | None:
         """Send the ledger what the engines counted and wrote, and take what it says."""

@@ -131,12 +131,12 @@ class Session:
             begin, end: seconds since the epoch.
             version: weight version that wrote it.
         """
-        if not label.record:
+        if not label.record or label.problem is None:
             return
         try:
             text = np.asarray(tokens, dtype=np.int32).tobytes()
             self._clock.finished(begin, end, label.seed or 0, text)
-            self._push(Trajectory(label.problem or 0, text, version))
+            self._push(Trajectory(label.problem, text, version))
         except Exception:
             logger.exception("das: a trajectory did not reach the history")
 

@@ -75,6 +75,16 @@ def test_few_groups_that_gain_little_are_spread_since_their_lengths_may_be_wrong
     assert parts[True, 16] <= parts[True, 1]
 
 
+@pytest.mark.parametrize(("tokens", "replicas_of_a_group"), [(20.0, 2), (1000.0, 1)])
+def test_groups_of_unknown_length_are_spread_where_tokens_take_the_time(
+    tokens: float, replicas_of_a_group: int
+) -> None:
+    """Siblings save decode steps, of which the longest group decides; tokens are to be levelled out."""
+    seen = Moments.of(0.0, 1.0, 1000) + Moments.of(1.3, 2.3, 1000)
+    shares = plan([p for p in range(8) for _ in range(8)], Expected({}, seen, Capacity(64.0, tokens)), 2)
+    assert [len({row // 8 for row in rows}) for rows in shares] == [4 * replicas_of_a_group] * 2
+
+
 @pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("workers", [2, 4])
 def test_requests_that_come_one_by_one_keep_groups_whole_too(workers: int, group: int) -> None:
