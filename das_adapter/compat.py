@@ -184,6 +184,8 @@ _VERL = {
     },
     "verl.workers.rollout.llm_server": {
         "LLMServerClient.generate(self, request_id, prompt_ids, sampling_params)": "request identity",
+        "LLMServerManager._initialize_llm_servers(self)": "the rollout replica",
+        "LLMServerManager.rollout_replica_class": "the rollout replica",
         "LLMServerManager._init_global_load_balancer(self)": "routing",
     },
     "verl.workers.rollout.router": {

@@ -45,6 +45,23 @@ def label_requests(stock: Any) -> Any:
     return wrapt.FunctionWrapper(stock, identity.around_generate)
 
 
+@patch("verl.workers.rollout.llm_server:LLMServerManager._initialize_llm_servers", since="0.9.1")
+def refuse_other_replicas(stock: Any) -> Any:
+    """Without it a recipe's own `rollout_replica_class` passes das-adapter by, and the run is stock without a word."""
+
+    @functools.wraps(stock)
+    async def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        from das_adapter.verl import settings
+
+        if settings.of_rollout(self.rollout_config) is not None:
+            from das_adapter.verl.server import check_replica_class
+
+            check_replica_class(self.rollout_replica_class)
+        await stock(self, *args, **kwargs)
+
+    return initialize
+
+
 @patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1")
 def route_requests(stock: Any) -> Any:
     """Without it the `routing:` policy does nothing."""
@@ -100,7 +117,8 @@ def log_figures(stock: Any) -> Any:
 
 
 HOOKS = (
-    *(check_at_start, check_at_start_of_every_pipeline, follow_samples, label_requests, route_requests),
+    *(check_at_start, check_at_start_of_every_pipeline, refuse_other_replicas),
+    *(follow_samples, label_requests, route_requests),
     *CHECKPOINTS,
     *(know_the_block, log_figures),
 )

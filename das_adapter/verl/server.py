@@ -15,6 +15,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from das_adapter.core.identity import prompt_identity, request_seed
 from das_adapter.core.routing import start_order
+from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import engine_args, engine_env
 from das_adapter.protocol.label import Label
 from das_adapter.service.session import Session, for_run, of_async_engine
@@ -110,3 +111,16 @@ class DasVLLMReplica(vLLMReplica):
         super().__init__(*args, **kwargs)
         if not (self.is_reward_model or self.is_teacher_model) and settings.of_rollout(self.config) is not None:
             self.server_class = ray.remote(DasVLLMHttpServer)
+
+
+def check_replica_class(found: type) -> None:
+    """Refuse a class of replicas, for a rollout with an active block, whose server is not das-adapter's.
+
+    Raises:
+        ConfigError: names the class.
+    """
+    if not issubclass(found, DasVLLMReplica):
+        raise ConfigError(
+            f"{settings.BLOCK}: found replicas of {found.__module__}.{found.__qualname__}, allowed: DasVLLMReplica of "
+            f"{__name__}, or a class derived from it; without one set {settings.BLOCK}.drafter=none"
+        )

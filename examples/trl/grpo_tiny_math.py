@@ -1,66 +1,52 @@
 """TRL's GRPO with `trl vllm-serve`, on a CPU: speculation off and on, with the same seeds, and what differs.
 
-    python examples/trl/grpo_tiny_math.py --steps 6 --out runs/trl
+    python examples/trl/grpo_tiny_math.py --problems 16 --epochs 3 --out runs/trl
 
 TRL's trainer, its client, `trl vllm-serve`, vLLM and the weight-update calls are the real ones; only NCCL, which needs
 a GPU, is replaced by files (`cpu_weights.py`). All that turns das-adapter on is `DAS_CONFIG` in the environment of the
-server.
+server. The two runs take turns, step by step, so that noise of the machine falls on both. `summary.json` has the
+rollout times by epoch.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import multiprocessing
 import os
 import random
-import socket
-import subprocess
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from importlib.metadata import version
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-POLICY = HERE.parent / "tiny_math" / "policy"
-ARMS = {"off": {"drafter": "none", "verify": {"noise": "keyed"}}, "history": {"drafter": "history"}}
-"""The first one has speculation off, with the noise of the other."""
+EXAMPLES = Path(__file__).resolve().parents[1]
+sys.path += [str(EXAMPLES / "vllm"), str(EXAMPLES / "tiny_math")]
+import task  # noqa: E402
+from serving import ARMS, POLICY, compare, served  # noqa: E402
+
 SERVER = ("--dtype float32 --enforce_eager true --max_model_len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
-          "--worker-extension-cls cpu_weights.Extension")  # fmt: skip
-PROBLEMS, GROUP = 4, 8
+          "--worker-extension-cls cpu_weights.Extension").split()  # fmt: skip
+BATCH, GROUP = 4, 8
+"""Problems of a step, and samples of each."""
 
 
-@contextlib.contextmanager
-def served(block: dict[str, Any], log: Path) -> Iterator[str]:
-    """Run `trl vllm-serve` under a `das:` block; yield its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "DAS_CONFIG": json.dumps(block),
-        "DAS_CPU_WEIGHT_SYNC": "1",  # on a CPU: weights may be written into the live model
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, "-m", "trl.scripts.vllm_serve", "--model", str(POLICY), "--port", str(port)]
-    backend = ["--weight-transfer-config", '{"backend": "files"}']
-    with log.open("w") as file:
-        server = subprocess.Popen([*command, *SERVER.split(), *backend], env=environment, stdout=file, stderr=file)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait()
+def run(arm: str, args: argparse.Namespace, turn: Connection) -> None:
+    """Train one arm in a process of its own, waiting for its turn before each rollout; send what `train` returns."""
+    out = (args.out / arm).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    arguments = ["--model", str(args.policy), *SERVER, "--weight-transfer-config", '{"backend": "files"}']
+    with served("trl.scripts.vllm_serve", arguments, ARMS[arm], out / "server.log") as address:
+        turn.send(train(address, out, args, turn))
 
 
-def train(address: str, out: Path, steps: int) -> dict[str, Any]:
-    """Train for some steps; return the tokens and seconds of each rollout, and what TRL has logged."""
-    sys.path.append(str(HERE.parent / "tiny_math"))
+def train(address: str, out: Path, args: argparse.Namespace, turn: Connection) -> dict[str, Any]:
+    """Train for some steps; return the tokens and seconds of each rollout, what TRL has logged, and the server's
+    metrics."""
     import requests
-    import task
     from datasets import Dataset
     from safetensors.torch import save_file
     from trl import GRPOConfig, GRPOTrainer
@@ -70,7 +56,7 @@ def train(address: str, out: Path, steps: int) -> dict[str, Any]:
     rollouts: list[dict[str, Any]] = []
 
     class Client(VLLMClient):
-        """TRL's client with files instead of NCCL; it remembers what it was sent."""
+        """TRL's client with files instead of NCCL; it waits for its turn, and remembers what it was sent."""
 
         def init_communicator(self, device: Any = 0) -> None:
             self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": {}})
@@ -83,6 +69,8 @@ def train(address: str, out: Path, steps: int) -> dict[str, Any]:
             self._finish_weight_update()
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
+            turn.send(None)
+            turn.recv()
             begin = time.perf_counter()
             answer = super().generate(*args, **kwargs)
             seconds = time.perf_counter() - begin
@@ -90,9 +78,6 @@ def train(address: str, out: Path, steps: int) -> dict[str, Any]:
             return answer
 
     vllm_generation.VLLMClient = Client
-    rng = random.Random(0)
-    problems = [task.make_problem(rng, n) for n in (5, 7, 9, 12)][:PROBLEMS]
-    rows = [{"prompt": [{"role": "user", "content": p}], "problem": p, "answer": task.answer(p)} for p in problems]
 
     def reward(completions: Any, problem: list[str], answer: list[str], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
@@ -101,44 +86,91 @@ def train(address: str, out: Path, steps: int) -> dict[str, Any]:
             for text, p, right in zip(texts, problem, answer, strict=True)
         ]
 
+    rng = random.Random(0)
+    problems = [task.make_problem(rng, (5, 7, 9, 12)[i % 4]) for i in range(args.problems)]
+    rows = [{"prompt": [{"role": "user", "content": p}], "problem": p, "answer": task.answer(p)} for p in problems]
     config = GRPOConfig(
-        output_dir=str(out / "trainer"), use_cpu=True, bf16=False, max_steps=steps, seed=0, learning_rate=1e-4,
-        per_device_train_batch_size=PROBLEMS * GROUP, gradient_accumulation_steps=1, num_generations=GROUP,
+        output_dir=str(out / "trainer"), use_cpu=True, bf16=False, max_steps=steps(args), seed=0, learning_rate=1e-4,
+        per_device_train_batch_size=BATCH * GROUP, gradient_accumulation_steps=1, num_generations=GROUP,
         max_completion_length=200, temperature=1.0, use_vllm=True, vllm_mode="server", vllm_server_base_url=address,
         vllm_server_timeout=600.0, save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    trainer = GRPOTrainer(str(POLICY), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows))
+    trainer = GRPOTrainer(str(args.policy), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows))
     trainer.train()
     logged = [{k: entry[k] for k in ("reward", "loss") if k in entry} for entry in trainer.state.log_history]
     metrics = requests.get(f"{address}/metrics", timeout=60).text
     return {"rollouts": rollouts, "logged": logged, "metrics": metrics}
 
 
+def steps(args: argparse.Namespace) -> int:
+    """Training steps of an arm."""
+    count: int = args.epochs * args.problems // BATCH
+    return count
+
+
+def in_turns(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Train all arms, one step of each after the other; return what `train` returns, by arm."""
+    context = multiprocessing.get_context("spawn")
+    processes, turns = [], []
+    for arm in ARMS:
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=run, args=(arm, args, theirs)))
+        processes[-1].start()
+        theirs.close()
+        turns.append(ours)
+    try:
+        for turn in turns:  # all have started
+            turn.recv()
+        for _ in range(steps(args)):
+            found = []
+            for turn in turns:
+                turn.send(None)
+                found.append(turn.recv())
+        return dict(zip(ARMS, found, strict=True))
+    finally:
+        for turn in turns:
+            turn.close()
+        for process in processes:
+            process.join()
+
+
+def by_epoch(off: list[Any], on: list[Any], length: int) -> list[dict[str, float]]:
+    """Return the seconds of rollouts in each epoch of so many steps, and their ratio."""
+    found = []
+    for begin in range(0, len(off), length):
+        slow, fast = (sum(r["seconds"] for r in arm[begin : begin + length]) for arm in (off, on))
+        each = [b["seconds"] / a["seconds"] for a, b in zip(off, on, strict=True)][begin : begin + length]
+        found.append({"off_s": slow, "history_s": fast, "ratio": fast / slow, "median": statistics.median(each)})
+    return found
+
+
 def main() -> None:
+    from das_adapter.tools.hardware import hardware
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--problems", type=int, default=BATCH, help=f"of the data set, a multiple of {BATCH}")
+    parser.add_argument("--policy", type=Path, default=POLICY)
     parser.add_argument("--out", type=Path, default=Path("runs/trl"))
-    parser.add_argument("--arm", choices=ARMS, help="Run this one alone.")
     args = parser.parse_args()
     os.environ["MKL_CBWR"] = "AUTO,STRICT"  # equal logits whatever else is in the batch
-    if args.arm:
-        out = (args.out / args.arm).absolute()
-        out.mkdir(parents=True, exist_ok=True)
-        with served(ARMS[args.arm], out / "server.log") as address:
-            result = train(address, out, args.steps)
-        (out / "result.json").write_text(json.dumps(result) + "\n")
-        return
-    found = {}
-    for arm in ARMS:  # a process of its own each: the trainer starts from the same state
-        command = [sys.executable, __file__, "--arm", arm, "--steps", str(args.steps), "--out", str(args.out)]
-        subprocess.run(command, check=True)
-        found[arm] = json.loads((args.out / arm / "result.json").read_text())
-    off, on = (found[arm]["rollouts"] for arm in ARMS)
-    for step, (a, b) in enumerate(zip(off, on, strict=True)):
-        same = "equal" if a["tokens"] == b["tokens"] else "DIFFERENT"
-        slow, fast = a["seconds"], b["seconds"]
-        print(f"step {step + 1}: off {slow:.2f} s, history {fast:.2f} s ({fast / slow:.2f}), tokens {same}")
-    sys.exit(any(a["tokens"] != b["tokens"] for a, b in zip(off, on, strict=True)))
+    arms = in_turns(args)
+    for arm, result in arms.items():
+        (args.out / arm / "result.json").write_text(json.dumps(result) + "\n")
+    off, on = (arm["rollouts"] for arm in arms.values())
+    equal = compare(off, on)
+    summary = {
+        "versions": {name: version(name) for name in ("das-adapter", "trl", "vllm", "torch", "transformers")},
+        "hardware": hardware(),
+        "command": " ".join(["python examples/trl/grpo_tiny_math.py", *sys.argv[1:]]),
+        "tokens_equal": equal,
+        "epochs": by_epoch(off, on, args.problems // BATCH),
+        "rollout_s": {arm: [rollout["seconds"] for rollout in result["rollouts"]] for arm, result in arms.items()},
+    }
+    (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    for number, epoch in enumerate(summary["epochs"], start=1):
+        print(f"epoch {number}: off {epoch['off_s']:.1f} s, history {epoch['history_s']:.1f} s ({epoch['ratio']:.2f})")
+    sys.exit(not equal)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import re
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,52 +23,17 @@ from typing import Any
 import requests
 import torch
 from safetensors.torch import load_file, save_file
+from serving import ARMS, POLICY, compare, served
 
-HERE = Path(__file__).resolve().parent
-POLICY = HERE.parent / "tiny_math" / "policy"
 SERVER = ("--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
           "--no-enable-prefix-caching --worker-extension-cls weights_from_disk.WeightsFromDisk")  # fmt: skip
-OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
-"""Speculation off, with the same noise as on."""
 
 
-@contextlib.contextmanager
-def served(block: dict[str, Any], log: Path, **env: str) -> Iterator[str]:
+def policy_served(block: dict[str, Any], log: Path, **env: str) -> contextlib.AbstractContextManager[str]:
     """Serve the policy under a `das:` block; yield the server's address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        "DAS_CONFIG": json.dumps(block),
-        "DAS_CPU_WEIGHT_SYNC": "1",  # on a CPU: weights may be written into the live model
-        "MKL_CBWR": "AUTO,STRICT",  # equal logits whatever else is in the batch
-        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_SERVER_DEV_MODE": "1",  # for /collective_rpc
-        "HF_HUB_OFFLINE": "1",
-        **env,
-    }
-    vllm = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(POLICY), "--port", str(port)]
-    with log.open("w") as file:
-        server = subprocess.Popen([*vllm, *SERVER.split()], env=environment, stdout=file, stderr=file)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        while not _healthy(address):
-            if server.poll() is not None:
-                raise RuntimeError(f"the server ended:\n{log.read_text()[-4000:]}")
-            time.sleep(0.2)
-        yield address
-    finally:
-        server.terminate()
-        server.wait()
-
-
-def _healthy(address: str) -> bool:
-    try:
-        return requests.get(f"{address}/health", timeout=5).ok
-    except requests.RequestException:
-        return False
+    arguments = ["serve", str(POLICY), *SERVER.split()]
+    dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}  # for /collective_rpc
+    return served("vllm.entrypoints.cli.main", arguments, block, log, **dev_mode, **env)
 
 
 def problems(count: int) -> list[list[int]]:
@@ -112,19 +73,18 @@ def train(directory: Path, step: int) -> Path:
 
 
 def run(block: dict[str, Any], directory: Path, steps: int, samples: int = 8) -> dict[str, Any]:
-    """Run a few steps; return the tokens (per step and problem, sorted: a prompt's requests are alike), the rollouts'
-    seconds, and das-adapter's figures as the Prometheus endpoint has them after each step."""
+    """Run a few steps; return the rollouts (tokens by problem, sorted: a prompt's requests are alike), and the figures
+    of das-adapter that the Prometheus endpoint has after each step."""
     directory.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"tokens": [], "rollout_s": [], "metrics": []}
+    result: dict[str, Any] = {"rollouts": [], "metrics": []}
     asked = problems(4)
-    with served(block, directory / "server.log", VLLM_LOG_STATS_INTERVAL="1") as address:
+    with policy_served(block, directory / "server.log", VLLM_LOG_STATS_INTERVAL="1") as address:
         for step in range(steps):
             begin = time.perf_counter()
             with ThreadPoolExecutor(samples * len(asked)) as pool:
                 groups = [[pool.submit(sample, address, prompt) for _ in range(samples)] for prompt in asked]
                 texts = [sorted(one.result() for one in group) for group in groups]
-            result["rollout_s"].append(time.perf_counter() - begin)
-            result["tokens"].append(texts)
+            result["rollouts"].append({"seconds": time.perf_counter() - begin, "tokens": texts})
             sample(address, asked[0], vllm_xargs={"das_record": 0})  # a validation: it stays out of the history
             checkpoint = train(directory, step + 1)
             call = {"method": "update_weights_from_path", "args": [str(checkpoint)]}
@@ -144,17 +104,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("runs/vllm"))
     args = parser.parse_args()
-    arms = {name: run(block, args.out / name, args.steps) for name, block in
-            (("off", OFF), ("history", {"drafter": "history"}))}  # fmt: skip
-    for step in range(args.steps):
-        off, on = (arms[name] for name in arms)
-        same = "equal" if on["tokens"][step] == off["tokens"][step] else "DIFFERENT"
-        slow, fast = off["rollout_s"][step], on["rollout_s"][step]
-        per_forward = on["metrics"][step].get("das_tokens_per_forward", 0.0)
-        print(f"step {step + 1}: off {slow:.1f} s, history {fast:.1f} s ({fast / slow:.2f}), tokens {same}, "
-              f"{per_forward:.2f} tokens per forward")  # fmt: skip
+    arms = {name: run(block, args.out / name, args.steps) for name, block in ARMS.items()}
+    off, on = arms.values()
+    notes = [f"{figures.get('das_tokens_per_forward', 0.0):.2f} tokens per forward" for figures in on["metrics"]]
+    equal = compare(off["rollouts"], on["rollouts"], notes)
     (args.out / "result.json").write_text(json.dumps(arms) + "\n")
-    sys.exit(arms["off"]["tokens"] != arms["history"]["tokens"])
+    sys.exit(not equal)
 
 
 if __name__ == "__main__":

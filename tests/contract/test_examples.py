@@ -101,3 +101,15 @@ def test_only_the_policy_gets_our_server() -> None:
     assert server_class([]) == "DasVLLMHttpServer"
     assert server_class([], is_reward_model=True) == "vLLMHttpServer"
     assert server_class([], is_teacher_model=True) == "vLLMHttpServer"
+
+
+def test_another_class_of_replicas_is_refused_before_a_server_starts() -> None:
+    from verl.workers.rollout.llm_server import LLMServerManager
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+    class Recipes(LLMServerManager):
+        rollout_replica_class = vLLMReplica
+
+    config = composed("grpo_tiny_math_cpu", ["actor_rollout_ref.rollout.nnodes=1"])
+    with pytest.raises(ConfigError, match=r"rollout\.custom\.das: found replicas of \S+vLLMReplica, allowed: DasVLLMR"):
+        Recipes.create(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,17 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "trl" / "grpo_tiny_
 
 
 def test_training_steps_have_the_same_tokens_and_the_history_follows_the_weights(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(EXAMPLE), "--steps", "3", "--out", str(tmp_path)], check=True)
+    subprocess.run([sys.executable, str(EXAMPLE), "--epochs", "3", "--out", str(tmp_path)], check=True)
     off, on = (json.loads((tmp_path / arm / "result.json").read_text()) for arm in ("off", "history"))
     tokens = [[rollout["tokens"] for rollout in arm["rollouts"]] for arm in (off, on)]
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 3
-    assert off["logged"] == on["logged"]  # rewards and losses
+    for a, b in zip(off["logged"][:3], on["logged"], strict=False):
+        assert a["reward"] == b["reward"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)  # log-probabilities are equal but for rounding
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["tokens_equal"] is True
+    assert len(summary["epochs"]) == 3
+    figures = dict(re.findall(r"^vllm:(das_\w+)\{.*\} (\S+)$", on["metrics"], re.MULTILINE))
+    assert float(figures["das_history_tokens"]) >= sum(map(len, tokens[1][0]))
+    assert float(figures["das_history_hits"]) == float(figures["das_health"]) == 1.0

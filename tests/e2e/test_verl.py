@@ -167,3 +167,12 @@ def test_a_misspelt_key_stops_the_run_before_anything_starts(tmp_path: Path) -> 
     assert run.returncode != 0
     assert "das.histroy: unknown key; did you mean 'history'?" in run.stderr
     assert "Started a local Ray instance" not in run.stdout + run.stderr
+
+
+@pytest.mark.long
+def test_the_demo_compares_its_arms(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "examples/verl/demo.py"), "--epochs", "2", "--problems", "2", "--out"]
+    subprocess.run([*command, str(tmp_path)], check=True)
+    (against,) = json.loads((tmp_path / "summary.json").read_text())["comparison"].values()
+    assert against["steps_with_same_tokens"] == 2
+    assert (tmp_path / "off.log").exists() and (tmp_path / "history.log").exists()

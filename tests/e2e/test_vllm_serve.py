@@ -12,6 +12,7 @@ import requests
 pytest.importorskip("vllm")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
 import stub_trainer
+from serving import ARMS
 
 pytestmark = pytest.mark.hosts
 
@@ -20,11 +21,12 @@ HISTORY = {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0
 
 
 def test_a_trainer_gets_the_same_tokens_and_the_history_follows_its_updates(tmp_path: Path) -> None:
-    off, on = (stub_trainer.run(das, tmp_path / das["drafter"], steps=2) for das in (stub_trainer.OFF, HISTORY))
-    assert on["tokens"] == off["tokens"]
-    assert off["tokens"][0] != off["tokens"][1]
+    off, on = (stub_trainer.run(das, tmp_path / das["drafter"], steps=2) for das in (ARMS["off"], HISTORY))
+    tokens = [rollout["tokens"] for rollout in off["rollouts"]]
+    assert [rollout["tokens"] for rollout in on["rollouts"]] == tokens
+    assert tokens[0] != tokens[1]
     first, second = on["metrics"]
-    written = sum(len(text) for group in on["tokens"][0] for text in group)
+    written = sum(len(text) for group in tokens[0] for text in group)
     assert first["das_history_tokens"] == 0
     assert second["das_history_tokens"] >= written
     assert second["das_history_hits"] == 1.0
@@ -40,5 +42,5 @@ def test_a_weight_update_may_be_announced_over_http(server: str, body: Any, stat
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with stub_trainer.served(HISTORY, tmp_path_factory.mktemp("served") / "server.log") as address:
+    with stub_trainer.policy_served(HISTORY, tmp_path_factory.mktemp("served") / "server.log") as address:
         yield address

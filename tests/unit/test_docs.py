@@ -29,6 +29,9 @@ GPU_ONLY = "<!-- GPU only -->"
 COMMANDS = {
     r"pip install das-adapter": "tests/wheel/test_wheel.py::test_it_drafts_where_there_is_no_compiler",
     r"das-adapter doctor( --json)?": "tests/contract/test_commands.py::test_doctor_finds_nothing_broken",
+    r"das-adapter replay .*--hardware .*": (
+        "tests/unit/test_pays.py::test_the_command_answers_in_seconds_and_with_a_block"
+    ),
     r"das-adapter replay .*": "tests/unit/test_replay.py::test_the_command_prints_and_writes",
     r"das-adapter simulate .*": "tests/unit/test_sim.py::test_the_command_simulates_varies_and_draws",
     r"das-adapter calibrate .*": "tests/contract/test_decisions.py::test_calibrate_measures_this_machine",
@@ -46,21 +49,24 @@ COMMANDS = {
     r"pip install trl|python examples/trl/grpo_tiny_math.py .*": (
         "tests/e2e/test_trl.py::test_training_steps_have_the_same_tokens_and_the_history_follows_the_weights"
     ),
-    r"make (env|demo|test|docs|check|wheel)": "tests/unit/test_docs.py::test_make_knows_its_targets",
+    r"make demo": "tests/e2e/test_verl.py::test_the_demo_compares_its_arms",
+    r"make docs": "tests/unit/test_docs.py::test_the_site_builds_without_a_warning_or_a_broken_link",
+    r"make (env|test|check|wheel)": "tests/unit/test_docs.py::test_make_knows_its_targets",
     r"\.venv/bin/pip install pre-commit && \.venv/bin/pre-commit install": "",
 }
 
 
 def blocks(path: Path, *languages: str) -> Iterator[str]:
     """The fenced blocks of a page in these languages, but for those that need a GPU."""
-    found = re.findall(r"(<!-- GPU only -->\n)?^```(\w+)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"(<!-- GPU only -->\n)?^```(\w*)\n(.*?)^```", path.read_text(), re.MULTILINE | re.DOTALL)
     yield from (text for gpu, language, text in found if language in languages and not gpu)
 
 
 def commands() -> list[tuple[str, str]]:
     found = []
     for path in PAGES:
-        for block in blocks(path, "bash", "sh", "console"):
+        typed = ["\n".join(re.findall(r"^\$ (.*)$", block, re.MULTILINE)) for block in blocks(path, "", "console")]
+        for block in [*blocks(path, "bash", "sh"), *typed]:
             for line in block.replace("\\\n", " ").splitlines():
                 command = " ".join(re.sub(r"(^|\s{2,})#.*", "", line).split())
                 if command:
@@ -72,7 +78,7 @@ def commands() -> list[tuple[str, str]]:
 def test_every_command_is_run_by_a_test(page: str, command: str) -> None:
     matching = [test for pattern, test in COMMANDS.items() if re.fullmatch(pattern, command)]
     assert matching, f"{page}: name the test that runs it in COMMANDS, or write {GPU_ONLY} above its block"
-    (test,) = matching
+    test = matching[0]
     if test:
         file, _, name = test.partition("::")
         functions = {node.name for node in ast.walk(ast.parse((ROOT / file).read_text())) if hasattr(node, "name")}

@@ -1,0 +1,93 @@
+"""What the examples on plain vLLM servers have in common: a server on a CPU under a `das:` block, and the comparison of
+a run with speculation off and a run with it on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+import requests
+
+EXAMPLES = Path(__file__).resolve().parents[1]
+POLICY = EXAMPLES / "tiny_math" / "policy"
+ARMS: dict[str, dict[str, Any]] = {
+    "off": {"drafter": "none", "verify": {"noise": "keyed"}},
+    "history": {"drafter": "history"},
+}
+"""The `das:` blocks of the arms. The first has speculation off, with the noise of the other."""
+
+
+class Rollout(TypedDict):
+    """What a step's rollout brought."""
+
+    seconds: float
+    tokens: list[Any]
+
+
+@contextlib.contextmanager
+def served(module: str, arguments: Sequence[str], block: dict[str, Any], log: Path, **env: str) -> Iterator[str]:
+    """Run a server under a `das:` block; yield its address when it answers.
+
+    Args:
+        module: of the server, as `python -m` takes it.
+        arguments: of the server, less the port.
+        block: the `das:` block.
+        log: file for what the server writes.
+        env: further environment variables of the server.
+
+    Raises:
+        RuntimeError: the server ended; with the end of what it wrote.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    extensions = (str(EXAMPLES / "vllm"), str(EXAMPLES / "trl"), os.environ.get("PYTHONPATH", ""))
+    environment = {
+        **os.environ,
+        "DAS_CONFIG": json.dumps(block),
+        "DAS_CPU_WEIGHT_SYNC": "1",  # on a CPU: weights may be written into the live model
+        "MKL_CBWR": "AUTO,STRICT",  # equal logits whatever else is in the batch
+        "PYTHONPATH": os.pathsep.join(extensions),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+        **env,
+    }
+    command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
+    with log.open("w") as file:
+        server = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        while not _healthy(address):
+            if server.poll() is not None:
+                raise RuntimeError(f"the server ended:\n{log.read_text()[-4000:]}")
+            time.sleep(0.2)
+        yield address
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _healthy(address: str) -> bool:
+    try:
+        return requests.get(f"{address}/health", timeout=5).ok
+    except requests.RequestException:
+        return False
+
+
+def compare(off: Sequence[Rollout], on: Sequence[Rollout], notes: Sequence[str] = ()) -> bool:
+    """Print the rollouts of two runs side by side, each with its note; return whether their tokens are equal."""
+    equal = [a["tokens"] == b["tokens"] for a, b in zip(off, on, strict=True)]
+    for step, (a, b, same) in enumerate(zip(off, on, equal, strict=True)):
+        slow, fast = a["seconds"], b["seconds"]
+        note = f", {notes[step]}" if notes else ""
+        print(f"step {step + 1}: off {slow:.2f} s, history {fast:.2f} s ({fast / slow:.2f}), "
+              f"tokens {'equal' if same else 'DIFFERENT'}{note}")  # fmt: skip
+    return all(equal)
