@@ -3,9 +3,10 @@
     python benchmarks/published.py [--only NAME ...] [--sweeps DIR] --out benchmarks/results/published.json
 
 Each file lists the simulation's inputs, each marked `given` (the paper or its repository says it), `derived` (follows
-from what is given), `assumed` (nobody says it; its band is simulated too) or `fitted`. A case is *reproduced* if it is
-within the tolerance and nothing was fitted to a checked figure, *consistent* if one constant of the paper was fitted to
-another row. `derive` finds an input from the baseline's published seconds, which no case checks.
+from what is given), `assumed` (nobody says it; its band is simulated too) or `fitted`. A case is *reproduced* if it
+is within the tolerance and nothing was fitted to a checked figure, *consistent* if one constant of the paper was
+fitted to another row, of this figure or of the one that `figure` names. `derive` finds an input from the baseline's
+published seconds, which no case checks.
 
 DIR holds EfficientRollout's sweeps (`sd_toggle/configs/*.csv` of its public repository), which are not part of this
 one. Results of files that are not named stay. Writes Markdown beside the JSON.
@@ -27,6 +28,8 @@ from das_adapter.sim.simulate import Simulation
 
 HERE = Path(__file__).parent
 MARKS = ("given", "derived", "assumed", "fitted")
+NO_BAND = "not simulated"
+"""Said of an assumed input whose band would take too long."""
 
 
 def put(content: dict[str, Any], key: str, value: Any) -> None:
@@ -60,15 +63,16 @@ class Figure:
             self._runs[key] = Simulation(parse(content, self.name)).run("arm")
         return self._runs[key]
 
-    def seconds(self, settings: dict[str, Any], arm: Any) -> float:
-        """Return the mean rollout time of the steps that count."""
-        steps = self.run(settings, arm).steps[self.content.get("skip", 0) :]
+    def seconds(self, settings: dict[str, Any], arm: Any, skip: int | None = None) -> float:
+        """Return the mean rollout time of the steps that count, those after the first `skip`."""
+        steps = self.run(settings, arm).steps[self.content.get("skip", 0) if skip is None else skip :]
         return sum(s.step_s if self.content.get("whole") else s.rollout_s for s in steps) / len(steps)
 
     def value(self, case: dict[str, Any], settings: dict[str, Any]) -> float:
         """Return a case's quantity: how many times faster the arm is than the base, rollout or step."""
         settings = {**settings, **case.get("set", {})}
-        base, ours = (self.seconds(settings, self.content["arms"][case.get(name, name)]) for name in ("base", "arm"))
+        arms = (self.content["arms"][case.get(name, name)] for name in ("base", "arm"))
+        base, ours = (self.seconds(settings, arm, case.get("skip")) for arm in arms)
         other = case.get("other_of_base", 0.0) * base
         ratio = (base + other) / (ours + other)
         return 1.0 / ratio - 1.0 if case.get("quantity") == "change" else ratio
@@ -97,8 +101,8 @@ class Figure:
         """Simulate all cases, at the inputs' values and at the ends of their bands."""
         tolerance = self.content.get("tolerance", 0.1)
         middle = self.settled({})
-        edges = [self.settled({key: value}) for key, one in self.inputs.items() if "band" in one
-                 for value in one["band"]]  # fmt: skip
+        edges = [self.settled({key: value}) for key, one in self.inputs.items()
+                 if "band" in one and one["band"] != NO_BAND for value in one["band"]]  # fmt: skip
         fitted = any(one["mark"] == "fitted" for one in self.inputs.values())
         cases = []
         for case in self.content["cases"]:
@@ -158,7 +162,8 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["", "| input | value | mark | source | band |", "|---|---|---|---|---|"]
         for one in figure["inputs"]:
             value = f"{one['value']:.4g}" if isinstance(one["value"], float) else one["value"]
-            band = " to ".join(map(str, one["band"])) if "band" in one else ""
+            band = one.get("band", "")
+            band = band if isinstance(band, str) else " to ".join(map(str, band))
             lines.append(f"| `{one['key']}` | {value} | {one['mark']} | {one['source']} | {band} |")
     return "\n".join(lines) + "\n"
 

@@ -8,6 +8,7 @@ it), so the fit chooses the best of a few small models, of which the line is one
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -292,6 +293,10 @@ class Roofline:
     """Bytes of all routed experts, of which a step reads those that its tokens choose; not in `weight_bytes`."""
     expert_share: float = 0.0
     """Share of a layer's routed experts that a token chooses."""
+    experts: int = 1
+    """Routed experts of a layer on each device."""
+    expert_devices: int = 1
+    """Devices that a layer's routed experts are spread over; a step waits for the one that reads most of them."""
 
     @classmethod
     def of(
@@ -300,6 +305,7 @@ class Roofline:
         hardware: Hardware,
         tensor_parallel: int = 1,
         bytes_per_weight: float = 2.0,
+        data_parallel: bool = False,
         **fitted: float,
     ) -> Roofline:
         """Build it from a Hugging Face config of a decoder, dense or with routed experts in every layer (Llama, Qwen2,
@@ -310,6 +316,8 @@ class Roofline:
             hardware: of one device.
             tensor_parallel: devices that a layer, and its experts, are spread over.
             bytes_per_weight: 2 in 16 bits, 1 in FP8. Embeddings and head stay in 16 bits, the KV cache too.
+            data_parallel: each device has the attention and the embeddings whole, for requests of its own, and only
+                experts are spread.
             fitted: fields that were measured instead (`kv_bytes`, `plain_us`, ...).
 
         Raises:
@@ -325,9 +333,10 @@ class Roofline:
         feed_forward = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
         linear = layers * (attention + (0 if experts else feed_forward))
         embeddings = hidden * vocab * (1 if config.get("tie_word_embeddings") else 2)
-        values: dict[str, float] = {
-            "weight_bytes": (bytes_per_weight * linear + 2 * embeddings) / tensor_parallel,
-            "linear_bytes": bytes_per_weight * linear / tensor_parallel,
+        whole = 1 if data_parallel else tensor_parallel
+        values: dict[str, Any] = {
+            "weight_bytes": (bytes_per_weight * linear + 2 * embeddings) / whole,
+            "linear_bytes": bytes_per_weight * linear / whole,
             "kv_bytes": 4 * layers * kv_heads * width / tensor_parallel,
             "dense_flops": 2 * (linear + layers * chosen * feed_forward + hidden * vocab) / tensor_parallel,
             "attention_flops": 4 * layers * heads * width / tensor_parallel,
@@ -335,6 +344,8 @@ class Roofline:
         if experts:
             values["expert_bytes"] = bytes_per_weight * layers * experts * feed_forward / tensor_parallel
             values["expert_share"] = chosen / experts
+            values["expert_devices"] = min(tensor_parallel, experts)
+            values["experts"] = experts // values["expert_devices"]
         return cls(hardware=hardware, **{**values, **fitted})
 
     def seconds(self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike) -> Floats:
@@ -351,8 +362,10 @@ class Roofline:
 
     def read_bytes(self, tokens: npt.ArrayLike) -> Floats:
         """Return the bytes of weights that a step of so many tokens reads: of the experts those that any token chooses,
-        if each token's choice is independent and even."""
+        on the device where these are most, if each token's choice is independent and even."""
         touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
+        if self.expert_devices > 1:
+            touched = _fullest(touched, self.experts, self.expert_devices)
         return np.asarray(self.weight_bytes + self.expert_bytes * touched)
 
     def draft(self, requests: float, context: float, share: float) -> float:
@@ -382,6 +395,16 @@ class Roofline:
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
         token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
         return np.asarray(np.asarray(requests, dtype=float) * token / self.hardware.flops)
+
+
+def _fullest(chance: Floats, count: int, groups: int) -> Floats:
+    """Return the share of the things that happen in the group where most do, mean: there are so many in each group, and
+    each happens with this chance by itself."""
+    at_most, found = np.zeros_like(chance), np.zeros_like(chance)
+    for happen in range(count):
+        at_most += math.comb(count, happen) * chance**happen * (1.0 - chance) ** (count - happen)
+        found += 1.0 - np.minimum(at_most, 1.0) ** groups
+    return np.asarray(found / count)
 
 
 def read_calibration(path: str) -> StepModel:

@@ -27,7 +27,10 @@ class HardwareBlock(_Block):
     gpus: Annotated[int, Field(ge=1)] = 8
     """Devices that generate."""
     per_engine: Annotated[int, Field(ge=1)] = 1
-    """Devices of an engine: tensor parallel, with routed experts spread over all of them."""
+    """Devices of an engine, over which layers and routed experts are spread."""
+    attention: Literal["tensor", "data"] = "tensor"
+    """`data`: each device of an engine has all of the attention, for requests of its own, and only routed experts are
+    spread, to which tokens are sent and come back."""
 
 
 class StepsBlock(_Block):

@@ -177,7 +177,7 @@ def step_times(config: SimConfig) -> Steps:
     try:
         return instance(sizes(config.model), replace(found, speed=speed), hardware.per_engine, config.precision,
                         block.overhead_ms * 1e-3, block.draft_overhead_ms * 1e-3, block.pass_overhead_ms * 1e-3,
-                        **block.fitted)  # fmt: skip
+                        hardware.attention == "data", **block.fitted)  # fmt: skip
     except TypeError as error:
         raise ConfigError(f"steps.fitted: {error}") from None
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from das_adapter.core.latency import Hardware, Roofline, StepModel
 from das_adapter.errors import DasError
-from das_adapter.sim.hardware import Device, all_reduce_seconds
+from das_adapter.sim.hardware import Device, all_reduce_seconds, all_to_all_seconds
 
 Floats = npt.NDArray[np.float64]
 
@@ -76,6 +76,9 @@ class Instance:
     """Bytes of the policy copy's linear layers, of the policy's."""
     pass_overhead_s: float = 0.0
     """Seconds of a pass of the policy copy that no kernel accounts for."""
+    sent_bytes: float = 0.0
+    """Bytes that a token's hidden state takes on its way to its experts and back, where only these are spread over the
+    devices; 0: layers are."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         """See `Steps`."""
@@ -99,12 +102,14 @@ class Instance:
         return float(self.roof.read_bytes(1)) / self.roof.hardware.bandwidth
 
     def _exchange(self, tokens: Floats) -> Floats:
-        """Two all-reduces of the hidden state in each layer; for experts that are spread, as much to them and back."""
+        """Two exchanges in each layer: all-reduces of the hidden states, or the way to the experts and that back."""
         if self.devices < 2 or self.device is None:
             return np.zeros_like(tokens)
-        none = all_reduce_seconds(self.device, self.devices, 0.0)
-        byte = all_reduce_seconds(self.device, self.devices, 1e9) - none
-        return np.asarray(2 * self.layers * (none + byte * 1e-9 * 2 * self.hidden * tokens))
+        spread = all_to_all_seconds if self.sent_bytes else all_reduce_seconds
+        size = self.sent_bytes / self.devices / 2 if self.sent_bytes else 2.0 * self.hidden
+        none = spread(self.device, self.devices, 0.0)
+        byte = spread(self.device, self.devices, 1e9) - none
+        return np.asarray(2 * self.layers * (none + byte * 1e-9 * size * tokens))
 
 
 def instance(
@@ -115,14 +120,23 @@ def instance(
     overhead_s: float = 0.0,
     draft_overhead_s: float = 0.0,
     pass_overhead_s: float = 0.0,
+    data_parallel: bool = False,
     **fitted: float,
 ) -> Instance:
-    """Return the roofline of a model on so many devices; `precision`: `bf16` or `fp8`; `fitted`: as in
-    `Roofline.of`."""
+    """Return the roofline of a model on so many devices; `precision`: `bf16` or `fp8`; `data_parallel`, `fitted`: as in
+    `Roofline.of`.
+
+    Raises:
+        DasError: attention can't be data-parallel, since there are no experts to spread.
+    """
     fast = Hardware(device.speed.bandwidth, device.speed.flops * (device.fp8 if precision == "fp8" else 1.0))
-    roof = Roofline.of(sizes, fast, devices, 1.0 if precision == "fp8" else 2.0, **fitted)
+    one = 1.0 if precision == "fp8" else 2.0
+    roof = Roofline.of(sizes, fast, devices, one, data_parallel, **fitted)
+    if data_parallel and not roof.expert_bytes:
+        raise DasError("hardware.attention: found 'data', allowed for a model without experts: 'tensor'")
+    sent = sizes["num_experts_per_tok"] * sizes["hidden_size"] * (one + 2.0) if data_parallel else 0.0
     return Instance(roof, device, devices, sizes["hidden_size"], sizes["num_hidden_layers"], overhead_s,
-                    draft_overhead_s, 0.5 if precision == "fp8" else 0.25, pass_overhead_s)  # fmt: skip
+                    draft_overhead_s, 0.5 if precision == "fp8" else 0.25, pass_overhead_s, sent)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import os
 import random
-import statistics
 import sys
 import time
 from importlib.metadata import version
@@ -26,7 +25,7 @@ from typing import Any
 EXAMPLES = Path(__file__).resolve().parents[1]
 sys.path += [str(EXAMPLES / "vllm"), str(EXAMPLES / "tiny_math")]
 import task  # noqa: E402
-from serving import ARMS, POLICY, compare, served  # noqa: E402
+from serving import ARMS, POLICY, Server, compare, served  # noqa: E402
 
 SERVER = ("--dtype float32 --enforce_eager true --max_model_len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
           "--worker-extension-cls cpu_weights.Extension").split()  # fmt: skip
@@ -39,11 +38,11 @@ def run(arm: str, args: argparse.Namespace, turn: Connection) -> None:
     out = (args.out / arm).absolute()
     out.mkdir(parents=True, exist_ok=True)
     arguments = ["--model", str(args.policy), *SERVER, "--weight-transfer-config", '{"backend": "files"}']
-    with served("trl.scripts.vllm_serve", arguments, ARMS[arm], out / "server.log") as address:
-        turn.send(train(address, out, args, turn))
+    with served("trl.scripts.vllm_serve", arguments, ARMS[arm], out / "server.log") as server:
+        turn.send(train(server, out, args, turn))
 
 
-def train(address: str, out: Path, args: argparse.Namespace, turn: Connection) -> dict[str, Any]:
+def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection) -> dict[str, Any]:
     """Train for some steps; return the tokens and seconds of each rollout, what TRL has logged, and the server's
     metrics."""
     import requests
@@ -71,10 +70,12 @@ def train(address: str, out: Path, args: argparse.Namespace, turn: Connection) -
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             turn.send(None)
             turn.recv()
-            begin = time.perf_counter()
+            begin, processor_s = time.perf_counter(), server.processor_s()
             answer = super().generate(*args, **kwargs)
-            seconds = time.perf_counter() - begin
-            rollouts.append({"seconds": seconds, "tokens": answer["completion_ids"], "logprobs": answer["logprobs"]})
+            rollouts.append({
+                "seconds": time.perf_counter() - begin, "processor_s": server.processor_s() - processor_s,
+                "tokens": answer["completion_ids"], "logprobs": answer["logprobs"],
+            })  # fmt: skip
             return answer
 
     vllm_generation.VLLMClient = Client
@@ -92,13 +93,13 @@ def train(address: str, out: Path, args: argparse.Namespace, turn: Connection) -
     config = GRPOConfig(
         output_dir=str(out / "trainer"), use_cpu=True, bf16=False, max_steps=steps(args), seed=0, learning_rate=1e-4,
         per_device_train_batch_size=BATCH * GROUP, gradient_accumulation_steps=1, num_generations=GROUP,
-        max_completion_length=200, temperature=1.0, use_vllm=True, vllm_mode="server", vllm_server_base_url=address,
-        vllm_server_timeout=600.0, save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True,
+        max_completion_length=200, temperature=1.0, use_vllm=True, vllm_mode="server", vllm_server_timeout=600.0,
+        vllm_server_base_url=server.address, save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True,
     )  # fmt: skip
     trainer = GRPOTrainer(str(args.policy), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows))
     trainer.train()
     logged = [{k: entry[k] for k in ("reward", "loss") if k in entry} for entry in trainer.state.log_history]
-    metrics = requests.get(f"{address}/metrics", timeout=60).text
+    metrics = requests.get(f"{server.address}/metrics", timeout=60).text
     return {"rollouts": rollouts, "logged": logged, "metrics": metrics}
 
 
@@ -135,12 +136,14 @@ def in_turns(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def by_epoch(off: list[Any], on: list[Any], length: int) -> list[dict[str, float]]:
-    """Return the seconds of rollouts in each epoch of so many steps, and their ratio."""
+    """Return what the rollouts of each epoch of so many steps took, with speculation off and on, and the ratios."""
     found = []
     for begin in range(0, len(off), length):
-        slow, fast = (sum(r["seconds"] for r in arm[begin : begin + length]) for arm in (off, on))
-        each = [b["seconds"] / a["seconds"] for a, b in zip(off, on, strict=True)][begin : begin + length]
-        found.append({"off_s": slow, "history_s": fast, "ratio": fast / slow, "median": statistics.median(each)})
+        epoch = {}
+        for key, name in (("seconds", "rollout_s"), ("processor_s", "processor_s")):
+            slow, fast = (sum(r[key] for r in arm[begin : begin + length]) for arm in (off, on))
+            epoch |= {f"off_{name}": slow, f"history_{name}": fast, f"{name.removesuffix('_s')}_ratio": fast / slow}
+        found.append(epoch)
     return found
 
 
@@ -165,11 +168,15 @@ def main() -> None:
         "command": " ".join(["python examples/trl/grpo_tiny_math.py", *sys.argv[1:]]),
         "tokens_equal": equal,
         "epochs": by_epoch(off, on, args.problems // BATCH),
-        "rollout_s": {arm: [rollout["seconds"] for rollout in result["rollouts"]] for arm, result in arms.items()},
+        "steps": {
+            arm: {key: [r[key] for r in result["rollouts"]] for key in ("seconds", "processor_s")}
+            for arm, result in arms.items()
+        },
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for number, epoch in enumerate(summary["epochs"], start=1):
-        print(f"epoch {number}: off {epoch['off_s']:.1f} s, history {epoch['history_s']:.1f} s ({epoch['ratio']:.2f})")
+        print(f"epoch {number}: rollout {epoch['rollout_ratio']:.2f} of off, "
+              f"processor time {epoch['processor_ratio']:.2f} of off")  # fmt: skip
     sys.exit(not equal)
 
 

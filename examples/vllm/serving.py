@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
+import psutil
 import requests
 
 EXAMPLES = Path(__file__).resolve().parents[1]
@@ -29,12 +30,27 @@ class Rollout(TypedDict):
     """What a step's rollout brought."""
 
     seconds: float
+    processor_s: float
+    """Of the server's processes."""
     tokens: list[Any]
 
 
+class Server(NamedTuple):
+    """A server that runs."""
+
+    address: str
+    process: psutil.Process
+
+    def processor_s(self) -> float:
+        """Return the processor seconds that its processes have taken so far: other work on the machine does not count,
+        as it does in what a clock says."""
+        times = [one.cpu_times() for one in (self.process, *self.process.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
+
+
 @contextlib.contextmanager
-def served(module: str, arguments: Sequence[str], block: dict[str, Any], log: Path, **env: str) -> Iterator[str]:
-    """Run a server under a `das:` block; yield its address when it answers.
+def served(module: str, arguments: Sequence[str], block: dict[str, Any], log: Path, **env: str) -> Iterator[Server]:
+    """Run a server under a `das:` block; yield it when it answers.
 
     Args:
         module: of the server, as `python -m` takes it.
@@ -69,7 +85,7 @@ def served(module: str, arguments: Sequence[str], block: dict[str, Any], log: Pa
             if server.poll() is not None:
                 raise RuntimeError(f"the server ended:\n{log.read_text()[-4000:]}")
             time.sleep(0.2)
-        yield address
+        yield Server(address, psutil.Process(server.pid))
     finally:
         server.terminate()
         server.wait()
@@ -86,8 +102,9 @@ def compare(off: Sequence[Rollout], on: Sequence[Rollout], notes: Sequence[str] 
     """Print the rollouts of two runs side by side, each with its note; return whether their tokens are equal."""
     equal = [a["tokens"] == b["tokens"] for a, b in zip(off, on, strict=True)]
     for step, (a, b, same) in enumerate(zip(off, on, equal, strict=True)):
-        slow, fast = a["seconds"], b["seconds"]
+        (slow, fast), (slow_cpu, fast_cpu) = ([r[of] for r in (a, b)] for of in ("seconds", "processor_s"))
         note = f", {notes[step]}" if notes else ""
         print(f"step {step + 1}: off {slow:.2f} s, history {fast:.2f} s ({fast / slow:.2f}), "
+              f"processor time {fast_cpu / slow_cpu:.2f}, "
               f"tokens {'equal' if same else 'DIFFERENT'}{note}")  # fmt: skip
     return all(equal)

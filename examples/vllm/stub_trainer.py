@@ -23,14 +23,14 @@ from typing import Any
 import requests
 import torch
 from safetensors.torch import load_file, save_file
-from serving import ARMS, POLICY, compare, served
+from serving import ARMS, POLICY, Server, compare, served
 
 SERVER = ("--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
           "--no-enable-prefix-caching --worker-extension-cls weights_from_disk.WeightsFromDisk")  # fmt: skip
 
 
-def policy_served(block: dict[str, Any], log: Path, **env: str) -> contextlib.AbstractContextManager[str]:
-    """Serve the policy under a `das:` block; yield the server's address."""
+def policy_served(block: dict[str, Any], log: Path, **env: str) -> contextlib.AbstractContextManager[Server]:
+    """Serve the policy under a `das:` block; yield the server."""
     arguments = ["serve", str(POLICY), *SERVER.split()]
     dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}  # for /collective_rpc
     return served("vllm.entrypoints.cli.main", arguments, block, log, **dev_mode, **env)
@@ -78,13 +78,17 @@ def run(block: dict[str, Any], directory: Path, steps: int, samples: int = 8) ->
     directory.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"rollouts": [], "metrics": []}
     asked = problems(4)
-    with policy_served(block, directory / "server.log", VLLM_LOG_STATS_INTERVAL="1") as address:
+    with policy_served(block, directory / "server.log", VLLM_LOG_STATS_INTERVAL="1") as server:
+        address = server.address
         for step in range(steps):
-            begin = time.perf_counter()
+            begin, processor_s = time.perf_counter(), server.processor_s()
             with ThreadPoolExecutor(samples * len(asked)) as pool:
                 groups = [[pool.submit(sample, address, prompt) for _ in range(samples)] for prompt in asked]
                 texts = [sorted(one.result() for one in group) for group in groups]
-            result["rollouts"].append({"seconds": time.perf_counter() - begin, "tokens": texts})
+            result["rollouts"].append({
+                "seconds": time.perf_counter() - begin, "processor_s": server.processor_s() - processor_s,
+                "tokens": texts,
+            })  # fmt: skip
             sample(address, asked[0], vllm_xargs={"das_record": 0})  # a validation: it stays out of the history
             checkpoint = train(directory, step + 1)
             call = {"method": "update_weights_from_path", "args": [str(checkpoint)]}

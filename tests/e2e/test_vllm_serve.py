@@ -42,5 +42,5 @@ def test_a_weight_update_may_be_announced_over_http(server: str, body: Any, stat
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with stub_trainer.policy_served(HISTORY, tmp_path_factory.mktemp("served") / "server.log") as address:
-        yield address
+    with stub_trainer.policy_served(HISTORY, tmp_path_factory.mktemp("served") / "server.log") as server:
+        yield server.address

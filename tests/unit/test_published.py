@@ -32,8 +32,9 @@ def figure(tmp_path: Path, mark: str = "given", **case: Any) -> dict[str, Any]:
 def test_every_input_is_marked_and_every_case_has_its_arms(path: Path) -> None:
     found = published.Figure(path, None)
     fitted = [one for one in found.inputs.values() if one["mark"] == "fitted"]
-    assert len(fitted) <= 1 and all("case" in one["find"] for one in fitted)
+    assert len(fitted) <= 1 and all("figure" in one or "case" in one["find"] for one in fitted)
     assert {one["mark"] for one in found.inputs.values() if "seconds" in one.get("find", {})} <= {"derived"}
+    assert {one["figure"] for one in fitted if "figure" in one} <= {path.stem for path in FILES}
     for case in found.content["cases"]:
         assert case["arm"] in found.content["arms"] and case.get("base", "base") in found.content["arms"]
 

@@ -307,6 +307,35 @@ def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
     assert half.expert_bytes == roof.expert_bytes / 2 and half.kv_bytes == roof.kv_bytes
 
 
+def test_spread_experts_are_read_on_the_device_that_has_most_to_read() -> None:
+    """Against choices that are drawn."""
+    rng = np.random.default_rng(0)
+    for devices in (8, 64):
+        roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), HARDWARE["h100"], devices)
+        for tokens in (1, 4, 32):
+            chosen = rng.random((400, tokens, 128)).argsort(axis=2)[:, :, :8]
+            read = np.zeros((400, 128))
+            np.put_along_axis(read, chosen.reshape(400, -1), 1.0, axis=1)
+            drawn = read.reshape(400, devices, -1).mean(axis=2).max(axis=1).mean()
+            found = (float(roof.read_bytes(tokens)) - roof.weight_bytes) / roof.expert_bytes
+            assert found == pytest.approx(drawn, rel=0.1)
+    even = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), HARDWARE["h100"], 1)
+    assert float(even.read_bytes(4)) == pytest.approx(even.weight_bytes + even.expert_bytes * (1 - (15 / 16) ** 4))
+
+
+def test_data_parallel_attention_is_read_whole_and_exchanges_a_part() -> None:
+    qwen, one = sizes("Qwen/Qwen3-235B-A22B"), np.ones(1)
+
+    def step(data_parallel: bool, tokens: float) -> float:
+        engine = instance(qwen, device("gb200"), 64, "fp8", data_parallel=data_parallel)
+        return float(engine.decode(tokens * one, tokens * one, 1000 * tokens * one)[0])
+
+    assert step(True, 1) > step(False, 1)
+    assert step(True, 8192) < step(False, 8192)
+    with pytest.raises(DasError, match="allowed for a model without experts: 'tensor'"):
+        instance(sizes("Qwen/Qwen3-8B"), device("h100"), 2, "bf16", data_parallel=True)
+
+
 def test_more_devices_read_faster_and_exchange_more() -> None:
     one = np.ones(1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -65,22 +67,48 @@ def test_one_wheel_serves_all_versions_from_3_12_on(wheel: Path) -> None:
     assert f"-{tag}-" in wheel.name
 
 
-def test_it_drafts_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None:
-    prefix = tmp_path / "prefix"
-    venv.create(prefix, with_pip=False)
-    python = str(prefix / "bin" / "python")
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--only-binary", ":all:", str(wheel)]
-    subprocess.run(install, check=True, capture_output=True, text=True)
+def prefix_with(wheel: Path, at: Path) -> Path:
+    """Make an environment that has the wheel and what it requires; return its `bin`."""
+    venv.create(at, with_pip=False)
+    install = [sys.executable, "-m", "pip", "--python", str(at / "bin" / "python"), "install", "-q"]
+    subprocess.run([*install, "--only-binary", ":all:", str(wheel)], check=True, capture_output=True, text=True)
+    return at / "bin"
+
+
+def run(bin_: Path, *command: str, **env: str) -> str:
+    """Run a command of an environment, without a compiler and without the source tree; return what it printed."""
     kept = ("HOME", "LANG", "LD_LIBRARY_PATH")
-    bare = {"PATH": str(prefix / "bin"), "CC": "/none", "CXX": "/none",
+    bare = {"PATH": str(bin_), "CC": "/none", "CXX": "/none", **env,
             **{name: os.environ[name] for name in kept if name in os.environ}}  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, env=bare, cwd=bin_.parent, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
 
-    def run(*command: str) -> str:
-        return subprocess.run(command, check=True, capture_output=True, text=True, env=bare, cwd=tmp_path).stdout
 
-    assert "drafted [10, 11, 12, 13]" in run(python, str(ROOT / "tests/wheel/draft_once.py"))
+def test_it_drafts_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> None:
+    bin_ = prefix_with(wheel, tmp_path / "prefix")
+    python = str(bin_ / "python")
+    assert "drafted [10, 11, 12, 13]" in run(bin_, python, str(ROOT / "tests/wheel/draft_once.py"))
     doctor = "import das_adapter.tools.doctor as d; print(*(f'{f.name} {f.state}' for f in d.examine()), sep=', ')"
     assert {"das-adapter ok", "native core ok", "vllm broken", "entry points ok"} <= set(
-        run(python, "-c", doctor).strip().split(", ")
+        run(bin_, python, "-c", doctor).strip().split(", ")
     )
-    assert "das-adapter" in run(str(prefix / "bin" / "das-adapter"), "--help")
+    assert "das-adapter" in run(bin_, str(bin_ / "das-adapter"), "--help")
+
+
+def test_an_engine_drafts_from_its_history_after_its_weights_were_updated_in_place(wheel: Path, tmp_path: Path) -> None:
+    """In an environment that has the wheel, and borrows vLLM's packages from this one."""
+    vllm = pytest.importorskip("vllm")
+    bin_ = prefix_with(wheel, tmp_path / "prefix")
+    (packages,) = (tmp_path / "prefix" / "lib").glob("python*/site-packages")
+    (packages / "borrowed.pth").write_text(f"{Path(vllm.__file__).parents[1]}\n")
+    (bin_ / "lscpu").symlink_to(shutil.which("lscpu") or "")  # vLLM asks it
+    python, example = str(bin_ / "python"), ROOT / "examples" / "vllm" / "in_place_update.py"
+    where = run(bin_, python, "-c", "import das_adapter, os; print(os.path.dirname(das_adapter.__file__))").strip()
+    assert Path(where) == packages / "das_adapter"
+    assert "broken" not in run(bin_, str(bin_ / "das-adapter"), "doctor")
+    printed = run(bin_, python, str(example), DAS_CONFIG='{"drafter": "history"}', HF_HUB_OFFLINE="1")
+    history = [int(found) for found in re.findall(r"from a history of (\d+) tokens", printed)]
+    per_forward = [float(found) for found in re.findall(r"(\S+) tokens per forward", printed)]
+    assert history[0] == 0 < history[1] < history[2]
+    assert per_forward[-1] > 1.5
