@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+PREFIX = "vllm:das_"
 sys.path.append(str(HERE))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # the worker's extension
 os.environ.setdefault("DAS_CPU_WEIGHT_SYNC", "1")  # on a CPU: weights may be written into the live model
@@ -35,7 +36,8 @@ def main() -> None:
         written = llm.generate(prompts, SamplingParams(n=8, max_tokens=200, temperature=1.0), use_tqdm=False)
         seconds = time.perf_counter() - begin
         tokens = sum(len(sample.token_ids) for request in written for sample in request.outputs)
-        das = {metric.name.removeprefix("vllm:das_"): metric.value for metric in llm.get_metrics()}
+        gauges = [metric for metric in llm.get_metrics() if metric.name.startswith(PREFIX)]
+        das = {gauge.name.removeprefix(PREFIX): gauge.value for gauge in gauges}
         print(f"step {step + 1}: {tokens} tokens in {seconds:.1f} s, "
               f"{das.get('tokens_per_forward', 1.0):.2f} tokens per forward, "
               f"drafted from a history of {das.get('history_tokens', 0.0):.0f} tokens", flush=True)  # fmt: skip
