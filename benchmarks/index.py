@@ -51,7 +51,7 @@ def accepted(engine: Engine, found: Sequence[Group], setting: str, budget: int, 
         engine.seal()
         growing = setting.endswith("growing")
         live = [
-            (g, engine.open(g.problem, g.prompt), [engine.open(g.problem, g.prompt) for _ in g.siblings] * growing)
+            (g, engine.open(g.problem, g.prompt), [engine.open(g.problem, g.prompt) for _ in g.siblings if growing])
             for g in batch
         ]
         at = dict.fromkeys((h for _, h, _ in live), 0)

@@ -1,6 +1,6 @@
 """What the V2 runner's device index drafts on recorded rollouts, beside the host's index; and what it costs in memory.
 
-python benchmarks/v2_drafts.py --traces DIR --every 64 --out FILE.json
+python benchmarks/v2_drafts.py --traces DIR --groups 64 --out FILE.json
 
 Its kernels are computed by their plain reference (`tests/contract/device_reference.py`), which drafts the same.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,19 +110,19 @@ class FirstRound(Ours):
 
 @click.command()
 @click.option("--traces", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of .npz.")
-@click.option("--every", default=64, show_default=True, help="Take every n-th group only.")
+@click.option("--groups", "most", default=64, show_default=True, help="Groups of each file, drawn at random.")
 @click.option("--longest", default=4096, show_default=True, help="Leave longer responses out.")
 @click.option("--setting", "settings", multiple=True, type=click.Choice(SETTINGS), help="What is drafted from.")
-@click.option("--out", type=click.Path(path_type=Path), help="Write the figures here.")
-def main(traces: Path, every: int, longest: int, settings: tuple[str, ...], out: Path | None) -> None:
+@click.option("--out", type=click.Path(path_type=Path), help="Write the figures here, and as a table beside it.")
+def main(traces: Path, most: int, longest: int, settings: tuple[str, ...], out: Path | None) -> None:
     """Compare accepted draft tokens per round."""
     work: dict[str, Any] = {}
     for file in sorted(traces.glob("*.npz")):
-        chosen = []
-        for g in groups(dumps.read(file)):
-            if zlib.crc32(g.prompt.tobytes()) % every == 0 and len(g.target) <= longest:
-                g.siblings = [s[:longest] for s in g.siblings[:3]]
-                chosen.append(g)
+        chosen = [g for g in groups(dumps.read(file)) if 0 < len(g.target) <= longest]
+        drawn = np.random.default_rng(0).permutation(len(chosen))[:most]
+        chosen = [chosen[i] for i in sorted(drawn)]
+        for g in chosen:
+            g.siblings = [s[:longest] for s in g.siblings[:3]]
         room = max((len(g.prompt) for g in chosen), default=0) + longest + BUDGET + 1
         for setting in settings or SETTINGS[1:]:
             some = [g for g in chosen if g.earlier] if setting.startswith("earlier") else chosen
@@ -134,12 +133,38 @@ def main(traces: Path, every: int, longest: int, settings: tuple[str, ...], out:
             host = accepted(FirstRound(), some, setting, BUDGET, at_once=8)
             figures = {"groups": len(some), "host": host["accepted"], "device": mine["accepted"],
                        "ratio": mine["accepted"] / host["accepted"], "rounds": mine["rounds"]}  # fmt: skip
-            if device.sealed_bytes:
-                figures["sealed_bytes_per_token"] = float(np.mean(device.sealed_bytes))
+            figures["sealed_bytes_per_token"] = float(np.mean(device.sealed_bytes)) if device.sealed_bytes else None
             work.setdefault(file.stem, {})[setting] = figures
             click.echo(f"{file.stem} {setting}: {json.dumps(figures)}")
     if out:
-        out.write_text(json.dumps({"provenance": provenance(), "work": work}, indent=1) + "\n")
+        made = provenance()
+        out.write_text(json.dumps({"provenance": made, "work": work}, indent=1) + "\n")
+        out.with_suffix(".md").write_text(table(made, work))
+
+
+def table(made: dict[str, Any], work: dict[str, Any]) -> str:
+    """Write the figures as a page."""
+    rows = [f"| {name} | {setting} | {x['groups']} | {x['rounds']} | {x['host']:.3f} | {x['device']:.3f} | "
+            f"{x['ratio']:.3f} | {x['sealed_bytes_per_token'] or 0:.2f} |".replace(" 0.00 |", " |")
+            for name, settings in work.items() for setting, x in settings.items()]  # fmt: skip
+    return (
+        f"""# Drafts of the device index
+
+Recorded rollouts written again, the last sample of each group: draft tokens accepted per round (one forward pass) with
+drafts of up to {BUDGET} tokens, by the host's index and by that of the V2 runner, whose kernels are computed by their
+plain reference. The host's drafts before a request's first token are left out: on the V2 runner it is sampled with the
+prompt.
+
+```
+{made["command"]}
+```
+
+| rollouts | drafts from own text and | groups | rounds | host | device | device / host | bytes per sealed token |
+|---|---|---|---|---|---|---|---|
+"""
+        + "\n".join(rows)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":
