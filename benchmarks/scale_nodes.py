@@ -248,17 +248,20 @@ def eight_nodes(problems: int, tokens: int, seconds: float, at_home: float) -> d
 
 
 def joined(run: Run) -> dict[str, Any]:
-    """Let a ninth node join, and compare the others' weight syncs while history moves with those before."""
-    before = [seconds for _ in range(8) for node in run.sync() for seconds in node]
-    others = list(run.engines)
+    """Let a ninth node join, and compare the others' weight syncs while history moves with those before and after."""
+    others = len(run.engines)
+
+    def syncs(times: int) -> list[float]:
+        return [seconds for _ in range(times) for node in run.sync()[:others] for seconds in node]
+
+    before = syncs(8)
     run.nodes.append(run.add_node())
     run.engines.append(run.start(run.nodes[-1]))
-    ray.get(run.engines[-1].visitors.remote())  # it has started
+    ray.get(run.engines[-1].sync.remote(run.version))  # its processes have started, which takes these cores
     begin, during, seconds = time.monotonic(), [], 0.0
     tokens = sum(ray.get(h.figures.remote())["tokens"] for h in run.histories())
     while True:
-        synced = run.sync()
-        during += [s for node in synced[: len(others)] for s in node]
+        during += syncs(1)
         figures = ray.get([history.figures.remote() for history in run.histories()])
         share = figures[-1]["tokens"] / tokens
         if share > 0.08 and sum(one["tokens"] for one in figures) == tokens and not figures[-1]["spool"]:
@@ -267,7 +270,8 @@ def joined(run: Run) -> dict[str, Any]:
         assert time.monotonic() < begin + 120, "the join did not end"
         time.sleep(0.3)
     return {"seconds": seconds, "share_of_the_ninth": share, "bytes_moved": figures[-1]["bytes"],
-            "peers_sync_before_ms": spread(before), "peers_sync_during_ms": spread(during)}  # fmt: skip
+            "peers_sync_before_ms": spread(before), "peers_sync_during_ms": spread(during),
+            "peers_sync_after_ms": spread(syncs(8))}  # fmt: skip
 
 
 def table(found: dict[str, Any]) -> str:
@@ -277,7 +281,7 @@ def table(found: dict[str, Any]) -> str:
     added = one["sync_ms"]["p99"] - one["sync_without_text_ms"]["p50"]
     share, again = (part["bytes_per_node_over_own_share"]["mean"] for part in (first, second))
     calls = max(part["calls_per_node_two_syncs"]["max"] for part in (first, second)) / 2
-    before, during = join["peers_sync_before_ms"], join["peers_sync_during_ms"]
+    syncs = [join[f"peers_sync_{when}_ms"] for when in ("before", "during", "after")]
     rows = [
         (f"weight sync of a node with 8 engines after {one['rollouts']:,} rollouts of {one['tokens']:,} tokens: added",
          f"{added:.0f} ms (p99; p50 {one['sync_ms']['p50']:.0f} ms)"),
@@ -286,8 +290,8 @@ def table(found: dict[str, Any]) -> str:
         ("calls to other nodes and the ledger per node and weight sync, 8 nodes x 8 engines", f"{calls:.0f} at most"),
         ("history that 8 nodes hold, over what the fullest holds", f"{many['held_over_fullest_node']:.1f}"),
         (f"a ninth node joins: {join['bytes_moved'] / 2**20:.0f} MiB move in {join['seconds']:.0f} s; "
-         "weight sync of the others before and meanwhile, p50 and highest",
-         f"{before['p50']:.0f}, {before['max']:.0f} ms; {during['p50']:.0f}, {during['max']:.0f} ms"),
+         "weight sync of the others before, meanwhile and after, p50 and highest",
+         "; ".join(f"{sync['p50']:.0f}, {sync['max']:.0f} ms" for sync in syncs)),
     ]  # fmt: skip
     lines = [f"| {what} | {value} |" for what, value in rows]
     return "\n".join(["| | measured |", "|---|---|", *lines]) + "\n"
