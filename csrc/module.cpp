@@ -6,6 +6,7 @@ namespace nb = nanobind;
 void bind_controller(nb::module_& m);
 void bind_keyed_noise(nb::module_& m);
 void bind_quantised_linear(nb::module_& m);
+void bind_simulator(nb::module_& m);
 void bind_suffix_index(nb::module_& m);
 
 NB_MODULE(_native, m) {
@@ -15,5 +16,6 @@ NB_MODULE(_native, m) {
   bind_controller(m);
   bind_keyed_noise(m);
   bind_quantised_linear(m);
+  bind_simulator(m);
   bind_suffix_index(m);
 }

@@ -17,7 +17,7 @@ from das_adapter.core.policy_copy import CopyDrafts
 from das_adapter.core.siblings import Moments, Siblings
 from das_adapter.core.toggle import Ladder
 from das_adapter.sim.requests import Requests
-from das_adapter.sim.sources import Given, Offer, Source
+from das_adapter.sim.sources import Given, Offer, Source, Walker
 from das_adapter.sim.steps import Steps
 
 Ints = npt.NDArray[np.int64]
@@ -47,11 +47,33 @@ class Ticked(NamedTuple):
     """Whether it read no prompts."""
 
 
+class Walk(NamedTuple):
+    """How engines go on until their drafter is asked again."""
+
+    walker: Walker
+    steps: Ints
+    """Steps that each engine may take, int64 [engines]."""
+    least: Floats
+    """Logarithm of the chance under which each request's draft ends, float64 [requests]; inf: it drafts nothing."""
+    limit: Ints
+    """Most tokens of each request's draft, int64 [requests]."""
+    seconds: Floats
+    """Of drafting in a step, by engine, float64 [engines]."""
+
+
 class Drafting(Protocol):
     """Decides on the drafts of running requests: sets their `draft`, `hits`, `copied` and `copy_hits`."""
 
     plain: bool
     """Whether nobody ever drafts."""
+
+    def walk(self, rows: Ints, requests: Floats) -> Walk | None:
+        """Say how engines may go on, by engine so many of these running requests; None: each step is asked for."""
+        ...
+
+    def walked(self, steps: Ints) -> None:
+        """Take how many steps each engine went on, int64 [engines]."""
+        ...
 
     def begin(self, rows: Ints) -> None:
         """Take requests that were admitted."""
@@ -75,6 +97,13 @@ class Nobody:
     """No drafts."""
 
     plain = True
+
+    def walk(self, rows: Ints, requests: Floats) -> Walk | None:
+        """See `Drafting`."""
+        return None
+
+    def walked(self, steps: Ints) -> None:
+        """See `Drafting`."""
 
     def begin(self, rows: Ints) -> None:
         """See `Drafting`."""
@@ -100,6 +129,18 @@ class Fixed:
     pass_seconds: Callable[[Floats], Floats] | None = None
     """Of one pass of the drafter, by requests; each draft token takes one. None: drafting takes no time."""
     plain = False
+
+    def walk(self, rows: Ints, requests: Floats) -> Walk | None:
+        """See `Drafting`."""
+        walker = self.source.walker()
+        if walker is None:
+            return None
+        seconds = np.zeros_like(requests) if self.pass_seconds is None else self.tokens * self.pass_seconds(requests)
+        return Walk(walker, np.full(len(requests), 2**30), np.full(len(rows), -np.inf),
+                    np.full(len(rows), self.tokens), seconds)  # fmt: skip
+
+    def walked(self, steps: Ints) -> None:
+        """See `Drafting`."""
 
     def begin(self, rows: Ints) -> None:
         """See `Drafting`."""
@@ -153,7 +194,8 @@ class Controlled:
     prior: StepModel | None = None
     overhead: Overhead = field(default_factory=Overhead)
     stride: int = 1
-    """A controller is asked every so many steps; in between drafts keep their lengths."""
+    """A controller is asked every so many steps, and again at once if it begins or stops drafting, which may be a probe;
+    until it is asked again a request drafts what has at least the chance at which the controller ended its draft."""
     plain = False
 
     def __post_init__(self) -> None:
@@ -173,6 +215,10 @@ class Controlled:
         self._slot = np.zeros(0, dtype=np.int64)
         self._finished = np.zeros(0, dtype=np.int64)  # siblings that had finished when a request began
         self._ticks = np.zeros(self.engines, dtype=np.int64)
+        self._least: Floats = np.zeros(0)  # logarithm of the chance at which each request's draft was ended
+        self._limit = np.zeros(0, dtype=np.int64)  # most tokens of its drafts
+        self._on = np.ones(self.engines, dtype=bool)  # whether an engine drafts
+        self._kept = np.ones(self.engines, dtype=bool)  # whether its controller had anything verified when last asked
         self._counts = np.zeros(2, dtype=np.int64)  # of the copy's tokens: accepted, drafted
         if self.ladder:
             self._agree(self.ladder.length)
@@ -183,8 +229,12 @@ class Controlled:
         if more > 0:
             self._slot = np.concatenate([self._slot, np.full(more, -1)])
             self._finished = np.concatenate([self._finished, np.full(more, -1)])
+            self._least = np.concatenate([self._least, np.full(more, np.inf)])
+            self._limit = np.concatenate([self._limit, np.zeros(more, np.int64)])
         if self.history:
             self.history.begin(rows)
+        engines = np.unique(self.requests.engine[rows])
+        self._ticks[engines] = engines - 1  # the next steps are asked for
         for row in rows.tolist():
             if self._finished[row] < 0:
                 problem, engine = int(self.requests.problem[row]), int(self.requests.engine[row])
@@ -196,8 +246,8 @@ class Controlled:
             return [self._plan(tick) for tick in ticks]
         later, seconds = [], []
         for tick in ticks:
-            turn = self._ticks[tick.engine] = self._ticks[tick.engine] + 1
-            due = turn % self.stride == tick.engine % self.stride
+            due = not self._until_asked()[tick.engine]
+            self._ticks[tick.engine] += 1
             if not due:
                 later.append(tick.rows)
             later_s = self.overhead.step + self.overhead.request * len(tick.rows) * bool(self.history)
@@ -205,10 +255,31 @@ class Controlled:
         if later and self.history:
             r, rows = self.requests, np.concatenate(later)
             room = np.maximum(np.minimum(r.length, r.most)[rows] - 1 - r.written[rows], 0)
-            offer = self.history.offer(rows, np.minimum(r.draft[rows], room), 0.0)
+            most = np.where(self._least_of(rows) < np.inf, self._limit[rows], 0)
+            offer = self.history.offer(rows, np.minimum(most, room), 0.0)
             r.hits[rows] = offer.hits
             r.draft[rows] = np.diff(offer.offsets)
         return seconds
+
+    def walk(self, rows: Ints, requests: Floats) -> Walk | None:
+        """See `Drafting`."""
+        walker = self.history.walker() if self.history and self.stride > 1 and self.copy is None else None
+        if walker is None:
+            return None
+        seconds = self.overhead.step + self.overhead.request * requests
+        return Walk(walker, self._until_asked(), self._least_of(rows), self._limit[rows], seconds)
+
+    def walked(self, steps: Ints) -> None:
+        """See `Drafting`."""
+        self._ticks += steps
+
+    def _until_asked(self) -> Ints:
+        """Steps of each engine before its controller is asked."""
+        first = (np.arange(self.engines) - self._ticks - 1) % self.stride
+        return np.where((first == self.stride - 1) & (self._kept != self._on), 0, first)
+
+    def _least_of(self, rows: Ints) -> Floats:
+        return np.where(self._on[self.requests.engine[rows]], self._least[rows], np.inf)
 
     def end(self, rows: Ints) -> None:
         """See `Drafting`."""
@@ -263,9 +334,11 @@ class Controlled:
             controller.requests.written[slots] = r.written[rows] - tick.got
         room = np.minimum(r.length, r.most)[rows] - 1 - r.written[rows]
         offered: list[Offer] = []
+        asked: list[tuple[Ints, float]] = []
 
         def history(limits: Ints, floor: float) -> tuple[npt.NDArray[np.float32], Ints]:
             assert self.history is not None
+            asked.append((limits.copy(), floor))
             offered.append(self.history.offer(rows, np.minimum(limits, np.maximum(room, 0)), floor))
             return offered[-1].chances, offered[-1].offsets
 
@@ -274,6 +347,8 @@ class Controlled:
         plan = controller.plan(Decoded(slots, tick.got, carried, copied, room), history if self.history else None)
         r.draft[rows] = plan.history
         r.hits[rows] = offered[-1].hits if offered else 0
+        if self.stride > 1:
+            self._go_on(tick.engine, rows, plan.history, room, offered, asked)
         r.copied[rows] = 0
         passes = 0.0
         if self.copy is not None and controller.copy is not None:
@@ -291,3 +366,22 @@ class Controlled:
         if tick.timed:
             controller.timed(TimedStep(slots, tick.got, tick.tokens, tick.seconds + own, passes))
         return own + passes
+
+    def _go_on(
+        self, engine: int, rows: Ints, kept: Ints, room: Ints, offered: list[Offer], asked: list[tuple[Ints, float]]
+    ) -> None:
+        """Note what requests draft until the controller is asked again. One answer alone against those before it is a
+        probe."""
+        some = bool(kept.any())
+        if some == self._kept[engine]:
+            self._on[engine] = some
+        self._kept[engine] = some
+        if not some:
+            return
+        (limits, floor), (chances, offsets, _) = asked[-1], offered[-1]
+        ended = np.append(chances, 0.0)[offsets[:-1] + kept] * (1.0 + 1e-6)  # the first token that was left out
+        least = np.where(kept < np.diff(offsets), ended, floor)
+        with np.errstate(divide="ignore"):
+            least = np.log(least)
+        least[(limits <= 0) & (room > 0)] = np.inf
+        self._least[rows], self._limit[rows] = least, np.where(limits < room, limits, self.das.num_draft_tokens)

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core.native import native
 from das_adapter.errors import DasError
 from das_adapter.sim.drafting import Drafting, Ticked
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.steps import Steps
+from das_adapter.sim.texts import offsets_of
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -116,11 +118,57 @@ class Fleet:
             if not busy.any():
                 return
             active = busy & (self.clock <= self.clock[busy].min() + slack)
-            done = self._tick(active, until)
+            walked, done = self._walk(active, until)
+            if (active & ~walked).any():
+                done = np.concatenate([done, self._tick(active & ~walked, until)])
             if ended is not None and len(done) and ended(done):
                 return
 
     # Inside
+
+    def _walk(self, active: Bools, until: float) -> tuple[Bools, Ints]:
+        """Let engines go on whose drafter needs not be asked, until it must be or something else changes; return which
+        ones these are, and the requests that ended."""
+        r, none = self.requests, (np.zeros(self.engines, dtype=bool), np.zeros(0, dtype=np.int64))
+        active = active & ~self._open
+        if self.drafting.plain or not active.any():
+            return none
+        engine = r.engine[self.running]
+        active &= ~np.bincount(engine[r.unread[self.running] > 0], minlength=self.engines).astype(bool)
+        rows = self.running[active[engine]]
+        at = r.engine[rows]
+        requests = np.bincount(at, minlength=self.engines).astype(float)
+        walk = self.drafting.walk(rows, requests)
+        if walk is None:
+            return none
+        steps = np.minimum(walk.steps, LEAP if until == np.inf else 16)
+        if self.settings.kv_blocks < 2**40:
+            steps = np.minimum(steps, self._room(rows, at, requests) // (1 + walk.limit.max(initial=0)))
+        active &= (steps > 0) & (requests > 0)
+        if not active.any():
+            return none
+        chosen, mine = np.flatnonzero(active), active[at]
+        rows, counts, width = rows[mine], requests[chosen], int(steps[chosen].max())
+        taken = np.zeros(len(chosen), dtype=np.int64)
+        tokens, context = np.zeros((2, len(chosen), width))
+        columns = ("length", "most", "prompt", "written", "forwards", "drafted", "accepted", "draft", "hits")
+        getattr(native(), walk.walker.function)(
+            rows, offsets_of(counts.astype(np.int64)), steps[chosen], walk.least[mine], walk.limit[mine],
+            **{name: getattr(r, name) for name in columns}, taken=taken, tokens=tokens, context=context,
+            **walk.walker.arguments,
+        )  # fmt: skip
+        there = np.arange(width) < taken[:, None]
+        each = self.steps.decode(np.repeat(counts, taken), tokens[there], context[there])
+        drafting = walk.seconds[chosen] * taken
+        seconds = drafting + np.bincount(np.repeat(np.arange(len(chosen)), taken), each, len(chosen))
+        self.clock[chosen] += seconds
+        self.busy_s[chosen] += seconds
+        self.drafting_s[chosen] += drafting
+        self.step_count[chosen] += taken
+        went = np.zeros(self.engines, dtype=np.int64)
+        went[chosen] = taken
+        self.drafting.walked(went)
+        return active, self._end(rows)
 
     def _tick(self, active: Bools, until: float) -> Ints:
         r, settings = self.requests, self.settings
@@ -220,11 +268,14 @@ class Fleet:
         most = np.full(self.engines, LEAP if until == np.inf else 16, dtype=np.int64)
         np.minimum.at(most, at, r.length[rows] - r.written[rows])
         if self.settings.kv_blocks < 2**40:
-            used = np.bincount(at, self._blocks(rows), self.engines)
-            free = self.settings.kv_blocks - used
-            room = np.floor(free / np.maximum(requests, 1) - 1) * self.settings.block
-            most = np.minimum(most, np.maximum(room, 1).astype(np.int64))
+            most = np.minimum(most, self._room(rows, at, requests))
         return np.maximum(most, 1)
+
+    def _room(self, rows: Ints, at: Ints, requests: Floats) -> Ints:
+        """Tokens that each request of an engine can write before the KV cache may be full."""
+        free = self.settings.kv_blocks - np.bincount(at, self._blocks(rows), self.engines)
+        room: Ints = (np.floor(free / np.maximum(requests, 1) - 1) * self.settings.block).astype(np.int64)
+        return room
 
     def _blocks(self, rows: Ints) -> Ints:
         """Blocks that requests need for their next step."""

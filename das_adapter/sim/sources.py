@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,8 +36,19 @@ class Offer(NamedTuple):
     """Leading tokens of each draft that the policy would write, int64 [b]."""
 
 
+class Walker(NamedTuple):
+    """The native function that steps engines whose drafts come from a source, and its arguments."""
+
+    function: str
+    arguments: dict[str, Any]
+
+
 class Source(Protocol):
     """Where drafts come from."""
+
+    def walker(self) -> Walker | None:
+        """Return what steps engines natively; None: drafts have to be asked for at each step."""
+        ...
 
     def begin(self, rows: Ints) -> None:
         """Take requests that begin, or go on where they were interrupted."""
@@ -78,6 +89,11 @@ class Given:
     def __post_init__(self) -> None:
         steps = [[*visit, *[visit[-1]] * self.longest][: self.longest] for visit in self.rates]
         self._survival = np.cumprod(np.array(steps, dtype=float), axis=1)
+
+    def walker(self) -> Walker | None:
+        """See `Source`."""
+        return Walker("walk_given", {"visit": self.requests.visit, "survival": self._survival,
+                                     "coverage": self.coverage, "seed": self.seed})  # fmt: skip
 
     def begin(self, rows: Ints) -> None:
         """See `Source`."""
@@ -192,6 +208,19 @@ class Traced:
     texts: Texts
     trace: Trace
 
+    def __post_init__(self) -> None:
+        with np.errstate(divide="ignore"):
+            self._log_first, self._log_ratio = (
+                np.log(part.astype(np.float32)) for part in (self.trace.first, self.trace.ratio)
+            )
+
+    def walker(self) -> Walker | None:
+        """See `Source`."""
+        trace = self.trace
+        return Walker("walk_traced", {"text": self.requests.text, "ends": self.texts.ends, "log_first": self._log_first,
+                                      "log_ratio": self._log_ratio, "trace_drafted": trace.drafted,
+                                      "trace_hits": trace.hits})  # fmt: skip
+
     def begin(self, rows: Ints) -> None:
         """See `Source`."""
 
@@ -241,6 +270,10 @@ class Indexed:
         self._handles = np.zeros(0, dtype=np.int64)
         self._grown = np.zeros(0, dtype=np.int64)  # tokens of each request that its index knows
         self._known = np.zeros(0, dtype=bool)
+
+    def walker(self) -> Walker | None:
+        """See `Source`."""
+        return None
 
     def close(self) -> None:
         """Remove the store's files."""

@@ -18,7 +18,7 @@ from das_adapter.core.toggle import seconds_of
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim import Simulation, summary
 from das_adapter.sim.config import parse, read
-from das_adapter.sim.drafting import Nobody
+from das_adapter.sim.drafting import Fixed, Nobody
 from das_adapter.sim.fleet import Fleet, Settings
 from das_adapter.sim.hardware import device
 from das_adapter.sim.lengths import Curve, Tail
@@ -26,7 +26,7 @@ from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.simulate import rate_of
-from das_adapter.sim.sources import record
+from das_adapter.sim.sources import Traced, record
 from das_adapter.sim.steps import Line, instance, read_sweep
 from das_adapter.sim.sweep import sweep
 from das_adapter.tools.replay import replay
@@ -257,6 +257,45 @@ def test_a_trace_gives_about_what_the_index_gives() -> None:
     assert rollout_s(traced) == pytest.approx(rollout_s(exact), rel=0.1)
     trace = record(sorted(ROLLOUTS, key=lambda r: r.step), longest=8)
     assert (trace.hits <= trace.drafted).all() and trace.drafted.max() == 8
+
+
+@pytest.mark.parametrize("source", ["given", "trace"])
+def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter of fixed length, whose drafts depend on nothing but a request's position."""
+    fixed = {"das": {"drafter": "ngram", "budget": {"max_draft_tokens": 4}}}
+    content = SMALL | {"acceptance": {"length": 2.2}, "engine": {"kv_tokens": 1600}, "arms": {"fixed": fixed}}
+
+    def made(self: Simulation, das: Any, arm: Any, requests: Requests, work: Any, history: Any) -> Fixed:
+        drafts = Traced(requests, work.texts, record(work.texts.rollouts))
+        return Fixed(requests, drafts, 4, lambda b: 1e-3 + 1e-4 * b)
+
+    if source == "trace":
+        monkeypatch.setattr(Simulation, "_drafting", made)
+    runs, walked = [], []
+    walk = Fleet._walk
+    for natively in (True, False):
+
+        def go_on(self: Fleet, active: Any, until: float, natively: bool = natively) -> Any:
+            found = walk(self, active, until) if natively else (np.zeros_like(active), np.zeros(0, np.int64))
+            walked.append(natively and found[0].any())
+            return found
+
+        monkeypatch.setattr(Fleet, "_walk", go_on)
+        runs.append(Simulation(parse(content), ROLLOUTS if source == "trace" else None).run("fixed"))
+    assert any(walked)
+    for column in ("written", "forwards", "drafted", "accepted", "preempted"):
+        assert np.array_equal(getattr(runs[0].requests, column), getattr(runs[1].requests, column)), column
+    assert runs[0].requests.ended == pytest.approx(runs[1].requests.ended)
+    assert rollout_s(runs[0]) == pytest.approx(rollout_s(runs[1]))
+
+
+def test_a_controller_that_is_asked_now_and_then_saves_about_as_much() -> None:
+    arms = {"off": OFF, "each": {}, "sixteenth": {"stride": 16}}
+    rollout = SMALL["rollout"] | {"problems": 8, "cap": 2000, "lengths": {"mean": 600}}
+    content = SMALL | {"rollout": rollout, "acceptance": {"rates": [[0.5], [0.7]]}, "arms": arms}
+    off, each, sixteenth = (rollout_s(Simulation(parse(content)).run(arm)) for arm in arms)
+    assert each < 0.8 * off
+    assert sixteenth == pytest.approx(each, rel=0.1)
 
 
 # Lengths
