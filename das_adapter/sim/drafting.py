@@ -194,8 +194,8 @@ class Controlled:
     prior: StepModel | None = None
     overhead: Overhead = field(default_factory=Overhead)
     stride: int = 1
-    """A controller is asked every so many steps, and again at once if it begins or stops drafting, which may be a probe;
-    until it is asked again a request drafts what has at least the chance at which the controller ended its draft."""
+    """A controller is asked every so many steps, and again at once if it begins or stops drafting, which may be a
+    probe; until then a request drafts what has at least the chance at which the controller ended its draft."""
     plain = False
 
     def __post_init__(self) -> None:
