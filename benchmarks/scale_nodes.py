@@ -45,7 +45,7 @@ class Engines:
     def _rpc(self, of: int) -> Any:
         def rpc(command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
             if command == "stats":
-                return [{"tokens": 1}]
+                return [[{"tokens": 1}]]
             index = self._indexes[of]
             if command == "visit":
                 for file in payload["files"]:
@@ -57,7 +57,7 @@ class Engines:
                     self._directories[of] = directory
                 index.refresh(generation)
                 index.clear_live()
-            return [{"generation": index.generation}]
+            return [[{"generation": index.generation}]]
 
         return rpc
 

@@ -70,11 +70,11 @@ class Replica:
         self._session.start()
         self._drafted = self._accepted = 0
 
-    def _rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
+    def _rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
         answers: list[Any] = self._llm.collective_rpc("das_rpc", timeout=timeout, args=(command, payload))
         if command == "stats":
             self._drafted, self._accepted = answers[0]["draft_tokens"], answers[0]["accepted_tokens"]
-        return answers
+        return [answers]
 
     def rollout(self, step: int, problems: list[int]) -> list[list[int]]:
         """Write one step's responses; return their tokens."""
@@ -85,6 +85,7 @@ class Replica:
 
         asked = [(prompt(p), sample) for p in problems for sample in range(SAMPLES)]
         labels = [Label(prompt_identity(ids), request_seed(0, prompt_identity(ids), step, i)) for ids, i in asked]
+        self._session.begun((label.problem for label in labels if label.problem is not None), wait=True)
         begin = time.time()
         outputs = self._llm.generate(
             [{"prompt_token_ids": ids} for ids, _ in asked],

@@ -3,7 +3,6 @@ what its HTTP server offers."""
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import os
@@ -15,12 +14,11 @@ from typing import Any
 from das_adapter.config import DasConfig, parse, read
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import CONFIG_VARIABLE, REFRESHER, RUN_KEY, RUN_VARIABLE, SETTINGS_KEY, engine_env
+from das_adapter.protocol.engine_calls import call_workers
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.protocol.metrics import faults, merge
 
 logger = logging.getLogger("vllm.das_adapter")
-
-_STATS: tuple[Any, ...] = ("das_rpc", None, ("stats", {}), None)
 
 
 def settings(vllm_config: Any) -> DasConfig | None:
@@ -112,14 +110,8 @@ def _source(processor: Any) -> int:
 
 async def log_figures_async(engine: Any) -> None:
     """Log the figures since the last time, and set the Prometheus gauges: of vLLM's `AsyncLLM`."""
-    core = engine.engine_core
     try:
-        if len(engines := getattr(core, "core_engines", ())) > 1:
-            calls = (core._call_utility_async("collective_rpc", *_STATS, engine=one) for one in engines)
-            answers = await asyncio.gather(*calls)
-        else:
-            answers = [await core.collective_rpc_async(*_STATS)]
-        _publish(engine, answers)
+        _publish(engine, await call_workers(engine, "das_rpc", ("stats", {})))
     except Exception as error:
         logger.error("das: no figures of the engine: %r", error)
 
@@ -127,7 +119,7 @@ async def log_figures_async(engine: Any) -> None:
 def log_figures(engine: Any) -> None:
     """As `log_figures_async`, of vLLM's `LLMEngine`."""
     try:
-        _publish(engine, [engine.collective_rpc(*_STATS)])
+        _publish(engine, [engine.collective_rpc("das_rpc", args=("stats", {}))])
     except Exception as error:
         logger.error("das: no figures of the engine: %r", error)
 

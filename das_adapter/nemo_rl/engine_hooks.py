@@ -51,7 +51,7 @@ class EngineHooks:
         self.version = 0
         self.validating = False
         self._labeller = Labeller(das.verify.seed, source, resumed)
-        self._generate, self._rpc = llm.generate, llm.collective_rpc
+        self._llm, self._generate, self._rpc = llm, llm.generate, llm.collective_rpc
         self._session = Session(das, self._das_rpc)
 
     @classmethod
@@ -70,7 +70,7 @@ class EngineHooks:
         """Call the workers as the engine does; after a refit, sync the history."""
         raise NotImplementedError
 
-    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
+    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
         raise NotImplementedError
 
     def _label(self, prompt: Any, given: Label | None) -> Label | None:
@@ -109,9 +109,9 @@ class EngineHooks:
         self.version += 1
         return True
 
-    def _report(self) -> dict[str, Any]:
+    def _report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report; they set the ladder's draft length at the next refit but one."""
-        return {**self._session.report(self.version + 1), "weight_version": self.version}
+        return [{**counts, "weight_version": self.version} for counts in self._session.report(self.version + 1)]
 
 
 class SyncEngineHooks(EngineHooks):
@@ -142,13 +142,12 @@ class SyncEngineHooks(EngineHooks):
         """Make sure that das-adapter is in the engine's workers."""
         self._session.start()
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report."""
         return self._report()
 
-    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
-        answers: list[Any] = self._rpc("das_rpc", timeout=timeout, args=(command, payload))
-        return answers
+    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
+        return [self._rpc("das_rpc", timeout=timeout, args=(command, payload))]
 
 
 class AsyncEngineHooks(EngineHooks):
@@ -193,13 +192,13 @@ class AsyncEngineHooks(EngineHooks):
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(self._session.start)
 
-    async def report(self) -> dict[str, Any]:
+    async def report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report."""
         self._loop = asyncio.get_running_loop()
         return await asyncio.to_thread(self._report)
 
-    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
-        return of_async_engine(self._rpc, self._loop)(command, payload, timeout)
+    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
+        return of_async_engine(self._llm, self._loop)(command, payload, timeout)
 
 
 @patch("vllm.entrypoints.llm:LLM.generate", since="0.24")

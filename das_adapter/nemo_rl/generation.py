@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import weakref
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -109,7 +110,8 @@ class DasVllmGeneration(VllmGeneration):
         metrics: dict[str, float] = super().get_step_metrics()
         if self.das is None:
             return metrics
-        reports = [r for r in ray.get(self._on_replicas("das_report")) if "request_forwards" in r]
+        answers = itertools.chain.from_iterable(ray.get(self._on_replicas("das_report")))
+        reports = [report for report in answers if "request_forwards" in report]
         ours = {name: value for name, value in figures(reports).items() if name.startswith("das/")}
         if reports:
             ours["das/weight_version"] = float(max(r["weight_version"] for r in reports))

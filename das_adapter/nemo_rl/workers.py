@@ -69,7 +69,7 @@ class DasGenerationWorkerImpl(VllmGenerationWorkerImpl):
         """Return the name of the history on this node."""
         return name_of_here()
 
-    def das_report(self) -> dict[str, Any]:
+    def das_report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report."""
         return self.hooks.report()
 
@@ -103,7 +103,7 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         """Return the name of the history on this node."""
         return name_of_here()
 
-    async def das_report(self) -> dict[str, Any]:
+    async def das_report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report."""
         return await self.hooks.report()
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +18,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.homes import homes
 from das_adapter.core.length import Expected
 from das_adapter.errors import plugin_not_loaded
+from das_adapter.protocol.engine_calls import call_workers
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory, responses
 from das_adapter.protocol.metrics import RolloutClock
@@ -37,17 +38,18 @@ _GUESTS_S = 0.05
 
 
 class Rpc(Protocol):
-    """Calls `das_rpc` in every worker of an engine, and returns their answers; raises TimeoutError after `timeout`."""
+    """Calls `das_rpc` in every worker of an engine, and returns the answers of each of its data-parallel engines'
+    ranks; raises TimeoutError after `timeout`."""
 
-    def __call__(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]: ...
+    def __call__(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]: ...
 
 
-def of_async_engine(call: Callable[..., Awaitable[list[Any]]], loop: asyncio.AbstractEventLoop) -> Rpc:
-    """Make an `Rpc`, for other threads than the loop's, of an asynchronous engine's `collective_rpc`."""
+def of_async_engine(engine: Any, loop: asyncio.AbstractEventLoop) -> Rpc:
+    """Make an `Rpc`, for other threads than the loop's, of vLLM's `AsyncLLM`."""
 
-    def rpc(command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
-        async def answer() -> list[Any]:
-            return await asyncio.wait_for(call("das_rpc", args=(command, payload)), timeout)
+    def rpc(command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
+        async def answer() -> list[list[Any]]:
+            return await asyncio.wait_for(call_workers(engine, "das_rpc", (command, payload)), timeout)
 
         return asyncio.run_coroutine_threadsafe(answer(), loop).result(timeout + 1.0)
 
@@ -94,7 +96,7 @@ class Session:
             hello = self._rpc("hello", {}, PATIENCE_S)
         except Exception as error:
             raise plugin_not_loaded() from error
-        logger.warning("das: an engine speculates: %s", hello[0])
+        logger.warning("das: an engine speculates: %s", hello[0][0])
 
     def begun(self, problems: Iterable[int], wait: bool = False) -> None:
         """Fetch the history of problems that are at home on other nodes, for requests that begin; each once in a weight
@@ -140,18 +142,19 @@ class Session:
         except Exception:
             logger.exception("das: a trajectory did not reach the history")
 
-    def report(self, step: int, timeout: float = PATIENCE_S) -> dict[str, Any]:
-        """Report the counts since the last time to the run's ledger, as those of a training step, and return them;
-        none, with a line in the log, where the engine does not answer."""
+    def report(self, step: int, timeout: float = PATIENCE_S) -> list[dict[str, Any]]:
+        """Report the counts since the last time to the run's ledger, as those of a training step, and return them, of
+        each data-parallel engine; none, with a line in the log, where the engine does not answer."""
         try:
-            stats = self._rpc("stats", {}, timeout)
-            counts = max(stats, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
-            counts = {**counts, **self._clock.take()}
-            (self._here or self._ledger).report.remote(step, counts)
-            return counts
+            reports = []
+            for ranks in self._rpc("stats", {}, timeout):
+                counts = max(ranks, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
+                reports.append({**counts, **self._clock.take()})  # the first one's are those of all
+                (self._here or self._ledger).report.remote(step, reports[-1])
+            return reports
         except Exception:
             logger.exception("das: no figures of an engine for step %s", step)
-            return {}
+            return []
 
     def sync(self, version: int, report: bool = False) -> None:
         """Exchange histories after a weight sync: the engine's trajectories go out, what is published comes in.
@@ -216,10 +219,10 @@ class Session:
             self._asked.clear()
         return Refresh(version, history, lengths, draft_length=length)
 
-    def _agree(self, answers: Sequence[Refreshed], left: Callable[[], float]) -> None:
-        """Let the ranks draft from no history where they would draft from different ones."""
-        drafting = [rank for rank in answers if rank and ("generation" in rank or "error" in rank)]
-        if len({(rank.get("generation"), rank.get("problems")) for rank in drafting}) > 1:
+    def _agree(self, answers: Sequence[Sequence[Refreshed]], left: Callable[[], float]) -> None:
+        """Let the ranks draft from no history where those of one engine would draft from different ones."""
+        drafting = [[rank for rank in ranks if rank and ("generation" in rank or "error" in rank)] for ranks in answers]
+        if any(len({(rank.get("generation"), rank.get("problems")) for rank in ranks}) > 1 for ranks in drafting):
             logger.error("das: weight sync %s: the ranks of an engine see different histories: they draft without",
                          self._version)  # fmt: skip
             self._rpc("refresh", Refresh(self._version, Published("", 0)).payload(), left())

@@ -75,7 +75,8 @@ def save(folder: Path, facts: checkpoint.Facts, config: HistoryConfig) -> None:
     """
     target = folder / checkpoint.NAME
     try:
-        histories = list(node.nodes().values())
+        if not (histories := list(node.nodes().values())):
+            raise DasError("no node's history is running")
         ray.get([history.flush.remote() for history in histories], timeout=_PATIENCE_S)
         lengths = ray.get(ledger(config.window).since.remote(0), timeout=_PATIENCE_S)
 

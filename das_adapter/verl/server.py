@@ -51,7 +51,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
     async def run_server(self, args: Any) -> None:
         """Start the engine, and make sure that das-adapter is in it."""
         await super().run_server(args)
-        rpc = of_async_engine(self.engine.collective_rpc, asyncio.get_running_loop())
+        rpc = of_async_engine(self.engine, asyncio.get_running_loop())
         self._session = Session(self._das, rpc)
         await asyncio.to_thread(self._session.start)
 

@@ -107,7 +107,7 @@ def main() -> None:
     config = grpo.MasterConfig(**config)
 
     os.environ["PYTHONHASHSEED"] = "0"
-    ray.init(num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=500_000_000,
+    ray.init("local", num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=500_000_000,
              runtime_env={"worker_process_setup_hook": prepare})  # fmt: skip
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # NeMo-RL looks for it; others may run Ray here
     tokenizer = get_tokenizer(config.policy["tokenizer"])

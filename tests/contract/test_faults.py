@@ -294,7 +294,7 @@ ray.init(address=address, namespace=namespace, log_to_driver=False)
 das = parse({"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}})
 warm_start.begin(das.history, checkpoint.Facts(**json.loads(facts)), "das", Path(folder), 0)
 heard = []
-session = Session(das, lambda command, payload, timeout: heard.append(payload) or [{"generation": 1}])
+session = Session(das, lambda command, payload, timeout: heard.append(payload) or [[{"generation": 1}]])
 session.sync(1)
 message = Refresh.of(heard[-1])
 index = SuffixIndex.attach(message.history.directory)

@@ -54,10 +54,10 @@ class Engine:
         self._answers = answers
         self.session = Session(parse(DAS), self._rpc)
 
-    def _rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[Any]:
+    def _rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
         assert 0 < timeout <= session.PATIENCE_S
         self.heard.append((command, payload))
-        return [Counters(tokens=7).take()] if command == "stats" else list(self._answers)
+        return [[Counters(tokens=7).take()] if command == "stats" else list(self._answers)]
 
     def write(self, problem: int, text: np.ndarray, version: int) -> None:
         self.session.finished(Label(problem, seed=1), text, 0.0, 1.0, version)

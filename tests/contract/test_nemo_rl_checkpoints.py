@@ -108,11 +108,11 @@ def test_another_run_starts_with_a_history_and_leaves_it_alone(config: Make) -> 
     with run(first) as engine:
         write(engine, 2)
         folder = save(first, 3) / saved.NAME
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with run(config("elsewhere", persist=str(folder))) as engine:
         message = refreshed(engine)[0]
         assert message.history is not None and written(message.history) == 6
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 def history_of(folder: Path, tokenizer: Any) -> Path:

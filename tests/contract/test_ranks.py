@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,3 +46,16 @@ def test_nobody_waits_for_a_rank_that_failed(engine: Any, vllm_env: dict[str, st
     assert first == [True, False]
     assert second == [False, True]
     assert result[1]["stats"]["accepted_tokens"] > 0  # the first rank goes on with the history
+
+
+@pytest.mark.long
+def test_figures_are_those_of_all_data_parallel_engines() -> None:
+    """vLLM's own call returns what the first engine's ranks answer."""
+    script = Path(__file__).parent / "data_parallel.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    line = next((x for x in done.stdout.splitlines() if x.startswith("RESULT ")), None)
+    assert line is not None, done.stderr[-3000:]
+    found = json.loads(line.removeprefix("RESULT "))
+    assert found["first"] == 1 and len(found["tokens"]) == 2
+    assert all(len(ranks) == 1 and ranks[0] > 0 for ranks in found["tokens"])
+    assert sum(ranks[0] for ranks in found["tokens"]) == found["written"] == 120
