@@ -206,8 +206,7 @@ def histories_of(actors: Mapping[Any, Any]) -> dict[Any, str]:
 
 def ledger(window: int) -> Any:
     """Return the run's ledger, started if need be. It lives as long as the process that started it."""
-    actor = ray.remote(num_cpus=0, max_restarts=-1)(Ledger)
-    return named(name_of("das_ledger"), actor, window)
+    return named(name_of("das_ledger"), Ledger, window)
 
 
 def running() -> Any:
@@ -215,12 +214,13 @@ def running() -> Any:
     return ray.get_actor(name_of("das_ledger"))
 
 
-def named(name: str, actor: Any, *args: Any, **options: Any) -> Any:
-    """Return the run's actor of this name, started with `args` and Ray's `options` if there is none."""
+def named(name: str, kind: type, *args: Any, **options: Any) -> Any:
+    """Return the run's actor of this name; if there is none, it is started as `kind(*args)` with Ray's `options`."""
     try:
         return ray.get_actor(name)
     except ValueError:
-        handle = actor.options(name=name, get_if_exists=True, **options).remote(*args)
+        actor = ray.remote(num_cpus=0, max_restarts=-1, **options)(kind)
+        handle = actor.options(name=name, get_if_exists=True).remote(*args)
         _started.append(handle)
         return handle
 

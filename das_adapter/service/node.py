@@ -486,11 +486,12 @@ def here(config: HistoryConfig, root: str | None = None, grace_s: float = GRACE_
     """Return this node's history, started if need be. It lives as long as the process that started it."""
     context = ray.get_runtime_context()
     node, name = context.get_node_id(), name_of_here()
-    groups = {"peers": 2, "engines": 1}
-    actor = ray.remote(num_cpus=0, max_restarts=-1, concurrency_groups=groups)(NodeHistory)
-    pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+    options = {
+        "concurrency_groups": {"peers": 2, "engines": 1},
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
     directory = f"das-history-{context.get_job_id()}-{node[:16]}"
-    return ledger.named(name, actor, config, directory, root, grace_s, name, scheduling_strategy=pinned)
+    return ledger.named(name, NodeHistory, config, directory, root, grace_s, name, **options)
 
 
 def name_of_here() -> str:
