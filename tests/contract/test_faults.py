@@ -378,7 +378,7 @@ def test_a_refit_that_fails_half_way_is_no_new_version(run: Run) -> None:
 def test_an_engine_that_does_not_answer_loses_its_figures_alone(run: Run, caplog: Any) -> None:
     engine = Engine()
     engine.session._rpc = lambda *_: (_ for _ in ()).throw(TimeoutError("no answer"))
-    assert engine.session.report(1) == {}
+    assert engine.session.report(1) == []
     assert caplog.text.count("das: no figures of an engine for step 1") == 1
 
 
