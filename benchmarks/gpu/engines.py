@@ -54,6 +54,18 @@ class Plan:
         return self.shape == "tiny"
 
 
+V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""Environment of engines on vLLM's V2 model runner."""
+
+
+def drafts_on_v2(plan: Plan) -> bool:
+    """Return whether history is drafted from on vLLM's V2 model runner here; on a CPU the contract tests do it."""
+    from das_adapter.config import DasConfig
+    from das_adapter.protocol.engine_args import needs_v1
+
+    return not plan.tiny and needs_v1(DasConfig()) is None
+
+
 _STARTED: list[Any] = []
 """Engines of this process."""
 TINY = Plan("tiny", (1, 4), (16, 48), (1, 3), (1, 5, 24), steps=8, replayed=8, longest=120)
@@ -82,13 +94,16 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     return _STARTED[-1]
 
 
-def apart(plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None) -> Any:
-    """Run `work(*args)` in a process of its own with these environment variables, and return what it returns.
+def apart(
+    plan: Plan, work: Callable[..., Any], *args: Any, env: dict[str, str] | None = None, fresh: bool = False
+) -> Any:
+    """Run `work(*args)` in a process of its own with these environment variables, and return what it returns; `fresh`:
+    one that has imported nothing.
 
     Raises:
         RuntimeError: it failed; with its traceback.
     """
-    context: Any = multiprocessing.get_context("fork" if plan.tiny else "spawn")
+    context: Any = multiprocessing.get_context("fork" if plan.tiny and not fresh else "spawn")
     heard, told = context.Pipe(duplex=False)
     before = {name: os.environ.get(name) for name in env or {}}
     os.environ.update(env or {})

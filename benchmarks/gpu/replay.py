@@ -3,12 +3,13 @@ real step times although the weights are random."""
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import SHAPES, Plan, apart, engine
+from engines import SHAPES, V2, Plan, apart, drafts_on_v2, engine
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 CORRUPTED = (0.0, 0.3, 0.6, 0.9, 1.0)
@@ -24,18 +25,24 @@ def replay(plan: Plan, traces: Path | None) -> dict[str, Any]:
     arms = {"stock": apart(plan, _stock, plan, rollouts, env={} if not plan.tiny else ENVIRONMENT)}
     shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
     arms |= apart(plan, _history, plan, rollouts, shares, env=ENVIRONMENT)
+    if drafts_on_v2(plan):
+        on_v2 = apart(plan, _history, plan, rollouts, shares, env=ENVIRONMENT | V2)
+        arms |= {f"{name}, on V2": arm for name, arm in on_v2.items()}
     return {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts), "arms": arms}
 
 
 def bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
     """Name, value and upper limit of each bar."""
     arms, stock = found["arms"], found["arms"]["stock"]["seconds"]
-    drafted = arms.get("corrupted 0.3", arms["corrupted 0.0"])
-    return [
-        ("forced tokens that were not written", sum(arm.get("unforced", 0) for arm in arms.values()), 0),
-        ("rollout with a recorded history, of stock's time", drafted["seconds"] / stock, 0.6),
-        ("rollout with nothing accepted, of stock's time", arms["corrupted 1.0"]["seconds"] / stock, 1.02),
-    ]
+    limits = [("forced tokens that were not written", sum(arm.get("unforced", 0) for arm in arms.values()), 0)]
+    for where in [w for w in ("", ", on V2") if f"corrupted 0.0{w}" in arms]:
+        drafted = arms.get(f"corrupted 0.3{where}", arms[f"corrupted 0.0{where}"])["seconds"] / stock
+        nothing = arms[f"corrupted 1.0{where}"]["seconds"] / stock
+        limits += [
+            (f"rollout with a recorded history, of stock's time{where}", drafted, 0.6),
+            (f"rollout with nothing accepted, of stock's time{where}", nothing, 1.02),
+        ]
+    return limits
 
 
 def generated(plan: Plan) -> Rollouts:
@@ -126,12 +133,30 @@ def force(rollouts: Rollouts) -> None:
     for row, (_, text) in zip(padded, rollouts, strict=True):
         row[64 : 64 + len(text)] = text
 
-    def forced(logits: Any, temperature: Any, keys: Any, scores: Any = None) -> Any:
+    def recorded_at(seeds: Any, positions: Any) -> Any:
         nonlocal table
         if table is None:
-            table = torch.from_numpy(padded).to(logits.device)
-        drawn = stock(logits, temperature, keys, scores)
-        at = (keys.positions + 1).clamp(max=table.shape[1] - 1)
-        return drawn._replace(tokens=table[keys.seeds.clamp(0, len(table) - 1), at])
+            table = torch.from_numpy(padded).to(seeds.device)
+        return table[seeds.clamp(0, len(table) - 1), (positions + 1).clamp(max=table.shape[1] - 1)]
+
+    def forced(logits: Any, temperature: Any, keys: Any, scores: Any = None) -> Any:
+        return stock(logits, temperature, keys, scores)._replace(tokens=recorded_at(keys.seeds, keys.positions))
 
     verification.keyed_sample = forced
+    if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
+        _force_on_v2(recorded_at)
+
+
+def _force_on_v2(recorded_at: Any) -> None:
+    """Replace what vLLM's V2 sampler draws."""
+    from vllm.v1.worker.gpu.sample import gumbel, sampler
+
+    stock = gumbel.gumbel_sample
+
+    def gumbel_sample(
+        logits: Any, slots: Any, temperature: Any, seeds: Any, positions: Any, *args: Any, **others: Any
+    ) -> Any:
+        stock(logits, slots, temperature, seeds, positions, *args, **others)
+        return recorded_at(seeds[slots.clamp(min=0)], positions)
+
+    gumbel.gumbel_sample = sampler.gumbel_sample = gumbel_sample

@@ -29,7 +29,7 @@ os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OF
 
 from engines import TINY, Plan  # noqa: E402
 
-PARTS = ("kernel", "gate", "sweep", "trace", "replay", "lossless", "robust", "ranks")
+PARTS = ("kernel", "gate", "sweep", "trace", "replay", "lossless", "robust", "ranks", "index")
 PART_S, ALL_S = 480.0, 1500.0
 """Seconds after which a part, and everything, is ended."""
 
@@ -37,6 +37,7 @@ PART_S, ALL_S = 480.0, 1500.0
 def part(name: str, plan: Plan, traces: Path | None, out: Path) -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """Measure one part; return its figures, and what makes bars of them."""
     import checks
+    import device_index
     import replay
     import sampling
     import steps
@@ -51,6 +52,7 @@ def part(name: str, plan: Plan, traces: Path | None, out: Path) -> tuple[dict[st
         "lossless": (lambda: checks.lossless(plan), checks.lossless_bars),
         "robust": (lambda: checks.robust(plan), checks.robust_bars),
         "ranks": (lambda: checks.ranks(plan), checks.ranks_bars),
+        "index": (lambda: device_index.measure(plan), device_index.bars),
     }
     measure, bars = parts[name]
     return measure(), bars

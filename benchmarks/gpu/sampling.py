@@ -29,8 +29,8 @@ def kernel(plan: Plan) -> dict[str, Any]:
         keys, temperature = Keys(seeds, seeds % 4099), torch.ones(count, device=device)
         drawn = keyed_sample(logits, temperature, keys, "raw")
         rows[str(count)] = _compared(logits, keys, drawn) | {
-            "fused_us": _microseconds(lambda x=logits, k=keys, t=temperature: keyed_sample(x, t, k, "raw")),
-            "stock_us": _microseconds(lambda x=logits, n=count: stock(x, metadata(n))),
+            "fused_us": microseconds(lambda x=logits, k=keys, t=temperature: keyed_sample(x, t, k, "raw")),
+            "stock_us": microseconds(lambda x=logits, n=count: stock(x, metadata(n))),
         }
         del logits
     return {"rows": rows}
@@ -79,7 +79,8 @@ def _stock(device: str) -> tuple[Any, Any]:
     return Sampler(), metadata
 
 
-def _microseconds(call: Any, rounds: int = 10) -> float:
+def microseconds(call: Any, rounds: int = 10) -> float:
+    """Return the median time of a call that ends when the device is done."""
     times = []
     for _ in range(rounds + 2):
         _wait()

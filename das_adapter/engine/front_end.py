@@ -13,7 +13,14 @@ from typing import Any
 
 from das_adapter.config import DasConfig, parse, read
 from das_adapter.errors import ConfigError
-from das_adapter.protocol.engine_args import CONFIG_VARIABLE, REFRESHER, RUN_KEY, RUN_VARIABLE, SETTINGS_KEY, engine_env
+from das_adapter.protocol.engine_args import (
+    CONFIG_VARIABLE,
+    REFRESHER,
+    RUN_KEY,
+    RUN_VARIABLE,
+    RUNNER_VARIABLE,
+    SETTINGS_KEY,
+)
 from das_adapter.protocol.engine_calls import call_workers
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.protocol.metrics import faults, merge
@@ -51,7 +58,7 @@ def take_block_from_environment(engine_args: Any) -> None:
 
 
 def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
-    """Refuse what an engine without a host can't do, choose vLLM's model runner where nobody has, and name the run.
+    """Refuse what an engine without a host can't do, choose vLLM's V1 model runner, and name the run.
 
     Raises:
         ConfigError: names the key or the variable.
@@ -59,9 +66,9 @@ def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
     if config.shares_history and config.history.persist is not None:
         raise ConfigError(f"das.history.persist: found {config.history.persist!r}, allowed: null, because this engine "
                           f"has no host: set {RUN_VARIABLE} to hand a history on to the next server")  # fmt: skip
-    for name, value in engine_env(config).items():
-        if (found := os.environ.setdefault(name, value)) != value:
-            raise ConfigError(f"{name}: found {found!r}, das.drafter={config.drafter!r} needs {value!r}: unset it")
+    if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
+        raise ConfigError(f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine has no host, and "
+                          "keeps its history on vLLM's V1 model runner: unset it")  # fmt: skip
     if run := os.environ.get(RUN_VARIABLE):
         engine_args.additional_config = {**engine_args.additional_config, RUN_KEY: run}
 

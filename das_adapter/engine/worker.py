@@ -164,8 +164,8 @@ class WorkerState:
         """Count a step: the tokens that each request got, the draft tokens that each carried into it, and whether it
         belongs to a training rollout."""
         if any(training):
-            counted = [got if record else [] for record, got in zip(training, sampled, strict=True)]
-            self.counters.step(counted, drafts or [0] * len(sampled), time.perf_counter() - self.began)
+            got = [len(tokens) if record else 0 for record, tokens in zip(training, sampled, strict=True)]
+            self.counters.step(got, drafts or [0] * len(sampled), time.perf_counter() - self.began)
 
     def begin_step(self, scheduled: Any) -> None:
         """Note that a step begins; `scheduled` is vLLM's `SchedulerOutput`."""

@@ -37,8 +37,6 @@ def needs_v1(config: DasConfig) -> str | None:
         return f"das.drafter={config.drafter!r} needs it; on V2 run {', '.join(V2_DRAFTERS)}"
     if os.environ.get(RUNNER_VARIABLE) == "0":
         return f"{RUNNER_VARIABLE}=0 in the environment"
-    if config.drafter != "none" and os.environ.get(RUNNER_VARIABLE) != "1":
-        return f"drafting on V2 has not run on a GPU yet; {RUNNER_VARIABLE}=1 in the environment chooses it"
     if lacking := compat.missing_on_v2():
         return f"vLLM {installed} lacks {', '.join(map(str, lacking))}"
     return None

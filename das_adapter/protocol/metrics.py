@@ -88,25 +88,25 @@ class Counters:
     """What makes the drafter useless although it does not fail: its weights were not synced, or almost nothing is
     accepted. Survives `take`, until the next weight sync."""
 
-    def step(self, sampled: Sequence[Sequence[int]], drafts: Sequence[int], seconds: float = 0.0) -> None:
+    def step(self, got: Sequence[int], drafts: Sequence[int], seconds: float = 0.0) -> None:
         """Count one decode step.
 
         Args:
-            sampled: tokens each request of the batch got; empty where its prompt is still being read.
+            got: how many tokens each request of the batch got; 0 where its prompt is still being read.
             drafts: draft tokens each request carried into the step.
             seconds: it took.
         """
         self.steps += 1
         self.busy_seconds += seconds
-        for tokens, drafted in zip(sampled, drafts, strict=True):
+        for tokens, drafted in zip(got, drafts, strict=True):
             if not tokens:
                 continue
             self.request_forwards += 1
-            self.tokens += len(tokens)
+            self.tokens += tokens
             if drafted:
                 self.drafted_forwards += 1
                 self.draft_tokens += drafted
-                self.accepted_tokens += len(tokens) - 1
+                self.accepted_tokens += min(tokens - 1, drafted)
 
     def take(self) -> EngineStats:
         """Return the counts as plain numbers (`merge` adds them up over workers), and start again at zero."""

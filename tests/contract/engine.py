@@ -2,13 +2,14 @@
 
 Every job runs in a fork; what the first one imported is imported before the others. Job: `log` (file for the engine's
 messages), `das` (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env`
-(environment variables), `standalone` (the block comes from the environment, and no host looks after the engine). A
-round: `requests` with `prompt` and `params`, `copies` of them, and, to be done after them, if given, `perturb`: change
-the policy's weights by so much; `draft_weights`: send a file as the drafter's weights, as this `host` does;
-`lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up; `refresh`: sync to this weight
-version; `unrecorded`: hand over none of the texts; `refused`: labels of further requests, see `refusal`; `shared`:
-publish the texts in this directory, instead of handing them over; `lose`: remove its `generation` or the `directory`
-before the engine reads it; `fresh_copy`: compare the policy copy with a fresh one.
+(environment variables), `standalone` (the block comes from the environment, and no host looks after the engine),
+`interpreted` (V2: run the kernels that NumPy stands in for, and compare). A round: `requests` with `prompt` and
+`params`, `copies` of them, `aborted`: so many more, which are aborted when they have begun to write; and, to be done
+after them, if given, `perturb`: change the policy's weights by so much; `draft_weights`: send a file as the drafter's
+weights, as this `host` does; `lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up;
+`refresh`: sync to this weight version; `unrecorded`: hand over none of the texts; `refused`: labels of further
+requests, see `refusal`; `shared`: publish the texts in this directory, instead of handing them over; `lose`: remove its
+`generation` or the `directory` before the engine reads it; `fresh_copy`: compare the policy copy with a fresh one.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     else:
         os.environ.update(engine_env(das))
     if V2:
-        v2_cpu.stand_in(kernels=not job.get("interpreted"))
+        v2_cpu.stand_in(bool(job.get("interpreted")))
     if job.get("sabotage"):
         sabotage(job["sabotage"])
     if job.get("asynchronous"):
@@ -200,9 +201,12 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     logs = not job.get("engine", {}).get("disable_log_stats", True)
     for part in job["rounds"]:
         requests = part["requests"] * part.get("copies", 1)
+        asked = requests + requests[: part.get("aborted", 0)]
+        if len(asked) > len(requests):
+            abort_last(llm, len(asked) - len(requests))
         outputs = llm.generate(
-            [{"prompt_token_ids": r["prompt"]} for r in requests],
-            [SamplingParams(**_params(r["params"])) for r in requests],
+            [{"prompt_token_ids": r["prompt"]} for r in asked],
+            [SamplingParams(**_params(r["params"])) for r in asked],
             use_tqdm=False,
         )
         refused = [refusal(llm, requests[0], label) for label in part.get("refused", ())]
@@ -267,6 +271,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         result["runner"] = type(runner).__module__
         result["lookahead"] = core.scheduler.num_lookahead_tokens
         result["memory"] = memory()
+        result["compared"] = dict(v2_cpu.compared()) if V2 else {}
         result["samplers"] = [type(getattr(runner, name, None)).__module__ for name in ("sampler", "rejection_sampler")]
         results.append(result)
     if runner is None:
@@ -383,6 +388,22 @@ def graphs(runner: Any, most: int) -> list[str]:
     return [f"{kind.name} {batch.num_tokens}" for kind, batch in found]
 
 
+def abort_last(llm: Any, number: int) -> None:
+    """Abort the last requests after six steps of the engine."""
+    engine = llm.llm_engine
+    stock, steps, ids = type(engine).step, itertools.count(), []
+
+    def step() -> Any:
+        at = next(steps)
+        if not at:
+            ids.extend(list(engine.output_processor.request_states)[-number:])
+        if at == 6:
+            engine.abort_request(ids, internal=True)
+        return stock(engine)
+
+    engine.step = step
+
+
 def refusal(llm: Any, request: dict[str, Any], label: dict[str, Any]) -> str | None:
     """Send a request with a label as a stranger may write it; return how its refusal begins."""
     from vllm import SamplingParams
@@ -445,7 +466,8 @@ def sleep(llm: Any, level: int) -> None:
     if level == 2:
         for parameter in runner.model.parameters():
             parameter.data.zero_()
-        for _, weight in runner.drafter.copy.copy.layers:
+        copy = getattr(getattr(runner, "drafter", None), "copy", None)
+        for _, weight in copy.copy.layers if copy else ():
             for tensor in weight.tensors():
                 tensor.zero_()
         perturb(runner.model, 0.0)  # what the host sends after waking up
@@ -475,6 +497,10 @@ def memory() -> int:
 def _params(params: dict[str, Any]) -> dict[str, Any]:
     if "logit_bias" in params:  # JSON has no integer keys
         params = {**params, "logit_bias": {int(token): bias for token, bias in params["logit_bias"].items()}}
+    if "structured_outputs" in params:
+        from vllm.sampling_params import StructuredOutputsParams
+
+        params = {**params, "structured_outputs": StructuredOutputsParams(**params["structured_outputs"])}
     return {"logprobs": 0, **params}
 
 

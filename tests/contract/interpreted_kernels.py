@@ -4,13 +4,11 @@ own."""
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import device_reference
 import numpy as np
 import pytest
 import torch
-import v2_cpu  # first: Triton reads its environment when it is imported
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2.device_index import DeviceIndex
@@ -87,20 +85,3 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(seed: int, vocabula
         for name in ("real", "confidence", "_offered", "_then", "_cells", "_sources", "_chance"):
             assert torch.equal(getattr(kernels, name), getattr(plain, name)), name
     assert int(kernels._cells[:, 0].sum()) > 10
-
-
-def test_the_noise_that_stands_in_is_vllms() -> None:
-    import vllm.v1.worker.cpu.model_runner  # noqa: F401
-    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
-
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(12, 1100, generator=generator) * 3
-    logits[0, 5:] = -float("inf")
-    slots = torch.randint(0, 8, (12,), generator=generator)
-    seed = torch.randint(-(2**63), 2**63 - 1, (8,), generator=generator)
-    pos = torch.randint(0, 32000, (12,), generator=generator)
-    temperature = torch.ones(8)
-    temperature[3] = 0
-    arguments: Any = (logits, slots, temperature, seed, pos)
-    expected = gumbel_sample(*arguments, apply_temperature=False, is_drafting=False)
-    assert torch.equal(v2_cpu.gumbel_sample(*arguments, apply_temperature=False), expected)

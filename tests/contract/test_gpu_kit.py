@@ -15,6 +15,7 @@ CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNA
        "MKL_CBWR": "AUTO,STRICT"}  # fmt: skip
 EXACT = {
     "kernel": ["draws that differ from the definition, near-ties apart"],
+    "index": ["requests whose drafts differ from the reference's", "bytes per sealed token"],
     "replay": ["forced tokens that were not written"],
     "lossless": ["responses that differ with batch-invariant kernels", "tokens drawn with the key of another position"],
     "robust": ["errors of the policy copy after sleep", "errors of the crowded engine"],
@@ -28,7 +29,9 @@ def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> 
     command = [sys.executable, RUN, "--shape", "tiny", "--out", tmp_path]
     run = subprocess.run(command, env={**os.environ, **CPU}, capture_output=True, text=True, check=False)
     written = {p.name.split("_")[1]: json.loads(p.read_text()) for p in tmp_path.glob("gpu_*_tiny.json")}
-    assert set(written) == {"kernel", "gate", "sweep", "trace", "replay", "lossless", "robust", "ranks"}, run.stderr
+    assert set(written) == {"kernel", "gate", "sweep", "trace", "replay", "lossless", "robust", "ranks", "index"}, (
+        run.stderr
+    )
     for part, content in written.items():
         assert content["provenance"]["hardware"]["cpu"]
         verdicts = {v["bar"]: v for v in content["bars"]}

@@ -74,7 +74,7 @@ def test_the_environment_may_hold_or_name_the_block(monkeypatch: pytest.MonkeyPa
         ("DAS_CONFIG", "/nowhere/das.yaml", "DAS_CONFIG: found '/nowhere/das.yaml', allowed: a das: block"),
         ("DAS_CONFIG", '{"das": null}', "found an empty block"),
         ("DAS_CONFIG", '{"history": {"persist": "/tmp"}}', "das.history.persist: found '/tmp', allowed: null, because"),
-        ("VLLM_USE_V2_MODEL_RUNNER", "1", "VLLM_USE_V2_MODEL_RUNNER: found '1', das.drafter='history' needs '0'"),
+        ("VLLM_USE_V2_MODEL_RUNNER", "1", "VLLM_USE_V2_MODEL_RUNNER: found '1', allowed: '0', because"),
     ],
 )
 def test_what_an_engine_without_a_host_cannot_do_stops_it(

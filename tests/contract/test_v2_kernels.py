@@ -29,7 +29,7 @@ def test_kernels_equal_their_reference_in_the_interpreter(newest_env: dict[str, 
         env={**os.environ, **newest_env, **v2_cpu.ENV}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-4000:]
-    assert "3 passed" in run.stdout
+    assert "2 passed" in run.stdout
 
 
 def test_the_device_drafts_as_the_hosts_index_does(monkeypatch: pytest.MonkeyPatch) -> None:

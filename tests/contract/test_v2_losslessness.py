@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from test_losslessness import EVERY_PARAMETER, PLAIN, requests, two_rounds
 
-pytestmark = pytest.mark.long
 SMALL = {"history": {"device_bytes": "2MiB"}}
 HISTORY = {
     "drafter": "history",
@@ -16,8 +15,9 @@ HISTORY = {
     "toggle": {"mode": "off"},
     **SMALL,
 }
-ARMS = {
+ARMS: dict[str, dict[str, Any]] = {
     "history": {"das": HISTORY},
+    "crowded": {"das": HISTORY, "engine": {"block_size": 32, "num_gpu_blocks_override": 18}},
     "controlled": {"das": SMALL},
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
@@ -25,25 +25,35 @@ ARMS = {
 }
 
 
+def shortened(params: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
+    """The same requests, up to so many tokens."""
+    return [{**p, "max_tokens": tokens, **({"min_tokens": tokens} if "min_tokens" in p else {})} for p in params]
+
+
+def synced(*parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One round after another, with a weight sync after each."""
+    rounds = [part for both in parts for part in both]
+    return [{**part, "refresh": version} for version, part in enumerate(rounds, 1)]
+
+
 def stock(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rounds for an engine without das-adapter: the label's seed is vLLM's own, and nothing is handed over."""
     return [{"requests": [{**r, "params": {**r["params"], "seed": r["params"]["extra_args"]["das_seed"]}}
-                          for r in part["requests"]]} for part in rounds]  # fmt: skip
+                          for r in part["requests"]],
+             **{name: part[name] for name in ("brief", "aborted", "perturb", "sleep") if name in part}}
+            for part in rounds]  # fmt: skip
 
 
-SHORT = [(PLAIN, "history"), (EVERY_PARAMETER, "history")]
-LONG = [(params, arm) for params in (PLAIN, EVERY_PARAMETER) for arm in ARMS if arm != "history"]
+ROUNDS = synced(two_rounds(requests(shortened(PLAIN, 60))), two_rounds(requests(shortened(EVERY_PARAMETER, 30))))
+"""Twelve requests with nothing but a temperature, twice, and twelve with every parameter, twice."""
 
 
 @pytest.mark.parametrize(
-    ("params", "arm"),
-    [pytest.param(*pair, marks=marks, id=f"{'plain' if pair[0] is PLAIN else 'every-parameter'}-{pair[1]}")
-     for pairs, marks in ((SHORT, ()), (LONG, pytest.mark.long)) for pair in pairs],
-)  # fmt: skip
-def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, params: list[dict[str, Any]]) -> None:
-    rounds = two_rounds(requests(params))
-    reference = v2_engine(das=None, rounds=stock(rounds))
-    result = v2_engine(**ARMS[arm], rounds=rounds)
+    "arm", [a if a in ("history", "crowded") else pytest.param(a, marks=pytest.mark.long) for a in ARMS]
+)
+def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str) -> None:
+    reference = v2_engine(das=None, rounds=stock(ROUNDS))
+    result = v2_engine(**ARMS[arm], rounds=ROUNDS)
     for expected, found in zip(reference, result, strict=True):
         assert found["runner"] == expected["runner"] == "vllm.v1.worker.cpu.model_runner"
         assert found["asynchronous"] and expected["asynchronous"]
@@ -51,23 +61,14 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, params: l
         for tokens, a, b in zip(found["tokens"], expected["logprobs"], found["logprobs"], strict=True):
             assert len(b) == len(tokens) > 0
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
-    if arm in ("history", "garbage"):
+    if arm in ("history", "crowded", "garbage"):
         assert sum(r["stats"]["draft_tokens"] for r in result) > 300
-
-
-@pytest.mark.long
-def test_verification_by_ratio_would_write_other_tokens(v2_engine: Any) -> None:
-    rounds = two_rounds(requests(PLAIN))
-    reference = v2_engine(das=None, rounds=stock(rounds))
-    rounds = stock(rounds)
-    rounds[0]["refresh"] = 1
-    result = v2_engine(das={**HISTORY, "verify": {"noise": "stock"}}, rounds=rounds)
-    assert result[1]["stats"]["accepted_tokens"] > 50
-    assert result[1]["tokens"] != reference[1]["tokens"]
+    if arm == "crowded":
+        assert result[-1]["preemptions"] > 0 == reference[-1]["preemptions"]
 
 
 def test_history_of_the_last_round_is_drafted_and_accepted(v2_engine: Any) -> None:
-    first, second = v2_engine(das=HISTORY, rounds=two_rounds(requests(PLAIN)))
+    first, second = v2_engine(**ARMS["history"], rounds=ROUNDS)[:2]
     pace = [r["stats"]["tokens"] / r["stats"]["request_forwards"] for r in (first, second)]
     assert pace[1] > 1.3 * pace[0] > 1.3
     assert second["stats"]["history_tokens"] == sum(map(len, first["tokens"]))
@@ -75,12 +76,33 @@ def test_history_of_the_last_round_is_drafted_and_accepted(v2_engine: Any) -> No
     assert second["stats"]["tokens"] == sum(map(len, second["tokens"]))
 
 
+def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(v2_engine: Any) -> None:
+    reference = v2_engine(das=None, rounds=stock(ROUNDS))[2:]
+    das = {**HISTORY, "budget": {**HISTORY["budget"], "max_draft_tokens": 2}}
+    rounds = synced(two_rounds(requests(shortened(EVERY_PARAMETER, 4), 9)))
+    result = v2_engine(das=das, rounds=rounds, interpreted=True)
+    for found, expected in zip(result, reference, strict=True):
+        assert found["tokens"] == [tokens[:4] for tokens in expected["tokens"][:9]]
+    assert result[1]["stats"]["draft_tokens"] > 5
+    assert len(result[1]["compared"]) == 17
+    assert min(result[1]["compared"].values()) > 1
+
+
+@pytest.mark.long
+def test_verification_by_ratio_would_write_other_tokens(v2_engine: Any) -> None:
+    reference = v2_engine(das=None, rounds=stock(ROUNDS))
+    rounds = [{**part, "refresh": version} for version, part in enumerate(stock(ROUNDS[:2]), 1)]
+    result = v2_engine(das={**HISTORY, "verify": {"noise": "stock"}}, rounds=rounds)
+    assert result[1]["stats"]["accepted_tokens"] > 50
+    assert result[1]["tokens"] != reference[1]["tokens"]
+
+
 @pytest.mark.long
 def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any) -> None:
-    result = v2_engine(**ARMS["failing"], rounds=two_rounds(requests(PLAIN)))
-    assert "broken on purpose" in result[-1]["stats"]["error"]
+    result = v2_engine(**ARMS["failing"], rounds=ROUNDS)
     assert result[0]["stats"]["error"] is None
-    assert result[0]["log"].count("the history drafter failed and is off") == 1
+    assert all("broken on purpose" in r["stats"]["error"] for r in result[1:])
+    assert result[0]["log"].count("the history drafter failed and is off") == 3  # once a weight sync
 
 
 @pytest.mark.long
@@ -93,22 +115,11 @@ def test_many_requests_with_siblings_preemptions_and_weight_syncs(v2_engine: Any
             request["params"]["extra_args"] |= {"das_seed": 10_000 * version + i, "das_problem": i // 6}
         rounds.append({"requests": asked, "refresh": version, "brief": True})
     engine = {"block_size": 32, "num_gpu_blocks_override": 24}
-    reference = v2_engine(das=None, engine=engine, rounds=[{**r, "brief": True} for r in stock(rounds)])
+    reference = v2_engine(das=None, engine=engine, rounds=stock(rounds))
     result = v2_engine(das=HISTORY, engine=engine, rounds=rounds)
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert result[-1]["preemptions"] > 0 < reference[-1]["preemptions"]
     assert result[-1]["stats"]["accepted_tokens"] > 300
-
-
-@pytest.mark.long
-def test_the_kernels_draft_in_an_engine_what_their_reference_does(v2_engine: Any) -> None:
-    asked = requests([{"temperature": 1.0, "max_tokens": 16}], 6)
-    das = {**HISTORY, "budget": {**HISTORY["budget"], "max_draft_tokens": 4}}
-    result = [v2_engine(das=das, rounds=two_rounds(asked), interpreted=x) for x in (False, True)]
-    for plain, kernels in zip(*result, strict=True):
-        assert plain["tokens"] == kernels["tokens"]
-        for name in ("draft_tokens", "accepted_tokens", "request_forwards"):
-            assert plain["stats"][name] == kernels["stats"][name] > 0
 
 
 @pytest.mark.long

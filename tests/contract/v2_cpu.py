@@ -1,8 +1,9 @@
 """vLLM's V2 model runner on a machine without a GPU: its kernels and das-adapter's run in Triton's interpreter.
 
 What the interpreter or the CPU platform lack is lifted here: a Triton driver, asynchronous scheduling, the kernel of
-top-k and top-p (vLLM has it in PyTorch as well). Noise, and the history's kernels, take the interpreter most of a
-step's time: NumPy stands in for them, bit for bit (`test_v2_kernels.py`), unless a job asks for the kernels.
+top-k and top-p (vLLM has it in PyTorch as well). In the interpreter a step's time goes into the kernels of the sampler,
+of the inputs and of the history: NumPy stands in for them, but for jobs that are `interpreted`; see `v2_stand_ins.py`
+and `device_reference.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 VARIABLE = "DAS_TEST_V2"
@@ -42,18 +42,25 @@ def lift_limits() -> None:
     CpuPlatform.check_and_update_config = classmethod(check)
 
 
-def stand_in(kernels: bool) -> None:
-    """Put NumPy in the place of the noise's kernel and, if asked for, of the history's."""
-    import vllm.v1.worker.cpu.model_runner  # noqa: F401  # first, it replaces parts of torch
-    from vllm.v1.worker.gpu.sample import gumbel, sampler
+def stand_in(interpreted: bool) -> None:
+    """Put NumPy in the place of kernels of vLLM and of the history; `interpreted`: run them all, and hold vLLM's
+    against what stands in for them elsewhere."""
+    import v2_stand_ins
 
-    gumbel.gumbel_sample = sampler.gumbel_sample = gumbel_sample
-    if kernels:
+    v2_stand_ins.install(compared=interpreted)
+    if not interpreted:
         from device_reference import launch
 
         from das_adapter.engine.v2.device_index import DeviceIndex
 
         DeviceIndex._launch = launch
+
+
+def compared() -> dict[str, int]:
+    """Return how often each of vLLM's kernels was held against what stands in for it."""
+    import v2_stand_ins
+
+    return v2_stand_ins.COMPARED
 
 
 def sabotage(kind: str) -> None:
@@ -74,53 +81,6 @@ def sabotage(kind: str) -> None:
         return drafts
 
     DeviceIndex.draft = draft  # type: ignore[method-assign]
-
-
-U, F = np.uint32, np.float32
-
-
-def _mix(h: Any, key: Any) -> Any:
-    key = key * U(0xCC9E2D51)
-    key = ((key << U(15)) | (key >> U(17))) * U(0x1B873593)
-    h = h ^ key
-    return ((h << U(13)) | (h >> U(19))) * U(5) + U(0xE6546B64)
-
-
-def _uniforms(seed: np.ndarray, pos: np.ndarray, vocab: int) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        seed, pos = seed.astype(np.uint64), pos.astype(np.uint64)
-        h = np.zeros(len(seed), dtype=U)
-        for word in (seed & 0xFFFFFFFF, seed >> np.uint64(32), pos & 0xFFFFFFFF):
-            h = _mix(h, word.astype(U))
-        h = _mix(h[:, None], np.arange(vocab, dtype=U)[None, :]) ^ U(16)
-        h ^= h >> U(16)
-        h *= U(0x85EBCA6B)
-        h ^= h >> U(13)
-        h *= U(0xC2B2AE35)
-        h ^= h >> U(16)
-    high, low = (h >> U(16)).astype(F), (h & U(0xFFFF)).astype(F)
-    return high * F(2.0**-16) + (low + F(0.5)) * F(2.0**-32)
-
-
-def _noise(u: np.ndarray) -> np.ndarray:
-    p = np.full_like(u, 1 / 8)
-    for d in (7, 6, 5, 4, 3, 2, 1):
-        p = F(1 / d) + u * p
-    with np.errstate(divide="ignore"):
-        direct = np.log(np.maximum(F(1) - u, F(2.0**-24)))
-        return -np.log(-np.where(u < F(0.25), -u * p, direct))
-
-
-def gumbel_sample(
-    logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, pos: torch.Tensor,
-    apply_temperature: bool, is_drafting: bool = False, use_fp64: bool = False, **others: Any,
-) -> torch.Tensor:  # fmt: skip
-    """Draw one token a row, as vLLM's `gumbel_sample` does."""
-    assert not (apply_temperature or is_drafting or use_fp64 or others)
-    rows, at = logits.float().numpy(), slots.numpy()
-    drawn = rows + _noise(_uniforms(seed.numpy()[at], pos.numpy(), rows.shape[1]))
-    greedy = temperature.numpy()[at] == 0
-    return torch.from_numpy(np.where(greedy[:, None], rows, drawn).argmax(1))
 
 
 if os.environ.get(VARIABLE):

@@ -13,7 +13,7 @@ from das_adapter.protocol import engine_args as args
 def newest(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(compat, "version", lambda host: "0.32.0")
     monkeypatch.setattr(compat, "missing_on_v2", list)
-    monkeypatch.setenv(args.RUNNER_VARIABLE, "1")
+    monkeypatch.delenv(args.RUNNER_VARIABLE, raising=False)
     return monkeypatch
 
 
@@ -41,9 +41,6 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     assert needs_v1({"drafter": "self"}) == "das.drafter='self' needs it; on V2 run none, history"
     newest.setenv(args.RUNNER_VARIABLE, "0")
     assert needs_v1({}) == "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
-    newest.delenv(args.RUNNER_VARIABLE)
-    assert "has not run on a GPU yet; VLLM_USE_V2_MODEL_RUNNER=1" in (needs_v1({}) or "")
-    assert needs_v1({"drafter": "none", "verify": {"noise": "keyed"}}) is None
     newest.setenv(args.RUNNER_VARIABLE, "1")
     assert needs_v1({}) is None
     newest.setattr(compat, "missing_on_v2", lambda: [compat.Symbol("vllm.x", "gone", "")])

@@ -12,16 +12,16 @@ from das_adapter.protocol.metrics import Counters, RolloutClock, faults, merge
 from das_adapter.service.ledger import Ledger
 
 
-def counted(*steps: tuple[list[list[int]], list[int]]) -> dict:
+def counted(*steps: tuple[list[int], list[int]]) -> dict:
     counters = Counters()
-    for sampled, drafts in steps:
-        counters.step(sampled, drafts)
+    for got, drafts in steps:
+        counters.step(got, drafts)
     return counters.take()
 
 
 def test_figures_of_a_hand_counted_step() -> None:
     # One request still reads its prompt, one decodes plainly, one drafted 4 and kept 2, one drafted 3 and kept none.
-    figures = merge([counted(([[], [5], [1, 2, 3], [9]], [0, 0, 4, 3]))])
+    figures = merge([counted(([0, 1, 3, 1], [0, 0, 4, 3]))])
     assert figures["das/tokens_per_forward"] == pytest.approx(5 / 3)
     assert figures["das/draft_coverage"] == pytest.approx(2 / 3)
     assert figures["das/acceptance_length"] == pytest.approx(1 + 2 / 2)
@@ -29,14 +29,19 @@ def test_figures_of_a_hand_counted_step() -> None:
     assert figures["das/health"] == 1.0
 
 
+def test_a_token_behind_the_draft_is_not_an_accepted_one() -> None:
+    # A draft of 2 was filled up to 4 for vLLM, and one of the fillers happened to be right.
+    assert counted(([4], [2]))["accepted_tokens"] == 2
+
+
 def test_replicas_add_up() -> None:
-    a, b = counted(([[1, 2]], [1])), counted(([[1]], [0]), ([[1]], [0]))
+    a, b = counted(([2], [1])), counted(([1], [0]), ([1], [0]))
     assert merge([a, b])["das/tokens_per_forward"] == pytest.approx(4 / 3)
 
 
 def test_taking_starts_again_but_remembers_a_failure() -> None:
     counters = Counters(error="boom")
-    counters.step([[1]], [0])
+    counters.step([1], [0])
     assert counters.take()["tokens"] == 1
     assert counters.take() == {**Counters().take(), "error": "boom"}
 

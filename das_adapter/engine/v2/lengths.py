@@ -148,7 +148,8 @@ class DraftLengths:
         slots = np.array([request.slot for request in live], dtype=np.int64)
         if step.decodes and self._last is not None and len(live):
             seconds = now - self._last
-            decisions.timed(self.controller, self.log, TimedStep(slots, got, sum(step.scheduled.values()), seconds))
+            tokens = sum(step.scheduled[request.req_id] for request in live)  # others ended in the step before
+            decisions.timed(self.controller, self.log, TimedStep(slots, got, tokens, seconds))
         self._last = now
         self._pending = step
         if step.offer is None or step.offer.arrived:
@@ -213,16 +214,9 @@ class DraftLengths:
 
     def _count(self, step: Step, live: list[LiveRequest], got: np.ndarray, carried: np.ndarray, now: float) -> None:
         accepted = np.minimum(got - 1, carried)
-        training = np.array([request.record for request in live], dtype=bool)
-        if training.any():
-            counters = self._counters
-            counters.steps += 1
-            counters.busy_seconds += now - max(step.began, self._last or step.began)
-            counters.request_forwards += int(training.sum())
-            counters.tokens += int(got[training].sum())
-            counters.drafted_forwards += int((carried[training] > 0).sum())
-            counters.draft_tokens += int(carried[training].sum())
-            counters.accepted_tokens += int(accepted[training].sum())
+        training = [request.record for request in live]
+        if any(training):
+            self._counters.step((got * training).tolist(), carried.tolist(), now - max(step.began, self._last or 0.0))
         if carried.any():
             self.history.verified(live, carried, accepted)
             if self.log is not None:

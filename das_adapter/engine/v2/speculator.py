@@ -111,7 +111,10 @@ class HistorySpeculator(BaseSpeculator):
     def capture(self, *_: Any) -> None:
         """Capture a step for the batch sizes that vLLM has graphs of."""
         if self.index is not None and self.index.device.type == "cuda":
-            self.index.capture(self._capture_sizes)
+            try:
+                self.index.capture(self._capture_sizes)
+            except Exception as error:
+                self.fail(error)
 
     def take_offer(self) -> Offer | None:
         """Return what was drafted in this step, once; None: nothing was looked for."""

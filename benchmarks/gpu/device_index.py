@@ -1,0 +1,106 @@
+"""Part 9, `index`: the history's kernels on vLLM's V2 runner: their drafts against the plain reference's, and what a
+proposal takes."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from engines import SHAPES, Plan, apart
+from sampling import microseconds
+
+CONTRACT = Path(__file__).resolve().parents[2] / "tests" / "contract"
+GROUP, STEPS, COMPARED = 8, 16, 8
+
+
+class World:
+    """A batch in groups that write the same with mistakes, on a device; its problems have sealed text."""
+
+    def __init__(self, plan: Plan, batch: int, length: int, device: str) -> None:
+        from das_adapter.core.index import SuffixIndex
+        from das_adapter.engine.v2.device_index import DeviceIndex
+
+        rng, vocabulary = np.random.default_rng(batch), SHAPES[plan.shape]["vocab_size"]
+        problems = -(-batch // GROUP)
+        poems = rng.integers(0, vocabulary, (problems, length), dtype=np.int32)
+
+        def variation(problem: int) -> np.ndarray:
+            wrong = rng.random(length) < 0.1
+            return np.where(wrong, rng.integers(0, vocabulary, length), poems[problem]).astype(np.int32)
+
+        sealed = SuffixIndex()
+        for problem in range(problems):
+            for _ in range(GROUP):
+                sealed.add(problem, variation(problem), 0)
+        sealed.seal()
+        self.tokens = problems * GROUP * length
+        texts = torch.zeros(batch, length + 8, dtype=torch.int32)
+        for slot in range(batch):
+            texts[slot, 8:] = torch.from_numpy(variation(slot // GROUP))
+        self.total = torch.from_numpy(rng.integers(length // 2, length, batch).astype(np.int32)).to(device)
+        words = 3 * self.tokens + 2**16
+        self.index = DeviceIndex(texts.to(device), min(STEPS, length // 4), words, 0.0, vocabulary)
+        self.index.weigh(sealed.fading)
+        self.index.open([(slot, slot // GROUP, 8) for slot in range(batch)])
+        while not self.index.bring(sealed):
+            pass
+        self.slots = torch.arange(batch, device=device)
+        self.sampled = torch.ones(batch, dtype=torch.int32, device=device)
+
+    def draft(self) -> torch.Tensor:
+        """Draft for the whole batch."""
+        return self.index.draft(self.slots, self.sampled, self.total)
+
+
+def measure(plan: Plan) -> dict[str, Any]:
+    """Run the part; where there is no GPU, in Triton's interpreter."""
+    return apart(plan, index, plan, env={"TRITON_INTERPRET": "1"} if plan.tiny else {}, fresh=True)
+
+
+def index(plan: Plan) -> dict[str, Any]:
+    """Compare drafts with the reference's, and time a proposal, by batch and length of the texts."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = {}
+    for length in plan.contexts if not plan.tiny else plan.contexts[:1]:
+        for batch in plan.batches if not plan.tiny else plan.batches[-1:]:
+            world = World(plan, batch, 2 * length, device)
+            if device == "cuda":
+                world.index.capture([batch])
+            drafts, real = world.draft().cpu(), world.index.real[:batch].cpu()
+            rows[f"{batch} x {2 * length}"] = {
+                "wrong": _wrong(plan, batch, 2 * length, drafts),
+                "drafted": float(real.float().mean()),
+                "bytes_per_token": 4 * world.index.arena.used / world.tokens,
+                "proposal_us": microseconds(world.draft, 1 if plan.tiny else 30),
+            }
+    return {"rows": rows}
+
+
+def bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
+    """Name, value and upper limit of each bar."""
+    rows = found["rows"]
+    at = next((name for name in rows if name.startswith("256 x 4096")), max(rows, key=lambda n: rows[n]["proposal_us"]))
+    return [
+        ("requests whose drafts differ from the reference's", sum(row["wrong"] for row in rows.values()), 0),
+        (f"microseconds of a proposal, {at} tokens", rows[at]["proposal_us"], 150),
+        ("bytes per sealed token", max(row["bytes_per_token"] for row in rows.values()), 8.5),
+    ]
+
+
+def _wrong(plan: Plan, batch: int, length: int, drafts: torch.Tensor) -> int:
+    """Count the first requests whose drafts are others than those of the same world in NumPy."""
+    sys.path.insert(0, str(CONTRACT))
+    from device_reference import launch
+
+    plain = World(plan, batch, length, "cpu")
+    plain.index._launch = functools.partial(_some, launch, plain.index)  # type: ignore[method-assign]
+    expected = plain.draft()[:COMPARED]
+    return int((drafts[:COMPARED] != expected).any(1).sum())
+
+
+def _some(launch: Any, index: Any, requests: int) -> None:
+    launch(index, min(requests, COMPARED))

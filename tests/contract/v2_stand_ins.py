@@ -1,0 +1,369 @@
+"""Kernels of vLLM's V2 model runner in NumPy: Triton's interpreter takes a millisecond or more for each request and
+each row of logits. A job that is `interpreted` runs both and compares them, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+U, F = np.uint32, np.float32
+NEVER = F(-np.inf)
+
+
+COMPARED: dict[str, int] = {}
+"""How often what stands in was compared with what it stands for."""
+
+
+class Launch:
+    """Stands in the place of a kernel, `kernel[grid](*args, **constants)`: computes with its tensors and constants."""
+
+    def __init__(self, compute: Callable[..., None], kernel: Any) -> None:
+        """
+        Args:
+            compute: called with the tensors among the arguments, None where one is missing, and the constants.
+            kernel: is run as well, and the results are compared; None: it is not.
+        """
+        self._compute, self._kernel = compute, kernel
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def run(*args: Any, **constants: Any) -> None:
+            tensors = [x for x in args if x is None or isinstance(x, torch.Tensor)]
+            if self._kernel is None:
+                return self._compute(*tensors, **constants)
+            copies = [None if x is None else x.clone() for x in tensors]
+            self._kernel[grid](*args, **constants)
+            self._compute(*copies, **constants)
+            return compare(self._compute, copies, tensors)
+
+        return run
+
+
+def compare(compute: Callable[..., Any], found: Sequence[torch.Tensor | None], expected: Sequence[Any]) -> None:
+    """Hold what stands in against what it stands for."""
+    for a, b in zip(found, expected, strict=True):
+        assert a is None or a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes(), compute.__doc__
+    COMPARED[compute.__name__] = COMPARED.get(compute.__name__, 0) + 1
+
+
+def install(compared: bool) -> None:
+    """Put them in the place of vLLM's; `compared`: compute both."""
+    import vllm.v1.worker.cpu.model_runner  # noqa: F401  # first, it replaces parts of torch
+    from vllm.v1.worker.gpu import block_table, input_batch, structured_outputs
+    from vllm.v1.worker.gpu.sample import bad_words, gumbel, logit_bias, logprob, min_p, penalties, sampler
+    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+    for owners, compute, written in (
+        ((gumbel, sampler), gumbel_sample, lambda *_: []),
+        ((block_table.BlockTables,), gather_block_tables, lambda tables, *_: tables.input_block_tables),
+        ((block_table.BlockTables,), compute_slot_mappings, lambda tables, *_: [tables.slot_mappings]),
+    ):
+        stock = getattr(owners[0], compute.__name__)
+        for owner in owners:
+            setattr(owner, compute.__name__, both(compute, stock, written) if compared else compute)
+    for module, name, compute in (
+        (gumbel, "_temperature_kernel", temper),
+        (logprob, "_topk_log_softmax_kernel", log_softmax),
+        (logprob, "_ranks_kernel", rank),
+        (penalties, "_penalties_kernel", penalise),
+        (logit_bias, "_bias_kernel", bias_logits),
+        (bad_words, "_bad_words_kernel", forbid_words),
+        (min_p, "_min_p_kernel", cut_improbable),
+        (input_batch, "_prepare_prefill_inputs_kernel", read_prompts),
+        (input_batch, "_prepare_pos_seq_lens_kernel", place),
+        (input_batch, "_combine_sampled_and_draft_tokens_kernel", read_drafts),
+        (input_batch, "_expand_idx_mapping_kernel", expand),
+        (input_batch, "_get_num_sampled_and_rejected_kernel", count),
+        (input_batch, "_post_update_kernel", append),
+        (rejection_sampler, "_flatten_sampled_kernel", flatten),
+    ):
+        setattr(module, name, Launch(compute, getattr(module, name) if compared else None))
+    structured_outputs._apply_grammar_bitmask_kernel = Launch(mask, None)  # the interpreter cannot run it
+
+
+def both(compute: Callable[..., Any], stock: Callable[..., Any], written: Callable[..., Any]) -> Callable[..., Any]:
+    """Compute a function's or a method's answer both ways; `written`: what else it writes to."""
+
+    @functools.wraps(stock)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        answers = []
+        for way in (compute, stock):
+            for target in written(*args):
+                target.zero_()
+            made = way(*args, **kwargs)
+            answers.append([x.clone() for x in (*written(*args), *((made,) if torch.is_tensor(made) else made))])
+        compare(compute, *answers)
+        return made
+
+    return run
+
+
+def gather_block_tables(self: Any, idx_mapping: torch.Tensor, num_reqs_padded: int) -> tuple[torch.Tensor, ...]:
+    """`BlockTables.gather_block_tables`."""
+    for source, target, counts in zip(self.block_tables, self.input_block_tables, self.num_blocks.gpu, strict=True):
+        for row, slot in enumerate(idx_mapping.tolist()):
+            target[row, : counts[slot]] = source.gpu[slot, : counts[slot]]
+        target[len(idx_mapping) : num_reqs_padded] = 0
+    return tuple(table[:num_reqs_padded] for table in self.input_block_tables)
+
+
+def compute_slot_mappings(
+    self: Any, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int
+) -> torch.Tensor:
+    """`BlockTables.compute_slot_mappings`."""
+    starts = query_start_loc[: len(idx_mapping) + 1].numpy()
+    slots = np.repeat(idx_mapping.numpy(), np.diff(starts))
+    pos = positions[: starts[-1]].numpy()
+    self.slot_mappings.fill_(-1)
+    for group, (table, size) in enumerate(zip(self.block_tables, self.block_sizes, strict=True)):
+        mapping = table.gpu.numpy()[slots, pos // size].astype(np.int64) * size + pos % size
+        self.slot_mappings[group, : len(mapping)] = torch.from_numpy(mapping)
+    return self.slot_mappings[:, :num_tokens_padded]
+
+
+def read_prompts(
+    input_ids: torch.Tensor, following: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, texts: torch.Tensor,
+    prefill: torch.Tensor, computed: torch.Tensor, **_: int,
+) -> None:  # fmt: skip
+    """`_prepare_prefill_inputs_kernel`."""
+    for row, slot in enumerate(slots.tolist()):
+        done, whole, (begin, end) = int(computed[slot]), int(prefill[slot]), starts[row : row + 2].tolist()
+        if done < whole:
+            after = done + end - begin
+            input_ids[begin:end] = texts[slot, done:after]
+            for i in range(len(following)):
+                following[i, slot] = texts[slot, after + i] if after + i < whole else 0
+
+
+def place(
+    pos: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, computed: torch.Tensor,
+    **_: int,
+) -> None:  # fmt: skip
+    """`_prepare_pos_seq_lens_kernel`."""
+    seq_lens[len(slots) :] = 0
+    for row, done in enumerate(computed[slots].tolist()):
+        begin, end = starts[row : row + 2].tolist()
+        seq_lens[row] = done + end - begin
+        pos[begin:end] = torch.arange(done, done + end - begin)
+
+
+def read_drafts(
+    input_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor,
+    prefill: torch.Tensor, drafts: torch.Tensor, cu_num_logits: torch.Tensor, logits_indices: torch.Tensor,
+    NUM_NEW_SAMPLED_TOKENS: int = 1, **_: int,
+) -> None:  # fmt: skip
+    """`_combine_sampled_and_draft_tokens_kernel`."""
+    assert NUM_NEW_SAMPLED_TOKENS == 1
+    for row, slot in enumerate(slots.tolist()):
+        first, after = cu_num_logits[row : row + 2].tolist()
+        end, length, whole = int(starts[row + 1]), int(seq_lens[row]), int(prefill[slot])
+        begin = end - (after - first)
+        logits_indices[first:after] = torch.arange(begin, end)
+        if length > whole:
+            if length - (after - first) >= whole:
+                input_ids[begin] = last[slot].view(-1)[0]
+            input_ids[begin + 1 : end] = drafts[slot, : after - first - 1]
+
+
+def expand(
+    slots: torch.Tensor, expanded: torch.Tensor, local: torch.Tensor, cu_num_logits: torch.Tensor, **_: int
+) -> None:
+    """`_expand_idx_mapping_kernel`."""
+    counts = cu_num_logits[: len(slots) + 1].diff()
+    expanded.copy_(slots.repeat_interleave(counts))
+    local.copy_(torch.cat([torch.arange(n) for n in counts.tolist()]))
+
+
+def count(
+    num_sampled: torch.Tensor, num_rejected: torch.Tensor, seq_lens: torch.Tensor, cu_num_logits: torch.Tensor,
+    slots: torch.Tensor, prefill: torch.Tensor,
+) -> None:  # fmt: skip
+    """`_get_num_sampled_and_rejected_kernel`."""
+    reading = seq_lens[: len(slots)] < prefill[slots]
+    num_sampled[reading] = 0
+    num_rejected.copy_((cu_num_logits[: len(slots) + 1].diff() - num_sampled) * ~reading)
+
+
+def append(
+    slots: torch.Tensor, computed: torch.Tensor, last: torch.Tensor, written: torch.Tensor | None,
+    sampled: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, starts: torch.Tensor | None,
+    texts: torch.Tensor, total_len: torch.Tensor, **_: int,
+) -> None:  # fmt: skip
+    """`_post_update_kernel`."""
+    assert written is not None and starts is not None
+    for row, slot in enumerate(slots.tolist()):
+        got, length = int(num_sampled[row]), int(total_len[slot])
+        if slot < 0:
+            continue
+        new = sampled[row, :got]
+        if got:
+            last[slot], total_len[slot] = new[-1], length + got
+            texts[slot, length : length + got] = new
+            np.add.at(written[slot].numpy(), new.numpy(), 1)
+        computed[slot] += starts[row + 1] - starts[row] - num_rejected[row]
+
+
+def mask(
+    logits: torch.Tensor,
+    places: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    bits: torch.Tensor,
+    MASK_STRIDE: int,
+    **_: int,
+) -> None:
+    """`_apply_grammar_bitmask_kernel`."""
+    for row, place in enumerate(places.tolist()):
+        request, local = divmod(place, MASK_STRIDE)
+        first, after = cu_num_logits[request : request + 2].tolist()
+        if first + local < after:
+            allowed = np.unpackbits(bits[row].numpy().view(np.uint8), bitorder="little")[: logits.shape[1]]
+            logits.numpy()[first + local, allowed == 0] = NEVER
+
+
+def flatten(
+    flat: torch.Tensor, sampled: torch.Tensor, num_sampled: torch.Tensor, cu_num_logits: torch.Tensor, **_: int
+) -> None:
+    """`_flatten_sampled_kernel`."""
+    for row, (got, first) in enumerate(zip(num_sampled.tolist(), cu_num_logits.tolist(), strict=False)):
+        flat[first : first + got] = sampled[row, :got]
+
+
+def gumbel_sample(
+    logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, pos: torch.Tensor,
+    apply_temperature: bool, is_drafting: bool = False, use_fp64: bool = False, **others: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Draw one token a row, as vLLM's `gumbel_sample` does."""
+    assert not (apply_temperature or is_drafting or use_fp64 or others)
+    rows, at = logits.float().numpy(), slots.numpy()
+    drawn = rows + _noise(_uniforms(seed.numpy()[at], pos.numpy(), rows.shape[1]))
+    greedy = temperature.numpy()[at] == 0
+    return torch.from_numpy(np.where(greedy[:, None], rows, drawn).argmax(1))
+
+
+def _mix(h: Any, key: Any) -> Any:
+    key = key * U(0xCC9E2D51)
+    key = ((key << U(15)) | (key >> U(17))) * U(0x1B873593)
+    h = h ^ key
+    return ((h << U(13)) | (h >> U(19))) * U(5) + U(0xE6546B64)
+
+
+def _uniforms(seed: np.ndarray, pos: np.ndarray, vocab: int) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        seed, pos = seed.astype(np.uint64), pos.astype(np.uint64)
+        h = np.zeros(len(seed), dtype=U)
+        for word in (seed & 0xFFFFFFFF, seed >> np.uint64(32), pos & 0xFFFFFFFF):
+            h = _mix(h, word.astype(U))
+        h = _mix(h[:, None], np.arange(vocab, dtype=U)[None, :]) ^ U(16)
+        h ^= h >> U(16)
+        h *= U(0x85EBCA6B)
+        h ^= h >> U(13)
+        h *= U(0xC2B2AE35)
+        h ^= h >> U(16)
+    high, low = (h >> U(16)).astype(F), (h & U(0xFFFF)).astype(F)
+    return high * F(2.0**-16) + (low + F(0.5)) * F(2.0**-32)
+
+
+def _noise(u: np.ndarray) -> np.ndarray:
+    p = np.full_like(u, 1 / 8)
+    for d in (7, 6, 5, 4, 3, 2, 1):
+        p = F(1 / d) + u * p
+    with np.errstate(divide="ignore"):
+        direct = np.log(np.maximum(F(1) - u, F(2.0**-24)))
+        return -np.log(-np.where(u < F(0.25), -u * p, direct))
+
+
+def temper(logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor, **_: int) -> None:
+    """`_temperature_kernel`."""
+    rows, own = logits.numpy(), temperature.numpy()[slots.numpy()]
+    hot = (own != 0) & (own != 1)
+    rows[hot] /= own[hot, None]
+
+
+def log_softmax(output: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, BLOCK_SIZE: int, **_: int) -> None:
+    """`_topk_log_softmax_kernel`."""
+    rows = logits.float().numpy()
+    most, total = rows.max(1), np.zeros(len(rows), dtype=F)
+    for begin in range(0, rows.shape[1], BLOCK_SIZE):
+        part = rows[:, begin : begin + BLOCK_SIZE]
+        block = np.zeros((len(rows), BLOCK_SIZE), dtype=F)
+        block[:, : part.shape[1]] = np.exp(part - most[:, None])
+        total += block.sum(1)
+    chosen = np.take_along_axis(rows, ids.numpy(), 1)
+    output.copy_(torch.from_numpy(chosen - most[:, None] - np.log(total)[:, None]))
+
+
+def rank(output: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, **_: int) -> None:
+    """`_ranks_kernel`."""
+    rows = logits.numpy()
+    output.copy_(torch.from_numpy((rows >= np.take_along_axis(rows, tokens.numpy()[:, None], 1)).sum(1)))
+
+
+def penalise(
+    logits: torch.Tensor, slots: torch.Tensor, fed: torch.Tensor, local: torch.Tensor, repetition: torch.Tensor,
+    frequency: torch.Tensor, presence: torch.Tensor, in_prompt: torch.Tensor, written: torch.Tensor, **_: int,
+) -> None:  # fmt: skip
+    """`_penalties_kernel`."""
+    rows, places = logits.numpy(), local.tolist()
+    for row, slot in enumerate(slots.tolist()):
+        again, often, there = (F(x[slot]) for x in (repetition, frequency, presence))
+        if (again, often, there) == (1, 0, 0):
+            continue
+        counts = written[slot].numpy().copy()
+        np.add.at(counts, fed[row - places[row] + 1 : row + 1].numpy(), 1)
+        if again != 1:
+            bits = np.unpackbits(in_prompt[slot].numpy().view(np.uint8), bitorder="little")[: rows.shape[1]]
+            scale = np.where((bits > 0) | (counts > 0), again, F(1))
+            rows[row] *= np.where(rows[row] > 0, F(1) / scale, scale)
+        rows[row] -= often * counts.astype(F)
+        rows[row] -= there * (counts > 0).astype(F)
+
+
+def bias_logits(
+    logits: torch.Tensor, slots: torch.Tensor, allowed: torch.Tensor, allowed_ids: torch.Tensor, biased: torch.Tensor,
+    biased_ids: torch.Tensor, bias: torch.Tensor, pos: torch.Tensor, least: torch.Tensor, stops: torch.Tensor,
+    restored: torch.Tensor, stop_ids: torch.Tensor, CHECK_ALL_MASKED_ROWS: bool, **_: int,
+) -> None:  # fmt: skip
+    """`_bias_kernel`: allowed tokens, bias, and no stop before `min_tokens`."""
+    for row, slot, place in zip(logits.numpy(), slots.tolist(), pos.tolist(), strict=True):
+        if count := int(allowed[slot]):
+            some = allowed_ids[slot, :count].numpy()
+            kept = row[some]
+            row[:] = NEVER
+            row[some] = kept
+        if count := int(biased[slot]):
+            some = biased_ids[slot, :count].numpy()
+            row[some] = row[some] + bias[slot, :count].numpy()
+        if (count := int(stops[slot])) and place + 1 < int(least[slot]):
+            some = stop_ids[slot, :count].numpy()
+            kept = row[some]
+            row[some] = NEVER
+            if CHECK_ALL_MASKED_ROWS and restored[slot] and row.max() == NEVER:
+                row[some[np.isfinite(kept)]] = kept[np.isfinite(kept)]
+
+
+def forbid_words(
+    logits: torch.Tensor, slots: torch.Tensor, words: torch.Tensor, offsets: torch.Tensor, number: torch.Tensor,
+    texts: torch.Tensor, prompt_len: torch.Tensor, total_len: torch.Tensor, fed: torch.Tensor, local: torch.Tensor,
+) -> None:  # fmt: skip
+    """`_bad_words_kernel`."""
+    rows, places = logits.numpy(), local.tolist()
+    for row, slot in enumerate(slots.tolist()):
+        for word in range(int(number[slot])):
+            begin, end = offsets[slot, word : word + 2].tolist()
+            *before, last = words[slot, begin:end].tolist()
+            written = texts[slot, int(prompt_len[slot]) : int(total_len[slot])].tolist()
+            written += fed[row - places[row] + 1 : row + 1].tolist()
+            if len(before) <= len(written) and written[len(written) - len(before) :] == before:
+                rows[row, last] = NEVER
+
+
+def cut_improbable(logits: torch.Tensor, slots: torch.Tensor, min_p: torch.Tensor, **_: int) -> None:
+    """`_min_p_kernel`."""
+    rows, least = logits.numpy(), min_p.numpy()[slots.numpy()]
+    some = np.flatnonzero(least)
+    threshold = rows[some].max(1) + np.log(least[some])
+    rows[some] = np.where(rows[some] < threshold[:, None], NEVER, rows[some])
