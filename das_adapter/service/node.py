@@ -45,7 +45,7 @@ _FETCH_S = 5.0
 """How long the history of a problem is worth waiting for, once a request about it has begun."""
 _LEDGER_S = 5.0
 """How long a weight sync waits for the ledger."""
-_AT_A_SYNC = 500_000
+_AT_A_SYNC = 250_000
 """Tokens that the engines' calls at a weight sync seal at most; what has arrived before is sealed already."""
 _SLICE = 8 << 20
 """Bytes of history that move to another node at once."""
