@@ -43,6 +43,9 @@ COMMANDS = {
     r"PYTHONPATH=\S+ python examples/nemo_rl/cpu_sync.py": (
         "tests/e2e/test_nemo_rl_runs.py::test_training_is_the_same_to_the_last_token_and_the_last_gradient"
     ),
+    r"DAS_CONFIG=\S+ \S+ python examples/vllm/in_place_update.py": (
+        "tests/wheel/test_wheel.py::test_an_engine_drafts_from_its_history_after_its_weights_were_updated_in_place"
+    ),
     r"python examples/vllm/stub_trainer.py .*": (
         "tests/e2e/test_vllm_serve.py::test_a_trainer_gets_the_same_tokens_and_the_history_follows_its_updates"
     ),
