@@ -39,15 +39,17 @@ ENVIRONMENT = {
 
 
 def block(arm: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The `das:` block of an arm; `self:int4` names the weights too."""
-    drafter, _, weights = arm.partition(":")
+    """The `das:` block of an arm; `self:int4` names the weights too; `eagle3:always`: in every step."""
+    drafter, _, variant = arm.partition(":")
     if drafter == "off":
         return {"drafter": "none", "verify": {"noise": "keyed"}}
     das: dict[str, Any] = {"drafter": drafter}
-    if weights:
-        das["self"] = {"weights": weights}
-    if drafter in ("draft_model", "eagle3"):
-        das["draft"] = {"model": str(args.draft if drafter == "draft_model" else args.eagle)}
+    if variant == "always":
+        das |= {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+    elif variant:
+        das["self"] = {"weights": variant}
+    if drafter.endswith(("draft_model", "eagle3")):
+        das["draft"] = {"model": str(args.draft if drafter.endswith("draft_model") else args.eagle)}
     if drafter == "ngram":
         das["budget"] = {"max_draft_tokens": 4}
     return das
@@ -186,7 +188,7 @@ def fixed(drafter: Any, length: int) -> Any:
     from das_adapter.core.controller import Controller
 
     budget, toggle = BudgetConfig(policy="unlimited"), ToggleConfig(mode="off")
-    return Controller(budget, toggle, 1024, copy=drafter.copy.drafts, most=length)
+    return Controller(budget, toggle, 1024, drafts=drafter.model_source.drafts, most=length)
 
 
 def record_step_times() -> dict[tuple[int, int], list[float]]:
@@ -222,7 +224,7 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Any:
     drafter.restart(usual)
     policy, copy = (
         {tokens: median(seen) for (model, tokens), seen in times.items() if model in models and len(seen) > 2}
-        for models in (policies, [id(drafter.copy.drafts.passes)])
+        for models in (policies, [id(drafter.model_source.drafts.passes)])
     )
 
     def at(curve: dict[int, float], tokens: Any) -> Any:
@@ -255,7 +257,9 @@ def child_steps(job: dict[str, Any]) -> Any:
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     drafter, times = runner.drafter, record_step_times()
     controllers = {length: fixed(drafter, length) for length in (0, FIXED)}
-    policy, verify, copy = (id(x) for x in (controllers[0].times, controllers[FIXED].times, drafter.copy.drafts.passes))
+    policy, verify, copy = (
+        id(x) for x in (controllers[0].times, controllers[FIXED].times, drafter.model_source.drafts.passes)
+    )
     rows = {}
     for batch in job["batches"]:
         for length in (0, FIXED):
@@ -267,8 +271,8 @@ def child_steps(job: dict[str, Any]) -> Any:
         rows[batch] = {"policy_ms": min(plain) * 1e3, "copy_ms": min(times[(copy, batch)]) * 1e3,
                        "policy_ms_median": median(plain) * 1e3, "copy_ms_median": median(times[(copy, batch)]) * 1e3,
                        "verify_ms": min(times[(verify, batch * (FIXED + 1))]) * 1e3}  # fmt: skip
-    refreshed = min(drafter.copy.refresh(None) for _ in range(3))
-    return {"batches": rows, "requantise_s": refreshed, "drafter_bytes": drafter.copy.copy.nbytes,
+    refreshed = min(drafter.model_source.refresh(None) for _ in range(3))
+    return {"batches": rows, "requantise_s": refreshed, "drafter_bytes": drafter.model_source.copy.nbytes,
             "policy_bytes": sum(p.nbytes for p in runner.model.parameters())}  # fmt: skip
 
 

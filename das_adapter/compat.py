@@ -59,6 +59,7 @@ def _symbols(modules: Mapping[str, Mapping[str, str]], optional: bool = False) -
 _SPEC = "vllm.v1.spec_decode"
 _SAMPLE = "vllm.v1.sample"
 _CHECKPOINT = "the history in checkpoints"
+_NEURAL = "when neural drafters run"
 
 _VLLM = {
     "vllm.v1.worker.worker_base": {
@@ -94,6 +95,10 @@ _VLLM = {
         "GPUModelRunner._sample(self, logits, spec_decode_metadata)": "row keys",
         "GPUModelRunner.sample_tokens(self, grammar_output)": "counts tokens and drafts",
         "GPUModelRunner.load_model(self)": "weights of neural drafters",
+        "GPUModelRunner.propose_draft_token_ids(self, sampled_token_ids, sampling_metadata, hidden_states, "
+        "aux_hidden_states, common_attn_metadata)": _NEURAL,
+        "GPUModelRunner._bookkeeping_sync(self)": _NEURAL,
+        "GPUModelRunner.effective_drafter_max_model_len": _NEURAL,
         "GPUModelRunner._input_fits_in_drafter": "requests near max_model_len",
         "GPUModelRunner.positions": "keys of the rows",
         "GPUModelRunner.query_start_loc": "keys of the rows",
@@ -103,6 +108,12 @@ _VLLM = {
     },
     "vllm.v1.worker.gpu_input_batch": {"InputBatch.num_tokens_no_spec": "texts that are drafted for"},
     f"{_SPEC}.custom_class_proposer": {"create_custom_proposer(vllm_config)": "loads the drafter"},
+    f"{_SPEC}.llm_base_proposer": {
+        "SpecDecodeBaseProposer.propose(self, num_speculative_tokens, target_token_ids, target_positions, "
+        "target_hidden_states, next_token_ids, common_attn_metadata, sampling_metadata)": _NEURAL,
+        "SpecDecodeBaseProposer.max_num_tokens": _NEURAL,
+        "SpecDecodeBaseProposer.pass_hidden_states_to_model": _NEURAL,
+    },
     f"{_SPEC}.metadata": {
         "SpecDecodeMetadata.num_draft_tokens": "verification",
         "SpecDecodeMetadata.logits_indices": "keys of the rows",

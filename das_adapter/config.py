@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
-_HISTORY = ("history", "history+self")
+_HISTORY = ("history", "history+self", "history+eagle3", "history+mtp", "history+draft_model")
 _COPY = ("self", "history+self")
-_CONTROLLED = ("history", "self", "history+self")
-_NEURAL = ("eagle3", "mtp", "draft_model")
+_NEURAL = ("eagle3", "mtp", "draft_model", "history+eagle3", "history+mtp", "history+draft_model")
+_DRAFTERS = (*dict.fromkeys((*_HISTORY, *_COPY, *_NEURAL)), "ngram")
 
 
 def _read_size(size: Any) -> Any:
@@ -56,7 +56,10 @@ def _accept_yaml_off(mode: Any) -> Any:
     return "off" if mode is False else mode
 
 
-Drafter = Literal["none", "history", "self", "history+self", "eagle3", "mtp", "draft_model", "ngram"]
+Drafter = Literal[
+    "none", "history", "self", "history+self", "eagle3", "mtp", "draft_model", "history+eagle3", "history+mtp",
+    "history+draft_model", "ngram",
+]  # fmt: skip
 Size = Annotated[int, BeforeValidator(_read_size)]
 """Bytes; reads 512MiB and the like."""
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
@@ -70,7 +73,7 @@ class _Block(BaseModel):
 
 
 class HistoryConfig(_Block):
-    """What `history` and `history+self` draft from."""
+    """What `history`, alone or with a second drafter, drafts from."""
 
     scope: Literal["problem", "global", "request"] = "problem"
     """Whose text a request drafts from. `problem`: the rollouts of its own prompt; `global`: those of all prompts;
@@ -150,13 +153,13 @@ class SelfConfig(_Block):
 
 
 class DraftConfig(_Block):
-    """The neural drafter of `eagle3`, `mtp` and `draft_model`."""
+    """The neural drafter of `eagle3`, `mtp` and `draft_model`, alone or beside the history."""
 
     model: UserPath | None = None
     """Checkpoint of the neural drafter: a directory or a name on the hub. None: `mtp` drafts with the layers in the
     policy's own checkpoint."""
     tokens: Annotated[int, Field(ge=1, le=16)] = 3
-    """Draft tokens of the neural drafter per request and decode step."""
+    """Most tokens that the neural drafter drafts for a request in a step; how many of them pay is measured."""
     weights: Literal["checkpoint", "trainer"] = "checkpoint"
     """Where the drafter's weights come from. `checkpoint`: its own, for the whole run; `trainer`: the trainer sends
     them at each weight sync, with `draft.` before their names (`mtp`: under their names in the policy's checkpoint)."""
@@ -180,9 +183,9 @@ class DasConfig(_Block):
     """The whole `das:` block."""
 
     drafter: Annotated[Drafter, BeforeValidator(_refuse_yaml_off)] = "history"
-    """Where draft tokens come from: the run's `history`; a quantised copy of the policy (`self`); whichever of the two
-    is worth more (`history+self`); a neural drafter (`eagle3`, `mtp`, `draft_model`); vLLM's prompt look-up (`ngram`).
-    `none`: nowhere, and the other keys may stay as they are."""
+    """Where draft tokens come from: the run's `history`; a quantised copy of the policy (`self`); a neural drafter
+    (`eagle3`, `mtp`, `draft_model`); whichever of two is worth more (`history+self`, `history+eagle3`, ...); the
+    request's own prompt and text alone (`ngram`). `none`: nowhere, and the other keys may stay as they are."""
     history: HistoryConfig = HistoryConfig()
     budget: BudgetConfig = BudgetConfig()
     toggle: ToggleConfig = ToggleConfig()
@@ -195,14 +198,27 @@ class DasConfig(_Block):
     written."""
 
     @property
+    def in_every_step(self) -> bool:
+        """Whether a neural drafter drafts in every step, as vLLM has it, so that nothing is decided on the host."""
+        return self.neural and not self.uses_history and self.toggle.mode == "off" and self.budget.policy == "unlimited"
+
+    @property
     def controlled(self) -> bool:
-        """Whether das-adapter's controller decides on the draft tokens."""
-        return self.drafter in _CONTROLLED
+        """Whether das-adapter's controller decides on the draft tokens. Then they are drafted on the host, between two
+        steps, and may be any number."""
+        return self.drafter != "none" and not self.in_every_step
 
     @property
     def uses_history(self) -> bool:
         """Whether drafts come from the run's history."""
         return self.drafter in _HISTORY
+
+    @property
+    def looked_up(self) -> HistoryConfig | None:
+        """Where drafts are looked up: the run's history, the request's own text (`ngram`), or, None, nowhere."""
+        return (
+            self.history if self.uses_history else HistoryConfig(scope="request") if self.drafter == "ngram" else None
+        )
 
     @property
     def shares_history(self) -> bool:
@@ -215,21 +231,24 @@ class DasConfig(_Block):
         return self.drafter in _NEURAL
 
     @property
+    def method(self) -> str:
+        """What vLLM calls the neural drafter."""
+        return self.drafter.removeprefix("history+")
+
+    @property
     def copies_policy(self) -> bool:
         """Whether a quantised copy of the policy drafts."""
         return self.drafter in _COPY
 
     @property
-    def drafts_on_host(self) -> bool:
-        """Whether the draft is found on the host, between two steps, and may have any length."""
-        return self.controlled or self.drafter == "ngram"
+    def model_tokens(self) -> int:
+        """Most tokens that a model drafts for a request in a step: the policy copy, or the neural drafter."""
+        return self.draft.tokens if self.neural else self.self.max_tokens
 
     @property
     def num_draft_tokens(self) -> int:
         """Most draft tokens of a request in a step (vLLM's num_speculative_tokens)."""
-        if self.neural:
-            return self.draft.tokens
-        return self.self.max_tokens if self.drafter == "self" else self.budget.max_draft_tokens
+        return self.budget.max_draft_tokens if self.looked_up else self.model_tokens
 
     @property
     def keyed(self) -> bool:
@@ -252,10 +271,10 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history.max_bytes": {"history.scope": ("problem", "global")},
     "history.device_bytes": {"drafter": ("history",), "history.scope": ("problem", "global")},
     "history.persist": {"history.scope": ("problem", "global")},
-    "budget": {"drafter": _CONTROLLED},
+    "budget": {"drafter": _DRAFTERS},
     "budget.max_draft_tokens": {"drafter": (*_HISTORY, "ngram")},
     "budget.min_chance": {"budget.policy": ("classes", "uniform")},
-    "toggle": {"drafter": _CONTROLLED},
+    "toggle": {"drafter": _DRAFTERS},
     "toggle.margin": {"toggle.mode": ("roofline",)},
     "toggle.threshold": {"toggle.mode": ("threshold",)},
     "routing.leaders": {"drafter": _HISTORY, "routing.policy": ("longest_first",)},
@@ -263,11 +282,13 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "draft": {"drafter": _NEURAL},
     "verify.seed": {"verify.noise": ("keyed", None)},
     "verify.allow_lossy": {"drafter": _NEURAL},
-    "log_dir": {"drafter": _CONTROLLED},
+    "log_dir": {"drafter": _DRAFTERS},
 }
 """The values of other keys that a key needs to have an effect. The entry of a block holds for each of its keys, unless
 the key's own entry names the same setting. Keys without an entry act with every drafter."""
 
+IN_EVERY_STEP = ("parallel_drafting", "disable_padded_drafter_batch")
+"""Keys of vLLM's speculative_config with which a neural drafter has to draft in every step, as vLLM has it."""
 LOSSY = {"rejection_sample_method": ("standard", "block")}
 """Keys of vLLM's speculative_config that decide acceptance, and their values that keep the policy's distribution."""
 
@@ -392,7 +413,7 @@ def _check_effects(config: DasConfig) -> None:
                 continue
             remedy = "remove it"
             if key == "budget.max_draft_tokens":
-                remedy = f"use das.{'self.max_tokens' if config.drafter == 'self' else 'draft.tokens'}"
+                remedy = f"use das.{_model_tokens(config)}"
             raise ConfigError(f"das.{key}={value!r} has an effect only with das.{setting}={_either(values)} "
                               f"(found {found!r}): {remedy}")  # fmt: skip
 
@@ -408,15 +429,22 @@ def _given(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check_draft(config: DasConfig) -> None:
-    if config.drafter in ("eagle3", "draft_model") and config.draft.model is None:
+    if config.method in ("eagle3", "draft_model") and config.draft.model is None:
         raise ConfigError(f"das.draft.model: found None, das.drafter={config.drafter!r} needs the drafter's checkpoint")
-    if config.drafter == "history+self" and config.self.max_tokens > config.budget.max_draft_tokens:
-        raise ConfigError(f"das.self.max_tokens: found {config.self.max_tokens}, allowed: at most "
-                          f"das.budget.max_draft_tokens={config.budget.max_draft_tokens}")  # fmt: skip
+    if (config.copies_policy or config.neural) and config.model_tokens > config.num_draft_tokens:
+        raise ConfigError(f"das.{_model_tokens(config)}: found {config.model_tokens}, allowed: at most "
+                          f"das.budget.max_draft_tokens={config.num_draft_tokens}")  # fmt: skip
+    if config.in_every_step and config.log_dir is not None:
+        raise ConfigError(f"das.log_dir: found {config.log_dir!r}, allowed: null, because nothing is decided with "
+                          "das.budget.policy='unlimited' and das.toggle.mode='off'")  # fmt: skip
     for key, value in config.draft.options.items():
         if key in ("method", "model", "num_speculative_tokens"):
             raise ConfigError(f"das.draft.options.{key}: found {value!r}; das.drafter, das.draft.model and "
                               "das.draft.tokens set it: remove it")  # fmt: skip
+        if value and key in IN_EVERY_STEP and not config.in_every_step:
+            raise ConfigError(f"das.draft.options.{key}: found {value!r}, allowed only with das.drafter="
+                              f"{config.method!r}, das.budget.policy='unlimited' and das.toggle.mode='off': "
+                              "remove it")  # fmt: skip
         lossy = value not in LOSSY[key] if key in LOSSY else bool(re.search("synthetic|lenien|typical|posterior", key))
         if lossy and not config.verify.allow_lossy:
             raise ConfigError(f"das.draft.options.{key}: found {value!r}, with which tokens lose the policy's "
@@ -424,6 +452,10 @@ def _check_draft(config: DasConfig) -> None:
         if lossy and config.keyed:
             raise ConfigError(f"das.draft.options.{key}: found {value!r}, which needs das.verify.noise='stock' "
                               "(found 'keyed')")  # fmt: skip
+
+
+def _model_tokens(config: DasConfig) -> str:
+    return "draft.tokens" if config.neural else "self.max_tokens"
 
 
 def _plain(node: Any) -> Any:

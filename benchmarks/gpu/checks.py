@@ -18,7 +18,7 @@ CONTRACT = Path(__file__).resolve().parents[2] / "tests" / "contract"
 ENVIRONMENT = replay.ENVIRONMENT
 DRAFTERS: dict[str, dict[str, Any]] = {
     "history": {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
-    "ngram": {"drafter": "ngram"},
+    "ngram": {"drafter": "ngram", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
 }
 
 

@@ -2,7 +2,7 @@
 
 An accepted token saves a request one token. What that is worth depends on whether the request decides when the rollout
 ends: the chance of that, times a round of the batch that will be left then, plus the request's own share of a round.
-A draft token costs what it adds to the step, and, where the policy copy drafts it, a pass of the copy. Where requests
+A draft token costs what it adds to the step, and, where a model drafts it, a pass of the model. Where requests
 keep arriving nobody decides the end, and a token is worth the engine's time per token.
 
 A decode step is one call, `plan`: what the step brought goes in, the next step's drafts come out. How long it took is
@@ -25,8 +25,8 @@ from das_adapter.core.acceptance import AcceptanceCurves
 from das_adapter.core.budget import Allocation, Worth, allocate, class_budgets, makespan_weights, plan_rollout
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
+from das_adapter.core.model_drafts import ModelDrafts, ModelPlan
 from das_adapter.core.pacing import Backoff
-from das_adapter.core.policy_copy import CopyDrafts, CopyPlan
 from das_adapter.core.requests import PACE_STEPS, ClassCounts, RequestTable
 from das_adapter.core.toggle import Savings, Toggle
 
@@ -64,8 +64,8 @@ class Decoded(NamedTuple):
     """Tokens."""
     carried: Ints | None
     """Draft tokens that were verified; None if nobody had any."""
-    copied: Ints | None
-    """How many of these were the policy copy's."""
+    by_model: Ints | None
+    """How many of these a model drafted."""
     room: Ints
     """Draft tokens that still fit before the request's end."""
 
@@ -79,9 +79,11 @@ class TimedStep(NamedTuple):
     tokens: int
     """In the policy's forward pass, draft tokens included."""
     seconds: float
-    """From its begin to that of the next, without `copy_seconds`."""
-    copy_seconds: float = 0.0
-    """Passes of the policy copy at its end."""
+    """From its begin to that of the next, without `drafting_seconds`."""
+    drafting_seconds: float = 0.0
+    """Of the model that drafts, at its end."""
+    passes: int = 0
+    """Forward passes of that model."""
 
 
 class StepPlan(NamedTuple):
@@ -89,8 +91,8 @@ class StepPlan(NamedTuple):
 
     history: Ints
     """Tokens of each request's draft from the history to verify."""
-    copy: Ints
-    """Tokens that the policy copy drafts for each request, instead."""
+    model: Ints
+    """Tokens that a model drafts for each request, instead."""
 
 
 @dataclass
@@ -135,7 +137,7 @@ class Controller:
         limit: int,
         window: int = 8,
         prior: StepModel | None = None,
-        copy: CopyDrafts | None = None,
+        drafts: ModelDrafts | None = None,
         most: int | None = None,
         common: Sequence[int] | None = None,
     ) -> None:
@@ -145,7 +147,7 @@ class Controller:
             limit: longest response there can be, tokens.
             window: visits of a problem whose lengths are remembered.
             prior: latency model until the engine's own steps give one.
-            copy: the policy copy, where there is one.
+            drafts: of the model that drafts (the policy copy, a neural drafter), where there is one.
             most: draft tokens of a request in a step; None: `budget.max_draft_tokens`.
             common: lengths of which all requests of a step have the same, rising, whatever there is to draft for each;
                 None: each has its own.
@@ -153,7 +155,7 @@ class Controller:
         self.times = StepTimes(prior)
         self.lengths = LengthModel(limit, window)
         self.toggle = Toggle(toggle.mode, toggle.margin, toggle.threshold)
-        self.copy = copy
+        self.drafts = drafts
         self.requests = RequestTable()
         self.stopped: str | None = None
         """Why speculation is off until the next weight sync; None while it may go on."""
@@ -166,7 +168,7 @@ class Controller:
         self._batch = Batch()
         self._consider, self._replan = Backoff(1, CONSIDER_STEPS), Backoff(2, REPLAN_STEPS)
         self._least_chance = LEAST_CHANCE
-        self._copy_seconds = 0.0  # a step's, lately
+        self._drafting_seconds = 0.0  # a step's, lately
         self._savings, self._saved = Savings(), 0.0
         self._by_class = ClassCounts()
 
@@ -206,8 +208,8 @@ class Controller:
         self._curves.sync()
         self.times.fit()
         self.toggle.reset()
-        if self.copy is not None:
-            self.copy.sync()
+        if self.drafts is not None:
+            self.drafts.sync()
         self._settle()
         self._saved, self.stopped = 0.0, None
         self.planned_rounds, self._batch.synced = 0.0, self._batch.step
@@ -226,10 +228,10 @@ class Controller:
         slots, running = decoded.slots, len(decoded.slots)
         self._batch.step += 1
         self.requests.advance(slots, decoded.got, decoded.carried, self._by_class)
-        if self.copy is not None and decoded.copied is not None and decoded.copied.any():
-            mine = decoded.copied > 0
-            drafted = decoded.copied[mine]
-            self.copy.acceptance.observe(drafted, np.minimum(drafted, decoded.got[mine] - 1))
+        if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
+            mine = decoded.by_model > 0
+            drafted = decoded.by_model[mine]
+            self.drafts.acceptance.observe(drafted, np.minimum(drafted, decoded.got[mine] - 1))
         nothing = np.zeros(running, dtype=np.int64)
         if self.stopped or not running or not (self._always or self._consider.due(self._batch.step, running)):
             return StepPlan(nothing, nothing)
@@ -247,16 +249,16 @@ class Controller:
         self.times.add(step.tokens, running, drafted, step.seconds)
         batch.since_plain = batch.since_plain + 1 if drafted else 0
         batch.since_draft = 0 if drafted else batch.since_draft + 1
-        self._copy_seconds += (step.copy_seconds - self._copy_seconds) / PACE_STEPS
+        self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
         self.times.keep_fitted()
         model = self.times.model
         if model is None:
             return
         self.requests.credited[step.slots] += step.got
-        self._savings.step(step.seconds, running, int(step.got.sum()), drafted, model, step.copy_seconds)
+        self._savings.step(step.seconds, running, int(step.got.sum()), drafted, model, step.drafting_seconds)
         if drafted:
             batch.drafted_steps += 1
-            batch.drafted_seconds += step.seconds + step.copy_seconds
+            batch.drafted_seconds += step.seconds + step.drafting_seconds
         if batch.refilling:
             self._savings.refilled()
         if drafted and batch.drafted_steps % GUARD_STEPS == 0 and self.toggle.mode != "off":
@@ -316,12 +318,12 @@ class Controller:
         return most
 
     def _share_out(self, slots: Ints, limits: Ints, chances: Chances, offsets: Ints) -> StepPlan:
-        """Decide how many tokens of each draft are verified, and for whom the copy drafts instead."""
+        """Decide how many tokens of each draft are verified, and for whom the model drafts instead."""
         batch, running = self._batch, len(slots)
         arrived, batch.arrivals = batch.arrivals > 0, 0
         if self._always:
             everything = self._everything(limits, chances, offsets)
-            return everything if self._common is None else StepPlan(self._alike(limits), everything.copy)
+            return everything if self._common is None else StepPlan(self._alike(limits), everything.model)
         model, probe = self.times.model, self._probe(running)
         nothing = np.zeros(running, dtype=np.int64)
         plan, drafted = StepPlan(nothing, nothing), False
@@ -334,41 +336,43 @@ class Controller:
             drafting = model.step(running + found.total, running, found.total > 0) + found.passes_s
             on = self.toggle.update(running, 1.0 + found.gain / drafting if found.total else 0.0, arrived)
             if on and probe != "plain":
-                plan, drafted = StepPlan(found.keep, found.copy), found.total > 0
-            if probe == "drafted" and (len(chances) or self.copy is not None):
+                plan, drafted = StepPlan(found.keep, found.drafted), found.total > 0
+            if probe == "drafted" and (len(chances) or self.drafts is not None):
                 some = np.where(np.arange(running) % 4 == 0, 1, 0)
-                history, copy = (np.diff(offsets), nothing) if len(chances) else (nothing, limits)
-                plan, drafted = StepPlan(np.minimum(history, some), np.minimum(copy, some)), True
+                history, model_drafts = (np.diff(offsets), nothing) if len(chances) else (nothing, limits)
+                plan, drafted = StepPlan(np.minimum(history, some), np.minimum(model_drafts, some)), True
         self._consider.done(batch.step, running, again_soon=drafted or model is None)
         return plan if self._common is None else plan._replace(history=self._alike(plan.history))
 
     def _everything(self, limits: Ints, chances: Chances, offsets: Ints) -> StepPlan:
-        """Verify all that there is; the copy drafts for the requests for which it brings more tokens."""
+        """Verify all that there is; the model drafts for the requests for which it brings more tokens."""
         everything = np.diff(offsets)
-        if self.copy is None:
+        if self.drafts is None:
             return StepPlan(everything, np.zeros_like(everything))
         one = Worth(np.ones(len(limits)), np.zeros(len(limits)), np.zeros(len(limits)))
-        found = self._with_copy(Allocation(everything, len(chances), 0.0), one, limits, chances, offsets, _FREE)
-        return StepPlan(found.keep, found.copy)
+        found = self._with_model(Allocation(everything, len(chances), 0.0), one, limits, chances, offsets, _FREE)
+        return StepPlan(found.keep, found.drafted)
 
     def _worth_verifying(
         self, slots: Ints, limits: Ints, chances: Chances, offsets: Ints, model: StepModel
-    ) -> CopyPlan:
+    ) -> ModelPlan:
         """The draft tokens that are worth more than they cost; under fixed budgets all of them, and what that gains."""
         table = self.requests
         worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
         if self._common is not None:
             return self._common_length(limits, chances, offsets, worth, model)
         found = allocate(chances, offsets, worth, model, self._policy == "optimal")
-        if self.copy is None:
-            return CopyPlan(np.zeros_like(limits), found.keep, found.total, found.gain, 0.0)
-        return self._with_copy(found, worth, limits, chances, offsets, model)
+        if self.drafts is None:
+            return ModelPlan(np.zeros_like(limits), found.keep, found.total, found.gain, 0.0)
+        return self._with_model(found, worth, limits, chances, offsets, model)
 
-    def _common_length(self, limits: Ints, chances: Chances, offsets: Ints, worth: Worth, model: StepModel) -> CopyPlan:
+    def _common_length(
+        self, limits: Ints, chances: Chances, offsets: Ints, worth: Worth, model: StepModel
+    ) -> ModelPlan:
         """The length that is worth most when all requests have it; under fixed budgets the one that these need."""
         running, there = len(limits), np.diff(offsets)
         nothing, plain = np.zeros_like(limits), model.step(running, running, False)
-        best = CopyPlan(nothing, nothing, 0, 0.0, 0.0)
+        best = ModelPlan(nothing, nothing, 0, 0.0, 0.0)
         needed = self._alike(np.minimum(limits, there)).max(initial=0)
         for length in self._common or ():
             if length == needed or (self._policy == "optimal" and length < needed):
@@ -376,7 +380,7 @@ class Controller:
                 saved = float(worth.of_kept(chances, offsets, np.minimum(there, length)).sum())
                 gain = saved - (model.step(running + total, running, True) - plain)
                 if gain > best.gain or self._policy != "optimal":
-                    best = CopyPlan(nothing, np.full_like(limits, length), total, gain, 0.0)
+                    best = ModelPlan(nothing, np.full_like(limits, length), total, gain, 0.0)
         return best
 
     def _alike(self, keep: Ints) -> Ints:
@@ -384,15 +388,15 @@ class Controller:
         most = keep.max(initial=0)
         return np.full_like(keep, next((n for n in self._common or () if n >= most), most) if most else 0)
 
-    def _with_copy(
+    def _with_model(
         self, found: Allocation, worth: Worth, limits: Ints, chances: Chances, offsets: Ints, model: StepModel
-    ) -> CopyPlan:
-        assert self.copy is not None
-        lengths = self.copy.lengths(self._floor)
+    ) -> ModelPlan:
+        assert self.drafts is not None
+        lengths = self.drafts.lengths(self._floor)
         if self._policy != "optimal":  # budgets are fixed: the longest, gain or not
             lengths, found = lengths[-1:], found._replace(gain=-np.inf if not found.total else found.gain)
         theirs = worth.of_kept(chances, offsets, found.keep)
-        return self.copy.plan(found, theirs, worth, limits, model, lengths)
+        return self.drafts.plan(found, theirs, worth, limits, model, lengths, self._policy == "optimal")
 
     def _probe(self, running: int) -> Literal["plain", "drafted", ""]:
         """Whether this step is taken the other way, to see what it costs."""
@@ -434,7 +438,7 @@ class Controller:
         tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
         own = np.minimum((token * tokens + model.request) / pace, token + model.request)
         round_pace = float(last @ pace)
-        deciding = last * min(tail, (tail + self._copy_seconds) / round_pace)
+        deciding = last * min(tail, (tail + self._drafting_seconds) / round_pace)
         table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots] = own, deciding, fade
         dearest = float((own + deciding).max())
         self._least_chance = max(LEAST_CHANCE, min(slope, model.slope(np.inf)) / max(dearest, 1e-12))

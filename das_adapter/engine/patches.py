@@ -24,7 +24,7 @@ STATE = "_das_adapter"
 and whether the engine runs V2."""
 KEYED = "_das_keyed"
 """Attribute of vLLM's speculative config: whether our keyed verification checks the drafts."""
-_WEIGHTLESS = ("custom_class", "ngram", "ngram_gpu", "suffix")
+_WEIGHTLESS = ("custom_class", "ngram_gpu")
 
 
 @patch("vllm.v1.worker.worker_base:WorkerBase.das_rpc", since="0.24", adds=True)
@@ -140,9 +140,13 @@ def choose_drafter(stock: Any) -> Any:
                 logger.info("das: vLLM's V2 model runner: the history is drafted from on the device")
                 return made
             self.speculative_config, why = None, "vLLM cannot run V2 here (its log says why)"
-        if config.drafts_on_host and self.async_scheduling:
-            raise ConfigError(f"das.drafter={config.drafter!r}: found async_scheduling=True, allowed: None or False: "
-                              "vLLM's V1 runner must know the tokens of a step before it drafts")  # fmt: skip
+        if config.controlled:
+            if self.async_scheduling:
+                raise ConfigError(
+                    f"das.drafter={config.drafter!r}: found async_scheduling=True, allowed: None or False: vLLM's V1 "
+                    "runner must know the tokens of a step before it drafts"
+                )
+            self.async_scheduling = False
         if not hosted(self):
             front_end.prepare_standalone(self, config)
         if self.speculative_config is None:
@@ -166,15 +170,20 @@ def _refuse(config: DasConfig, vllm_config: Any) -> None:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refused = {f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1}
     if config.copies_policy:
+        refused |= {"a policy with recurrent state": model.is_hybrid}
+    if config.neural and config.controlled:
+        refused |= {"a multimodal policy": model.is_multimodal_model}
+    if config.controlled and (config.neural or config.copies_policy):
         refused |= {
-            "a policy with recurrent state": model.is_hybrid,
             "a policy with multimodal rotary positions (M-RoPE)": model.uses_mrope,
             f"experts over data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1
             and getattr(model, "is_moe", True),
         }
     for found, wrong in refused.items():
         if wrong:
-            raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}")
+            ways = ("" if not config.neural or config.uses_history or parallel.pipeline_parallel_size > 1
+                    else "; das.budget.policy=unlimited with das.toggle.mode=off does")  # fmt: skip
+            raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}{ways}")
     if model.is_hybrid:
         logger.warning(
             "das: the policy has recurrent state: vLLM keeps 1 + %d copies of it for each request, so that drafts can "
@@ -191,8 +200,8 @@ def _has_triton() -> bool:
 
 def _keyed(made: Any, config: DasConfig) -> None:
     if made.speculative_config is not None:
-        ours = made.speculative_config.method in ("custom_class", "ngram_gpu")
-        setattr(made.speculative_config, KEYED, config.keyed and ours)
+        ours = ("custom_class", "ngram_gpu", config.method)
+        setattr(made.speculative_config, KEYED, config.keyed and made.speculative_config.method in ours)
 
 
 @patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24")

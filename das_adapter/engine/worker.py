@@ -14,7 +14,9 @@ import torch
 
 from das_adapter import __version__
 from das_adapter.config import DasConfig
+from das_adapter.engine.drafters.controlled import ControlledDrafter
 from das_adapter.engine.drafters.neural import DraftWeights, take_loaded_drafter
+from das_adapter.engine.drafters.neural_drafts import draft_when_tokens_are_known, hold_drafts
 from das_adapter.engine.sampling.keyed_sample import Keys
 from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.engine.standalone import (
@@ -39,7 +41,9 @@ class WorkerState:
     def __init__(self, runner: Any, config: DasConfig):
         self.config = config
         self.runner = runner
-        self.drafter: Any = getattr(runner, "drafter", None) if config.controlled else None
+        self.drafter: Any = None
+        if config.controlled:
+            self.drafter = ControlledDrafter(runner.vllm_config) if config.neural else getattr(runner, "drafter", None)
         self.counters: Counters = self.drafter.counters if self.drafter else Counters()
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
@@ -69,12 +73,12 @@ class WorkerState:
         if self.drafter:
             self.drafter.runner, self.drafter.seed, self.drafter.label = self.runner, self.seed, self.label
         if self.draft_weights:
-            take_loaded_drafter.apply(self.draft_weights.take_loaded, owner=self.runner)
+            take_loaded_drafter.apply(self._take_loaded_drafter, owner=self.runner)
         else:
             self._draft_up_to_the_end()
         if self.config.keyed:
             self._install_keyed_samplers()
-        if self.config.drafts_on_host:
+        if self.config.controlled:
             self._replay_stock_graphs()
         for step_patch in (time_steps, key_rows, count_tokens):
             step_patch.apply(self, owner=self.runner)
@@ -216,6 +220,17 @@ class WorkerState:
             if self.drafter.log:
                 self.drafter.log.counts(stats)
         return stats
+
+    def _take_loaded_drafter(self) -> None:
+        """Take over a neural drafter, once vLLM has loaded it."""
+        assert self.draft_weights is not None
+        self.draft_weights.take_loaded()
+        if self.drafter:
+            source = self.drafter.model_source
+            source.noise = self.draft_weights.noise
+            self.drafter.load_model(self.runner.model)
+            hold_drafts.apply(source, owner=self.runner)
+            draft_when_tokens_are_known.apply(self.runner, self.drafter.propose, owner=self.runner)
 
     def _draft_up_to_the_end(self) -> None:
         """Raise the length up to which vLLM drafts: when one request comes within num_speculative_tokens of

@@ -60,7 +60,7 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
             f"{BLOCK}.drafter={das.drafter!r} and {GENERATION}.vllm_kwargs.speculative_config both choose a "
             "drafter: remove one of them"
         )
-    if das.drafts_on_host and needs_v1(das) and _vllm_kwargs(generation).get("async_scheduling"):
+    if das.controlled and needs_v1(das) and _vllm_kwargs(generation).get("async_scheduling"):
         raise ConfigError(
             f"{BLOCK}.drafter={das.drafter!r}: found {GENERATION}.vllm_kwargs.async_scheduling=True, which "
             "vLLM's V1 runner refuses: remove it"

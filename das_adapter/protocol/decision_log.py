@@ -42,6 +42,8 @@ class Step(NamedTuple):
     seconds: float
     predicted: float | None
     """By the latency model; None before there was one."""
+    passes: int = 0
+    """Forward passes of the model that drafts, at its end."""
 
 
 class Request(NamedTuple):

@@ -20,7 +20,7 @@ CONFIG_VARIABLE = "DAS_CONFIG"
 RUN_VARIABLE = "DAS_RUN"
 """Environment variable: engines of a node that have no host share a history where this names the same run."""
 DRAFTER = "das_adapter.engine.drafters.controlled.ControlledDrafter"
-"""The class that vLLM's V1 runner loads as proposer where das-adapter itself drafts."""
+"""The class that vLLM's V1 runner loads as proposer where none of vLLM's drafts."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's environment variable that chooses its model runner."""
 V2_DRAFTERS = ("none", "history")
@@ -62,14 +62,12 @@ def engine_args(config: DasConfig | None) -> dict[str, Any]:
 def v1_args(config: DasConfig) -> dict[str, Any]:
     """Return the engine arguments of a block for the V1 runner."""
     speculative: dict[str, Any] = {"num_speculative_tokens": config.num_draft_tokens}
-    if config.controlled:
-        speculative |= {"method": "custom_class", "model": DRAFTER}
-    elif config.neural:
-        speculative |= {"method": config.drafter, **config.draft.options}
+    if config.neural:
+        speculative |= {"method": config.method, **config.draft.options}
         if config.draft.model is not None:
             speculative["model"] = config.draft.model
-    elif config.drafter == "ngram":
-        speculative |= {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    else:
+        speculative |= {"method": "custom_class", "model": DRAFTER}
     args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
     return args if config.drafter == "none" else args | {"speculative_config": speculative}
 

@@ -53,6 +53,8 @@ class EngineStats(TypedDict, total=False):
     requantise_s: float
     """Seconds that quantising the policy copy took."""
     drafter_bytes: int
+    drafter_passes: int
+    """Forward passes of a model that drafts: the policy copy, a neural drafter."""
     self_acceptance: float
     """Chance that a draft token of the policy copy is accepted, given that all before it were."""
     self_counts: tuple[int, int]
@@ -210,6 +212,8 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name, (tried, kept) in zip(AGES, np.sum(by_age, axis=0).tolist(), strict=True):
             if tried:
                 metrics[f"das/accept_rate_age_{name}"] = kept / tried
+    if passes := [p["drafter_passes"] for p in parts if "drafter_passes" in p]:
+        metrics["das/drafter_passes"] = float(sum(passes))
     for name in ("requantise_s", "drafter_bytes", "self_acceptance", "live_bytes", "staged_bytes"):
         if found := [p[name] for p in parts if name in p]:
             metrics[f"das/{name}"] = float(max(found))

@@ -13,7 +13,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller, Decoded, TimedStep
 from das_adapter.core.latency import Capacity, StepModel
 from das_adapter.core.length import Responses
-from das_adapter.core.policy_copy import CopyDrafts
+from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.siblings import Moments, Siblings
 from das_adapter.core.toggle import Ladder
 from das_adapter.sim.requests import Requests
@@ -202,7 +202,7 @@ class Controlled:
         das = self.das
         self.controllers = [
             Controller(das.budget, das.toggle, self.limit, das.history.window, self.prior,
-                       CopyDrafts(das.self.max_tokens) if self.copy else None, das.num_draft_tokens)
+                       ModelDrafts(das.self.max_tokens) if self.copy else None, das.num_draft_tokens)
             for _ in range(self.engines)
         ]  # fmt: skip
         if self.engines > SHARED:
@@ -319,8 +319,8 @@ class Controlled:
 
     def _agree(self, length: int) -> None:
         for controller in self.controllers:
-            assert controller.copy is not None
-            controller.copy.agreed = length
+            assert controller.drafts is not None
+            controller.drafts.agreed = length
 
     def _plan(self, tick: Ticked) -> float:
         """Ask an engine's controller; return the seconds of its work and of the policy copy's passes."""
@@ -351,16 +351,16 @@ class Controlled:
             self._go_on(tick.engine, rows, plan.history, room, offered, asked)
         r.copied[rows] = 0
         passes = 0.0
-        if self.copy is not None and controller.copy is not None:
+        if self.copy is not None and controller.drafts is not None:
             if copied is not None and copied.any():
                 self._counts += [np.minimum(tick.got - 1, copied).sum(), copied.sum()]
-            drafted = np.minimum(plan.copy, np.maximum(room, 0))
+            drafted = np.minimum(plan.model, np.maximum(room, 0))
             r.copied[rows], r.copy_hits[rows] = drafted, self.copy.offer(rows, drafted, 0.0).hits
             context = (r.prompt[rows] + r.written[rows]).astype(float)
             for place in range(int(drafted.max(initial=0))):
                 mine = drafted > place
                 one = self.steps.copy_pass(np.array([float(mine.sum())]), np.array([context[mine].sum()]))
-                controller.copy.timed_pass(int(mine.sum()), float(one[0]))
+                controller.drafts.timed_pass(int(mine.sum()), float(one[0]))
                 passes += float(one[0])
         own = self.overhead.step + (self.overhead.request * len(rows) if offered else 0.0)
         if tick.timed:

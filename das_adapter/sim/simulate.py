@@ -121,7 +121,7 @@ class Simulation:
         accept, seed = arm.acceptance or self.config.acceptance, self.config.rollout.seed
         if das.drafter == "none":
             return Nobody()
-        if not das.controlled:
+        if das.neural or das.drafter == "ngram":  # drafts in every step
             tokens = das.num_draft_tokens
             rate = rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)
             share = 0.0 if das.drafter == "ngram" else accept.pass_share

@@ -17,7 +17,14 @@ from das_adapter.errors import UnsupportedHost
 from das_adapter.protocol.engine_args import needs_v1
 
 _PATCHES = {
-    "vllm": ("engine.patches", "engine.cpu_patches", "engine.worker", "engine.standalone", "engine.drafters.neural"),
+    "vllm": (
+        "engine.patches",
+        "engine.cpu_patches",
+        "engine.worker",
+        "engine.standalone",
+        "engine.drafters.neural",
+        "engine.drafters.neural_drafts",
+    ),
     "verl": ("verl.hooks",),
     "nemo_rl": ("nemo_rl.install", "nemo_rl.engine_hooks"),
 }
@@ -143,8 +150,8 @@ def _runner() -> Finding:
     if why := needs_v1(DasConfig()):
         return Finding("model runner", "ok", f"V1: {why}; the history is drafted from on the host")
     return Finding("model runner", "ok", "V2 where vLLM can run it, which needs Triton and a device: the history is "
-                                         "drafted from there, and scheduling stays asynchronous; V1 for das.drafter "
-                                         "self, history+self, eagle3, mtp, draft_model and ngram")  # fmt: skip
+                                         "drafted from there, and scheduling stays asynchronous; V1 for every "
+                                         "other das.drafter")  # fmt: skip
 
 
 _ENGINE_START = """

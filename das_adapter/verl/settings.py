@@ -51,7 +51,7 @@ def check(config: Any) -> DasConfig | None:
                 f"{BLOCK}.drafter={das.drafter!r} and {ROLLOUT}.engine_kwargs.vllm.speculative_config both choose a "
                 "drafter: remove one of them"
             )
-        if das.drafts_on_host and needs_v1(das) and _get(engine, "async_scheduling"):
+        if das.controlled and needs_v1(das) and _get(engine, "async_scheduling"):
             raise ConfigError(
                 f"{BLOCK}.drafter={das.drafter!r}: found {ROLLOUT}.engine_kwargs.vllm.async_scheduling=True, which "
                 "vLLM's V1 runner refuses: remove it"

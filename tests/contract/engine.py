@@ -23,6 +23,7 @@ import json
 import os
 import random
 import sys
+import time
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,13 @@ def sabotage(kind: str) -> None:
         verification._CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
     elif kind == "no CPU fix":
         cpu_patches.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
+    elif kind in ("any draft length", "any draft length, reading along"):
+        from das_adapter.engine.drafters import neural_drafts
+
+        ControlledDrafter._propose = any_length(ControlledDrafter._propose)
+        neural_drafts.KEPT_TOKENS = -1 if "along" in kind else 100
+    elif kind == "slow policy":
+        ControlledDrafter._begin_step = slowly(ControlledDrafter._begin_step)
     elif kind == "drafter without weights":
         from das_adapter.engine.drafters.neural import DraftWeights
 
@@ -103,6 +111,32 @@ def sabotage(kind: str) -> None:
         WorkerState._draft_up_to_the_end = lambda self: None
     else:
         raise ValueError(kind)
+
+
+def any_length(stock: Any) -> Any:
+    """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
+
+    def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
+        drafts = stock(self, sampled, lengths, tokens)
+        self.proposed = getattr(self, "proposed", 0) + 1
+        rng = random.Random(self.proposed)
+        for row, (req_id, new) in enumerate(zip(self.runner.input_batch.req_ids, sampled, strict=True)):
+            room = self._live[req_id].end - 1 - int(lengths[row]) if new else 0
+            wanted = rng.randrange(self.config.draft.tokens + 1) if self.proposed % 16 < 6 else 0
+            self._counts[row] = max(0, min(room, wanted))
+        return drafts
+
+    return propose
+
+
+def slowly(stock: Any) -> Any:
+    """Let every step of the policy take 30 ms more than it does, so that any drafter is cheap."""
+
+    def begin_step(self: Any, *args: Any) -> None:
+        stock(self, *args)
+        time.sleep(0.03)
+
+    return begin_step
 
 
 def failing_rank(stock: Any) -> Any:
@@ -466,8 +500,8 @@ def sleep(llm: Any, level: int) -> None:
     if level == 2:
         for parameter in runner.model.parameters():
             parameter.data.zero_()
-        copy = getattr(getattr(runner, "drafter", None), "copy", None)
-        for _, weight in copy.copy.layers if copy else ():
+        source = getattr(getattr(runner, "drafter", None), "model_source", None)
+        for _, weight in source.copy.layers if source else ():
             for tensor in weight.tensors():
                 tensor.zero_()
         perturb(runner.model, 0.0)  # what the host sends after waking up
@@ -481,7 +515,7 @@ def copy_is_fresh(runner: Any) -> bool:
 
     drafter = runner.drafter
     fresh = PolicyCopy(runner.model, drafter.config.self.weights)
-    return all(torch.equal(a, b) for (_, x), (_, y) in zip(drafter.copy.copy.layers, fresh.layers, strict=True)
+    return all(torch.equal(a, b) for (_, x), (_, y) in zip(drafter.model_source.copy.layers, fresh.layers, strict=True)
                for a, b in zip(x.tensors(), y.tensors(), strict=True))  # fmt: skip
 
 

@@ -32,6 +32,7 @@ def law() -> Any:
 
 
 TEMPERATURE = 2.0
+DRAFTED = {"budget": {"policy": "uniform", "min_chance": 0.0}, "toggle": {"mode": "off"}}
 
 
 def misfit(result: list[dict[str, Any]], law: dict[int, np.ndarray]) -> float:
@@ -58,7 +59,7 @@ def job(das: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("noise", ["keyed", "stock"])
 @pytest.mark.parametrize("drafter", ["ngram", "history"])
 def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: str, noise: str) -> None:
-    result = engine(**job({"drafter": drafter, "verify": {"noise": noise}}))
+    result = engine(**job({"drafter": drafter, "verify": {"noise": noise}, **(DRAFTED if drafter == "ngram" else {})}))
     ours = result[0]["samplers"][1].startswith("das_adapter")
     assert ours == (noise == "keyed")
     assert misfit(result, law) < 3.5
@@ -66,5 +67,5 @@ def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: st
 
 def test_without_our_fix_vllms_cpu_sampler_is_wrong(engine: Any, law: Any) -> None:
     """When this fails, vLLM has mended its CPU kernel: `engine/cpu.py` can do with one fix less."""
-    result = engine(**job({"drafter": "ngram", "verify": {"noise": "stock"}}, sabotage="no CPU fix"))
+    result = engine(**job({"drafter": "ngram", "verify": {"noise": "stock"}, **DRAFTED}, sabotage="no CPU fix"))
     assert misfit(result, law) > 10

@@ -59,7 +59,7 @@ ARMS = {
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
     "in chunks": {"das": HISTORY, "sabotage": "small chunks"},
-    "ngram": {"das": {"drafter": "ngram"}},
+    "ngram": {"das": {**HISTORY, "drafter": "ngram"}},
     "self": {"das": SELF},
     "history+self": {"das": MIXED},
     "controlled self": {"das": {"drafter": "history+self"}},
@@ -76,8 +76,6 @@ def two_rounds(requested: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("params", [PLAIN, EVERY_PARAMETER], ids=["plain", "every-parameter"])
 def test_tokens_and_logprobs_do_not_depend_on_the_drafter(engine: Any, arm: str, params: list[dict[str, Any]]) -> None:
-    if arm == "ngram":  # vLLM itself refuses these beside its own drafters
-        params = [p for p in params if "min_p" not in p and "logit_bias" not in p]
     rounds = two_rounds(requests(params))
     reference = engine(das=OFF, rounds=rounds)
     result = engine(**ARMS[arm], rounds=rounds)

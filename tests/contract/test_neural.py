@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
-from test_losslessness import OFF, PLAIN, requests, two_rounds
+from test_losslessness import EVERY_PARAMETER, OFF, PLAIN, requests, two_rounds
+from test_ranks import RANKS, ROUNDS
+
+from das_adapter.protocol.decision_log import read
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "make_drafters.py"
 METHODS = ["draft_model", "eagle3"]
@@ -26,7 +29,8 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
-    return {"drafter": method, "draft": {"model": str(drafters / method), "tokens": 3, **more.pop("draft", {})}, **more}
+    model = str(drafters / method.removeprefix("history+"))
+    return {"drafter": method, "draft": {"model": model, "tokens": 3, **more.pop("draft", {})}, **more}
 
 
 @pytest.fixture(params=[None, "nemo_rl"])
@@ -45,14 +49,19 @@ def trained_drafter(drafters: Path, method: str, host: str | None) -> list[dict[
     return [{**first, "draft_weights": str(drafters / method / "model.safetensors"), "host": host}, second]
 
 
+ALWAYS = {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+
+
 @pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("method", METHODS)
-def test_tokens_do_not_depend_on_the_drafter(engine: Any, drafters: Path, method: str, scheduling: str) -> None:
+def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
+    engine: Any, drafters: Path, method: str, scheduling: str
+) -> None:
     """On a GPU vLLM schedules these asynchronously: then the host does not know a request's length."""
     rounds = two_rounds(requests(PLAIN))
     reference = engine(das=OFF, rounds=rounds)
     ahead = {"asynchronous": True, "engine": {"async_scheduling": True}} if scheduling == "asynchronous" else {}
-    result = engine(das=block(method, drafters), rounds=rounds, **ahead)
+    result = engine(das=block(method, drafters, **ALWAYS), rounds=rounds, **ahead)
     assert [r["asynchronous"] for r in result] == [bool(ahead)] * 2
     assert [r["misplaced"] for r in result] == [0, 0]
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
@@ -60,12 +69,81 @@ def test_tokens_do_not_depend_on_the_drafter(engine: Any, drafters: Path, method
     assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in result)
 
 
+EVERY_LENGTH = {"sabotage": "any draft length"}
+SMALL = {
+    "engine": {
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 8,
+        "block_size": 32,
+        "num_gpu_blocks_override": 20,
+    }
+}
+"""Prompts are read in chunks, requests wait or are preempted, and what a drafter has missed takes several passes."""
+
+
+@pytest.mark.parametrize("method", [*METHODS, "history+draft_model", "history+eagle3"])
+def test_tokens_do_not_depend_on_a_controlled_drafter(engine: Any, drafters: Path, method: str) -> None:
+    """Drafts of any length for any requests in any step: what the drafter has missed it reads later."""
+    rounds = two_rounds(requests(PLAIN * 3 + EVERY_PARAMETER))
+    reference = engine(das=OFF, rounds=rounds)
+    result = engine(das=block(method, drafters), rounds=rounds, **EVERY_LENGTH, **SMALL)
+    assert [r["misplaced"] for r in result] == [0, 0]
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in result)
+    assert all(r["stats"]["accepted_tokens"] > 60 for r in result)
+    assert all(r["preemptions"] > 0 for r in result)
+    assert all(r["stats"]["drafter_passes"] > 20 for r in result)
+    if method == "eagle3":  # as many are accepted when it reads with the policy, pass by pass
+        along = engine(das=block(method, drafters), rounds=rounds, sabotage="any draft length, reading along", **SMALL)
+        for late, now in zip(result, along, strict=True):
+            assert now["stats"]["drafter_passes"] > 1.5 * late["stats"]["drafter_passes"]
+            for name in ("draft_tokens", "accepted_tokens"):
+                assert now["stats"][name] == late["stats"][name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["eagle3", "history+draft_model"])
+def test_two_ranks_run_the_drafter_together(engine: Any, vllm_env: dict[str, str], drafters: Path, method: str) -> None:
+    if vllm_env:
+        pytest.skip("two ranks take long: on the other build only")
+    reference = engine(das=OFF, rounds=ROUNDS)
+    result = engine(das=block(method, drafters), rounds=ROUNDS, **EVERY_LENGTH, **RANKS)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    for found in result:
+        assert [rank["error"] for rank in found["ranks"]] == [None, None]
+        assert found["ranks"][0]["drafter_passes"] == found["ranks"][1]["drafter_passes"] > 20
+        assert found["stats"]["accepted_tokens"] > 50
+
+
+def test_a_useless_drafter_is_not_run(engine: Any, drafters: Path, tmp_path: Path) -> None:
+    """Not a pass in nearly all steps, once it is known: whatever the machine, such drafts are worth nothing."""
+    asked = [{**r, "params": {**r["params"], "max_tokens": 200, "ignore_eos": True}} for r in requests(PLAIN)]
+    das = block("draft_model", drafters, draft={"weights": "trainer"}, log_dir=str(tmp_path))
+    engine(das=das, rounds=[{"requests": asked, "refresh": 1}], sabotage="drafter without weights")
+    steps = [step for rollout in read(tmp_path) for step in rollout.steps]
+    assert any(step.passes for step in steps[:40])
+    assert len(steps) > 150
+    assert sum(step.passes > 0 for step in steps[40:]) < 0.05 * len(steps)
+    assert sum(step.drafted > 0 for step in steps[40:]) < 0.05 * len(steps)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_useful_drafter_is_run(engine: Any, drafters: Path, tmp_path: Path, method: str) -> None:
+    asked = requests(PLAIN, 3)
+    das = block(method, drafters, log_dir=str(tmp_path))
+    result = engine(das=das, rounds=[{"requests": asked, "refresh": 1}], sabotage="slow policy")
+    steps = [step for rollout in read(tmp_path) for step in rollout.steps]
+    assert sum(step.passes > 0 for step in steps[8:]) > 0.5 * len(steps[8:])
+    assert result[0]["stats"]["accepted_tokens"] > 20
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_requests_may_end_at_max_model_len(engine: Any, drafters: Path, method: str) -> None:
     asked = [{**r, "params": {**r["params"], "max_tokens": 200, "ignore_eos": True}} for r in requests(PLAIN, 6)]
     small = {"max_model_len": 128}
     reference = engine(das=OFF, engine=small, rounds=[{"requests": asked}])
-    result = engine(das=block(method, drafters), engine=small, rounds=[{"requests": asked}])
+    result = engine(das=block(method, drafters), engine=small, rounds=[{"requests": asked}], **EVERY_LENGTH)
     assert result[0]["tokens"] == reference[0]["tokens"]
     assert all(len(r["prompt"]) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
 
@@ -80,7 +158,7 @@ def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, 
     das = block(
         method, drafters, verify={"noise": "stock"}, draft={"options": {"draft_sample_method": "probabilistic"}}
     )
-    drafted = engine(das=das, rounds=rounds)[0]
+    drafted = engine(das=das, rounds=rounds, **EVERY_LENGTH)[0]
     assert drafted["stats"]["accepted_tokens"] > 200
     assert drafted["samplers"][1] == "vllm.v1.sample.rejection_sampler"
     for position in range(1, 4):
@@ -94,7 +172,7 @@ def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_trainers_weights_reach_the_drafter(engine: Any, drafters: Path, method: str, host: str | None) -> None:
     trained, second = trained_drafter(drafters, method, host)
-    das = block(method, drafters, draft={"weights": "trainer"})
+    das = block(method, drafters, draft={"weights": "trainer"}, **ALWAYS)
     result = engine(das=das, rounds=[trained, second], env=HOST, sabotage="drafter without weights")
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
     assert rate[1] > max(0.08, 5 * rate[0])
@@ -118,7 +196,9 @@ def test_a_sync_without_the_drafters_weights_is_named(engine: Any, drafters: Pat
 
 def test_weights_lost_in_sleep_are_read_again(engine: Any, drafters: Path) -> None:
     first, second = two_rounds(requests(PLAIN))
-    result = engine(das=block("draft_model", drafters), rounds=[{**first, "lose_drafter": True}, second], env=HOST)
+    result = engine(
+        das=block("draft_model", drafters, **ALWAYS), rounds=[{**first, "lose_drafter": True}, second], env=HOST
+    )
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
     assert rate[1] > 0.8 * rate[0] > 0.1
     assert "reading its checkpoint again" in result[0]["log"]
@@ -126,6 +206,6 @@ def test_weights_lost_in_sleep_are_read_again(engine: Any, drafters: Path) -> No
 
 def test_a_drafter_that_nobody_synced_lowers_health(engine: Any, drafters: Path) -> None:
     long = [{**r, "params": {**r["params"], "max_tokens": 150, "ignore_eos": True}} for r in requests(PLAIN)]
-    das = block("draft_model", drafters, draft={"weights": "trainer"})
+    das = block("draft_model", drafters, draft={"weights": "trainer"}, **ALWAYS)
     result = engine(das=das, rounds=[{"requests": long}], env=HOST, sabotage="drafter without weights")
     assert "acceptance of the draft_model drafter collapsed" in result[0]["stats"]["alarm"]

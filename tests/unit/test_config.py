@@ -15,7 +15,7 @@ import reference
 from omegaconf import DictConfig, OmegaConf
 
 from das_adapter import compat
-from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse
+from das_adapter.config import IN_EVERY_STEP, NEEDS, DasConfig, block_of, check_files, parse
 from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import settings as nemo_rl
 from das_adapter.protocol.engine_args import DRAFTER, engine_args
@@ -289,19 +289,31 @@ def block(keys: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+@pytest.mark.parametrize("key", IN_EVERY_STEP)
+def test_options_of_a_drafter_in_every_step_are_refused_with_the_controller(key: str) -> None:
+    options = {"drafter": "eagle3", "draft": {"model": "x", "options": {key: True}}}
+    for more in ({}, {"drafter": "history+eagle3"}, {"toggle": {"mode": "off"}}):
+        with pytest.raises(ConfigError, match=f"^das.draft.options.{key}: found True, .*das.drafter='eagle3', das.bud"):
+            parse({**options, **more})
+    always = parse({**options, "budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}})
+    assert always is not None
+    assert not always.controlled
+
+
 @pytest.mark.parametrize(
     ("drafter", "acts"),
     [
         ("history", ANY | CONTROLLED | HISTORY | {"history.device_bytes"}),
         ("self", ANY | CONTROLLED | COPY),
         ("history+self", ANY | CONTROLLED | HISTORY | COPY),
-        ("ngram", ANY | {"budget.max_draft_tokens"}),
-        *((neural, ANY | NEURAL) for neural in ("eagle3", "mtp", "draft_model")),
+        ("ngram", ANY | CONTROLLED | {"budget.max_draft_tokens"}),
+        *((neural, ANY | CONTROLLED | NEURAL) for neural in ("eagle3", "mtp", "draft_model")),
+        *((f"history+{neural}", ANY | CONTROLLED | HISTORY | NEURAL) for neural in ("eagle3", "mtp", "draft_model")),
     ],
 )
 def test_every_key_acts_with_the_drafter_or_is_refused(drafter: str, acts: set[str]) -> None:
     needed = {"budget.min_chance": {"budget.policy": "uniform"}, "toggle.threshold": {"toggle.mode": "threshold"}}
-    model = {"draft.model": "checkpoint"} if drafter in ("eagle3", "draft_model") else {}
+    model = {"draft.model": "checkpoint"} if drafter.endswith(("eagle3", "draft_model")) else {}
     assert {"drafter", *EVERYTHING} == {key for key, _ in reference.keys(DasConfig)}
     for key, value in EVERYTHING.items():
         given = block({"drafter": drafter, **model, **(needed.get(key, {}) if key in acts else {}), key: value})
@@ -317,18 +329,18 @@ def test_every_key_acts_with_the_drafter_or_is_refused(drafter: str, acts: set[s
     [
         (
             {"drafter": "eagle3", "budget.max_draft_tokens": 7},
-            "das.budget.max_draft_tokens=7 has an effect only with das.drafter='history', 'history+self' or 'ngram' "
-            "(found 'eagle3'): use das.draft.tokens",
+            "das.budget.max_draft_tokens=7 has an effect only with das.drafter='history', 'history+self', "
+            "'history+eagle3', 'history+mtp', 'history+draft_model' or 'ngram' (found 'eagle3'): use das.draft.tokens",
         ),
         (
             {"drafter": "self", "budget.max_draft_tokens": 7},
-            "das.budget.max_draft_tokens=7 has an effect only with das.drafter='history', 'history+self' or 'ngram' "
-            "(found 'self'): use das.self.max_tokens",
+            "das.budget.max_draft_tokens=7 has an effect only with das.drafter='history', 'history+self', "
+            "'history+eagle3', 'history+mtp', 'history+draft_model' or 'ngram' (found 'self'): use das.self.max_tokens",
         ),
         (
             {"drafter": "ngram", "history.window": 3},
-            "das.history.window=3 has an effect only with das.drafter='history' or 'history+self' (found 'ngram'): "
-            "remove it",
+            "das.history.window=3 has an effect only with das.drafter='history', 'history+self', 'history+eagle3', "
+            "'history+mtp' or 'history+draft_model' (found 'ngram'): remove it",
         ),
         (
             {"budget.min_chance": 0.3},

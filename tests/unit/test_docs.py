@@ -146,7 +146,8 @@ def test_every_metric_is_documented_and_no_other() -> None:
         **RolloutClock().take(),
         "class_steps": [1, 1, 1], "class_drafts": [1, 1, 1], "time_saved_s": 0.0, "planned_rounds": 1.0,
         "latency_model_error": 0.1, "history_requests": 1, "history_hits": 1, "staleness": [[1, 1]] * len(AGES),
-        "requantise_s": 0.1, "drafter_bytes": 1, "self_acceptance": 0.5, "live_bytes": 1, "staged_bytes": 1,
+        "requantise_s": 0.1, "drafter_bytes": 1, "drafter_passes": 1, "self_acceptance": 0.5, "live_bytes": 1,
+        "staged_bytes": 1,
     }  # fmt: skip
     logged = set(figures([report])) | {"das/weight_version", "das/exposed_generation_s"}
     rows = re.findall(r"^\| (`das/.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
@@ -187,3 +188,20 @@ def test_every_alarm_is_explained_word_for_word() -> None:
     spoken = {alarm for tree in trees for alarm in alarms(tree)}
     assert len(spoken) >= 7
     assert spoken <= set(explained), f"not explained: {spoken - set(explained)}"
+
+
+def test_the_table_of_what_works_names_tests_that_exist() -> None:
+    """A cell says in which file the tests stand, or means one that another cell names."""
+    page = (ROOT / "docs/support.md").read_text()
+    files = {path.name: path.read_text() for path in (ROOT / "tests").glob("*/test_*.py")}
+    defined = {name for text in files.values() for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+    rows = [row for row in page.splitlines() if row.startswith("| ")]
+    assert len(rows) > 10
+    for cell in (cell for row in rows for cell in row.split("|")):
+        file = None
+        for name in re.findall(r"`(test_[\w.]+)`", cell):
+            if name.endswith(".py"):
+                file = files[name]
+            else:
+                assert name in defined, name
+                assert file is None or f"def {name}(" in file, (name, cell)

@@ -68,6 +68,11 @@ class Drafter:
         self._vocabulary = vllm_config.model_config.get_vocab_size()
         self._paused = False
 
+    @property
+    def able(self) -> bool:
+        """Whether it may draft before the next weight sync."""
+        return self.counters.error is None and not self._paused
+
     def load_model(self, policy: Any) -> None:
         """Take the policy, once vLLM has loaded it."""
 
@@ -98,7 +103,7 @@ class Drafter:
 
     def _drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         """Draft as `propose`; a failure is noted, and costs the drafts."""
-        if self.counters.error is None and not self._paused:
+        if self.able:
             try:
                 drafts = self._propose(sampled, lengths, tokens)
                 self._pause_if_collapsed()

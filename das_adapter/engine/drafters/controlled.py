@@ -1,4 +1,4 @@
-"""The drafters `history`, `self` and `history+self`: one controller, and one or two sources of draft tokens."""
+"""The drafter of an engine: one controller, and one or two sources of draft tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from vllm.config import VllmConfig
 
 from das_adapter.core.controller import Controller, Decoded
 from das_adapter.core.latency import read_calibration
-from das_adapter.core.policy_copy import CopyDrafts
+from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine.drafters import decisions
 from das_adapter.engine.drafters.base import Drafter, LiveRequest
 from das_adapter.engine.drafters.history import HistorySource
-from das_adapter.engine.drafters.policy_copy import CopySource, OutOfStep
+from das_adapter.engine.drafters.model_source import ModelSource, OutOfStep
+from das_adapter.engine.drafters.neural_drafts import NeuralSource
+from das_adapter.engine.drafters.policy_copy import CopySource
 from das_adapter.engine.drafters.timing import StepTimer
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.messages import Refresh, Refreshed
@@ -24,25 +26,30 @@ from das_adapter.protocol.metrics import EngineStats
 
 
 class ControlledDrafter(Drafter):
-    """Drafts from the history, with the policy copy, or with the better of the two, as the controller decides.
+    """Drafts from the history, with a model (the policy copy, a neural drafter), or with the better of the two, as the
+    controller decides.
 
-    With tensor parallelism the first rank decides and draws on the history; the others run their part of the policy
-    copy, for the requests that the first names.
+    With tensor parallelism the first rank decides and draws on the history; the others run their part of the model, for
+    the requests that the first names.
     """
 
     def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
         config = self.config
-        drafts_from_history = config.uses_history and self.leads
-        self.history = HistorySource(config.history, self._vocabulary) if drafts_from_history else None
-        self.copy = CopySource(self, vllm_config, CopyDrafts(config.self.max_tokens)) if config.copies_policy else None
+        looked_up = config.looked_up if self.leads else None
+        self.history = HistorySource(looked_up, self._vocabulary) if looked_up else None
+        self.model_source: ModelSource | None = None
+        if config.copies_policy:
+            self.model_source = CopySource(self, vllm_config, ModelDrafts(config.model_tokens))
+        elif config.neural:
+            self.model_source = NeuralSource(self, ModelDrafts(config.model_tokens, narrows=False))
         self.controller = Controller(
             config.budget,
             config.toggle,
             self._max_model_len,
             config.history.window,
             read_calibration(config.toggle.calibration) if config.toggle.calibration else None,
-            self.copy.drafts if self.copy else None,
+            self.model_source.drafts if self.model_source else None,
             config.num_draft_tokens,
         )
         first = vllm_config.parallel_config.rank == 0
@@ -51,16 +58,16 @@ class ControlledDrafter(Drafter):
         self.timer = StepTimer()
         self._live: dict[str, LiveRequest] = {}
         self._counts = np.zeros(0, dtype=np.int64)
-        """Tokens that the copy shall draft for each request of the batch."""
+        """Tokens that the model shall draft for each request of the batch."""
         self._synced = False
         """Whether a weight sync lies between the last step and the next."""
 
     def load_model(self, policy: Any) -> None:
-        if self.copy:
-            self.copy.load(policy)
+        if self.model_source:
+            self.model_source.load(policy)
 
     def refresh(self, message: Refresh) -> Refreshed:
-        """Bring the history up to date and quantise the policy copy again, at a weight sync (DAS, section 4.1)."""
+        """Bring the history and the model up to date, at a weight sync (DAS, section 4.1)."""
         failed = self.counters.error is not None
         answer = super().refresh(message)
         self._synced = True
@@ -71,8 +78,10 @@ class ControlledDrafter(Drafter):
             if message.history is not None and not message.history.directory:
                 self.close(list(self._live))  # they are opened again, with what they have written
             answer["generation"] = self.history.refresh(message)
-        if self.copy:
-            answer["requantise_s"] = self.copy.refresh(message.draft_length)
+        if self.model_source:
+            seconds = self.model_source.refresh(message.draft_length)
+            if self.config.copies_policy:
+                answer["requantise_s"] = seconds
         decisions.sync(self.controller, self.log, message, self._slots())
         return answer
 
@@ -85,7 +94,7 @@ class ControlledDrafter(Drafter):
 
     def stats(self) -> EngineStats:
         """Return the figures of the sources and of the controller since the last call."""
-        sources = [source.stats() for source in (self.history, self.copy) if source]
+        sources = [source.stats() for source in (self.history, self.model_source) if source]
         return cast(EngineStats, functools.reduce(dict.__or__, sources, self.controller.take(self._slots())))
 
     def restart(self, controller: Controller) -> None:
@@ -113,16 +122,17 @@ class ControlledDrafter(Drafter):
     def _drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         self._counts = np.zeros(len(sampled), dtype=np.int64)
         drafts = super()._drafts(sampled, lengths, tokens)
-        if self.copy and (self.ranks > 1 or self._counts.any()):
-            begin = time.perf_counter()
+        source = self.model_source
+        if source and (self.ranks > 1 or source.follows or self._counts.any()):
+            begin, passes = time.perf_counter(), source.passes
             try:
-                self.copy.draft(self._counts, lengths, tokens, drafts)
+                source.draft(self._counts, lengths, tokens, drafts, self.able and not self.controller.stopped)
             except OutOfStep:
                 raise
             except Exception as error:
                 self._fail(error)
                 return [[] for _ in sampled]
-            self.timer.copied(time.perf_counter() - begin)
+            self.timer.drafted(time.perf_counter() - begin, source.passes - passes)
         return drafts
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
@@ -137,8 +147,8 @@ class ControlledDrafter(Drafter):
             request.length = int(lengths[row])
         if self.history:
             self.history.take(rows, plan.history, drafts)
-        if self.copy:
-            self._counts[rows] = plan.copy
+        if self.model_source:
+            self._counts[rows] = plan.model
         return drafts
 
     def _decoding(
@@ -181,9 +191,9 @@ class ControlledDrafter(Drafter):
         self.carried = None
         if carried is not None and not carried.any():
             carried = None
-        copied = self.copy.verified([request.req_id for request in live], got) if self.copy else None
+        by_model = self.model_source.verified([request.req_id for request in live], got) if self.model_source else None
         if carried is not None:
-            theirs = carried if copied is None else np.where(copied > 0, 0, carried)
+            theirs = carried if by_model is None else np.where(by_model > 0, 0, carried)
             if self.history:
                 self.history.verified(live, theirs, np.where(theirs > 0, got - 1, 0))
             if self.log is not None:
@@ -191,7 +201,7 @@ class ControlledDrafter(Drafter):
         self.timer.sampled(slots, got)
         # The next step writes the draft and one token more: neither may pass the request's end.
         room = np.array([request.end - 1 for request in live], dtype=np.int64) - lengths[rows]
-        return Decoded(slots, got, carried, copied, room)
+        return Decoded(slots, got, carried, by_model, room)
 
     def _slots(self) -> np.ndarray:
         return np.array([request.slot for request in self._live.values()], dtype=np.int64)

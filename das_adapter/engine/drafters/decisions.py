@@ -32,8 +32,8 @@ def timed(controller: Controller, log: DecisionLog | None, step: TimedStep) -> N
         model, running = controller.times.model, len(step.slots)
         drafted, accepted = step.tokens - running, int(step.got.sum()) - running
         predicted = None if model is None else model.step(step.tokens, running, drafted > 0)
-        begin = time.time() - step.seconds - step.copy_seconds
-        log.add(decision_log.Step(begin, running, step.tokens, drafted, accepted, step.seconds, predicted))
+        begin = time.time() - step.seconds - step.drafting_seconds
+        log.add(decision_log.Step(begin, running, step.tokens, drafted, accepted, step.seconds, predicted, step.passes))
     stopped = controller.stopped
     controller.timed(step)
     if controller.stopped and not stopped:

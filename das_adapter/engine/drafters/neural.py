@@ -36,7 +36,8 @@ class DraftWeights:
         self._reading = False
         """Whether it is the drafter's checkpoint that is being loaded."""
         self._refused: str | None = None
-        self._seeds = seeds
+        draws = config.keyed and not config.draft.options.get("parallel_drafting")
+        self.noise = KeyedDrafts(runner, seeds) if draws else None
         self.loaded: Callable[[], None] = lambda: None
         """Called when weights have been loaded into the policy."""
 
@@ -53,10 +54,9 @@ class DraftWeights:
             self._mark = self._fingerprint()
         split_weight_stream.apply(self.load, owner=self._runner.model)
         take_drafter_weights.apply(self._take, owner=self.drafter)
-        if self._config.keyed and not self._config.draft.options.get("parallel_drafting"):
-            noise = KeyedDrafts(self._runner, self._seeds)
-            follow_positions.apply(noise, owner=self._runner.drafter)
-            draw_with_keyed_noise.apply(noise, owner=self._runner.drafter)
+        if self.noise:
+            follow_positions.apply(self.noise, owner=self._runner.drafter)
+            draw_with_keyed_noise.apply(self.noise, owner=self._runner.drafter)
 
     def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load the policy's weights from a stream (with `stock`), and the drafter's that are among them."""
@@ -93,7 +93,7 @@ class DraftWeights:
     def _take(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load weights that somebody sends to the drafter itself (with `stock`): this class, or NeMo-RL, which splits
         the trainer's stream before the policy sees it."""
-        if self._config.drafter == "mtp":  # hosts send it the policy's stream, of which it takes its own layers
+        if self._config.method == "mtp":  # hosts send it the policy's stream, of which it takes its own layers
             loaded = stock(weights, *args, **kwargs)
             self._arrived += len(loaded or ())
             return loaded
@@ -134,18 +134,21 @@ class KeyedDrafts:
 
     def __init__(self, runner: Any, seeds: Callable[[], torch.Tensor]):
         self._runner, self._seeds = runner, seeds
+        self.rows: torch.Tensor | None = None
+        """Rows of the batch that are drafted for, int64; None: all of it."""
         self._positions = torch.zeros(0, dtype=torch.int64)
 
     def first_pass(self, last_tokens: torch.Tensor) -> None:
-        """Take the rows of the drafter's inputs at which requests end, int64 [batch]."""
+        """Take the rows of the drafter's inputs at which requests end, int64 [requests]."""
         drafter = self._runner.drafter
         ahead = 1 if drafter.pass_hidden_states_to_model else 0  # EAGLE's inputs are one token ahead of their positions
         self._positions = drafter.positions[last_tokens] + ahead
 
     def draw(self, hidden: torch.Tensor, sampling: Any) -> torch.Tensor:
-        """Draw a token for each request, int64 [batch], from the drafter's hidden states [batch, size]."""
-        logits = self._runner.drafter.model.compute_logits(hidden)
-        keys = Keys(self._seeds(), self._positions)
+        """Draw a token for each request, int64 [requests], from the drafter's hidden states [requests, size];
+        `sampling`: vLLM's SamplingMetadata of these requests."""
+        logits, seeds = self._runner.drafter.model.compute_logits(hidden), self._seeds()
+        keys = Keys(seeds if self.rows is None else seeds[self.rows], self._positions)
         self._positions = self._positions + 1
         return draw(logits, keys, sampling)
 

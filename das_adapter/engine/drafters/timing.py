@@ -20,7 +20,8 @@ class _Step:
     slots: np.ndarray | None = None
     """int64 [b], like `got`; None until it was sampled."""
     got: np.ndarray | None = None
-    copy_seconds: float = 0.0
+    drafting_seconds: float = 0.0
+    passes: int = 0
 
 
 class StepTimer:
@@ -40,14 +41,21 @@ class StepTimer:
             return None
         if new and not any(req_id in counts for req_id in step.req_ids):  # a pause without requests lies between them
             return None
-        return TimedStep(step.slots, step.got, step.tokens, now - step.begin - step.copy_seconds, step.copy_seconds)
+        return TimedStep(
+            step.slots,
+            step.got,
+            step.tokens,
+            now - step.begin - step.drafting_seconds,
+            step.drafting_seconds,
+            step.passes,
+        )
 
     def sampled(self, slots: np.ndarray, got: np.ndarray) -> None:
         """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b]."""
         if self._step is not None:
             self._step.slots, self._step.got = slots, got
 
-    def copied(self, seconds: float) -> None:
-        """Take the seconds that the policy copy drafted at the end of the step."""
+    def drafted(self, seconds: float, passes: int) -> None:
+        """Take the seconds and the forward passes of a model that drafted at the end of the step."""
         if self._step is not None:
-            self._step.copy_seconds = seconds
+            self._step.drafting_seconds, self._step.passes = seconds, passes

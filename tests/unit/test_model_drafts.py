@@ -16,12 +16,12 @@ from das_adapter.core.budget import Allocation, Worth
 from das_adapter.core.controller import Controller, Decoded, TimedStep
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
-from das_adapter.core.policy_copy import CopyDrafts
+from das_adapter.core.model_drafts import ModelDrafts
 
 
-def copy(rate: float, seconds: float, most: int = 5) -> CopyDrafts:
+def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
     """A copy whose tokens are accepted at this rate, and whose passes take so long."""
-    drafts = CopyDrafts(most)
+    drafts = ModelDrafts(most)
     drafts.acceptance = AcceptanceRate(1000 * rate, 1000, fade=1.0)
     drafts.passes.model = StepModel(base=seconds, token=0.0)
     return drafts
@@ -33,7 +33,7 @@ def worth(own: list[float], tail: list[float] | None = None, fade: float = 0.0) 
 
 
 def gain(
-    drafted: tuple[int, ...], keep: list[int], theirs: list[float], w: Worth, c: CopyDrafts, m: StepModel
+    drafted: tuple[int, ...], keep: list[int], theirs: list[float], w: Worth, c: ModelDrafts, m: StepModel
 ) -> float:
     """Seconds that a step gains where the copy drafts so many tokens, by the definition."""
     batch, total, value = len(drafted), 0, 0.0
@@ -47,27 +47,35 @@ def gain(
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 3), st.integers(0, 4), st.integers(0, 5)), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.floats(0, 3), st.integers(0, 4), st.integers(0, 4), st.floats(0.1, 2)), min_size=1, max_size=3
+    ),
     st.floats(0.05, 0.99), st.floats(0.0, 2.0), st.floats(0.0, 0.2),
 )  # fmt: skip
-def test_no_common_length_gains_more(
-    rows: list[tuple[float, int, int]], rate: float, seconds: float, token: float
+def test_no_other_lengths_gain_more(
+    rows: list[tuple[float, int, int, float]], rate: float, seconds: float, token: float
 ) -> None:
-    theirs, keep = [value if kept else 0.0 for value, kept, _ in rows], [kept for _, kept, _ in rows]
-    limits = np.array([limit for *_, limit in rows])
-    w, c, m = worth([1.0] * len(rows), [0.5] * len(rows), 0.1), copy(rate, seconds), StepModel(base=1.0, token=token)
+    keep, own = [kept for _, kept, *_ in rows], [value for *_, value in rows]
+    theirs = [value + token * kept if kept else 0.0 for value, kept, *_ in rows]  # worth more than they cost
+    limits = np.array([limit for _, _, limit, _ in rows])
+    w, c, m = worth(own, [0.5] * len(rows), 0.1), copy(rate, seconds), StepModel(base=1.0, token=token)
     nobody = (0,) * len(rows)
     found = Allocation(np.array(keep), sum(keep), gain(nobody, keep, theirs, w, c, m))
     plan = c.plan(found, np.array(theirs), w, limits, m, range(1, 6))
-    assert (plan.copy <= limits).all()
-    assert not (plan.copy * plan.keep).any()
-    assert plan.gain == pytest.approx(gain(tuple(plan.copy), list(plan.keep), theirs, w, c, m), abs=1e-9)
-    for length in range(1, 6):
-        mine = w.of_drafts(c.acceptance.chances(length))[np.arange(len(rows)), np.minimum(limits, length)]
-        better = mine - token * np.minimum(limits, length) > np.array(theirs) - token * np.array(keep)
-        drafted = np.where(better, np.minimum(limits, length), 0)
-        if drafted.any():
-            assert plan.gain >= gain(tuple(drafted), keep, theirs, w, c, m) - 1e-9
+    assert (plan.drafted <= limits).all()
+    assert not (plan.drafted * plan.keep).any()
+    assert plan.gain == pytest.approx(gain(tuple(plan.drafted), list(plan.keep), theirs, w, c, m), abs=1e-9)
+    for drafted in itertools.product(*(range(limit + 1) for limit in limits)):
+        assert plan.gain >= gain(drafted, keep, theirs, w, c, m) - 1e-9
+
+
+def test_a_request_whose_tokens_are_worth_less_gets_a_shorter_draft() -> None:
+    c, found = copy(0.8, 0.01), Allocation(np.zeros(3, int), 0, 0.0)
+    w, m = worth([1.0, 0.1, 0.01]), StepModel(base=1.0, token=0.05)
+    plan = c.plan(found, np.zeros(3), w, np.array([5, 5, 5]), m, range(1, 6))
+    assert plan.drafted.tolist() == [5, 3, 0]
+    whole = c.plan(found, np.zeros(3), w, np.array([5, 5, 5]), m, [5], cut=False)
+    assert whole.drafted.tolist() == [5, 5, 0]
 
 
 def test_one_request_alone_gets_the_best_length_of_all() -> None:
@@ -75,14 +83,14 @@ def test_one_request_alone_gets_the_best_length_of_all() -> None:
         w, c, m = worth([1.0]), copy(rate, seconds, most=8), StepModel(base=1.0, token=0.02)
         plan = c.plan(Allocation(np.zeros(1, int), 0, 0.0), np.zeros(1), w, np.array([8]), m, range(1, 9))
         gains = [gain((k,), [0], [0.0], w, c, m) for k in range(9)]
-        assert plan.copy[0] == int(np.argmax(gains))
+        assert plan.drafted[0] == int(np.argmax(gains))
 
 
 def test_a_sure_match_beats_the_copy_and_no_match_leaves_it_to_the_copy() -> None:
     found = Allocation(np.array([8, 0]), 8, 7.0)
     plan = copy(0.9, 0.05).plan(found, np.array([7.5, 0.0]), worth([1.0, 1.0]), np.array([20, 20]),
                                 StepModel(base=1.0, token=0.01), range(1, 6))  # fmt: skip
-    assert plan.copy[0] == 0 < plan.copy[1]
+    assert plan.drafted[0] == 0 < plan.drafted[1]
     assert plan.keep.tolist() == [8, 0]
 
 
@@ -90,7 +98,7 @@ def test_what_time_brings_elsewhere_is_not_given_away_for_less() -> None:
     """A step without a match, in a text whose other steps get nine tokens each: a token is worth a ninth of a step."""
     found, m = Allocation(np.zeros(1, int), 0, 0.0), StepModel(base=1.0, token=0.0)
     for value, drafted in ((1.0, 5), (1 / 9, 0)):
-        assert copy(0.99, 0.4).plan(found, np.zeros(1), worth([value]), np.array([9]), m, [5]).copy[0] == drafted
+        assert copy(0.99, 0.4).plan(found, np.zeros(1), worth([value]), np.array([9]), m, [5]).drafted[0] == drafted
 
 
 def test_a_length_that_replicas_agreed_on_is_that_or_nothing() -> None:
@@ -99,7 +107,7 @@ def test_a_length_that_replicas_agreed_on_is_that_or_nothing() -> None:
         c = copy(rate, 0.4)
         c.agreed = 7
         assert c.lengths(0.0) == [7]
-        assert c.plan(found, np.zeros(3), worth([1.0] * 3), room, m, c.lengths(0.0)).copy.tolist() == wanted
+        assert c.plan(found, np.zeros(3), worth([1.0] * 3), room, m, c.lengths(0.0)).drafted.tolist() == wanted
 
 
 def test_tokens_that_hardly_survive_are_not_drafted() -> None:
@@ -107,11 +115,18 @@ def test_tokens_that_hardly_survive_are_not_drafted() -> None:
 
 
 def test_the_first_passes_are_assumed_and_then_known() -> None:
-    c = CopyDrafts(5)
+    c = ModelDrafts(5)
     assert c.seconds(np.array([2, 1]), plain=1.0) == pytest.approx(0.8)
     for _ in range(20):
         c.timed_pass(4, 0.1)
     assert c.seconds(np.array([2, 1, 0]), plain=1.0) == pytest.approx(0.2)
+
+
+def test_a_pass_is_for_all_requests_or_for_those_that_still_lack_tokens() -> None:
+    for narrows, seconds in ((True, 0.3), (False, 0.4)):
+        c = ModelDrafts(5, narrows)
+        c.passes.model = StepModel(base=0.0, token=0.1)
+        assert c.seconds(np.array([2, 1]), plain=1.0) == pytest.approx(seconds)
 
 
 def test_acceptance_counts_only_what_was_tried() -> None:
@@ -148,10 +163,10 @@ def rollout(controller: Controller, lengths: np.ndarray, truth: StepModel, rate:
         at, drafted = np.array([slots[i] for i in live]), carried if carried.any() else None
         room = np.maximum(lengths[live] - done[live] - 1, 0)
         plan = controller.plan(Decoded(at, got, drafted, carried, room))
-        copied = dict(zip(live, plan.copy.tolist(), strict=True))
-        passes = pass_s * int(plan.copy.max(initial=0))
-        for step in range(int(plan.copy.max(initial=0))):
-            controller.copy.timed_pass(int((plan.copy > step).sum()), pass_s)
+        copied = dict(zip(live, plan.model.tolist(), strict=True))
+        passes = pass_s * int(plan.model.max(initial=0))
+        for step in range(int(plan.model.max(initial=0))):
+            controller.drafts.timed_pass(int((plan.model > step).sum()), pass_s)
         tokens = len(live) + int(carried.sum())
         took = truth.step(tokens, len(live), carried.any())
         seconds += took + passes
@@ -162,8 +177,8 @@ def rollout(controller: Controller, lengths: np.ndarray, truth: StepModel, rate:
 
 
 def self_controller(**toggle: object) -> Controller:
-    copy, toggle_config = CopyDrafts(5), ToggleConfig(**toggle)  # type: ignore[arg-type]
-    return Controller(BudgetConfig(), toggle_config, limit=2048, copy=copy, most=5)
+    copy, toggle_config = ModelDrafts(5), ToggleConfig(**toggle)  # type: ignore[arg-type]
+    return Controller(BudgetConfig(), toggle_config, limit=2048, drafts=copy, most=5)
 
 
 @pytest.mark.parametrize(("rate", "pass_s", "bar"), [(0.9, 0.01, 0.6), (0.9, 0.047, 1.03), (0.1, 0.02, 1.03)])
@@ -186,14 +201,14 @@ def test_a_threshold_keeps_the_copy_out_of_larger_batches() -> None:
     for batch, drafted in ((8, False), (4, True)):
         slots = np.array([controller.open(i, 0, 500) for i in range(batch)])
         plan = controller.plan(Decoded(slots, np.ones(batch, int), None, None, np.full(batch, 100)))
-        assert bool(plan.copy.any()) is drafted
+        assert bool(plan.model.any()) is drafted
         for slot in slots.tolist():
             controller.close(slot)
 
 
 def test_under_fixed_budgets_history_and_copy_share_the_batch() -> None:
     budget, toggle = BudgetConfig(policy="uniform", max_draft_tokens=8, min_chance=0.1), ToggleConfig(mode="off")
-    controller = Controller(budget, toggle, limit=2048, copy=copy(0.8, 0.1))
+    controller = Controller(budget, toggle, limit=2048, drafts=copy(0.8, 0.1))
     slots = np.array([controller.open(i, 0, 500) for i in range(2)])
 
     def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
@@ -201,4 +216,4 @@ def test_under_fixed_budgets_history_and_copy_share_the_batch() -> None:
 
     plan = controller.plan(Decoded(slots, np.ones(2, int), None, None, np.array([100, 100])), history)
     assert plan.history.tolist() == [8, 0]
-    assert plan.copy.tolist() == [0, 5]
+    assert plan.model.tolist() == [0, 5]

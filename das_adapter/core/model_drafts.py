@@ -1,0 +1,129 @@
+"""Which requests a model drafts for, by what its drafts cost and gain: the policy copy (EfficientRollout, arXiv
+2606.18967), or a neural drafter.
+
+A draft of γ tokens takes γ forward passes of the model before the policy verifies it: the speed-up is
+L / (γ·T_D/T_T + T_V/T_T) with the acceptance length L (section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.core.acceptance import AcceptanceRate
+from das_adapter.core.budget import Allocation, Worth
+from das_adapter.core.latency import StepModel, StepTimes
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+UNSEEN_PASS = 0.4
+"""Time of a pass of the model before one was timed, as a share of the policy's decode step."""
+
+
+class ModelPlan(NamedTuple):
+    """One step's draft tokens where a model may draft as well."""
+
+    drafted: Ints
+    """Tokens that the model drafts for each request, shape (b,)."""
+    keep: Ints
+    """Tokens of each request's other draft to verify, shape (b,); 0 where the model drafts."""
+    total: int
+    """Sum of both."""
+    gain: float
+    """Seconds: worth of all draft tokens minus what drafting and verifying them costs."""
+    passes_s: float
+    """Seconds of the model's passes."""
+
+
+class ModelDrafts:
+    """How long a model's passes take and how many of its tokens are accepted, learned from the engine's own steps."""
+
+    def __init__(self, most: int, narrows: bool = True) -> None:
+        """
+        Args:
+            most: tokens it drafts for a request in a step at most.
+            narrows: whether a pass is only for the requests whose drafts are not complete, not for all.
+        """
+        self.most, self.narrows = most, narrows
+        self.agreed: int | None = None
+        """Length of every draft, where the replicas have agreed on one (`Ladder`)."""
+        self.passes = StepTimes(kinds=1)
+        self.acceptance = AcceptanceRate()
+
+    def sync(self) -> None:
+        """Forget most of the acceptance at a weight sync, which changes the policy."""
+        self.acceptance.forget()
+        self.passes.fit()
+
+    def timed_pass(self, requests: int, seconds: float) -> None:
+        """Take the time of one forward pass."""
+        self.passes.add(requests, requests, False, seconds)
+        self.passes.keep_fitted()
+
+    def lengths(self, least_chance: float) -> Sequence[int]:
+        """Return the lengths that drafts may have; none whose last token survives with less than this chance."""
+        lengths = range(1, self.most + 1) if self.agreed is None else [self.agreed]
+        return [length for length in lengths if self.acceptance.rate**length >= least_chance]
+
+    def seconds(self, drafted: Ints, plain: float) -> float:
+        """Return the time of the passes that draft so many tokens for each request, shape (b,); `plain`: a step's."""
+        model, longest = self.passes.model, int(drafted.max(initial=0))
+        if model is None:
+            return UNSEEN_PASS * plain * longest
+        requests = [int(np.count_nonzero(drafted > (step if self.narrows else 0))) for step in range(longest)]
+        return sum(model.step(n, n, False) for n in requests)
+
+    def plan(
+        self,
+        found: Allocation,
+        theirs: Floats,
+        worth: Worth,
+        limits: Ints,
+        model: StepModel,
+        lengths: Sequence[int],
+        cut: bool = True,
+    ) -> ModelPlan:
+        """Let the model draft, at most one of the lengths, for the requests for which it is worth more than their
+        other draft.
+
+        Args:
+            found: what is verified without the model; it stands where no length gains more.
+            theirs: expected worth of what is kept of each request's other draft, shape (b,).
+            worth: of accepted tokens.
+            limits: most draft tokens of each request, shape (b,).
+            model: what the policy's step costs.
+            lengths: see above.
+            cut: whether drafts whose last tokens are worth less than verifying them costs are shorter.
+        """
+        batch, nobody = len(limits), np.zeros_like(limits)
+        best = ModelPlan(nobody, found.keep, found.total, found.gain, 0.0)
+        worths = worth.of_drafts(self.acceptance.chances(max(lengths, default=0)))
+        slope, plain = model.slope(batch + found.total), model.step(batch, batch, False)
+        net = worths - slope * np.arange(worths.shape[1])
+        shortest = _peaks(net) if cut and self.agreed is None else np.broadcast_to(np.arange(net.shape[1]), net.shape)
+        rows = np.arange(batch)
+        for length in lengths:
+            drafted = shortest[rows, np.minimum(limits, length)]
+            chosen = (drafted > 0) & (net[rows, drafted] > theirs - slope * found.keep)
+            if not chosen.any():
+                continue
+            value = worths[rows, drafted]
+            drafted, keep = np.where(chosen, drafted, 0), np.where(chosen, 0, found.keep)
+            total, passes = int(drafted.sum() + keep.sum()), self.seconds(drafted, plain)
+            cost = model.step(batch + total, batch, True) - plain + passes
+            gain = float(np.where(chosen, value, theirs).sum()) - cost
+            if gain > best.gain:
+                best = ModelPlan(drafted, keep, total, gain, passes)
+        return best
+
+
+def _peaks(values: Floats) -> Ints:
+    """Return where the maximum of each prefix of each row first stands, shape of `values`."""
+    highest = np.maximum.accumulate(values, axis=1)
+    rises = np.diff(highest, axis=1, prepend=-np.inf) > 0
+    peaks: Ints = np.maximum.accumulate(np.where(rises, np.arange(values.shape[1]), 0), axis=1)
+    return peaks

@@ -1,0 +1,117 @@
+"""Draft tokens from a model, pass by pass: what the policy copy and the neural drafters have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.engine.drafters.base import Drafter
+from das_adapter.errors import DasError
+
+
+class OutOfStep(DasError):
+    """A rank failed where the others wait for it: the engine must stop, because it can't go on."""
+
+
+class ModelSource:
+    """Runs a model for those rows of the runner's batch for which the controller wants its drafts."""
+
+    follows = False
+    """Whether it must see every step of the policy, those without drafts too."""
+
+    def __init__(self, drafter: Drafter, drafts: ModelDrafts):
+        """
+        Args:
+            drafter: its runner and seeds are used.
+            drafts: learns how long the passes take.
+        """
+        self.drafts = drafts
+        self.passes = 0
+        """Forward passes since `stats` was called last."""
+        self._drafter = drafter
+        self._counts = 0, 0
+        self._drafted: dict[str, int] = {}
+        """Tokens of each request's present draft that are the model's."""
+
+    def load(self, policy: torch.nn.Module) -> None:
+        """Take the policy, once vLLM has loaded it."""
+
+    def refresh(self, length: int | None) -> float:
+        """Follow a weight sync; return the seconds it took. `length`: of drafts from now on; None: any."""
+        self._drafted, self.drafts.agreed = {}, length
+        return 0.0
+
+    def forget(self) -> None:
+        """Give up what is known of the running requests: nobody drafts for a while."""
+
+    def stats(self) -> dict[str, Any]:
+        """Return the figures of the model since the last call."""
+        passes, self.passes = self.passes, 0
+        return {"drafter_passes": passes}
+
+    def verified(self, req_ids: Sequence[str], got: np.ndarray) -> np.ndarray:
+        """Return how many draft tokens of the model each of these requests carried into the step, int64 [requests].
+
+        Args:
+            req_ids: [requests].
+            got: tokens that each got, int64 [requests].
+        """
+        mine = np.array([self._drafted.pop(req_id, 0) for req_id in req_ids], dtype=np.int64)
+        self._drafted = {}  # of requests that are gone
+        training = [self._drafter.label(req_id).record for req_id in req_ids] if mine.any() else []
+        counted = mine * training if training else mine
+        drafted, accepted = self._counts
+        self._counts = drafted + int(counted.sum()), accepted + int(np.minimum(counted, got - 1).sum())
+        return mine
+
+    def draft(
+        self, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, drafts: list[list[int]], able: bool = True
+    ) -> None:
+        """Draft `counts` [batch] tokens for each row of the batch, into `drafts`; `lengths` and `tokens` as in
+        `Drafter.propose`. Where a rank is not `able` to, nobody drafts before the next weight sync.
+
+        Every tensor-parallel rank must call it at every step, one that has failed too; the first rank's counts hold.
+
+        Raises:
+            OutOfStep: this rank failed in the passes, in which the other ranks wait for it.
+        """
+        agreed = self._agreed(counts, able)
+        if agreed is None:
+            self.forget()
+            return
+        rows = np.flatnonzero(agreed)
+        if not len(rows) and not self.follows:
+            return
+        try:
+            written = self._draft(rows, agreed[rows], lengths, tokens)
+        except Exception as error:
+            self.forget()
+            if self._drafter.ranks == 1:
+                raise
+            raise OutOfStep(f"das: a rank failed while all ranks drafted ({self._drafter.config.drafter})") from error
+        for row, ids in zip(rows.tolist(), written, strict=True):
+            drafts[row] = ids
+            self._drafted[self._drafter.runner.input_batch.req_ids[row]] = len(ids)
+
+    def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        """Return the drafts of some rows: `counts` [rows] tokens at most."""
+        raise NotImplementedError
+
+    def _agreed(self, counts: np.ndarray, able: bool) -> np.ndarray | None:
+        """Return the first rank's counts, as tensor-parallel ranks run the model together; None where one is not able
+        to."""
+        if self._drafter.ranks == 1:
+            return counts if able else None
+        from vllm.distributed import get_tp_group
+
+        mine = torch.from_numpy(np.append(counts, int(able)))
+        everyones = [torch.empty_like(mine) for _ in range(self._drafter.ranks)]
+        torch.distributed.all_gather(everyones, mine, group=get_tp_group().cpu_group)
+        if not all(int(rank[-1]) for rank in everyones):
+            return None
+        agreed: np.ndarray = everyones[0][:-1].numpy()
+        return agreed
