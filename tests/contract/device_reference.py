@@ -35,9 +35,12 @@ def launch(index: Any, requests: int) -> None:
     for row, slot in enumerate(slots):
         begin = int(tables.begin[slot])
         own = texts[slot, begin : begin + lengths[slot]]
-        candidates = _sealed(index, tables.row_of_slot[slot], arena, own)
-        candidates += _live(index, slot, texts, arena, lengths, own)
-        candidates += _prompt(texts[slot, :begin], own)
+        candidates = []
+        if int(index._num_sampled[row]):  # else its prompt is being read
+            candidates = _sealed(index, tables.row_of_slot[slot], arena, own)
+            candidates += _live(index, slot, texts, arena, lengths, own)
+            candidates += _prompt(texts[slot, :begin], own)
+        index.drafts[row] = int(texts[slot, begin + lengths[slot] - 1])
         _vote(index, row, slot, own, candidates)
 
 
@@ -203,9 +206,8 @@ def _vote(index: Any, row: int, slot: int, own: np.ndarray, candidates: list[Can
     steps, count, asked, survival, draft = index._steps, 0, 0, 1.0, []
     strongest = max((c.strength for c in candidates if not c.differs), default=0)
     voters = [c for c in candidates if not c.differs or strongest < SURE]
-    index.drafts[row] = int(own[-1])
     index.confidence[row] = 0.0
-    for step in range(steps + 1 if int(index._num_sampled[row]) else 0):
+    for step in range(steps + 1):
         said = [(c, int(c.following[step])) for c in voters if step < len(c.following) and c.following[step] >= 0]
         if not said:
             said = [(c, draft[step - len(c.following)]) for c in voters if c.grows and step >= len(c.following)]

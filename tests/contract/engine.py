@@ -4,7 +4,7 @@ Every job runs in a fork; what the first one imported is imported before the oth
 messages), `das` (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env`
 (environment variables), `standalone` (the block comes from the environment, and no host looks after the engine),
 `interpreted` (V2: run the kernels that NumPy stands in for, and compare). A round: `requests` with `prompt` and
-`params`, `copies` of them, `aborted`: so many more, which are aborted when they have begun to write; and, to be done
+`params`, `copies` of them, `aborted`: so many more without an end, which are aborted; and, to be done
 after them, if given, `perturb`: change the policy's weights by so much; `draft_weights`: send a file as the drafter's
 weights, as this `host` does; `lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up;
 `refresh`: sync to this weight version; `unrecorded`: hand over none of the texts; `refused`: labels of further
@@ -235,7 +235,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     logs = not job.get("engine", {}).get("disable_log_stats", True)
     for part in job["rounds"]:
         requests = part["requests"] * part.get("copies", 1)
-        asked = requests + requests[: part.get("aborted", 0)]
+        endless = {"max_tokens": 400, "ignore_eos": True, "extra_args": {"das_problem": 0, "das_seed": 0}}
+        asked = requests + [{**r, "params": endless} for r in requests[: part.get("aborted", 0)]]
         if len(asked) > len(requests):
             abort_last(llm, len(asked) - len(requests))
         outputs = llm.generate(
@@ -423,7 +424,7 @@ def graphs(runner: Any, most: int) -> list[str]:
 
 
 def abort_last(llm: Any, number: int) -> None:
-    """Abort the last requests after six steps of the engine."""
+    """Abort the last requests after 24 steps of the engine."""
     engine = llm.llm_engine
     stock, steps, ids = type(engine).step, itertools.count(), []
 
@@ -431,7 +432,7 @@ def abort_last(llm: Any, number: int) -> None:
         at = next(steps)
         if not at:
             ids.extend(list(engine.output_processor.request_states)[-number:])
-        if at == 6:
+        if at == 24:
             engine.abort_request(ids, internal=True)
         return stock(engine)
 

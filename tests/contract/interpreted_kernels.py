@@ -48,9 +48,11 @@ class World:
         index.bring(self.sealed)
         return index
 
-    def write(self, indices: list[DeviceIndex], least: int) -> list[int]:
+    def write(self, indices: list[DeviceIndex]) -> list[int]:
         """Let every request write some tokens; return how many."""
-        counts = self.rng.integers(least, 4, SLOTS).tolist()
+        counts = self.rng.integers(0, 4, SLOTS).tolist()
+        if not any(self.written):
+            counts[0] = 0  # its prompt is still being read
         for slot, count in enumerate(counts):
             begin = len(self.prompts[slot]) + self.written[slot]
             new = torch.from_numpy(self.full[slot][self.written[slot] :][:count])
@@ -73,7 +75,7 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(seed: int, vocabula
     kernels, plain = indices = [world.index(), world.index()]
     plain._launch = functools.partial(device_reference.launch, plain)  # type: ignore[method-assign]
     for step in range(5):
-        counts = world.write(indices, int(step == 0))
+        counts = world.write(indices)
         if step == 3:  # a request ends, its text stays, and another takes its slot
             for index in indices:
                 index.close([(0, world.written[0] + 2)], world.total)

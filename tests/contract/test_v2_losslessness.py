@@ -123,6 +123,16 @@ def test_many_requests_with_siblings_preemptions_and_weight_syncs(v2_engine: Any
 
 
 @pytest.mark.long
+def test_grammars_hold_and_draw_stock_vllms_tokens(v2_engine: Any) -> None:
+    grammars = [{"structured_outputs": {"regex": "[0-9]{1,3}( [0-9]{1,3}){2,9}"}}, {"temperature": 1.0}]
+    rounds = synced(two_rounds(requests(shortened(grammars, 30), 6)))
+    reference = v2_engine(das=None, rounds=stock(rounds))
+    result = v2_engine(das=HISTORY, rounds=rounds)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert result[1]["stats"]["accepted_tokens"] > 10
+
+
+@pytest.mark.long
 def test_every_request_has_a_seed_and_every_sample_its_own(v2_engine: Any) -> None:
     asked = requests(PLAIN, 3)[:1]
     asked[0]["params"] |= {"max_tokens": 12, "ignore_eos": True}
