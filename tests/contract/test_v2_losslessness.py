@@ -122,6 +122,31 @@ def test_many_requests_with_siblings_preemptions_and_weight_syncs(v2_engine: Any
     assert result[-1]["stats"]["accepted_tokens"] > 300
 
 
+STOPS = [
+    {"stop": ["7"]},
+    {"stop_token_ids": [30, 31], "ignore_eos": True},
+    {"logprobs": 3, "temperature": 0.8, "top_p": 0.9},
+]
+
+
+@pytest.mark.long
+def test_stops_chunked_prompts_cached_prefixes_aborts_new_weights_and_sleep_change_no_token(v2_engine: Any) -> None:
+    first, second = two_rounds(requests(shortened(STOPS, 40)))
+    rounds = synced([{**first, "perturb": 0.02}, {**second, "aborted": 4}], [{**second, "sleep": 2}, first])
+    job = {
+        "engine": {"max_num_batched_tokens": 24, "block_size": 32, "enable_prefix_caching": True},
+        "env": {"DAS_CPU_WEIGHT_SYNC": "1"},
+    }
+    reference = v2_engine(das=None, rounds=stock(rounds), **job)
+    result = v2_engine(das=HISTORY, rounds=rounds, **job)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    written = [r["tokens"] for r in result]
+    assert written[1] == written[2]  # by other weights than the first and the last
+    assert written[0] == written[3]
+    assert min(r["stats"]["accepted_tokens"] for r in result[1:]) > 10
+    assert result[-1]["stats"]["error"] is None
+
+
 @pytest.mark.long
 def test_grammars_hold_and_draw_stock_vllms_tokens(v2_engine: Any) -> None:
     grammars = [{"structured_outputs": {"regex": "[0-9]{1,3}( [0-9]{1,3}){2,9}"}}, {"temperature": 1.0}]
