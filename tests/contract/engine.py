@@ -118,6 +118,8 @@ def any_length(stock: Any) -> Any:
 
     def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
         drafts = stock(self, sampled, lengths, tokens)
+        if not self.leads:
+            return drafts
         self.proposed = getattr(self, "proposed", 0) + 1
         rng = random.Random(self.proposed)
         for row, (req_id, new) in enumerate(zip(self.runner.input_batch.req_ids, sampled, strict=True)):
