@@ -174,7 +174,7 @@ class Replicas(Generic[Name]):
         error = self._error(known)
         # Groups of which nothing is known are all placed alike, and the longest of them ends last.
         alike = groups if not known and math.isfinite(groups) else 1.0
-        longer = 1.0 if alike == 1.0 else 1.0 + error * highest(round(alike))
+        longer = 1.0 + error * highest(round(alike))
         home = self._nodes[homes([problem], self._nodes)[0]] if len(self._nodes) > 1 and problem >= 0 else None
         slack = SLACK * share if math.isfinite(share) else 0.0
         away = {r: 0.0 if home is None or self._node_of.get(r) == home else slack for r in loads}
