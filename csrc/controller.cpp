@@ -11,14 +11,11 @@
 #include <utility>
 #include <vector>
 
+#include "columns.hpp"
+
 namespace nb = nanobind;
 
 namespace {
-
-template <class T>
-using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Out = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Cost of m draft tokens on top of the batch: `slope` each, `bend` more for each beyond the first `room`.
 struct Cost {
