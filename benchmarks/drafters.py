@@ -4,9 +4,11 @@
     python benchmarks/drafters.py steps [CONFIG_DIR] [--batches 1 4]
 
 `modes` samples the same problems at temperature 1 with the same seeds in every arm, with a given number of requests in
-flight, after a warm-up that fills the history. The arms take turns; of `--repeats` rollouts the fastest counts. For the
-policy copy it also drafts a fixed length, and compares the speed-up with the roofline, L / (γ r + v), from the measured
-step times and with the batch as it becomes smaller.
+flight, after a rollout at that batch which does not count. Each problem is visited in `--epochs` rollouts, the first of
+which finds no history. The arms take turns; of `--repeats` the fastest counts. Behind a context of more than 256 tokens
+responses are ended by the client, after a long tail of lengths. With `--fixed` it also drafts a fixed length with the
+policy copy, and compares the speed-up with the roofline, L / (γ r + v), from the measured step times and with the batch
+as it becomes smaller.
 `steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
 of the copy, and of verification. POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
 """
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import count, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -97,65 +100,98 @@ def engine(job: dict[str, Any], **more: Any) -> Any:
 
     das = parse(job["das"])
     os.environ.update(engine_env(das))
-    return LLM(job["policy"], dtype=job["dtype"], enforce_eager=True, max_model_len=1024, max_num_seqs=64, seed=0,
+    return LLM(job["policy"], dtype=job["dtype"], enforce_eager=True, max_model_len=2048, max_num_seqs=64, seed=0,
+               enable_chunked_prefill=False, max_num_batched_tokens=4096,
                enable_prefix_caching=False, **engine_args(das), **more)  # fmt: skip
 
 
-def requests(count: int, samples: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
-    """The longer problems of the tiny task, `samples` times each."""
+Work = list[tuple[list[int], dict[str, Any]]]
+"""Prompts, and `extra_args` of their sampling parameters."""
+
+
+def requests(count: int, samples: int, seed: int, context: int = 0, first: int = 0) -> Work:
+    """`count` requests for the longest problems of the tiny task, so many samples of each; other problems stand before
+    a prompt of less than `context` tokens. `first`: number of the first problem, under which history is kept."""
     sys.path.insert(0, str(ROOT / "examples/tiny_math"))
     from prepare_data import make_rows
     from train_policy import ASSISTANT, USER
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny_math/policy")
-    rows = sorted(make_rows("train", 48, 0), key=lambda row: -row["extra_info"]["difficulty"])[:count]
-    return [
-        (tokenizer.encode(f"{USER}{row['prompt'][0]['content']}{ASSISTANT}"),
-         {"das_problem": i, "das_seed": seed + 1000 * i + sample})
-        for i, row in enumerate(rows) for sample in range(samples)
-    ]  # fmt: skip
+    rows = sorted(make_rows("train", 256, 0), key=lambda row: -row["extra_info"]["difficulty"])
+    prompts = [tokenizer.encode(f"{USER}{row['prompt'][0]['content']}{ASSISTANT}") for row in rows]
+    before = [token for prompt in prompts[::-1] for token in prompt]
+
+    def work(i: int, sample: int) -> tuple[list[int], dict[str, Any]]:
+        place, missing = i % len(prompts), max(0, context - len(prompts[i % len(prompts)]))
+        extra = {"das_problem": first + i, "das_seed": seed + 1000 * i + sample}
+        return before[place : place + missing] + prompts[place], extra
+
+    return [work(n // samples, n % samples) for n in range(count)]
+
+
+def stops(count: int, context: int, most: int) -> list[int] | None:
+    """Tokens after which the client ends each response, as its length is not to be known before: a long tail. None: it
+    ends by itself, which behind a long context it does not."""
+    if context <= 256:
+        return None
+    import numpy as np
+
+    return np.clip(np.random.default_rng(count).lognormal(5.7, 0.45, count), 64, most).astype(int).tolist()
 
 
 def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the drafter takes, then a rollout's figures for each batch and repeat."""
+    """What the drafter takes, then for each context and batch the figures of each epoch of each repeat."""
     import numpy as np
+    from vllm import SamplingParams
 
     llm = engine(job)
-    core = llm.llm_engine.engine_core.engine_core
+    vllm, core, serial = llm.llm_engine, llm.llm_engine.engine_core.engine_core, count()
 
     def rpc(command: str, **payload: Any) -> Any:
         return llm.collective_rpc("das_rpc", args=(command, payload))[0]
 
-    def rollout(batch: int, work: list[tuple[list[int], dict[str, Any]]]) -> tuple[float, list[list[int]], Any]:
-        from vllm import SamplingParams
-
+    def rollout(batch: int, work: Work, ends: list[int] | None = None) -> tuple[float, list[list[int]], Any]:
         core.scheduler.max_num_running_reqs = batch
         rpc("refresh", version=1)  # a weight sync: what the last rollout wrote does not count
         rpc("stats")
+        number, texts = next(serial), [list[int]() for _ in work]
         begin = time.perf_counter()
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in work],
-                               [SamplingParams(max_tokens=job["tokens"], extra_args=extra) for _, extra in work],
-                               use_tqdm=False)  # fmt: skip
+        for i, (prompt, extra) in enumerate(work):
+            params = SamplingParams(max_tokens=job["tokens"], ignore_eos=ends is not None, detokenize=False,
+                                    extra_args=extra)  # fmt: skip
+            vllm.add_request(f"{number}-{i}", {"prompt_token_ids": prompt}, params)
+        while vllm.has_unfinished_requests():
+            for output in vllm.step():
+                i = int(output.request_id.split("-")[1])
+                texts[i] = list(output.outputs[0].token_ids)[: ends[i] if ends else None]
+                if ends and len(texts[i]) == ends[i] and not output.finished:
+                    vllm.abort_request([output.request_id])
         seconds = time.perf_counter() - begin
-        return seconds, [list(o.outputs[0].token_ids) for o in outputs], rpc("stats")
+        return seconds, texts, rpc("stats")
 
-    work = requests(job["problems"], 2, 7)
-    _, texts, _ = rollout(32, work)
-    keep = [(extra["das_problem"], np.asarray(t, dtype=np.int32).tobytes(), 0)
-            for (_, extra), t in zip(work, texts, strict=True)]  # fmt: skip
-    rpc("refresh", version=1, trajectories=keep)
+    rollout(8, requests(8, 4, 7, first=10**6))
     refreshed = min(rpc("refresh", version=1).get("requantise_s", 0.0) for _ in range(4))
     yield {"refresh_s": refreshed, "drafter_bytes": drafter_bytes(job["das"], rpc("stats"))}
-    for batch in job["batches"]:
-        work = requests(max(job["problems"], batch), 1, 99)
-        for repeat in range(job["repeats"]):
-            seconds, texts, stats = rollout(batch, work)
-            figures = summary(seconds, stats)
-            figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
-            if not repeat and job["das"]["drafter"] == "self" and batch <= 4:
-                figures["fixed"] = fixed_length(llm, batch, work, rollout)
-            yield figures
+    first = 0
+    for context, batch in product(job["contexts"], job["batches"]):
+        many = max(batch, job["least"])
+        ends = stops(many, context, job["tokens"])
+        rollout(batch, requests(many, job["samples"], 7, context, 10**6), ends)  # the first steps at this batch
+        for _ in range(job["repeats"]):
+            first += many
+            for epoch in range(job["epochs"]):
+                work = requests(many, job["samples"], 99 + 7 * epoch, context, first)
+                seconds, texts, stats = rollout(batch, work, ends)
+                figures = summary(seconds, stats)
+                figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
+                figures["response_tokens"] = [int(np.mean([*map(len, texts)])), max(map(len, texts))]
+                keep = [(extra["das_problem"], np.asarray(t, dtype=np.int32).tobytes(), 1)
+                        for (_, extra), t in zip(work, texts, strict=True)]  # fmt: skip
+                rpc("refresh", version=1, trajectories=keep)
+                yield figures
+        if job["das"]["drafter"] == "self" and job["fixed"] and batch <= 4:
+            yield fixed_length(llm, batch, requests(many, job["samples"], 99, context), rollout)
 
 
 def drafter_bytes(das: dict[str, Any], stats: dict[str, Any]) -> int:
@@ -277,27 +313,39 @@ def child_steps(job: dict[str, Any]) -> Any:
 
 
 def show_modes(results: dict[str, Any]) -> Table:
-    table = Table(title="Rollout, fastest of the repeats")
-    for name in (
-        "batch",
-        "arm",
-        "rollout s",
-        "of off",
-        "acceptance length",
-        "tokens/forward",
-        "extra MB",
-        "refresh s",
-        "same tokens",
-    ):
+    table = Table(title="Rollout time of off, fastest of the repeats")
+    for name in ("context", "batch", "epoch", "arm", "rollout s", "of off", "acceptance length", "tokens/forward",
+                 "drafted", "tokens", "longest", "same tokens"):  # fmt: skip
         table.add_column(name, justify="left" if name == "arm" else "right")
-    for batch in next(iter(results.values()))["batches"]:
+    for cell in next(iter(results.values()))["cells"]:
         for arm, result in results.items():
-            f, off = result["batches"][batch], results.get("off", result)["batches"][batch]
-            table.add_row(batch, arm, f"{f['rollout_s']:.2f}", f"{f['rollout_s'] / off['rollout_s']:.2f}",
+            f, off = result["cells"][cell], results.get("off", result)["cells"][cell]
+            table.add_row(*cell.split("/"), arm, f"{f['rollout_s']:.2f}", f"{f['rollout_s'] / off['rollout_s']:.3f}",
                           f"{f['acceptance_length']:.2f}", f"{f['tokens_per_forward']:.2f}",
-                          f"{result['drafter_bytes'] / 1e6:.0f}", f"{result['refresh_s']:.3f}",
+                          f"{f['drafted_forwards']:.2f}", *map(str, f["response_tokens"]),
                           "yes" if f["tokens_hash"] == off["tokens_hash"] else "no")  # fmt: skip
     return table
+
+
+def markdown(results: dict[str, Any]) -> str:
+    """Rollout time of off and tokens per forward, a table for each context and epoch."""
+    cells = [tuple(cell.split("/")) for cell in next(iter(results.values()))["cells"]]
+    lines = []
+    for context, epoch in dict.fromkeys((context, epoch) for context, _, epoch in cells):
+        batches = [batch for c, batch, e in cells if (c, e) == (context, epoch)]
+        lines += [f"Context {context}, epoch {epoch}: rollout time of off, tokens per forward", "",
+                  "| drafter | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
+                  "|---" * (len(batches) + 1) + "|"]  # fmt: skip
+        for arm, result in results.items():
+            row = []
+            for batch in batches:
+                f, off = (r["cells"][f"{context}/{batch}/{epoch}"] for r in (result, results.get("off", result)))
+                share = f"{f['rollout_s']:.2f} s" if arm == "off" else f"{f['rollout_s'] / off['rollout_s']:.3f}"
+                same = "" if f["tokens_hash"] == off["tokens_hash"] else " (other tokens)"
+                row.append(f"{share}, {f['tokens_per_forward']:.2f}{same}")
+            lines.append(f"| {arm} | " + " | ".join(row) + " |")
+        lines.append("")
+    return "\n".join(lines)
 
 
 def show_steps(results: dict[str, Any]) -> Table:
@@ -320,10 +368,14 @@ def main() -> None:
         "--arms", nargs="+", default=["off", "self:int4", "self:int8", "history", "history+self", "ngram"]
     )
     parser.add_argument("--weights", nargs="+", default=["int4", "int8"])
+    parser.add_argument("--contexts", nargs="+", type=int, default=[256], help="tokens of a prompt at least")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4])
-    parser.add_argument("--problems", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=200, help="most tokens of a response")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=4, help="of each problem")
+    parser.add_argument("--least", type=int, default=2, help="requests of a rollout at least")
+    parser.add_argument("--tokens", type=int, default=800, help="most tokens of a response")
+    parser.add_argument("--epochs", type=int, default=2, help="visits of each problem; the first finds no history")
+    parser.add_argument("--repeats", type=int, default=2, help="each with problems of its own")
+    parser.add_argument("--fixed", action="store_true", help="drafts of fixed length as well, for the policy copy")
     parser.add_argument("--threads", type=int, default=1, help="more than one needs a machine with nobody else on it")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--draft", type=Path, help="checkpoint of the arm draft_model")
@@ -333,9 +385,20 @@ def main() -> None:
     if args.what == "child":
         child()
         os._exit(0)
-    common = {"what": args.what, "policy": str(args.policy), "dtype": args.dtype, "batches": args.batches,
-              "problems": args.problems, "tokens": args.tokens, "threads": args.threads,
-              "repeats": args.repeats}  # fmt: skip
+    names = (
+        "what",
+        "dtype",
+        "contexts",
+        "batches",
+        "samples",
+        "least",
+        "tokens",
+        "epochs",
+        "threads",
+        "repeats",
+        "fixed",
+    )
+    common = {"policy": str(args.policy), **{name: getattr(args, name) for name in names}}
     if args.what == "modes":
         jobs = {arm: block(arm, args) for arm in args.arms}
     else:
@@ -350,23 +413,28 @@ def main() -> None:
     if args.out:
         content = {"provenance": provenance(), "results": results}
         args.out.write_text(json.dumps(content, indent=1) + "\n")
+        if args.what == "modes":
+            args.out.with_suffix(".md").write_text(markdown(results))
     Console(width=140).print((show_modes if args.what == "modes" else show_steps)(results))
 
 
 def take_turns(children: dict[str, Child], results: dict[str, Any], args: argparse.Namespace) -> None:
     """Rollouts of all arms in turns, so that what a machine does meanwhile hits all alike."""
     for arm in results:
-        results[arm]["batches"] = {}
-    for batch in args.batches:
-        rows: dict[str, list[Any]] = {arm: [] for arm in children}
+        results[arm]["cells"] = {}
+    for context, batch in product(args.contexts, args.batches):
+        rows: dict[tuple[str, int], list[Any]] = defaultdict(list)
         for repeat in range(args.repeats):
-            for arm in list(children)[:: -1 if repeat % 2 else 1]:
-                rows[arm].append(children[arm].next())
-        for arm, found in rows.items():
-            fixed = {"fixed": found[0]["fixed"]} if "fixed" in found[0] else {}
+            for epoch in range(args.epochs):
+                for arm in list(children)[:: -1 if (repeat + epoch) % 2 else 1]:
+                    rows[arm, epoch].append(children[arm].next())
+        for (arm, epoch), found in rows.items():
             seconds = {"all_rollout_s": [round(f["rollout_s"], 3) for f in found]}
             fastest = min(found, key=lambda f: float(f["rollout_s"]))
-            results[arm]["batches"][str(batch)] = fastest | seconds | fixed
+            results[arm]["cells"][f"{context}/{batch}/{epoch + 1}"] = fastest | seconds
+        for arm in children:
+            if arm.startswith("self") and args.fixed and batch <= 4:
+                results[arm].setdefault("fixed", {})[f"{context}/{batch}"] = children[arm].next()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,18 @@ fitted to another row, of this figure or of the one that `figure` names. `derive
 published seconds, which no case checks.
 
 DIR holds EfficientRollout's sweeps (`sd_toggle/configs/*.csv` of its public repository), which are not part of this
-one. Results of files that are not named stay. Writes Markdown beside the JSON.
+one. Results of files that are not named stay, each with the provenance of its own run. Writes Markdown beside the JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -53,26 +57,28 @@ class Figure:
                 one["value"] = str((sweeps or Path("missing")) / one["value"])
         self._runs: dict[str, Run] = {}
 
-    def run(self, settings: dict[str, Any], arm: Any) -> Run:
+    def run(self, settings: dict[str, Any], arm: str) -> Run:
         """Simulate one arm under some values of inputs."""
-        content: dict[str, Any] = {"arms": {"arm": arm}}
+        content: dict[str, Any] = {"arms": copy.deepcopy(self.content["arms"])}
         for key, value in settings.items():
             put(content, key, value)
+        content["arms"] = {"arm": content["arms"][arm]}
         key = json.dumps(content, sort_keys=True)
         if key not in self._runs:
             self._runs[key] = Simulation(parse(content, self.name)).run("arm")
         return self._runs[key]
 
-    def seconds(self, settings: dict[str, Any], arm: Any, skip: int | None = None) -> float:
-        """Return the mean rollout time of the steps that count, those after the first `skip`."""
-        steps = self.run(settings, arm).steps[self.content.get("skip", 0) if skip is None else skip :]
+    def seconds(self, settings: dict[str, Any], arm: str, case: Mapping[str, Any] = MappingProxyType({})) -> float:
+        """Return the mean rollout time of the steps that count: `count` of them after the first `skip`. With a lag the
+        first fill the pipeline and the last drain it."""
+        skip, count = (case.get(key, self.content.get(key)) for key in ("skip", "count"))
+        steps = self.run(settings, arm).steps[skip or 0 :][:count]
         return sum(s.step_s if self.content.get("whole") else s.rollout_s for s in steps) / len(steps)
 
     def value(self, case: dict[str, Any], settings: dict[str, Any]) -> float:
         """Return a case's quantity: how many times faster the arm is than the base, rollout or step."""
         settings = {**settings, **case.get("set", {})}
-        arms = (self.content["arms"][case.get(name, name)] for name in ("base", "arm"))
-        base, ours = (self.seconds(settings, arm, case.get("skip")) for arm in arms)
+        base, ours = (self.seconds(settings, case.get(name, name), case) for name in ("base", "arm"))
         other = case.get("other_of_base", 0.0) * base
         ratio = (base + other) / (ours + other)
         return 1.0 / ratio - 1.0 if case.get("quantity") == "change" else ratio
@@ -89,7 +95,7 @@ class Figure:
                 middle = (low * high) ** 0.5
                 trial = {**settings, key: middle}
                 if "seconds" in find:
-                    above = self.seconds(trial, self.content["arms"]["base"]) > find["seconds"]
+                    above = self.seconds(trial, "base") > find["seconds"]
                 else:
                     case = next(c for c in self.content["cases"] if c["name"] == find["case"])
                     above = self.value(case, trial) < case["published"]
@@ -123,7 +129,21 @@ class Figure:
         inputs = [{k: v for k, v in one.items() if k != "find"} | {"value": _plain(middle[one["key"]])}
                   for one in self.inputs.values()]  # fmt: skip
         return {"title": self.content["title"], "source": self.content["source"], "tolerance": tolerance,
-                "decides": self.content["decides"], "inputs": inputs, "cases": cases}  # fmt: skip
+                "decides": self.content["decides"], "inputs": inputs, "cases": cases,
+                "pairs_in_order": self.in_order(cases)}  # fmt: skip
+
+    def in_order(self, rows: list[dict[str, Any]]) -> list[int]:
+        """Return of how many pairs of cases the simulation has the published order, and how many pairs there are: cases
+        of one kind, with the same base, whose published values differ by more than 3 %, and none that was fitted to."""
+        right = of = 0
+        for (case, a), (other, b) in itertools.permutations(zip(self.content["cases"], rows, strict=True), 2):
+            if {a["grade"], b["grade"]} & {"no value", "fitted to"} or a["simulated"] == b["simulated"]:
+                continue  # the same arm of two figures is one
+            kinds = [[c.get(key) for key in ("base", "quantity", "other_of_base")] for c in (case, other)]
+            change = float(case.get("quantity") == "change")
+            if kinds[0] == kinds[1] and change + a["published"] < 0.97 * (change + b["published"]):
+                right, of = right + (a["simulated"] < b["simulated"]), of + 1
+        return [right, of]
 
 
 def _plain(value: Any) -> Any:
@@ -142,16 +162,20 @@ def markdown(result: dict[str, Any]) -> str:
         "*reproduced*: within the tolerance, nothing fitted to a checked figure. *consistent*: within it, with one",
         "constant of the paper fitted to another of its rows (*fitted to*). *not*: outside. The tolerance is on the",
         "ratio of times. The band is that of the assumed inputs, each moved by itself to the ends of its range, with",
-        "what is derived or fitted found again.", "",
-        "| figure | cases | reproduced | consistent | not | mean error | largest | what decides it |",
-        "|---|---|---|---|---|---|---|---|",
+        "what is derived or fitted found again. *order*: pairs of values that differ by more than 3 % and have the",
+        "published order.", "",
+        "| figure | cases | reproduced | consistent | not | mean error | largest | order | what decides it |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for figure in figures.values():
         cases = [c for c in figure["cases"] if c["grade"] not in ("fitted to", "no value")]
         errors = [abs(c["error"]) for c in cases] or [0.0]
         counts = " | ".join(str(sum(c["grade"] == g for c in cases)) for g in ("reproduced", "consistent", "not"))
         mean, largest = f"{sum(errors) / len(errors):.0%}", f"{max(errors):.0%}"
-        lines.append(f"| {figure['title']} | {len(cases)} | {counts} | {mean} | {largest} | {figure['decides']} |")
+        right, of = figure["pairs_in_order"]
+        order = f"{right} of {of}" if of else ""
+        lines.append(f"| {figure['title']} | {len(cases)} | {counts} | {mean} | {largest} | {order} | "
+                     f"{figure['decides']} |")  # fmt: skip
     for figure in figures.values():
         lines += ["", f"## {figure['title']}", "", f"{figure['source']}; tolerance {figure['tolerance']:.0%}.", "",
                   "| case | published | simulated | band | error | grade |", "|---|---|---|---|---|---|"]  # fmt: skip
@@ -175,7 +199,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     result = json.loads(args.out.read_text()) if args.out.exists() else {"figures": {}}
-    result["provenance"] = provenance()
     for path in sorted((HERE / "published").glob("*.yaml")):
         if args.only and path.stem not in args.only:
             continue
@@ -184,7 +207,7 @@ def main() -> None:
         if file is not None and not Path(file["value"]).exists():
             print(f"{path.stem}: left out: needs {file['value']}")
             continue
-        result["figures"][path.stem] = figure.check()
+        result["figures"][path.stem] = figure.check() | {"provenance": provenance()}
         result["figures"] = dict(sorted(result["figures"].items()))
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(markdown(result))

@@ -2,12 +2,16 @@
 
     python benchmarks/simulator.py recorded --out FILE.json       # results that lie in results/ already
     python benchmarks/simulator.py engine --out FILE.json         # measured now, in one engine, and simulated
+    python benchmarks/simulator.py demo --run DIR --calibration FILE --out FILE.json    # a run of the demo
     python benchmarks/simulator.py speed --traces TRACES_DIR --out FILE.json    # a step of 65 536 rollouts, one core
     python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together, leaders first
 
 `recorded` and `engine` take from the measured run its requests, its arms and the latency model that its engine had
 fitted before they began; nothing else, and no time of an arm. The texts are random tokens, as those of the benchmark's
 policy are; histories are made from them by the benchmark's own recipe.
+
+`demo` takes `python examples/verl/demo.py --out DIR '++trainer.rollout_data_dir=DIR/rollouts'`, and the file of
+`das-adapter calibrate runs/tiny_math_31m`: the texts and the step times, and no time of an arm.
 """
 
 from __future__ import annotations
@@ -43,9 +47,10 @@ from das_adapter.sim.steps import Line
 from das_adapter.sim.texts import Texts
 
 RESULTS = Path(__file__).parent / "results"
-SETS = ("code_humaneval_codegen16b_k100", "misguided_attention_k3")
-ENGINES = ((256, 16), (32, 16))
-"""Engines on the 2048 GPUs, and steps from one question to the controller to the next."""
+SETS = {"code_humaneval_codegen16b_k100": 4, "misguided_attention_k3": 64}
+"""Steps from one question to the controller to the next: responses of 50 and of 4600 tokens."""
+ENGINES = (256, 32)
+"""Engines on the 2048 GPUs."""
 ROUTED: dict[str, tuple[tuple[int, int, int | None], int]] = {
     # problems, samples of a group, steps; seeds
     "code_humaneval_codegen16b_k100": ((96, 8, 3), 2),
@@ -133,6 +138,27 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
     return {"of": measured.get("provenance", {}), "latency_model": measured["latency_model"], "rollouts": found}
 
 
+def demo(run: Path, calibration: Path) -> dict[str, Any]:
+    """Simulate the rollouts of a run of the demo, step by step, from a calibration of its engine."""
+    from das_adapter.sim.rollouts import read
+
+    summary = json.loads((run / "summary.json").read_text())
+    dump = read(run / "rollouts", str(Path(__file__).parents[1] / "runs" / "tiny_math_31m"))
+    config = parse({
+        "hardware": {"gpus": 1}, "steps": {"kind": "calibration", "file": str(calibration)},
+        "acceptance": {"history": "index"},
+        "arms": {"off": {"das": {"drafter": "none"}}, "history": {"das": {}}},
+    })  # fmt: skip
+    arms = {}
+    for arm, simulated in Simulation(config, dump).run_all().items():
+        ours, theirs = [s.rollout_s for s in simulated.steps], summary["arms"][arm]["rollout_s"]
+        arms[arm] = {"measured": theirs, "simulated": ours, "error": sum(ours) / sum(theirs) - 1,
+                     "tokens_per_forward": [s.tokens_per_forward for s in simulated.steps]}  # fmt: skip
+        print(arm, f"{sum(theirs):.1f} s, simulated {sum(ours):.1f} s: {arms[arm]['error']:+.0%}", flush=True)
+    return {"of": {"command": summary["command"], "calibration": json.loads(calibration.read_text())["line"]},
+            "arms": arms}  # fmt: skip
+
+
 def errors(result: dict[str, Any]) -> dict[str, Any]:
     """Sum up all comparisons."""
     values = [abs(arm["error"]) for one in result["comparisons"].values() for row in one["rollouts"]
@@ -144,15 +170,18 @@ def errors(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def speed(traces: Path, name: str, engines: int, stride: int) -> dict[str, Any]:
-    """A step of 4096 x 16 rollouts on 2048 GPUs, one core: recorded lengths, and a trace of what the index offers."""
+    """A step of 4096 x 16 rollouts on 2048 GPUs, one core: recorded lengths, sampled as `das-adapter replay` samples
+    them, and a trace of what the index offers."""
+    from das_adapter.sim.pays import sample
     from das_adapter.sim.rollouts import read
 
-    seen: dict[int, int] = {}
+    seen: Counter[int] = Counter()
     chosen = []
     for r in read(traces / f"{name}.npz"):
-        seen[r.problem] = seen.get(r.problem, 0) + 1
+        seen[r.problem] += 1
         if seen[r.problem] <= 16 and len(chosen) < 2048:
             chosen.append(Rollout(r.problem, 0, 0, r.prompt, r.tokens[:16384]))
+    chosen, _ = sample(chosen, 1_000_000)
     copies = -(-4096 * 16 // len(chosen))
     config = parse({
         "model": "Qwen/Qwen2.5-7B", "hardware": {"gpu": "h100", "gpus": 2048, "per_engine": 2048 // engines},
@@ -205,16 +234,21 @@ def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["recorded", "engine", "speed", "routing"])
+    parser.add_argument("what", choices=["recorded", "engine", "demo", "speed", "routing"])
     parser.add_argument("--traces", type=Path)
+    parser.add_argument("--run", type=Path, help="the demo's directory")
+    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--longest", type=int, default=160)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance()}
     if args.what == "speed":
-        result["steps"] = [speed(args.traces, name, engines, stride) for name in SETS for engines, stride in ENGINES]
+        result["steps"] = [speed(args.traces, name, engines, stride) for name, stride in SETS.items()
+                           for engines in ENGINES]  # fmt: skip
         print(json.dumps(result["steps"], indent=1))
+    elif args.what == "demo":
+        result["demo"] = demo(args.run, args.calibration)
     elif args.what == "routing":
         result["rows"] = [row for name, (shape, seeds) in ROUTED.items()
                           for row in routing(args.traces, name, shape, seeds)]  # fmt: skip

@@ -1,4 +1,5 @@
-// Decode steps of simulated engines between two questions to their drafters; das_adapter/sim/fleet.py explains it.
+// Drafts of simulated requests, and decode steps of simulated engines between two questions to their drafters;
+// das_adapter/sim/sources.py and fleet.py explain them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
@@ -6,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <stdexcept>
+#include <vector>
 
 #include "columns.hpp"
 
@@ -54,6 +56,11 @@ struct Traced {
     }
     return {count, std::min<int64_t>(count, hits[at])};
   }
+
+  double chance(int64_t row, int64_t written, int64_t place) const {
+    const int64_t at = std::min(ends[text[row]] + written, size - 1);
+    return std::exp(log_first[at] + static_cast<double>(place) * log_ratio[at]);
+  }
 };
 
 uint64_t mixed(uint64_t x) {  // SplitMix64
@@ -76,13 +83,43 @@ struct Given {
     const auto uniform = [](uint64_t bits) { return (static_cast<double>(bits) + 0.5) * 0x1p-32; };
     int64_t count = std::min(limit, longest);
     if (count <= 0 || uniform(key >> 32) >= coverage || (least > 0 && !std::isfinite(least))) return {0, 0};
-    const double* chance = survival + std::min(visit[row], visits - 1) * longest;
+    const double* chance = chances(row);
     const double luck = uniform(key & 0xFFFFFFFFULL), lowest = std::exp(least);
     int64_t hit = 0;
     while (hit < longest && chance[hit] > luck) ++hit;
     while (count > 0 && chance[count - 1] < lowest) --count;
     return {count, std::min(hit, count)};
   }
+
+  double chance(int64_t row, int64_t, int64_t place) const { return chances(row)[place]; }
+
+ private:
+  const double* chances(int64_t row) const { return survival + std::min(visit[row], visits - 1) * longest; }
+};
+
+// Drafts of requests at where they are: chances, offsets and hits as in das_adapter/sim/sources.py, Offer.
+template <class Source>
+nb::tuple offer(const Source& source, const In<int64_t>& rows, const In<int64_t>& limits, double least,
+                const In<int64_t>& written) {
+  if (limits.size() != rows.size()) throw std::invalid_argument("offer: expected one limit for each row");
+  std::vector<float> chances;
+  std::vector<int64_t> offsets{0}, hits;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const int64_t row = rows.data()[i], at = written.data()[row];
+    const Draft draft = source.of(row, at, std::max<int64_t>(limits.data()[i], 0), least);
+    for (int64_t place = 0; place < draft.tokens; ++place)
+      chances.push_back(static_cast<float>(source.chance(row, at, place)));
+    offsets.push_back(static_cast<int64_t>(chances.size()));
+    hits.push_back(draft.hits);
+  }
+  return nb::make_tuple(owned(std::move(chances)), owned(std::move(offsets)), owned(std::move(hits)));
+}
+
+// A request while its engine goes on.
+struct Going {
+  int64_t row, length, last, limit;
+  double least;
+  int64_t prompt, written, draft, hits, drafted, accepted;
 };
 
 // Steps each engine so often, or until one of its requests ends.
@@ -98,40 +135,86 @@ void walk(const Source& source, const In<int64_t>& rows, const In<int64_t>& boun
       bounds.data()[engines] != static_cast<int64_t>(rows.size()) ||
       !std::is_sorted(bounds.data(), bounds.data() + engines + 1))
     throw std::invalid_argument("walk: bounds, steps, taken, tokens and context differ in their number of engines");
-  for (size_t i = 0; i < rows.size(); ++i)
-    if (static_cast<size_t>(rows.data()[i]) >= height) throw std::out_of_range("walk: no such row");
-  int64_t* written = of.written.data();
+  std::vector<Going> batch;
   for (size_t engine = 0; engine < engines; ++engine) {
     const int64_t begin = bounds.data()[engine], end = bounds.data()[engine + 1];
-    const int64_t most = std::min<int64_t>(steps.data()[engine], static_cast<int64_t>(width));
+    const int64_t often = std::min<int64_t>(steps.data()[engine], static_cast<int64_t>(width));
+    batch.clear();
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = rows.data()[i];
+      const int64_t length = of.length.data()[row], last = std::min(length, of.most.data()[row]) - 1;
+      batch.push_back({row, length, last, limit.data()[i], least.data()[i], of.prompt.data()[row],
+                       of.written.data()[row], of.draft.data()[row], of.hits.data()[row], 0, 0});
+    }
     bool ended = false;
     int64_t step = 0;
-    for (; step < most && !ended; ++step) {
+    for (; step < often && !ended; ++step) {
       int64_t inside = 0, known = 0;
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = rows.data()[i], draft = of.draft.data()[row], length = of.length.data()[row];
-        inside += 1 + draft;
-        known += of.prompt.data()[row] + written[row];
-        const int64_t got = std::min(1 + std::min(draft, of.hits.data()[row]), length - written[row]);
-        written[row] += got;
-        of.forwards.data()[row] += 1;
-        of.drafted.data()[row] += draft;
-        of.accepted.data()[row] += got - 1;
+      for (Going& r : batch) {
+        inside += 1 + r.draft;
+        known += r.prompt + r.written;
+        const int64_t got = std::min(1 + std::min(r.draft, r.hits), r.length - r.written);
+        r.written += got;
+        r.drafted += r.draft;
+        r.accepted += got - 1;
         Draft next{0, 0};
-        if (written[row] >= length) {
+        if (r.written >= r.length)
           ended = true;
-        } else {
-          const int64_t room = std::min(length, of.most.data()[row]) - 1 - written[row];
-          if (room > 0) next = source.of(row, written[row], std::min(limit.data()[i], room), least.data()[i]);
-        }
-        of.draft.data()[row] = next.tokens;
-        of.hits.data()[row] = next.hits;
+        else if (r.last > r.written)
+          next = source.of(r.row, r.written, std::min(r.limit, r.last - r.written), r.least);
+        r.draft = next.tokens, r.hits = next.hits;
       }
       tokens.data()[engine * width + step] = static_cast<double>(inside);
       context.data()[engine * width + step] = static_cast<double>(known);
     }
+    for (const Going& r : batch) {
+      of.written.data()[r.row] = r.written;
+      of.forwards.data()[r.row] += step;
+      of.drafted.data()[r.row] += r.drafted;
+      of.accepted.data()[r.row] += r.accepted;
+      of.draft.data()[r.row] = r.draft;
+      of.hits.data()[r.row] = r.hits;
+    }
     taken.data()[engine] = step;
   }
+}
+
+void check_rows(const In<int64_t>& rows, size_t height, const In<int64_t>& column) {
+  if (column.size() != height) throw std::invalid_argument("drafts: the columns differ in length");
+  for (size_t i = 0; i < rows.size(); ++i)
+    if (static_cast<size_t>(rows.data()[i]) >= height) throw std::out_of_range("drafts: no such row");
+}
+
+#define DAS_TRACED                                                                                            \
+  In<int64_t> text, In<int64_t> ends, In<uint8_t> trace_drafted, In<uint8_t> trace_hits, In<float> log_first, \
+      In<float> log_ratio
+#define DAS_TRACED_NAMES                                                                                   \
+  nb::arg("text"), nb::arg("ends"), nb::arg("trace_drafted"), nb::arg("trace_hits"), nb::arg("log_first"), \
+      nb::arg("log_ratio")
+
+Traced traced(const In<int64_t>& rows, size_t height, DAS_TRACED) {
+  check_rows(rows, height, text);
+  const auto size = static_cast<int64_t>(trace_drafted.size());
+  for (const int64_t i : {static_cast<int64_t>(trace_hits.size()), static_cast<int64_t>(log_first.size()),
+                          static_cast<int64_t>(log_ratio.size())})
+    if (i != size || !size) throw std::invalid_argument("drafts: the parts of the trace differ in length");
+  for (size_t i = 0; i < rows.size(); ++i)
+    if (static_cast<size_t>(text.data()[rows.data()[i]]) + 1 >= ends.size())
+      throw std::out_of_range("drafts: no such text");
+  return {text.data(), ends.data(), trace_drafted.data(), trace_hits.data(), log_first.data(), log_ratio.data(), size};
+}
+
+#define DAS_GIVEN In<int64_t> visit, Table<const double> survival, double coverage, uint64_t seed
+#define DAS_GIVEN_NAMES nb::arg("visit"), nb::arg("survival"), nb::arg("coverage"), nb::arg("seed")
+
+Given given(const In<int64_t>& rows, size_t height, DAS_GIVEN) {
+  check_rows(rows, height, visit);
+  return {visit.data(),
+          survival.data(),
+          static_cast<int64_t>(survival.shape(0)),
+          static_cast<int64_t>(survival.shape(1)),
+          coverage,
+          seed};
 }
 
 }  // namespace
@@ -145,44 +228,38 @@ void walk(const Source& source, const In<int64_t>& rows, const In<int64_t>& boun
   nb::arg("rows"), nb::arg("bounds"), nb::arg("steps"), nb::arg("least"), nb::arg("limit"), nb::arg("length"), \
       nb::arg("most"), nb::arg("prompt"), nb::arg("written"), nb::arg("forwards"), nb::arg("drafted"),         \
       nb::arg("accepted"), nb::arg("draft"), nb::arg("hits"), nb::arg("taken"), nb::arg("tokens"), nb::arg("context")
+#define DAS_OFFER In<int64_t> rows, In<int64_t> limits, double least, In<int64_t> written
+#define DAS_OFFER_NAMES nb::arg("rows"), nb::arg("limits"), nb::arg("least"), nb::arg("written")
 
 void bind_simulator(nb::module_& m) {
   m.def(
       "walk_traced",
-      [](DAS_STEPS, In<int64_t> text, In<int64_t> ends, In<uint8_t> trace_drafted, In<uint8_t> trace_hits,
-         In<float> log_first, In<float> log_ratio) {
-        const auto size = static_cast<int64_t>(trace_drafted.size());
-        for (const int64_t i : {static_cast<int64_t>(trace_hits.size()), static_cast<int64_t>(log_first.size()),
-                                static_cast<int64_t>(log_ratio.size())})
-          if (i != size || !size) throw std::invalid_argument("walk: the parts of the trace differ in length");
-        if (text.size() != written.size()) throw std::invalid_argument("walk: the columns differ in length");
-        for (size_t i = 0; i < rows.size(); ++i)
-          if (static_cast<size_t>(rows.data()[i]) >= text.size() ||
-              static_cast<size_t>(text.data()[rows.data()[i]]) + 1 >= ends.size())
-            throw std::out_of_range("walk: no such text");
-        const Traced source{text.data(),      ends.data(), trace_drafted.data(), trace_hits.data(), log_first.data(),
-                            log_ratio.data(), size};
-        walk(source, rows, bounds, steps, least, limit,
-             Columns{length, most, prompt, written, forwards, drafted, accepted, draft, hits}, taken, tokens, context);
+      [](DAS_STEPS, DAS_TRACED) {
+        walk(traced(rows, written.size(), text, ends, trace_drafted, trace_hits, log_first, log_ratio), rows, bounds,
+             steps, least, limit, Columns{length, most, prompt, written, forwards, drafted, accepted, draft, hits},
+             taken, tokens, context);
       },
-      DAS_STEP_NAMES, nb::arg("text"), nb::arg("ends"), nb::arg("trace_drafted"), nb::arg("trace_hits"),
-      nb::arg("log_first"), nb::arg("log_ratio"),
+      DAS_STEP_NAMES, DAS_TRACED_NAMES,
       "Step engines with drafts from a trace: columns int64 [requests] change in place; taken int64 [engines] steps, "
-      "and "
-      "tokens and context of each, float64 [engines, steps], come out.");
+      "and tokens and context of each, float64 [engines, steps], come out.");
   m.def(
       "walk_given",
-      [](DAS_STEPS, In<int64_t> visit, Table<const double> survival, double coverage, uint64_t seed) {
-        if (visit.size() != written.size()) throw std::invalid_argument("walk: the columns differ in length");
-        const Given source{visit.data(),
-                           survival.data(),
-                           static_cast<int64_t>(survival.shape(0)),
-                           static_cast<int64_t>(survival.shape(1)),
-                           coverage,
-                           seed};
-        walk(source, rows, bounds, steps, least, limit,
+      [](DAS_STEPS, DAS_GIVEN) {
+        walk(given(rows, written.size(), visit, survival, coverage, seed), rows, bounds, steps, least, limit,
              Columns{length, most, prompt, written, forwards, drafted, accepted, draft, hits}, taken, tokens, context);
       },
-      DAS_STEP_NAMES, nb::arg("visit"), nb::arg("survival"), nb::arg("coverage"), nb::arg("seed"),
-      "Step engines with drafts of given chances; see walk_traced.");
+      DAS_STEP_NAMES, DAS_GIVEN_NAMES, "Step engines with drafts of given chances; see walk_traced.");
+  m.def(
+      "offer_traced",
+      [](DAS_OFFER, DAS_TRACED) {
+        return offer(traced(rows, written.size(), text, ends, trace_drafted, trace_hits, log_first, log_ratio), rows,
+                     limits, least, written);
+      },
+      DAS_OFFER_NAMES, DAS_TRACED_NAMES, "Draft from a trace, down to the chance whose logarithm is `least`.");
+  m.def(
+      "offer_given",
+      [](DAS_OFFER, DAS_GIVEN) {
+        return offer(given(rows, written.size(), visit, survival, coverage, seed), rows, limits, least, written);
+      },
+      DAS_OFFER_NAMES, DAS_GIVEN_NAMES, "Draft with given chances; see offer_traced.");
 }

@@ -5,6 +5,7 @@
 
 #include <set>
 
+#include "columns.hpp"
 #include "suffix_index.hpp"
 
 namespace nb = nanobind;
@@ -25,13 +26,6 @@ void check_tokens(const Array<Token>& tokens) {
 
 void check_handle(const SuffixIndex& index, int64_t handle) {
   if (!index.is_open(handle)) throw nb::key_error(std::to_string(handle).c_str());
-}
-
-template <class T>
-nb::object owned(std::vector<T>&& values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(kept->data(), {kept->size()}, owner));
 }
 
 SuffixIndex::Ids ids(const Array<uint64_t>& problems) {
@@ -100,7 +94,7 @@ void bind_suffix_index(nb::module_& m) {
     const das::SegmentFile file(path, true, false);
     std::vector<uint64_t> found;
     for (size_t i = 0; i < file.header().count; ++i) found.push_back(file.entry(i).problem);
-    return nb::make_tuple(das::owned(std::move(found)), file.header().newest);
+    return nb::make_tuple(owned(std::move(found)), file.header().newest);
   });
   nb::class_<SuffixIndex>(m, "SuffixIndex")
       .def(nb::init<uint32_t, double>())
@@ -141,7 +135,7 @@ void bind_suffix_index(nb::module_& m) {
            [](const SuffixIndex& index) {
              std::vector<uint64_t> problems, bytes;
              for (const auto& [id, size] : index.contents()) problems.push_back(id), bytes.push_back(size);
-             return nb::make_tuple(das::owned(std::move(problems)), das::owned(std::move(bytes)));
+             return nb::make_tuple(owned(std::move(problems)), owned(std::move(bytes)));
            })
       .def("attach", &SuffixIndex::attach, unlocked())
       .def("refresh", &SuffixIndex::refresh, unlocked())
@@ -180,9 +174,9 @@ void bind_suffix_index(nb::module_& m) {
                nb::gil_scoped_release unlocked;
                flat = index.flat(problem, most);
              }
-             return nb::make_tuple(das::owned(std::move(flat.tokens)), das::owned(std::move(flat.places)));
+             return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.places)));
            })
-      .def_prop_ro("fading", [](const SuffixIndex& index) { return das::owned(std::vector(index.fading())); })
+      .def_prop_ro("fading", [](const SuffixIndex& index) { return owned(std::vector(index.fading())); })
       .def("clear_live", &SuffixIndex::clear_live)
       .def_prop_ro("max_depth", &SuffixIndex::max_depth)
       .def_prop_ro("attached", &SuffixIndex::attached)

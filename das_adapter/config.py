@@ -100,6 +100,11 @@ class BudgetConfig(_Block):
     `unlimited`: as far as the drafter goes."""
     max_draft_tokens: Annotated[int, Field(ge=1, le=128)] = 16
     """Most draft tokens of a request in a decode step (vLLM's `num_speculative_tokens`)."""
+    admission: Literal["step", "request"] = "step"
+    """On vLLM's V2 runner, with `history`. `step`: all requests of a step verify equally many draft tokens; `request`:
+    those that are worth most, ranked on the device, by vLLM's adaptive verification. That needs full CUDA graphs, Flash
+    Attention 3 or Triton attention, one tensor-parallel rank, and no LoRA; it has not been tried on a GPU yet. The V1
+    runner always decides by request."""
     min_chance: Annotated[float, Field(ge=0, le=1)] = 0.15
     """`classes`, `uniform`: a draft ends where its estimated chance to survive so far falls under this."""
 
@@ -108,14 +113,16 @@ class ToggleConfig(_Block):
     """When a batch is drafted for at all."""
 
     mode: Annotated[Literal["off", "threshold", "roofline"], BeforeValidator(_accept_yaml_off)] = "roofline"
-    """When a batch is drafted for. `roofline`: when the latency model, fitted to the engine's own steps, predicts a
-    speed-up; `threshold`: when few enough requests run; `off`: always, even at a loss."""
+    """When a batch is drafted for. `roofline`: when the latency model, fitted to the engine's own steps (before the
+    first ones, on a known GPU, the roofline of model and device), predicts a speed-up; `threshold`: when few enough
+    requests run; `off`: always, even at a loss."""
     margin: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Predicted speed-up above 1 at which `roofline` turns drafting on; it turns off at 1."""
     threshold: Annotated[int, Field(ge=1)] = 32
     """Running requests of an engine up to which `threshold` drafts."""
     calibration: UserPath | None = None
-    """File of `das-adapter calibrate` to start from. None: the first decode steps are the calibration."""
+    """File of `das-adapter calibrate` to start from, which also says what a step of stock vLLM takes. None: the first
+    decode steps are the calibration, and those in which no drafter is asked stand for stock's."""
 
 
 class RoutingConfig(_Block):
@@ -273,6 +280,7 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history.persist": {"history.scope": ("problem", "global")},
     "budget": {"drafter": _DRAFTERS},
     "budget.max_draft_tokens": {"drafter": (*_HISTORY, "ngram")},
+    "budget.admission": {"drafter": ("history",), "budget.policy": ("optimal",)},
     "budget.min_chance": {"budget.policy": ("classes", "uniform")},
     "toggle": {"drafter": _DRAFTERS},
     "toggle.margin": {"toggle.mode": ("roofline",)},

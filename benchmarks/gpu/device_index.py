@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import functools
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from engines import SHAPES, Plan, apart
+from engines import CONTRACT, SHAPES, Plan, apart
 from sampling import microseconds
 
-CONTRACT = Path(__file__).resolve().parents[2] / "tests" / "contract"
 GROUP, STEPS, COMPARED = 8, 16, 8
 
 

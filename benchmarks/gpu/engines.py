@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -42,6 +43,8 @@ class Plan:
     drafts: tuple[int, ...] = (1, 3, 7, 15)
     rows: tuple[int, ...] = (1, 8, 64, 256, 2048, 8704)
     """Of logits."""
+    runner: str = "V1"
+    """Of vLLM, on which history is drafted from."""
     steps: int = 64
     """Decode steps of one figure."""
     replayed: int = 128
@@ -54,16 +57,22 @@ class Plan:
         return self.shape == "tiny"
 
 
-V2 = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""Environment of engines on vLLM's V2 model runner."""
+CONTRACT = Path(__file__).resolve().parents[2] / "tests" / "contract"
+V1, V2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""Environment of engines on vLLM's model runners."""
+ON_CPU = bool(os.environ.get("DAS_TEST_V2"))
+"""Whether the V2 runner runs without a GPU, as the contract tests have it."""
+if ON_CPU:
+    sys.path.insert(0, str(CONTRACT))
+    import v2_cpu  # before vLLM, which looks for a device that Triton compiles for
 
 
-def drafts_on_v2(plan: Plan) -> bool:
-    """Return whether history is drafted from on vLLM's V2 model runner here; on a CPU the contract tests do it."""
+def runner_here() -> str:
+    """Return vLLM's model runner on which history is drafted from: `V2` where the installed vLLM has what it needs."""
     from das_adapter.config import DasConfig
     from das_adapter.protocol.engine_args import needs_v1
 
-    return not plan.tiny and needs_v1(DasConfig()) is None
+    return "V1" if needs_v1(DasConfig()) else "V2"
 
 
 _STARTED: list[Any] = []
@@ -80,6 +89,8 @@ def directory(plan: Plan) -> Path:
 
 def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     """Start `vllm.LLM` with random weights, and with das-adapter where there is a block."""
+    if ON_CPU and os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
+        _prepare_v2_on_cpu()
     from vllm import LLM
 
     from das_adapter.config import parse
@@ -92,6 +103,11 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
     _STARTED.append(LLM(str(directory(plan)), **{**args, **engine_args(parse(das)), **settings}))
     return _STARTED[-1]
+
+
+def _prepare_v2_on_cpu() -> None:
+    v2_cpu.lift_limits()
+    v2_cpu.stand_in(interpreted=False)
 
 
 def apart(

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import SHAPES, V2, Plan, apart, drafts_on_v2, engine
+from engines import SHAPES, V1, V2, Plan, apart, engine
 
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENVIRONMENT = IN_PROCESS | V1
 CORRUPTED = (0.0, 0.3, 0.6, 0.9, 1.0)
 """Shares of the history's tokens that are exchanged; at 1.0 nothing is accepted."""
 GROUP = 8
@@ -22,27 +23,21 @@ Rollouts = list[tuple[int, np.ndarray]]
 def replay(plan: Plan, traces: Path | None) -> dict[str, Any]:
     """Seconds of one long-tailed batch: stock, and `history` over the batch itself, corrupted."""
     rollouts = recorded(traces, plan) if traces else generated(plan)
-    arms = {"stock": apart(plan, _stock, plan, rollouts, env={} if not plan.tiny else ENVIRONMENT)}
-    shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
-    arms |= apart(plan, _history, plan, rollouts, shares, env=ENVIRONMENT)
-    if drafts_on_v2(plan):
-        on_v2 = apart(plan, _history, plan, rollouts, shares, env=ENVIRONMENT | V2)
-        arms |= {f"{name}, on V2": arm for name, arm in on_v2.items()}
+    ours = IN_PROCESS | (V2 if plan.runner == "V2" else V1)
+    arms = {"stock": apart(plan, _stock, plan, rollouts, env={} if not plan.tiny else ours)}
+    arms |= apart(plan, _history, plan, rollouts, CORRUPTED if not plan.tiny else (0.0, 1.0), env=ours)
     return {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts), "arms": arms}
 
 
 def bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
     """Name, value and upper limit of each bar."""
     arms, stock = found["arms"], found["arms"]["stock"]["seconds"]
-    limits = [("forced tokens that were not written", sum(arm.get("unforced", 0) for arm in arms.values()), 0)]
-    for where in [w for w in ("", ", on V2") if f"corrupted 0.0{w}" in arms]:
-        drafted = arms.get(f"corrupted 0.3{where}", arms[f"corrupted 0.0{where}"])["seconds"] / stock
-        nothing = arms[f"corrupted 1.0{where}"]["seconds"] / stock
-        limits += [
-            (f"rollout with a recorded history, of stock's time{where}", drafted, 0.6),
-            (f"rollout with nothing accepted, of stock's time{where}", nothing, 1.02),
-        ]
-    return limits
+    drafted = arms.get("corrupted 0.3", arms["corrupted 0.0"])["seconds"]
+    return [
+        ("forced tokens that were not written", sum(arm.get("unforced", 0) for arm in arms.values()), 0),
+        ("rollout with a recorded history, of stock's time", drafted / stock, 0.6),
+        ("rollout with nothing accepted, of stock's time", arms["corrupted 1.0"]["seconds"] / stock, 1.02),
+    ]
 
 
 def generated(plan: Plan) -> Rollouts:

@@ -7,12 +7,27 @@
     python benchmarks/gpu/run.py --shape tiny --out DIR      # on a CPU: only whether the parts work
 
 Policies have random weights in the shape of Qwen2.5. Each part writes gpu_PART_SHAPE.json with its provenance, and
-prints whether the device keeps each bar.
+prints whether the device keeps each bar. Parts and their minutes on an H100, estimated:
+
+    kernel   0.5  the sampling kernel against its definition, and its time
+    index    1    the history's kernels (V2 runner) against their reference, and their time
+    propose  0.5  the history's drafts on the host (V1 runner), beside a GPU's step
+    gate     6    undrafted steps beside stock vLLM's
+    replay   4    recorded rollouts through real forward passes, with and without drafts
+    trace    2.5  what a step waits for, and the graphs that it replays
+    sweep    2    the step-time model, and a file for toggle.calibration
+    lossless 2.5  equal tokens, positions in the keys, distribution
+    copy     4    the policy copy's CUDA graphs, quantising it, sleep
+    robust   2.5  contract tests on this device, a crowded engine
+    ranks    1    two GPUs
+
+The first three need no vLLM.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -20,6 +35,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +43,11 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
 
-from engines import TINY, Plan  # noqa: E402
+from engines import TINY, Plan, runner_here  # noqa: E402
 
-PARTS = ("kernel", "gate", "sweep", "trace", "replay", "lossless", "robust", "ranks", "index")
+PARTS = ("kernel", "index", "propose", "gate", "replay", "trace", "sweep", "lossless", "copy", "robust", "ranks")
+WITHOUT_VLLM = PARTS[:3]
+VLLM = importlib.util.find_spec("vllm") is not None
 PART_S, ALL_S = 480.0, 1500.0
 """Seconds after which a part, and everything, is ended."""
 
@@ -37,7 +55,9 @@ PART_S, ALL_S = 480.0, 1500.0
 def part(name: str, plan: Plan, traces: Path | None, out: Path) -> tuple[dict[str, Any], Callable[[Any], Any]]:
     """Measure one part; return its figures, and what makes bars of them."""
     import checks
+    import copies
     import device_index
+    import proposing
     import replay
     import sampling
     import steps
@@ -51,6 +71,8 @@ def part(name: str, plan: Plan, traces: Path | None, out: Path) -> tuple[dict[st
         "replay": (lambda: replay.replay(plan, traces), replay.bars),
         "lossless": (lambda: checks.lossless(plan), checks.lossless_bars),
         "robust": (lambda: checks.robust(plan), checks.robust_bars),
+        "propose": (lambda: proposing.propose(plan), proposing.bars),
+        "copy": (lambda: copies.copy(plan), copies.bars),
         "ranks": (lambda: checks.ranks(plan), checks.ranks_bars),
         "index": (lambda: device_index.measure(plan), device_index.bars),
     }
@@ -60,9 +82,12 @@ def part(name: str, plan: Plan, traces: Path | None, out: Path) -> tuple[dict[st
 
 def report(name: str, plan: Plan, traces: Path | None, out: Path) -> bool:
     """Measure one part, write its file and print its verdicts; return whether every bar holds."""
-    if plan.tiny:
+    if plan.tiny and VLLM:
         import vllm  # noqa: F401  # its forks need not import it again
-    found, bars = part(name, plan, traces, out)
+    if name in WITHOUT_VLLM or VLLM:
+        found, bars = part(name, plan, traces, out)
+    else:
+        found, bars = {"why": "vLLM is not installed"}, lambda _: ()
     from provenance import provenance  # asks the GPU, which the engines' processes must do first
 
     verdicts = [{"bar": bar, "found": value, "at_most": limit, "kept": value <= limit}
@@ -83,16 +108,19 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="recorded rollouts for `replay`")
     parser.add_argument("--out", type=Path, default=HERE.parent / "results")
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's; the one that das-adapter takes here")
     args = parser.parse_args()
     if unknown := sorted(set(args.parts) - set(PARTS)):
         parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
-    plan = TINY if args.shape == "tiny" else Plan(args.shape)
+    plan = replace(
+        TINY if args.shape == "tiny" else Plan(args.shape), runner=args.runner or (runner_here() if VLLM else "V1")
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     if args.apart or plan.tiny:
         sys.exit(not all([report(name, plan, args.traces, args.out) for name in args.parts or PARTS]))
     good, end = True, time.monotonic() + ALL_S
     for name in args.parts or PARTS:
-        more = ["--traces", str(args.traces)] if args.traces else []
+        more = ["--runner", plan.runner, *(["--traces", str(args.traces)] if args.traces else [])]
         command = [sys.executable, __file__, name, "--shape", args.shape, *more, "--apart", "--out", str(args.out)]
         seconds = max(1.0, min(PART_S, end - time.monotonic()))
         process = subprocess.Popen(command, start_new_session=True)

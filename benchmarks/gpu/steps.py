@@ -9,32 +9,38 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engines import SHAPES, V2, Plan, apart, directory, drafts_on_v2, engine, prompts, runner_of, step_seconds
+from engines import ON_CPU, SHAPES, V1, V2, Plan, apart, directory, engine, prompts, runner_of, step_seconds
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-GATE: dict[str, tuple[dict[str, Any] | None, dict[str, str], dict[str, Any]]] = {
-    "stock": (None, {}, {}),
-    "stock V1, synchronous": (None, V1, {"async_scheduling": False}),
-    "history": ({"drafter": "history"}, V1, {}),
-    "history on V2": ({"drafter": "history"}, V2, {}),
-}
-"""Arm: block, environment, engine arguments. With random weights no text comes twice: `history` looks for drafts at
-every step and finds none."""
+HISTORY: dict[str, Any] = {"drafter": "history"}
+KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
+Arm = tuple[dict[str, Any] | None, dict[str, str], dict[str, Any]]
+"""Block, environment, engine arguments."""
+
+
+def gate_arms(plan: Plan) -> dict[str, Arm]:
+    """Return the arms by name: stock's default, which seeds no request; every request seeded, without a drafter; and
+    `history`. With random weights no text comes twice: `history` looks for drafts at every step and finds none."""
+    ours = V2 if plan.runner == "V2" else V1
+    arms: dict[str, Arm] = {"stock": (None, {} if not ON_CPU else ours, {}), "none, keyed": (KEYED, ours, {}),
+                            "history": (HISTORY, ours, {})}  # fmt: skip
+    if plan.runner == "V1" and not plan.tiny:
+        arms["stock V1, synchronous"] = (None, V1, {"async_scheduling": False})
+    return arms
 
 
 def gate(plan: Plan) -> dict[str, Any]:
     """Milliseconds of an undrafted step, by arm, batch and context."""
     arms = {name: apart(plan, _gate_arm, plan, das, settings, env=env | (IN_PROCESS if plan.tiny else {}))
-            for name, (das, env, settings) in GATE.items() if env is not V2 or drafts_on_v2(plan)}  # fmt: skip
+            for name, (das, env, settings) in gate_arms(plan).items()}  # fmt: skip
     worst = {name: max(times[at] / arms["stock"][at] for at in times) for name, times in arms.items()}
-    return {"step_ms": arms, "of_stock_at_worst": worst}
+    return {"runner": plan.runner, "step_ms": arms, "of_stock_at_worst": worst}
 
 
 def gate_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    worst = found["of_stock_at_worst"]
+    worst, most = found["of_stock_at_worst"], 1.01 if found["runner"] == "V2" else 1.02
     return [(f"undrafted step of `{name}`, of stock's, at worst", worst[name], most)
-            for name, most in (("history", 1.02), ("history on V2", 1.01)) if name in worst]  # fmt: skip
+            for name in ("none, keyed", "history")]  # fmt: skip
 
 
 def _gate_arm(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> dict[str, float]:
@@ -57,9 +63,9 @@ def _sweep(plan: Plan) -> dict[str, Any]:
     from das_adapter.tools.calibrate import analyse, measure
 
     tiny = {"kv_cache_memory_bytes": 2**26, "enforce_eager": True} if plan.tiny else {}
-    samples = measure(str(directory(plan)), plan.batches, (min(plan.contexts) // 4, min(plan.contexts)), plan.drafts, 6,
-                      **tiny)  # fmt: skip
-    return analyse(samples, SHAPES[plan.shape]) | {"samples": [asdict(s) for s in samples]}
+    contexts = (min(plan.contexts) // 4, min(plan.contexts))
+    measured = measure(str(directory(plan)), plan.batches, contexts, plan.drafts, 6, **tiny)
+    return analyse(measured, SHAPES[plan.shape]) | {"samples": [asdict(s) for s in measured.samples]}
 
 
 def sweep_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
@@ -70,28 +76,23 @@ def sweep_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
 def trace(plan: Plan) -> dict[str, Any]:
     """Host synchronisations, idle share of the GPU, graph modes and the proposer's share, per step, ours and stock's:
     on the V1 runner, synchronous; and on V2, where the device drafts."""
-    history = {"drafter": "history"}
-    arms: dict[str, tuple[Any, dict[str, Any], dict[str, str]]] = {
-        "stock": (None, {"async_scheduling": False}, V1), "history": (history, {}, V1),
-    }  # fmt: skip
-    if drafts_on_v2(plan):
-        arms |= {"stock on V2": (None, {}, V2), "history on V2": (history, {}, V2)}
-    return {name: apart(plan, _trace, plan, das, settings, env=IN_PROCESS | env)
-            for name, (das, settings, env) in arms.items()}  # fmt: skip
+    env, settings = (V2, {}) if plan.runner == "V2" else (V1, {"async_scheduling": False})
+    return {
+        "runner": plan.runner,
+        "stock": apart(plan, _trace, plan, None, settings, env=IN_PROCESS | env),
+        "history": apart(plan, _trace, plan, HISTORY, {}, env=IN_PROCESS | env),
+    }
 
 
 def trace_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
     ours, stock = found["history"], found["stock"]
     missing = len(stock["graphs"].keys() - ours["graphs"].keys())
-    bars = [
-        ("host synchronisations a step beyond stock's", ours["syncs_a_step"] - stock["syncs_a_step"], 1.0),
+    added, most = ours["syncs_a_step"] - stock["syncs_a_step"], 0.05 if found["runner"] == "V2" else 1.0
+    return [
+        ("host synchronisations a step beyond stock's", added, most),
         ("share of a step that proposing takes", ours["propose_share"], 0.03),
         ("graphs that stock replays and ours does not", missing, 0),
     ]
-    if "history on V2" in found:
-        added = found["history on V2"]["syncs_a_step"] - found["stock on V2"]["syncs_a_step"]
-        bars.append(("host synchronisations a step beyond stock's, on V2", added, 0.05))
-    return bars
 
 
 def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import cast
@@ -123,7 +124,7 @@ def solve_curve(first: float, drafted: float, accepted: float) -> tuple[float, f
     low, high = first * 0.02 + 1e-3, 0.98
     for _ in range(40):
         k = 0.5 * (low + high)
-        if k * (1.0 - np.exp(-first / k * drafted)) < accepted:
+        if k * (1.0 - math.exp(-first / k * drafted)) < accepted:
             low = k
         else:
             high = k

@@ -3,6 +3,7 @@ the same trade-off for one decode step."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -131,10 +132,28 @@ def allocate(
         cut: False: keep all tokens, and return what that gains.
     """
     requests = len(worth.own)
+    if model.sizes:
+        return _allocate_in_steps(chances, offsets, worth, model, cut)
     keep = np.empty(requests, dtype=np.int64)
     costs = model.token, model.bend, model.knee - requests, model.draft
     gain, total = native().allocate(chances, offsets, *worth, *costs, cut, keep)
     return Allocation(keep, total, gain)
+
+
+def _allocate_in_steps(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cut: bool) -> Allocation:
+    """Allocate where a step's time rises at captured sizes: of the tokens of greatest value, in order, the number that
+    gains most by the step's own time."""
+    requests, drafted, n = len(worth.own), np.diff(offsets), len(chances)
+    place = np.arange(n) - np.repeat(offsets[:-1], drafted)
+    own, tail, fade = (np.repeat(part, drafted) for part in worth)
+    value = chances * (own + tail * np.exp(-fade * place))
+    order = np.argsort(-value, kind="stable")
+    counts = np.arange(n + 1)
+    costs = model.seconds(requests + counts, requests, counts > 0) - model.step(requests, requests, False)
+    gain = np.concatenate([[0.0], np.cumsum(value[order])]) - costs
+    most = int(np.argmax(gain)) if cut else n
+    keep = np.bincount(np.repeat(np.arange(requests), drafted)[order[:most]], minlength=requests)
+    return Allocation(keep, most, float(gain[most]))
 
 
 AHEAD = 16.0
@@ -157,7 +176,8 @@ def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, points: int = 
     """
     if len(lengths) == 1:
         return np.ones(1), np.zeros(1)
-    to_come = np.geomspace(1.0, float(np.max((edges[-1] - lengths).clip(1.0))) + 1.0, points)
+    longest = max(1.0, float(edges[-1] - lengths.min())) + 1.0
+    to_come = np.exp(np.linspace(0.0, math.log(longest), points))
     at = lengths[:, None] + np.concatenate([to_come, to_come + AHEAD])[None, :]
     done, ahead = np.split(beyond(cdf, edges, lengths, at), 2, axis=1)
     log = np.log(np.maximum(done, 1e-12))

@@ -43,11 +43,17 @@ CONSIDER_STEPS = 16
 REPLAN_STEPS = 64
 """Steps after which the worth of a token is computed anew, at the latest; after an arrival 2, 4, 8, ..."""
 PROBE_STEPS = 128
-"""Every so many steps one is taken the other way (plain, or drafted), so that both kinds of step stay known."""
+"""After so many steps one is taken the other way (plain, or drafted), so that both kinds of step stay known."""
+PROBE_REQUESTS = 4
+"""Requests, about, that get a draft token in a step that is drafted in only to see what it costs."""
+RARE_STEPS = 1024
+"""Where nothing is ever drafted but by probes, the wait for the next one doubles up to so many steps."""
 REFILL_STEPS = 64
 """Steps for which a request that took another's place makes the batch one that refills."""
 GUARD_STEPS = 64
 """Drafted steps between two looks at the time saved."""
+LEAST_GAIN = 0.02
+"""Predicted gain under which a step is not drafted in, as a share of its time: less than step times vary."""
 LEAST_CHANCE = 0.005
 """Chance under which no draft token is considered."""
 _NEVER = -(2**30)
@@ -68,6 +74,11 @@ class Decoded(NamedTuple):
     """How many of these a model drafted."""
     room: Ints
     """Draft tokens that still fit before the request's end."""
+    steps: int = 1
+    """Decode steps since the last call; more where a simulation leaves some out."""
+    context: Ints | None = None
+    """Tokens of each request's text, prompt included; None: not known, and step times that depend on it are taken to
+    have none."""
 
 
 class TimedStep(NamedTuple):
@@ -84,6 +95,8 @@ class TimedStep(NamedTuple):
     """Of the model that drafts, at its end."""
     passes: int = 0
     """Forward passes of that model."""
+    context: int = 0
+    """Tokens of context that all requests have together."""
 
 
 class StepPlan(NamedTuple):
@@ -140,6 +153,7 @@ class Controller:
         drafts: ModelDrafts | None = None,
         most: int | None = None,
         common: Sequence[int] | None = None,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         """
         Args:
@@ -151,8 +165,9 @@ class Controller:
             most: draft tokens of a request in a step; None: `budget.max_draft_tokens`.
             common: lengths of which all requests of a step have the same, rising, whatever there is to draft for each;
                 None: each has its own.
+            sizes: tokens for which the engine has captured CUDA graphs, rising, see `StepModel`.
         """
-        self.times = StepTimes(prior)
+        self.times = StepTimes(prior, sizes=sizes)
         self.lengths = LengthModel(limit, window)
         self.toggle = Toggle(toggle.mode, toggle.margin, toggle.threshold)
         self.drafts = drafts
@@ -168,6 +183,8 @@ class Controller:
         self._batch = Batch()
         self._consider, self._replan = Backoff(1, CONSIDER_STEPS), Backoff(2, REPLAN_STEPS)
         self._least_chance = LEAST_CHANCE
+        self._model: StepModel | None = None  # the latency model at the batch's context
+        self._probe_wait = PROBE_STEPS
         self._drafting_seconds = 0.0  # a step's, lately
         self._savings, self._saved = Savings(), 0.0
         self._by_class = ClassCounts()
@@ -214,6 +231,7 @@ class Controller:
         self._saved, self.stopped = 0.0, None
         self.planned_rounds, self._batch.synced = 0.0, self._batch.step
         self._consider.restart()
+        self._probe_wait = PROBE_STEPS
         self.requests.credited[:] = 0.0
 
     # A decode step
@@ -226,7 +244,7 @@ class Controller:
             history: asked at most once for drafts from the history; None: it is not drafted from.
         """
         slots, running = decoded.slots, len(decoded.slots)
-        self._batch.step += 1
+        self._batch.step += decoded.steps
         self.requests.advance(slots, decoded.got, decoded.carried, self._by_class)
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
             mine = decoded.by_model > 0
@@ -235,18 +253,25 @@ class Controller:
         nothing = np.zeros(running, dtype=np.int64)
         if self.stopped or not running or not (self._always or self._consider.due(self._batch.step, running)):
             return StepPlan(nothing, nothing)
-        limits = self._draft_limits(slots, decoded.room)
+        context = np.zeros(running) if decoded.context is None else decoded.context
+        self._model = self.times.model and self.times.model.at(float(context.mean()))
+        limits = self._draft_limits(slots, decoded.room, context)
         if history is None:
             chances, offsets = _NO_DRAFTS, np.zeros(running + 1, dtype=np.int64)
         else:
             chances, offsets = history(limits, self._floor)
         return self._share_out(slots, limits, chances, offsets)
 
+    def missed(self, slot: int, tokens: int) -> None:
+        """Take tokens that a request got, one a step, in steps in which nothing was planned."""
+        self.requests.written[slot] += tokens
+        self._by_class.steps[int(self.requests.length_class[slot])] += tokens
+
     def timed(self, step: TimedStep) -> None:
         """Take how long a decode step took."""
         running, drafted = len(step.slots), step.tokens > len(step.slots)
         batch = self._batch
-        self.times.add(step.tokens, running, drafted, step.seconds)
+        self.times.add(step.tokens, running, drafted, step.seconds, step.context)
         batch.since_plain = batch.since_plain + 1 if drafted else 0
         batch.since_draft = 0 if drafted else batch.since_draft + 1
         self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
@@ -255,7 +280,8 @@ class Controller:
         if model is None:
             return
         self.requests.credited[step.slots] += step.got
-        self._savings.step(step.seconds, running, int(step.got.sum()), drafted, model, step.drafting_seconds)
+        got = int(step.got.sum())
+        self._savings.step(step.seconds, running, got, drafted, model, step.drafting_seconds, step.context)
         if drafted:
             batch.drafted_steps += 1
             batch.drafted_seconds += step.seconds + step.drafting_seconds
@@ -281,7 +307,7 @@ class Controller:
             "latency_model_error": self.times.take_error(),
             "planned_rounds": self.planned_rounds,
             "stopped": self.stopped,
-            "capacity": None if self.times.model is None else self.times.model.capacity(),
+            "capacity": None if self.times.present is None else self.times.present.capacity(),
         }
 
     # Inside
@@ -295,25 +321,27 @@ class Controller:
     def _floor(self) -> float:
         """Chance under which the drafter need not go on."""
         if self._policy == "optimal":
-            return LEAST_CHANCE if self._batch.since_draft >= PROBE_STEPS else self._least_chance
+            return LEAST_CHANCE if self._batch.since_draft >= self._probe_wait else self._least_chance
         return 0.0 if self._policy == "unlimited" else self._min_chance
 
-    def _draft_limits(self, slots: Ints, room: Ints) -> Ints:
-        """Most draft tokens of each request, shape (b,), before it is known what there is to draft."""
+    def _draft_limits(self, slots: Ints, room: Ints, context: Floats | Ints) -> Ints:
+        """Most draft tokens of each request, shape (b,), before it is known what there is to draft; `context`: tokens
+        of its text."""
         running, batch = len(slots), self._batch
         if batch.arrivals or self._replan.due(batch.step, running):
             self._replan.done(batch.step, running, again_soon=batch.arrivals > 0)
-            self._value_requests(slots)
+            self._value_requests(slots, context)
         most: Ints = np.minimum(room, self._most)
         if self._policy == "classes":
             np.minimum(most, class_budgets(self.requests.length_class[slots], self._most), out=most)
         elif self._policy == "optimal":
-            model = self.times.model
-            if model is None:  # short drafts, for the first measurements
+            model = self._model
+            if model is None:  # for the first measurements: short drafts for some
                 np.minimum(most, (1, 4, self._most)[batch.step // 2 % 3], out=most)
+                most[np.arange(running) % 4 > 0] = 0
             else:
                 worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
-                most[worth <= model.slope(running)] = 0
+                most[worth <= model.marginal(running)] = 0
         np.maximum(most, 0, out=most)
         return most
 
@@ -323,8 +351,9 @@ class Controller:
         arrived, batch.arrivals = batch.arrivals > 0, 0
         if self._always:
             everything = self._everything(limits, chances, offsets)
-            return everything if self._common is None else StepPlan(self._alike(limits), everything.model)
-        model, probe = self.times.model, self._probe(running)
+            drawn_on = self._common is not None and self.drafts is None
+            return StepPlan(self._alike(limits), everything.model) if drawn_on else everything
+        model, probe = self._model, self._probe(running)
         nothing = np.zeros(running, dtype=np.int64)
         plan, drafted = StepPlan(nothing, nothing), False
         if model is None:
@@ -335,14 +364,16 @@ class Controller:
             found = self._worth_verifying(slots, limits, chances, offsets, model)
             drafting = model.step(running + found.total, running, found.total > 0) + found.passes_s
             on = self.toggle.update(running, 1.0 + found.gain / drafting if found.total else 0.0, arrived)
-            if on and probe != "plain":
+            wanted = self._policy != "optimal" or found.gain >= LEAST_GAIN * drafting
+            if on and wanted and probe != "plain":
                 plan, drafted = StepPlan(found.keep, found.drafted), found.total > 0
+                self._probe_wait = PROBE_STEPS if drafted else self._probe_wait
             if probe == "drafted" and (len(chances) or self.drafts is not None):
-                some = np.where(np.arange(running) % 4 == 0, 1, 0)
+                some = np.where(np.arange(running) % max(4, running // PROBE_REQUESTS) == 0, 1, 0)
                 history, model_drafts = (np.diff(offsets), nothing) if len(chances) else (nothing, limits)
                 plan, drafted = StepPlan(np.minimum(history, some), np.minimum(model_drafts, some)), True
         self._consider.done(batch.step, running, again_soon=drafted or model is None)
-        return plan if self._common is None else plan._replace(history=self._alike(plan.history))
+        return plan if self._common is None else StepPlan(self._alike(plan.history), self._alike(plan.model))
 
     def _everything(self, limits: Ints, chances: Chances, offsets: Ints) -> StepPlan:
         """Verify all that there is; the model drafts for the requests for which it brings more tokens."""
@@ -369,18 +400,23 @@ class Controller:
     def _common_length(
         self, limits: Ints, chances: Chances, offsets: Ints, worth: Worth, model: StepModel
     ) -> ModelPlan:
-        """The length that is worth most when all requests have it; under fixed budgets the one that these need."""
+        """The length that is worth most when all requests have it; under fixed budgets the one that these need. Where
+        there is a model, it drafts, and nobody else does."""
+        if self.drafts is not None:
+            chances, offsets = self.drafts.offer(limits)
         running, there = len(limits), np.diff(offsets)
         nothing, plain = np.zeros_like(limits), model.step(running, running, False)
         best = ModelPlan(nothing, nothing, 0, 0.0, 0.0)
         needed = self._alike(np.minimum(limits, there)).max(initial=0)
         for length in self._common or ():
             if length == needed or (self._policy == "optimal" and length < needed):
-                total = running * length
+                total, alike = running * length, np.full_like(limits, length)
                 saved = float(worth.of_kept(chances, offsets, np.minimum(there, length)).sum())
-                gain = saved - (model.step(running + total, running, True) - plain)
+                passes = 0.0 if self.drafts is None else self.drafts.seconds(alike, plain)
+                gain = saved - passes - (model.step(running + total, running, True) - plain)
                 if gain > best.gain or self._policy != "optimal":
-                    best = ModelPlan(nothing, np.full_like(limits, length), total, gain, 0.0)
+                    drafted, keep = (nothing, alike) if self.drafts is None else (alike, nothing)
+                    best = ModelPlan(drafted, keep, total, gain, passes)
         return best
 
     def _alike(self, keep: Ints) -> Ints:
@@ -405,18 +441,18 @@ class Controller:
         if batch.since_plain >= (24 if unknown else PROBE_STEPS):
             batch.since_plain = 0
             return "plain"
-        if batch.since_draft >= PROBE_STEPS and self.toggle.mode != "threshold":
-            batch.since_draft = 0
+        if batch.since_draft >= self._probe_wait and self.toggle.mode != "threshold":
+            batch.since_draft, self._probe_wait = 0, min(2 * self._probe_wait, RARE_STEPS)
             return "drafted"
         return ""
 
-    def _value_requests(self, slots: Ints) -> None:
+    def _value_requests(self, slots: Ints, context: Floats | Ints) -> None:
         """Compute the worth in seconds of an accepted token of each request, and the requests' classes."""
         table, batch, edges = self.requests, self._batch, self.lengths.edges
         cdf, written = table.cdf[slots], table.written[slots]
         table.length_class[slots] = classes(cdf, edges, written, self.lengths.bounds)
-        model, running = self.times.model, len(slots)
-        if model is None:
+        model, running = self._model, len(slots)
+        if model is None or self.times.model is None:
             return
         slope = model.slope(running)
         if not self.planned_rounds and not batch.arrivals:
@@ -436,7 +472,8 @@ class Controller:
         left = 1.0 / float(last @ last)
         size = left * float(last @ tokens)
         tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
-        own = np.minimum((token * tokens + model.request) / pace, token + model.request)
+        request = self.times.model.request + self.times.model.context * context
+        own = np.minimum((token * tokens + request) / pace, token + request)
         round_pace = float(last @ pace)
         deciding = last * min(tail, (tail + self._drafting_seconds) / round_pace)
         table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots] = own, deciding, fade

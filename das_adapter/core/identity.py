@@ -27,10 +27,13 @@ def request_seed(run_seed: int, problem: int, step: int, sample: int, row: int =
     return _number(digest) >> 1
 
 
-def prompt_identity(prompt_ids: npt.ArrayLike) -> int:
-    """Return the 64-bit identity of a problem: a hash of its first prompt's ids, equal in every epoch, run and host."""
+def prompt_identity(prompt_ids: npt.ArrayLike, row: int | None = None) -> int:
+    """Return the 64-bit identity of a problem: a hash of its first prompt's ids, equal in every epoch, run and host.
+    `row`: of the data set, where there is more to the problem than these ids (images, say); None: there is not."""
     digest = _hash()
     digest.update(_text(prompt_ids))
+    if row is not None:
+        digest.update(f"/{row}".encode())
     return _number(digest)
 
 

@@ -19,6 +19,7 @@ from das_adapter.core.latency import StepModel, StepTimes
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Chances = npt.NDArray[np.float32]
 
 UNSEEN_PASS = 0.4
 """Time of a pass of the model before one was timed, as a share of the policy's decode step."""
@@ -42,13 +43,14 @@ class ModelPlan(NamedTuple):
 class ModelDrafts:
     """How long a model's passes take and how many of its tokens are accepted, learned from the engine's own steps."""
 
-    def __init__(self, most: int, narrows: bool = True) -> None:
+    def __init__(self, most: int, narrows: bool = True, always: int = 0) -> None:
         """
         Args:
             most: tokens it drafts for a request in a step at most.
             narrows: whether a pass is only for the requests whose drafts are not complete, not for all.
+            always: passes in every step, with drafts or without, in which it reads what the policy has written.
         """
-        self.most, self.narrows = most, narrows
+        self.most, self.narrows, self.always = most, narrows, always
         self.agreed: int | None = None
         """Length of every draft, where the replicas have agreed on one (`Ladder`)."""
         self.passes = StepTimes(kinds=1)
@@ -59,9 +61,13 @@ class ModelDrafts:
         self.acceptance.forget()
         self.passes.fit()
 
-    def timed_pass(self, requests: int, seconds: float) -> None:
-        """Take the time of one forward pass."""
-        self.passes.add(requests, requests, False, seconds)
+    def expect(self, passes: StepModel | None) -> None:
+        """Take what a pass was found to cost before; None: it is not known."""
+        self.passes = StepTimes(passes, kinds=1)
+
+    def timed_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
+        """Take the time of one forward pass; `context`: tokens of context that all its requests have together."""
+        self.passes.add(requests, requests, False, seconds, context)
         self.passes.keep_fitted()
 
     def lengths(self, least_chance: float) -> Sequence[int]:
@@ -69,12 +75,21 @@ class ModelDrafts:
         lengths = range(1, self.most + 1) if self.agreed is None else [self.agreed]
         return [length for length in lengths if self.acceptance.rate**length >= least_chance]
 
+    def offer(self, limits: Ints) -> tuple[Chances, Ints]:
+        """Return the chances of the longest drafts that it could make for requests with these limits, shape (b,): of
+        each token to be reached and accepted, float32 [n], and where each draft's begin, int64 [b + 1]."""
+        lengths = np.minimum(limits, self.most)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+        return self.acceptance.chances(self.most)[place].astype(np.float32), offsets
+
     def seconds(self, drafted: Ints, plain: float) -> float:
-        """Return the time of the passes that draft so many tokens for each request, shape (b,); `plain`: a step's."""
-        model, longest = self.passes.model, int(drafted.max(initial=0))
+        """Return what the passes take that draft so many tokens for each request, shape (b,), beyond those of every
+        step; `plain`: a step of the policy."""
+        model, passes = self.passes.present, range(self.always, int(drafted.max(initial=0)))
         if model is None:
-            return UNSEEN_PASS * plain * longest
-        requests = [int(np.count_nonzero(drafted > (step if self.narrows else 0))) for step in range(longest)]
+            return UNSEEN_PASS * plain * len(passes)
+        requests = [int(np.count_nonzero(drafted > (step if self.narrows else 0))) for step in passes]
         return sum(model.step(n, n, False) for n in requests)
 
     def plan(

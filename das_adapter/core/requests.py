@@ -79,6 +79,7 @@ class RequestTable:
 
     def __post_init__(self) -> None:
         self._free: list[int] = []
+        self._columns = [column.name for column in fields(self)]
         self._advanced: dict[str, Floats | Ints] = {}
 
     def open(self, problem: int, written: int, cdf: Floats) -> int:
@@ -86,8 +87,8 @@ class RequestTable:
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        for column in fields(self):
-            getattr(self, column.name)[slot] = 0
+        for column in self._columns:
+            getattr(self, column)[slot] = 0
         self.problem[slot], self.written[slot], self.pace[slot] = problem, written, 1.0
         self.length_class[slot], self.cdf[slot] = LengthClass.MEDIUM, cdf
         return slot
@@ -117,8 +118,8 @@ class RequestTable:
         slots = len(self.written)
         more = max(64, slots)
         self._free += range(slots + more - 1, slots - 1, -1)
-        for column in fields(self):
-            values = getattr(self, column.name)
+        for column in self._columns:
+            values = getattr(self, column)
             empty = np.zeros((more, *values.shape[1:]), dtype=values.dtype)
-            setattr(self, column.name, np.concatenate([values, empty]))
+            setattr(self, column, np.concatenate([values, empty]))
         self._advanced = {name: getattr(self, name) for name in _ADVANCED}

@@ -16,6 +16,8 @@ from statistics import NormalDist
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from das_adapter.config import DasConfig
 from das_adapter.core.homes import homes
 from das_adapter.core.latency import Capacity
@@ -48,7 +50,7 @@ class _Part:
 
     samples: int
     rounds: float
-    """Decode steps that each of them takes."""
+    """Decode steps that they take; those beyond the replica's slots wait for the others."""
     work: float
     """What each of them adds to the time of all decode steps, in steps."""
     error: float
@@ -85,6 +87,7 @@ class Replicas(Generic[Name]):
         self._capacity, self._slots = CAPACITY, slots
         self._spread = Expected().spread
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
+        self._loads: dict[Name, tuple[float, float]] = {}  # of the replicas whose parts are as they were
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         self._peak, self._expected = 0.0, expected
@@ -109,6 +112,7 @@ class Replicas(Generic[Name]):
     def remove(self, replica: Name) -> None:
         """Remove a replica that left."""
         self._parts.pop(replica, None)
+        self._loads.pop(replica, None)
         self._places = {problem: [r for r in places if r != replica] for problem, places in self._places.items()}
 
     def pick(self, problem: int, length: float, known: bool = False, group: int | None = None) -> Name:
@@ -166,36 +170,38 @@ class Replicas(Generic[Name]):
 
     def _place(self, problem: int, length: float, known: bool, samples: int) -> list[Name]:
         """Choose the replicas of a group's samples, and count them there."""
-        loads = {replica: self._load(replica) for replica in self._parts}
+        names = list(self._parts)
+        longest, work = np.array([self._load(replica) for replica in names]).T
         whole = samples * self.work(length, samples - 1, known)
-        self._peak = max(self._peak, whole + sum(work for _, work in loads.values()))
+        self._peak = max(self._peak, whole + float(work.sum()))
         expected = max(self._expected, self._peak)
-        share, groups = expected / len(loads), expected / whole
+        share, groups = expected / len(names), expected / whole
         error = self._error(known)
         # Groups of which nothing is known are all placed alike, and the longest of them ends last.
         alike = groups if not known and math.isfinite(groups) else 1.0
         longer = 1.0 + error * highest(round(alike))
         home = self._nodes[homes([problem], self._nodes)[0]] if len(self._nodes) > 1 and problem >= 0 else None
         slack = SLACK * share if math.isfinite(share) else 0.0
-        away = {r: 0.0 if home is None or self._node_of.get(r) == home else slack for r in loads}
+        away = np.array([0.0 if home is None or self._node_of.get(r) == home else slack for r in names])
+        there = [self._samples(r, problem) for r in names] if self._running[problem] else [0] * len(names)
         first, places, each = math.inf, list[Name](), 0
-        for parts in range(1, min(samples, len(loads)) + 1):
+        for parts in range(1, min(samples, len(names)) + 1):
             if each == (each := math.ceil(samples / parts)):
                 continue
-            others = {r: self._samples(r, problem) + each - 1 for r in loads}
-            rounds = {r: longer * length / self._worth.tokens(others[r], known=known) for r in loads}
-            added = {r: each * self.work(length, others[r], known) for r in loads}
-            after = {r: (max(longest, rounds[r]), work + added[r]) for r, (longest, work) in loads.items()}
-            chosen = sorted(after, key=lambda r: sum(after[r]) + away[r])[:parts]
-            ends = (
-                longest + max(0.0, work - share) for longest, work in (loads | {r: after[r] for r in chosen}).values()
-            )
-            mine = sum(added[r] for r in chosen)
-            uneven = error * mine * math.sqrt((1 / parts - 1 / len(loads)) / groups / max(1, len(loads) - 1))
-            end = max(ends) + alike * (mine / len(loads) + highest(len(loads)) * uneven)
+            beside = {n: n + each - 1 for n in set(there)}
+            rounds = {n: longer * self._rounds(length, others + 1, known) for n, others in beside.items()}
+            more = {n: each * self.work(length, others, known) for n, others in beside.items()}
+            added = np.array([more[n] for n in there])
+            longest_after, work_after = np.maximum(longest, [rounds[n] for n in there]), work + added
+            chosen = np.argsort(longest_after + work_after + away, kind="stable")[:parts]
+            ends = longest + np.maximum(0.0, work - share)
+            ends[chosen] = longest_after[chosen] + np.maximum(0.0, work_after[chosen] - share)
+            mine = float(added[chosen].sum())
+            uneven = error * mine * math.sqrt((1 / parts - 1 / len(names)) / groups / max(1, len(names) - 1))
+            end = float(ends.max()) + alike * (mine / len(names) + highest(len(names)) * uneven)
             if end >= first:
                 break
-            first, places = end, [r for r in chosen for _ in range(each)][:samples]
+            first, places = end, [names[i] for i in chosen for _ in range(each)][:samples]
         for replica in places:
             self._join(replica, problem, length, known)
         return places
@@ -209,18 +215,27 @@ class Replicas(Generic[Name]):
         return part.samples if part else 0
 
     def _join(self, replica: Name, problem: int, length: float, known: bool) -> None:
+        self._loads.pop(replica, None)
         part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0, self._error(known)))
         part.samples += 1
-        part.rounds = length / self._worth.tokens(part.samples - 1, known=known)
+        part.rounds = self._rounds(length, part.samples, known)
         part.work = self.work(length, part.samples - 1, known)
 
+    def _rounds(self, length: float, samples: int, known: bool) -> float:
+        """Return the rounds that so many samples of a problem take on a replica that runs nothing else."""
+        return length / self._worth.tokens(samples - 1, known=known) * max(1, math.ceil(samples / self._slots))
+
     def _load(self, replica: Name) -> tuple[float, float]:
-        """Rounds of a replica's longest request, and the work of all its requests."""
-        parts = self._parts[replica].values()
-        return max((part.rounds for part in parts), default=0.0), sum(part.samples * part.work for part in parts)
+        """Rounds of a replica's longest part, and the work of all its requests."""
+        if replica not in self._loads:
+            parts = self._parts[replica].values()
+            rounds = max((part.rounds for part in parts), default=0.0)
+            self._loads[replica] = rounds, sum(part.samples * part.work for part in parts)
+        return self._loads[replica]
 
     def _leave(self, replica: Name, problem: int) -> None:
         if part := self._parts.get(replica, {}).get(problem):
+            self._loads.pop(replica, None)
             part.samples -= 1
             if not part.samples:
                 del self._parts[replica][problem]

@@ -112,13 +112,26 @@ class Savings:
     _rate: float = 0.0
     _refilled: bool = False
     _widest: int = 1
+    _requests: int = 0
+    """Of all steps."""
+    _context: float = 0.0
+    """Tokens of their context."""
 
     def step(
-        self, seconds: float, requests: int, tokens: int, drafted: bool, model: StepModel, drafting: float = 0.0
+        self,
+        seconds: float,
+        requests: int,
+        tokens: int,
+        drafted: bool,
+        model: StepModel,
+        drafting: float = 0.0,
+        context: float = 0.0,
     ) -> None:
-        """Take a decode step: its time, the requests in it, the tokens they got, whether any was drafted, and what
-        passes of a drafter took beside it."""
-        plain = model.step(requests, requests, False)
+        """Take a decode step: its time, the requests in it, the tokens they got, whether any was drafted, what passes
+        of a drafter took beside it, and the tokens of context that its requests had together."""
+        plain = model.step(requests, requests, False, context)
+        self._requests += requests
+        self._context += context
         self.spent += (seconds if drafted else plain) + drafting
         self._rate += tokens / requests * plain
         self._widest = max(self._widest, requests)
@@ -132,7 +145,8 @@ class Savings:
         if self._refilled:
             return self._rate - self.spent
         lengths = np.concatenate([self.finished, np.asarray(running)])
-        return seconds_of(lengths, self._widest, model.plain) - self.spent
+        usual = model.at(self._context / max(1, self._requests))
+        return seconds_of(lengths, self._widest, usual.plain) - self.spent
 
 
 def seconds_of(rounds: npt.ArrayLike, slots: int, step: Callable[[Floats], Floats]) -> float:

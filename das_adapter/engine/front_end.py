@@ -58,19 +58,30 @@ def take_block_from_environment(engine_args: Any) -> None:
 
 
 def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
-    """Refuse what an engine without a host can't do, choose vLLM's V1 model runner, and name the run.
+    """Refuse what an engine without a host can't do, and name the run.
 
     Raises:
-        ConfigError: names the key or the variable.
+        ConfigError: names the key.
     """
     if config.shares_history and config.history.persist is not None:
         raise ConfigError(f"das.history.persist: found {config.history.persist!r}, allowed: null, because this engine "
                           f"has no host: set {RUN_VARIABLE} to hand a history on to the next server")  # fmt: skip
-    if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
-        raise ConfigError(f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine has no host, and "
-                          "keeps its history on vLLM's V1 model runner: unset it")  # fmt: skip
     if run := os.environ.get(RUN_VARIABLE):
         engine_args.additional_config = {**engine_args.additional_config, RUN_KEY: run}
+
+
+def choose_v1(why: str | None) -> None:
+    """Have the processes of an engine without a host run vLLM's V1 model runner.
+
+    Args:
+        why: it does.
+
+    Raises:
+        ConfigError: the environment says otherwise.
+    """
+    if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
+        raise ConfigError(f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "
+                          f"model runner ({why}): unset it")  # fmt: skip
 
 
 def history_name(vllm_config: Any) -> str:

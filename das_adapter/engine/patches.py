@@ -24,7 +24,6 @@ STATE = "_das_adapter"
 and whether the engine runs V2."""
 KEYED = "_das_keyed"
 """Attribute of vLLM's speculative config: whether our keyed verification checks the drafts."""
-_WEIGHTLESS = ("custom_class", "ngram_gpu")
 
 
 @patch("vllm.v1.worker.worker_base:WorkerBase.das_rpc", since="0.24", adds=True)
@@ -57,7 +56,7 @@ def bind_worker(stock: Any) -> Any:
         from das_adapter import compat
 
         compat.require("vllm")
-        v2 = runs_v2(self.vllm_config) and needs_v1(config) is None and hosted(self.vllm_config)
+        v2 = runs_v2(self.vllm_config) and needs_v1(config) is None
         if v2:
             _prepare_v2(self.vllm_config)
         elif config.keyed:
@@ -81,10 +80,12 @@ def _prepare_v2(vllm_config: Any) -> None:
     """Change the V2 runner's module before a runner is built."""
     if vllm_config.device_config.device_type == "cpu":
         import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before the runner is imported
+    from das_adapter.engine.v2.admission import admit_what_is_worth_it
     from das_adapter.engine.v2.verification import verify_by_equality
 
     build_speculator.apply()
     verify_by_equality.apply()
+    admit_what_is_worth_it.apply()
 
 
 def _worker_state(runner: Any, config: DasConfig, v2: bool) -> Any:
@@ -118,9 +119,9 @@ def choose_drafter(stock: Any) -> Any:
     """Without it an engine that got nothing but the block (`additional_config.das`, or `DAS_CONFIG` in its environment)
     would not speculate (front end).
 
-    A drafter with weights reads up to a draft and one token past a request's end: `max_model_len` is raised by that
-    much; hosts keep their own limit on what a request may write. And it needs its weights: a host that starts its
-    engines with dummies, to be filled by the first weight sync, may not think of the drafter's."""
+    On V1 a drafter with weights reads up to a draft and one token past a request's end: without a host `max_model_len`
+    is raised by that much. And it needs its weights, where the engine starts with dummies, to be filled by the first
+    weight update."""
 
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +129,11 @@ def choose_drafter(stock: Any) -> Any:
         config = settings(self)
         if config is None:
             return stock(self, *args, **kwargs)
-        why = needs_v1(config) or (None if hosted(self) else "an engine without a host harvests its rollouts there")
-        why = why or (None if _has_triton() else "vLLM finds no device that Triton compiles for")
+        if not hosted(self):
+            front_end.prepare_standalone(self, config)
+        why = needs_v1(config) or (None if _has_triton() else "vLLM finds no device that Triton compiles for")
+        if why is None and config.drafter != "none" and self.data_parallel_size > 1:
+            why = "V2 has no draft lengths by step beside data_parallel_size > 1"
         if self.speculative_config is None and why is None:
             self.speculative_config = v2_speculative_config(config)
             made = stock(self, *args, **kwargs)
@@ -137,7 +141,7 @@ def choose_drafter(stock: Any) -> Any:
                 if config.drafter != "none":
                     _refuse(config, made)
                 _keyed(made, config)
-                logger.info("das: vLLM's V2 model runner: the history is drafted from on the device")
+                logger.info("das: vLLM's V2 model runner: %s drafts on the device", config.drafter)
                 return made
             self.speculative_config, why = None, "vLLM cannot run V2 here (its log says why)"
         if config.controlled:
@@ -148,14 +152,14 @@ def choose_drafter(stock: Any) -> Any:
                 )
             self.async_scheduling = False
         if not hosted(self):
-            front_end.prepare_standalone(self, config)
+            front_end.choose_v1(why)
         if self.speculative_config is None:
             logger.info("das: vLLM's V1 model runner: %s", why)
             self.speculative_config = v1_args(config).get("speculative_config")
-            if self.speculative_config and self.speculative_config["method"] not in _WEIGHTLESS:
+            if config.neural and not hosted(self):
                 self.load_format = "auto" if self.load_format == "dummy" else self.load_format
                 if self.max_model_len:
-                    self.max_model_len += self.speculative_config["num_speculative_tokens"] + 1
+                    self.max_model_len += config.num_draft_tokens + 1
         made = stock(self, *args, **kwargs)
         if config.drafter != "none":
             _refuse(config, made)
@@ -169,8 +173,14 @@ def _refuse(config: DasConfig, vllm_config: Any) -> None:
     """Refuse what a drafter can't do with this model or this number of ranks."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refused = {f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1}
+    if runs_v2(vllm_config) and config.budget.admission == "request":
+        ranks = parallel.tensor_parallel_size
+        refused |= {f"das.budget.admission='request' and tensor_parallel_size={ranks}": ranks > 1}
     if config.copies_policy:
-        refused |= {"a policy with recurrent state": model.is_hybrid}
+        refused |= {
+            "a policy with recurrent state": model.is_hybrid,
+            "LoRA adapters": vllm_config.lora_config is not None,
+        }
     if config.neural and config.controlled:
         refused |= {"a multimodal policy": model.is_multimodal_model}
     if config.controlled and (config.neural or config.copies_policy):
@@ -234,13 +244,13 @@ def read_labels(stock: Any) -> Any:
             return stock(self, request_id, prompt, params, *args, **kwargs)
         seed = Label.of(getattr(params, "extra_args", None)).seed
         made = stock(self, request_id, prompt, params, *args, **kwargs)
+        if not hosted(self.vllm_config):
+            front_end.label(self, config, made)
         if config.keyed and made.sampling_params is not None:
             if seed is not None:
                 made.sampling_params.seed = seed
             if v2:
                 made.sampling_params.seed = signed_seed(made.sampling_params.seed, made.request_id)
-        if not hosted(self.vllm_config):
-            front_end.label(self, config, made)
         return made
 
     return process_inputs
@@ -279,7 +289,7 @@ def reserve_draft_slots(stock: Any) -> Any:
         config = settings(self.vllm_config)
         if config is not None and config.copies_policy:
             self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.self.max_tokens)
-        if config is not None and config.uses_history and runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
+        if config is not None and config.drafter != "none" and runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
             self.dynamic_sd_lookup = DraftLength(0)
 
     return init

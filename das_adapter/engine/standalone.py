@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from das_adapter.config import DasConfig
 from das_adapter.core.length import RESPONSE
 from das_adapter.engine.history_link import HistoryLink
 from das_adapter.patching import patch
-from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Trajectory, responses
 
 logger = logging.getLogger("das_adapter")
@@ -24,20 +23,30 @@ MOST_LIVE_TOKENS = 2**22
 memory."""
 
 
+class Response(NamedTuple):
+    """What a request has written."""
+
+    problem: int
+    record: bool
+    """Whether it may serve as history."""
+    text: np.ndarray
+    """int32 token ids."""
+
+
 class State(Protocol):
     """What `WorkerState` gives."""
 
-    runner: Any
     config: DasConfig
+    ranks_draft_alike: bool
 
-    def label(self, req_id: str) -> Label: ...
+    def response(self, req_id: str) -> Response | None: ...
 
     def refresh(self, message: Refresh) -> object: ...
 
 
 class Standalone:
     """One worker's part. All ranks of an engine see the same requests and weight updates; the first asks the history
-    and tells the others, so that all map the same."""
+    and, where all draft, tells the others, so that all map the same."""
 
     def __init__(self, state: State, directory: str):
         """
@@ -86,23 +95,20 @@ class Standalone:
             self._state.refresh(self._message())
 
     def _harvest(self, req_ids: Iterable[str]) -> None:
-        """Take the responses of requests that have finished; their text is still in the model runner."""
+        """Take the responses of requests that have finished."""
         for req_id in req_ids:
-            request = self._state.runner.requests.get(req_id)
-            if request is None or request.prompt_token_ids is None:
+            response = self._state.response(req_id)
+            if response is None:
                 continue
-            label = self._state.label(req_id)
-            prompt = request.prompt_token_ids
-            text = np.asarray([*prompt[label.start_in(len(prompt)) :], *request.output_token_ids], dtype=np.int32)
-            self._live_tokens += len(text)
-            if label.record and self._group.rank_in_group == 0:
-                self._finished.append(Trajectory(label.problem_of(prompt), text.tobytes(), self._version))
+            self._live_tokens += len(response.text)
+            if response.record and self._group.rank_in_group == 0:
+                self._finished.append(Trajectory(response.problem, response.text.tobytes(), self._version))
         if self._link and self._finished:
             self._link.push(self._finished)
             self._finished = []
 
     def _message(self) -> Refresh:
-        """The first rank's message, which all ranks get."""
+        """The first rank's message, which all ranks get that draft."""
         message = None
         if self._group.rank_in_group == 0:
             if self._link:
@@ -111,7 +117,7 @@ class Standalone:
                 history, lengths = None, responses(self._finished)
                 self._finished = []
             message = Refresh(self._version, history, np.asarray(lengths, RESPONSE).tobytes())
-        if self._group.world_size > 1:
+        if self._group.world_size > 1 and self._state.ranks_draft_alike:
             message = self._group.broadcast_object(message, src=0)
         assert message is not None
         return message

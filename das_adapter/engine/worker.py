@@ -15,11 +15,12 @@ import torch
 from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.engine.drafters.controlled import ControlledDrafter
-from das_adapter.engine.drafters.neural import DraftWeights, take_loaded_drafter
+from das_adapter.engine.drafters.neural import DraftWeights, KeyedDrafts, take_loaded_drafter
 from das_adapter.engine.drafters.neural_drafts import draft_when_tokens_are_known, hold_drafts
 from das_adapter.engine.sampling.keyed_sample import Keys
 from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.engine.standalone import (
+    Response,
     Standalone,
     follow_loaded_policy,
     see_finished_update,
@@ -38,12 +39,13 @@ logger = logging.getLogger("das_adapter")
 class WorkerState:
     """The state of one worker. `call` is reached from the host by `collective_rpc("das_rpc", (command, payload))`."""
 
+    ranks_draft_alike = True
+    """Whether each tensor-parallel rank has the history, and all must have the same."""
+
     def __init__(self, runner: Any, config: DasConfig):
         self.config = config
         self.runner = runner
-        self.drafter: Any = None
-        if config.controlled:
-            self.drafter = ControlledDrafter(runner.vllm_config) if config.neural else getattr(runner, "drafter", None)
+        self.drafter = self._drafter()
         self.counters: Counters = self.drafter.counters if self.drafter else Counters()
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
@@ -53,7 +55,7 @@ class WorkerState:
         self._labels: dict[str, Label] = {}
         self._seeds: dict[str, int] = {}
         self._seeded: tuple[list[str], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)
-        self.draft_weights = DraftWeights(runner, config, self.seeds) if config.neural else None
+        self.draft_weights = DraftWeights(runner, config) if config.neural else None
         self.standalone: Standalone | None = None
         """Does here what a host does elsewhere; None: there is a host."""
         self._updating: Callable[[], bool] = lambda: False
@@ -90,8 +92,8 @@ class WorkerState:
             worker: vLLM's, of this state.
             directory: name of the history on this node.
         """
-        if self.drafter is None and self.draft_weights is None and self.config.drafter != "none":
-            return  # a rank that does not draft
+        if not self.drafts_here:
+            return
         self.standalone = own = Standalone(self, directory)
 
         def loaded() -> None:
@@ -119,6 +121,20 @@ class WorkerState:
             self.counters.error = repr(error)
             logger.exception("das: %s failed; decoding goes on without drafts", command)
             return Refreshed(error=repr(error))
+
+    @property
+    def drafts_here(self) -> bool:
+        """Whether this rank has a part in drafting; True where nobody drafts."""
+        return self.drafter is not None or self.draft_weights is not None or self.config.drafter == "none"
+
+    def response(self, req_id: str) -> Response | None:
+        """Return what a request has written that is over; None: it is not known."""
+        request = self.runner.requests.get(req_id)
+        if request is None or request.prompt_token_ids is None:
+            return None
+        label, prompt = self.label(req_id), request.prompt_token_ids
+        text = np.asarray([*prompt[label.start_in(len(prompt)) :], *request.output_token_ids], dtype=np.int32)
+        return Response(label.problem_of(prompt), label.record, text)
 
     def label(self, req_id: str) -> Label:
         """Return the label of a request."""
@@ -186,13 +202,25 @@ class WorkerState:
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring everything up to date that depends on the weights or on the history."""
         answer = self.drafter.refresh(message) if self.drafter else Refreshed()
-        self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
-        if self.counters.alarm:
-            logger.error("das: %s", self.counters.alarm)
+        self.check_draft_weights()
         for known in (self._seeds, self._labels):
             for req_id in known.keys() - self.runner.requests.keys():
                 del known[req_id]
         return answer
+
+    def _drafter(self) -> Any:
+        """Return the drafter that the controller decides for, where there is one."""
+        if not self.config.controlled:
+            return None
+        return (
+            ControlledDrafter(self.runner.vllm_config) if self.config.neural else getattr(self.runner, "drafter", None)
+        )
+
+    def check_draft_weights(self) -> None:
+        """See whether a weight sync has left a neural drafter with the right weights, and say so if not."""
+        self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
+        if self.counters.alarm:
+            logger.error("das: %s", self.counters.alarm)
 
     def _hello(self) -> Started:
         sampler = type(self.runner.sampler).__name__
@@ -225,9 +253,13 @@ class WorkerState:
         """Take over a neural drafter, once vLLM has loaded it."""
         assert self.draft_weights is not None
         self.draft_weights.take_loaded()
+        noise = None
+        if self.config.keyed and not self.config.draft.options.get("parallel_drafting"):
+            noise = KeyedDrafts(self.runner, self.seeds)
+            noise.bind()
         if self.drafter:
             source = self.drafter.model_source
-            source.noise = self.draft_weights.noise
+            source.noise = noise
             self.drafter.load_model(self.runner.model)
             hold_drafts.apply(source, owner=self.runner)
             draft_when_tokens_are_known.apply(self.runner, self.drafter.propose, owner=self.runner)

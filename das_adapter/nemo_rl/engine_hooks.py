@@ -55,9 +55,9 @@ class EngineHooks:
         self._session = Session(das, self._das_rpc)
 
     @classmethod
-    def attach(cls, llm: Any, das: DasConfig, source: int, resumed: int = 0) -> Self:
+    def attach(cls, llm: Any, das: DasConfig, source: int, resumed: int = 0, **kwargs: Any) -> Self:
         """Put the hooks on an engine; see the constructor for the arguments."""
-        hooks = cls(llm, das, source, resumed)
+        hooks = cls(llm, das, source, resumed, **kwargs)
         see_requests.apply(hooks.generate, owner=llm)
         see_refits.apply(hooks.collective_rpc, owner=llm)
         return hooks
@@ -153,9 +153,17 @@ class SyncEngineHooks(EngineHooks):
 class AsyncEngineHooks(EngineHooks):
     """Hooks on `AsyncLLM`."""
 
-    def __init__(self, llm: Any, das: DasConfig, source: int, resumed: int = 0):
+    def __init__(
+        self, llm: Any, das: DasConfig, source: int, resumed: int = 0, loop: asyncio.AbstractEventLoop | None = None
+    ):
+        """
+        Args:
+            loop: the one on which the engine must be called, where NeMo-RL gave it one of its own
+                (`vllm_cfg.engine_owner_loop`); None: that of the worker's calls.
+        """
         super().__init__(llm, das, source, resumed)
         self._order = start_order(das)
+        self._own_loop = loop
 
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         given: Sequence[Label | None] = labels.get() or [None]
@@ -163,7 +171,7 @@ class AsyncEngineHooks(EngineHooks):
         if self._order is not None and mark is not None and mark.problem is not None:
             kwargs["priority"] = kwargs.get("priority") or self._order.priority(mark.problem)
         if mark is not None and mark.problem is not None:
-            self._loop = asyncio.get_running_loop()
+            self._find_loop()
             self._session.begun([mark.problem])
         texts: dict[int, list[int]] = {}
         begin = time.time()
@@ -180,7 +188,7 @@ class AsyncEngineHooks(EngineHooks):
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = await self._rpc(method, *args, **kwargs)
         if self._refitted(method, result):
-            self._loop = asyncio.get_running_loop()
+            self._find_loop()
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:
                 expected = await asyncio.to_thread(self._session.expected)
@@ -189,13 +197,17 @@ class AsyncEngineHooks(EngineHooks):
 
     async def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
-        self._loop = asyncio.get_running_loop()
+        self._find_loop()
         await asyncio.to_thread(self._session.start)
 
     async def report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report."""
-        self._loop = asyncio.get_running_loop()
+        self._find_loop()
         return await asyncio.to_thread(self._report)
+
+    def _find_loop(self) -> None:
+        """Take note of the loop on which `_das_rpc` must call the engine."""
+        self._loop = self._own_loop or asyncio.get_running_loop()
 
     def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
         return of_async_engine(self._llm, self._loop)(command, payload, timeout)

@@ -82,7 +82,10 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         if das.routing.policy == "longest_first":
             llm_kwargs.setdefault("scheduling_policy", "priority")
         super()._create_engine(llm_kwargs)
-        self.hooks = AsyncEngineHooks.attach(self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0))
+        owner = getattr(self, "_engine_owner_loop", None)  # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
+        self.hooks = AsyncEngineHooks.attach(
+            self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0), loop=owner and owner.loop
+        )
 
     async def post_init_async(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""

@@ -70,12 +70,16 @@ class WeightSync(NamedTuple):
 
     version: int
     at: float
-    model: dict[str, float] | None
+    model: dict[str, Any] | None
     """The latency model."""
     saved: float
     """Seconds that speculation saved since the last one."""
     stopped: str | None
     """Why speculation stopped, if it did."""
+    of_stock: float | None = None
+    """Seconds of decode steps since the last one over those of stock vLLM's; None: not known."""
+    silent: str | None = None
+    """Why rollouts begin without drafts from now on, if that is new."""
 
 
 class Counts(NamedTuple):

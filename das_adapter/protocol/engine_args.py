@@ -23,8 +23,8 @@ DRAFTER = "das_adapter.engine.drafters.controlled.ControlledDrafter"
 """The class that vLLM's V1 runner loads as proposer where none of vLLM's drafts."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's environment variable that chooses its model runner."""
-V2_DRAFTERS = ("none", "history")
-"""Drafters that run there."""
+V2_DRAFTERS = ("none", "history", "eagle3", "mtp", "draft_model")
+"""Drafters that run on vLLM's V2 runner."""
 
 
 def needs_v1(config: DasConfig) -> str | None:
@@ -61,26 +61,33 @@ def engine_args(config: DasConfig | None) -> dict[str, Any]:
 
 def v1_args(config: DasConfig) -> dict[str, Any]:
     """Return the engine arguments of a block for the V1 runner."""
-    speculative: dict[str, Any] = {"num_speculative_tokens": config.num_draft_tokens}
-    if config.neural:
-        speculative |= {"method": config.method, **config.draft.options}
-        if config.draft.model is not None:
-            speculative["model"] = config.draft.model
-    else:
-        speculative |= {"method": "custom_class", "model": DRAFTER}
+    own = _neural(config) if config.neural else {"method": "custom_class", "model": DRAFTER}
+    speculative = {"num_speculative_tokens": config.num_draft_tokens, **own}
     args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
     return args if config.drafter == "none" else args | {"speculative_config": speculative}
 
 
 def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
-    """Return vLLM's `speculative_config` of a block for the V2 runner: that of the look-up drafter whose place the
-    history's takes, with the draft lengths that graphs are captured for. None where nothing drafts."""
-    if not config.uses_history:
+    """Return vLLM's `speculative_config` of a block for the V2 runner: a neural drafter's, or that of the look-up
+    drafter whose place the history's takes; with the draft lengths that graphs are captured for, where the controller
+    chooses among them. None where nothing drafts."""
+    if config.drafter == "none":
         return None
     most = config.num_draft_tokens
-    captured = [(i, i, length) for i, length in enumerate((*reversed(draft_lengths(most)), 0), 1)]
-    return {"method": "ngram_gpu", "num_speculative_tokens": most, "prompt_lookup_min": 2, "prompt_lookup_max": 5,
-            "num_speculative_tokens_per_batch_size": captured}  # fmt: skip
+    look_up = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
+    speculative = {"num_speculative_tokens": most, **(_neural(config) if config.neural else look_up)}
+    if not config.in_every_step:
+        lengths = enumerate((*reversed(draft_lengths(most)), 0), 1)
+        speculative["num_speculative_tokens_per_batch_size"] = [(i, i, length) for i, length in lengths]
+    if config.budget.admission == "request":
+        speculative["enable_adaptive_verification"] = True
+    return speculative
+
+
+def _neural(config: DasConfig) -> dict[str, Any]:
+    """Return what vLLM is told of a neural drafter."""
+    model = {} if config.draft.model is None else {"model": config.draft.model}
+    return {"method": config.method, **config.draft.options, **model}
 
 
 def draft_lengths(most: int) -> tuple[int, ...]:

@@ -49,10 +49,18 @@ class EngineStats(TypedDict, total=False):
     latency_model_error: float
     planned_rounds: float
     stopped: str | None
+    of_stock: float | None
+    """This and the following: `core.stock.StockGuard.take`."""
+    silent: str | None
+    slow: str | None
     capacity: tuple[float, float] | None
     requantise_s: float
     """Seconds that quantising the policy copy took."""
     drafter_bytes: int
+    drafter_full_bytes: int
+    """Of the policy's experts, which its copy does not quantise."""
+    drafter_graphs: int
+    """CUDA graphs captured of the policy copy's passes."""
     drafter_passes: int
     """Forward passes of a model that drafts: the policy copy, a neural drafter."""
     self_acceptance: float
@@ -206,6 +214,8 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         metrics["das/time_saved_s"] = float(sum(p["time_saved_s"] for p in decided))
         metrics["das/planned_rounds"] = float(max(p["planned_rounds"] for p in decided))
         metrics["das/latency_model_error"] = float(np.mean([p["latency_model_error"] for p in decided]))
+    if of_stock := [p["of_stock"] for p in parts if p.get("of_stock")]:
+        metrics["das/of_stock"] = float(max(of_stock))
     if requests := sum(p.get("history_requests", 0) for p in parts):
         metrics["das/history_hits"] = sum(p.get("history_hits", 0) for p in parts) / requests
     if by_age := [p["staleness"] for p in parts if "staleness" in p]:
@@ -233,9 +243,12 @@ LOST_SHARE, LOST_REQUESTS = 0.25, 8
 has met before."""
 
 
+_REASONS = "stopped", "silent", "slow"
+
+
 def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Say why `das/health` is 0, by kind of fault; empty: it is 1."""
-    found = {kind: str(part[kind]) for kind in ("error", "alarm", "stopped") for part in parts if part.get(kind)}
+    found = {kind: str(part[kind]) for kind in ("error", "alarm", *_REASONS) for part in parts if part.get(kind)}
     if "error" in found:
         found["error"] = f"a drafter failed: {found['error']}"
     counted = ("draft_tokens", "accepted_tokens", "history_requests", "history_lost")

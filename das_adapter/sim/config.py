@@ -23,7 +23,7 @@ class HardwareBlock(_Block):
     """What the rollouts run on."""
 
     gpu: str = "h100"
-    """Device, one of the table in `das_adapter/sim/hardware.py`."""
+    """Device, one of the table in `das_adapter/core/hardware.py`."""
     gpus: Annotated[int, Field(ge=1)] = 8
     """Devices that generate."""
     per_engine: Annotated[int, Field(ge=1)] = 1
@@ -38,7 +38,8 @@ class StepsBlock(_Block):
 
     kind: Literal["roofline", "calibration", "sweep", "line"] = "roofline"
     """`roofline`: from model and hardware; `calibration`: a file of `das-adapter calibrate`; `sweep`: a CSV of measured
-    steps; `line`: base + token·n + bend·max(0, n - knee) + request·b seconds, and `draft` with drafts."""
+    steps; `line`: base + token·n + bend·max(0, n - knee) + request·b + context·c seconds, with c tokens of context, and
+    `draft` with drafts."""
     file: str | None = None
     """`calibration`, `sweep`: the file."""
     line: dict[str, float] = {}
@@ -50,7 +51,7 @@ class StepsBlock(_Block):
     pass_overhead_ms: Annotated[float, Field(ge=0)] = 0.5
     """`roofline`: milliseconds of a drafter's pass that no kernel accounts for."""
     fitted: dict[str, float] = {}
-    """`roofline`: measured fields of `core.latency.Roofline`, such as `kv_bytes`."""
+    """`roofline`: measured fields of `core.roofline.Roofline`, such as `kv_bytes`."""
     read_share: Share | None = None
     """`roofline`: share of the data sheet's bandwidth that steps reach; null: the table's."""
     compute_share: Share | None = None

@@ -150,7 +150,7 @@ class Fixed:
         """See `Drafting`."""
         rows = np.concatenate([tick.rows for tick in ticks])
         r = self.requests
-        room = np.maximum(np.minimum(r.length, r.most)[rows] - 1 - r.written[rows], 0)
+        room = np.maximum(np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows], 0)
         offer = self.source.offer(rows, np.minimum(self.tokens, room), 0.0)
         r.draft[rows], r.hits[rows] = np.diff(offer.offsets), offer.hits
         if self.pass_seconds is None:
@@ -180,7 +180,7 @@ class Overhead:
 
 @dataclass
 class Controlled:
-    """`history`, `self` and `history+self`: the package's controller decides, one for each engine."""
+    """Every drafter as a run has it: the package's controller decides, one for each engine."""
 
     das: DasConfig
     requests: Requests
@@ -190,22 +190,27 @@ class Controlled:
     """Longest response there can be, tokens."""
     history: Source | None = None
     copy: Given | None = None
-    """What the policy copy's tokens are worth; None: there is no copy."""
+    """What the tokens of the policy copy, or of a neural drafter, are worth; None: no model drafts."""
+    pass_seconds: Callable[[Floats], Floats] | None = None
+    """Of one pass of a neural drafter, by requests, all of the batch; None: the passes are the policy copy's."""
     prior: StepModel | None = None
     overhead: Overhead = field(default_factory=Overhead)
     stride: int = 1
-    """A controller is asked every so many steps, and again at once if it begins or stops drafting, which may be a
-    probe; until then a request drafts what has at least the chance at which the controller ended its draft."""
+    """A controller that knows what steps take is asked every so many of them, and again at once if it begins or stops
+    drafting, which may be a probe; until then a request drafts what has at least the chance at which the controller
+    ended its draft."""
     plain = False
 
     def __post_init__(self) -> None:
         das = self.das
         self.controllers = [
             Controller(das.budget, das.toggle, self.limit, das.history.window, self.prior,
-                       ModelDrafts(das.self.max_tokens) if self.copy else None, das.num_draft_tokens)
+                       ModelDrafts(das.model_tokens, narrows=not das.neural) if self.copy else None,
+                       das.num_draft_tokens)
             for _ in range(self.engines)
         ]  # fmt: skip
-        if self.engines > SHARED:
+        self._shared = self.engines > SHARED
+        if self._shared:
             for controller in self.controllers[1:]:
                 controller.times, controller.lengths = self.controllers[0].times, self.controllers[0].lengths
         self.siblings = [Siblings() for _ in range(self.engines)]
@@ -217,6 +222,8 @@ class Controlled:
         self._ticks = np.zeros(self.engines, dtype=np.int64)
         self._least: Floats = np.zeros(0)  # logarithm of the chance at which each request's draft was ended
         self._limit = np.zeros(0, dtype=np.int64)  # most tokens of its drafts
+        self._since = np.zeros(self.engines, dtype=np.int64)  # steps since its controller was asked
+        self._known = np.zeros(self.engines, dtype=bool)  # whether a controller knows what steps take
         self._on = np.ones(self.engines, dtype=bool)  # whether an engine drafts
         self._kept = np.ones(self.engines, dtype=bool)  # whether its controller had anything verified when last asked
         self._counts = np.zeros(2, dtype=np.int64)  # of the copy's tokens: accepted, drafted
@@ -244,17 +251,18 @@ class Controlled:
         """See `Drafting`."""
         if self.stride == 1:
             return [self._plan(tick) for tick in ticks]
-        later, seconds = [], []
+        later, seconds, asked = [], [], self._until_asked() == 0
         for tick in ticks:
-            due = not self._until_asked()[tick.engine]
+            due = asked[tick.engine]
             self._ticks[tick.engine] += 1
+            self._since[tick.engine] += 1
             if not due:
                 later.append(tick.rows)
             later_s = self.overhead.step + self.overhead.request * len(tick.rows) * bool(self.history)
             seconds.append(self._plan(tick) if due else later_s)
         if later and self.history:
             r, rows = self.requests, np.concatenate(later)
-            room = np.maximum(np.minimum(r.length, r.most)[rows] - 1 - r.written[rows], 0)
+            room = np.maximum(np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows], 0)
             most = np.where(self._least_of(rows) < np.inf, self._limit[rows], 0)
             offer = self.history.offer(rows, np.minimum(most, room), 0.0)
             r.hits[rows] = offer.hits
@@ -272,11 +280,12 @@ class Controlled:
     def walked(self, steps: Ints) -> None:
         """See `Drafting`."""
         self._ticks += steps
+        self._since += steps
 
     def _until_asked(self) -> Ints:
         """Steps of each engine before its controller is asked."""
         first = (np.arange(self.engines) - self._ticks - 1) % self.stride
-        return np.where((first == self.stride - 1) & (self._kept != self._on), 0, first)
+        return np.where(self._known & ((first < self.stride - 1) | (self._kept == self._on)), first, 0)
 
     def _least_of(self, rows: Ints) -> Floats:
         return np.where(self._on[self.requests.engine[rows]], self._least[rows], np.inf)
@@ -303,10 +312,9 @@ class Controlled:
         for engine, controller in enumerate(self.controllers):
             self.moments += self.siblings[engine].take()
             self.siblings[engine].clear()
-            if controller.times.model is not None:
-                capacities.append(controller.times.model.capacity())
-            shared = engine > 0 and controller.lengths is self.controllers[0].lengths
-            controller.sync(responses[:0] if shared else responses)
+            if (model := controller.times.present) is not None:
+                capacities.append(model.capacity())
+            controller.sync(responses[:0] if self._shared and engine else responses)
         self.capacity = Capacity.median(capacities)
         if self.ladder:
             accepted, drafted = self._counts.tolist()
@@ -332,7 +340,7 @@ class Controlled:
         self._slot[rows] = slots
         if self.stride > 1:
             controller.requests.written[slots] = r.written[rows] - tick.got
-        room = np.minimum(r.length, r.most)[rows] - 1 - r.written[rows]
+        room = np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows]
         offered: list[Offer] = []
         asked: list[tuple[Ints, float]] = []
 
@@ -344,7 +352,10 @@ class Controlled:
 
         carried = tick.carried if tick.carried.any() else None
         copied = tick.copied if self.copy else None
-        plan = controller.plan(Decoded(slots, tick.got, carried, copied, room), history if self.history else None)
+        steps, self._since[tick.engine] = max(1, int(self._since[tick.engine])), 0
+        context = r.prompt[rows] + r.written[rows]
+        decoded = Decoded(slots, tick.got, carried, copied, room, steps, context)
+        plan = controller.plan(decoded, history if self.history else None)
         r.draft[rows] = plan.history
         r.hits[rows] = offered[-1].hits if offered else 0
         if self.stride > 1:
@@ -356,15 +367,17 @@ class Controlled:
                 self._counts += [np.minimum(tick.got - 1, copied).sum(), copied.sum()]
             drafted = np.minimum(plan.model, np.maximum(room, 0))
             r.copied[rows], r.copy_hits[rows] = drafted, self.copy.offer(rows, drafted, 0.0).hits
-            context = (r.prompt[rows] + r.written[rows]).astype(float)
             for place in range(int(drafted.max(initial=0))):
-                mine = drafted > place
-                one = self.steps.copy_pass(np.array([float(mine.sum())]), np.array([context[mine].sum()]))
-                controller.drafts.timed_pass(int(mine.sum()), float(one[0]))
+                mine = drafted > (0 if self.pass_seconds else place)
+                read, many = float(context[mine].sum()), np.array([float(mine.sum())])
+                one = self.pass_seconds(many) if self.pass_seconds else self.steps.copy_pass(many, np.array([read]))
+                controller.drafts.timed_pass(int(mine.sum()), float(one[0]), read)
                 passes += float(one[0])
         own = self.overhead.step + (self.overhead.request * len(rows) if offered else 0.0)
         if tick.timed:
-            controller.timed(TimedStep(slots, tick.got, tick.tokens, tick.seconds + own, passes))
+            step = TimedStep(slots, tick.got, tick.tokens, tick.seconds + own, passes, context=int(context.sum()))
+            controller.timed(step)
+            self._known[slice(None) if self._shared else tick.engine] = controller.times.model is not None
         return own + passes
 
     def _go_on(

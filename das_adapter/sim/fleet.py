@@ -152,7 +152,7 @@ class Fleet:
         taken = np.zeros(len(chosen), dtype=np.int64)
         tokens, context = np.zeros((2, len(chosen), width))
         columns = ("length", "most", "prompt", "written", "forwards", "drafted", "accepted", "draft", "hits")
-        getattr(native(), walk.walker.function)(
+        getattr(native(), f"walk_{walk.walker.kind}")(
             rows, offsets_of(counts.astype(np.int64)), steps[chosen], walk.least[mine], walk.limit[mine],
             **{name: getattr(r, name) for name in columns}, taken=taken, tokens=tokens, context=context,
             **walk.walker.arguments,

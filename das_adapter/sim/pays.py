@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.core.latency import Roofline
+from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim.config import SimConfig, parse
 from das_adapter.sim.hardware import device

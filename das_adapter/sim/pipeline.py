@@ -19,7 +19,7 @@ from das_adapter.core.siblings import Moments
 from das_adapter.sim.drafting import Controlled
 from das_adapter.sim.fleet import Fleet
 from das_adapter.sim.requests import Requests
-from das_adapter.sim.routing import Router
+from das_adapter.sim.routing import Router, arrivals
 from das_adapter.sim.workload import Workload
 
 Ints = npt.NDArray[np.int64]
@@ -151,11 +151,11 @@ def _continuous(
 ) -> Run:  # fmt: skip
     requests, found, spans = fleet.requests, list[StepResult](), list[tuple[float, float]]()
     batches: list[Ints] = []  # of rows, as they were sent
-    groups: dict[int, list[int]] = {}  # left and group by number
+    groups: dict[int, list[int]] = {}  # rows of each group, by its number
     group_of: dict[int, int] = {}
-    finished: list[int] = []  # groups, in the order of their end
+    finished: list[int] = []  # groups that ended and were not taken, in the order of their end
     since: list[Ints] = []  # rows that ended since the last weight sync
-    ages: dict[int, int] = {}  # weight version of each group
+    ages: dict[int, int] = {}  # weight version of each group that was not taken
 
     def send(version: int, at: float) -> None:
         if len(batches) < workload.steps:
@@ -163,8 +163,8 @@ def _continuous(
             batches.append(rows)
             names: dict[int, int] = {}
             for row, problem in zip(rows.tolist(), requests.problem[rows].tolist(), strict=True):
-                name = names.setdefault(problem, len(ages))
-                if name not in ages:
+                name = names.setdefault(problem, len(groups))
+                if name not in groups:
                     ages[name], groups[name] = version, []
                 group_of[row] = name
                 groups[name].append(row)
@@ -173,14 +173,14 @@ def _continuous(
 
     def wanted(version: int) -> list[int] | None:
         """The groups that the trainer takes: the oldest, and then those that ended first; None: too few have ended."""
-        size = len(set(requests.problem[batches[0]].tolist()))
-        due = [name for name, age in ages.items() if age <= version - lag and name not in taken]
+        enough = min(size, len(ages))
+        if len(finished) < enough:
+            return None
+        due = [name for name, age in ages.items() if age <= version - lag]
         if any(left[name] for name in due):
             return None
-        chosen = due[:size]
-        chosen += [name for name in finished if name not in taken and name not in set(chosen)][: size - len(chosen)]
-        total = sum(name not in taken for name in ages)
-        return chosen if len(chosen) >= min(size, total) else None
+        others = set(due)
+        return (due + [name for name in finished if name not in others])[:enough]
 
     def ended(rows: Ints) -> bool:
         since.append(rows)
@@ -192,10 +192,10 @@ def _continuous(
                 finished.append(name)
         return chosen is None and wanted(version) is not None
 
-    taken: set[int] = set()
     free, version, chosen = 0.0, 0, None
     for _ in range(lag + 1):
         send(0, 0.0)
+    size = len(set(requests.problem[batches[0]].tolist()))  # groups of a step
     last = 0.0
     for number in range(workload.steps):
         version = number
@@ -208,7 +208,10 @@ def _continuous(
         rows = np.array(sorted(row for name in chosen for row in groups[name]), dtype=np.int64)
         ready = float(requests.ended[rows].max())
         begin = max(free, ready)
-        taken.update(chosen)
+        taken = set(chosen)
+        finished[:] = [name for name in finished if name not in taken]
+        for name in chosen:
+            del ages[name]
         fleet.run(until=begin + timing.train_s, slack=_slack(fleet), ended=ended)
         free = begin + timing.train_s + timing.sync_s
         found.append(_result(requests, rows, begin - last, free - last, max(0.0, ready - last)))
@@ -232,7 +235,7 @@ def _send(fleet: Fleet, workload: Workload, router: Router, number: int, version
     step, requests = workload.step(number), fleet.requests
     rows = requests.add(step.problem, step.visit, step.text, step.prompt, step.length, step.most)
     requests.version[rows] = version
-    rows = rows[router.arrivals(step.problem)]
+    rows = rows[arrivals(step.problem.tolist(), router.rng)]
     engines, priorities = router.send(requests, rows)
     fleet.submit(rows, engines, priorities, at)
     return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,20 @@ STREAMS = 8
 """Workers of the host that send requests at the same time, each the samples of one problem after the other."""
 
 
+def arrivals(problems: Iterable[int], rng: np.random.Generator) -> list[int]:
+    """Return the order in which a step's requests arrive: problems are shuffled and shared out over streams."""
+    groups: dict[int, list[int]] = {}
+    for i, problem in enumerate(problems):
+        groups.setdefault(problem, []).append(i)
+    shuffled = list(groups.values())
+    rng.shuffle(shuffled)
+    streams = [[i for group in shuffled[s::STREAMS] for i in group][::-1] for s in range(STREAMS)]
+    found = []
+    while streams := [stream for stream in streams if stream]:
+        found.append(streams[rng.integers(len(streams))].pop())
+    return found
+
+
 class Router:
     """Chooses engines as veRL's balancer with das-adapter does: one request at a time, as they arrive."""
 
@@ -30,19 +45,8 @@ class Router:
         self._log = LengthLog(das.history.window)
         self._expected = Expected()
         self._loads = np.zeros(engines, dtype=np.int64)
-        self._rng = np.random.default_rng(seed)
-
-    def arrivals(self, problems: Ints) -> Ints:
-        """Return the order in which requests arrive, int64 [n]: problems are shuffled and shared out over streams."""
-        groups: dict[int, list[int]] = {}
-        for i, problem in enumerate(problems.tolist()):
-            groups.setdefault(problem, []).append(i)
-        shuffled = [list(groups.values())[i] for i in self._rng.permutation(len(groups))]
-        streams = [[i for group in shuffled[s::STREAMS] for i in group] for s in range(STREAMS)]
-        turn = np.concatenate([np.full(len(stream), s) for s, stream in enumerate(streams)])
-        self._rng.shuffle(turn)
-        turns = [iter(stream) for stream in streams]
-        return np.array([next(turns[s]) for s in turn.tolist()], dtype=np.int64)
+        self.rng = np.random.default_rng(seed)
+        """Of the order in which requests arrive."""
 
     def send(self, requests: Requests, rows: Ints) -> tuple[Ints, Ints]:
         """Return the engine and the priority of each request, int64 [n]; `rows` in the order of their arrival."""

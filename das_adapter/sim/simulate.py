@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
-from das_adapter.core.latency import COMPUTE, READ, Hardware, StepModel
+from das_adapter.core.hardware import COMPUTE, READ, Hardware
+from das_adapter.core.latency import StepModel
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim.config import AcceptanceBlock, ArmBlock, SimConfig
 from das_adapter.sim.drafting import Controlled, Drafting, Fixed, Nobody
@@ -121,22 +122,24 @@ class Simulation:
         accept, seed = arm.acceptance or self.config.acceptance, self.config.rollout.seed
         if das.drafter == "none":
             return Nobody()
-        if das.neural or das.drafter == "ngram":  # drafts in every step
-            tokens = das.num_draft_tokens
-            rate = rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)
-            share = 0.0 if das.drafter == "ngram" else accept.pass_share
-            return Fixed(requests, Given(requests, [[rate]], longest=tokens, seed=seed), tokens,
-                         self._pass(share) if share else None)  # fmt: skip
         copy = Given(requests, [[accept.copy_rate]], longest=16, seed=seed + 1) if das.copies_policy else None
+        passes = None
+        if das.neural or das.drafter == "ngram":
+            tokens = das.model_tokens if das.neural else das.num_draft_tokens
+            given = Given(requests, [[rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)]], longest=tokens, seed=seed)
+            passes = self._pass(accept.pass_share) if das.neural else None
+            if not das.uses_history and das.toggle.mode == "off" and das.budget.policy == "unlimited":
+                return Fixed(requests, given, tokens, passes)
+            source, copy = (source, given) if das.neural else (given, None)
         limit = self.config.rollout.cap + self.config.rollout.prompt
         if self.rollouts is not None:
             limit = max(limit, max(len(r.prompt) + len(r.tokens) for r in self.rollouts))
         if arm.stride > 1 and accept.history == "index":
             raise ConfigError("arms: stride needs acceptance.history given or trace")
-        return Controlled(das, requests, self.engines, self.steps, limit, source, copy, stride=arm.stride)
+        return Controlled(das, requests, self.engines, self.steps, limit, source, copy, passes, stride=arm.stride)
 
     def _pass(self, share: float) -> Callable[[Floats], Floats]:
-        extra = self.steps.pass_overhead_s if isinstance(self.steps, Instance) else 0.0
+        extra = self.steps.pass_overhead_s if share and isinstance(self.steps, Instance) else 0.0
 
         def seconds(requests: Floats) -> Floats:
             return np.asarray(extra + share * self.steps.decode(requests, requests, np.zeros_like(requests)))
@@ -160,10 +163,10 @@ def step_times(config: SimConfig) -> Steps:
     block, hardware = config.steps, config.hardware
     if block.kind == "line":
         try:
-            return Line(StepModel(**block.line))
+            return Line(StepModel.of(block.line))
         except TypeError:
-            raise ConfigError(f"steps.line: found {block.line}, allowed: base, token, bend, knee, request, draft; "
-                              "needed: base and token") from None  # fmt: skip
+            raise ConfigError(f"steps.line: found {block.line}, allowed: base, token, bend, knee, request, draft, "
+                              "context, attention; needed: base and token") from None  # fmt: skip
     if block.kind in ("calibration", "sweep"):
         if block.file is None:
             raise ConfigError(f"steps.file: needed with `kind: {block.kind}`")

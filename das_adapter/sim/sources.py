@@ -6,6 +6,7 @@ index itself, over recorded responses that are written again.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
+from das_adapter.core.native import native
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout
-from das_adapter.sim.texts import Texts, offsets_of
+from das_adapter.sim.texts import Texts
 
 Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 Chances = npt.NDArray[np.float32]
 
 
@@ -37,10 +38,15 @@ class Offer(NamedTuple):
 
 
 class Walker(NamedTuple):
-    """The native function that steps engines whose drafts come from a source, and its arguments."""
+    """Which of the native functions `walk_*` and `offer_*` know the drafts of a source, and what they need."""
 
-    function: str
+    kind: str
     arguments: dict[str, Any]
+
+    def offer(self, requests: Requests, rows: Ints, limits: Ints, floor: float) -> Offer:
+        """Draft for requests, as `Source.offer`."""
+        least, make = math.log(floor) if floor > 0 else -math.inf, getattr(native(), f"offer_{self.kind}")
+        return Offer(*make(rows, limits, least, requests.written, **self.arguments))
 
 
 class Source(Protocol):
@@ -90,9 +96,9 @@ class Given:
         steps = [[*visit, *[visit[-1]] * self.longest][: self.longest] for visit in self.rates]
         self._survival = np.cumprod(np.array(steps, dtype=float), axis=1)
 
-    def walker(self) -> Walker | None:
+    def walker(self) -> Walker:
         """See `Source`."""
-        return Walker("walk_given", {"visit": self.requests.visit, "survival": self._survival,
+        return Walker("given", {"visit": self.requests.visit, "survival": self._survival,
                                      "coverage": self.coverage, "seed": self.seed})  # fmt: skip
 
     def begin(self, rows: Ints) -> None:
@@ -104,29 +110,7 @@ class Given:
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
         """See `Source`."""
-        visits = np.minimum(self.requests.visit[rows], len(self._survival) - 1)
-        counts = np.clip(limits, 0, self.longest)
-        if floor > 0:
-            most = (self._survival >= floor).sum(axis=1)
-            counts = np.minimum(counts, most[visits])
-        luck, there = self.luck(rows)
-        counts = np.where(there < self.coverage, counts, 0)
-        offsets = offsets_of(counts)
-        hits = np.zeros(len(rows), dtype=np.int64)
-        for visit in np.unique(visits):
-            mine = visits == visit
-            hits[mine] = np.searchsorted(-self._survival[visit], -luck[mine])
-        places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-        chances = self._survival[np.repeat(visits, counts), places].astype(np.float32)
-        return Offer(chances, offsets, np.minimum(hits, counts))
-
-    def luck(self, rows: Ints) -> tuple[Floats, Floats]:
-        """Return two uniform numbers for each request at its position."""
-        with np.errstate(over="ignore"):
-            keys = _mixed(rows.astype(np.uint64) + np.uint64(self.seed * 2**32))
-            keys = _mixed(keys + self.requests.written[rows].astype(np.uint64))
-        low, high = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
-        return (low + 0.5).astype(np.float64) * 2.0**-32, (high + 0.5).astype(np.float64) * 2.0**-32
+        return self.walker().offer(self.requests, rows, limits, floor)
 
     def end(self, rows: Ints) -> None:
         """See `Source`."""
@@ -214,10 +198,10 @@ class Traced:
                 np.log(part.astype(np.float32)) for part in (self.trace.first, self.trace.ratio)
             )
 
-    def walker(self) -> Walker | None:
+    def walker(self) -> Walker:
         """See `Source`."""
         trace = self.trace
-        return Walker("walk_traced", {"text": self.requests.text, "ends": self.texts.ends, "log_first": self._log_first,
+        return Walker("traced", {"text": self.requests.text, "ends": self.texts.ends, "log_first": self._log_first,
                                       "log_ratio": self._log_ratio, "trace_drafted": trace.drafted,
                                       "trace_hits": trace.hits})  # fmt: skip
 
@@ -230,18 +214,7 @@ class Traced:
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
         """See `Source`."""
-        at = self.texts.ends[self.requests.text[rows]] + self.requests.written[rows]
-        np.minimum(at, len(self.trace.hits) - 1, out=at)  # a request that has ended drafts nothing
-        counts = np.minimum(np.maximum(limits, 0), self.trace.drafted[at])
-        first, ratio = self.trace.first[at].astype(np.float64), self.trace.ratio[at].astype(np.float64)
-        if floor > 0:
-            with np.errstate(divide="ignore", invalid="ignore"):
-                most = np.where(ratio < 1, np.floor(np.log(floor / first) / np.log(ratio)) + 1, 255)
-            counts = np.minimum(counts, np.where(first >= floor, np.clip(np.nan_to_num(most), 0, 255), 0)).astype(int)
-        offsets = offsets_of(counts)
-        places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-        chances = (np.repeat(first, counts) * np.repeat(ratio, counts) ** places).astype(np.float32)
-        return Offer(chances, offsets, np.minimum(self.trace.hits[at], counts).astype(np.int64))
+        return self.walker().offer(self.requests, rows, limits, floor)
 
     def end(self, rows: Ints) -> None:
         """See `Source`."""
@@ -333,11 +306,3 @@ class Indexed:
             if isinstance(self._store, HistoryStore):
                 index.refresh()
             index.clear_live()
-
-
-def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64, whose values are independent for neighbours."""
-    x = x * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.latency import Hardware, Roofline, StepModel
+from das_adapter.core.hardware import Device, Hardware
+from das_adapter.core.latency import StepModel
+from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
-from das_adapter.sim.hardware import Device, all_reduce_seconds, all_to_all_seconds
+from das_adapter.sim.hardware import all_reduce_seconds, all_to_all_seconds
 
 Floats = npt.NDArray[np.float64]
 
@@ -37,7 +39,7 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """A fitted `StepModel`, such as a calibration's. Context costs what it did while the line was fitted."""
+    """A fitted `StepModel`, such as a calibration's."""
 
     model: StepModel
     copy_share: float = 0.4
@@ -47,7 +49,7 @@ class Line:
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         """See `Steps`."""
-        return self.model.seconds(tokens, requests, tokens > requests)
+        return self.model.seconds(tokens, requests, tokens > requests, context)
 
     def prefill(self, tokens: Floats) -> Floats:
         """See `Steps`."""
@@ -55,7 +57,7 @@ class Line:
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         """See `Steps`."""
-        return np.asarray(self.copy_share * self.model.plain(requests))
+        return np.asarray(self.copy_share * self.model.seconds(requests, requests, False, context))
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def read_calibration(path: str) -> Line | Sweep:
     """
     try:
         content = json.loads(Path(path).read_text())
-        line = Line(StepModel(**content["line"]))
+        line = Line(StepModel.of(content["line"]))
         rows = content["samples"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DasError(f"steps.calibration: found {path!r}, expected a file that das-adapter calibrate wrote: "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.core.latency import Hardware, Roofline, StepModel, fit
+from das_adapter.config import DasConfig
+from das_adapter.core.hardware import Hardware
+from das_adapter.core.latency import StepModel, fit
+from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.tools.hardware import hardware
 
@@ -35,39 +39,62 @@ class Sample:
     """Whether the fit does not see it."""
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Step times of an engine."""
+
+    samples: list[Sample]
+    passes: list[Sample] = field(default_factory=list)
+    """Of the passes of the model that drafts, without drafts of their own."""
+    sizes: tuple[int, ...] = ()
+    """Tokens for which the engine captured CUDA graphs."""
+
+
 def measure(
-    model: str, batches: Sequence[int], contexts: Sequence[int], drafts: Sequence[int], rounds: int, **engine: Any
-) -> list[Sample]:
+    model: str,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    drafts: Sequence[int],
+    rounds: int,
+    das: DasConfig | None = None,
+    **engine: Any,
+) -> Measured:
     """Run a real engine over the grid; draft lengths alternate from step to step, so that drift affects all equally.
 
     Args:
         model: path or name; its weights are not read (`load_format: dummy`) unless `engine` says otherwise.
         batches, contexts, drafts: requests, prompt tokens, draft tokens per request.
         rounds: steps of each kind.
+        das: block of a drafter with a model, whose passes are measured as well; None: there is none.
         engine: further arguments of `vllm.LLM`.
     """
+    das = das or DasConfig()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
     from vllm import LLM, SamplingParams
 
-    from das_adapter.config import DasConfig
+    from das_adapter.engine import worker
     from das_adapter.engine.drafters.sweep import SweepDrafter
-    from das_adapter.protocol.engine_args import engine_args
+    from das_adapter.engine.drafters.timing import graph_sizes
+    from das_adapter.protocol.engine_args import v1_args
 
-    args = engine_args(DasConfig())
-    args["speculative_config"] |= {
-        "model": "das_adapter.engine.drafters.sweep.SweepDrafter",
-        "num_speculative_tokens": max(1, *drafts),
-    }
-    steps = rounds * len(drafts) + 4
-    longest = max(contexts) + steps + max(drafts) + 2
+    args = v1_args(das)
+    args["speculative_config"]["num_speculative_tokens"] = max(das.model_tokens, *drafts)
+    if das.neural:
+        vars(worker).update(ControlledDrafter=SweepDrafter)  # vLLM makes none for its own methods
+    else:
+        args["speculative_config"]["model"] = "das_adapter.engine.drafters.sweep.SweepDrafter"
+    SweepDrafter.passes = (das.model_tokens,) if das.copies_policy or das.neural else ()
+    steps = rounds * (len({0, *drafts}) + sum(1 + most for most in SweepDrafter.passes)) + 4
+    most = max(das.model_tokens, *drafts)
+    longest = max(contexts) + steps + most + 2
     settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": max(batches), "seed": 0,
                 "enable_prefix_caching": False, "max_model_len": longest}  # fmt: skip
     llm = LLM(model, **{**settings, **args, **engine})
     plain = tuple(d for d in (0, *drafts) if d == 0)[:1]
     SweepDrafter.turns = (*plain, *(d for d in drafts if d))
-    found: list[Sample] = []
+    found, passes = list[Sample](), list[Sample]()
     for number, (requests, context) in enumerate(product(batches, contexts)):
-        SweepDrafter.samples = []
+        SweepDrafter.samples, SweepDrafter.passed = [], []
         params = SamplingParams(temperature=1.0, max_tokens=steps, ignore_eos=True, detokenize=False)
         prompts = [{"prompt_token_ids": [(7 * i + j) % 50 + 1 for j in range(context)]} for i in range(requests)]
         llm.generate(prompts, params, use_tqdm=False)
@@ -76,41 +103,110 @@ def measure(
             if len(seconds) >= 3:
                 held_out = (number + place) % 3 == 2
                 found.append(Sample(requests, context, draft, float(np.median(seconds)), len(seconds), held_out))
-    return found
+        seconds = [s for b, _, s in SweepDrafter.passed if b == requests][1:]
+        if len(seconds) >= 3:
+            passes.append(Sample(requests, context, 0, float(np.median(seconds)), len(seconds), number % 3 == 2))
+    return Measured(found, passes, graph_sizes(llm.llm_engine.vllm_config))
 
 
-def analyse(samples: Sequence[Sample], config: dict[str, Any]) -> dict[str, Any]:
-    """Fit the line and the roofline to the samples, and judge both on those held out.
+def measure_stock(
+    model: str, batches: Sequence[int], contexts: Sequence[int], steps: int, **engine: Any
+) -> list[Sample]:
+    """Measure the decode steps of a vLLM engine without das-adapter, with its own choice of model runner and
+    scheduling, in a process of its own; arguments as for `measure`, and `steps` to measure of each kind.
+
+    Raises:
+        DasError: the engine failed; its messages are above.
+    """
+    import vllm  # noqa: F401  # the process need not import it again
+
+    context: Any = multiprocessing.get_context("fork")
+    heard, told = context.Pipe(duplex=False)
+    process = context.Process(target=_stock_samples, args=(told, model, batches, contexts, steps, engine))
+    process.start()
+    told.close()
+    try:
+        samples: list[Sample] = heard.recv()
+    except EOFError:
+        raise DasError("calibrate: stock vLLM's engine did not run: see its messages") from None
+    finally:
+        process.join()
+    return samples
+
+
+def _stock_samples(
+    told: Any, model: str, batches: Sequence[int], contexts: Sequence[int], steps: int, engine: dict[str, Any]
+) -> None:
+    from vllm import LLM, SamplingParams
+
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": max(batches), "seed": 0,
+                "max_model_len": max(contexts) + steps + 8}  # fmt: skip
+    llm = LLM(model, **{**settings, **engine})
+
+    def seconds(requests: int, context: int, tokens: int) -> float:
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=1)
+        prompts = [{"prompt_token_ids": [(7 * i + j) % 50 + 1 for j in range(context)]} for i in range(requests)]
+        begin = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    samples = []
+    for requests, context in product(batches, contexts):
+        seconds(requests, context, 2)  # the prompts' keys and values are cached from here on
+        short, long = (min(seconds(requests, context, n) for _ in range(2)) for n in (2, 2 + steps))
+        samples.append(Sample(requests, context, 0, max(1e-9, long - short) / steps, steps, False))
+    told.send(samples)
+    told.close()
+    llm.llm_engine.engine_core.shutdown()
+
+
+def analyse(measured: Measured, config: dict[str, Any], stock: Sequence[Sample] = ()) -> dict[str, Any]:
+    """Fit the line, the roofline and what the drafting model's passes take, and judge each on what was held out.
 
     Args:
-        samples: of `measure`; some must be held out, some not.
+        measured: of `measure`; some samples must be held out, some not.
         config: the model's Hugging Face config.
+        stock: of `measure_stock`, where there are any.
 
     Raises:
         DasError: too few samples.
     """
-    shown, hidden = [s for s in samples if not s.held_out], [s for s in samples if s.held_out]
+    samples = measured.samples
+    shown, hidden = _split(samples)
     if len(shown) < 6 or not hidden:
         raise DasError(f"calibrate: found {len(shown)} kinds of step to fit and {len(hidden)} to judge by, "
                        "needed: 6 and 1; measure more batches, contexts or draft lengths")  # fmt: skip
-    line = fit_line(shown)
+    line = fit_line(shown, measured.sizes)
     roof = fit_roofline(Roofline.of(config, Hardware(1e11, 1e12)), shown)
     models: dict[str, Callable[[int, int, int], float]] = {
-        "line": lambda b, s, d: line.step(b * (1 + d), b, d > 0),
+        "line": lambda b, s, d: line.step(b * (1 + d), b, d > 0, b * s),
         "roofline": lambda b, s, d: roof.verify(b, s, d),
     }
-    return {
+    beside = {"line": fit_line(stock).to_dict(), "samples": [asdict(s) for s in stock]} if stock else None
+    result: dict[str, Any] = {
         "line": line.to_dict(),
+        "stock": beside,
         "roofline": {**asdict(roof), "hardware": asdict(roof.hardware)},
         "validation": {name: _judge(model, samples, hidden) for name, model in models.items()},
     }
+    shown, hidden = _split(measured.passes)
+    if len(shown) > 1 and hidden:
+        model = fit_line(shown)
+        result["passes"] = model.to_dict()
+        result["validation"]["passes"] = _judge(lambda b, s, _: model.step(b, b, False, b * s), [], hidden)
+    return result
 
 
-def fit_line(samples: Sequence[Sample]) -> StepModel:
+def _split(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
+    """Return what is fitted, and what is held out."""
+    return [s for s in samples if not s.held_out], [s for s in samples if s.held_out]
+
+
+def fit_line(samples: Sequence[Sample], sizes: tuple[int, ...] = ()) -> StepModel:
     """Fit a step model to the samples; see `core.latency.fit`."""
-    b = np.array([s.requests for s in samples], dtype=float)
-    d = np.array([s.drafts for s in samples])
-    return fit(b * (1 + d), b, d > 0, np.array([s.seconds for s in samples]))
+    b, s, d, t = (np.array([getattr(x, n) for x in samples], dtype=float) for n in
+                  ("requests", "context", "drafts", "seconds"))  # fmt: skip
+    return fit(b * (1 + d), b, d > 0, t, b * s, sizes=sizes)
 
 
 def fit_roofline(start: Roofline, samples: Sequence[Sample]) -> Roofline:
@@ -158,7 +254,7 @@ def _judge(model: Callable[[int, int, int], float], samples: Sequence[Sample], h
             "right_decisions": float(np.mean(right)) if right else None, "decisions": len(right)}  # fmt: skip
 
 
-def write(out: Path, model: str, samples: Sequence[Sample], result: dict[str, Any], command: str) -> None:
+def write(out: Path, model: str, measured: Measured, result: dict[str, Any], command: str) -> None:
     """Write the calibration with its provenance (`toggle.calibration` reads it), and a plot beside it."""
     provenance = {
         "command": command, "model": model, "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
@@ -166,9 +262,10 @@ def write(out: Path, model: str, samples: Sequence[Sample], result: dict[str, An
         "hardware": hardware(),
     }  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
-    content = {"provenance": provenance, **result, "samples": [asdict(s) for s in samples]}
+    content = {"provenance": provenance, **result, "samples": [asdict(s) for s in measured.samples],
+               "pass_samples": [asdict(s) for s in measured.passes]}  # fmt: skip
     out.write_text(json.dumps(content, indent=2) + "\n")
-    _plot(out.with_suffix(".png"), samples, StepModel(**result["line"]))
+    _plot(out.with_suffix(".png"), measured.samples, StepModel.of(result["line"]))
 
 
 def _plot(path: Path, samples: Sequence[Sample], line: StepModel) -> None:
@@ -181,7 +278,9 @@ def _plot(path: Path, samples: Sequence[Sample], line: StepModel) -> None:
     for held_out, marker in ((False, "o"), (True, "x")):
         chosen = [s for s in samples if s.held_out == held_out]
         measured = [s.seconds * 1e3 for s in chosen]
-        predicted = [line.step(s.requests * (1 + s.drafts), s.requests, s.drafts > 0) * 1e3 for s in chosen]
+        tokens = [s.requests * (1 + s.drafts) for s in chosen]
+        predicted = [line.step(n, s.requests, s.drafts > 0, s.requests * s.context) * 1e3
+                     for n, s in zip(tokens, chosen, strict=True)]  # fmt: skip
         axis.loglog(measured, predicted, marker, label="held out" if held_out else "fitted", markersize=4)
     ends = [min(s.seconds for s in samples) * 900, max(s.seconds for s in samples) * 1100]
     axis.loglog(ends, ends, color="grey", linewidth=1)

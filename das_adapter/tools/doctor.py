@@ -14,7 +14,7 @@ from typing import Literal
 from das_adapter import __version__, compat, patching
 from das_adapter.config import DasConfig
 from das_adapter.errors import UnsupportedHost
-from das_adapter.protocol.engine_args import needs_v1
+from das_adapter.protocol.engine_args import V2_DRAFTERS, needs_v1
 
 _PATCHES = {
     "vllm": (
@@ -73,13 +73,13 @@ def _native_core() -> Finding:
     try:
         import numpy as np
 
-        from das_adapter import _native
+        from das_adapter.core.native import native
 
         tokens, zero = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
         logits, one = np.array([[0.0, 50.0, 0.0]], dtype=np.float32), np.ones(1, dtype=np.float32)
-        _native.keyed_sample(logits, one, zero, zero, tokens)
+        native().keyed_sample(logits, one, zero, zero, tokens)
         assert tokens[0] == 1
-        return Finding("native core", "ok", str(_native.__file__))
+        return Finding("native core", "ok", str(native().__file__))
     except (ImportError, TypeError, AssertionError) as error:  # TypeError: it is that of another version
         return Finding(
             "native core", "broken", f"{error!r}: reinstall das-adapter; from source it needs a C++17 compiler"
@@ -149,8 +149,9 @@ def _runner() -> Finding:
     """Say which of vLLM's model runners an engine gets, and why."""
     if why := needs_v1(DasConfig()):
         return Finding("model runner", "ok", f"V1: {why}; the history is drafted from on the host")
-    return Finding("model runner", "ok", "V2 where vLLM can run it, which needs Triton and a device: the history is "
-                                         "drafted from there, and scheduling stays asynchronous; V1 for every "
+    drafters = ", ".join(V2_DRAFTERS)
+    return Finding("model runner", "ok", f"V2 for {drafters} where vLLM can run it, which needs Triton and a device: "
+                                         "drafts are made there, and scheduling stays asynchronous; V1 for every "
                                          "other das.drafter")  # fmt: skip
 
 

@@ -17,14 +17,13 @@ from das_adapter.core.length import RESPONSE, Expected, LengthLog
 from das_adapter.core.routing import CAPACITY, Replicas, StartOrder
 from das_adapter.core.siblings import NO_SIBLINGS, Worth
 from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.routing import arrivals as in_order
 from das_adapter.tools.replay import Live, Outcome, Tally, advance
 
 Place = Callable[[Sequence[Rollout], Expected], list[int]]
 """Gives a step's requests, in the order in which they arrive, their replicas."""
 
 ROUTINGS = ("scattered", "together", "leaders")
-STREAMS = 8
-"""Workers of the host that send requests at the same time, each the samples of one problem after the other."""
 
 
 @dataclass
@@ -93,7 +92,7 @@ def replay(
     steps = [list(step) for _, step in itertools.groupby(sorted(rollouts, key=_step), key=_step)]
     for number, step in enumerate(steps):
         expected = Expected(lengths.predictions())
-        arrivals = _arrivals(step, rng)
+        arrivals = [step[i] for i in in_order((r.problem for r in step), rng)]
         homes = place(arrivals, expected)
         figures.parts += len({(r.problem, home) for r, home in zip(arrivals, homes, strict=True)}) / len(
             {r.problem for r in step}
@@ -191,14 +190,3 @@ def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     for r in rollouts:
         groups.setdefault((r.problem, r.step, r.run), []).append(r)
     return list(groups.values())
-
-
-def _arrivals(step: Sequence[Rollout], rng: np.random.Generator) -> list[Rollout]:
-    """The requests of a step in the order in which they arrive: problems are shuffled and shared out over streams."""
-    groups = _groups(step)
-    rng.shuffle(groups)
-    streams = [[r for group in groups[i::STREAMS] for r in group][::-1] for i in range(STREAMS)]
-    found = []
-    while streams := [stream for stream in streams if stream]:
-        found.append(streams[rng.integers(len(streams))].pop())
-    return found

@@ -17,6 +17,8 @@ from das_adapter.core.identity import prompt_identity, request_seed
 from das_adapter.protocol.label import Label
 from das_adapter.verl import settings
 
+MEDIA = ("image_data", "video_data", "audio_data")
+"""Arguments of veRL's `generate` that belong to a problem and leave only place holders in its prompt."""
 ABORTED = ("aborted", "abort")
 """Stop reasons of a request that was interrupted by a weight sync; the client resumes it."""
 
@@ -70,10 +72,10 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
         instance._das = settings.of_run(instance.config)
     sample = _current.get()
     if instance._das is not None and sample is not None:
-        params = dict(kwargs["sampling_params"])
+        params, media = dict(kwargs["sampling_params"]), any(kwargs.get(name) for name in MEDIA)
         params["extra_args"] = {
             **(params.get("extra_args") or {}),
-            **label(instance._das, sample, kwargs["prompt_ids"]).extra_args(),
+            **label(instance._das, sample, kwargs["prompt_ids"], media).extra_args(),
         }
         kwargs = {**kwargs, "sampling_params": params}
         output = await stock(*args, **kwargs)
@@ -83,10 +85,10 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
     return await stock(*args, **kwargs)
 
 
-def label(das: DasConfig, sample: Sample, prompt_ids: Any) -> Label:
-    """Label a request of a sample."""
+def label(das: DasConfig, sample: Sample, prompt_ids: Any, media: bool = False) -> Label:
+    """Label a request of a sample; `media`: whether the prompt has images, sound or video."""
     if sample.problem is None:
-        sample.problem, sample.start = prompt_identity(prompt_ids), len(prompt_ids)
+        sample.problem, sample.start = prompt_identity(prompt_ids, sample.row if media else None), len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
     seed = request_seed(das.verify.seed, sample.problem, sample.step, number, sample.row)
     return Label(sample.problem, seed, not sample.validate, sample.start)

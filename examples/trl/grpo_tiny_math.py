@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import sys
 import time
 from importlib.metadata import version
@@ -34,12 +35,14 @@ BATCH, GROUP = 4, 8
 
 
 def run(arm: str, args: argparse.Namespace, turn: Connection) -> None:
-    """Train one arm in a process of its own, waiting for its turn before each rollout; send what `train` returns."""
+    """Train one arm in a process of its own, waiting for its turn before each rollout; send what `train` returns, and
+    keep the server until all arms have ended: stopping it takes processor time."""
     out = (args.out / arm).absolute()
     out.mkdir(parents=True, exist_ok=True)
     arguments = ["--model", str(args.policy), *SERVER, "--weight-transfer-config", '{"backend": "files"}']
     with served("trl.scripts.vllm_serve", arguments, ARMS[arm], out / "server.log") as server:
         turn.send(train(server, out, args, turn))
+        turn.poll(None)
 
 
 def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection) -> dict[str, Any]:
@@ -135,16 +138,35 @@ def in_turns(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             process.join()
 
 
-def by_epoch(off: list[Any], on: list[Any], length: int) -> list[dict[str, float]]:
-    """Return what the rollouts of each epoch of so many steps took, with speculation off and on, and the ratios."""
-    found = []
-    for begin in range(0, len(off), length):
-        epoch = {}
-        for key, name in (("seconds", "rollout_s"), ("processor_s", "processor_s")):
-            slow, fast = (sum(r[key] for r in arm[begin : begin + length]) for arm in (off, on))
-            epoch |= {f"off_{name}": slow, f"history_{name}": fast, f"{name.removesuffix('_s')}_ratio": fast / slow}
-        found.append(epoch)
-    return found
+FIGURES = {
+    "engine_steps": "iteration_tokens_total_count",
+    "draft_tokens": "spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "spec_decode_num_accepted_tokens_total",
+    "history_tokens": "das_history_tokens",
+    "health": "das_health",
+}
+"""What the summary takes from the metrics of a server."""
+
+
+def figures(result: dict[str, Any]) -> dict[str, Any]:
+    """Return what one arm took, from what `train` returned."""
+    found: dict[str, Any] = {"tokens": sum(len(text) for r in result["rollouts"] for text in r["tokens"])}
+    for name, metric in FIGURES.items():
+        value = re.search(rf"^vllm:{metric}\{{.*\}} (\S+)$", result["metrics"], re.MULTILINE)
+        found[name] = float(value[1]) if value else 0.0
+    return found | {
+        "rollout_s": [r["seconds"] for r in result["rollouts"]],
+        "processor_s": [r["processor_s"] for r in result["rollouts"]],
+    }
+
+
+def by_epoch(off: dict[str, Any], on: dict[str, Any], length: int) -> list[dict[str, float]]:
+    """Return, for each epoch of so many steps, what rollouts with speculation on took of those with it off."""
+    return [
+        {name: sum(on[name][begin : begin + length]) / sum(off[name][begin : begin + length])
+         for name in ("rollout_s", "processor_s")}
+        for begin in range(0, len(off["rollout_s"]), length)
+    ]  # fmt: skip
 
 
 def main() -> None:
@@ -162,21 +184,19 @@ def main() -> None:
         (args.out / arm / "result.json").write_text(json.dumps(result) + "\n")
     off, on = (arm["rollouts"] for arm in arms.values())
     equal = compare(off, on)
+    took = {arm: figures(result) for arm, result in arms.items()}
     summary = {
+        "command": " ".join(["python examples/trl/grpo_tiny_math.py", *sys.argv[1:]]),
         "versions": {name: version(name) for name in ("das-adapter", "trl", "vllm", "torch", "transformers")},
         "hardware": hardware(),
-        "command": " ".join(["python examples/trl/grpo_tiny_math.py", *sys.argv[1:]]),
         "tokens_equal": equal,
-        "epochs": by_epoch(off, on, args.problems // BATCH),
-        "steps": {
-            arm: {key: [r[key] for r in result["rollouts"]] for key in ("seconds", "processor_s")}
-            for arm, result in arms.items()
-        },
+        "epochs_of_off": by_epoch(*took.values(), args.problems // BATCH),
+        "arms": took,
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    for number, epoch in enumerate(summary["epochs"], start=1):
-        print(f"epoch {number}: rollout {epoch['rollout_ratio']:.2f} of off, "
-              f"processor time {epoch['processor_ratio']:.2f} of off")  # fmt: skip
+    for number, epoch in enumerate(summary["epochs_of_off"], start=1):
+        print(f"epoch {number}: rollout {epoch['rollout_s']:.2f} of off, "
+              f"processor time {epoch['processor_s']:.2f} of off")  # fmt: skip
     sys.exit(not equal)
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import v2_cpu
 
-NEWEST = Path(sys.prefix) / "newest"
+NEWEST = Path(os.environ.get("DAS_TEST_NEWEST", Path(sys.prefix) / "newest"))
 """Directory of the newest vLLM CPU build, put on top of the environment (`make env`)."""
+DRAFTERS = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "make_drafters.py"
 
 
 @pytest.fixture(scope="session", params=["default", "newest"])
@@ -53,6 +54,14 @@ def v2_engine(
     """Run a job on a real engine with vLLM's V2 model runner, see v2_cpu.py."""
     with _engines({**newest_env, **v2_cpu.ENV}, tmp_path_factory) as run:
         yield run
+
+
+@pytest.fixture(scope="session")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of the tiny policy's drafters, trained for a moment."""
+    out = tmp_path_factory.mktemp("drafters")
+    subprocess.run([sys.executable, DRAFTERS, out, "--steps", "40"], check=True, capture_output=True)
+    return out
 
 
 @contextlib.contextmanager

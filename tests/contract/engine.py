@@ -8,8 +8,9 @@ messages), `das` (the block, or null), `engine` (further vLLM arguments), `round
 after them, if given, `perturb`: change the policy's weights by so much; `draft_weights`: send a file as the drafter's
 weights, as this `host` does; `lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up;
 `refresh`: sync to this weight version; `unrecorded`: hand over none of the texts; `refused`: labels of further
-requests, see `refusal`; `shared`: publish the texts in this directory, instead of handing them over; `lose`: remove its
-`generation` or the `directory` before the engine reads it; `fresh_copy`: compare the policy copy with a fresh one.
+requests, see `refusal`; `adapter`: directory of the LoRA adapter that writes them; `shared`: publish the texts in this
+directory, instead of handing them over; `lose`: remove its `generation` or the `directory` before the engine reads it;
+`fresh_copy`: compare the policy copy with a fresh one.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ def sabotage(kind: str) -> None:
     """Break a part of das-adapter, to see that it is needed or that nothing depends on it."""
     from das_adapter.engine import cpu_patches
 
+    if kind == "drafter without weights":
+        return lose_loaded()
     if V2:
         return v2_cpu.sabotage(kind)
     from das_adapter.engine.drafters.controlled import ControlledDrafter
@@ -76,6 +79,16 @@ def sabotage(kind: str) -> None:
         ControlledDrafter._propose = failing
     elif kind == "drafter that fails once":
         ControlledDrafter._propose = failing_once
+    elif kind == "dear drafter":
+        from das_adapter.core import stock
+        from das_adapter.engine.drafters.history import HistorySource
+
+        stock.LEAST_STEPS, stock.SAMPLE_STEPS = 24, (2, 2)
+        HistorySource.draft = dearly(HistorySource.draft)
+    elif kind == "replayed passes":
+        from das_adapter.engine.drafters.decode_graphs import DecodePasses
+
+        DecodePasses.__call__ = captured_first(DecodePasses.__call__)
     elif kind == "a rank fails":
         ControlledDrafter._propose = failing_rank(ControlledDrafter._propose)
     elif kind == "small chunks":
@@ -88,19 +101,9 @@ def sabotage(kind: str) -> None:
         from das_adapter.engine.drafters import neural_drafts
 
         ControlledDrafter._propose = any_length(ControlledDrafter._propose)
-        neural_drafts.KEPT_TOKENS = -1 if "along" in kind else 100
+        neural_drafts.KEPT_BYTES = -1 if "along" in kind else 300_000
     elif kind == "slow policy":
         ControlledDrafter._begin_step = slowly(ControlledDrafter._begin_step)
-    elif kind == "drafter without weights":
-        from das_adapter.engine.drafters.neural import DraftWeights
-
-        stock = DraftWeights.take_loaded
-
-        def take_loaded(self: Any) -> None:
-            stock(self)
-            lose(self._runner)
-
-        DraftWeights.take_loaded = take_loaded
     elif kind == "stale copy":
         from das_adapter.engine.drafters.policy_copy import PolicyCopy
 
@@ -113,10 +116,24 @@ def sabotage(kind: str) -> None:
         raise ValueError(kind)
 
 
+def lose_loaded() -> None:
+    """Let neural drafters start with noise for weights."""
+    from das_adapter.engine.drafters.neural import DraftWeights
+
+    stock = DraftWeights.take_loaded
+
+    def take_loaded(self: Any) -> None:
+        stock(self)
+        lose(self._runner)
+
+    DraftWeights.take_loaded = take_loaded
+
+
 def any_length(stock: Any) -> Any:
     """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
 
     def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
+        self.guard = None  # it would leave out steps, and see that such drafts lose
         drafts = stock(self, sampled, lengths, tokens)
         if not self.leads:
             return drafts
@@ -139,6 +156,49 @@ def slowly(stock: Any) -> Any:
         time.sleep(0.03)
 
     return begin_step
+
+
+def dearly(stock: Any) -> Any:
+    """Let a look for drafts take 30 ms, and the drafter look in every step."""
+    from das_adapter.core.controller import Controller
+
+    def draft(self: Any, *args: Any) -> Any:
+        time.sleep(0.03)
+        return stock(self, *args)
+
+    Controller._consider = SimpleNamespace(due=lambda *_: True, done=lambda *_, **__: None, restart=lambda: None)
+    return draft
+
+
+def captured_first(stock: Any) -> Any:
+    """Have passes captured and replayed by what stands for vLLM's graph wrapper: it only looks whether a pass reads
+    from where it read when the graph of its size was captured."""
+
+    def wrap(model: Any, _: Any) -> Any:
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import get_forward_context
+
+        addresses: dict[int, list[int]] = {}
+
+        def run(ids: Any, positions: Any) -> Any:
+            context = get_forward_context()
+            if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
+                attention = next(iter(context.attn_metadata.values()))
+                read = (ids, positions, *context.slot_mapping.values(), attention.block_table, attention.seq_lens,
+                        attention.query_start_loc, attention.slot_mapping)  # fmt: skip
+                at = [tensor.data_ptr() for tensor in read]
+                assert addresses.setdefault(len(ids), at) == at
+                assert context.batch_descriptor.num_tokens == len(ids) in (1, 4, 16)
+            return model(ids, positions)
+
+        return run
+
+    def call(self: Any, *args: Any) -> Any:
+        if not self.sizes:
+            self.capture([1, 4, 16], wrap)
+        return stock(self, *args)
+
+    return call
 
 
 def failing_rank(stock: Any) -> Any:
@@ -220,6 +280,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         os.environ.update(engine_env(das))
     if V2:
         v2_cpu.stand_in(bool(job.get("interpreted")))
+        if das is not None and das.budget.admission == "request":
+            v2_cpu.lift_graph_limits()
     if job.get("sabotage"):
         sabotage(job["sabotage"])
     if job.get("asynchronous"):
@@ -245,6 +307,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             [{"prompt_token_ids": r["prompt"]} for r in asked],
             [SamplingParams(**_params(r["params"])) for r in asked],
             use_tqdm=False,
+            lora_request=adapter(part["adapter"]) if "adapter" in part else None,
         )
         refused = [refusal(llm, requests[0], label) for label in part.get("refused", ())]
         texts = [list(o.outputs[0].token_ids) for o in outputs]
@@ -491,7 +554,8 @@ def lose(runner: Any) -> None:
 
     torch.manual_seed(0)
     shared = {p.data_ptr() for p in runner.model.parameters()}
-    for parameter in runner.drafter.model.parameters():
+    drafter = getattr(runner, "speculator", None) or runner.drafter
+    for parameter in drafter.model.parameters():
         if parameter.is_floating_point() and parameter.data_ptr() not in shared:
             parameter.data.normal_(std=0.5)
 
@@ -508,6 +572,13 @@ def sleep(llm: Any, level: int) -> None:
             for tensor in weight.tensors():
                 tensor.zero_()
         perturb(runner.model, 0.0)  # what the host sends after waking up
+
+
+def adapter(directory: str) -> Any:
+    """Name a LoRA adapter to vLLM."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, directory)
 
 
 def copy_is_fresh(runner: Any) -> bool:

@@ -59,7 +59,7 @@ def job(das: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("noise", ["keyed", "stock"])
 @pytest.mark.parametrize("drafter", ["ngram", "history"])
 def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: str, noise: str) -> None:
-    result = engine(**job({"drafter": drafter, "verify": {"noise": noise}, **(DRAFTED if drafter == "ngram" else {})}))
+    result = engine(**job({"drafter": drafter, "verify": {"noise": noise}, **DRAFTED}))
     ours = result[0]["samplers"][1].startswith("das_adapter")
     assert ours == (noise == "keyed")
     assert misfit(result, law) < 3.5

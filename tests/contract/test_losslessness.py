@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -55,12 +57,12 @@ EVERY_PARAMETER = [
 ]
 ARMS = {
     "history": {"das": HISTORY},
-    "controlled": {"das": {}},
+    "controlled": {"das": {}, "sabotage": "dear drafter"},
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
     "in chunks": {"das": HISTORY, "sabotage": "small chunks"},
     "ngram": {"das": {**HISTORY, "drafter": "ngram"}},
-    "self": {"das": SELF},
+    "self": {"das": SELF, "sabotage": "replayed passes"},
     "history+self": {"das": MIXED},
     "controlled self": {"das": {"drafter": "history+self"}},
 }
@@ -71,6 +73,24 @@ def two_rounds(requested: list[dict[str, Any]]) -> list[dict[str, Any]]:
     again = [{**r, "params": {**r["params"], "extra_args": {**r["params"]["extra_args"], "das_seed": 5000 + i}}}
              for i, r in enumerate(requested)]  # fmt: skip
     return [{"requests": requested, "refresh": 1}, {"requests": again}]
+
+
+def adapter(directory: Path) -> str:
+    """Write a LoRA adapter of the tiny policy with arbitrary weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory.mkdir()
+    generator, weights = torch.Generator().manual_seed(0), {}
+    for layer, (name, rows) in itertools.product(range(4), (("q_proj", 256), ("v_proj", 128))):
+        stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        weights[f"{stem}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.1
+        weights[f"{stem}.lora_B.weight"] = torch.randn(rows, 8, generator=generator) * 0.1
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none",
+              "base_model_name_or_path": "policy", "task_type": "CAUSAL_LM"}  # fmt: skip
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return str(directory)
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -95,6 +115,24 @@ def test_history_of_the_last_round_is_drafted_and_accepted(engine: Any) -> None:
     assert pace[1] > 1.3 * pace[0]
     assert first["stats"]["history_tokens"] == 0
     assert second["stats"]["history_tokens"] == sum(map(len, first["tokens"]))
+
+
+def test_passes_of_the_policy_copy_that_fill_up_a_graph_draft_as_well(engine: Any) -> None:
+    for part in engine(**ARMS["self"], rounds=two_rounds(requests(PLAIN))):
+        assert part["stats"]["drafter_graphs"] == 3
+        assert part["stats"]["accepted_tokens"] > 0.6 * part["stats"]["draft_tokens"] > 100
+
+
+@pytest.mark.long
+def test_a_rollout_that_lost_is_followed_by_one_without_drafts(engine: Any) -> None:
+    """Needs a machine on which steps take about as long as each other."""
+    first, second = engine(**ARMS["controlled"], rounds=two_rounds(requests(PLAIN)))
+    assert first["stats"]["of_stock"] > 1.5
+    assert first["stats"]["silent"] is None
+    assert "drafting lost a whole rollout" in second["stats"]["silent"]
+    asked, silent = (np.median(part["stats"]["propose_seconds"][:14]) for part in (first, second))
+    assert silent < 0.03 <= asked  # what a look for drafts takes
+    assert first["log"].count("rollouts begin without drafts until a trial gains time") == 1
 
 
 def test_a_failing_drafter_is_named_and_tries_again_at_the_next_weight_sync(engine: Any) -> None:
@@ -291,3 +329,14 @@ def test_without_a_block_vllm_is_stock(engine: Any) -> None:
 def test_a_wrong_key_stops_the_engine_with_its_name(engine: Any) -> None:
     with pytest.raises(RuntimeError, match=r"das\.historie: unknown key; did you mean 'history'\?"):
         engine(engine={"additional_config": {"das": {"historie": {}}}}, rounds=[])
+
+
+@pytest.mark.long
+def test_a_lora_policy_writes_the_tokens_of_off(engine: Any, tmp_path: Path) -> None:
+    first, second = two_rounds(requests(PLAIN, 6))
+    rounds = [{**part, "adapter": adapter(tmp_path / str(i))} for i, part in enumerate((first, second))]
+    lora = {"enable_lora": True, "max_lora_rank": 8}
+    reference, plain = engine(das=OFF, engine=lora, rounds=rounds), engine(das=OFF, rounds=[first, second])
+    result = engine(das=HISTORY, engine=lora, rounds=rounds)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference] != [r["tokens"] for r in plain]
+    assert result[1]["stats"]["accepted_tokens"] > 50

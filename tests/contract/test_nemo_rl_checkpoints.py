@@ -187,7 +187,7 @@ import das_adapter.nemo_rl.cpu.worker
 from nemo_rl.utils.checkpoint import CheckpointManager
 from das_adapter.nemo_rl.generation import DasVllmGeneration
 generation = object.__new__(DasVllmGeneration)
-generation.shutdown = bool  # called at the end
+generation.shutdown, generation.das = bool, None  # the first is called at the end
 sent = pickle.dumps(generation)
 print(hasattr(CheckpointManager.init_tmp_checkpoint, "__das_patch__"))
 arrived = pickle.loads(sent)

@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,6 +209,74 @@ def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) ->
     one, several = engine.params
     assert Label.of(one.extra_args).seed is not None
     assert Label.of(several.extra_args).seed is None and several.seed == 5
+
+
+def test_an_engine_with_a_loop_of_its_own_is_called_on_it(ray_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo-RL 0.8's `vllm_cfg.engine_owner_loop`: the engine is made and called on a loop that is not the actor's."""
+    own = asyncio.new_event_loop()
+    threading.Thread(target=own.run_forever, daemon=True).start()
+
+    class OwnedEngine(AsyncEngine):
+        async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:  # type: ignore[override]
+            assert asyncio.get_running_loop() is own
+            return await super().collective_rpc(method, args=args)
+
+    def create_engine(worker: Any, llm_kwargs: dict[str, Any]) -> None:
+        worker.llm, worker._engine_owner_loop = engine, SimpleNamespace(loop=own)
+
+    async def on_the_actors_loop() -> None:
+        await worker.hooks.start()
+        refit = engine.collective_rpc("update_weights_from_collective")  # NeMo-RL calls it there, too
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(refit, own))
+        assert [report["weight_version"] for report in await worker.das_report()] == [1]
+
+    from das_adapter.nemo_rl.workers import DasAsyncGenerationWorkerImpl as Worker
+
+    monkeypatch.setattr(Worker.__mro__[1], "_create_engine", create_engine)
+    engine, worker = OwnedEngine(), Worker.__new__(Worker)
+    worker.cfg = generation()
+    worker._create_engine({})
+    asyncio.run(on_the_actors_loop())
+    own.call_soon_threadsafe(own.stop)
+    assert [call[1] for call in engine.calls if call[0] == "das_rpc"] == ["hello", "refresh", "stats"]
+
+
+@pytest.mark.parametrize(
+    ("timings", "waited"),
+    [
+        ({"generation": 2.5, "total_step_time": 4.0}, 2.5),
+        ({"exposed_generation": 0.5, "total_step_time": 4.0}, 0.5),
+        ({"total_step_time": 4.0}, None),
+    ],
+)
+def test_the_wait_for_rollouts_is_logged_before_the_step_ends(
+    timings: dict[str, float], waited: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nemo_rl.utils.logger import Logger
+
+    from das_adapter.nemo_rl.tracking import log_exposed_generation
+
+    class Backend:
+        def log_metrics(self, metrics: Any, step: int, prefix: str, step_metric: Any, step_finished: bool) -> None:
+            logged.append((metrics, step, prefix, step_finished))
+
+    monkeypatch.setattr(Logger, "log_metrics", Logger.log_metrics)  # put back afterwards
+    log_exposed_generation.apply()
+    logged: list[Any] = []
+    logger = Logger.__new__(Logger)
+    logger.loggers, logger.gpu_monitor = [Backend()], None
+    logger.log_metrics({"reward": 1.0}, 3, prefix="train")
+    logger.log_metrics(timings, step=3, prefix="timing/train", step_finished=True)
+    *ours, last = logged[1:]
+    assert last == (timings, 3, "timing/train", True)
+    assert ours == ([] if waited is None else [({"das/exposed_generation_s": waited}, 3, "train", False)])
+
+
+def test_every_trainer_of_nemo_rl_times_its_wait_under_those_names() -> None:
+    for module in ("grpo", "grpo_sync", "ppo", "distillation", "single_controller"):
+        source = (CHECKOUT / f"nemo_rl/algorithms/{module}.py").read_text()
+        assert re.search(r'timer\.time\("(exposed_)?generation"\)', source), module
+        assert re.search(r'prefix="timing/train"', source), module
 
 
 def test_a_host_without_our_plug_in_is_told_so(ray_here: None) -> None:

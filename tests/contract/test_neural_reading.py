@@ -144,7 +144,7 @@ class Engine:
 def test_it_misses_nothing_whatever_it_drafts(
     monkeypatch: pytest.MonkeyPatch, hidden: bool, kept: int, batched_tokens: int
 ) -> None:
-    monkeypatch.setattr(neural_drafts, "KEPT_TOKENS", kept)
+    monkeypatch.setattr(neural_drafts, "KEPT_BYTES", 4 * kept)
     engine, rng = Engine(hidden, batched_tokens), np.random.default_rng(1)
     for number in range(4):
         engine.join(number, 0)

@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 from vllm.engine.arg_utils import EngineArgs
 from vllm.plugins import load_general_plugins
 
-from das_adapter.engine import patches
 from das_adapter.errors import ConfigError
 
 POLICY = Path(__file__).resolve().parents[2] / "examples/tiny_math/policy"
@@ -43,10 +42,9 @@ def test_a_wrong_block_stops_the_engine() -> None:
         engine_config(additional_config={"das": {"histroy": {}}})
 
 
-def test_a_drafter_with_weights_gets_them_and_room_past_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = {"method": "draft_model", "model": str(POLICY), "num_speculative_tokens": 4}
-    monkeypatch.setattr(patches, "v1_args", lambda _: {"speculative_config": drafter})
-    config = engine_config(additional_config={"das": {"drafter": "history"}}, load_format="dummy")
+def test_a_drafter_with_weights_gets_them_and_room_past_the_end() -> None:
+    das = {"drafter": "draft_model", "draft": {"model": str(POLICY), "tokens": 4}}
+    config = engine_config(additional_config={"das": das}, load_format="dummy")
     assert config.model_config.max_model_len == 512 + 4 + 1
     assert config.load_config.load_format == "auto"
 

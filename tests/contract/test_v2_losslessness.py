@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_losslessness import EVERY_PARAMETER, PLAIN, requests, two_rounds
+from test_losslessness import EVERY_PARAMETER, PLAIN, adapter, requests, two_rounds
 
 SMALL = {"history": {"device_bytes": "2MiB"}}
 HISTORY = {
@@ -19,6 +20,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "history": {"das": HISTORY},
     "crowded": {"das": HISTORY, "engine": {"block_size": 32, "num_gpu_blocks_override": 18}},
     "controlled": {"das": SMALL},
+    "admitted": {"das": {"budget": {"admission": "request"}, **SMALL}, "sabotage": "slow policy"},
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
     "off": {"das": {"drafter": "none", "verify": {"noise": "keyed"}}},
@@ -40,7 +42,7 @@ def stock(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rounds for an engine without das-adapter: the label's seed is vLLM's own, and nothing is handed over."""
     return [{"requests": [{**r, "params": {**r["params"], "seed": r["params"]["extra_args"]["das_seed"]}}
                           for r in part["requests"]],
-             **{name: part[name] for name in ("brief", "aborted", "perturb", "sleep") if name in part}}
+             **{name: part[name] for name in ("brief", "aborted", "perturb", "sleep", "adapter") if name in part}}
             for part in rounds]  # fmt: skip
 
 
@@ -49,7 +51,7 @@ ROUNDS = synced(two_rounds(requests(shortened(PLAIN, 60))), two_rounds(requests(
 
 
 @pytest.mark.parametrize(
-    "arm", [a if a in ("history", "crowded") else pytest.param(a, marks=pytest.mark.long) for a in ARMS]
+    "arm", [a if a in ("history", "crowded", "admitted") else pytest.param(a, marks=pytest.mark.long) for a in ARMS]
 )
 def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str) -> None:
     reference = v2_engine(das=None, rounds=stock(ROUNDS))
@@ -61,7 +63,7 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str) -> None:
         for tokens, a, b in zip(found["tokens"], expected["logprobs"], found["logprobs"], strict=True):
             assert len(b) == len(tokens) > 0
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
-    if arm in ("history", "crowded", "garbage"):
+    if arm in ("history", "crowded", "admitted", "garbage"):
         assert sum(r["stats"]["draft_tokens"] for r in result) > 300
     if arm == "crowded":
         assert result[-1]["preemptions"] > 0 == reference[-1]["preemptions"]
@@ -86,6 +88,20 @@ def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(v2_e
     assert result[1]["stats"]["draft_tokens"] > 5
     assert len(result[1]["compared"]) == 17
     assert min(result[1]["compared"].values()) > 1
+
+
+@pytest.mark.long
+def test_drafts_are_admitted_where_they_are_worth_most(v2_engine: Any) -> None:
+    """Fewer draft tokens than with equal lengths for all, of which more are accepted."""
+    by_request = v2_engine(**ARMS["admitted"], rounds=ROUNDS)
+    by_step = v2_engine(**{**ARMS["admitted"], "das": SMALL}, rounds=ROUNDS)
+    drafted, accepted = (
+        [sum(r["stats"][name] for r in arm) for arm in (by_request, by_step)]
+        for name in ("draft_tokens", "accepted_tokens")
+    )
+    assert drafted[0] < 0.95 * drafted[1]
+    assert accepted[0] / drafted[0] > accepted[1] / drafted[1]
+    assert accepted[0] > 0.85 * accepted[1]
 
 
 @pytest.mark.long
@@ -132,7 +148,9 @@ STOPS = [
 @pytest.mark.long
 def test_stops_chunked_prompts_cached_prefixes_aborts_new_weights_and_sleep_change_no_token(v2_engine: Any) -> None:
     first, second = two_rounds(requests(shortened(STOPS, 40)))
-    rounds = synced([{**first, "perturb": 0.02}, {**second, "aborted": 4}], [{**second, "sleep": 2}, first])
+    rounds = synced(
+        [{**first, "perturb": 0.02}, {**second, "aborted": 4}], [{**second, "sleep": 2}, {**first, "sleep": 1}, first]
+    )
     job = {
         "engine": {"max_num_batched_tokens": 24, "block_size": 32, "enable_prefix_caching": True},
         "env": {"DAS_CPU_WEIGHT_SYNC": "1"},
@@ -142,9 +160,36 @@ def test_stops_chunked_prompts_cached_prefixes_aborts_new_weights_and_sleep_chan
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     written = [r["tokens"] for r in result]
     assert written[1] == written[2]  # by other weights than the first and the last
-    assert written[0] == written[3]
+    assert written[0] == written[3] == written[4]
     assert min(r["stats"]["accepted_tokens"] for r in result[1:]) > 10
     assert result[-1]["stats"]["error"] is None
+
+
+@pytest.mark.long
+def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, tmp_path: Path) -> None:
+    first, second = synced(two_rounds(requests(shortened(PLAIN, 40), 6)))
+    lora, where = {"enable_lora": True, "max_lora_rank": 8}, adapter(tmp_path / "adapter")
+    rounds = [{**part, "adapter": where} for part in (first, second)]
+    reference = v2_engine(das=None, engine=lora, rounds=stock(rounds))
+    result = v2_engine(das=HISTORY, engine=lora, rounds=rounds)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert result[1]["stats"]["accepted_tokens"] > 10
+
+
+@pytest.mark.long
+def test_an_engine_without_a_host_drafts_from_what_it_wrote_before_the_weights_changed(v2_engine: Any) -> None:
+    ends = [{"temperature": 1.0}, {"stop_token_ids": [30, 31]}, {"temperature": 1.0, "ignore_eos": True}]
+    first, second = two_rounds(requests(shortened(ends, 40), 9))
+    rounds = [{"requests": first["requests"], "perturb": 0.02}, {"requests": second["requests"]}]
+    env = {"DAS_CPU_WEIGHT_SYNC": "1"}
+    reference = v2_engine(das=None, rounds=stock(rounds), env=env)
+    result = v2_engine(das=HISTORY, standalone=True, rounds=rounds, env=env)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert result[1]["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert result[1]["asynchronous"]
+    assert result[0]["stats"]["history_tokens"] == 0
+    assert result[1]["stats"]["history_tokens"] == sum(map(len, result[0]["tokens"]))
+    assert result[1]["stats"]["accepted_tokens"] > 20
 
 
 @pytest.mark.long
@@ -197,7 +242,7 @@ def test_two_ranks_write_the_tokens_of_one(v2_engine: Any) -> None:
 @pytest.mark.long
 def test_many_weight_syncs_leave_nothing_behind(v2_engine: Any) -> None:
     asked = requests([{"temperature": 1.0, "max_tokens": 12}], 6)
-    rounds = [{"requests": asked, "refresh": version, "brief": True} for version in range(1, 25)]
+    rounds = [{"requests": asked, "refresh": version, "brief": True} for version in range(1, 52)]
     result = v2_engine(das={**HISTORY, "history": {"window": 2, "device_bytes": "1MiB"}}, rounds=rounds)
     assert result[-1]["memory"] - result[8]["memory"] < 4 * 2**20
     assert result[-1]["stats"]["live_bytes"] == result[0]["stats"]["live_bytes"]

@@ -8,6 +8,7 @@ and `device_reference.py`.
 
 from __future__ import annotations
 
+import itertools
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,18 @@ def lift_limits() -> None:
     CpuPlatform.check_and_update_config = classmethod(check)
 
 
+def lift_graph_limits() -> None:
+    """Let draft tokens be admitted request by request although there are no CUDA graphs."""
+    import vllm.v1.worker.gpu.model_runner as runner
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+
+    VllmConfig._validate_adaptive_verification = lambda self: None
+    adaptive_verification.get_varlen_cudagraph_unsupported_backend = lambda *_, **__: None
+    adaptive_verification._assign_draft_token_budget_compiled = adaptive_verification._assign_draft_token_budget
+    runner.resolve_adaptive_cudagraph_mode = lambda mode, **_: mode
+
+
 def stand_in(interpreted: bool) -> None:
     """Put NumPy in the place of kernels of vLLM and of the history; `interpreted`: run them all, and hold vLLM's
     against what stands in for them elsewhere."""
@@ -64,15 +77,19 @@ def compared() -> dict[str, int]:
 
 
 def sabotage(kind: str) -> None:
-    """Break a part of das-adapter, to see that nothing depends on it."""
+    """Break a part of das-adapter, to see that nothing depends on it, or let it do what it seldom does."""
     from das_adapter.engine.v2.device_index import DeviceIndex
+    from das_adapter.engine.v2.lengths import DraftLengths
+    from das_adapter.engine.v2.neural import Speculation
+    from das_adapter.engine.v2.reading import MissedText
 
-    stock = DeviceIndex.draft
+    draft, output, propose = DeviceIndex.draft, DraftLengths.output, Speculation.propose
+    steps = itertools.count()
 
-    def draft(self: Any, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor) -> torch.Tensor:
+    def other_drafts(self: Any, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor) -> Any:
         if kind == "failing drafter" and self.arena.sealed_tokens:
             raise RuntimeError("the drafter is broken on purpose")
-        drafts = stock(self, slots, num_sampled, total_len)
+        drafts = draft(self, slots, num_sampled, total_len)
         if kind == "garbage drafts":
             generator = torch.Generator().manual_seed(int(total_len.sum()))
             drafts.copy_(torch.randint(0, 90, drafts.shape, generator=generator))
@@ -80,7 +97,31 @@ def sabotage(kind: str) -> None:
             self.confidence[: len(slots)] = 0.5
         return drafts
 
-    DeviceIndex.draft = draft  # type: ignore[method-assign]
+    def failing(self: Any, run: Any, *args: Any) -> Any:
+        def broken(batch: Any) -> None:
+            raise RuntimeError("the drafter is broken on purpose")
+
+        return propose(self, run if next(steps) % 8 else broken, *args)
+
+    def any_length(self: Any, step: Any, sampled: Any, now: float) -> int:
+        output(self, step, sampled, now)
+        return (3, 1, 0, 0, 0, 0, 0, 2)[next(steps) % 8]
+
+    def slowly(self: Any, step: Any, sampled: Any, now: float) -> int:
+        return output(self, step, sampled, 50.0 * next(steps))
+
+    if kind in ("garbage drafts", "failing drafter"):
+        DeviceIndex.draft = other_drafts  # type: ignore[method-assign]
+        if kind == "failing drafter":
+            Speculation.propose = failing  # type: ignore[method-assign]
+    elif kind == "slow policy":
+        DraftLengths.output = slowly  # type: ignore[method-assign]
+    elif kind in ("any draft length", "any draft length, reading along"):
+        DraftLengths.output = any_length  # type: ignore[method-assign]
+        if "along" in kind:
+            MissedText.may_miss = lambda *_: False  # type: ignore[method-assign]
+    else:
+        raise ValueError(kind)
 
 
 if os.environ.get(VARIABLE):

@@ -102,27 +102,32 @@ def both(compute: Callable[..., Any], stock: Callable[..., Any], written: Callab
     return run
 
 
-def gather_block_tables(self: Any, idx_mapping: torch.Tensor, num_reqs_padded: int) -> tuple[torch.Tensor, ...]:
-    """`BlockTables.gather_block_tables`."""
-    for source, target, counts in zip(self.block_tables, self.input_block_tables, self.num_blocks.gpu, strict=True):
+def gather_block_tables(
+    self: Any, idx_mapping: torch.Tensor, num_reqs_padded: int, out: tuple[torch.Tensor, ...] | None = None, **_: Any
+) -> tuple[torch.Tensor, ...]:
+    """`BlockTables.gather_block_tables`, of groups without a sliding window."""
+    targets = self.input_block_tables if out is None else out
+    for source, target, counts in zip(self.block_tables, targets, self.num_blocks.gpu, strict=True):
         for row, slot in enumerate(idx_mapping.tolist()):
             target[row, : counts[slot]] = source.gpu[slot, : counts[slot]]
         target[len(idx_mapping) : num_reqs_padded] = 0
-    return tuple(table[:num_reqs_padded] for table in self.input_block_tables)
+    return tuple(table[:num_reqs_padded] for table in targets)
 
 
 def compute_slot_mappings(
-    self: Any, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor, num_tokens_padded: int
-) -> torch.Tensor:
+    self: Any, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor,
+    num_tokens_padded: int, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """`BlockTables.compute_slot_mappings`."""
+    target = self.slot_mappings if out is None else out
     starts = query_start_loc[: len(idx_mapping) + 1].numpy()
     slots = np.repeat(idx_mapping.numpy(), np.diff(starts))
     pos = positions[: starts[-1]].numpy()
-    self.slot_mappings.fill_(-1)
+    target.fill_(-1)
     for group, (table, size) in enumerate(zip(self.block_tables, self.block_sizes, strict=True)):
         mapping = table.gpu.numpy()[slots, pos // size].astype(np.int64) * size + pos % size
-        self.slot_mappings[group, : len(mapping)] = torch.from_numpy(mapping)
-    return self.slot_mappings[:, :num_tokens_padded]
+        target[group, : len(mapping)] = torch.from_numpy(mapping)
+    return target[:, :num_tokens_padded]
 
 
 def read_prompts(
@@ -191,10 +196,10 @@ def count(
 def append(
     slots: torch.Tensor, computed: torch.Tensor, last: torch.Tensor, written: torch.Tensor | None,
     sampled: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, starts: torch.Tensor | None,
-    texts: torch.Tensor, total_len: torch.Tensor, **_: int,
+    texts: torch.Tensor, total_len: torch.Tensor, drafts: torch.Tensor | None = None, *_: Any, **__: int,
 ) -> None:  # fmt: skip
-    """`_post_update_kernel`."""
-    assert written is not None and starts is not None
+    """`_post_update_kernel`, of the last pipeline rank."""
+    assert written is not None and starts is not None and drafts is None
     for row, slot in enumerate(slots.tolist()):
         got, length = int(num_sampled[row]), int(total_len[slot])
         if slot < 0:
@@ -237,10 +242,13 @@ def gumbel_sample(
     apply_temperature: bool, is_drafting: bool = False, use_fp64: bool = False, **others: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Draw one token a row, as vLLM's `gumbel_sample` does."""
-    assert not (apply_temperature or is_drafting or use_fp64 or others)
+    assert not (is_drafting or use_fp64 or others)
     rows, at = logits.float().numpy(), slots.numpy()
+    own = temperature.numpy()[at]
+    if apply_temperature:
+        rows = rows / np.where(own == 0, F(1), own)[:, None]
     drawn = rows + _noise(_uniforms(seed.numpy()[at], pos.numpy(), rows.shape[1]))
-    greedy = temperature.numpy()[at] == 0
+    greedy = own == 0
     return torch.from_numpy(np.where(greedy[:, None], rows, drawn).argmax(1))
 
 

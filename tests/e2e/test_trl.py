@@ -27,7 +27,8 @@ def test_training_steps_have_the_same_tokens_and_the_history_follows_the_weights
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)  # log-probabilities are equal but for rounding
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["tokens_equal"] is True
-    assert len(summary["epochs"]) == 3
+    assert len(summary["epochs_of_off"]) == 3
+    assert summary["arms"]["history"]["engine_steps"] < summary["arms"]["off"]["engine_steps"]
     figures = dict(re.findall(r"^vllm:(das_\w+)\{.*\} (\S+)$", on["metrics"], re.MULTILINE))
     assert float(figures["das_history_tokens"]) >= sum(map(len, tokens[1][0]))
     assert float(figures["das_history_hits"]) == float(figures["das_health"]) == 1.0

@@ -93,6 +93,7 @@ MODELS = [
     StepModel(base=10.0, token=0.3),
     StepModel(base=10.0, token=0.0, bend=0.5, knee=6),
     StepModel(base=10.0, token=0.6, bend=-0.5, knee=5, draft=0.2),  # dear at first, cheap beyond
+    StepModel(base=10.0, token=0.3, draft=0.1, sizes=(1, 2, 4, 8)),  # in steps, up to the largest size
 ]
 
 

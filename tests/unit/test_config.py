@@ -246,6 +246,7 @@ EVERYTHING = {
     "history.window": 3,
     "history.max_bytes": "1GiB",
     "history.device_bytes": "1GiB",
+    "budget.admission": "step",
     "history.persist": "x",
     "budget.policy": "classes",
     "budget.max_draft_tokens": 7,
@@ -303,7 +304,7 @@ def test_options_of_a_drafter_in_every_step_are_refused_with_the_controller(key:
 @pytest.mark.parametrize(
     ("drafter", "acts"),
     [
-        ("history", ANY | CONTROLLED | HISTORY | {"history.device_bytes"}),
+        ("history", ANY | CONTROLLED | HISTORY | {"history.device_bytes", "budget.admission"}),
         ("self", ANY | CONTROLLED | COPY),
         ("history+self", ANY | CONTROLLED | HISTORY | COPY),
         ("ngram", ANY | CONTROLLED | {"budget.max_draft_tokens"}),

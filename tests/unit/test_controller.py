@@ -220,10 +220,10 @@ def test_while_nothing_pays_it_considers_drafts_once_in_a_while() -> None:
     considered = 0
     original = controller._draft_limits
 
-    def counted(slots: np.ndarray, room: np.ndarray) -> np.ndarray:
+    def counted(*args: np.ndarray) -> np.ndarray:
         nonlocal considered
         considered += 1
-        return original(slots, room)
+        return original(*args)
 
     controller._draft_limits = counted  # type: ignore[method-assign]
     result = rollout(lengths, COMPUTE_BOUND, controller, chance=0.05)

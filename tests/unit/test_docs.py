@@ -52,6 +52,9 @@ COMMANDS = {
     r"pip install trl|python examples/trl/grpo_tiny_math.py .*": (
         "tests/e2e/test_trl.py::test_training_steps_have_the_same_tokens_and_the_history_follows_the_weights"
     ),
+    r"pip install --no-deps openrlhf|python examples/openrlhf/rollouts.py .*": (
+        "tests/e2e/test_openrlhf.py::test_rollouts_have_the_same_tokens_and_the_history_follows_the_weights"
+    ),
     r"make demo": "tests/e2e/test_verl.py::test_the_demo_compares_its_arms",
     r"make docs": "tests/unit/test_docs.py::test_the_site_builds_without_a_warning_or_a_broken_link",
     r"make (env|test|check|wheel)": "tests/unit/test_docs.py::test_make_knows_its_targets",
@@ -147,7 +150,7 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "class_steps": [1, 1, 1], "class_drafts": [1, 1, 1], "time_saved_s": 0.0, "planned_rounds": 1.0,
         "latency_model_error": 0.1, "history_requests": 1, "history_hits": 1, "staleness": [[1, 1]] * len(AGES),
         "requantise_s": 0.1, "drafter_bytes": 1, "drafter_passes": 1, "self_acceptance": 0.5, "live_bytes": 1,
-        "staged_bytes": 1,
+        "staged_bytes": 1, "of_stock": 1.0,
     }  # fmt: skip
     logged = set(figures([report])) | {"das/weight_version", "das/exposed_generation_s"}
     rows = re.findall(r"^\| (`das/.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
@@ -170,7 +173,8 @@ def alarms(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and node.name in ("faults", "_cause"):
             said = [part for part in ast.walk(node) if isinstance(part, (ast.Assign, ast.Return))]
         elif isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Attribute) and t.attr in ("alarm", "stopped", "_refused") for t in node.targets
+            isinstance(t, ast.Attribute) and t.attr in ("alarm", "stopped", "silent", "slow", "_refused")
+            for t in node.targets
         ):
             said = [node]
         else:

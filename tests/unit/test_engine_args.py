@@ -37,8 +37,24 @@ def test_history_runs_on_v2_and_leaves_the_environment_alone(newest: pytest.Monk
     assert args.v2_speculative_config(off) is None
 
 
+def test_neural_drafters_run_on_v2_with_the_lengths_that_the_controller_may_choose(newest: pytest.MonkeyPatch) -> None:
+    block = {"drafter": "eagle3", "draft": {"model": "m", "tokens": 5, "options": {"attention_backend": "x"}}}
+    config = parse(block)
+    assert config is not None and args.needs_v1(config) is None
+    table = [(1, 1, 5), (2, 2, 4), (3, 3, 2), (4, 4, 1), (5, 5, 0)]
+    expected = {"method": "eagle3", "model": "m", "num_speculative_tokens": 5, "attention_backend": "x"}
+    assert args.v2_speculative_config(config) == {**expected, "num_speculative_tokens_per_batch_size": table}
+    always = parse(block | {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}})
+    assert always is not None
+    assert args.v2_speculative_config(always) == expected
+    assert needs_v1({"drafter": "history+eagle3", "draft": {"model": "m"}}) is not None
+
+
 def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
-    assert needs_v1({"drafter": "self"}) == "das.drafter='self' needs it; on V2 run none, history"
+    assert (
+        needs_v1({"drafter": "self"})
+        == "das.drafter='self' needs it; on V2 run none, history, eagle3, mtp, draft_model"
+    )
     newest.setenv(args.RUNNER_VARIABLE, "0")
     assert needs_v1({}) == "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
     newest.setenv(args.RUNNER_VARIABLE, "1")

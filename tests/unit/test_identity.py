@@ -19,7 +19,12 @@ OFF = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "none"}}}
 
 
 def requests(
-    config: dict, trajectory: dict, prompts: list[list[int]], stops: Sequence[str] = (), **kwargs: Any
+    config: dict,
+    trajectory: dict,
+    prompts: list[list[int]],
+    stops: Sequence[str] = (),
+    images: list[Any] | None = None,
+    **kwargs: Any,
 ) -> list[dict]:
     """The sampling parameters that reach the server when an agent loop asks for one turn per prompt."""
     client, sent = SimpleNamespace(config=config), []
@@ -30,7 +35,7 @@ def requests(
 
     async def loop(*_: Any, **__: Any) -> None:
         for prompt in prompts:
-            call = {"prompt_ids": prompt, "sampling_params": {"temperature": 1.0}}
+            call = {"prompt_ids": prompt, "sampling_params": {"temperature": 1.0}, "image_data": images}
             await identity.around_generate(server, client, ("id",), call)
 
     asyncio.run(identity.around_agent_loop(loop)(None, {}, trajectory, **kwargs))
@@ -48,6 +53,15 @@ def test_samples_of_a_problem_share_it_and_differ_in_seed() -> None:
     a, b = (labels(requests(ON, TRAJECTORY, [[1, 2]], session_id=i))[0] for i in (0, 1))
     assert a.problem == b.problem
     assert a.seed != b.seed
+
+
+def test_problems_that_differ_only_in_their_images_are_different_ones() -> None:
+    rows = [{**TRAJECTORY, "sample_index": row, "step": step} for row, step in ((3, 5), (4, 5), (3, 9))]
+    problems = [labels(requests(ON, t, [[1, 2], [1, 2, 7, 7, 4]], images=[object()], session_id=0)) for t in rows]
+    assert [first.problem == second.problem for first, second in problems] == [True] * 3
+    one, other, next_epoch = (first.problem for first, _ in problems)
+    assert one == next_epoch != other
+    assert labels(requests(ON, TRAJECTORY, [[1, 2]], session_id=0))[0].problem == prompt_identity([1, 2]) != one
 
 
 def test_the_same_sample_has_the_same_seed_in_every_run() -> None:

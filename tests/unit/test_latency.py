@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from das_adapter.core.latency import HARDWARE, Hardware, Roofline, StepModel, StepTimes, fit
+from das_adapter.core.hardware import DEVICES, Hardware, recognise
+from das_adapter.core.latency import StepModel, StepTimes, fit
+from das_adapter.core.roofline import Roofline, cold_start
 
 # Milliseconds of a decode step of a 0.4 B bfloat16 model on two CPU cores: batch size, then by drafts per request.
 DRAFTS = (0, 1, 3, 7, 15, 31)
@@ -90,6 +92,65 @@ def test_no_model_before_there_is_something_to_fit() -> None:
     assert times.fit() is not None
 
 
+CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""Tokens for which vLLM captures CUDA graphs."""
+
+
+def test_a_step_is_padded_to_the_captured_size() -> None:
+    model = StepModel(base=0.01, token=0.001, context=1e-6, attention=1e-8, sizes=(8, 16, 32))
+    assert model.padded([1, 8, 9, 17, 32, 33]).tolist() == [8, 8, 16, 32, 32, 33]
+    assert model.step(9, 4, True) == model.step(16, 4, True) == pytest.approx(0.026)
+    assert model.marginal(9) == 0.0
+    assert model.marginal(16) == model.slope(16) == 0.001
+    near, far = model.at(100), model.at(1000)
+    assert near.step(9, 4, True) == pytest.approx(model.step(9, 4, True, 400))
+    assert far.seconds([9, 33], 4, True) == pytest.approx(model.seconds([9, 33], 4, True, 4000))
+    assert StepModel.of(model.to_dict()) == model
+
+
+def test_what_context_costs_is_recovered() -> None:
+    truth = StepModel(base=0.01, token=0.0001, context=2e-7, attention=1e-8, draft=0.001)
+    grid = np.array([(b, d, s) for b in (1, 4, 16, 64) for d in (0, 3, 7) for s in (256, 2048)], dtype=float)
+    b, d, s = grid.T
+    found = fit(b * (1 + d), b, d > 0, truth.seconds(b * (1 + d), b, d > 0, b * s), b * s)
+    assert (found.context, found.attention) == pytest.approx((2e-7, 1e-8), rel=1e-3)
+    assert found.base == pytest.approx(0.01, rel=1e-3)
+
+
+def device_steps(b: np.ndarray, d: np.ndarray, s: np.ndarray) -> np.ndarray:
+    """Seconds of an engine's steps on an H100 with CUDA graphs: a roofline, with padding, launches and an exchange."""
+    roof = Roofline.of(QWEN_7B, DEVICES["h100"].speed, plain_us=8.0, verify_us=20.0)
+    n = b * (1 + d)
+    at = np.searchsorted(CAPTURED, n)
+    padded = np.where(at < len(CAPTURED), np.take(CAPTURED, at, mode="clip"), n)
+    return np.asarray(roof.seconds(b, s, padded / b - 1) + np.where(n > CAPTURED[-1], 5e-3, 1.2e-3) + 4e-4 * (d > 0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_step_times_are_predicted_over_contexts_and_captured_sizes(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    times = StepTimes(sizes=CAPTURED)
+    for _ in range(3000):  # what a run sees: batches that become smaller, contexts that grow
+        b, d = int(rng.choice([1, 2, 3, 5, 12, 24, 48, 60])), int(rng.choice([0, 0, 2, 4, 7]))
+        s = float(rng.choice([256, 700, 2000, 6000]) * rng.uniform(0.9, 1.1))
+        seconds = float(device_steps(*map(np.asarray, (b, d, s))))  # type: ignore[arg-type]
+        times.add(b * (1 + d), b, d > 0, seconds * rng.lognormal(0, 0.03), b * s)
+    model = times.fit()
+    assert model is not None
+    grid = [(b, d, s) for b in (1, 4, 8, 16, 33, 64) for d in (0, 1, 3, 5) for s in (256, 1024, 2048, 4096)]
+    b, d, s = np.array(grid, dtype=float).T  # held out
+    truth, found = device_steps(b, d, s), model.seconds(b * (1 + d), b, d > 0, b * s)
+    errors = np.abs(found / truth - 1)
+    assert errors.mean() <= 0.05
+    assert np.quantile(errors, 0.95) <= 0.10
+    drafted, plain = d > 0, np.array([grid.index((requests, 0, context)) for requests, _, context in grid])
+    right = []
+    for share in (0.1, 0.2, 0.5, 0.8):
+        length = 1 + share * d
+        right.append((length * found[plain] / found >= 1.05) == (length * truth[plain] / truth >= 1.05))
+    assert np.mean(np.stack(right)[:, drafted]) >= 0.95
+
+
 # Fitted constants of EfficientRollout's code for an A100, and Hugging Face configs.
 QWEN_7B = dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
                intermediate_size=18944, vocab_size=152064)  # fmt: skip
@@ -119,13 +180,45 @@ def test_the_roofline_switches_where_the_published_fits_do(
 
 
 def test_the_roofline_knows_a_models_bytes_and_is_usable_before_the_first_step() -> None:
-    roof = Roofline.of(QWEN_7B, HARDWARE["h100"], tensor_parallel=2)
+    roof = Roofline.of(QWEN_7B, DEVICES["h100"].speed, tensor_parallel=2)
     assert roof.weight_bytes == pytest.approx(7.6e9, rel=0.02)  # 7.6 B parameters, 2 bytes, 2 devices
     line = roof.line(context=1000)
     for batch in (1, 8):
-        assert line.step(batch, batch, False) == pytest.approx(roof.verify(batch, 1000, 0), rel=0.02)
+        assert line.step(batch, batch, False, batch * 1000) == pytest.approx(roof.verify(batch, 1000, 0), rel=0.02)
     wide = 4096
-    assert line.step(wide, 16, True) == pytest.approx(roof.verify(16, 1000, wide // 16 - 1), rel=0.1)
+    assert line.step(wide, 16, True, 16 * 1000) == pytest.approx(roof.verify(16, 1000, wide // 16 - 1), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("NVIDIA L40S", "l40s"), ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA H20", "h20"), ("NVIDIA GeForce RTX 4090", None), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_a_driver_s_name_is_recognised(name: str, device: str | None) -> None:
+    found = recognise(name)
+    assert (found and found.name) == device
+
+
+def test_a_cold_start_needs_a_known_gpu_and_a_known_family() -> None:
+    config = {**QWEN_7B, "model_type": "qwen2"}
+    roof = cold_start(config, "NVIDIA H100 80GB HBM3", 2)
+    assert roof == Roofline.of(QWEN_7B, DEVICES["h100"].speed, tensor_parallel=2)
+    assert cold_start(config, "cpu") is None
+    assert cold_start({**config, "model_type": "deepseek_v3"}, "NVIDIA H100 80GB HBM3") is None
+
+
+def test_until_there_is_a_fit_the_prior_is_brought_to_the_times_that_were_seen() -> None:
+    prior = Roofline.of(QWEN_7B, DEVICES["h100"].speed).line()
+    times = StepTimes(prior)
+    for _ in range(20):
+        times.add(8, 8, False, 1.6 * prior.step(8, 8, False, 8000), 8000)
+        times.keep_fitted()
+    assert times.model is not None
+    assert times.model.step(8, 8, False, 8000) == pytest.approx(1.6 * prior.step(8, 8, False, 8000))
+    assert times.model.step(400, 8, True, 8000) == pytest.approx(1.6 * prior.step(400, 8, True, 8000))
 
 
 def test_capacity_is_what_doubles_a_step() -> None:

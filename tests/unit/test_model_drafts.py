@@ -164,9 +164,10 @@ def rollout(controller: Controller, lengths: np.ndarray, truth: StepModel, rate:
         room = np.maximum(lengths[live] - done[live] - 1, 0)
         plan = controller.plan(Decoded(at, got, drafted, carried, room))
         copied = dict(zip(live, plan.model.tolist(), strict=True))
-        passes = pass_s * int(plan.model.max(initial=0))
-        for step in range(int(plan.model.max(initial=0))):
-            controller.drafts.timed_pass(int((plan.model > step).sum()), pass_s)
+        number = max(int(plan.model.max(initial=0)), controller.drafts.always)
+        passes = pass_s * number
+        for step in range(number):
+            controller.drafts.timed_pass(max(1, int((plan.model > step).sum())), pass_s)
         tokens = len(live) + int(carried.sum())
         took = truth.step(tokens, len(live), carried.any())
         seconds += took + passes
@@ -193,6 +194,61 @@ def test_the_controller_lets_the_copy_draft_where_it_pays(rate: float, pass_s: f
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
     assert on <= bar * off
     assert saved == pytest.approx(off - on, abs=0.05 * off)
+
+
+@pytest.mark.parametrize(("rate", "pass_s", "bar"), [(0.9, 0.004, 0.6), (0.05, 0.004, 0.03)])
+@pytest.mark.parametrize("always", [0, 1])
+def test_drafts_of_one_length_for_all_are_made_where_they_pay(
+    rate: float, pass_s: float, bar: float, always: int
+) -> None:
+    """As on vLLM's V2 runner, where EAGLE makes a pass in every step: that is no reason to draft."""
+    lengths, truth = np.random.default_rng(8).integers(200, 400, 8), StepModel(base=0.048, token=0.0001)
+    off = sum(truth.step((lengths > n).sum(), (lengths > n).sum(), False) for n in range(lengths.max()))
+    drafts, lengths_there = ModelDrafts(5, narrows=False, always=always), (1, 2, 4, 5)
+    controller = Controller(BudgetConfig(), ToggleConfig(), 2048, drafts=drafts, most=5, common=lengths_there)
+    for version in (1, 2):
+        on = rollout(controller, lengths, truth, rate, pass_s)
+        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
+    if rate > 0.5:
+        assert on <= bar * off
+    else:
+        assert on <= (1 + bar) * off + always * pass_s * lengths.max()
+    slots = np.array([controller.open(i, 0, 500) for i in range(3)])
+    plan = controller.plan(Decoded(slots, np.ones(3, int), None, None, np.array([100, 3, 100])))
+    assert len(set(plan.model.tolist())) == 1
+    assert int(plan.model[0]) in {0, *lengths_there}
+    assert not plan.history.any()
+
+
+def test_what_the_model_could_draft_ends_at_the_limits() -> None:
+    chances, offsets = copy(0.5, 0.1, most=3).offer(np.array([5, 0, 2]))
+    assert offsets.tolist() == [0, 3, 3, 5]
+    assert chances.tolist() == pytest.approx([0.5, 0.25, 0.125, 0.5, 0.25])
+
+
+def test_passes_of_every_step_are_no_cost_of_drafts() -> None:
+    c = ModelDrafts(5, narrows=False, always=1)
+    c.passes.model = StepModel(base=0.1, token=0.0)
+    assert [c.seconds(np.array([n, n]), 1.0) for n in (0, 1, 3)] == pytest.approx([0.0, 0.0, 0.2])
+
+
+def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
+    controller = self_controller(margin=0.3)
+    controller.times.model = StepModel(base=0.05, token=0.0)
+    slots = np.array([controller.open(i, 0, 500) for i in range(2)])
+
+    def drafts_at(pass_s: float) -> bool:
+        controller.drafts.passes.model = StepModel(base=pass_s, token=0.0)
+        controller._consider.restart()
+        ones = np.ones(2, dtype=int)
+        return bool(controller.plan(Decoded(slots, ones, None, None, 100 * ones)).model.any())
+
+    dear, cheap = 0.033, 0.02  # speed-ups of 1.1 and 1.5
+    assert not drafts_at(dear)
+    assert drafts_at(cheap)
+    assert drafts_at(dear)  # between 1 and the margin nothing changes
+    assert not drafts_at(0.2)
+    assert not drafts_at(dear)
 
 
 def test_a_threshold_keeps_the_copy_out_of_larger_batches() -> None:

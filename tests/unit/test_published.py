@@ -20,7 +20,8 @@ def figure(tmp_path: Path, mark: str = "given", **case: Any) -> dict[str, Any]:
               "acceptance.length": 2.5}  # fmt: skip
     rows: list[dict[str, Any]] = [{"key": k, "value": v, "mark": "given", "source": "test"} for k, v in inputs.items()]
     rows[-1] |= {"mark": mark, "band": [2.0, 3.0]} if mark == "assumed" else {"mark": mark}
-    drafts = {"das": {"drafter": "ngram", "budget": {"max_draft_tokens": 3}}}
+    drafts = {"das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3},
+                      "toggle": {"mode": "off"}}}  # fmt: skip
     cases = [{"name": "one", "arm": "drafts", "published": 2.5, **case}]
     path = tmp_path / "figure.yaml"
     path.write_text(yaml.safe_dump({"title": "t", "source": "s", "decides": "d", "inputs": rows, "cases": cases,

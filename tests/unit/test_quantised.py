@@ -114,3 +114,28 @@ def test_packing_on_the_device_is_vllms() -> None:
     codes = torch.randint(0, 16, (256, 128), generator=torch.Generator().manual_seed(0))
     assert torch.equal(pack(codes.float()), awq_pack(codes, 4, 256, 128))
     assert torch.equal(pack_zeros(codes[:4].float()), marlin_zero_points(codes[:4], 4, 128, 4))
+
+
+def test_experts_are_left_as_they_are_and_named() -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+    from das_adapter.engine.drafters.policy_copy import PolicyCopy
+
+    class Linear(LinearBase):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.quant_method = UnquantizedLinearMethod()
+            self.weight = torch.nn.Parameter(torch.randn(32, 128), requires_grad=False)
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w13_weight = torch.nn.Parameter(torch.randn(4, 64, 128), requires_grad=False)
+
+    policy = torch.nn.Module()
+    policy.gate, policy.experts = Linear(), Experts()
+    copy = PolicyCopy(policy, "int8")
+    assert copy.full_bytes == 4 * 64 * 128 * 4
+    assert copy.model.experts is policy.experts
+    assert [layer for layer, _ in copy.layers] == [policy.gate]

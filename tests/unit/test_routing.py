@@ -114,6 +114,15 @@ def test_a_group_is_spread_where_its_work_decides_the_end() -> None:
     assert [Counter(problems[row] for row in rows)[0] for rows in shares] == [8, 8]
 
 
+def test_a_group_does_not_queue_behind_itself_while_replicas_are_idle() -> None:
+    replicas = Replicas(range(8), group=3, slots=2)
+    sent = [(replicas.pick(p, 1000.0, True), p) for p in range(40) for _ in range(3)]
+    for replica, problem in sent:
+        replicas.done(replica, problem)
+    homes_of_one = [replicas.pick(99, 1000.0, True) for _ in range(3)]  # a burst that is smaller than the one before
+    assert max(Counter(homes_of_one).values()) <= 2
+
+
 def test_without_siblings_worth_anything_only_the_end_counts() -> None:
     lengths = {p: 100.0 for p in range(3)}
     shares = plan([p for p in range(3) for _ in range(4)], Expected(lengths), 2, NO_SIBLINGS, slots=1)

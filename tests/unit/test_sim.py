@@ -13,7 +13,9 @@ import pytest
 from click.testing import CliRunner
 
 from das_adapter.cli import main
-from das_adapter.core.latency import HARDWARE, Roofline, StepModel
+from das_adapter.core.hardware import DEVICES
+from das_adapter.core.latency import StepModel
+from das_adapter.core.roofline import Roofline
 from das_adapter.core.toggle import seconds_of
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim import Simulation, summary
@@ -107,17 +109,33 @@ def test_engines_that_step_together_and_in_turns_agree() -> None:
 
 
 def test_one_draft_length_takes_the_rounds_that_its_acceptance_gives() -> None:
+    ngram = {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3}, "toggle": {"mode": "off"}}
     simulation = small(
         hardware__gpus=1, rollout__problems=1, rollout__samples=1, rollout__cap=4000, rollout__lengths__mean=3999,
-        rollout__lengths__sigma=0.01, arms={"off": OFF, "k3": {"das": {"drafter": "ngram", "budget":
-                                                                       {"max_draft_tokens": 3}}}},
-        acceptance__length=2.5,
+        rollout__lengths__sigma=0.01, arms={"off": OFF, "k3": {"das": ngram}}, acceptance__length=2.5,
     )  # fmt: skip
     runs = simulation.run_all()
     assert runs["k3"].steps[0].tokens_per_forward == pytest.approx(2.5, rel=0.05)
     rounds = runs["k3"].steps[0].forwards
     expected = rounds * (LINE["base"] + 4 * LINE["token"])
     assert runs["k3"].steps[0].rollout_s == pytest.approx(expected, rel=0.01)
+
+
+def test_neural_drafters_draft_where_they_pay() -> None:
+    """Under the controller, as in a run; in every step only where the block says so."""
+    eagle: dict[str, Any] = {"drafter": "eagle3", "draft": {"model": "eagle", "tokens": 3}}
+    always = {**eagle, "budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+    arms = {"off": OFF, "eagle3": {"das": eagle}, "always": {"das": always},
+            "both": {"das": {**eagle, "drafter": "history+eagle3"}}}  # fmt: skip
+    for line, length, pays in ((LINE, 3.0, True), ({"base": 1e-2, "token": 2e-2}, 1.3, False)):
+        runs = small(rollout__steps=3, steps__line=line, acceptance__length=length, arms=arms).run_all()
+        off, eagle3, every, both = (sum(step.rollout_s for step in runs[name].steps) for name in arms)
+        if pays:
+            assert eagle3 < 0.75 * off
+            assert both < 1.02 * eagle3
+        else:
+            assert eagle3 < 1.1 * off < every
+            assert all(step.tokens_per_forward < 1.01 for step in runs["eagle3"].steps[1:])
 
 
 def test_the_index_drafts_as_in_a_replay() -> None:
@@ -222,7 +240,8 @@ def rollout_s(run: Run) -> float:
 def test_drafts_pay_in_small_batches_and_are_left_out_where_they_cost() -> None:
     bound = {"base": 0.0, "token": 1e-3}
     for line, samples in ((LINE, 4), (bound, 16)):
-        runs = small(steps__line=line, rollout__samples=samples, rollout__steps=3, acceptance__rates=[[0.3]]).run_all()
+        changed = {"hardware__gpus": 1, "rollout__steps": 3, "acceptance__rates": [[0.3]]}
+        runs = small(steps__line=line, rollout__samples=samples, **changed).run_all()
         ratio = (
             runs["history"].steps[-1].rollout_s / runs["off"].steps[-1].rollout_s
         )  # the first step is the calibration
@@ -262,7 +281,8 @@ def test_a_trace_gives_about_what_the_index_gives() -> None:
 @pytest.mark.parametrize("source", ["given", "trace"])
 def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter of fixed length, whose drafts depend on nothing but a request's position."""
-    fixed = {"das": {"drafter": "ngram", "budget": {"max_draft_tokens": 4}}}
+    fixed = {"das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 4},
+                     "toggle": {"mode": "off"}}}  # fmt: skip
     content = SMALL | {"acceptance": {"length": 2.2}, "engine": {"kv_tokens": 1600}, "arms": {"fixed": fixed}}
 
     def made(self: Simulation, das: Any, arm: Any, requests: Requests, work: Any, history: Any) -> Fixed:
@@ -331,18 +351,18 @@ def test_the_rate_of_a_draft_gives_its_length() -> None:
     ("model", "billions", "active"), [("Qwen/Qwen3-235B-A22B", 235, 22), ("Qwen/Qwen3-8B", 8.2, 8.2)]
 )
 def test_a_model_s_sizes_give_its_parameters(model: str, billions: float, active: float) -> None:
-    roof = Roofline.of(sizes(model), HARDWARE["h100"])
+    roof = Roofline.of(sizes(model), DEVICES["h100"].speed)
     assert (roof.weight_bytes + roof.expert_bytes) / 2e9 == pytest.approx(billions, rel=0.01)
     embedding = sizes(model)["hidden_size"] * sizes(model)["vocab_size"]
     assert (roof.dense_flops / 2 + embedding) / 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
-    roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), HARDWARE["h100"])
+    roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed)
     read = roof.read_bytes([1, 16, 10000])
     assert read[0] == pytest.approx(roof.weight_bytes + roof.expert_bytes * 8 / 128)
     assert read[0] < read[1] < read[2] == pytest.approx(roof.weight_bytes + roof.expert_bytes)
-    half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), HARDWARE["h100"], bytes_per_weight=1.0)
+    half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed, bytes_per_weight=1.0)
     assert half.expert_bytes == roof.expert_bytes / 2 and half.kv_bytes == roof.kv_bytes
 
 
@@ -350,7 +370,7 @@ def test_spread_experts_are_read_on_the_device_that_has_most_to_read() -> None:
     """Against choices that are drawn."""
     rng = np.random.default_rng(0)
     for devices in (8, 64):
-        roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), HARDWARE["h100"], devices)
+        roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed, devices)
         for tokens in (1, 4, 32):
             chosen = rng.random((400, tokens, 128)).argsort(axis=2)[:, :, :8]
             read = np.zeros((400, 128))
@@ -358,7 +378,7 @@ def test_spread_experts_are_read_on_the_device_that_has_most_to_read() -> None:
             drawn = read.reshape(400, devices, -1).mean(axis=2).max(axis=1).mean()
             found = (float(roof.read_bytes(tokens)) - roof.weight_bytes) / roof.expert_bytes
             assert found == pytest.approx(drawn, rel=0.1)
-    even = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), HARDWARE["h100"], 1)
+    even = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed, 1)
     assert float(even.read_bytes(4)) == pytest.approx(even.weight_bytes + even.expert_bytes * (1 - (15 / 16) ** 4))
 
 

@@ -11,15 +11,15 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from das_adapter.core.controller import Controller, Decoded
-from das_adapter.core.latency import read_calibration
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.stock import StockGuard
 from das_adapter.engine.drafters import decisions
 from das_adapter.engine.drafters.base import Drafter, LiveRequest
 from das_adapter.engine.drafters.history import HistorySource
 from das_adapter.engine.drafters.model_source import ModelSource, OutOfStep
 from das_adapter.engine.drafters.neural_drafts import NeuralSource
 from das_adapter.engine.drafters.policy_copy import CopySource
-from das_adapter.engine.drafters.timing import StepTimer
+from das_adapter.engine.drafters.timing import StepTimer, before_the_first_step, graph_sizes
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
@@ -43,19 +43,24 @@ class ControlledDrafter(Drafter):
             self.model_source = CopySource(self, vllm_config, ModelDrafts(config.model_tokens))
         elif config.neural:
             self.model_source = NeuralSource(self, ModelDrafts(config.model_tokens, narrows=False))
+        known = before_the_first_step(config.toggle, vllm_config)
+        if known and self.model_source:
+            self.model_source.drafts.expect(known.passes)
         self.controller = Controller(
             config.budget,
             config.toggle,
             self._max_model_len,
             config.history.window,
-            read_calibration(config.toggle.calibration) if config.toggle.calibration else None,
+            known and known.steps,
             self.model_source.drafts if self.model_source else None,
             config.num_draft_tokens,
+            sizes=graph_sizes(vllm_config),
         )
         first = vllm_config.parallel_config.rank == 0
         if config.log_dir and first:
             self.log = DecisionLog(config.log_dir)
         self.timer = StepTimer()
+        self.guard = StockGuard.of(config.toggle)
         self._live: dict[str, LiveRequest] = {}
         self._counts = np.zeros(0, dtype=np.int64)
         """Tokens that the model shall draft for each request of the batch."""
@@ -82,7 +87,7 @@ class ControlledDrafter(Drafter):
             seconds = self.model_source.refresh(message.draft_length)
             if self.config.copies_policy:
                 answer["requantise_s"] = seconds
-        decisions.sync(self.controller, self.log, message, self._slots())
+        decisions.sync(self.controller, self.guard, self.log, message, self._slots())
         return answer
 
     def visit(self, files: Sequence[str]) -> Refreshed:
@@ -94,19 +99,21 @@ class ControlledDrafter(Drafter):
 
     def stats(self) -> EngineStats:
         """Return the figures of the sources and of the controller since the last call."""
-        sources = [source.stats() for source in (self.history, self.model_source) if source]
-        return cast(EngineStats, functools.reduce(dict.__or__, sources, self.controller.take(self._slots())))
+        parts = [source.stats() for source in (self.history, self.model_source) if source]
+        parts += [self.guard.take()] if self.guard else []
+        return cast(EngineStats, functools.reduce(dict.__or__, parts, self.controller.take(self._slots())))
 
     def restart(self, controller: Controller) -> None:
         """Start again with another controller, as a measurement does for each of its arms."""
         self.close(list(self._live))
         self.controller, self.timer, self._paused = controller, StepTimer(), False
+        self.guard = StockGuard.of(self.config.toggle)
 
     def close(self, req_ids: Iterable[str]) -> None:
         """Close requests."""
         for req_id in req_ids:
             if live := self._live.pop(req_id, None):
-                decisions.close(self.controller, self.log, self.history, live)
+                decisions.close(self.controller, self.guard, self.log, self.history, live)
 
     def _begin_step(self, scheduled: Any, now: float) -> None:
         if not self.leads:
@@ -117,7 +124,7 @@ class ControlledDrafter(Drafter):
                 self._live[req_id].record = False
         step = self.timer.begin(scheduled, now)
         if step is not None:
-            decisions.timed(self.controller, self.log, step)
+            decisions.timed(self.controller, self.guard, self.log, step)
 
     def _drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         self._counts = np.zeros(len(sampled), dtype=np.int64)
@@ -126,7 +133,8 @@ class ControlledDrafter(Drafter):
         if source and (self.ranks > 1 or source.follows or self._counts.any()):
             begin, passes = time.perf_counter(), source.passes
             try:
-                source.draft(self._counts, lengths, tokens, drafts, self.able and not self.controller.stopped)
+                idle = self.controller.stopped or (self.guard is not None and self.guard.idle)
+                source.draft(self._counts, lengths, tokens, drafts, self.able and not idle)
             except OutOfStep:
                 raise
             except Exception as error:
@@ -138,6 +146,10 @@ class ControlledDrafter(Drafter):
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in sampled]
         if not self.leads:
+            return drafts
+        if self.controller.stopped or (self.guard and not self.guard.ask(len(sampled), self.carried is not None)):
+            self.carried = None
+            self.timer.unasked(len(sampled))
             return drafts
         rows, live = self._decoding(sampled, lengths, tokens)
         decoded = self._decoded(rows, live, sampled, lengths)
@@ -166,6 +178,8 @@ class ControlledDrafter(Drafter):
             known = self._live.get(req_id)
             if known is None or known.length > length:
                 known = self._open(req_id, requests[req_id], tokens[row, :length])
+            elif missed := length - len(new) - known.length:  # it went on in steps in which nobody was asked
+                self.controller.missed(known.slot, missed)
             rows.append(row)
             live.append(known)
         return rows, live
@@ -198,10 +212,11 @@ class ControlledDrafter(Drafter):
                 self.history.verified(live, theirs, np.where(theirs > 0, got - 1, 0))
             if self.log is not None:
                 self.log.verified(self.controller.requests.written[slots], carried, np.where(carried > 0, got - 1, 0))
-        self.timer.sampled(slots, got)
+        context = lengths[rows].astype(np.int64)
+        self.timer.sampled(slots, got, int(context.sum()))
         # The next step writes the draft and one token more: neither may pass the request's end.
-        room = np.array([request.end - 1 for request in live], dtype=np.int64) - lengths[rows]
-        return Decoded(slots, got, carried, by_model, room)
+        room = np.array([request.end - 1 for request in live], dtype=np.int64) - context
+        return Decoded(slots, got, carried, by_model, room, context=context)
 
     def _slots(self) -> np.ndarray:
         return np.array([request.slot for request in self._live.values()], dtype=np.int64)

@@ -8,6 +8,7 @@ import time
 import numpy as np
 
 from das_adapter.core.controller import Controller, TimedStep
+from das_adapter.core.stock import StockGuard, UnaskedStep
 from das_adapter.engine.drafters.base import LiveRequest
 from das_adapter.engine.drafters.history import HistorySource
 from das_adapter.protocol import decision_log
@@ -17,22 +18,42 @@ from das_adapter.protocol.messages import Refresh
 logger = logging.getLogger("das_adapter")
 
 
-def sync(controller: Controller, log: DecisionLog | None, message: Refresh, slots: np.ndarray) -> None:
+def sync(
+    controller: Controller, guard: StockGuard | None, log: DecisionLog | None, message: Refresh, slots: np.ndarray
+) -> None:
     """Take what a weight sync brings; `slots`: those of the live requests, int64 [n]."""
+    share = None if guard is None else guard.of_stock()
+    news = None if guard is None else guard.sync()
+    if news:
+        logger.error("das: %s: rollouts begin without drafts until a trial gains time", news)
     if log is not None:
         model, saved = controller.times.model, controller.time_saved(slots)
         fitted = None if model is None else model.to_dict()
-        log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, controller.stopped))
+        record = decision_log.WeightSync(message.version, time.time(), fitted, saved, controller.stopped, share, news)
+        log.sync(record)
     controller.sync(message.responses)
 
 
-def timed(controller: Controller, log: DecisionLog | None, step: TimedStep) -> None:
+def timed(
+    controller: Controller, guard: StockGuard | None, log: DecisionLog | None, step: TimedStep | UnaskedStep
+) -> None:
     """Take a decode step that has ended."""
+    if isinstance(step, UnaskedStep):
+        if guard is not None:
+            guard.unasked(step)
+        if log is not None:
+            n = step.requests
+            log.add(decision_log.Step(time.time() - step.seconds, n, n, 0, 0, step.seconds, None))
+        return
+    model, running = controller.times.model, len(step.slots)
+    drafted = step.tokens - running
+    predicted = None if model is None else model.step(step.tokens, running, drafted > 0, step.context)
+    took = step.seconds + step.drafting_seconds
+    if guard is not None:
+        most = None if predicted is None else predicted + step.drafting_seconds
+        guard.asked(step.slots, step.got, took, drafted > 0, most, step.context)
     if log is not None:
-        model, running = controller.times.model, len(step.slots)
-        drafted, accepted = step.tokens - running, int(step.got.sum()) - running
-        predicted = None if model is None else model.step(step.tokens, running, drafted > 0)
-        begin = time.time() - step.seconds - step.drafting_seconds
+        accepted, begin = int(step.got.sum()) - running, time.time() - took
         log.add(decision_log.Step(begin, running, step.tokens, drafted, accepted, step.seconds, predicted, step.passes))
     stopped = controller.stopped
     controller.timed(step)
@@ -40,8 +61,16 @@ def timed(controller: Controller, log: DecisionLog | None, step: TimedStep) -> N
         logger.error("das: %s: no drafts until the next weight sync", controller.stopped)
 
 
-def close(controller: Controller, log: DecisionLog | None, history: HistorySource | None, live: LiveRequest) -> None:
+def close(
+    controller: Controller,
+    guard: StockGuard | None,
+    log: DecisionLog | None,
+    history: HistorySource | None,
+    live: LiveRequest,
+) -> None:
     """Take a request that is over; its text becomes history."""
+    if guard is not None:
+        guard.close(live.slot)
     requests = controller.requests
     if history is not None:
         forwards = float(requests.steps[live.slot])

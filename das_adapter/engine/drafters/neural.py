@@ -29,22 +29,20 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 class DraftWeights:
     """The drafter's part of the host's weight stream, and a check of weights that the host does not send."""
 
-    def __init__(self, runner: Any, config: DasConfig, seeds: Callable[[], torch.Tensor]):
+    def __init__(self, runner: Any, config: DasConfig):
         self._runner, self._config = runner, config
         self._arrived = 0
         self._mark: list[float] = []
         self._reading = False
         """Whether it is the drafter's checkpoint that is being loaded."""
         self._refused: str | None = None
-        draws = config.keyed and not config.draft.options.get("parallel_drafting")
-        self.noise = KeyedDrafts(runner, seeds) if draws else None
         self.loaded: Callable[[], None] = lambda: None
         """Called when weights have been loaded into the policy."""
 
     @property
     def drafter(self) -> Any:
         """vLLM's drafter model."""
-        return self._runner.drafter.model
+        return (getattr(self._runner, "speculator", None) or self._runner.drafter).model
 
     def take_loaded(self) -> None:
         """Take over the drafter, which vLLM has just loaded with the policy."""
@@ -54,9 +52,6 @@ class DraftWeights:
             self._mark = self._fingerprint()
         split_weight_stream.apply(self.load, owner=self._runner.model)
         take_drafter_weights.apply(self._take, owner=self.drafter)
-        if self.noise:
-            follow_positions.apply(self.noise, owner=self._runner.drafter)
-            draw_with_keyed_noise.apply(self.noise, owner=self._runner.drafter)
 
     def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load the policy's weights from a stream (with `stock`), and the drafter's that are among them."""
@@ -137,6 +132,11 @@ class KeyedDrafts:
         self.rows: torch.Tensor | None = None
         """Rows of the batch that are drafted for, int64; None: all of it."""
         self._positions = torch.zeros(0, dtype=torch.int64)
+
+    def bind(self) -> None:
+        """Bind it to the drafter, once vLLM has loaded it."""
+        follow_positions.apply(self, owner=self._runner.drafter)
+        draw_with_keyed_noise.apply(self, owner=self._runner.drafter)
 
     def first_pass(self, last_tokens: torch.Tensor) -> None:
         """Take the rows of the drafter's inputs at which requests end, int64 [requests]."""

@@ -2,8 +2,8 @@
 
 Such a drafter has a KV cache of its own, which has to contain what the policy has written; EAGLE and MTP read the
 policy's hidden states beside the text. In a step without drafts it does not run: it reads what it has missed in one
-pass when it is wanted again, or, for its hidden states must be kept until then, when `KEPT_TOKENS` are waiting. So its
-drafts are those of a drafter that runs in every step. Prompts it reads with the policy.
+pass when it is wanted again, or, for its hidden states must be kept until then, when `KEPT_BYTES` of them are waiting.
+So its drafts are those of a drafter that runs in every step. Prompts it reads with the policy.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from das_adapter.engine.drafters.neural import KeyedDrafts
 from das_adapter.errors import ConfigError
 from das_adapter.patching import patch
 
-KEPT_TOKENS = 2048
-"""Tokens whose hidden states are kept at most for a drafter that does not run."""
+KEPT_BYTES = 2**27
+"""Hidden states that are kept at most for a drafter that does not run: as long as it is not wanted, reading them would
+only take time. Decode steps leave more of a GPU free, where vLLM has reserved the activations of whole prompts."""
 _PROPOSERS = ("EagleProposer", "DraftModelProposer")
 
 
@@ -84,7 +85,7 @@ class NeuralSource(ModelSource):
         """Tokens of each request of the batch that the drafter has read (-1: not known), and the policy."""
         self._kept: list[_Kept] = []
         self._waiting = 0
-        """Tokens in `_kept`."""
+        """Bytes in `_kept`."""
         self._whole = False
 
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
@@ -105,7 +106,7 @@ class NeuralSource(ModelSource):
             self._keep(held, begins, ends, scheduled)
             reads = fits & (unknown | (begins < runner.input_batch.num_prompt_tokens[:batch]))
             reads[rows] = False
-            if self._waiting > KEPT_TOKENS:
+            if self._waiting > KEPT_BYTES:
                 reads = fits
             if reads.any():
                 self._read_up(np.flatnonzero(reads), ends, 1, held, tokens)
@@ -116,7 +117,8 @@ class NeuralSource(ModelSource):
             begin, read = time.perf_counter(), int((ends - self._read)[rows[able]].sum())
             found = self._read_up(rows[able], ends, longest, held, tokens).tolist()
             if read <= len(rows) * (self.drafts.most + 1):  # else it was behind: that is not what drafts cost
-                self.drafts.timed_pass(int(able.sum()), (time.perf_counter() - begin) / longest)
+                context = float(ends[rows[able]].sum())
+                self.drafts.timed_pass(int(able.sum()), (time.perf_counter() - begin) / longest, context)
             for i, ids in zip(np.flatnonzero(able).tolist(), found, strict=True):
                 drafts[i] = ids[: counts[i]]
         self._ends = ends
@@ -138,6 +140,8 @@ class NeuralSource(ModelSource):
         self._read = np.array([known.pop(req_id, -1) for req_id in req_ids], dtype=np.int64)
         if any(behind[req_id] for req_id in known):  # a request has gone that the drafter has not read to its end
             self._whole = False
+        self._kept = [kept for kept in self._kept if any(req_id in kept.rows for req_id in req_ids)]
+        self._waiting = sum(kept.hidden.nbytes for kept in self._kept)
 
     def _keep(self, held: dict[str, Any], begins: np.ndarray, ends: np.ndarray, scheduled: np.ndarray) -> None:
         """Keep the hidden states of the tokens that the step has added to each request's text."""
@@ -157,7 +161,7 @@ class NeuralSource(ModelSource):
         else:
             hidden = parts[0][valid].clone()  # vLLM writes the next step's there
         self._kept.append(_Kept(self._rows, begins, ends, places, hidden))
-        self._waiting += total
+        self._waiting += hidden.nbytes
 
     def _read_up(
         self, rows: np.ndarray, ends: np.ndarray, passes: int, held: dict[str, Any], tokens: np.ndarray
@@ -223,7 +227,7 @@ class NeuralSource(ModelSource):
         """Return the hidden states [tokens, size] of some rows' positions, and where they begin: later than `begins`
         if a step in between was not seen."""
         offsets = np.cumsum([0, *(len(kept.hidden) for kept in self._kept)])
-        at, places = begins.copy(), []
+        at, pieces = begins.copy(), list[np.ndarray]()
         for i, (row, end) in enumerate(zip(rows.tolist(), ends.tolist(), strict=True)):
             expected, mine = int(begins[i]), list[np.ndarray]()
             for kept, offset in zip(self._kept, offsets.tolist(), strict=False):
@@ -237,9 +241,15 @@ class NeuralSource(ModelSource):
                 first = offset + int(kept.places[j] - kept.begins[j])
                 mine.append(np.arange(first + expected, first + stop))
                 expected = stop
-            places += mine
-        everything = self._kept[0].hidden if len(self._kept) == 1 else torch.cat([kept.hidden for kept in self._kept])
-        return everything[torch.from_numpy(np.concatenate(places)).to(everything.device)], at
+            pieces += mine
+        places = np.concatenate(pieces)
+        order = np.argsort(places, kind="stable")  # step by step, so that no more is copied than is read
+        parts = np.split(places[order], np.searchsorted(places[order], offsets[1:-1]))
+        device = self._kept[0].hidden.device
+        read = torch.cat([kept.hidden[torch.from_numpy(part - offset).to(device)]
+                          for kept, part, offset in zip(self._kept, parts, offsets.tolist(), strict=False)
+                          if len(part)])  # fmt: skip
+        return read[torch.from_numpy(np.argsort(order)).to(device)], at
 
 
 def _stretches(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:

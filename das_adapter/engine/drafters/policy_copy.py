@@ -9,28 +9,26 @@ overwrites. The copy reads no prompt, has no cache of its own, and can start or 
 from __future__ import annotations
 
 import copy
-import dataclasses
+import logging
 import time
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
-from vllm.forward_context import set_forward_context
+from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine import cpu_patches
-from das_adapter.engine.drafters.attention import queries
 from das_adapter.engine.drafters.base import Drafter
+from das_adapter.engine.drafters.decode_graphs import DecodePasses, capture_with_policy
 from das_adapter.engine.drafters.model_source import ModelSource
 from das_adapter.engine.drafters.quantised import QuantisedWeight, quantised
 from das_adapter.engine.sampling.draft_sample import draw
 from das_adapter.engine.sampling.keyed_sample import Keys
 from das_adapter.errors import DasError
 
-_FIELDS = {f.name for f in dataclasses.fields(CommonAttentionMetadata)}
+logger = logging.getLogger("das_adapter")
 
 
 class PolicyCopy:
@@ -61,6 +59,11 @@ class PolicyCopy:
             twin.do_not_compile = True
         return twin
 
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the policy's experts, which the copy shares with it as they are."""
+        return sum(p.nbytes for p in self.model.parameters() if p.ndim == 3)
+
     def quantise(self) -> None:
         """Quantise the policy's present weights; tensors keep their addresses."""
         for layer, weight in self.layers:
@@ -88,6 +91,7 @@ class CopySource(ModelSource):
     """Runs the policy copy, with the noise that the policy's sampler will use."""
 
     copy: PolicyCopy
+    decode: DecodePasses
 
     def __init__(self, drafter: Drafter, vllm_config: VllmConfig, drafts: ModelDrafts):
         super().__init__(drafter, drafts)
@@ -99,6 +103,11 @@ class CopySource(ModelSource):
         """Make the copy (inside the memory pool of the weights, so that it sleeps and wakes with them)."""
         self._policy = policy
         self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
+        if self.copy.full_bytes:
+            logger.warning("das: the policy copy shares the policy's experts, %.2f GiB, which are not quantised: of a "
+                           "pass it reads only the other layers faster", self.copy.full_bytes / 2**30)  # fmt: skip
+        self.decode = DecodePasses(self._drafter.runner, self._vllm_config, self.copy.model)
+        capture_with_policy.apply(self.decode, owner=self._drafter.runner)
 
     def refresh(self, length: int | None) -> float:
         """Quantise the new weights, as `ModelSource.refresh`."""
@@ -115,6 +124,7 @@ class CopySource(ModelSource):
         """Return the figures of the copy."""
         counts, self._counts = self._counts, (0, 0)
         own = {"requantise_s": self._requantise_s, "drafter_bytes": self.copy.nbytes,
+               "drafter_full_bytes": self.copy.full_bytes, "drafter_graphs": len(self.decode.sizes),
                "self_acceptance": self.drafts.acceptance.rate, "self_counts": counts}  # fmt: skip
         return super().stats() | own
 
@@ -131,7 +141,7 @@ class CopySource(ModelSource):
             at, ids = at[left], ids[left]
             begin = time.perf_counter()
             positions = lengths[rows[at]].astype(np.int64) - 1 + step
-            logits = self._forward(runner, rows[at], ids, positions)
+            logits = self.copy.model.compute_logits(self.decode(rows[at], ids.astype(np.int64), positions))
             if keyed:
                 keys = Keys(*(torch.from_numpy(x).to(logits.device) for x in (seeds[at], positions)))
                 which = torch.from_numpy(rows[at]).to(logits.device)
@@ -140,26 +150,6 @@ class CopySource(ModelSource):
                 ids = logits.argmax(dim=-1).cpu().numpy()
             for i, token in zip(at.tolist(), ids.tolist(), strict=True):
                 drafts[i].append(token)
-            self.drafts.timed_pass(len(at), time.perf_counter() - begin)
+            self.drafts.timed_pass(len(at), time.perf_counter() - begin, float(positions.sum()))
             self.passes += 1
         return drafts
-
-    def _forward(self, runner: Any, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Return logits [rows, vocab] after one token a row, whose keys and values go where the policy's will go."""
-        device, n = runner.device, len(rows)
-        which = torch.from_numpy(rows).to(device)
-        metadata, slots = {}, {}
-        for gid, groups in enumerate(runner.attn_groups):
-            table = runner.input_batch.block_table[gid]
-            blocks = table.get_device_tensor(runner.input_batch.num_reqs)[which]
-            asked = queries(blocks, table.block_size, positions, positions + 1)
-            cam = CommonAttentionMetadata(**{k: v for k, v in asked.metadata.items() if k in _FIELDS})
-            for group in groups:
-                built = group.get_metadata_builder().build(0, cam)
-                metadata.update(dict.fromkeys(group.layer_names, built))
-                slots.update(dict.fromkeys(group.layer_names, asked.slots))
-        at = torch.from_numpy(positions).to(device)
-        with set_forward_context(metadata, self._vllm_config, num_tokens=n, cudagraph_runtime_mode=CUDAGraphMode.NONE,
-                                 slot_mapping=slots, skip_compiled=True):  # fmt: skip
-            hidden = self.copy.model(torch.from_numpy(ids).to(device), at)
-        return self.copy.model.compute_logits(hidden)

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from das_adapter import _native
+from das_adapter.core.native import native
 from das_adapter.errors import ConfigError
 
 GROUP, ROWS = 128, 16
@@ -75,13 +75,13 @@ class _CpuWeight:
 
     def quantise(self, weight: torch.Tensor) -> None:
         weight = weight.detach().contiguous()
-        _native.quantise(weight.data_ptr(), weight.dtype == torch.bfloat16, self.rows, self.inputs, self.bits,
+        native().quantise(weight.data_ptr(), weight.dtype == torch.bfloat16, self.rows, self.inputs, self.bits,
                          *self._copy, torch.get_num_threads())  # fmt: skip
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.inputs).contiguous()
         out = torch.empty(*x.shape[:-1], self.rows, dtype=x.dtype)
-        _native.quantised_linear(flat.data_ptr(), x.dtype == torch.bfloat16, len(flat), self.rows, self.inputs,
+        native().quantised_linear(flat.data_ptr(), x.dtype == torch.bfloat16, len(flat), self.rows, self.inputs,
                                  self.bits, *self._copy, out.data_ptr(), torch.get_num_threads())  # fmt: skip
         return out
 

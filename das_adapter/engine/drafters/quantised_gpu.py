@@ -89,6 +89,7 @@ class Int4:
             self.kept = fresh
         for kept, new in zip(self.kept, fresh, strict=True):
             kept.copy_(new)
+        self._workspace.zero_()  # sleep may have thrown away the zeros that the kernel expects and leaves behind
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.inputs)

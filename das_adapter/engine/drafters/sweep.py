@@ -7,33 +7,47 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from das_adapter.engine.drafters.base import Drafter
-from das_adapter.engine.drafters.timing import StepTimer
+from das_adapter.core.controller import TimedStep
+from das_adapter.engine.drafters.controlled import ControlledDrafter
 
 
-class SweepDrafter(Drafter):
-    """Drafts token 1: verification costs the same whether a draft is accepted or not, so the tokens don't matter."""
+class SweepDrafter(ControlledDrafter):
+    """Drafts token 1: verification costs the same whether a draft is accepted or not, so the tokens don't matter. Where
+    there is a model that drafts, it takes a turn of its own."""
 
     turns: tuple[int, ...] = (0,)
     """Draft tokens per request, step after step."""
+    passes: tuple[int, ...] = ()
+    """The same of the model's, which take their turns after these."""
     samples: list[tuple[int, float, int, float]] = []  # noqa: RUF012 - read and replaced by the one engine of a sweep
     """Of every step that only decoded: requests, mean tokens of context, draft tokens per request, seconds."""
+    passed: list[tuple[int, float, float]] = []  # noqa: RUF012 - the same
+    """Of every pass of the model: requests, mean tokens of context, seconds."""
 
     def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
-        self._timer = StepTimer()
+        if self.model_source:
+            self.model_source.drafts.timed_pass = self._note_pass  # type: ignore[method-assign]
 
     def _begin_step(self, scheduled: Any, now: float) -> None:
-        step = self._timer.begin(scheduled, now)
-        if step is not None:
+        step = self.timer.begin(scheduled, now)
+        if isinstance(step, TimedStep):
             requests = len(step.slots)
             drafted, rest = divmod(step.tokens - requests, requests)
             if not rest:
-                self.samples.append((requests, float(step.slots.mean()), drafted, step.seconds))
+                self.samples.append((requests, step.context / requests, drafted, step.seconds))
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        # The timer's slots hold the requests' context lengths here, because there is no controller.
-        self._timer.sampled(lengths[: len(sampled)].copy(), np.array([len(new) for new in sampled]))
-        drafts = self.turns[self.counters.steps % len(self.turns)]
-        return [[1] * max(0, min(drafts, self._max_model_len - int(length) - 1)) if new else []
-                for new, length in zip(sampled, lengths, strict=False)]  # fmt: skip
+        known = lengths[: len(sampled)].astype(np.int64)
+        got = np.array([len(new) for new in sampled], dtype=np.int64)
+        self.timer.sampled(known, got, int(known.sum()))
+        turns = self.turns + self.passes
+        turn = self.counters.steps % len(turns)
+        room = np.where(got > 0, np.clip(self._max_model_len - known - 1, 0, turns[turn]), 0)
+        if turn >= len(self.turns):
+            self._counts = room
+            return [[] for _ in sampled]
+        return [[1] * count for count in room.tolist()]
+
+    def _note_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
+        self.passed.append((requests, context / requests, seconds))

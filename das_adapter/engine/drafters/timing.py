@@ -6,8 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.platforms import current_platform
 
+from das_adapter.config import ToggleConfig
 from das_adapter.core.controller import TimedStep
+from das_adapter.core.latency import Calibration, read_calibration
+from das_adapter.core.roofline import cold_start
+from das_adapter.core.stock import UnaskedStep
+
+_WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
+"""By vLLM's name of the quantisation."""
 
 
 @dataclass(slots=True)
@@ -20,8 +29,12 @@ class _Step:
     slots: np.ndarray | None = None
     """int64 [b], like `got`; None until it was sampled."""
     got: np.ndarray | None = None
+    context: int = 0
+    """Tokens of context that its requests have together."""
     drafting_seconds: float = 0.0
     passes: int = 0
+    unasked: int = 0
+    """Its requests, if it carried no drafts and no drafter was asked at its end."""
 
 
 class StepTimer:
@@ -30,16 +43,18 @@ class StepTimer:
     def __init__(self) -> None:
         self._step: _Step | None = None
 
-    def begin(self, scheduled: Any, now: float) -> TimedStep | None:
+    def begin(self, scheduled: Any, now: float) -> TimedStep | UnaskedStep | None:
         """Begin a step (vLLM's `SchedulerOutput`, seconds), and return the previous one, if it was timed."""
         step, self._step = self._step, None
         counts, new = scheduled.num_scheduled_tokens, scheduled.scheduled_new_reqs
         drafts = scheduled.scheduled_spec_decode_tokens
         if counts and not new and scheduled.total_num_scheduled_tokens == len(counts) + sum(map(len, drafts.values())):
             self._step = _Step(now, scheduled.total_num_scheduled_tokens, list(counts))
-        if step is None or step.slots is None or step.got is None:
-            return None
-        if new and not any(req_id in counts for req_id in step.req_ids):  # a pause without requests lies between them
+        if step is None or (new and not any(req_id in counts for req_id in step.req_ids)):
+            return None  # a pause without requests lies between them
+        if step.unasked:
+            return UnaskedStep(step.unasked, now - step.begin - step.drafting_seconds)
+        if step.slots is None or step.got is None:
             return None
         return TimedStep(
             step.slots,
@@ -48,14 +63,47 @@ class StepTimer:
             now - step.begin - step.drafting_seconds,
             step.drafting_seconds,
             step.passes,
+            step.context,
         )
 
-    def sampled(self, slots: np.ndarray, got: np.ndarray) -> None:
-        """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b]."""
+    def sampled(self, slots: np.ndarray, got: np.ndarray, context: int = 0) -> None:
+        """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b], and the tokens of
+        context that they have together."""
         if self._step is not None:
-            self._step.slots, self._step.got = slots, got
+            self._step.slots, self._step.got, self._step.context = slots, got, context
+
+    def unasked(self, requests: int) -> None:
+        """Note that the step sampled a token for each of so many requests, and that no drafter is asked."""
+        if self._step is not None and self._step.tokens == requests:
+            self._step.unasked = requests
 
     def drafted(self, seconds: float, passes: int) -> None:
         """Take the seconds and the forward passes of a model that drafted at the end of the step."""
         if self._step is not None:
             self._step.drafting_seconds, self._step.passes = seconds, passes
+
+
+def graph_sizes(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Return the tokens for which the engine captures CUDA graphs, rising; none where it runs without."""
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if vllm_config.model_config.enforce_eager or mode is None or mode is CUDAGraphMode.NONE:
+        return ()
+    return tuple(sorted(compilation.cudagraph_capture_sizes or ()))
+
+
+def before_the_first_step(toggle: ToggleConfig, vllm_config: VllmConfig) -> Calibration | None:
+    """Return what steps take before any was timed: what was calibrated, or the roofline of model and GPU; None where
+    there is neither."""
+    if toggle.calibration:
+        return read_calibration(toggle.calibration)
+    model = vllm_config.model_config
+    if toggle.mode != "roofline" or model.quantization not in _WEIGHT_BYTES or not current_platform.is_cuda_alike():
+        return None
+    roof = cold_start(
+        model.hf_text_config.to_dict(),
+        current_platform.get_device_name(),
+        vllm_config.parallel_config.tensor_parallel_size,
+        _WEIGHT_BYTES[model.quantization],
+    )
+    return Calibration(roof.line()) if roof else None

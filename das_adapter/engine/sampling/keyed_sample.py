@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from das_adapter._native import keyed_sample as _native_sample
+from das_adapter.core.native import native
 from das_adapter.errors import UnsupportedHost
 
 try:
@@ -74,7 +74,7 @@ def keyed_sample(
 def _on_cpu(logits: torch.Tensor, temperature: torch.Tensor, keys: Keys, scores: Scores | None) -> Drawn:
     logits = logits.detach().float()
     tokens = torch.empty(len(logits), dtype=torch.int64)
-    _native_sample(*(x.contiguous().numpy() for x in (logits, temperature, *keys)), tokens.numpy())
+    native().keyed_sample(*(x.contiguous().numpy() for x in (logits, temperature, *keys)), tokens.numpy())
     if scores is None:
         return Drawn(tokens)
     if scores == "processed":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -12,10 +13,14 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller, Decoded, TimedStep
-from das_adapter.core.latency import read_calibration
+from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.stock import StockGuard, UnaskedStep
 from das_adapter.engine.drafters import decisions
 from das_adapter.engine.drafters.base import LiveRequest
 from das_adapter.engine.drafters.history import HistorySource
+from das_adapter.engine.drafters.timing import before_the_first_step, graph_sizes
+from das_adapter.engine.v2.admission import Wanted, wants_of
+from das_adapter.engine.v2.neural import Proposal
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.engine_args import draft_lengths
 from das_adapter.protocol.messages import Refresh, Refreshed
@@ -62,22 +67,42 @@ class Step:
     """Seconds of a monotonic clock."""
     offer: Any = None
     """`speculator.Offer` of its end, None if nothing was looked for."""
+    proposals: Sequence[Proposal] = ()
+    """Of a neural drafter, those that ended between the output of the step before and its own."""
     req_ids: list[str] = field(default_factory=list)
     """Its requests in batch order."""
+
+    def admit(self, req_ids: Sequence[str], admitted: Sequence[int]) -> None:
+        """Take how many of the scheduled draft tokens of each request the device has admitted."""
+        for req_id, count in zip(req_ids, admitted, strict=True):
+            self.scheduled[req_id] -= self.drafts.get(req_id, 0) - count
+            self.drafts[req_id] = count
 
 
 class DraftLengths:
     """The controller of an engine on the V2 runner. Outputs come in one thread, messages of the host in another."""
 
-    def __init__(self, config: DasConfig, vllm_config: Any, counters: Counters) -> None:
+    def __init__(self, config: DasConfig, vllm_config: Any, counters: Counters, always: int = 0) -> None:
+        """`always`: passes of a neural drafter in every step, with drafts or without."""
         self._config = config
         self.lengths = draft_lengths(config.num_draft_tokens)
-        self.history = HistorySource(config.history, vllm_config.model_config.get_vocab_size())
+        self.wants: Mapping[str, Wanted] = {}
+        """What the controller wants of each request's next draft, where the device admits drafts request by request."""
+        self._by_request = config.budget.admission == "request"
+        self.history: HistorySource | None = None
+        self.drafts: ModelDrafts | None = None
+        known = before_the_first_step(config.toggle, vllm_config)
+        if config.uses_history:
+            self.history = HistorySource(config.history, vllm_config.model_config.get_vocab_size())
+        elif config.neural:
+            self.drafts = ModelDrafts(config.num_draft_tokens, narrows=False, always=always)
+            self.drafts.expect(known and known.passes)
         self.controller = Controller(
             config.budget, config.toggle, vllm_config.model_config.max_model_len, config.history.window,
-            read_calibration(config.toggle.calibration) if config.toggle.calibration else None,
-            common=self.lengths,
+            known and known.steps, self.drafts, config.num_draft_tokens, None if self._by_request else self.lengths,
+            graph_sizes(vllm_config),
         )  # fmt: skip
+        self.guard = StockGuard.of(config.toggle)
         self.log = DecisionLog(config.log_dir) if config.log_dir else None
         self._counters = counters
         self._lock = threading.Lock()
@@ -88,6 +113,8 @@ class DraftLengths:
         """What was last drafted for each request: the chances of its tokens, float32."""
         self._pending: Step | None = None
         """A step whose offer had not arrived with its output."""
+        self._passes = 0
+        """Of a neural drafter, since `stats` was called last."""
         self._last: float | None = None
         """When the last output came, seconds; None: after a pause."""
         self._paused = False
@@ -123,14 +150,21 @@ class DraftLengths:
         with self._lock:
             self._paused, self._last = False, None
             self._counters.error = None
-            generation = self.history.refresh(message)
-            decisions.sync(self.controller, self.log, message, self._slots())
-            return Refreshed(generation=generation)
+            answer = Refreshed()
+            if self.history is not None:
+                answer["generation"] = self.history.refresh(message)
+            decisions.sync(self.controller, self.guard, self.log, message, self._slots())
+            return answer
 
     def stats(self) -> EngineStats:
         """Return the figures of the history and of the controller since the last call."""
         with self._lock:
-            return cast(EngineStats, self.controller.take(self._slots()) | self.history.stats())
+            stats = self.controller.take(self._slots()) | (self.guard.take() if self.guard else {})
+            if self.history is not None:
+                stats |= self.history.stats()
+            if self.drafts is not None:
+                stats["drafter_passes"], self._passes = self._passes, 0
+            return cast(EngineStats, stats)
 
     def _output(self, step: Step, sampled: Sequence[Sequence[int]], now: float) -> int:
         self._close(step.ended, step.unrecorded)
@@ -146,24 +180,48 @@ class DraftLengths:
         for request, new in zip(live, got.tolist(), strict=True):
             request.length += new
         slots = np.array([request.slot for request in live], dtype=np.int64)
+        passes, drafting = self._take(step.proposals)
+        context = np.array([request.length for request in live], dtype=np.int64)
         if step.decodes and self._last is not None and len(live):
-            seconds = now - self._last
+            seconds = max(0.0, now - self._last - drafting)
             tokens = sum(step.scheduled[request.req_id] for request in live)  # others ended in the step before
-            decisions.timed(self.controller, self.log, TimedStep(slots, got, tokens, seconds))
+            asked = step.offer is not None or passes > 0 or tokens > len(live)
+            timed = TimedStep(slots, got, tokens, seconds, drafting, passes, int(context.sum()))
+            decisions.timed(self.controller, self.guard if asked else None, self.log, timed)
+            if self.guard and not asked:
+                self.guard.unasked(UnaskedStep(len(live), seconds))
         self._last = now
         self._pending = step
         if step.offer is None or step.offer.arrived:
             self._hear(step)
         room = np.array([request.end - 1 - request.length for request in live], dtype=np.int64)
-        plan = self.controller.plan(
-            Decoded(slots, got, carried if carried.any() else None, None, room),
-            lambda limits, floor: self._offers(live, limits, floor),
-        )
+        carriers = carried if carried.any() else None
+        if self.history is None:
+            plan = self.controller.plan(Decoded(slots, got, carriers, carriers, room, context=context))
+        else:
+            offers = functools.partial(self._offers, live)
+            plan = self.controller.plan(Decoded(slots, got, carriers, None, room, context=context), offers)
         if collapsed(vars(self._counters)) and not self._paused:
             self._paused = True
             logger.error("das: acceptance collapsed (%d of %d draft tokens); no drafts until the next weight sync",
                          self._counters.accepted_tokens, self._counters.draft_tokens)  # fmt: skip
-        return 0 if self._paused else int(plan.history.max(initial=0))
+        silent = self.guard is not None and self.guard.idle and not self.guard.ask(len(live), bool(carried.any()))
+        wanted = 0 if self._paused or silent else int(max(plan.history.max(initial=0), plan.model.max(initial=0)))
+        if not self._by_request:
+            return wanted
+        table = self.controller.requests
+        worth = table.worth_own[slots] + table.worth_tail[slots]
+        self.wants = wants_of((request.req_id for request in live), plan.history * (wanted > 0), worth)
+        return next((length for length in self.lengths if length >= wanted), 0) if wanted else 0
+
+    def _take(self, proposals: Sequence[Proposal]) -> tuple[int, float]:
+        """Learn from a neural drafter's calls; return their passes and seconds."""
+        for call in proposals:
+            if self.drafts is not None and call.usual:
+                self.drafts.timed_pass(call.requests, call.seconds / call.passes)
+        passes = sum(call.passes for call in proposals)
+        self._passes += passes
+        return passes, sum(call.seconds for call in proposals)
 
     def _written(self, request: LiveRequest, tokens: Sequence[int]) -> int:
         """Return how many of the tokens that a request got are its text: what lies behind its end is not."""
@@ -182,7 +240,8 @@ class DraftLengths:
             return
         slot = self.controller.open(begun.problem, begun.length - begun.start, begun.end - begun.start)
         live = LiveRequest(begun.req_id, slot, begun.problem, begun.start, begun.end, begun.length, begun.record)
-        self.history.open(live, _NO_TOKENS, _NO_TOKENS)
+        if self.history is not None:
+            self.history.open(live, _NO_TOKENS, _NO_TOKENS)
         self._live[begun.req_id] = live
 
     def _close(self, req_ids: frozenset[str], unrecorded: bool) -> None:
@@ -191,7 +250,7 @@ class DraftLengths:
             self._stops.pop(req_id, None)
             if live := self._live.pop(req_id, None):
                 live.record = live.record and not unrecorded
-                decisions.close(self.controller, self.log, self.history, live)
+                decisions.close(self.controller, self.guard, self.log, self.history, live)
 
     def _hear(self, step: Step) -> None:
         """Take what was drafted at the end of a step."""
@@ -203,7 +262,8 @@ class DraftLengths:
 
     def _carried(self, step: Step, req_id: str) -> int:
         """Return the draft tokens that a request carried into a step, without fillers."""
-        return min(step.drafts.get(req_id, 0), len(self._offered.get(req_id, _NOTHING)))
+        drafted = step.drafts.get(req_id, 0)
+        return drafted if self.history is None else min(drafted, len(self._offered.get(req_id, _NOTHING)))
 
     def _offers(self, live: list[LiveRequest], limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
         """Return what is drafted for some requests, see `core.controller.HistoryDrafts`."""
@@ -218,7 +278,8 @@ class DraftLengths:
         if any(training):
             self._counters.step((got * training).tolist(), carried.tolist(), now - max(step.began, self._last or 0.0))
         if carried.any():
-            self.history.verified(live, carried, accepted)
+            if self.history is not None:
+                self.history.verified(live, carried, accepted)
             if self.log is not None:
                 slots = np.array([request.slot for request in live], dtype=np.int64)
                 self.log.verified(self.controller.requests.written[slots], carried, accepted)

@@ -68,7 +68,6 @@ class HistorySpeculator(BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None
-    enable_adaptive_verification = False
     pcp_manager: Any = None
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, config: DasConfig) -> None:
@@ -95,6 +94,7 @@ class HistorySpeculator(BaseSpeculator):
         self.draft_token_confidence_probs = (
             self.index.confidence if self.index else torch.zeros(slots, steps, dtype=torch.float32, device=device)
         )
+        self.enable_adaptive_verification = config.budget.admission == "request"
         self.on_failure: Callable[[Exception], None] | None = None
         """Told why drafting failed; it drafts no more until `resume`."""
         self.streams: tuple[Any, Any] | None = None

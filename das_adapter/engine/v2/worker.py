@@ -5,13 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
+
+from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
+from das_adapter.engine.standalone import Response
 from das_adapter.engine.v2 import verification
+from das_adapter.engine.v2.admission import SOURCE, Admission, Wanted
+from das_adapter.engine.v2.device_index import DeviceIndex
+from das_adapter.engine.v2.harvest import Harvest, Writing
 from das_adapter.engine.v2.lengths import Begun, DraftLengths, Step
+from das_adapter.engine.v2.neural import Speculation, take_loaded_speculator
+from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
@@ -28,16 +37,19 @@ DRAFT_LENGTH = "das_draft_length"
 class DeviceWorkerState(WorkerState):
     """The state of one worker on the V2 runner. The first tensor-parallel rank drafts; the others follow it."""
 
+    ranks_draft_alike = False
+
     def __init__(self, runner: Any, config: DasConfig):
         super().__init__(runner, config)
-        self.speculator: HistorySpeculator | None = runner.speculator if config.uses_history else None
         self.lengths: DraftLengths | None = None
-        if self.speculator is not None and self.speculator.index is not None:
-            self.lengths = DraftLengths(config, runner.vllm_config, self.counters)
-            self.speculator.on_failure = self.lengths.fail
-            self.speculator.index.weigh(self.lengths.history.index.fading)
-            if runner.device.type == "cuda":
-                self.speculator.streams = runner.main_stream, runner.output_copy_stream
+        """None: another rank chooses, or nobody drafts."""
+        if config.drafter != "none" and get_tp_group().rank_in_group == 0:
+            always = int(config.neural and not may_miss_steps(runner.speculator))
+            self.lengths = DraftLengths(config, runner.vllm_config, self.counters, always)
+        self.index: DeviceIndex | None = None
+        self.speculation: Speculation | None = None
+        if config.uses_history:
+            self._bind_history(runner.speculator)
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
         self._recorded: dict[str, bool] = {}
@@ -47,18 +59,38 @@ class DeviceWorkerState(WorkerState):
         self._complete = True
         """Whether all sealed text that is drafted from is on the device."""
         self._step: Step | None = None
+        self.wants: Mapping[str, Wanted] = {}
+        """What the controller wanted of each request's draft when the last step began, at whose end they were made."""
+        self._harvest: Harvest | None = None
+        """Of an engine without a host."""
+
+    @property
+    def drafts_here(self) -> bool:
+        """Whether this rank drafts."""
+        return self.lengths is not None
+
+    def stand_alone(self, worker: Any, directory: str) -> None:
+        """Let the engine look after its own history, as `WorkerState.stand_alone`."""
+        if self.drafts_here:
+            self._harvest = Harvest()
+        super().stand_alone(worker, directory)
+
+    def response(self, req_id: str) -> Response | None:
+        """Return what a request has written that is over; None: it is not known."""
+        return None if self._harvest is None else self._harvest.take(req_id)
 
     def bind(self) -> None:
         """Bind it to the model runner."""
         if self.config.keyed:
             sample_keyed.apply(owner=self.runner)
+        if self.draft_weights:
+            take_loaded_speculator.apply(self._take_loaded_drafter, owner=self.runner)
         if self.lengths is not None:
             for step_patch in (take_requests, drop_requests, note_steps, choose_lengths):
                 step_patch.apply(self, owner=self.runner)
 
     def begin(self, scheduled: Any) -> None:
         """Take the requests that join the batch (vLLM's `SchedulerOutput`), once the runner has them."""
-        assert self.speculator is not None and self.speculator.index is not None and self.lengths is not None
         slots, opened = self.runner.req_states.req_id_to_index, []
         for new in scheduled.scheduled_new_reqs:
             params, prompt = new.sampling_params, new.prompt_token_ids or []
@@ -68,44 +100,47 @@ class DeviceWorkerState(WorkerState):
             end, length = min(self._max_model_len, len(prompt) + limit), len(new.prefill_token_ids or prompt)
             self._recorded[new.req_id] = label.record and self._policy.kept
             opened.append((slots[new.req_id], self._policy.key(problem), start))
-            stops = frozenset(params.all_stop_token_ids if params else ())
+            stops = stop_tokens(params) if params else frozenset()
+            if self._harvest is not None:
+                text = list((new.prefill_token_ids or prompt)[start:])
+                self._harvest.begin(new.req_id, Writing(problem, label.record, end - start, stops, text))
             self._begun.append(Begun(new.req_id, problem, start, end, length, label.record, stops))
+        if self.index is None:
+            return
         self._complete = not self._policy.kept
         try:
-            self.speculator.index.open(opened)
+            self.index.open(opened)
         except Exception as error:
-            self.speculator.fail(error)
+            self.runner.speculator.fail(error)
 
     def bring_history(self) -> None:
         """Bring more of the sealed text that is drafted from to the device, before a step."""
-        if self._complete or self.speculator is None or self.speculator.index is None or self.lengths is None:
+        if self._complete or self.index is None or self.lengths is None or self.lengths.history is None:
             return
         try:
-            self._complete = self.speculator.index.bring(self.lengths.history.index)
+            self._complete = self.index.bring(self.lengths.history.index)
         except Exception as error:
             self._complete = True
-            self.speculator.fail(error)
+            self.runner.speculator.fail(error)
 
     def end(self, scheduled: Any) -> None:
         """Take the requests that have ended or were preempted, while the runner has them still."""
-        assert self.speculator is not None and self.speculator.index is not None
         states, closed = self.runner.req_states, []
         self._unrecorded, self._synced = self._synced, False
         for req_id in sorted(scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())):
             slot = states.req_id_to_index.get(req_id)
             finished = req_id in scheduled.finished_req_ids
             kept = self._recorded.pop(req_id, False) and finished and not self._unrecorded
-            if slot is not None:
-                index = self.speculator.index
+            if slot is not None and self.index is not None:
                 step = self.config.num_draft_tokens + 2  # what the last step may have added
-                most = int(states.num_computed_tokens_np[slot]) + step - int(index.arena.tables.begin[slot])
+                most = int(states.num_computed_tokens_np[slot]) + step - int(self.index.arena.tables.begin[slot])
                 closed.append((slot, max(0, min(most, self._max_model_len)) if kept else 0))
         self._ended |= scheduled.finished_req_ids
         try:
-            if closed:
-                self.speculator.index.close(closed, states.total_len.gpu)
+            if closed and self.index is not None:
+                self.index.close(closed, states.total_len.gpu)
         except Exception as error:
-            self.speculator.fail(error)
+            self.runner.speculator.fail(error)
 
     def start_step(self, scheduled: Any) -> None:
         """Note the step that the runner has begun."""
@@ -119,14 +154,23 @@ class DeviceWorkerState(WorkerState):
     def watch(self, output: Any) -> Any:
         """Have the draft length of the next steps chosen when a step's output is on the host; return the output."""
         step, self._step = self._step, None
-        if step is None or output is None or self.lengths is None or self.speculator is None:
+        if step is None or output is None or self.lengths is None:
             return output
-        step.offer = self.speculator.take_offer()
+        if self.index is not None:
+            step.offer = self.runner.speculator.take_offer()
+        manager = self.runner.adaptive_verification
+        admitted = manager.take_admitted() if isinstance(manager, Admission) else None
         stock, lengths = output.get_output, self.lengths
 
         def get_output() -> Any:
             result = stock()
             step.req_ids = result.req_ids
+            if admitted is not None:
+                step.admit(admitted[0], admitted[1].tolist())
+            if self._harvest is not None:
+                self._harvest.output(result.req_ids, result.sampled_token_ids)
+            if self.speculation is not None:
+                step.proposals = self.speculation.take()
             setattr(result, DRAFT_LENGTH, lengths.output(step, result.sampled_token_ids, time.perf_counter()))
             return result
 
@@ -140,24 +184,64 @@ class DeviceWorkerState(WorkerState):
         sampler = type(self.runner.sampler).__name__
         return Started(version=__version__, drafter=self.config.drafter, sampler=sampler, runner="V2")
 
-    def _refresh(self, **payload: Any) -> Refreshed:
-        if self.lengths is None or self.speculator is None or self.speculator.index is None:
-            return Refreshed()
-        answer = self.lengths.refresh(Refresh.of(payload))
-        arena = self.speculator.index.arena
-        arena.forget_sealed()
-        arena.forget_closed()
+    def refresh(self, message: Refresh) -> Refreshed:
+        """Bring everything up to date that depends on the weights or on the history."""
+        answer = self.lengths.refresh(message) if self.lengths is not None else Refreshed()
         self._synced = True
-        self.speculator.resume()
-        self._complete = False
-        self.counters.alarm = None
+        self.check_draft_weights()
+        if self.speculation is not None:
+            self.speculation.resume()
+        if self.index is not None:
+            self.index.arena.forget_sealed()
+            self.index.arena.forget_closed()
+            self.runner.speculator.resume()
+            self._complete = False
         return answer
 
     def _stats(self) -> EngineStats:
         stats = super()._stats()
-        if self.lengths is None or self.speculator is None or self.speculator.index is None:
-            return stats
-        return stats | self.lengths.stats() | EngineStats(live_bytes=self.speculator.index.nbytes)
+        if self.lengths is not None:
+            stats |= self.lengths.stats()
+        if self.index is not None:
+            stats |= EngineStats(live_bytes=self.index.nbytes)
+        return stats
+
+    def _drafter(self) -> Any:
+        """Drafts are made on the device."""
+
+    def _bind_history(self, speculator: HistorySpeculator) -> None:
+        """Take over the history's speculator, which this rank's runner has built."""
+        if self.lengths is None or self.lengths.history is None or speculator.index is None:
+            return
+        self.index = speculator.index
+        self.index.weigh(self.lengths.history.index.fading)
+        speculator.on_failure = self.lengths.fail
+        outputs = None
+        if self.runner.device.type == "cuda":
+            outputs = self.runner.output_copy_stream
+            speculator.streams = self.runner.main_stream, outputs
+        if self.config.budget.admission == "request":
+            setattr(self.runner.req_states, SOURCE, (lambda: self.wants, outputs))
+
+    def _take_loaded_drafter(self) -> None:
+        """Take over a neural drafter, once vLLM has loaded it."""
+        assert self.draft_weights is not None
+        self.draft_weights.take_loaded()
+        self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
+        texts = self.runner.req_states.all_token_ids.gpu
+        self.speculation = Speculation(self.runner.speculator, self._decodes, self.config.keyed, texts)
+        if self.lengths is not None:
+            self.speculation.on_failure = self.lengths.fail
+
+    def _decodes(self) -> bool:
+        """Whether the step that is going on reads no prompt."""
+        return self._step is not None and self._step.decodes
+
+
+def stop_tokens(params: Any) -> frozenset[int]:
+    """Return the tokens that end a request: of its `SamplingParams`, whose own set has the end of the text even where
+    that is ignored."""
+    return frozenset((params.stop_token_ids or ()) if params.ignore_eos else params.all_stop_token_ids)
 
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
@@ -208,9 +292,14 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
 
     @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dummy_run"):
+            return stock(scheduler_output, *args, **kwargs)
+        state.begin_step(scheduler_output)
+        wants = state.lengths.wants if state.lengths is not None else {}
         output = stock(scheduler_output, *args, **kwargs)
-        if scheduler_output.total_num_scheduled_tokens and not kwargs.get("dummy_run"):
+        if scheduler_output.total_num_scheduled_tokens:
             state.start_step(scheduler_output)
+            state.wants = wants
         return output
 
     return execute_model

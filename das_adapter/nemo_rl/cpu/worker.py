@@ -40,7 +40,7 @@ class CpuWorker(Refits, vllm_backend.VllmInternalWorkerExtension, CPUWorker):
     def init_collective(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: without NCCL, a replica of its own gets its weights over the socket as well."""
 
-    def update_weights_from_collective(self) -> bool:
+    def update_weights_from_collective(self, *_: Any) -> bool:
         return bool(self.update_weights_via_ipc_zmq())
 
     def _synchronize_before_ipc_data_ack(self) -> None: ...

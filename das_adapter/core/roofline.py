@@ -1,0 +1,176 @@
+"""How long a decode step takes, from what it reads and computes: before the first step, and in the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.core.hardware import Hardware, recognise
+from das_adapter.core.latency import StepModel
+
+Floats = npt.NDArray[np.float64]
+FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
+"""Model types of Hugging Face configs whose sizes `Roofline.of` reads."""
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Time of a decode step from what it reads and computes (EfficientRollout, section 3; code of 2026-06)."""
+
+    weight_bytes: float
+    linear_bytes: float
+    """Bytes of the weights in linear layers, which a policy copy quantises."""
+    kv_bytes: float
+    """Bytes read per request and token of context."""
+    dense_flops: float
+    """Per token."""
+    attention_flops: float
+    """Per token and token of context."""
+    hardware: Hardware
+    plain_us: float = 0.0
+    draft_us: float = 0.0
+    verify_us: float = 0.0
+    """Host time per request of a plain, a draft and a verification step, microseconds."""
+    draft_read: float = 1.0
+    """How much longer reading a policy copy's weights takes than their bytes imply, a factor (eta_d)."""
+    expert_bytes: float = 0.0
+    """Bytes of all routed experts, of which a step reads those that its tokens choose; not in `weight_bytes`."""
+    expert_share: float = 0.0
+    """Share of a layer's routed experts that a token chooses."""
+    experts: int = 1
+    """Routed experts of a layer on each device."""
+    expert_devices: int = 1
+    """Devices that a layer's routed experts are spread over; a step waits for the one that reads most of them."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Mapping[str, Any],
+        hardware: Hardware,
+        tensor_parallel: int = 1,
+        bytes_per_weight: float = 2.0,
+        data_parallel: bool = False,
+        **fitted: float,
+    ) -> Roofline:
+        """Build it from a Hugging Face config of a decoder, dense or with routed experts in every layer (Llama, Qwen2,
+        Qwen3, Mistral, Mixtral, Qwen3-MoE).
+
+        Args:
+            config: `config.json` as a mapping.
+            hardware: of one device.
+            tensor_parallel: devices that a layer, and its experts, are spread over.
+            bytes_per_weight: 2 in 16 bits, 1 in FP8. Embeddings and head stay in 16 bits, the KV cache too.
+            data_parallel: each device has the attention and the embeddings whole, for requests of its own, and only
+                experts are spread.
+            fitted: fields that were measured instead (`kv_bytes`, `plain_us`, ...).
+
+        Raises:
+            KeyError: the config lacks a size.
+        """
+        hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        width = config.get("head_dim") or hidden // heads
+        attention = hidden * width * (2 * heads + 2 * kv_heads)
+        experts = config.get("num_experts") or config.get("num_local_experts") or 0
+        chosen = config["num_experts_per_tok"] if experts else 0
+        feed_forward = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
+        linear = layers * (attention + (0 if experts else feed_forward))
+        embeddings = hidden * vocab * (1 if config.get("tie_word_embeddings") else 2)
+        whole = 1 if data_parallel else tensor_parallel
+        values: dict[str, Any] = {
+            "weight_bytes": (bytes_per_weight * linear + 2 * embeddings) / whole,
+            "linear_bytes": bytes_per_weight * linear / whole,
+            "kv_bytes": 4 * layers * kv_heads * width / tensor_parallel,
+            "dense_flops": 2 * (linear + layers * chosen * feed_forward + hidden * vocab) / tensor_parallel,
+            "attention_flops": 4 * layers * heads * width / tensor_parallel,
+        }
+        if experts:
+            values["expert_bytes"] = bytes_per_weight * layers * experts * feed_forward / tensor_parallel
+            values["expert_share"] = chosen / experts
+            values["expert_devices"] = min(tensor_parallel, experts)
+            values["experts"] = experts // values["expert_devices"]
+        return cls(hardware=hardware, **{**values, **fitted})
+
+    def seconds(self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike) -> Floats:
+        """Return the times of steps that verify so many tokens of each request, mean; 0 drafts is a plain step.
+        Arguments broadcast: requests, mean tokens of context, drafts."""
+        b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
+        read = (self.read_bytes(b * (d + 1)) + self.kv_bytes * b * s) / self.hardware.bandwidth
+        host = np.where(d > 0, self.verify_us, self.plain_us)
+        return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)) + host * b * 1e-6)
+
+    def verify(self, requests: float, context: float, drafts: float) -> float:
+        """Return the seconds of a step that verifies `drafts` tokens of each request; 0 drafts is a plain step."""
+        return float(self.seconds(requests, context, drafts))
+
+    def read_bytes(self, tokens: npt.ArrayLike) -> Floats:
+        """Return the bytes of weights that a step of so many tokens reads: of the experts those that any token chooses,
+        on the device where these are most, if each token's choice is independent and even."""
+        touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
+        if self.expert_devices > 1:
+            touched = _fullest(touched, self.experts, self.expert_devices)
+        return np.asarray(self.weight_bytes + self.expert_bytes * touched)
+
+    def draft(self, requests: float, context: float, share: float) -> float:
+        """Return the seconds of one pass of a policy copy whose linear weights take `share` of the policy's bytes."""
+        return float(self.drafts(requests, context, share))
+
+    def drafts(self, requests: npt.ArrayLike, context: npt.ArrayLike, share: float) -> Floats:
+        """Return the times of such passes; arguments as in `seconds`. Experts are not quantised."""
+        b, s = np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
+        weights = self.read_bytes(b) - (1 - share) * self.linear_bytes
+        read = (self.draft_read * weights + self.kv_bytes * b * s) / self.hardware.bandwidth
+        return np.asarray(np.maximum(read, self._compute(b, s)) + self.draft_us * b * 1e-6)
+
+    def speedup(self, requests: float, context: float, drafts: int, length: float, share: float | None) -> float:
+        """Return the speed-up at a mean acceptance length (accepted + 1); `share` None: drafting takes no time."""
+        drafting = 0.0 if share is None else drafts * self.draft(requests, context, share)
+        plain = self.verify(requests, context, 0)
+        return length * plain / (drafting + self.verify(requests, context, drafts))
+
+    def line(self, context: float = 1024.0) -> StepModel:
+        """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line.
+        `context`: tokens of a request's context at which a token's computing is taken."""
+        read = float(self.read_bytes(1)) / self.hardware.bandwidth
+        token = float(self._compute(1, context))
+        kv = self.kv_bytes / self.hardware.bandwidth
+        return StepModel(read, 0.0, token, read / token, request=self.plain_us * 1e-6, context=kv)
+
+    def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
+        token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
+        return np.asarray(np.asarray(requests, dtype=float) * token / self.hardware.flops)
+
+
+def _fullest(chance: Floats, count: int, groups: int) -> Floats:
+    """Return the share of the things that happen in the group where most do, mean: there are so many in each group, and
+    each happens with this chance by itself."""
+    at_most, found = np.zeros_like(chance), np.zeros_like(chance)
+    for happen in range(count):
+        at_most += math.comb(count, happen) * chance**happen * (1.0 - chance) ** (count - happen)
+        found += 1.0 - np.minimum(at_most, 1.0) ** groups
+    return np.asarray(found / count)
+
+
+def cold_start(
+    config: Mapping[str, Any], device: str, tensor_parallel: int = 1, bytes_per_weight: float = 2.0
+) -> Roofline | None:
+    """Return the roofline of a model before anything was measured.
+
+    Args:
+        config: Hugging Face config of the decoder.
+        device: the driver's name of the GPU.
+        tensor_parallel, bytes_per_weight: see `Roofline.of`.
+
+    Returns:
+        None where the table of devices lacks the GPU or `Roofline.of` does not know the model's family.
+    """
+    found = recognise(device)
+    if found is None or config.get("model_type") not in FAMILIES:
+        return None
+    return Roofline.of(config, found.speed, tensor_parallel, bytes_per_weight)

@@ -1,0 +1,150 @@
+"""What a neural drafter has not read of its requests' texts, on vLLM's V2 model runner: in a step that has no use for
+its drafts it does not run, and when it is wanted again it reads what it has missed in one pass.
+
+EAGLE and MTP read the policy's hidden states beside the text: these are kept until then, of `KEPT_TOKENS` tokens at
+most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+KEPT_TOKENS = 2048
+"""Tokens that a drafter may miss before it reads them."""
+
+
+class Inputs(NamedTuple):
+    """What vLLM's speculators read, the first arguments of `BaseSpeculator.propose`."""
+
+    batch: Any
+    """`InputBatch`."""
+    attention: dict[str, Any]
+    slots: dict[str, torch.Tensor]
+    hidden: torch.Tensor
+    """The policy's, [tokens, size]."""
+    layers: list[torch.Tensor] | None
+    """Those of some layers, where EAGLE-3 reads them, [tokens, size] each."""
+
+
+class MissedText:
+    """Counts the tokens that each request got in steps in which the drafter did not run, and brings them along."""
+
+    def __init__(self, speculator: Any, texts: torch.Tensor) -> None:
+        """
+        Args:
+            speculator: vLLM's, of which `may_miss_steps` holds.
+            texts: int32 [slots, length], the text of the request in each slot.
+        """
+        self._speculator, self._texts = speculator, texts
+        self._most = min(KEPT_TOKENS, speculator.max_num_tokens)
+        self._reads_hidden = not speculator.num_extra_query_per_req  # a draft model reads the text alone
+        self._missed: dict[str, int] = {}
+        self._kept: list[tuple[list[str], torch.Tensor]] = []
+
+    def may_miss(self, batch: Any) -> bool:
+        """Whether the drafter need not run in the step of a batch: every request decodes a single token there, so that
+        the host knows how far each is, and what is missed then can still be read in one pass."""
+        if batch.has_prefill or batch.num_tokens != batch.num_reqs:
+            return False
+        return sum(self._missed.get(req_id, 0) + 2 for req_id in batch.req_ids) <= self._most
+
+    def miss(self, inputs: Inputs) -> None:
+        """Note a step in which the drafter does not run."""
+        batch = inputs.batch
+        for req_id in batch.req_ids:
+            self._missed[req_id] = self._missed.get(req_id, 0) + 1
+        if self._reads_hidden:
+            self._kept.append((list(batch.req_ids), _hidden(inputs)[: batch.num_reqs].clone()))
+
+    def read_up(self, inputs: Inputs) -> Inputs:
+        """Return what the drafter reads instead, where each request's part begins with what was missed; `inputs` if
+        nothing was."""
+        batch = inputs.batch
+        missed = np.array([self._missed.get(req_id, 0) for req_id in batch.req_ids], dtype=np.int64)
+        kept, self._missed, self._kept = self._kept, {}, []
+        if not missed.any():
+            return inputs
+        device, requests = batch.input_ids.device, batch.num_reqs
+        begins = np.asarray(batch.query_start_loc_np[:requests], dtype=np.int64)
+        counts = np.diff(batch.query_start_loc_np[: requests + 1]) + missed
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        rows = np.repeat(np.arange(requests), counts)
+        place = np.arange(offsets[-1]) - offsets[rows] - missed[rows]  # from the first token of the step
+        present = np.where(place < 0, 0, begins[rows] + place)
+        row, step, ahead = (torch.from_numpy(x).to(device, non_blocking=True) for x in (rows, present, place))
+        positions = batch.positions[batch.query_start_loc[:requests].long()][row] + ahead
+        before = self._texts[batch.idx_mapping.long()[row], positions]
+        longer = dataclasses.replace(
+            batch,
+            num_tokens=int(offsets[-1]),
+            num_tokens_after_padding=int(offsets[-1]),
+            num_scheduled_tokens=counts.astype(np.int32),
+            decode_graph_eligible=False,
+            input_ids=torch.where(ahead < 0, before, batch.input_ids[step]),
+            positions=positions,
+            query_start_loc=torch.from_numpy(offsets.astype(np.int32)).to(device, non_blocking=True),
+            query_start_loc_np=offsets.astype(np.int32),
+        )
+        if not self._reads_hidden:
+            return inputs._replace(batch=longer)
+        hidden = self._hidden_of(inputs, kept, counts)
+        return Inputs(longer, *self._attention(longer), hidden, None)
+
+    def _hidden_of(
+        self, inputs: Inputs, kept: list[tuple[list[str], torch.Tensor]], counts: np.ndarray
+    ) -> torch.Tensor:
+        """Return the hidden states of each request's missed tokens and those of the step, [tokens, size]."""
+        batch, places = inputs.batch, [list[int]() for _ in inputs.batch.req_ids]
+        rows = {req_id: row for row, req_id in enumerate(batch.req_ids)}
+        first = 0
+        for req_ids, hidden in kept:
+            for i, req_id in enumerate(req_ids):
+                if req_id in rows:
+                    places[rows[req_id]].append(first + i)
+            first += len(hidden)
+        for row, (begin, end) in enumerate(zip(batch.query_start_loc_np, batch.query_start_loc_np[1:], strict=False)):
+            if row < len(places):
+                places[row] += range(first + int(begin), first + int(end))
+        assert [len(mine) for mine in places] == counts.tolist()
+        everything = torch.cat([*(hidden for _, hidden in kept), _hidden(inputs)[: batch.num_tokens]])
+        at = torch.tensor([place for mine in places for place in mine], dtype=torch.int64)
+        chosen = everything[at.to(everything.device, non_blocking=True)]
+        return self._speculator.model.combine_hidden_states(chosen) if inputs.layers else chosen
+
+    def _attention(self, batch: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """Return attention metadata and slot mappings of a longer batch, for the drafter's layers."""
+        from vllm.config.compilation import CUDAGraphMode
+        from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+        from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+        speculator, requests, tokens = self._speculator, batch.num_reqs, batch.num_tokens
+        buffers, bound = speculator.input_buffers, batch.seq_lens_cpu_upper_bound
+        buffers.query_start_loc[: requests + 1].copy_(batch.query_start_loc)
+        buffers.seq_lens[:requests].copy_(batch.seq_lens[:requests])
+        buffers.positions[:tokens].copy_(batch.positions)
+        speculator.draft_max_seq_len = min(
+            int(bound[:requests].max()) + speculator.num_speculative_steps, speculator.max_model_len
+        )
+        slots = speculator.block_tables.compute_slot_mappings(
+            batch.idx_mapping, batch.query_start_loc, batch.positions, tokens
+        )
+        plain = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=tokens, num_reqs=requests)
+        attention = speculator._build_attn_metadata(
+            num_reqs=requests, batch_desc=plain, query_start_loc_np=batch.query_start_loc_np,
+            seq_lens_cpu_upper_bound=bound, step=0, slot_mappings=slots,
+        )  # fmt: skip
+        return attention, build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
+
+
+def may_miss_steps(speculator: Any) -> bool:
+    """Whether a speculator can do without running in every step."""
+    return type(speculator).__name__ in ("EagleSpeculator", "MTPSpeculator", "StandaloneARSpeculator")
+
+
+def _hidden(inputs: Inputs) -> torch.Tensor:
+    """Return what EAGLE and MTP read of the policy, [tokens, size]."""
+    return torch.cat(inputs.layers, dim=-1) if inputs.layers else inputs.hidden

@@ -1,0 +1,17 @@
+"""The reward of tiny_math as OpenRLHF wants it: `reward.remote_url`, a Python file with `reward_func`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tiny_math"))
+import task
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
+    """Score one response; its label is the problem."""
+    (query,), (prompt,), (problem,) = queries, prompts, labels
+    text = query.removeprefix(prompt).removesuffix("<|end|>")
+    return {"rewards": task.compute_score("", text, task.answer(problem), {"problem": problem})["score"]}

@@ -1,0 +1,46 @@
+"""What an engine knows of its step times before the first step: sizes of CUDA graphs, and the roofline of its GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from vllm.config import CUDAGraphMode
+
+from das_adapter.config import ToggleConfig
+from das_adapter.core.hardware import DEVICES
+from das_adapter.core.roofline import Roofline
+from das_adapter.engine.drafters import timing
+
+SHAPE = dict(model_type="qwen2", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+             intermediate_size=18944, vocab_size=152064)  # fmt: skip
+
+
+def engine(mode: Any = CUDAGraphMode.FULL_AND_PIECEWISE, quantization: str | None = None, **shape: Any) -> Any:
+    config = SimpleNamespace(to_dict=lambda: SHAPE | shape)
+    return SimpleNamespace(
+        compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[8, 1, 2, 4]),
+        model_config=SimpleNamespace(enforce_eager=False, quantization=quantization, hf_text_config=config),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+
+
+def test_sizes_are_those_that_the_engine_captures() -> None:
+    assert timing.graph_sizes(engine()) == (1, 2, 4, 8)
+    assert timing.graph_sizes(engine(CUDAGraphMode.NONE)) == ()
+
+
+def test_an_engine_on_a_known_gpu_begins_with_its_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert timing.before_the_first_step(ToggleConfig(), engine()) is None  # this is a CPU
+    gpu = SimpleNamespace(is_cuda_alike=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(timing, "current_platform", gpu)
+    for quantization, bytes_per_weight in ((None, 2.0), ("fp8", 1.0)):
+        found = timing.before_the_first_step(ToggleConfig(), engine(quantization=quantization))
+        assert found is not None
+        assert found.steps == Roofline.of(SHAPE, DEVICES["h100"].speed, 2, bytes_per_weight).line()
+    assert timing.before_the_first_step(ToggleConfig(), engine(quantization="awq")) is None
+    assert timing.before_the_first_step(ToggleConfig(), engine(model_type="deepseek_v3")) is None
+    assert timing.before_the_first_step(ToggleConfig(mode="threshold"), engine()) is None

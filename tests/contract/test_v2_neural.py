@@ -1,0 +1,100 @@
+"""vLLM's neural drafters on its V2 model runner: whatever they draft, the tokens are stock vLLM's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_losslessness import PLAIN, requests, two_rounds
+from test_neural import ALWAYS, HOST, METHODS, block, trained_drafter
+from test_v2_losslessness import ROUNDS, shortened, stock, synced
+
+RUNNER = "vllm.v1.worker.cpu.model_runner"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: Path, method: str) -> None:
+    """Drafts of any length, in any step, on the device, while the host schedules ahead."""
+    reference = v2_engine(das=None, rounds=stock(ROUNDS))
+    result = v2_engine(das=block(method, drafters), rounds=ROUNDS, sabotage="any draft length")
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    for found in result:
+        assert found["runner"] == RUNNER
+        assert found["asynchronous"]
+        assert not found["stats"]["error"]
+        assert not found["stats"]["alarm"]
+        assert found["stats"]["accepted_tokens"] > 20
+        assert found["stats"]["tokens"] == sum(map(len, found["tokens"]))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_drafter_has_missed_it_reads_later(v2_engine: Any, drafters: Path, method: str) -> None:
+    """As many of its tokens are accepted as when it reads along with the policy."""
+    das = block(method, drafters)
+    result = v2_engine(das=das, rounds=ROUNDS, sabotage="any draft length")
+    along = v2_engine(das=das, rounds=ROUNDS, sabotage="any draft length, reading along")
+    for late, now in zip(result, along, strict=True):
+        assert now["stats"]["drafter_passes"] > 1.2 * late["stats"]["drafter_passes"] > 10
+        for name in ("draft_tokens", "accepted_tokens"):
+            assert now["stats"][name] == late["stats"][name]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
+    v2_engine: Any, engine: Any, drafters: Path, method: str
+) -> None:
+    """And the V1 runner, whose noise is the same, takes as many steps."""
+    reference = v2_engine(das=None, rounds=stock(ROUNDS))
+    result = v2_engine(das=block(method, drafters, **ALWAYS), rounds=ROUNDS)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    on_v1 = engine(das=block(method, drafters, **ALWAYS), rounds=ROUNDS)
+    assert [r["tokens"] for r in on_v1] == [r["tokens"] for r in reference]
+    for a, b in zip(result, on_v1, strict=True):
+        assert a["stats"]["steps"] == pytest.approx(b["stats"]["steps"], rel=0.05)
+
+
+@pytest.mark.long
+def test_the_controller_chooses_the_lengths(v2_engine: Any, drafters: Path) -> None:
+    reference = v2_engine(das=None, rounds=stock(ROUNDS))
+    useful = v2_engine(das=block("eagle3", drafters), rounds=ROUNDS, sabotage="slow policy")
+    useless = v2_engine(das=block("draft_model", drafters, draft={"weights": "trainer"}), rounds=ROUNDS,
+                        sabotage="drafter without weights")  # fmt: skip
+    for result in (useful, useless):
+        assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    for good, bad in zip(useful, useless, strict=True):
+        assert good["stats"]["draft_tokens"] > good["stats"]["request_forwards"]
+        assert bad["stats"]["draft_tokens"] < 0.5 * bad["stats"]["request_forwards"]
+        assert bad["stats"]["drafter_passes"] < 0.5 * bad["stats"]["steps"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_the_trainers_weights_reach_the_drafter(v2_engine: Any, drafters: Path, method: str) -> None:
+    trained, second = trained_drafter(drafters, method, None)
+    das = block(method, drafters, draft={"weights": "trainer"}, **ALWAYS)
+    result = v2_engine(das=das, rounds=[trained, second], env=HOST, sabotage="drafter without weights")
+    rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
+    assert rate[1] > max(0.08, 5 * rate[0])
+    assert result[1]["stats"]["alarm"] is None
+
+
+@pytest.mark.long
+def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: Path) -> None:
+    reference = v2_engine(das=None, rounds=stock(ROUNDS))
+    result = v2_engine(das=block("eagle3", drafters, **ALWAYS), rounds=ROUNDS, sabotage="failing drafter")
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert all("broken on purpose" in r["stats"]["error"] for r in result)
+    assert result[0]["log"].count("the eagle3 drafter failed and is off") == len(ROUNDS)
+
+
+@pytest.mark.long
+def test_two_ranks_run_the_drafter_together(v2_engine: Any, drafters: Path) -> None:
+    rounds = synced(two_rounds(requests(shortened(PLAIN, 20), 6)))
+    reference = v2_engine(das=None, rounds=stock(rounds))
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    result = v2_engine(das=block("eagle3", drafters), rounds=rounds, engine=two, sabotage="any draft length")
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert sum(r["stats"]["accepted_tokens"] for r in result) > 20

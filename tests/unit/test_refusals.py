@@ -1,0 +1,64 @@
+"""What an engine with a drafter refuses before it starts: settings of vLLM under which drafting would be wrong."""
+
+from __future__ import annotations
+
+import logging
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from das_adapter.config import parse
+from das_adapter.engine.patches import _refuse
+from das_adapter.errors import ConfigError
+
+
+def engine(model: dict[str, bool], adapters: bool = False, **parallel: int) -> Any:
+    """vLLM's config, as far as it is looked at."""
+    traits = dict.fromkeys(("is_hybrid", "is_multimodal_model", "uses_mrope", "is_moe"), False)
+    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, **parallel}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**traits, **model}),
+        parallel_config=SimpleNamespace(**sizes),
+        lora_config=object() if adapters else None,
+    )
+
+
+@pytest.mark.parametrize("drafter", ["self", "history+self"])
+def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
+    config = parse({"drafter": drafter})
+    assert config is not None
+    with pytest.raises(ConfigError, match=rf"das\.drafter='{re.escape(drafter)}' does not work with LoRA adapters"):
+        _refuse(config, engine({}, adapters=True))
+    _refuse(config, engine({}))
+
+
+@pytest.mark.parametrize(
+    ("block", "model", "parallel", "named"),
+    [
+        ({}, {}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"drafter": "self"}, {"is_hybrid": True}, {}, "recurrent state"),
+        ({"drafter": "history+self"}, {"uses_mrope": True}, {}, "M-RoPE"),
+        ({"drafter": "self"}, {"is_moe": True}, {"data_parallel_size": 4}, "experts over data_parallel_size=4"),
+        ({"drafter": "mtp"}, {"is_moe": True}, {"data_parallel_size": 4}, "das.toggle.mode=off does"),
+        ({"drafter": "mtp"}, {"is_multimodal_model": True}, {}, "a multimodal policy"),
+    ],
+)
+def test_what_a_drafter_cannot_do_is_named(
+    block: dict[str, Any], model: dict[str, bool], parallel: dict[str, int], named: str
+) -> None:
+    config = parse(block)
+    assert config is not None
+    with pytest.raises(ConfigError, match=rf"das\.drafter={config.drafter!r}.*{named}".replace("+", r"\+")):
+        _refuse(config, engine(model, **parallel))
+
+
+def test_what_it_can_do_is_allowed_and_what_it_costs_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = parse({"budget": {"max_draft_tokens": 4}})
+    assert config is not None
+    _refuse(config, engine({"is_moe": True, "uses_mrope": True, "is_multimodal_model": True}, data_parallel_size=4))
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING, logger="das_adapter"):
+        _refuse(config, engine({"is_hybrid": True}))
+    assert "1 + 4 copies" in caplog.text

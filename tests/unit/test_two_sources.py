@@ -1,0 +1,85 @@
+"""A history beside a drafting model on a modelled engine: together they are at least as fast as the better alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.latency import StepModel
+from das_adapter.core.length import RESPONSE
+from das_adapter.core.model_drafts import ModelDrafts
+
+MEMORY_BOUND = StepModel(base=0.03, token=0.0, bend=0.0004, knee=32)
+COMPUTE_BOUND = StepModel(base=0.034, token=0.0, bend=0.00135, knee=4)
+PASS = StepModel(base=0.002, token=0.00002)
+RATE = 0.6
+"""Chance of a token of the model, if those before survived."""
+
+
+def rollout(
+    controller: Controller, lengths: np.ndarray, truth: StepModel, chance: float, coverage: float, seed: int
+) -> float:
+    """Seconds of a rollout; in `coverage` of the stretches of 20 tokens the history has drafts, whose tokens survive
+    with `chance`. Coverage 0: there is no history."""
+    rng, shape = np.random.default_rng(seed), (len(lengths), int(lengths.max()) + 40)
+    history_right, model_right = rng.random(shape) < chance, rng.random(shape) < RATE
+    known = np.repeat(rng.random((len(lengths), shape[1] // 20 + 1)) < coverage, 20, axis=1)
+    done, seconds = np.zeros(len(lengths), dtype=int), 0.0
+    slots = {i: controller.open(i, 0, int(lengths.max())) for i in range(len(lengths))}
+    history, model = dict.fromkeys(slots, 0), dict.fromkeys(slots, 0)
+    while slots:
+        live = list(slots)
+        carried, by_model = np.array([history[i] or model[i] for i in live]), np.array([model[i] for i in live])
+        right = [(model_right if model[i] else history_right)[i, done[i] : done[i] + n]
+                 for i, n in zip(live, carried, strict=True)]  # fmt: skip
+        accepted = np.array([int(np.argmin([*hits, False])) for hits in right])
+        got = np.minimum(accepted + 1, lengths[live] - done[live])
+        done[live] += got
+        at, room = np.array([slots[i] for i in live]), np.maximum(lengths[live] - done[live] - 1, 0)
+
+        def offer(limits: np.ndarray, floor: float, live: list[int] = live) -> tuple[np.ndarray, np.ndarray]:
+            counts = np.where(known[live, done[live]], limits, 0)
+            offsets = np.concatenate([[0], np.cumsum(counts)])
+            place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
+            return np.maximum(chance ** (place + 1), 1e-3).astype(np.float32), offsets
+
+        some = carried if carried.any() else None
+        decoded = Decoded(at, got, some, by_model if controller.drafts else None, room)
+        plan = controller.plan(decoded, offer if coverage else None)
+        tokens = len(live) + int(carried.sum())
+        took, drafting = truth.step(tokens, len(live), some is not None), 0.0
+        history, model = (dict(zip(live, of.tolist(), strict=True)) for of in (plan.history, plan.model))
+        if controller.drafts and (longest := int(plan.model.max())):
+            drafting = longest * PASS.step(int(np.count_nonzero(plan.model)), 0, False)
+            controller.drafts.timed_pass(int(np.count_nonzero(plan.model)), drafting / longest)
+        seconds += took + drafting
+        controller.timed(TimedStep(at, got, tokens, took, drafting))
+        for i in [i for i in live if done[i] >= lengths[i]]:
+            controller.close(slots.pop(i))
+    return seconds
+
+
+def second(lengths: np.ndarray, truth: StepModel, chance: float, coverage: float, with_model: bool) -> float:
+    """Seconds of the second of two rollouts."""
+    drafts = ModelDrafts(5, narrows=False) if with_model else None
+    controller = Controller(BudgetConfig(), ToggleConfig(), limit=2048, drafts=drafts)
+    for version in (1, 2):
+        seconds = rollout(controller, lengths, truth, chance, coverage, version)
+        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
+    return seconds
+
+
+@pytest.mark.parametrize("truth", [MEMORY_BOUND, COMPUTE_BOUND])
+@pytest.mark.parametrize(("chance", "coverage"), [(0.9, 0.6), (0.6, 0.3)])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_two_sources_are_at_least_as_fast_as_the_better(
+    truth: StepModel, chance: float, coverage: float, batch: int
+) -> None:
+    lengths = np.clip(np.random.default_rng(batch).lognormal(5.3, 0.45, batch), 64, 500).astype(int)
+    both = second(lengths, truth, chance, coverage, True)
+    alone = second(lengths, truth, chance, coverage, False), second(lengths, truth, chance, 0.0, True)
+    assert both <= 1.02 * min(alone)
+    if batch == 1 or (truth is MEMORY_BOUND and batch == 8):
+        assert both < 0.99 * min(alone)
