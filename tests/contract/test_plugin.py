@@ -42,6 +42,13 @@ def test_a_wrong_block_stops_the_engine() -> None:
         engine_config(additional_config={"das": {"histroy": {}}})
 
 
+def test_drafts_found_on_the_host_need_synchronous_scheduling() -> None:
+    das = {"das": {"drafter": "history"}}
+    with pytest.raises(ConfigError, match="found async_scheduling=True, allowed: None or False"):
+        engine_config(additional_config=das, async_scheduling=True)
+    assert not engine_config(additional_config=das).scheduler_config.async_scheduling
+
+
 def test_a_drafter_with_weights_gets_them_and_room_past_the_end() -> None:
     das = {"drafter": "draft_model", "draft": {"model": str(POLICY), "tokens": 4}}
     config = engine_config(additional_config={"das": das}, load_format="dummy")

@@ -201,6 +201,7 @@ def test_our_drafters_are_one_proposer(drafter: str, tokens: int) -> None:
             ({"drafter": "mtp", "draft": {"options": options}}, [f"das.draft.options.{key}", "das.verify.allow_lossy"])
             for key, options in (
                 ("rejection_sample_method", {"rejection_sample_method": "synthetic"}),
+                ("rejection_sample_method", {"rejection_sample_method": "fly"}),
                 ("synthetic_acceptance_length", {"synthetic_acceptance_length": 3.0}),
                 ("lenience", {"lenience": 0.9}),
             )
