@@ -85,7 +85,8 @@ class HistoryConfig(_Block):
     that are worth most for their bytes; all problems keep some history as long as 256 bytes of each fit."""
     device_bytes: Annotated[Size, Field(ge=2**16)] = 2**30
     """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems in
-    its batch, 8 bytes a token, and finished siblings' text. The V1 runner drafts on the host and has none."""
+    its batch, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
+    drafts on the host and has none."""
     persist: UserPath | None = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
     empty history, or with its own where it resumes."""
@@ -142,7 +143,7 @@ class SelfConfig(_Block):
 
     weights: Literal["int4", "int8", "fp8"] = "int4"
     """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU); `int4`, `fp8` (GPU,
-    where neither has been tried yet)."""
+    where neither has been tried yet). The copy lies with the policy's weights: it sleeps and wakes with them."""
     max_tokens: Annotated[int, Field(ge=1, le=16)] = 5
     """Most tokens that the copy drafts for a request in a step; how many of them pay is measured."""
     ladder: list[int] | None = None

@@ -139,3 +139,27 @@ def test_experts_are_left_as_they_are_and_named() -> None:
     assert copy.full_bytes == 4 * 64 * 128 * 4
     assert copy.model.experts is policy.experts
     assert [layer for layer, _ in copy.layers] == [policy.gate]
+
+
+def test_a_gpus_four_bits_are_the_definitions_and_do_not_depend_on_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for Marlin's own order of the codes, which only its kernel on a GPU makes."""
+    pytest.importorskip("vllm")
+    from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
+
+    from das_adapter.engine.drafters import quantised_gpu
+
+    monkeypatch.setattr(quantised_gpu, "marlin_make_workspace_new", lambda device: torch.ones(4))
+    monkeypatch.setattr(quantised_gpu.ops, "awq_marlin_repack", lambda packed, *_: packed, raising=False)
+    weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(6))
+    weight[7], weight[9] = 0.0, 0.5
+    codes, scales, zeros = quantised_gpu.rounded(weight)
+    value = (codes.view(256, 3, 128) - zeros[..., None]) * scales[..., None]
+    np.testing.assert_allclose(value.view(256, 384), reference(weight.numpy(), 4), atol=1e-6)
+    whole = quantised_gpu.Int4(weight)
+    whole.quantise(weight)
+    assert torch.equal(whole.tensors()[0], awq_pack(codes.t().int(), 4, 384, 256))
+    monkeypatch.setattr(quantised_gpu, "_AT_ONCE", 64 * 384)
+    parts = quantised_gpu.Int4(weight)
+    parts.quantise(weight)
+    assert all(map(torch.equal, parts.tensors(), whole.tensors()))
+    assert not parts._workspace.any()

@@ -17,17 +17,36 @@ from vllm.scalar_type import scalar_types
 from das_adapter.errors import ConfigError
 
 GROUP = 128
-_INTERLEAVED = [0, 2, 4, 6, 1, 3, 5, 7]
+_AT_ONCE = 2**24
+"""Weights that are quantised at once: the float32 copies on the way take some 20 bytes each."""
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
     """Pack numbers of 4 bits [inputs, rows] to int32 [inputs, rows / 8], as vLLM's `awq_pack` does on the host, which
     takes seconds for a large matrix."""
-    eights = codes.to(torch.int32).reshape(len(codes), -1, 8)[..., _INTERLEAVED]
-    packed = torch.zeros_like(eights[..., 0])
-    for place in range(8):
-        packed |= eights[..., place] << 4 * place
+    pairs = codes.to(torch.int32).reshape(len(codes), -1, 4, 2)
+    packed = torch.zeros_like(pairs[..., 0, 0])
+    for place in range(8):  # the even ones of eight numbers first
+        packed |= pairs[..., place % 4, place // 4] << 4 * place
     return packed
+
+
+def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round to the nearest of 16 values for each row and group of inputs.
+
+    Args:
+        weight: [rows, inputs], of any dtype.
+
+    Returns:
+        Codes float32 [rows, inputs]; scales [rows, groups] in the weight's dtype; zero points float32 [rows, groups].
+        A weight is about `scale * (code - zero)`.
+    """
+    grouped = weight.float().view(len(weight), -1, GROUP)
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).clamp(min=1e-6).to(weight.dtype)  # such as float16 has, too
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    codes = (grouped / scales.float()[..., None]).round_().add_(zeros[..., None]).clamp_(0, 15)
+    return codes.view(weight.shape), scales, zeros
 
 
 def pack_zeros(zeros: torch.Tensor) -> torch.Tensor:
@@ -73,17 +92,16 @@ class Int4:
         self._unordered = {k: v for k, v in unordered.items() if k in inspect.signature(ops.marlin_gemm).parameters}
 
     def quantise(self, weight: torch.Tensor) -> None:
-        groups = self.inputs // GROUP
-        grouped = weight.float().view(self.rows, groups, GROUP)
-        low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-        scales = ((high - low) / 15).clamp(min=1e-10).to(weight.dtype)
-        zeros = (-low / scales.float()).round().clamp(0, 15)
-        codes = ((grouped / scales.float()[..., None]).round() + zeros[..., None]).clamp(0, 15)
-        packed = pack(codes.view(self.rows, self.inputs).t())
+        at_once = max(1, _AT_ONCE // self.inputs // 64) * 64
+        parts = []
+        for part in torch.split(weight, at_once):
+            codes, scales, zeros = rounded(part)
+            parts.append((pack(codes.t()), scales, zeros))
+        packed, all_scales, all_zeros = zip(*parts, strict=True)
         fresh = [
-            ops.awq_marlin_repack(packed, self.inputs, self.rows, 4),
-            marlin_permute_scales(scales.t().contiguous(), self.inputs, self.rows, GROUP),
-            pack_zeros(zeros.t()),
+            ops.awq_marlin_repack(torch.cat(packed, 1), self.inputs, self.rows, 4),
+            marlin_permute_scales(torch.cat(all_scales).t().contiguous(), self.inputs, self.rows, GROUP),
+            pack_zeros(torch.cat(all_zeros).t()),
         ]
         if not self.kept:
             self.kept = fresh
