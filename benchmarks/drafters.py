@@ -5,10 +5,12 @@
 
 `modes` samples the same problems at temperature 1 with the same seeds in every arm, with a given number of requests in
 flight, after a rollout at that batch which does not count. Each problem is visited in `--epochs` rollouts, the first of
-which finds no history. The arms take turns; of `--repeats` the fastest counts. Behind a context of more than 256 tokens
-responses are ended by the client, after a long tail of lengths. With `--fixed` it also drafts a fixed length with the
-policy copy, and compares the speed-up with the roofline, L / (γ r + v), from the measured step times and with the batch
-as it becomes smaller.
+which finds no history. The arms take turns of half a second, within a rollout, so that a machine that becomes slower
+does so for all of them; of `--repeats` the fastest counts. With one thread, seconds are those of the processor: what
+others do on the machine does not count, neither for the figures nor for the controllers. Behind a context of more than
+256 tokens responses are ended by the client, after a long tail of lengths. With `--fixed` it also drafts a fixed length
+with the policy copy, and compares the speed-up with the roofline, L / (γ r + v), from the measured step times and with
+the batch as it becomes smaller.
 `steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
 of the copy, and of verification. POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
 """
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from itertools import count, product
 from pathlib import Path
 from statistics import median
@@ -35,6 +37,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXED = 4  # tokens of the fixed-length drafts
+TURN_S = 0.5
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -70,7 +73,13 @@ class Child:
 
     def next(self) -> Any:
         """Its next result."""
-        self._tell("next")
+        while (result := self.turn()) is None:
+            pass
+        return result
+
+    def turn(self) -> Any:
+        """Let it work for a turn; return its result, or None if it is not through."""
+        self._tell("go on")
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("RESULT "):
@@ -85,10 +94,16 @@ class Child:
 
 
 def child() -> None:
-    """The other end: a job, then a result for each further line."""
+    """The other end: a job, then a turn for each further line, and after it a result, or null."""
     job = json.loads(sys.stdin.readline())
     results = child_modes(job) if job["what"] == "modes" else iter([child_steps(job)])
-    while sys.stdin.readline():
+    waited, clock = 0.0, time.process_time if job["threads"] == 1 else time.perf_counter
+    time.perf_counter = lambda: clock() - waited  # the turns of others take no time
+    while True:
+        begin = clock()
+        if not sys.stdin.readline():
+            return
+        waited += clock() - begin
         print("RESULT " + json.dumps(next(results)), flush=True)
 
 
@@ -140,8 +155,13 @@ def stops(count: int, context: int, most: int) -> list[int] | None:
     return np.clip(np.random.default_rng(count).lognormal(5.7, 0.45, count), 64, most).astype(int).tolist()
 
 
-def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What the drafter takes, then for each context and batch the figures of each epoch of each repeat."""
+Rollout = tuple[float, list[list[int]], Any]
+"""Seconds, texts, and the engine's figures."""
+
+
+def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+    """What the drafter takes, then for each context and batch the figures of each epoch of each repeat; None where a
+    turn ends before."""
     import numpy as np
     from vllm import SamplingParams
 
@@ -151,12 +171,12 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     def rpc(command: str, **payload: Any) -> Any:
         return llm.collective_rpc("das_rpc", args=(command, payload))[0]
 
-    def rollout(batch: int, work: Work, ends: list[int] | None = None) -> tuple[float, list[list[int]], Any]:
+    def rollout(batch: int, work: Work, ends: list[int] | None = None) -> Generator[None, None, Rollout]:
         core.scheduler.max_num_running_reqs = batch
         rpc("refresh", version=1)  # a weight sync: what the last rollout wrote does not count
         rpc("stats")
         number, texts = next(serial), [list[int]() for _ in work]
-        begin = time.perf_counter()
+        begin = turn = time.perf_counter()
         for i, (prompt, extra) in enumerate(work):
             params = SamplingParams(max_tokens=job["tokens"], ignore_eos=ends is not None, detokenize=False,
                                     extra_args=extra)  # fmt: skip
@@ -167,22 +187,27 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 texts[i] = list(output.outputs[0].token_ids)[: ends[i] if ends else None]
                 if ends and len(texts[i]) == ends[i] and not output.finished:
                     vllm.abort_request([output.request_id])
+            if time.perf_counter() - turn > TURN_S:
+                yield
+                turn = time.perf_counter()
         seconds = time.perf_counter() - begin
         return seconds, texts, rpc("stats")
 
-    rollout(8, requests(8, 4, 7, first=10**6))
+    yield from rollout(8, requests(8, 4, 7, first=10**6))
     refreshed = min(rpc("refresh", version=1).get("requantise_s", 0.0) for _ in range(4))
     yield {"refresh_s": refreshed, "drafter_bytes": drafter_bytes(job["das"], rpc("stats"))}
     first = 0
     for context, batch in product(job["contexts"], job["batches"]):
         many = max(batch, job["least"])
         ends = stops(many, context, job["tokens"])
-        rollout(batch, requests(many, job["samples"], 7, context, 10**6), ends)  # the first steps at this batch
+        yield from rollout(
+            batch, requests(many, job["samples"], 7, context, 10**6), ends
+        )  # the first steps at this batch
         for _ in range(job["repeats"]):
             first += many
             for epoch in range(job["epochs"]):
                 work = requests(many, job["samples"], 99 + 7 * epoch, context, first)
-                seconds, texts, stats = rollout(batch, work, ends)
+                seconds, texts, stats = yield from rollout(batch, work, ends)
                 figures = summary(seconds, stats)
                 figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
                 figures["response_tokens"] = [int(np.mean([*map(len, texts)])), max(map(len, texts))]
@@ -191,7 +216,7 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 rpc("refresh", version=1, trajectories=keep)
                 yield figures
         if job["das"]["drafter"] == "self" and job["fixed"] and batch <= 4:
-            yield fixed_length(llm, batch, requests(many, job["samples"], 99, context), rollout)
+            yield from fixed_length(llm, batch, requests(many, job["samples"], 99, context), rollout)
 
 
 def drafter_bytes(das: dict[str, Any], stats: dict[str, Any]) -> int:
@@ -242,7 +267,7 @@ def record_step_times() -> dict[tuple[int, int], list[float]]:
     return times
 
 
-def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Any:
+def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Iterator[dict[str, Any] | None]:
     """Draft always `FIXED` tokens and never, and set the speed-up beside the roofline's."""
     import numpy as np
 
@@ -255,7 +280,7 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Any:
     for length in (0, FIXED):
         drafter.restart(fixed(drafter, length))
         policies.append(id(drafter.controller.times))
-        seconds, texts, stats = rollout(batch, work)
+        seconds, texts, stats = yield from rollout(batch, work)
         out[str(length)] = summary(seconds, stats)
     drafter.restart(usual)
     policy, copy = (
@@ -270,7 +295,7 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Any:
     plain = seconds_of(lengths, batch, lambda b: at(policy, b))
     drafted = seconds_of(lengths / out[str(FIXED)]["tokens_per_forward"], batch,
                          lambda b: FIXED * at(copy, b) + at(policy, (FIXED + 1) * b))  # fmt: skip
-    return out | {
+    yield out | {
         "policy_ms": at(policy, batch) * 1e3, "copy_ms": at(copy, batch) * 1e3,
         "verify_ms": at(policy, batch * (FIXED + 1)) * 1e3, "roofline": plain / drafted,
         "measured": out["0"]["rollout_s"] / out[str(FIXED)]["rollout_s"],
@@ -419,15 +444,18 @@ def main() -> None:
 
 
 def take_turns(children: dict[str, Child], results: dict[str, Any], args: argparse.Namespace) -> None:
-    """Rollouts of all arms in turns, so that what a machine does meanwhile hits all alike."""
+    """Rollouts of all arms in turns."""
     for arm in results:
         results[arm]["cells"] = {}
     for context, batch in product(args.contexts, args.batches):
         rows: dict[tuple[str, int], list[Any]] = defaultdict(list)
-        for repeat in range(args.repeats):
-            for epoch in range(args.epochs):
-                for arm in list(children)[:: -1 if (repeat + epoch) % 2 else 1]:
-                    rows[arm, epoch].append(children[arm].next())
+        for epoch in list(range(args.epochs)) * args.repeats:
+            pending = list(children)
+            while pending:
+                found = {arm: children[arm].turn() for arm in pending}
+                pending = [arm for arm in pending if found[arm] is None]
+                for arm in found.keys() - pending:
+                    rows[arm, epoch].append(found[arm])
         for (arm, epoch), found in rows.items():
             seconds = {"all_rollout_s": [round(f["rollout_s"], 3) for f in found]}
             fastest = min(found, key=lambda f: float(f["rollout_s"]))

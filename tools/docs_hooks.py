@@ -72,22 +72,26 @@ def _epochs(axis: Any) -> None:
 
 
 def _drafters(axis: Any) -> None:
-    found = results("drafters_modes.json")["results"]
+    found = results("drafters_256.json")["results"]
     colours = {
         "history": ORANGE,
-        "history+self": BLUE,
         "self:int4": "#7a5195",
         "draft_model": GREY,
         "eagle3": "#b3261e",
+        "history+self": BLUE,
+        "history+draft_model": "#2f8f6b",
     }
-    off = found["off"]["batches"]
-    for name, colour in colours.items():
-        turns = [(found[name]["batches"][b]["all_rollout_s"], off[b]["all_rollout_s"]) for b in off]
-        ratios = [float(np.median(np.divide(mine, stock))) for mine, stock in turns]
-        axis.plot(range(len(off)), ratios, "o-", color=colour, label=name)
+    batches = sorted({int(cell.split("/")[1]) for cell in found["off"]["cells"]})
+
+    def both_visits(arm: str, batch: int) -> float:
+        return sum(float(found[arm]["cells"][f"256/{batch}/{visit}"]["rollout_s"]) for visit in (1, 2))
+
+    for arm, colour in colours.items():
+        ratios = [both_visits(arm, batch) / both_visits("off", batch) for batch in batches]
+        axis.plot(range(len(batches)), ratios, "o-", color=colour, label=arm)
     axis.axhline(1, color=GREY, linewidth=1)
-    axis.set_xticks(range(len(off)), list(off))
-    axis.set(xlabel="requests in the batch", ylabel="rollout time, of off", ylim=(0, 1.7))
+    axis.set_xticks(range(len(batches)), list(map(str, batches)))
+    axis.set(xlabel="requests in the batch", ylabel="rollout time, of off", ylim=(0, 1.2))
     axis.legend(frameon=False, ncols=2)
 
 

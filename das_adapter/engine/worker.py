@@ -307,6 +307,8 @@ def key_rows(stock: Any, state: WorkerState) -> Any:
 
     @functools.wraps(stock)
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
+        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+            spec_decode_metadata = None  # vLLM 0.32 describes steps without drafts too
         state.drafts = None if spec_decode_metadata is None else spec_decode_metadata.num_draft_tokens
         if state.drafter:
             state.drafter.carried = state.drafts

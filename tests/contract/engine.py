@@ -84,7 +84,9 @@ def sabotage(kind: str) -> None:
         from das_adapter.engine.drafters.history import HistorySource
 
         stock.LEAST_STEPS, stock.SAMPLE_STEPS = 24, (2, 2)
-        HistorySource.draft = dearly(HistorySource.draft)
+        clock = Clock()
+        ControlledDrafter._begin_step = taking(clock, 0.003, ControlledDrafter._begin_step)
+        HistorySource.draft = in_every_step(taking(clock, 0.03, HistorySource.draft))
     elif kind == "replayed passes":
         from das_adapter.engine.drafters.decode_graphs import DecodePasses
 
@@ -103,7 +105,7 @@ def sabotage(kind: str) -> None:
         ControlledDrafter._propose = any_length(ControlledDrafter._propose)
         neural_drafts.KEPT_BYTES = -1 if "along" in kind else 300_000
     elif kind == "slow policy":
-        ControlledDrafter._begin_step = slowly(ControlledDrafter._begin_step)
+        ControlledDrafter._begin_step = taking(Clock(), 0.03, ControlledDrafter._begin_step)
     elif kind == "stale copy":
         from das_adapter.engine.drafters.policy_copy import PolicyCopy
 
@@ -148,23 +150,33 @@ def any_length(stock: Any) -> Any:
     return propose
 
 
-def slowly(stock: Any) -> Any:
-    """Let every step of the policy take 30 ms more than it does, so that any drafter is cheap."""
+class Clock:
+    """Tells das-adapter the time, so that what it decides does not depend on the machine: every look takes 0.1 ms."""
 
-    def begin_step(self: Any, *args: Any) -> None:
-        stock(self, *args)
-        time.sleep(0.03)
+    def __init__(self) -> None:
+        self.now = 0.0
+        for module in ("worker", "drafters.base", "drafters.controlled", "drafters.neural_drafts"):
+            told = SimpleNamespace(perf_counter=self.perf_counter, time=time.time)
+            importlib.import_module(f"das_adapter.engine.{module}").time = told  # type: ignore[attr-defined]
 
-    return begin_step
+    def perf_counter(self) -> float:
+        self.now += 1e-4
+        return self.now
 
 
-def dearly(stock: Any) -> Any:
-    """Let a look for drafts take 30 ms, and the drafter look in every step."""
+def taking(clock: Clock, seconds: float, stock: Any) -> Any:
+    """Let a call take so many seconds of the clock."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        clock.now += seconds
+        return stock(*args, **named)
+
+    return call
+
+
+def in_every_step(draft: Any) -> Any:
+    """Have the drafter look for drafts in every step that may ask it."""
     from das_adapter.core.controller import Controller
-
-    def draft(self: Any, *args: Any) -> Any:
-        time.sleep(0.03)
-        return stock(self, *args)
 
     Controller._consider = SimpleNamespace(due=lambda *_: True, done=lambda *_, **__: None, restart=lambda: None)
     return draft

@@ -123,9 +123,7 @@ def test_passes_of_the_policy_copy_that_fill_up_a_graph_draft_as_well(engine: An
         assert part["stats"]["accepted_tokens"] > 0.6 * part["stats"]["draft_tokens"] > 100
 
 
-@pytest.mark.long
 def test_a_rollout_that_lost_is_followed_by_one_without_drafts(engine: Any) -> None:
-    """Needs a machine on which steps take about as long as each other."""
     first, second = engine(**ARMS["controlled"], rounds=two_rounds(requests(PLAIN)))
     assert first["stats"]["of_stock"] > 1.5
     assert first["stats"]["silent"] is None
