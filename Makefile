@@ -17,7 +17,7 @@ help:  # print this list
 demo: env  # run GRPO through veRL with speculation off and on, and compare
 	$(BIN)/python examples/verl/demo.py
 
-gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytest, scipy): at most 25 minutes
+gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytest): at most 25 minutes
 	$(PYTHON) benchmarks/gpu/run.py
 
 test: quality $(VENV)/newest  # run the quality checks and every test

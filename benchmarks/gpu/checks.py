@@ -1,5 +1,5 @@
-"""Parts 6 to 8, on real engines: `lossless` (tokens with and without drafts, distribution, keys), `robust` (contract
-tests on this device, a crowded engine) and `ranks` (two GPUs)."""
+"""On real engines: `lossless` (tokens with and without drafts, keys), `robust` (a crowded engine, contract tests) and
+`ranks` (two GPUs)."""
 
 from __future__ import annotations
 
@@ -7,43 +7,47 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import replay
-from engines import CONTRACT, Plan, apart, engine
+from engines import CONTRACT, V1, V2, Bar, Found, Plan, apart, engine, every
 
 ENVIRONMENT = replay.ENVIRONMENT
+HALF = {"dtype": "bfloat16"}
+"""What batch-invariant attention on a GPU computes in."""
 DRAFTERS: dict[str, dict[str, Any]] = {
     "history": {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
     "ngram": {"drafter": "ngram", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
 }
 
 
-def lossless(plan: Plan) -> dict[str, Any]:
+def lossless(plan: Plan) -> Iterator[Found]:
     """The tiny policy of the examples, which has real weights: equal responses and misplaced keys, with and without
-    batch-invariant kernels; chi-square of what the kernel draws on this device."""
-    modes = {}
-    for name, flag in (("batch-invariant", "1"), ("default", "0")):
-        environment = ENVIRONMENT | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else flag}
-        modes[name] = apart(plan, _compare, plan.tiny, env=environment)
-        if plan.tiny:  # a CPU has one kind of kernels, which do not depend on the batch in float32
+    batch-invariant kernels."""
+    found: Found = {"runner": plan.runner, "modes": {}}
+    runner, more = (V1, ["ngram"]) if plan.tiny or plan.runner == "V1" else (V2, [])  # V2 drafts from the history alone
+    for name, flag, drafters in (("batch-invariant", "1", ["history", *more]), ("default", "0", ["history"])):
+        if plan.tiny and name == "default":  # a CPU has one kind of kernels, which do not depend on the batch
             break
-    return {"modes": modes, "chi_square_p": apart(plan, _chi_square)}
+        environment = replay.IN_PROCESS | runner | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else flag}
+        arms = apart(plan, _compare, plan.tiny, drafters[: 1 if plan.tiny else None], env=environment)
+        if runner is V2:  # draws with vLLM's own sampler, whose keys nobody has noted
+            arms = {drafter: arm | {"misplaced": None} for drafter, arm in arms.items()}
+        found["modes"][name] = arms
+        yield found
 
 
-def lossless_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    arms = [arm for mode in found["modes"].values() for arm in mode.values()]
-    invariant = found["modes"]["batch-invariant"].values()
-    return [
-        ("responses that differ with batch-invariant kernels", sum(arm["different"] for arm in invariant), 0),
-        ("tokens drawn with the key of another position", sum(arm["misplaced"] for arm in arms), 0),
-        ("1e-4 over the p-value of the draws", 1e-4 / max(found["chi_square_p"], 1e-12), 1),
-    ]
+LOSSLESS_BARS = (
+    Bar("responses that differ with batch-invariant kernels", 0,
+        lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: arm["different"])),
+    Bar("tokens drawn with the key of another position", 0,
+        lambda f: every((arm for mode in f["modes"].values() for arm in mode.values()), lambda arm: arm["misplaced"])),
+)  # fmt: skip
 
 
-def _compare(tiny: bool) -> dict[str, Any]:
-    """Run the contract tests' own engine, once without drafts and once with each drafter."""
+def _compare(tiny: bool, drafters: list[str]) -> Found:
+    """Run the contract tests' own engine, once without drafts and once with each of some drafters."""
     sys.path.insert(0, str(CONTRACT))
     from engine import run
 
@@ -52,10 +56,10 @@ def _compare(tiny: bool) -> dict[str, Any]:
     from test_losslessness import OFF, PLAIN, requests, two_rounds
 
     rounds = two_rounds(requests(PLAIN))
-    settings = {"enforce_eager": tiny}
+    settings = {"enforce_eager": tiny, **({} if tiny else HALF)}
     off = run({"das": OFF, "engine": settings, "rounds": rounds})
     return {name: _difference(off, run({"das": DRAFTERS[name], "engine": settings, "rounds": rounds}))
-            for name in list(DRAFTERS)[: 1 if tiny else None]}  # fmt: skip
+            for name in drafters}  # fmt: skip
 
 
 def _difference(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> dict[str, Any]:
@@ -72,40 +76,19 @@ def _difference(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> dict[str
             "accepted_tokens": sum(r["stats"]["accepted_tokens"] for r in on)}  # fmt: skip
 
 
-def _chi_square(draws: int = 120_000) -> float:
-    import torch
-    from scipy import stats
-
-    from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    logits = torch.randn(16, generator=torch.Generator().manual_seed(3)) * 1.5
-    positions = torch.arange(draws, device=device)
-    tokens = keyed_sample(logits.to(device).repeat(draws, 1), None, Keys(torch.zeros_like(positions), positions)).tokens
-    expected = draws * logits.double().softmax(0).numpy()
-    return float(stats.chisquare(np.bincount(tokens.cpu().numpy(), minlength=16), expected).pvalue)
+def robust(plan: Plan) -> Iterator[Found]:
+    """A crowded engine; some of the contract tests on this device."""
+    found: Found = {"crowded": apart(plan, _crowded, plan, env=ENVIRONMENT)}
+    yield found
+    chosen = "default and ((plain and (failing or chunks)) or failing_drafter or collapsed)"
+    found["contract"] = _pytest("test_losslessness.py", chosen, plan.tiny)
+    yield found
 
 
-def robust(plan: Plan) -> dict[str, Any]:
-    """The contract tests on this device; a crowded engine."""
-    return {
-        "contract": _pytest(
-            [
-                "test_losslessness.py",
-                "-k",
-                "default and (plain or failing or collapsed)",
-                *(["--collect-only"] if plan.tiny else []),
-            ]
-        ),
-        "crowded": apart(plan, _crowded, plan, env=ENVIRONMENT),
-    }
-
-
-def robust_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    return [
-        ("contract tests: exit code", found["contract"]["code"], 0),
-        ("errors of the crowded engine", float(bool(found["crowded"]["error"])), 0),
-    ]  # fmt: skip
+ROBUST_BARS = (
+    Bar("contract tests: exit code", 0, lambda f: f["contract"]["code"]),
+    Bar("errors of the crowded engine", 0, lambda f: bool(f["crowded"]["error"])),
+)
 
 
 def _crowded(plan: Plan) -> dict[str, Any]:
@@ -127,21 +110,26 @@ def _crowded(plan: Plan) -> dict[str, Any]:
             "seconds": time.perf_counter() - begin}  # fmt: skip
 
 
-def ranks(plan: Plan) -> dict[str, Any]:
+def ranks(plan: Plan) -> Iterator[Found]:
     """Two tensor-parallel ranks: the tokens of one, and nobody waits for one that failed."""
-    listed = (
-        subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False) if not plan.tiny else None
+    if not plan.tiny:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+        if len(listed.stdout.splitlines()) < 2:
+            yield {"why": "fewer than two GPUs"}
+            return
+    yield _pytest("test_ranks.py", "default", plan.tiny)
+
+
+RANKS_BARS = (Bar("tests of two ranks: exit code", 0, lambda f: f["code"]),)
+
+
+def _pytest(file: str, chosen: str, tiny: bool) -> Found:
+    """Run contract tests, with kernels under which equal tokens can be asked for; on a CPU only list them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, "-k", chosen]
+    environment = {} if tiny else {"VLLM_BATCH_INVARIANT": "1", "DAS_TEST_DTYPE": HALF["dtype"]}
+    command += ["--collect-only"] if tiny else []
+    done = subprocess.run(
+        command, cwd=CONTRACT, capture_output=True, text=True, check=False, env=os.environ | environment
     )
-    if listed is not None and len(listed.stdout.splitlines()) < 2:
-        return {"code": None, "why": "found fewer than two GPUs"}
-    return _pytest(["test_ranks.py", "-k", "default", *(["--collect-only"] if plan.tiny else [])])
-
-
-def ranks_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    return [] if found["code"] is None else [("tests of two ranks: exit code", found["code"], 0)]
-
-
-def _pytest(arguments: list[str]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
-    done = subprocess.run(command, cwd=CONTRACT, capture_output=True, text=True, check=False, env={**os.environ})
-    return {"code": done.returncode, "last_line": done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""}
+    lines = done.stdout.strip().splitlines()
+    return {"code": None if tiny else done.returncode, "last_line": lines[-1] if lines else "", "said": lines[-30:]}

@@ -1,4 +1,4 @@
-"""Part 9, `index`: the history's kernels on vLLM's V2 runner: their drafts against the plain reference's, and what a
+"""`index`: the history's kernels on vLLM's V2 runner: their drafts against the plain reference's, and what a
 proposal takes."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engines import CONTRACT, SHAPES, Plan, apart
+from engines import CONTRACT, SHAPES, Bar, Found, Plan, apart, every, in_time
 from sampling import microseconds
 
 GROUP, STEPS, COMPARED = 8, 16, 8
@@ -62,31 +62,30 @@ def measure(plan: Plan) -> dict[str, Any]:
 def index(plan: Plan) -> dict[str, Any]:
     """Compare drafts with the reference's, and time a proposal, by batch and length of the texts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows = {}
-    for length in plan.contexts if not plan.tiny else plan.contexts[:1]:
-        for batch in plan.batches if not plan.tiny else plan.batches[-1:]:
-            world = World(plan, batch, 2 * length, device)
-            if device == "cuda":
-                world.index.capture([batch])
-            drafts, real = world.draft().cpu(), world.index.real[:batch].cpu()
-            rows[f"{batch} x {2 * length}"] = {
-                "wrong": _wrong(plan, batch, 2 * length, drafts),
-                "drafted": float(real.float().mean()),
-                "bytes_per_token": 4 * world.index.arena.used / world.tokens,
-                "proposal_us": microseconds(world.draft, 1 if plan.tiny else 30),
-            }
-    return {"rows": rows}
+    rows: dict[str, Any] = {}
+    found: Found = {"rows": rows}
+    batches, lengths = sorted(plan.batches, reverse=True), [2 * context for context in plan.contexts]
+    worlds = [(batch, lengths[0]) for batch in batches] + [(batches[1], length) for length in lengths[1:]]
+    for batch, length in in_time(plan, worlds[:1] if plan.tiny else worlds, found):
+        world = World(plan, batch, length, device)
+        if device == "cuda":
+            world.index.capture([batch])
+        drafts, real = world.draft().cpu(), world.index.real[:batch].cpu()
+        rows[f"{batch} x {length}"] = {
+            "wrong": _wrong(plan, batch, length, drafts),
+            "drafted": float(real.float().mean()),
+            "bytes_per_token": 4 * world.index.arena.used / world.tokens,
+            "proposal_us": microseconds(world.draft, 1 if plan.tiny else 30),
+        }
+    return found
 
 
-def bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Name, value and upper limit of each bar."""
-    rows = found["rows"]
-    at = next((name for name in rows if name.startswith("256 x 4096")), max(rows, key=lambda n: rows[n]["proposal_us"]))
-    return [
-        ("requests whose drafts differ from the reference's", sum(row["wrong"] for row in rows.values()), 0),
-        (f"microseconds of a proposal, {at} tokens", rows[at]["proposal_us"], 150),
-        ("bytes per sealed token", max(row["bytes_per_token"] for row in rows.values()), 8.5),
-    ]
+BARS = (
+    Bar("requests whose drafts differ from the reference's", 0, lambda f: sum(r["wrong"] for r in f["rows"].values())),
+    Bar("microseconds of a proposal for 256 requests of 4096 tokens", 150,
+        lambda f: f["rows"]["256 x 4096"]["proposal_us"]),
+    Bar("bytes per sealed token", 8.5, lambda f: every(f["rows"].values(), lambda r: r["bytes_per_token"])),
+)  # fmt: skip
 
 
 def _wrong(plan: Plan, batch: int, length: int, drafts: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -10,10 +11,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 _QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6,
@@ -45,16 +46,66 @@ class Plan:
     """Of logits."""
     runner: str = "V1"
     """Of vLLM, on which history is drafted from."""
-    steps: int = 64
+    steps: int = 96
     """Decode steps of one figure."""
     replayed: int = 128
     """Requests of the replayed batch."""
     longest: int = 4096
     """Longest of them, tokens."""
+    until: float = float("inf")
+    """When no further figure is begun, seconds since 1970."""
 
     @property
     def tiny(self) -> bool:
         return self.shape == "tiny"
+
+
+Found = dict[str, Any]
+"""Figures of a part. `left_out` names those for which there was no time."""
+Item = TypeVar("Item")
+
+
+class Bar(NamedTuple):
+    """What a part's figures must show."""
+
+    says: str
+    at_most: float | Callable[[Found], float]
+    value: Callable[[Found], float | None]
+    """Raises LookupError, or returns None, where its figures were not measured."""
+
+    def verdict(self, content: Found) -> Found:
+        """Judge what a part has written: `kept` needs all of its figures, `MISSED` only one that is too high."""
+        try:
+            found = self.value(content)
+            at_most = self.at_most(content) if callable(self.at_most) else self.at_most
+        except (LookupError, ValueError, TypeError):
+            found, at_most = None, None if callable(self.at_most) else self.at_most
+        whole = content["state"] == "done" and not content.get("left_out")
+        if found is None or found != found:
+            verdict = "not run"
+        elif found > at_most:
+            verdict = "MISSED"
+        else:
+            verdict = "kept" if whole else "cut short"
+        return {"bar": self.says, "found": found, "at_most": at_most, "verdict": verdict}
+
+
+def in_time(plan: Plan, items: Iterable[Item], found: Found) -> Iterator[Item]:
+    """Yield the first item, and the others as long as there is time; note in `found` which were left out."""
+    for number, item in enumerate(items):
+        if number and time.time() > plan.until:
+            found.setdefault("left_out", []).append(str(item))
+        else:
+            yield item
+
+
+def every(rows: Iterable[Found], value: Callable[[Found], float]) -> float:
+    """Return the worst of all rows.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return max(map(value, rows))
 
 
 CONTRACT = Path(__file__).resolve().parents[2] / "tests" / "contract"
@@ -65,6 +116,14 @@ ON_CPU = bool(os.environ.get("DAS_TEST_V2"))
 if ON_CPU:
     sys.path.insert(0, str(CONTRACT))
     import v2_cpu  # before vLLM, which looks for a device that Triton compiles for
+
+
+def has_vllm() -> bool:
+    """Whether vLLM is installed."""
+    try:
+        return importlib.util.find_spec("vllm") is not None
+    except ImportError:  # it is hidden
+        return False
 
 
 def runner_here() -> str:
@@ -174,7 +233,7 @@ def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int
         return time.perf_counter() - begin
 
     rollout(4)
-    short, long = (min(rollout(n) for _ in range(2)) for n in (4, 4 + steps))
+    short, long = (min(rollout(n) for _ in range(3)) for n in (4, 4 + steps))
     return max(long - short, 1e-9) / steps
 
 

@@ -1,5 +1,5 @@
-"""Part 3, `propose`: what the V1 runner's drafter does on the host in a step (index, controller), beside what the step
-takes on a GPU by its data sheet. Needs no vLLM."""
+"""`propose`: what the V1 runner's drafter does on the host in a step (index, controller), beside what the step takes on
+a GPU by its data sheet. Needs no vLLM."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 import numpy as np
-from engines import SHAPES, Plan
+from engines import SHAPES, Bar, Found, Plan
 
 GROUP, MOST = 8, 16
 
 
-def propose(plan: Plan) -> dict[str, Any]:
+def propose(plan: Plan) -> Found:
     """Median milliseconds of index and controller in a step, by batch, and of the step on an H100 (roofline)."""
     from das_adapter.core.hardware import DEVICES
     from das_adapter.core.roofline import Roofline
@@ -25,11 +25,12 @@ def propose(plan: Plan) -> dict[str, Any]:
     }}  # fmt: skip
 
 
-def bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Name, value and upper limit of each bar."""
-    batch = max(found["rows"], key=int)
-    row = found["rows"][batch]
-    return [(f"index and controller, share of a step at batch {batch}", row["propose_ms"] / row["step_ms"], 0.03)]
+def _share(found: Found) -> float:
+    row = found["rows"][max(found["rows"], key=int)]
+    return float(row["propose_ms"] / row["step_ms"])
+
+
+BARS = (Bar("index and controller, share of a step at the largest batch", 0.03, _share),)
 
 
 def _seconds(plan: Plan, batch: int, context: int) -> float:

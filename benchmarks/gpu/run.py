@@ -2,58 +2,83 @@
 
     python benchmarks/gpu/run.py                    # every part, at most 25 minutes
     python benchmarks/gpu/run.py gate replay        # some parts, each at most 8 minutes
+    python benchmarks/gpu/run.py --minutes 4 gate   # less time: what does not fit is left out, and said
     python benchmarks/gpu/run.py --shape 1.5b       # a smaller policy; the default is 7b
     python benchmarks/gpu/run.py replay --traces FILE.npz    # recorded rollouts: ids, offsets, problem
     python benchmarks/gpu/run.py --shape tiny --out DIR      # on a CPU: only whether the parts work
 
-Policies have random weights in the shape of Qwen2.5. Each part writes gpu_PART_SHAPE.json with its provenance, and
-prints whether the device keeps each bar. Parts and their minutes on an H100, estimated:
+Policies have random weights in the shape of Qwen2.5. Each part runs in a process of its own and writes
+gpu_PART_SHAPE.json with its provenance, whatever it could measure. A bar is `kept` where all of its part ran, `MISSED`
+where a figure is too high, `cut short` where those measured are good and others are missing, and `not run`. The exit
+code is 0 if none was missed or cut short and no part failed. Parts and their minutes on an H100, estimated:
 
-    kernel   0.5  the sampling kernel against its definition, and its time
+    kernel   0.5  the sampling kernel against its definition, its draws' distribution, and its time
     index    1    the history's kernels (V2 runner) against their reference, and their time
     propose  0.5  the history's drafts on the host (V1 runner), beside a GPU's step
-    gate     6    undrafted steps beside stock vLLM's
-    replay   4    recorded rollouts through real forward passes, with and without drafts
+    gate     4.5  undrafted steps beside stock vLLM's
+    replay   4.5  recorded rollouts through real forward passes, with and without drafts
     trace    2.5  what a step waits for, and the graphs that it replays
-    sweep    2    the step-time model, and a file for toggle.calibration
-    lossless 2.5  equal tokens, positions in the keys, distribution
-    copy     4    the policy copy's CUDA graphs, quantising it, sleep
-    robust   2.5  contract tests on this device, a crowded engine
+    lossless 3    equal tokens, positions in the keys
+    copy     3.5  the policy copy's CUDA graphs, quantising it, sleep
+    robust   3    a crowded engine, contract tests on this device
     ranks    1    two GPUs
+    sweep    2    the step-time model, and a file for toggle.calibration
 
-The first three need no vLLM.
+The first three need no vLLM; the first needs PyTorch, Triton and NumPy alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+sys.path.append(str(HERE.parents[1]))  # where das-adapter is not installed
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
 
-from engines import TINY, Plan, runner_here  # noqa: E402
+from engines import TINY, Bar, Found, Plan, has_vllm, in_time, runner_here  # noqa: E402, F401
 
-PARTS = ("kernel", "index", "propose", "gate", "replay", "trace", "sweep", "lossless", "copy", "robust", "ranks")
+PARTS = ("kernel", "index", "propose", "gate", "replay", "trace", "lossless", "copy", "robust", "ranks", "sweep")
+"""In the order in which they run: what there is no time for is at the end."""
 WITHOUT_VLLM = PARTS[:3]
-VLLM = importlib.util.find_spec("vllm") is not None
 PART_S, ALL_S = 480.0, 1500.0
 """Seconds after which a part, and everything, is ended."""
+NOT_GOOD = ("MISSED", "cut short", "failed")
+LAST_S = 60.0
+"""Seconds before its end in which a part begins no further figure."""
 
 
-def part(name: str, plan: Plan, traces: Path | None, out: Path) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-    """Measure one part; return its figures, and what makes bars of them."""
+def bars(name: str) -> tuple[Bar, ...]:
+    """Return what a part must show. Imports no vLLM."""
+    import checks
+    import copies
+    import device_index
+    import proposing
+    import replay
+    import sampling
+    import steps
+
+    found: dict[str, tuple[Bar, ...]] = {
+        "kernel": sampling.BARS, "index": device_index.BARS, "propose": proposing.BARS, "gate": steps.GATE_BARS,
+        "replay": replay.BARS, "trace": steps.TRACE_BARS, "lossless": checks.LOSSLESS_BARS, "copy": copies.BARS,
+        "robust": checks.ROBUST_BARS, "ranks": checks.RANKS_BARS, "sweep": steps.SWEEP_BARS,
+    }  # fmt: skip
+    return found[name]
+
+
+def part(name: str, plan: Plan, traces: Path | None, out: Path) -> Iterator[Found]:
+    """Measure one part; give what is known whenever more of it is."""
     import checks
     import copies
     import device_index
@@ -63,42 +88,95 @@ def part(name: str, plan: Plan, traces: Path | None, out: Path) -> tuple[dict[st
     import steps
     from engines import apart
 
-    parts: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-        "kernel": (lambda: apart(plan, sampling.kernel, plan), sampling.bars),
-        "gate": (lambda: steps.gate(plan), steps.gate_bars),
-        "sweep": (lambda: steps.sweep(plan, out), steps.sweep_bars),
-        "trace": (lambda: steps.trace(plan), steps.trace_bars),
-        "replay": (lambda: replay.replay(plan, traces), replay.bars),
-        "lossless": (lambda: checks.lossless(plan), checks.lossless_bars),
-        "robust": (lambda: checks.robust(plan), checks.robust_bars),
-        "propose": (lambda: proposing.propose(plan), proposing.bars),
-        "copy": (lambda: copies.copy(plan), copies.bars),
-        "ranks": (lambda: checks.ranks(plan), checks.ranks_bars),
-        "index": (lambda: device_index.measure(plan), device_index.bars),
+    if name not in WITHOUT_VLLM and not has_vllm():
+        return iter([{"why": "vLLM is not installed"}])
+    parts: dict[str, Callable[[], Iterator[Found]]] = {
+        "kernel": lambda: iter([apart(plan, sampling.kernel, plan)]),
+        "index": lambda: iter([device_index.measure(plan)]),
+        "propose": lambda: iter([proposing.propose(plan)]),
+        "gate": lambda: steps.gate(plan),
+        "replay": lambda: replay.replay(plan, traces),
+        "trace": lambda: steps.trace(plan),
+        "lossless": lambda: checks.lossless(plan),
+        "copy": lambda: copies.copy(plan),
+        "robust": lambda: checks.robust(plan),
+        "ranks": lambda: checks.ranks(plan),
+        "sweep": lambda: iter([steps.sweep(plan, out)]),
     }
-    measure, bars = parts[name]
-    return measure(), bars
+    return parts[name]()
 
 
-def report(name: str, plan: Plan, traces: Path | None, out: Path) -> bool:
-    """Measure one part, write its file and print its verdicts; return whether every bar holds."""
-    if plan.tiny and VLLM:
+def measure(name: str, plan: Plan, traces: Path | None, out: Path) -> None:
+    """Measure one part, and write down what is known whenever more of it is."""
+    if plan.tiny and has_vllm():
         import vllm  # noqa: F401  # its forks need not import it again
-    if name in WITHOUT_VLLM or VLLM:
-        found, bars = part(name, plan, traces, out)
-    else:
-        found, bars = {"why": "vLLM is not installed"}, lambda _: ()
+    content = {"state": "running"}
+    try:
+        for found in part(name, plan, traces, out):
+            content |= found
+            write(name, plan, out, content)
+        content["state"] = "done"
+    except Exception as error:
+        content |= {"state": "failed", "why": str(error).strip().splitlines()[-1], "error": traceback.format_exc()}
     from provenance import provenance  # asks the GPU, which the engines' processes must do first
 
-    verdicts = [{"bar": bar, "found": value, "at_most": limit, "kept": value <= limit}
-                for bar, value, limit in bars(found)]  # fmt: skip
-    content = {"provenance": provenance(), "part": name, "shape": plan.shape, "bars": verdicts, **found}
-    (out / f"gpu_{name}_{plan.shape}.json").write_text(json.dumps(content, indent=2) + "\n")
+    write(name, plan, out, {"provenance": provenance(), **content})
+
+
+def path(name: str, plan: Plan, out: Path) -> Path:
+    """Where a part's figures are."""
+    return out / f"gpu_{name}_{plan.shape}.json"
+
+
+def write(name: str, plan: Plan, out: Path, content: Found) -> None:
+    """Write down a part's figures."""
+    head = {key: content[key] for key in ("provenance",) if key in content}
+    text = json.dumps(head | {"part": name, "shape": plan.shape} | content, indent=2)
+    path(name, plan, out).write_text(text + "\n")
+
+
+def judge(name: str, plan: Plan, out: Path) -> list[str]:
+    """Add the verdicts to what a part has written and print them; return them, and `failed` or `cut short` of a part
+    that did not end."""
+    file = path(name, plan, out)
+    content = json.loads(file.read_text()) if file.exists() else {"state": "failed", "why": "its process wrote nothing"}
+    verdicts = [bar.verdict(content) for bar in bars(name)]
+    write(name, plan, out, content | {"bars": verdicts})
     for v in verdicts:
-        print(f"{'kept  ' if v['kept'] else 'MISSED'} {name}: {v['bar']}: {v['found']:.4g} (at most {v['at_most']:g})")
-    if not verdicts:
-        print(f"       {name}: not run: {found['why']}")
-    return all(v["kept"] for v in verdicts)
+        found = "" if v["found"] is None else f": {v['found']:.4g} (at most {v['at_most']:g})"
+        print(f"{v['verdict']:9} {name}: {v['bar']}{found}")
+    for why in (content.get("why"), content.get("left_out") and f"no time for {', '.join(content['left_out'])}"):
+        if why:
+            print(f"          {name}: {why}")
+    state = "cut short" if content.get("left_out") and content["state"] == "done" else content["state"]
+    return [v["verdict"] for v in verdicts] + [state] * (state != "done")
+
+
+def run_apart(name: str, plan: Plan, args: argparse.Namespace, seconds: float) -> None:
+    """Measure one part in a process of its own, which is ended after so many seconds; what it has written stays."""
+    path(name, plan, args.out).unlink(missing_ok=True)
+    more = ["--runner", plan.runner, *(["--traces", str(args.traces)] if args.traces else [])]
+    until = time.time() + seconds - min(LAST_S, seconds / 4)
+    command = [sys.executable, __file__, name, "--shape", args.shape, *more, "--until", str(until)]
+    command += ["--out", str(args.out)]
+    process = subprocess.Popen(command, start_new_session=True)
+    why = None
+    try:
+        if process.wait(seconds):
+            why = f"its process ended with {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its engines too
+        why = f"not done after {seconds:.0f} s"
+    if why:
+        file = path(name, plan, args.out)
+        content = json.loads(file.read_text()) if file.exists() else {}
+        about = "import json, provenance; print(json.dumps(provenance.provenance()))"
+        where = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+        asked = subprocess.run(
+            [sys.executable, "-c", about], cwd=HERE.parent, env=where, capture_output=True, text=True, check=True
+        )
+        content["provenance"] = json.loads(asked.stdout) | {"command": " ".join(["python run.py", *command[2:6]])}
+        write(name, plan, args.out, content | {"state": "cut short" if file.exists() else "failed", "why": why})
 
 
 def main() -> None:
@@ -107,30 +185,26 @@ def main() -> None:
     parser.add_argument("--shape", choices=("7b", "1.5b", "tiny"), default="7b")
     parser.add_argument("--traces", type=Path, help="recorded rollouts for `replay`")
     parser.add_argument("--out", type=Path, default=HERE.parent / "results")
-    parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--minutes", type=float, default=PART_S / 60, help="for each part, at most")
     parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's; the one that das-adapter takes here")
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := sorted(set(args.parts) - set(PARTS)):
         parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
-    plan = replace(
-        TINY if args.shape == "tiny" else Plan(args.shape), runner=args.runner or (runner_here() if VLLM else "V1")
-    )
+    plan: Plan = TINY if args.shape == "tiny" else Plan(args.shape)
+    plan = replace(plan, runner=args.runner or (runner_here() if has_vllm() else "V1"))
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.apart or plan.tiny:
-        sys.exit(not all([report(name, plan, args.traces, args.out) for name in args.parts or PARTS]))
-    good, end = True, time.monotonic() + ALL_S
+    if args.until is not None:
+        return measure(args.parts[0], replace(plan, until=args.until), args.traces, args.out)
+    counts, end = Counter[str](), time.monotonic() + ALL_S
     for name in args.parts or PARTS:
-        more = ["--runner", plan.runner, *(["--traces", str(args.traces)] if args.traces else [])]
-        command = [sys.executable, __file__, name, "--shape", args.shape, *more, "--apart", "--out", str(args.out)]
-        seconds = max(1.0, min(PART_S, end - time.monotonic()))
-        process = subprocess.Popen(command, start_new_session=True)
-        try:
-            good &= process.wait(seconds) == 0
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its engines too
-            print(f"MISSED {name}: not done after {seconds:.0f} s")
-            good = False
-    sys.exit(not good)
+        if plan.tiny:
+            measure(name, replace(plan, until=time.time() + 60 * args.minutes), args.traces, args.out)
+        else:
+            run_apart(name, plan, args, max(1.0, min(60 * args.minutes, end - time.monotonic())))
+        counts.update(judge(name, plan, args.out))
+    print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("kept", *NOT_GOOD, "not run")))
+    sys.exit(any(counts[verdict] for verdict in NOT_GOOD))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""Part 1, `kernel`: the fused sampling kernel against its definition, and its time against vLLM's sampler."""
+"""`kernel`: the fused sampling kernel against its definition, and its time against vLLM's sampler. Needs neither vLLM
+nor the compiled core."""
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from typing import Any
 
 import numpy as np
 import torch
-from engines import SHAPES, Plan
+from engines import SHAPES, Bar, Found, Plan, every, has_vllm, in_time
 
 NEAR = 1e-5
 """Scores that are this close may change places with the last bit of a device's logarithm."""
@@ -20,9 +20,10 @@ def kernel(plan: Plan) -> dict[str, Any]:
 
     vocabulary, device = SHAPES[plan.shape]["vocab_size"], "cuda" if torch.cuda.is_available() else "cpu"
     kind = torch.bfloat16 if device == "cuda" else torch.float32
-    stock, metadata = _stock(device) if importlib.util.find_spec("vllm") else (None, None)
+    stock, metadata = _stock(device) if has_vllm() else (None, None)
     rows: dict[str, Any] = {}
-    for count in plan.rows:
+    found: Found = {"chi_square_p": chi_square_p(device), "rows": rows}
+    for count in in_time(plan, plan.rows, found):
         generator = torch.Generator(device).manual_seed(count)
         logits = (torch.randn(count, vocabulary, generator=generator, device=device) * 3).to(kind)
         logits[::3, 7:50] = -torch.inf
@@ -36,18 +37,31 @@ def kernel(plan: Plan) -> dict[str, Any]:
         if stock is not None:
             rows[str(count)]["stock_us"] = microseconds(lambda x=logits, n=count: stock(x, metadata(n)))
         del logits
-    return {"rows": rows}
+    return found
 
 
-def bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    """Name, value and upper limit of each bar."""
-    rows = found["rows"].values()
-    beside, name = ("stock_us", "stock's") if all("stock_us" in r for r in rows) else ("torch_us", "PyTorch's")
-    return [
-        ("draws that differ from the definition, near-ties apart", sum(r["wrong"] for r in rows), 0),
-        ("largest error of a log-probability", max(r["logprob_error"] for r in rows), 1e-3),
-        (f"keyed sampling, of {name} time", max(r["fused_us"] / r[beside] for r in rows), 1.0),
-    ]
+BARS = (
+    Bar("draws that differ from the definition, near-ties apart", 0,
+        lambda f: sum(r["wrong"] for r in f["rows"].values())),
+    Bar("largest error of a log-probability", 1e-3, lambda f: every(f["rows"].values(), lambda r: r["logprob_error"])),
+    Bar("keyed sampling, of the time of stock vLLM's sampler", 1.0,
+        lambda f: every(f["rows"].values(), lambda r: r["fused_us"] / r["stock_us"])),
+    Bar("keyed sampling, of the time of the same steps in PyTorch", 1.0,
+        lambda f: every(f["rows"].values(), lambda r: r["fused_us"] / r["torch_us"])),
+    Bar("1e-4 over the p-value of the draws", 1, lambda f: 1e-4 / max(f["chi_square_p"], 1e-12)),
+)  # fmt: skip
+
+
+def chi_square_p(device: str, draws: int = 120_000) -> float:
+    """Return how probable draws are that are as far from the softmax as those of the kernel (chi-square)."""
+    from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample
+
+    logits = torch.randn(16, generator=torch.Generator().manual_seed(3)) * 1.5
+    positions = torch.arange(draws, device=device)
+    tokens = keyed_sample(logits.to(device).repeat(draws, 1), None, Keys(torch.zeros_like(positions), positions)).tokens
+    expected = draws * logits.double().softmax(0)
+    statistic = ((torch.bincount(tokens.cpu(), minlength=16) - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor(15 / 2, dtype=torch.float64), statistic / 2))
 
 
 def _compared(logits: torch.Tensor, keys: Any, drawn: Any) -> dict[str, Any]:

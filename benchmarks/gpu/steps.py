@@ -1,15 +1,31 @@
-"""Parts 2 to 4: what an undrafted step costs beside stock's (`gate`), what drafted ones cost (`sweep`), and what a
+"""What an undrafted step costs beside stock's (`gate`), what drafted ones cost (`sweep`), and what a
 step waits for (`trace`)."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engines import ON_CPU, SHAPES, V1, V2, Plan, apart, directory, engine, prompts, runner_of, step_seconds
+from engines import (
+    ON_CPU,
+    SHAPES,
+    V1,
+    V2,
+    Bar,
+    Found,
+    Plan,
+    apart,
+    directory,
+    engine,
+    in_time,
+    prompts,
+    runner_of,
+    step_seconds,
+)
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 HISTORY: dict[str, Any] = {"drafter": "history"}
@@ -22,34 +38,45 @@ def gate_arms(plan: Plan) -> dict[str, Arm]:
     """Return the arms by name: stock's default, which seeds no request; every request seeded, without a drafter; and
     `history`. With random weights no text comes twice: `history` looks for drafts at every step and finds none."""
     ours = V2 if plan.runner == "V2" else V1
-    arms: dict[str, Arm] = {"stock": (None, {} if not ON_CPU else ours, {}), "none, keyed": (KEYED, ours, {}),
-                            "history": (HISTORY, ours, {})}  # fmt: skip
-    if plan.runner == "V1" and not plan.tiny:
-        arms["stock V1, synchronous"] = (None, V1, {"async_scheduling": False})
-    return arms
+    return {"stock": (None, {} if not ON_CPU else ours, {}), "history": (HISTORY, ours, {}),
+            "none, keyed": (KEYED, ours, {})}  # fmt: skip
 
 
-def gate(plan: Plan) -> dict[str, Any]:
+def gate(plan: Plan) -> Iterator[Found]:
     """Milliseconds of an undrafted step, by arm, batch and context."""
-    arms = {name: apart(plan, _gate_arm, plan, das, settings, env=env | (IN_PROCESS if plan.tiny else {}))
-            for name, (das, env, settings) in gate_arms(plan).items()}  # fmt: skip
-    worst = {name: max(times[at] / arms["stock"][at] for at in times) for name, times in arms.items()}
-    return {"runner": plan.runner, "step_ms": arms, "of_stock_at_worst": worst}
+    found: Found = {"runner": plan.runner, "step_ms": {}, "left_out": []}
+    for name, (das, env, settings) in gate_arms(plan).items():
+        arm = apart(plan, _gate_arm, plan, das, settings, env=env | (IN_PROCESS if plan.tiny else {}))
+        found["left_out"] += [f"{name}: {at}" for at in arm.pop("left_out", ())]
+        found["step_ms"][name] = arm["step_ms"]
+        yield found
 
 
-def gate_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    worst, most = found["of_stock_at_worst"], 1.01 if found["runner"] == "V2" else 1.02
-    return [(f"undrafted step of `{name}`, of stock's, at worst", worst[name], most)
-            for name in ("none, keyed", "history")]  # fmt: skip
+def _of_stock(found: Found, arm: str) -> float:
+    """Return what the worst of the steps costs that both arms have measured."""
+    times, stock = found["step_ms"][arm], found["step_ms"]["stock"]
+    return max(times[at] / stock[at] for at in times.keys() & stock.keys())
 
 
-def _gate_arm(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> dict[str, float]:
+def _most(found: Found) -> float:
+    return 1.01 if found["runner"] == "V2" else 1.02
+
+
+GATE_BARS = (
+    Bar("undrafted step of `history`, of stock's, at worst", _most, lambda f: _of_stock(f, "history")),
+    Bar("undrafted step with keyed noise, of stock's, at worst", _most, lambda f: _of_stock(f, "none, keyed")),
+)
+
+
+def _gate_arm(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> Found:
     longest = max(plan.contexts) + plan.steps + 8
     llm = engine(plan, das, **({"max_model_len": longest, "enable_prefix_caching": True} | settings))
-    vocabulary = SHAPES[plan.shape]["vocab_size"]
-    return {f"{batch} x {context}": 1e3 * step_seconds(llm, batch, context, plan.steps, vocabulary)
-            for context in plan.contexts for batch in plan.batches
-            if context == min(plan.contexts) or batch == sorted(plan.batches)[1]}  # fmt: skip
+    vocabulary, first, found = SHAPES[plan.shape]["vocab_size"], min(plan.contexts), Found(step_ms={})
+    points = [(batch, first) for batch in plan.batches]
+    points += [(sorted(plan.batches)[1], context) for context in plan.contexts if context != first]
+    for batch, context in in_time(plan, points, found):
+        found["step_ms"][f"{batch} x {context}"] = 1e3 * step_seconds(llm, batch, context, plan.steps, vocabulary)
+    return found
 
 
 def sweep(plan: Plan, out: Path) -> dict[str, Any]:
@@ -68,68 +95,82 @@ def _sweep(plan: Plan) -> dict[str, Any]:
     return analyse(measured, SHAPES[plan.shape]) | {"samples": [asdict(s) for s in measured.samples]}
 
 
-def sweep_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    best = min(kind["mape"] for kind in found["validation"].values())
-    return [("error of the better step-time model on kinds of step that it did not see", best, 0.1)]
+SWEEP_BARS = (
+    Bar("error of the better step-time model on kinds of step that it did not see", 0.1,
+        lambda f: min(kind["mape"] for kind in f["validation"].values())),
+)  # fmt: skip
 
 
-def trace(plan: Plan) -> dict[str, Any]:
-    """Host synchronisations, idle share of the GPU, graph modes and the proposer's share, per step, ours and stock's:
-    on the V1 runner, synchronous; and on V2, where the device drafts."""
+def trace(plan: Plan) -> Iterator[Found]:
+    """Host synchronisations, idle share of the GPU, graphs replayed and the proposer's share, per step, ours and
+    stock's: on the V1 runner, synchronous; and on V2, where the device drafts."""
     env, settings = (V2, {}) if plan.runner == "V2" else (V1, {"async_scheduling": False})
-    return {
-        "runner": plan.runner,
-        "stock": apart(plan, _trace, plan, None, settings, env=IN_PROCESS | env),
-        "history": apart(plan, _trace, plan, HISTORY, {}, env=IN_PROCESS | env),
-    }
+    found: Found = {"runner": plan.runner}
+    for name, das, given in (("history", HISTORY, {}), ("stock", None, settings)):
+        found[name] = apart(plan, _trace, plan, das, given, env=IN_PROCESS | env)
+        yield found
 
 
-def trace_bars(found: dict[str, Any]) -> list[tuple[str, float, float]]:
-    ours, stock = found["history"], found["stock"]
-    missing = len(stock["graphs"].keys() - ours["graphs"].keys())
-    added, most = ours["syncs_a_step"] - stock["syncs_a_step"], 0.05 if found["runner"] == "V2" else 1.0
-    return [
-        ("host synchronisations a step beyond stock's", added, most),
-        ("share of a step that proposing takes", ours["propose_share"], 0.03),
-        ("graphs that stock replays and ours does not", missing, 0),
-    ]
+def _missing_graphs(found: Found) -> float | None:
+    ours, stock = found["history"]["graphs"], found["stock"]["graphs"]
+    return len(stock.keys() - ours.keys()) if stock else None
 
 
-def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> dict[str, Any]:
+TRACE_BARS = (
+    Bar("host synchronisations of a step beyond stock's", 0.05,
+        lambda f: f["history"]["syncs_a_step"] - f["stock"]["syncs_a_step"]),
+    Bar("share of a step that proposing takes", 0.03, lambda f: f["history"]["propose_share"]),
+    Bar("graphs that stock replays and ours does not", 0, _missing_graphs),
+)  # fmt: skip
+PROPOSING = ("learn", "estimate", "search_sealed", "scan_live", "merge_live", "vote")
+"""Kernels that draft on the device."""
+
+
+def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> Found:
     import torch
     from torch.profiler import ProfilerActivity, profile
     from vllm import SamplingParams
 
-    batch, context = max(plan.batches), min(plan.contexts)
-    llm = engine(plan, das, **({"max_model_len": context + plan.steps + 8} | settings))
+    batch, context, steps = max(plan.batches), min(1024, *plan.contexts), min(plan.steps, 48)
+    cached = {"max_model_len": context + steps + 8, "enable_prefix_caching": True}
+    llm = engine(plan, das, **(cached | settings))
     runner, graphs = runner_of(llm), Counter[str]()
-    dispatcher = getattr(runner, "cudagraph_dispatcher", None)  # V1's
-    dispatch = dispatcher.dispatch if dispatcher else None
+    owner = getattr(runner, "cudagraph_dispatcher", None) or getattr(runner, "cudagraph_manager", None)  # of V1; of V2
+    dispatch, on_gpu = getattr(owner, "dispatch", None), torch.cuda.is_available()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         found = dispatch(*args, **kwargs)
-        graphs[f"{found[0].name} {found[1].num_tokens}"] += 1
+        mode, size = found if isinstance(found, tuple) else (found.cg_mode, found)
+        if mode.name != "NONE":
+            graphs[f"{mode.name} {size.num_tokens}"] += 1
         return found
 
     def rollout() -> None:
-        params = SamplingParams(temperature=1.0, max_tokens=plan.steps, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=1.0, max_tokens=steps, ignore_eos=True, detokenize=False)
         llm.generate(prompts(batch, context, SHAPES[plan.shape]["vocab_size"]), params, use_tqdm=False)
 
     rollout()
-    if dispatcher:
-        dispatcher.dispatch = counted
+    rollout()
+    if owner:
+        owner.dispatch = counted
     if das is not None:
         llm.collective_rpc("das_rpc", args=("stats", {}))
-    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if on_gpu else [])
     with profile(activities=kinds) as profiled:
         rollout()
     events = profiled.events()
     begin, end = min(e.time_range.start for e in events), max(e.time_range.end for e in events)
-    syncs = sum("Synchronize" in e.name for e in events)
-    busy = sum(e.time_range.elapsed_us() for e in events if "CUDA" in str(e.device_type))
-    propose = 0.0
+    on_device = [e for e in events if "CUDA" in str(e.device_type)]
+    found: Found = {"step_ms": (end - begin) / steps / 1e3, "graphs": dict(graphs), "syncs_a_step": None,
+                    "gpu_busy": None, "propose_share": None}  # fmt: skip
+    if on_gpu:  # a CPU waits for nothing
+        found["syncs_a_step"] = sum("Synchronize" in e.name for e in events) / steps
+        found["gpu_busy"] = min(1.0, sum(e.time_range.elapsed_us() for e in on_device) / (end - begin))
     if das is not None:
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-        propose = sum(stats["propose_seconds"]) / stats["busy_seconds"]
-    return {"syncs_a_step": syncs / plan.steps, "gpu_busy": min(1.0, busy / (end - begin)), "graphs": dict(graphs),
-            "propose_share": propose, "step_ms": (end - begin) / plan.steps / 1e3}  # fmt: skip
+        device_us = [e.time_range.elapsed_us() for e in on_device if e.name in PROPOSING]
+        if stats["propose_seconds"]:
+            found["propose_share"] = sum(stats["propose_seconds"]) / stats["busy_seconds"]
+        elif device_us:
+            found["propose_share"] = sum(device_us) / (end - begin)
+    return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,13 +31,9 @@ EXACT = {
 """Bars that hold on any device."""
 
 
-def kit(
-    out: Path, *arguments: str, env: dict[str, str] | None = None, hidden: tuple[str, ...] = ()
-) -> tuple[dict[str, Any], str]:
-    """Run parts, where these packages can't be imported; return what each has written, and what was said."""
-    start = f"import runpy, sys; sys.modules.update(dict.fromkeys({hidden})); sys.argv[0] = {str(RUN)!r}; "
-    command = [sys.executable, "-c", start + "runpy.run_path(sys.argv[0], run_name='__main__')",
-               *arguments, "--shape", "tiny", "--out", out]  # fmt: skip
+def kit(out: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[dict[str, Any], str]:
+    """Run parts; return what each has written, and what was said."""
+    command = [sys.executable, str(RUN), *arguments, "--shape", "tiny", "--out", str(out)]
     run = subprocess.run(command, env={**os.environ, **CPU, **(env or {})}, capture_output=True, text=True, check=False)
     written = {p.name.split("_")[1]: json.loads(p.read_text()) for p in out.glob("gpu_*_tiny.json")}
     return written, run.stdout + run.stderr
@@ -50,8 +49,13 @@ def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> 
         assert content["provenance"]["hardware"]["cpu"]
         verdicts = {v["bar"]: v for v in content["bars"]}
         assert verdicts
-        assert all(verdicts[bar]["kept"] for bar in EXACT.get(part, ())), verdicts
+        assert content["state"] == "done", content
+        assert all(verdicts[bar]["verdict"] == "kept" for bar in EXACT.get(part, ())), verdicts
         assert all(f"{part}: {bar}" in said for bar in verdicts)
+    only_there = {v["bar"]: v["verdict"] for part in ("trace", "ranks", "robust") for v in written[part]["bars"]}
+    for bar in ("host synchronisations of a step beyond stock's", "graphs that stock replays and ours does not",
+                "contract tests: exit code", "tests of two ranks: exit code"):  # fmt: skip
+        assert only_there[bar] == "not run"  # not taken for good on a CPU
     arms = written["replay"]["arms"]
     assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
     assert arms["corrupted 1.0"]["accepted_tokens"] < 0.1 * arms["corrupted 0.0"]["accepted_tokens"]
@@ -70,8 +74,89 @@ def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict
     assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.05
 
 
-@pytest.mark.parametrize(("part", "hidden"), [("kernel", ("vllm", "pydantic")), ("propose", ("vllm",))])
-def test_some_parts_need_no_vllm(tmp_path: Path, part: str, hidden: tuple[str, ...]) -> None:
-    written, said = kit(tmp_path, part, "gate", hidden=hidden)
-    assert written[part]["bars"], said
+BARE = """
+import importlib.metadata, sys
+IMAGE = {"torch", "triton", "numpy", "functorch", "torchgen", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
+         "filelock", "fsspec", "typing_extensions", "setuptools", "packaging", "das_adapter", "%s"}
+LACKED = set(importlib.metadata.packages_distributions()) - IMAGE
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in LACKED and path is None:
+            raise ModuleNotFoundError(f"No module named {name!r}")
+sys.meta_path.insert(0, Missing())
+"""
+"""Hides what an image of PyTorch and Triton lacks, from every process."""
+
+
+@pytest.mark.parametrize(("part", "more"), [("kernel", ""), ("index", ""), ("propose", "pydantic")])
+def test_some_parts_need_no_vllm_and_next_to_no_package(tmp_path: Path, part: str, more: str) -> None:
+    needed = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"} if more else set()
+    (tmp_path / "sitecustomize.py").write_text(BARE % '", "'.join(needed))
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    written, said = kit(tmp_path, part, "gate", env={"PYTHONPATH": path})
+    assert written[part]["state"] == "done", said
+    assert any(v["verdict"] == "kept" for v in written[part]["bars"]) or part == "propose"
     assert written["gate"]["why"] == "vLLM is not installed"
+    assert {v["verdict"] for v in written["gate"]["bars"]} == {"not run"}
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program as a module."""
+    monkeypatch.setattr(sys, "path", [str(RUN.parent), *sys.path])
+    spec = importlib.util.spec_from_file_location("gpu_run", RUN)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_no_verdict_is_good_without_all_of_its_figures(run: Any) -> None:
+    bar = run.Bar("seconds", 2.0, lambda found: max(found["seconds"]))
+    done = {"state": "done"}
+    for found, verdict in (
+        ({**done, "seconds": [1.0]}, "kept"),
+        ({**done, "seconds": [3.0]}, "MISSED"),
+        ({**done, "seconds": [1.0], "left_out": ["the second"]}, "cut short"),
+        ({**done, "seconds": [3.0], "left_out": ["the second"]}, "MISSED"),
+        ({"state": "failed", "seconds": [1.0]}, "cut short"),
+        ({**done, "seconds": []}, "not run"),
+        ({**done, "seconds": [float("nan")]}, "not run"),
+        ({**done, "why": "fewer than two GPUs"}, "not run"),
+        ({"state": "failed"}, "not run"),
+    ):
+        assert bar.verdict(found)["verdict"] == verdict, found
+
+
+def test_every_bar_of_every_part_is_not_run_where_nothing_was_measured(run: Any) -> None:
+    for part in run.PARTS:
+        assert run.bars(part)
+        assert {bar.verdict({"state": "done"})["verdict"] for bar in run.bars(part)} == {"not run"}
+
+
+def test_a_part_that_fails_or_takes_too_long_loses_nothing(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = importlib.import_module("steps")
+
+    def half_a_gate(plan: Any) -> Any:
+        found = {"runner": "V1", "step_ms": {"stock": {"1 x 16": 2.0}, "history": {"1 x 16": 2.0}}}
+        yield found
+        raise RuntimeError("the engine is gone")
+
+    monkeypatch.setattr(steps, "gate", half_a_gate)
+    monkeypatch.setattr(run, "has_vllm", lambda: True)
+    plan = replace(run.TINY, shape="1.5b")
+    run.measure("gate", plan, None, tmp_path)
+    assert run.judge("gate", plan, tmp_path) == ["cut short", "not run", "failed"]
+    assert "the engine is gone" in capsys.readouterr().out
+    arguments = SimpleNamespace(out=tmp_path, traces=None, shape="tiny")
+    run.run_apart("propose", run.TINY, arguments, 0.2)  # not even imported by then
+    assert run.judge("propose", run.TINY, tmp_path) == ["not run", "failed"]
+    assert "not done after 0 s" in capsys.readouterr().out
+
+
+def test_what_there_is_no_time_for_is_named(run: Any) -> None:
+    found: dict[str, Any] = {}
+    assert list(run.in_time(replace(run.TINY, until=0.0), [3, 5, 7], found)) == [3]
+    assert found["left_out"] == ["5", "7"]
