@@ -8,7 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
