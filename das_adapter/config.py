@@ -34,6 +34,7 @@ _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 _HISTORY = ("history", "history+self", "history+eagle3", "history+mtp", "history+draft_model")
 _COPY = ("self", "history+self")
 _NEURAL = ("eagle3", "mtp", "draft_model", "history+eagle3", "history+mtp", "history+draft_model")
+_BLOCKS = ("dflash", "dspark")
 _DRAFTERS = (*dict.fromkeys((*_HISTORY, *_COPY, *_NEURAL)), "ngram")
 
 
@@ -46,9 +47,14 @@ def _read_size(size: Any) -> Any:
     return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
-def _refuse_yaml_off(drafter: Any) -> Any:
+def _refuse_drafter(drafter: Any) -> Any:
     if drafter is None or drafter is False:
         raise ValueError("to turn das-adapter off, write `drafter: none`")
+    if drafter in _BLOCKS:
+        raise ValueError(
+            "which drafts whole blocks, in every step, so that nothing is left to decide: name it in vLLM's own "
+            "speculative_config (vLLM 0.24 has 'dflash', 0.27 'dspark' too), and write `drafter: none`"
+        )
     return drafter
 
 
@@ -190,7 +196,7 @@ class VerifyConfig(_Block):
 class DasConfig(_Block):
     """The whole `das:` block."""
 
-    drafter: Annotated[Drafter, BeforeValidator(_refuse_yaml_off)] = "history"
+    drafter: Annotated[Drafter, BeforeValidator(_refuse_drafter)] = "history"
     """Where draft tokens come from: the run's `history`; a quantised copy of the policy (`self`); a neural drafter
     (`eagle3`, `mtp`, `draft_model`); whichever of two is worth more (`history+self`, `history+eagle3`, ...); the
     request's own prompt and text alone (`ngram`). `none`: nowhere, and the other keys may stay as they are."""

@@ -134,6 +134,11 @@ def choose_drafter(stock: Any) -> Any:
         why = needs_v1(config) or (None if _has_triton() else "vLLM finds no device that Triton compiles for")
         if why is None and config.drafter != "none" and self.data_parallel_size > 1:
             why = "V2 has no draft lengths by step beside data_parallel_size > 1"
+        if why is not None and getattr(getattr(self, "aux_output_config", None), "enable_return_routed_experts", False):
+            raise ConfigError(
+                f"das.drafter={config.drafter!r}: found enable_return_routed_experts=True, which this vLLM allows on "
+                f"its V2 model runner alone, but the engine runs V1: {why}"
+            )
         if self.speculative_config is None and why is None:
             self.speculative_config = v2_speculative_config(config)
             made = stock(self, *args, **kwargs)
@@ -194,6 +199,11 @@ def _refuse(config: DasConfig, vllm_config: Any) -> None:
             ways = ("" if not config.neural or config.uses_history or parallel.pipeline_parallel_size > 1
                     else "; das.budget.policy=unlimited with das.toggle.mode=off does")  # fmt: skip
             raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}{ways}")
+    if model.is_hybrid and vllm_config.device_config.device_type == "cpu":
+        raise ConfigError(
+            f"das.drafter={config.drafter!r}: found a policy with recurrent state on a CPU, where vLLM's convolutions "
+            "keep what rejected draft tokens left: other tokens would be written; allowed: das.drafter='none'"
+        )
     if model.is_hybrid:
         logger.warning(
             "das: the policy has recurrent state: vLLM keeps 1 + %d copies of it for each request, so that drafts can "

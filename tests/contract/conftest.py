@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -62,6 +63,20 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("drafters")
     subprocess.run([sys.executable, DRAFTERS, out, "--steps", "40"], check=True, capture_output=True)
     return out
+
+
+@pytest.fixture(scope="session")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Return the directory of a tiny policy of some kind, see tiny_models.py."""
+    out = tmp_path_factory.mktemp("policies")
+
+    @functools.cache
+    def policy(kind: str) -> str:
+        import tiny_models
+
+        return tiny_models.write(kind, out / kind)
+
+    return policy
 
 
 @contextlib.contextmanager

@@ -298,6 +298,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         sabotage(job["sabotage"])
     if job.get("asynchronous"):
         schedule_asynchronously()
+    if job.get("engine", {}).get("enable_return_routed_experts"):
+        tell_routing()
     if job.get("engine", {}).get("tensor_parallel_size", 1) > 1:
         fork_workers()
     drawn = audit() if das is not None and das.keyed and not job.get("standalone") else {}
@@ -305,7 +307,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
                 "kv_cache_memory_bytes": 2**26}  # fmt: skip
-    llm = LLM(str(POLICY), **{**settings, **arguments, **job.get("engine", {})})
+    llm = LLM(**{"model": str(POLICY), **settings, **arguments, **job.get("engine", {})})
     preempted = count_preemptions(llm)
     results = []
     logs = not job.get("engine", {}).get("disable_log_stats", True)
@@ -329,6 +331,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
                     for text, o in zip(texts, outputs, strict=True)]  # fmt: skip
         result = {
             "tokens": texts,
+            "routing": [getattr(o.outputs[0].routed_experts, "tolist", list)() for o in outputs],
             "logprobs": [] if part.get("brief") else logprobs,
             "refused": refused,
             "misplaced": misplaced,
@@ -459,6 +462,28 @@ def schedule_asynchronously() -> None:
     torch.cuda.Stream = Stream
     torch.cuda.current_stream = lambda *_: Stream()
     torch.cuda.stream = lambda _: contextlib.nullcontext()
+
+
+def tell_routing() -> None:
+    """Let a CPU engine tell which experts its tokens go to, as a GPU engine's routers do: the CPU's experts choose by
+    themselves, and vLLM refuses to return what they don't tell."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Experts
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    told: dict[int, Any] = {}
+
+    def bind(self: Any, capturer: Any) -> None:
+        runners = [module for module in self.model.modules() if isinstance(module, MoERunner)]
+        told.update({id(r.routed_experts): functools.partial(capturer.capture, r.layer_id) for r in runners})
+
+    def apply(self: Any, layer: Any, x: Any, router_logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(layer) in told:
+            told[id(layer)](router_logits.topk(layer.top_k).indices)
+        return stock(self, layer, x, router_logits, *args, **kwargs)
+
+    stock, Experts.apply_monolithic = Experts.apply_monolithic, apply
+    GPUModelRunner._bind_routed_experts_capturer = bind
 
 
 def fork_workers() -> None:

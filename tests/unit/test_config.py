@@ -144,6 +144,7 @@ def test_our_drafters_are_one_proposer(drafter: str, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
+        ({"drafter": "dspark"}, ["das.drafter: found 'dspark', which drafts whole blocks", "vLLM 0.24 has 'dflash'"]),
         ({"drafter": "histroy"}, ["das.drafter", "'histroy'", "'history'", "'ngram'"]),
         ({"drafter": False}, ["das.drafter: found False", "write `drafter: none`"]),
         ({"drafter": None}, ["das.drafter: found None", "write `drafter: none`"]),

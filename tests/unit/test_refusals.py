@@ -14,7 +14,7 @@ from das_adapter.engine.patches import _refuse
 from das_adapter.errors import ConfigError
 
 
-def engine(model: dict[str, bool], adapters: bool = False, **parallel: int) -> Any:
+def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda", **parallel: int) -> Any:
     """vLLM's config, as far as it is looked at."""
     traits = dict.fromkeys(("is_hybrid", "is_multimodal_model", "uses_mrope", "is_moe"), False)
     sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, **parallel}
@@ -22,6 +22,7 @@ def engine(model: dict[str, bool], adapters: bool = False, **parallel: int) -> A
         model_config=SimpleNamespace(**{**traits, **model}),
         parallel_config=SimpleNamespace(**sizes),
         lora_config=object() if adapters else None,
+        device_config=SimpleNamespace(device_type=device),
     )
 
 
@@ -62,3 +63,5 @@ def test_what_it_can_do_is_allowed_and_what_it_costs_is_said(caplog: pytest.LogC
     with caplog.at_level(logging.WARNING, logger="das_adapter"):
         _refuse(config, engine({"is_hybrid": True}))
     assert "1 + 4 copies" in caplog.text
+    with pytest.raises(ConfigError, match=r"das\.drafter='history': found a policy with recurrent state on a CPU"):
+        _refuse(config, engine({"is_hybrid": True}, device="cpu"))

@@ -1,0 +1,51 @@
+"""Policies of other kinds than the tiny one, with random weights: whatever drafts, they write the tokens of off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, requests, two_rounds
+
+ARMS = {"history": HISTORY, "self": SELF, "history+self": MIXED}
+SMALL = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 20}
+"""Engine arguments with which prompts are read in chunks, and requests wait or are preempted."""
+ROUNDS = two_rounds(requests([*PLAIN, {"temperature": 0.0}]))
+
+
+def model_drafts(policy: str) -> dict[str, Any]:
+    """The block of a draft model that is the policy itself, and drafts in every step."""
+    return {"drafter": "draft_model", "draft": {"model": policy}, "budget": {"policy": "unlimited"},
+            "toggle": {"mode": "off"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("drafter", [*ARMS, "draft_model"])
+def test_a_policy_of_experts_writes_the_tokens_of_off_and_returns_its_routing(
+    engine: Any, vllm_env: dict[str, str], policies: Any, drafter: str
+) -> None:
+    """The routing that trainers replay: one row for each token of the text but the last, of no rejected draft token,
+    and of no pass of the drafter's own experts."""
+    policy = {"model": policies("experts"), **SMALL}
+    das = ARMS.get(drafter) or model_drafts(policy["model"])
+    replay = {**policy, "enable_return_routed_experts": True}
+    if vllm_env:
+        if drafter != "self":
+            pytest.skip("the newest vLLM returns no routing on V1: on the other build only")
+        with pytest.raises(RuntimeError, match=r"enable_return_routed_experts=True.*V2 model runner alone"):
+            engine(das=das, engine=replay, rounds=[])
+        return
+    reference = engine(das=OFF, engine=replay, rounds=ROUNDS)
+    result = engine(das=das, engine=replay, rounds=ROUNDS)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert [r["routing"] for r in result] == [r["routing"] for r in reference]
+    assert result[1]["preemptions"] > 0
+    assert not any(r["stats"]["error"] for r in result)
+    assert result[1]["stats"]["accepted_tokens"] > 50
+    if drafter != "draft_model":
+        assert result[1]["stats"]["draft_tokens"] > result[1]["stats"]["accepted_tokens"] + 50
+    if "self" in drafter:
+        assert "shares the policy's experts" in result[0]["log"]
+    asked = [len(r["prompt"]) for r in ROUNDS[0]["requests"]]
+    rows = [prompt + len(text) - 1 for prompt, text in zip(asked, result[0]["tokens"], strict=True)]
+    assert [len(routing) for routing in result[0]["routing"]] == rows
+    assert len({str(row) for routing in result[0]["routing"] for row in routing}) > 50
