@@ -122,7 +122,6 @@ _VLLM = {
         "Sampler.forward(self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)": "keyed noise",
         "Sampler.sample(self, logits, sampling_metadata, logprobs_mode_override)": "keyed noise",
         "Sampler.apply_logits_processors": "keyed noise",
-        "Sampler.apply_temperature(logits, temp, all_random)": "keyed noise",
         "Sampler.compute_logprobs(logits)": "keyed noise",
         "_SAMPLING_EPS": "keyed noise",
     },

@@ -72,7 +72,7 @@ def test_the_noise_never_changes() -> None:
 _INTERPRETED = """
 import numpy as np, torch
 from das_adapter.core.noise import gumbel
-from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample, triton_sample
+from das_adapter.engine.sampling.keyed_sample import Keys, divide, keyed_sample, triton_divide, triton_sample
 rng = np.random.default_rng(0)
 seeds = rng.choice([-(2**63), -1, 0, 1, 2**40 + 5, 2**63 - 1], 12)
 positions, temperature = rng.integers(0, 2**20, 12), rng.choice([0.0, 0.7, 1.0], 12).astype(np.float32)
@@ -92,6 +92,21 @@ for dtype, vocab in ((torch.float32, 9000), (torch.bfloat16, 4096), (torch.float
             reference = keyed_sample(logits, torch.from_numpy(temperature), keys, scores)
             torch.testing.assert_close(drawn.logprobs, reference.logprobs, rtol=0, atol=2e-6)
             assert drawn.ranks.tolist() == reference.ranks.tolist()
+x = torch.from_numpy(rng.normal(size=(12, 5000)).astype(np.float32))
+wide = torch.zeros(12, 2, 6000)
+for places in (wide[:, 1, 500:5500], wide[:, 0].t()[:5000].t(), torch.zeros(5000, 12).t()):  # slices, columns
+    places.copy_(x)
+    drawn, plain = (triton_sample(y, torch.from_numpy(temperature), keys, "raw") for y in (places, x))
+    assert all(map(torch.equal, drawn, plain))
+half = torch.from_numpy(temperature)
+divided = x.clone()
+wide[:, 1, 500:5500] = x
+assert torch.equal(triton_divide(wide[:, 1, 500:5500], half), divide(divided, half))
+drawn = [triton_sample(y, t, keys, None).tokens for y, t in ((x, half), (divided, None or torch.ones(12)))]
+assert torch.equal(drawn[0][half > 0], drawn[1][half > 0])
+for nothing in (-float("inf"), float("nan")):
+    drawn = triton_sample(torch.full((12, 5000), nothing), torch.from_numpy(temperature), keys, None)
+    assert int(drawn.tokens.min()) >= 0 and int(drawn.tokens.max()) < 5000
 alone = triton_sample(logits[3:4], torch.from_numpy(temperature[3:4]), keys.at(slice(3, 4)), "raw")
 assert torch.equal(alone.logprobs, triton_sample(logits, torch.from_numpy(temperature), keys, "raw").logprobs[3:4])
 """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.sampler import _SAMPLING_EPS
 
-from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample
+from das_adapter.engine.sampling.keyed_sample import Keys, divide, keyed_sample
 from das_adapter.engine.sampling.truncation import truncate
 
 
@@ -30,6 +30,6 @@ def draw(logits: torch.Tensor, keys: Keys, sampling: Any, rows: torch.Tensor | N
     if top_k is None and top_p is None:
         return keyed_sample(logits, temperature, keys).tokens
     greedy = temperature < _SAMPLING_EPS
-    scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+    scaled = divide(logits.to(torch.float32, copy=True), temperature)
     drawn = keyed_sample(truncate(scaled, top_k, top_p), None, keys).tokens
     return drawn if sampling.all_random else torch.where(greedy, logits.argmax(dim=-1), drawn)

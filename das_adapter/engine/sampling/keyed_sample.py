@@ -71,6 +71,14 @@ def keyed_sample(
     return triton_sample(logits, temperature, keys, scores)
 
 
+def divide(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """Divide float32 logits [rows, vocab] by their temperatures in place, greedy rows apart: bit for bit as the draw
+    does it, so that a request's tokens do not depend on what else the requests beside it ask for."""
+    if logits.device.type == "cpu" or triton is None:
+        return logits.div_(torch.where(temperature < GREEDY, 1.0, temperature)[:, None])
+    return triton_divide(logits, temperature)
+
+
 def _on_cpu(logits: torch.Tensor, temperature: torch.Tensor, keys: Keys, scores: Scores | None) -> Drawn:
     logits = logits.detach().float()
     tokens = torch.empty(len(logits), dtype=torch.int64)
@@ -121,7 +129,19 @@ if triton is not None:
         direct = tl.log(tl.maximum(1.0 - u, 5.960464477539063e-08))
         return -tl.log(-tl.where(u < 0.25, -u * series, direct))
 
-    @triton.jit
+    _ANY_PLACE = ["temperatures", "seeds", "positions"]
+    """Parts of larger tensors at times: a kernel for each alignment would be compiled in the middle of a rollout."""
+
+    @triton.jit(do_not_specialize_on_alignment=["temperatures"])
+    def _divide(logits, stride, temperatures, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+        row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        temperature = tl.load(temperatures + row)
+        if temperature >= 1e-5 and temperature != 1.0:
+            raw = tl.load(logits + row * stride + token, mask=token < vocab, other=0.0)
+            tl.store(logits + row * stride + token, raw / temperature, mask=token < vocab)
+
+    @triton.jit(do_not_specialize_on_alignment=_ANY_PLACE)
     def _draw_blocks(  # type: ignore[no-untyped-def]
         logits, stride, temperatures, seeds, positions, best, winners, tops, sums, vocab, blocks,
         SCORES: tl.constexpr, BLOCK: tl.constexpr,
@@ -139,6 +159,7 @@ if triton is not None:
         if temperature >= 1e-5:
             seed, position = tl.load(seeds + row), tl.load(positions + row)
             score = tl.where(valid, scaled + _gumbel(seed, position, token), -float("inf"))
+        score = tl.where(score == score, score, -float("inf"))  # NaN would win at a place that is no token's
         value, at = tl.max(score, axis=0, return_indices=True)
         tl.store(best + row * blocks + block, value)
         tl.store(winners + row * blocks + block, block * BLOCK + at)
@@ -151,7 +172,7 @@ if triton is not None:
             tl.store(tops + row * blocks + block, top)
             tl.store(sums + row * blocks + block, tl.sum(tl.exp(shifted), axis=0))
 
-    @triton.jit
+    @triton.jit(do_not_specialize_on_alignment=["temperatures"])
     def _best_of_blocks(  # type: ignore[no-untyped-def]
         logits, stride, temperatures, best, winners, tops, sums, tokens, logprobs, chosen, blocks,
         SCORES: tl.constexpr, BLOCKS: tl.constexpr,
@@ -187,15 +208,25 @@ if triton is not None:
         likelier = (raw >= tl.load(chosen + row)) & (token < vocab)
         tl.atomic_add(ranks + row, tl.sum(likelier.to(tl.int64), axis=0))
 
+    def triton_divide(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+        """Divide as `divide`, with the kernel for a GPU."""
+        rows, vocab = logits.shape
+        if rows:
+            _divide[(rows, triton.cdiv(vocab, _BLOCK))](
+                logits, logits.stride(0), temperature.contiguous(), vocab, BLOCK=_BLOCK
+            )
+        return logits
+
     def triton_sample(logits: torch.Tensor, temperature: torch.Tensor, keys: Keys, scores: Scores | None) -> Drawn:
         """Draw as `keyed_sample`, with the kernels for a GPU."""
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         rows, vocab = logits.shape
         kind, blocks = {None: 0, "raw": 1, "processed": 2}[scores], triton.cdiv(vocab, _BLOCK)
-        best, tops, sums = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)
-        winners = torch.empty(rows, blocks, dtype=torch.int64, device=logits.device)
-        tokens, ranks = torch.zeros(2, rows, dtype=torch.int64, device=logits.device)
-        logprobs, chosen = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+        # Tensors of their own: parts of one would be aligned by the number of rows.
+        best, tops, sums = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(3))
+        winners = logits.new_empty(rows, blocks, dtype=torch.int64)
+        tokens, ranks = (logits.new_zeros(rows, dtype=torch.int64) for _ in range(2))
+        logprobs, chosen = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
         if not rows:
             return Drawn(tokens) if scores is None else Drawn(tokens, logprobs, ranks)
         stride, seeds, positions = logits.stride(0), *(key.contiguous() for key in keys)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import product
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from das_adapter.engine.sampling.keyed_sample import Keys, Scores, keyed_sample
+from das_adapter.engine.sampling.keyed_sample import Keys, Scores, divide, keyed_sample
 from das_adapter.engine.sampling.truncation import truncate
 from das_adapter.errors import UnsupportedHost
 
@@ -57,6 +58,9 @@ class KeyedSampler(Sampler):
         Returns:
             int32 [rows, 1] tokens, and their log-probabilities if asked for.
         """
+        if self.keys is None:  # a dummy run: what the first steps of a rollout would compile is compiled here
+            for x, scores in product((logits[:1], logits[:1].float()), (None, "raw", "processed")):
+                keyed_sample(x, None, self._keys_of(x), cast(Scores | None, scores))
         if not self.fused(sampling_metadata, logprobs_mode_override):
             return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
         asked = sampling_metadata.max_num_logprobs is not None
@@ -92,7 +96,7 @@ class KeyedSampler(Sampler):
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
         greedy = None if sampling_metadata.all_random else logits.argmax(dim=-1)
         assert sampling_metadata.temperature is not None
-        logits = self.apply_temperature(logits, sampling_metadata.temperature, sampling_metadata.all_random)
+        logits = divide(logits, sampling_metadata.temperature)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
         logits = truncate(logits, sampling_metadata.top_k, sampling_metadata.top_p)
@@ -336,14 +340,13 @@ class _RowProcessors:
         mine = processor.min_p_cpu[self._first : self._first + len(self._counts)]
         min_p = np.repeat(mine, np.asarray(self._counts) + 1)
         probs = logits.softmax(dim=-1)
-        floor = probs.amax(dim=-1, keepdim=True) * torch.from_numpy(min_p).to(logits.device)[:, None]
+        floor = probs.amax(dim=-1, keepdim=True) * torch.from_numpy(min_p).to(logits.device, non_blocking=True)[:, None]
         return logits.masked_fill_(probs < floor, -float("inf"))
 
     def _logit_bias(self, processor: LogitBiasLogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
         for request, biases in processor.biases.items():
             if (rows := self._rows(request)) is not None:
-                tokens = torch.tensor(list(biases), device=logits.device)
-                logits[rows, tokens] += torch.tensor(list(biases.values()), device=logits.device)
+                logits[rows, _there(list(biases), logits)] += _there(list(biases.values()), logits)
         return logits
 
     def _min_tokens(self, processor: MinTokensLogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
@@ -351,13 +354,18 @@ class _RowProcessors:
             if (rows := self._rows(request)) is None:
                 continue
             short = logits[rows.start : min(rows.stop, rows.start + max(0, min_tokens - len(output)))]
-            tokens = torch.tensor(sorted(stops), device=logits.device)
+            tokens = _there(sorted(stops), logits)
             before = short[:, tokens]
             short[:, tokens] = -float("inf")
             # A grammar may allow only to stop; then it overrides min_tokens, as in vLLM since 0.30.
             over = short.isneginf().all(dim=1, keepdim=True)
             short[:, tokens] = torch.where(over, before, short[:, tokens])
         return logits
+
+
+def _there(values: list[Any], logits: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of numbers beside the logits, without waiting for the device."""
+    return torch.tensor(values).to(logits.device, non_blocking=True)
 
 
 @dataclass(frozen=True)

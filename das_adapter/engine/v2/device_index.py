@@ -179,8 +179,9 @@ class DeviceIndex:
         return self.drafts[:requests]
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """Capture a step as a CUDA graph, for each of these batch sizes."""
+        """Capture a step as a CUDA graph, for each of these batch sizes, before any request has begun."""
         self._slots.fill_(-1)
+        self._keep([Kept(slot=0, text=len(self.texts), at=0, room=1)])  # an empty text: compiles
         for size in sorted(sizes, reverse=True):
             self._launch(size)  # compiles
             torch.cuda.synchronize()

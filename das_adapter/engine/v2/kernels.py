@@ -55,7 +55,7 @@ def _context(arena, own, n, index, lowest):
     return tl.where((index == -1) & (lowest == 0), START, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def learn(offers, kinds, offered, then, text_at, text_len, arena, slots, outcomes, requests,
           WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """Compare what was offered to each request with what it has written since, and count by kind.
@@ -432,7 +432,7 @@ def vote(arena, slots, num_sampled, text_at, text_len, found_at, found_info, fou
         tl.store(then + slot, n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "targets", "rooms", "closed"])
 def keep_texts(arena, text_at, text_len, slots, targets, rooms, closed, BLOCK: tl.constexpr):
     """Copy the texts of requests that end into the arena: program (i, tile) of text i.
 

@@ -1,0 +1,103 @@
+"""What only shows where kernels are compiled: none is compiled anew in the middle of a rollout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton")
+from das_adapter.engine.sampling import keyed_sample  # noqa: E402
+from das_adapter.engine.sampling.keyed_sample import Keys  # noqa: E402
+from das_adapter.engine.v2 import kernels  # noqa: E402
+from das_adapter.engine.v2.device_index import DeviceIndex  # noqa: E402
+
+
+class Launches:
+    """Stands in the place of a kernel, and notes for what kinds of arguments Triton would compile it."""
+
+    def __init__(self, kernel: Any, forms: set[Any]) -> None:
+        self._kernel, self._forms = kernel, forms
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            given = dict(zip(self._kernel.arg_names, args, strict=False)) | kwargs
+            self._forms.add(tuple(self._form(p, given[p.name]) for p in self._kernel.params))
+
+        return launch
+
+    def _form(self, parameter: Any, value: Any) -> Any:
+        if parameter.is_constexpr:
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.dtype, parameter.do_not_specialize_on_alignment or value.data_ptr() % 16 == 0
+        return type(value), parameter.do_not_specialize or (value == 1, isinstance(value, int) and value % 16 == 0)
+
+
+def forms(monkeypatch: pytest.MonkeyPatch, module: Any) -> dict[str, set[Any]]:
+    """Have a module's kernels noted instead of launched; return what is noted, by name."""
+    noted: dict[str, set[Any]] = defaultdict(set)
+    for name, kernel in vars(module).copy().items():
+        if isinstance(kernel, triton.runtime.JITFunction):
+            monkeypatch.setattr(module, name, Launches(kernel, noted[name]))
+    return noted
+
+
+def test_sampling_is_compiled_once_whatever_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, vocabulary = forms(monkeypatch, keyed_sample), 152_064
+    many = Keys(torch.arange(40), torch.arange(40))
+    for count in range(1, 40):
+        keys, temperature = many.at(slice(40 - count, 40)), torch.ones(40)[40 - count :]
+        logits = torch.as_strided(torch.empty(vocabulary, dtype=torch.bfloat16), (count, vocabulary), (0, 1))
+        keyed_sample.triton_sample(logits, temperature, keys, "raw")
+        keyed_sample.triton_divide(logits, temperature)
+    assert {name: len(noted[name]) for name in ("_draw_blocks", "_best_of_blocks", "_count_likelier", "_divide")} == {
+        "_draw_blocks": 1, "_best_of_blocks": 1, "_count_likelier": 1, "_divide": 1,
+    }  # fmt: skip
+
+
+def test_drafting_on_the_device_compiles_nothing_after_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted, slots = forms(monkeypatch, kernels), 24
+    index = DeviceIndex(torch.zeros(slots, 64, dtype=torch.int32), 4, 2**12, 0.02, 100)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda _: pytest.MonkeyPatch.context())
+    index.capture([8])
+    index._graphs.clear()  # as for a batch above the largest graph
+    captured = {name: set(kinds) for name, kinds in noted.items()}
+    total = torch.full((slots,), 20, dtype=torch.int32)
+    for count in range(1, slots):
+        index.open([(slot, 1, 5) for slot in range(count)])
+        index.draft(torch.arange(count), torch.ones(count, dtype=torch.int32), total)
+        index.close([(slot, 30) for slot in range(count)], total)
+    assert set(noted) >= {"learn", "estimate", "search_sealed", "scan_live", "merge_live", "vote", "keep_texts"}
+    assert {name: kinds - captured[name] for name, kinds in noted.items() if kinds - captured[name]} == {}
+
+
+def test_a_dummy_run_compiles_what_rollouts_draw_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+
+    from das_adapter.engine.sampling import verification
+
+    drawn, stock = set(), verification.keyed_sample
+
+    def noting(logits: Any, temperature: Any, keys: Any, scores: Any = None) -> Any:
+        drawn.add((logits.dtype, scores))
+        return stock(logits, temperature, keys, scores)
+
+    monkeypatch.setattr(verification, "keyed_sample", noting)
+    none, ones = torch.zeros(2), torch.ones(2)
+    dummy = SamplingMetadata(
+        temperature=ones, all_greedy=False, all_random=False, top_p=ones * 0.9, top_k=torch.tensor([5, 5]),
+        generators={}, max_num_logprobs=None, no_penalties=True, prompt_token_ids=None, frequency_penalties=none,
+        presence_penalties=none, repetition_penalties=none, output_token_ids=[[], []], allowed_token_ids_mask=None,
+        bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
+    )  # fmt: skip
+    verification.KeyedSampler()(torch.from_numpy(np.eye(2, 9, dtype=np.float32)).bfloat16(), dummy)
+    assert drawn >= set(product((torch.bfloat16, torch.float32), (None, "raw", "processed")))
