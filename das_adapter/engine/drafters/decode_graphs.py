@@ -79,7 +79,7 @@ class DecodePasses:
             return hidden[:n]
         device, asked = self.runner.device, self._queries(rows, positions, n)
         with self._context(asked, n, CUDAGraphMode.NONE):
-            hidden = self._model(torch.from_numpy(ids).to(device), asked[0].positions)
+            hidden = self._model(torch.from_numpy(ids).to(device, non_blocking=True), asked[0].positions)
         return hidden
 
     def _replay(
@@ -96,7 +96,7 @@ class DecodePasses:
         filled = np.zeros(size, dtype=np.int64)
         filled[: len(ids)] = ids
         kept = [self._keep(gid, asked, longest) for gid, asked in enumerate(self._queries(rows, positions, size))]
-        tokens = self._buffer("ids", torch.from_numpy(filled).to(self.runner.device))
+        tokens = self._buffer("ids", torch.from_numpy(filled).to(self.runner.device, non_blocking=True))
         with self._context(kept, size, mode, BatchDescriptor(num_tokens=size, num_reqs=size, uniform=True)):
             hidden: torch.Tensor = self._graphs(tokens, kept[0].positions)
         return hidden
@@ -104,7 +104,8 @@ class DecodePasses:
     def _queries(self, rows: np.ndarray, positions: np.ndarray, size: int) -> list[Queries]:
         """Describe the pass to each attention group, for `size` requests."""
         batch, device, more = self.runner.input_batch, self.runner.device, size - len(rows)
-        which, begins = torch.from_numpy(rows).to(device), np.append(positions, np.zeros(more, dtype=np.int64))
+        which = torch.from_numpy(rows).to(device, non_blocking=True)
+        begins = np.append(positions, np.zeros(more, dtype=np.int64))
         found = []
         for gid in range(len(self.runner.attn_groups)):
             table = batch.block_table[gid]

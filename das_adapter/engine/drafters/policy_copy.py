@@ -143,8 +143,8 @@ class CopySource(ModelSource):
             positions = lengths[rows[at]].astype(np.int64) - 1 + step
             logits = self.copy.model.compute_logits(self.decode(rows[at], ids.astype(np.int64), positions))
             if keyed:
-                keys = Keys(*(torch.from_numpy(x).to(logits.device) for x in (seeds[at], positions)))
-                which = torch.from_numpy(rows[at]).to(logits.device)
+                keys = Keys(*(torch.from_numpy(x).to(logits.device, non_blocking=True) for x in (seeds[at], positions)))
+                which = torch.from_numpy(rows[at]).to(logits.device, non_blocking=True)
                 ids = draw(logits, keys, runner.input_batch.sampling_metadata, which).cpu().numpy()
             else:  # with vLLM's own noise the most likely token is accepted most often
                 ids = logits.argmax(dim=-1).cpu().numpy()
