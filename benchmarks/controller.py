@@ -324,12 +324,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     parser.add_argument("--arms", nargs="+", default=["idle", *POLICIES, *(f"k{k}" for k in FIXED)])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
-    parser.add_argument("--processor-time", action="store_true", help="of one thread: nobody else's work counts")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    if args.processor_time:
-        os.environ["OMP_NUM_THREADS"] = "1"
-        time.perf_counter = time.process_time
     from provenance import provenance
 
     keyed = {"verify": {"noise": "keyed"}}

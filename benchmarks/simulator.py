@@ -257,9 +257,9 @@ def main() -> None:
         if args.what == "engine":
             measured = args.out.with_suffix(".measured.json")
             subprocess.run([sys.executable, Path(__file__).with_name("controller.py"), "batches", "--model", "random",
-                            "--longest", str(args.longest), "--repeats", "1", "--processor-time", "--arms", "idle",
-                            "optimal", "classes", "uniform", "unlimited", "k3", "k7",
-                            "--batches", *map(str, args.batches), "--out", measured], check=True)  # fmt: skip
+                            "--longest", str(args.longest), "--repeats", "1", "--arms", "idle", "optimal", "classes",
+                            "uniform", "unlimited", "k3", "k7", "--batches", *map(str, args.batches),
+                            "--out", measured], check=True)  # fmt: skip
             result["comparisons"]["engine"] = compare(json.loads(measured.read_text()))
             measured.unlink()
         else:
