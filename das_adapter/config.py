@@ -283,7 +283,10 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history": {"drafter": _HISTORY},
     "history.window": {"history.scope": ("problem", "global")},
     "history.max_bytes": {"history.scope": ("problem", "global")},
-    "history.device_bytes": {"drafter": ("history",), "history.scope": ("problem", "global")},
+    "history.device_bytes": {
+        "drafter": tuple(name for name in _HISTORY if name not in _COPY),
+        "history.scope": ("problem", "global"),
+    },
     "history.persist": {"history.scope": ("problem", "global")},
     "budget": {"drafter": _DRAFTERS},
     "budget.max_draft_tokens": {"drafter": (*_HISTORY, "ngram")},

@@ -351,8 +351,9 @@ class Controller:
         arrived, batch.arrivals = batch.arrivals > 0, 0
         if self._always:
             everything = self._everything(limits, chances, offsets)
-            drawn_on = self._common is not None and self.drafts is None
-            return StepPlan(self._alike(limits), everything.model) if drawn_on else everything
+            if self._common is None:
+                return everything
+            return StepPlan(self._alike(limits), self._alike(everything.model))
         model, probe = self._model, self._probe(running)
         nothing = np.zeros(running, dtype=np.int64)
         plan, drafted = StepPlan(nothing, nothing), False
@@ -401,21 +402,28 @@ class Controller:
         self, limits: Ints, chances: Chances, offsets: Ints, worth: Worth, model: StepModel
     ) -> ModelPlan:
         """The length that is worth most when all requests have it; under fixed budgets the one that these need. Where
-        there is a model, it drafts, and nobody else does."""
-        if self.drafts is not None:
-            chances, offsets = self.drafts.offer(limits)
-        running, there = len(limits), np.diff(offsets)
+        there is a model, it drafts for all or for nobody: then each request has the better draft of both."""
+        running, found = len(limits), np.diff(offsets)
         nothing, plain = np.zeros_like(limits), model.step(running, running, False)
         best = ModelPlan(nothing, nothing, 0, 0.0, 0.0)
+        theirs, begins = (chances, offsets) if self.drafts is None else self.drafts.offer(limits)
+        there = np.maximum(found, np.diff(begins))
         needed = self._alike(np.minimum(limits, there)).max(initial=0)
         for length in self._common or ():
-            if length == needed or (self._policy == "optimal" and length < needed):
-                total, alike = running * length, np.full_like(limits, length)
-                saved = float(worth.of_kept(chances, offsets, np.minimum(there, length)).sum())
-                passes = 0.0 if self.drafts is None else self.drafts.seconds(alike, plain)
-                gain = saved - passes - (model.step(running + total, running, True) - plain)
+            if length != needed and (self._policy != "optimal" or length > needed):
+                continue
+            total, alike = running * length, np.full_like(limits, length)
+            verified = model.step(running + total, running, True) - plain
+            saved = worth.of_kept(chances, offsets, np.minimum(found, length))
+            for by_model in (False,) if self.drafts is None else (False, True):
+                passes = 0.0
+                if self.drafts is not None:  # where somebody else drafts, it still reads what was drafted, in a pass
+                    passes = self.drafts.seconds(np.minimum(alike, self.drafts.most if by_model else 1), plain)
+                if by_model:
+                    saved = np.maximum(saved, worth.of_kept(theirs, begins, np.minimum(np.diff(begins), length)))
+                gain = float(saved.sum()) - passes - verified
                 if gain > best.gain or self._policy != "optimal":
-                    drafted, keep = (nothing, alike) if self.drafts is None else (alike, nothing)
+                    drafted, keep = (alike, nothing) if by_model else (nothing, alike)
                     best = ModelPlan(drafted, keep, total, gain, passes)
         return best
 

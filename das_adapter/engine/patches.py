@@ -9,6 +9,7 @@ import logging
 import re
 from typing import Any
 
+from das_adapter import compat
 from das_adapter.config import DasConfig
 from das_adapter.engine import front_end
 from das_adapter.engine.front_end import history_name, hosted, settings
@@ -53,8 +54,6 @@ def bind_worker(stock: Any) -> Any:
             cpu_patches.apply_to(config)
         if config is None:
             return stock(self)
-        from das_adapter import compat
-
         compat.require("vllm")
         v2 = runs_v2(self.vllm_config) and needs_v1(config) is None
         if v2:
@@ -98,18 +97,32 @@ def _worker_state(runner: Any, config: DasConfig, v2: bool) -> Any:
     return WorkerState(runner, config)
 
 
-@patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.32")
+@patch("vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", since="0.31")
+def allow_look_up(stock: Any) -> Any:
+    """Without it vLLM 0.31 takes V1 for the look-up drafter, in whose place the history drafts (front end)."""
+
+    @functools.wraps(stock)
+    def unsupported(self: Any) -> Any:
+        found = stock(self)
+        config = settings(self)
+        looked_up = config is not None and config.uses_history
+        return [name for name in found if not (looked_up and "ngram_gpu" in name)]
+
+    return unsupported
+
+
+@patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.31")
 def build_speculator(stock: Any) -> Any:
     """Without it the V2 runner builds vLLM's own look-up drafter in the place of the history's (worker)."""
 
     @functools.wraps(stock)
-    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+    def init_speculator(vllm_config: Any, device: Any, *states: Any) -> Any:
         config = settings(vllm_config)
         if config is None or not config.uses_history or vllm_config.speculative_config.method != "ngram_gpu":
-            return stock(vllm_config, device, req_states)
+            return stock(vllm_config, device, *states)
         from das_adapter.engine.v2.speculator import HistorySpeculator
 
-        return HistorySpeculator(vllm_config, device, req_states, config)
+        return HistorySpeculator(vllm_config, device, config)
 
     return init_speculator
 
@@ -134,6 +147,8 @@ def choose_drafter(stock: Any) -> Any:
         why = needs_v1(config) or (None if _has_triton() else "vLLM finds no device that Triton compiles for")
         if why is None and config.drafter != "none" and self.data_parallel_size > 1:
             why = "V2 has no draft lengths by step beside data_parallel_size > 1"
+        if why is None and self.async_scheduling is False and compat.missing_on_v2(compat.V2_NEURAL):
+            why = "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
         if why is not None and getattr(getattr(self, "aux_output_config", None), "enable_return_routed_experts", False):
             raise ConfigError(
                 f"das.drafter={config.drafter!r}: found enable_return_routed_experts=True, which this vLLM allows on "
@@ -413,5 +428,7 @@ AT_START = (
     *(allow_row_processors, read_labels, reserve_draft_slots, hear_draft_length, see_weight_calls),
 )
 """Applied in every process of vLLM, before anything is built."""
+AT_START_OF_V2 = (allow_look_up,)
+"""So too, where there is a V2 runner."""
 IN_FRONT_ENDS = (log_figures, log_figures_offline, read_figures_offline, serve_refresh)
 """Applied when a process imports their modules: few do."""

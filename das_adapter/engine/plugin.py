@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from das_adapter.engine.patches import AT_START, IN_FRONT_ENDS
+from das_adapter.engine.patches import AT_START, AT_START_OF_V2, IN_FRONT_ENDS
 
 
 def register() -> None:
@@ -11,7 +11,7 @@ def register() -> None:
     Called by vLLM in the front end, the engine core and every worker, before anything is built; a second call changes
     nothing.
     """
-    for patch in AT_START:
+    for patch in (*AT_START, *AT_START_OF_V2):
         patch.try_apply()
     for patch in IN_FRONT_ENDS:
         patch.when_imported()

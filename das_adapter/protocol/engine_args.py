@@ -23,21 +23,23 @@ DRAFTER = "das_adapter.engine.drafters.controlled.ControlledDrafter"
 """The class that vLLM's V1 runner loads as proposer where none of vLLM's drafts."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's environment variable that chooses its model runner."""
-V2_DRAFTERS = ("none", "history", "eagle3", "mtp", "draft_model")
+_OWN_WEIGHTS = ("eagle3", "mtp", "draft_model")
+V2_DRAFTERS = ("none", "history", *_OWN_WEIGHTS, *(f"history+{name}" for name in _OWN_WEIGHTS))
 """Drafters that run on vLLM's V2 runner."""
 
 
 def needs_v1(config: DasConfig) -> str | None:
     """Say why an engine must run vLLM's V1 model runner; None: it may run V2, where vLLM's own choice is V2."""
-    installed = compat.version("vllm") or "0"
-    oldest = compat.V2_RUNNER.oldest
-    if compat.numbers(installed) < compat.numbers(oldest):
-        return f"vLLM {installed} is older than {oldest}"
     if config.drafter not in V2_DRAFTERS:
         return f"das.drafter={config.drafter!r} needs it; on V2 run {', '.join(V2_DRAFTERS)}"
+    if config.uses_history and config.neural and not config.keyed:
+        return "on V2 drafts of two sources are verified by das.verify.noise=keyed alone"
+    installed, needed = compat.version("vllm") or "0", compat.V2_NEURAL if config.neural else compat.V2_RUNNER
+    if compat.numbers(installed) < compat.numbers(needed.oldest):
+        return f"vLLM {installed} is older than {needed.oldest}"
     if os.environ.get(RUNNER_VARIABLE) == "0":
         return f"{RUNNER_VARIABLE}=0 in the environment"
-    if lacking := compat.missing_on_v2():
+    if lacking := compat.missing_on_v2(needed):
         return f"vLLM {installed} lacks {', '.join(map(str, lacking))}"
     return None
 
@@ -77,7 +79,7 @@ def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
     look_up = {"method": "ngram_gpu", "prompt_lookup_min": 2, "prompt_lookup_max": 5}
     speculative = {"num_speculative_tokens": most, **(_neural(config) if config.neural else look_up)}
     if not config.in_every_step:
-        lengths = enumerate((*reversed(draft_lengths(most)), 0), 1)
+        lengths = enumerate((*reversed(draft_lengths(config)), 0), 1)
         speculative["num_speculative_tokens_per_batch_size"] = [(i, i, length) for i, length in lengths]
     if config.budget.admission == "request":
         speculative["enable_adaptive_verification"] = True
@@ -90,9 +92,22 @@ def _neural(config: DasConfig) -> dict[str, Any]:
     return {"method": config.method, **config.draft.options, **model}
 
 
-def draft_lengths(most: int) -> tuple[int, ...]:
+def draft_lengths(config: DasConfig) -> tuple[int, ...]:
     """Return the draft lengths that the steps of an engine on the V2 runner have, beside 0."""
-    return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < most} | {most}))
+    most = {config.num_draft_tokens} | ({config.model_tokens} if config.neural else set())
+    return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < max(most)} | most))
+
+
+class DraftTokens(int):
+    """How many tokens are drafted for each request at the end of a step, and whether a model drafts them where nothing
+    better is in the history. vLLM's scheduler hands it on as the number that it is."""
+
+    by_model: bool
+
+    def __new__(cls, tokens: int, by_model: bool = False) -> DraftTokens:
+        made = super().__new__(cls, tokens)
+        made.by_model = by_model
+        return made
 
 
 def engine_env(config: DasConfig | None) -> dict[str, str]:

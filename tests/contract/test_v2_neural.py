@@ -13,7 +13,7 @@ from test_v2_losslessness import ROUNDS, shortened, stock, synced
 RUNNER = "vllm.v1.worker.cpu.model_runner"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "history+eagle3"])
 def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length, in any step, on the device, while the host schedules ahead."""
     reference = v2_engine(das=None, rounds=stock(ROUNDS))

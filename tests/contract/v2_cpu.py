@@ -82,6 +82,7 @@ def sabotage(kind: str) -> None:
     from das_adapter.engine.v2.lengths import DraftLengths
     from das_adapter.engine.v2.neural import Speculation
     from das_adapter.engine.v2.reading import MissedText
+    from das_adapter.protocol.engine_args import DraftTokens
 
     draft, output, propose = DeviceIndex.draft, DraftLengths.output, Speculation.propose
     steps = itertools.count()
@@ -105,7 +106,8 @@ def sabotage(kind: str) -> None:
 
     def any_length(self: Any, step: Any, sampled: Any, now: float) -> int:
         output(self, step, sampled, now)
-        return (3, 1, 0, 0, 0, 0, 0, 2)[next(steps) % 8]
+        number = next(steps)
+        return DraftTokens((3, 1, 0, 0, 0, 0, 0, 2)[number % 8], by_model=number // 8 % 3 > 0)
 
     def slowly(self: Any, step: Any, sampled: Any, now: float) -> int:
         return output(self, step, sampled, 50.0 * next(steps))

@@ -311,7 +311,10 @@ def test_options_of_a_drafter_in_every_step_are_refused_with_the_controller(key:
         ("history+self", ANY | CONTROLLED | HISTORY | COPY),
         ("ngram", ANY | CONTROLLED | {"budget.max_draft_tokens"}),
         *((neural, ANY | CONTROLLED | NEURAL) for neural in ("eagle3", "mtp", "draft_model")),
-        *((f"history+{neural}", ANY | CONTROLLED | HISTORY | NEURAL) for neural in ("eagle3", "mtp", "draft_model")),
+        *(
+            (f"history+{neural}", ANY | CONTROLLED | HISTORY | NEURAL | {"history.device_bytes"})
+            for neural in ("eagle3", "mtp", "draft_model")
+        ),
     ],
 )
 def test_every_key_acts_with_the_drafter_or_is_refused(drafter: str, acts: set[str]) -> None:

@@ -12,7 +12,7 @@ from das_adapter.protocol import engine_args as args
 @pytest.fixture
 def newest(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(compat, "version", lambda host: "0.32.0")
-    monkeypatch.setattr(compat, "missing_on_v2", list)
+    monkeypatch.setattr(compat, "missing_on_v2", lambda host: [])
     monkeypatch.delenv(args.RUNNER_VARIABLE, raising=False)
     return monkeypatch
 
@@ -47,23 +47,35 @@ def test_neural_drafters_run_on_v2_with_the_lengths_that_the_controller_may_choo
     always = parse(block | {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}})
     assert always is not None
     assert args.v2_speculative_config(always) == expected
-    assert needs_v1({"drafter": "history+eagle3", "draft": {"model": "m"}}) is not None
+    both = block | {"drafter": "history+eagle3"}
+    config = parse(both)
+    assert config is not None and args.needs_v1(config) is None
+    found = args.v2_speculative_config(config)
+    assert found is not None
+    lengths = [entry[2] for entry in found.pop("num_speculative_tokens_per_batch_size")]
+    assert found == expected | {"num_speculative_tokens": 16}
+    assert lengths == [16, 8, 5, 4, 2, 1, 0]
+    assert "das.verify.noise=keyed" in str(needs_v1(both | {"verify": {"noise": "stock"}}))
 
 
 def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     assert (
         needs_v1({"drafter": "self"})
-        == "das.drafter='self' needs it; on V2 run none, history, eagle3, mtp, draft_model"
+        == "das.drafter='self' needs it; on V2 run none, history, eagle3, mtp, draft_model, history+eagle3, "
+        "history+mtp, history+draft_model"
     )
     newest.setenv(args.RUNNER_VARIABLE, "0")
     assert needs_v1({}) == "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
     newest.setenv(args.RUNNER_VARIABLE, "1")
     assert needs_v1({}) is None
-    newest.setattr(compat, "missing_on_v2", lambda: [compat.Symbol("vllm.x", "gone", "")])
+    newest.setattr(compat, "missing_on_v2", lambda host: [compat.Symbol("vllm.x", "gone", "")])
     assert needs_v1({}) == "vLLM 0.32.0 lacks vllm.x.gone"
-    for version in ("0.24.0", "0.31.2"):
-        newest.setattr(compat, "version", lambda host, found=version: found)
-        assert needs_v1({}) == f"vLLM {version} is older than 0.32.0"
+    newest.setattr(compat, "missing_on_v2", lambda host: [])
+    newest.setattr(compat, "version", lambda host: "0.31.2")
+    assert needs_v1({}) is None
+    assert needs_v1({"drafter": "eagle3", "draft": {"model": "m"}}) == "vLLM 0.31.2 is older than 0.32.0"
+    newest.setattr(compat, "version", lambda host: "0.30.0")
+    assert needs_v1({}) == "vLLM 0.30.0 is older than 0.31.0"
     config = parse({})
     assert args.engine_env(config) == {args.RUNNER_VARIABLE: "0"}
     assert args.engine_args(config)["speculative_config"]["method"] == "custom_class"
@@ -73,4 +85,6 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     ("most", "lengths"), [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20))]
 )
 def test_graphs_are_captured_for_powers_of_two_and_the_longest_draft(most: int, lengths: tuple[int, ...]) -> None:
-    assert args.draft_lengths(most) == lengths
+    config = parse({"budget": {"max_draft_tokens": most}})
+    assert config is not None
+    assert args.draft_lengths(config) == lengths

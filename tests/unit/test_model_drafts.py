@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -218,6 +219,31 @@ def test_drafts_of_one_length_for_all_are_made_where_they_pay(
     assert len(set(plan.model.tolist())) == 1
     assert int(plan.model[0]) in {0, *lengths_there}
     assert not plan.history.any()
+
+
+@pytest.mark.parametrize(("found", "pass_s", "by_model"), [(0.95, 0.004, False), (0.2, 0.004, True), (0.2, 0.5, False)])
+def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
+    found: float, pass_s: float, by_model: bool
+) -> None:
+    """The model drafts where most of the history's drafts are worse than what its passes cost."""
+    drafts, running = ModelDrafts(5, narrows=False), 8
+    drafts.passes.model = StepModel(base=pass_s, token=0.0)
+    controller = Controller(
+        BudgetConfig(), ToggleConfig(), 2048, prior=StepModel(base=0.05, token=0.0001), drafts=drafts, most=8,
+        common=(1, 2, 4, 5, 8),
+    )  # fmt: skip
+    slots = np.array([controller.open(i, 0, 500) for i in range(running)])
+
+    def history(limits: Any, floor: float) -> Any:
+        lengths = np.minimum(limits, 8)
+        chances = np.concatenate([found ** np.arange(1, n + 1) for n in lengths]).astype(np.float32)
+        return chances, np.concatenate([[0], np.cumsum(lengths)])
+
+    room = np.full(running, 100)
+    plan = controller.plan(Decoded(slots, np.ones(running, int), None, None, room), history)
+    chosen = plan.model if by_model else plan.history
+    assert set(chosen.tolist()) == {5 if by_model else 8} or (pass_s == 0.5 and not chosen.any())
+    assert not (plan.history if by_model else plan.model).any()
 
 
 def test_what_the_model_could_draft_ends_at_the_limits() -> None:

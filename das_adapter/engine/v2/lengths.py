@@ -22,7 +22,7 @@ from das_adapter.engine.drafters.timing import before_the_first_step, graph_size
 from das_adapter.engine.v2.admission import Wanted, wants_of
 from das_adapter.engine.v2.neural import Proposal
 from das_adapter.protocol.decision_log import DecisionLog
-from das_adapter.protocol.engine_args import draft_lengths
+from das_adapter.protocol.engine_args import DraftTokens, draft_lengths
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
 
@@ -85,7 +85,7 @@ class DraftLengths:
     def __init__(self, config: DasConfig, vllm_config: Any, counters: Counters, always: int = 0) -> None:
         """`always`: passes of a neural drafter in every step, with drafts or without."""
         self._config = config
-        self.lengths = draft_lengths(config.num_draft_tokens)
+        self.lengths = draft_lengths(config)
         self.wants: Mapping[str, Wanted] = {}
         """What the controller wants of each request's next draft, where the device admits drafts request by request."""
         self._by_request = config.budget.admission == "request"
@@ -94,8 +94,8 @@ class DraftLengths:
         known = before_the_first_step(config.toggle, vllm_config)
         if config.uses_history:
             self.history = HistorySource(config.history, vllm_config.model_config.get_vocab_size())
-        elif config.neural:
-            self.drafts = ModelDrafts(config.num_draft_tokens, narrows=False, always=always)
+        if config.neural:
+            self.drafts = ModelDrafts(config.model_tokens, narrows=False, always=always)
             self.drafts.expect(known and known.passes)
         self.controller = Controller(
             config.budget, config.toggle, vllm_config.model_config.max_model_len, config.history.window,
@@ -111,6 +111,8 @@ class DraftLengths:
         """Tokens that end a live request; without an entry it has ended, and vLLM has not said so yet."""
         self._offered: dict[str, np.ndarray] = {}
         """What was last drafted for each request: the chances of its tokens, float32."""
+        self._by_model: set[str] = set()
+        """Requests whose last draft is a model's, where others have theirs from the history."""
         self._pending: Step | None = None
         """A step whose offer had not arrived with its output."""
         self._passes = 0
@@ -176,7 +178,8 @@ class DraftLengths:
         live = [self._live[step.req_ids[row]] for row in rows]
         got = np.array([self._written(r, sampled[row]) for r, row in zip(live, rows, strict=True)], dtype=np.int64)
         carried = np.array([self._carried(step, request.req_id) for request in live], dtype=np.int64)
-        self._count(step, live, got, carried, now)
+        by_model = carried * [self._modelled(request.req_id) for request in live]
+        self._count(step, live, got, carried, carried - by_model, now)
         for request, new in zip(live, got.tolist(), strict=True):
             request.length += new
         slots = np.array([request.slot for request in live], dtype=np.int64)
@@ -195,12 +198,9 @@ class DraftLengths:
         if step.offer is None or step.offer.arrived:
             self._hear(step)
         room = np.array([request.end - 1 - request.length for request in live], dtype=np.int64)
+        offers = None if self.history is None else functools.partial(self._offers, live)
         carriers = carried if carried.any() else None
-        if self.history is None:
-            plan = self.controller.plan(Decoded(slots, got, carriers, carriers, room, context=context))
-        else:
-            offers = functools.partial(self._offers, live)
-            plan = self.controller.plan(Decoded(slots, got, carriers, None, room, context=context), offers)
+        plan = self.controller.plan(Decoded(slots, got, carriers, by_model, room, context=context), offers)
         if collapsed(vars(self._counters)) and not self._paused:
             self._paused = True
             logger.error("das: acceptance collapsed (%d of %d draft tokens); no drafts until the next weight sync",
@@ -208,7 +208,7 @@ class DraftLengths:
         silent = self.guard is not None and self.guard.idle and not self.guard.ask(len(live), bool(carried.any()))
         wanted = 0 if self._paused or silent else int(max(plan.history.max(initial=0), plan.model.max(initial=0)))
         if not self._by_request:
-            return wanted
+            return DraftTokens(wanted, bool(plan.model.any()))
         table = self.controller.requests
         worth = table.worth_own[slots] + table.worth_tail[slots]
         self.wants = wants_of((request.req_id for request in live), plan.history * (wanted > 0), worth)
@@ -247,6 +247,7 @@ class DraftLengths:
     def _close(self, req_ids: frozenset[str], unrecorded: bool) -> None:
         for req_id in req_ids:
             self._offered.pop(req_id, None)
+            self._by_model.discard(req_id)
             self._stops.pop(req_id, None)
             if live := self._live.pop(req_id, None):
                 live.record = live.record and not unrecorded
@@ -257,13 +258,18 @@ class DraftLengths:
         self._pending = None
         if step.offer is not None:
             counts, chances = step.offer.read()
+            self._by_model = self._by_model - set(step.req_ids) | step.offer.modelled(step.req_ids)
             for req_id, count, row in zip(step.req_ids, counts.tolist(), chances, strict=True):
                 self._offered[req_id] = row[:count]
 
     def _carried(self, step: Step, req_id: str) -> int:
         """Return the draft tokens that a request carried into a step, without fillers."""
-        drafted = step.drafts.get(req_id, 0)
-        return drafted if self.history is None else min(drafted, len(self._offered.get(req_id, _NOTHING)))
+        there = self._config.model_tokens if self._modelled(req_id) else len(self._offered.get(req_id, _NOTHING))
+        return min(step.drafts.get(req_id, 0), there)
+
+    def _modelled(self, req_id: str) -> bool:
+        """Whether the last draft of a request is a model's."""
+        return self.history is None or req_id in self._by_model
 
     def _offers(self, live: list[LiveRequest], limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
         """Return what is drafted for some requests, see `core.controller.HistoryDrafts`."""
@@ -272,14 +278,17 @@ class DraftLengths:
         kept = [c[: int((c >= floor).sum())] for c in chances]
         return np.concatenate([*kept, _NOTHING]), np.cumsum([0, *map(len, kept)], dtype=np.int64)
 
-    def _count(self, step: Step, live: list[LiveRequest], got: np.ndarray, carried: np.ndarray, now: float) -> None:
+    def _count(
+        self, step: Step, live: list[LiveRequest], got: np.ndarray, carried: np.ndarray, looked_up: np.ndarray,
+        now: float,
+    ) -> None:  # fmt: skip
         accepted = np.minimum(got - 1, carried)
         training = [request.record for request in live]
         if any(training):
             self._counters.step((got * training).tolist(), carried.tolist(), now - max(step.began, self._last or 0.0))
         if carried.any():
             if self.history is not None:
-                self.history.verified(live, carried, accepted)
+                self.history.verified(live, looked_up, np.minimum(accepted, looked_up))
             if self.log is not None:
                 slots = np.array([request.slot for request in live], dtype=np.int64)
                 self.log.verified(self.controller.requests.written[slots], carried, accepted)

@@ -17,6 +17,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps
+from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.patching import patch
 
 
@@ -30,18 +31,37 @@ class Proposal(NamedTuple):
     """Whether it read no prompt and had missed nothing."""
 
 
+class Beside(NamedTuple):
+    """Another source of drafts."""
+
+    source: HistorySpeculator
+    worth: Callable[[int], float]
+    """Returns how many tokens of the neural drafter's drafts of this length are accepted, about."""
+
+
 class Speculation:
     """What das-adapter knows of the speculator that vLLM has loaded, and does beside it."""
 
-    def __init__(self, speculator: Any, decodes: Callable[[], bool], keyed: bool, texts: torch.Tensor) -> None:
+    def __init__(
+        self,
+        speculator: Any,
+        decodes: Callable[[], bool],
+        keyed: bool,
+        texts: torch.Tensor,
+        tokens: int,
+        beside: Beside | None = None,
+    ) -> None:
         """
         Args:
             speculator: vLLM's.
             decodes: whether the present step reads no prompt.
             keyed: whether drafts are drawn with the policy's noise.
             texts: int32 [slots, length], the text of the request in each slot.
+            tokens: of a draft, at most.
+            beside: who drafts as well; None: nobody.
         """
         self.speculator = speculator
+        self._tokens, self._beside = tokens, beside
         self.on_failure: Callable[[Exception], None] | None = None
         """Told why drafting failed; the speculator does not run any more until `resume`."""
         self._decodes, self._failed = decodes, False
@@ -49,6 +69,8 @@ class Speculation:
         self._calls: deque[tuple[int, int, bool, Any, Any]] = deque()
         self._missed = MissedText(speculator, texts) if may_miss_steps(speculator) else None
         run_speculator.apply(self, owner=speculator)
+        if beside is not None:
+            capture_beside.apply(beside, owner=speculator)
         if keyed:
             draw_as_the_policy.apply(speculator, owner=speculator)
 
@@ -65,17 +87,30 @@ class Speculation:
             ended.append(Proposal(requests, passes, seconds, usual))
         return ended
 
-    def propose(self, run: Callable[..., Any], inputs: Inputs, wanted: int | None) -> torch.Tensor:
+    def propose(
+        self, run: Callable[..., Any], inputs: Inputs, wanted: int | None, num_sampled: torch.Tensor
+    ) -> torch.Tensor:
         """Draft.
 
         Args:
             run: runs the speculator with some inputs and further keywords; it writes its drafts down.
             inputs: what it is to read.
             wanted: tokens of each draft; None: as many as there can be.
+            num_sampled: int32 [requests], tokens that each request got.
 
         Returns:
             int64 [requests, most]; where it has failed, tokens that the policy can read.
         """
+        if self._beside is None or wanted is None:
+            return self._draft(run, inputs, wanted)
+        source, own = self._beside.source, min(wanted, self._tokens) if getattr(wanted, "by_model", False) else 0
+        source.draft(inputs.batch, num_sampled)
+        drafts = self._draft(run, inputs, own)
+        if own and not self._failed:
+            source.take_better(drafts, own, self._beside.worth(own))
+        return source.share(inputs.batch.num_reqs)
+
+    def _draft(self, run: Callable[..., Any], inputs: Inputs, wanted: int | None) -> torch.Tensor:
         batch, passes = inputs.batch, max(1, self._most if wanted is None else wanted)
         drafts: torch.Tensor = self.speculator.draft_tokens[: batch.num_reqs]
         if self._failed:
@@ -87,7 +122,7 @@ class Speculation:
             read = inputs if self._missed is None else self._missed.read_up(inputs)
             behind = {} if read is inputs else {"is_profile": True}  # without graphs, which are of other shapes
             with self._timed(batch.num_reqs, passes, not behind), self._no_more_than(passes):
-                run(read, **behind)
+                run(read, num_speculative_tokens=wanted, **behind)
         except Exception as error:
             if get_tp_group().world_size > 1:  # the other ranks wait for this one
                 raise
@@ -138,11 +173,23 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
         read = len(Inputs._fields)
 
         def run(inputs: Inputs, **more: Any) -> Any:
-            return stock(*inputs, *args[read:], **kwargs, **more)
+            return stock(*inputs, *args[read:], **(kwargs | more))
 
-        return speculation.propose(run, Inputs(*args[:read]), kwargs.get("num_speculative_tokens"))
+        return speculation.propose(run, Inputs(*args[:read]), kwargs.get("num_speculative_tokens"), args[read])
 
     return propose
+
+
+@patch(f"{_SPECULATOR}:BaseSpeculator.capture", since="0.32")
+def capture_beside(stock: Any, beside: Beside) -> Any:
+    """Without it the look-up of drafts beside the model's is not captured as a CUDA graph (V2 runner)."""
+
+    @functools.wraps(stock)
+    def capture(*args: Any, **kwargs: Any) -> Any:
+        beside.source.capture()
+        return stock(*args, **kwargs)
+
+    return capture
 
 
 @patch(f"{_SPECULATOR}:DraftModelSpeculator.sample_draft", since="0.32")

@@ -3,7 +3,7 @@ host goes on scheduling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,14 @@ def min_chance(config: DasConfig) -> float:
     return LEAST_CHANCE if policy == "optimal" else 0.0 if policy == "unlimited" else config.budget.min_chance
 
 
+def keep_texts_on_device(states: Any) -> None:
+    """Put the texts of a new `RequestState` in the device's own memory: vLLM 0.31 keeps them in the host's, where the
+    device reads them slowly; so do later ones beside a neural drafter."""
+    texts = states.all_token_ids
+    if hasattr(texts, "_uva_buf"):
+        states.all_token_ids = type(texts)(tuple(texts.gpu.shape), dtype=texts.dtype, device=texts.device)
+
+
 class Offer:
     """What was drafted for the requests of a step, on its way to the host."""
 
@@ -37,6 +45,8 @@ class Offer:
             streams: on which it drafted, and on which the copy goes; None: on a CPU.
         """
         self.event: Any = None
+        self._by_model: torch.Tensor | None = None
+        self._streams = streams
         if streams is None:
             self._real, self._confidence = index.real[:requests].clone(), index.confidence[:requests].clone()
             return
@@ -47,6 +57,24 @@ class Offer:
             self._real = index.real[:requests].to("cpu", non_blocking=True)
             self._confidence = index.confidence[:requests].to("cpu", non_blocking=True)
             self.event.record(copy)
+
+    def note(self, by_model: torch.Tensor) -> None:
+        """Take for which requests a model's draft stands in the place of that from the history, bool [requests]."""
+        if self._streams is None:
+            self._by_model = by_model
+            return
+        main, copy = self._streams
+        copy.wait_stream(main)
+        by_model.record_stream(copy)
+        with torch.cuda.stream(copy):
+            self._by_model = by_model.to("cpu", non_blocking=True)
+            self.event.record(copy)
+
+    def modelled(self, req_ids: Sequence[str]) -> set[str]:
+        """Return for which of the batch's requests a model drafted."""
+        if self._by_model is None:
+            return set()
+        return {req_id for req_id, mine in zip(req_ids, self._by_model.tolist(), strict=True) if mine}
 
     @property
     def arrived(self) -> bool:
@@ -70,30 +98,21 @@ class HistorySpeculator(BaseSpeculator):
     draft_logits = None
     pcp_manager: Any = None
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, config: DasConfig) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, config: DasConfig) -> None:
         """
         Args:
-            vllm_config, device, req_states: as vLLM's `init_speculator` gets them.
+            vllm_config, device: as vLLM's `init_speculator` gets them.
             config: the block.
         """
         slots, steps = vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config.num_speculative_tokens
         self._group = get_tp_group()
-        self._states = req_states
+        self._config, self._vocabulary = config, vllm_config.model_config.get_vocab_size()
         self.index: DeviceIndex | None = None
         """None: another rank drafts."""
-        if self._group.rank_in_group == 0:
-            self.index = DeviceIndex(
-                req_states.all_token_ids.gpu,
-                steps,
-                config.history.device_bytes // 4,
-                min_chance(config),
-                vllm_config.model_config.get_vocab_size(),
-                copy=lambda array, tensor: async_tensor_h2d(array, out=tensor),
-            )
-        self._drafts = self.index.drafts if self.index else torch.zeros(slots, steps, dtype=torch.int64, device=device)
-        self.draft_token_confidence_probs = (
-            self.index.confidence if self.index else torch.zeros(slots, steps, dtype=torch.float32, device=device)
-        )
+        self.wanted: int | None = None
+        """Tokens of each draft of the present step; None: as many as there can be."""
+        self._drafts = torch.zeros(slots, steps, dtype=torch.int64, device=device)
+        self.draft_token_confidence_probs = torch.zeros(slots, steps, dtype=torch.float32, device=device)
         self.enable_adaptive_verification = config.budget.admission == "request"
         self.on_failure: Callable[[Exception], None] | None = None
         """Told why drafting failed; it drafts no more until `resume`."""
@@ -104,6 +123,20 @@ class HistorySpeculator(BaseSpeculator):
         self._copied: Any = None
         self._idle = -1
         self._capture_sizes = [s for s in vllm_config.compilation_config.cudagraph_capture_sizes or [] if s <= slots]
+
+    def read(self, states: Any) -> None:
+        """Draft for the requests of vLLM's `RequestState`, before memory is measured."""
+        self._states = states
+        if self._group.rank_in_group == 0:
+            self.index = DeviceIndex(
+                states.all_token_ids.gpu,
+                self._drafts.shape[1],
+                self._config.history.device_bytes // 4,
+                min_chance(self._config),
+                self._vocabulary,
+                copy=lambda array, tensor: async_tensor_h2d(array, out=tensor),
+            )
+            self._drafts, self.draft_token_confidence_probs = self.index.drafts, self.index.confidence
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to prepare: a step is captured in `capture`."""
@@ -142,7 +175,6 @@ class HistorySpeculator(BaseSpeculator):
         num_sampled: torch.Tensor,
         *_: Any,
         dummy_run: bool = False,
-        num_speculative_tokens: int | None = None,
         **__: Any,
     ) -> torch.Tensor:
         """Draft for every request of the batch; see `BaseSpeculator.propose`.
@@ -150,22 +182,46 @@ class HistorySpeculator(BaseSpeculator):
         Returns:
             int64 [requests, steps]; beyond a draft the request's last token, which the policy can read.
         """
-        drafts = self._drafts[: input_batch.num_reqs]
-        if dummy_run:
-            return drafts
+        if not dummy_run:
+            self.draft(input_batch, num_sampled)
+            self.share(input_batch.num_reqs)
+        return self._drafts[: input_batch.num_reqs]
+
+    def draft(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
+        """Look up a draft for every request of the batch, on the rank that drafts."""
         if self.index is not None:
             try:
-                self._draft(input_batch, num_sampled, num_speculative_tokens)
+                self._draft(input_batch, num_sampled)
             except Exception as error:
                 self.fail(error)
             if self._failed:
-                drafts.zero_()
-        if num_speculative_tokens != 0 and self._group.world_size > 1:
+                self._drafts[: input_batch.num_reqs].zero_()
+
+    def take_better(self, drafts: torch.Tensor, tokens: int, worth: float) -> None:
+        """Put a model's drafts where that from the history is expected to bring less.
+
+        Args:
+            drafts: int64 [requests, steps], the model's.
+            tokens: of each of them.
+            worth: accepted tokens to be expected of each.
+        """
+        if self._offer is None or not self.wanted:
+            return
+        chances = self.draft_token_confidence_probs[: len(drafts), : self.wanted].cumprod(1)
+        by_model = chances.sum(1) < worth
+        mine = self._drafts[: len(drafts), :tokens]
+        torch.where(by_model[:, None], drafts[:, :tokens], mine, out=mine)
+        self._offer.note(by_model)
+
+    def share(self, requests: int) -> torch.Tensor:
+        """Send the drafts of a batch to the other ranks; return them, int64 [requests, steps]."""
+        drafts = self._drafts[:requests]
+        if self.wanted != 0 and self._group.world_size > 1:
             self._group.broadcast(drafts, src=0)
         return drafts
 
-    def _draft(self, input_batch: Any, num_sampled: torch.Tensor, wanted: int | None) -> None:
-        self._idle = self._idle + 1 if wanted == 0 else 0
+    def _draft(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
+        self._idle = self._idle + 1 if self.wanted == 0 else 0
         if self._failed or self.index is None or self._idle % LOOK_STEPS:
             return
         if self._copied is not None and self.streams is not None:

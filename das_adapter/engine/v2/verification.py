@@ -32,7 +32,7 @@ def keyed() -> Iterator[None]:
         _sampling.keyed = before
 
 
-@patch("vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", since="0.32")
+@patch("vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", since="0.31")
 def verify_by_equality(stock: Any) -> Any:
     """Without it vLLM accepts drafts by the ratio of probabilities, and tokens depend on the drafter (V2 runner)."""
 

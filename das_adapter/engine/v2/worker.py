@@ -19,9 +19,9 @@ from das_adapter.engine.v2.admission import SOURCE, Admission, Wanted
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.harvest import Harvest, Writing
 from das_adapter.engine.v2.lengths import Begun, DraftLengths, Step
-from das_adapter.engine.v2.neural import Speculation, take_loaded_speculator
+from das_adapter.engine.v2.neural import Beside, Speculation, take_loaded_speculator
 from das_adapter.engine.v2.reading import may_miss_steps
-from das_adapter.engine.v2.speculator import HistorySpeculator
+from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
 from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
@@ -48,7 +48,10 @@ class DeviceWorkerState(WorkerState):
             self.lengths = DraftLengths(config, runner.vllm_config, self.counters, always)
         self.index: DeviceIndex | None = None
         self.speculation: Speculation | None = None
-        if config.uses_history:
+        self.source: HistorySpeculator | None = None
+        if config.uses_history and self.lengths is not None:
+            keep_texts_on_device(runner.req_states)
+        if config.uses_history and not config.neural:
             self._bind_history(runner.speculator)
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
@@ -88,6 +91,8 @@ class DeviceWorkerState(WorkerState):
         if self.lengths is not None:
             for step_patch in (take_requests, drop_requests, note_steps, choose_lengths):
                 step_patch.apply(self, owner=self.runner)
+        elif self.config.uses_history:
+            note_steps.apply(self, owner=self.runner)
 
     def begin(self, scheduled: Any) -> None:
         """Take the requests that join the batch (vLLM's `SchedulerOutput`), once the runner has them."""
@@ -111,7 +116,11 @@ class DeviceWorkerState(WorkerState):
         try:
             self.index.open(opened)
         except Exception as error:
-            self.runner.speculator.fail(error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if self.source is not None:
+            self.source.fail(error)
 
     def bring_history(self) -> None:
         """Bring more of the sealed text that is drafted from to the device, before a step."""
@@ -121,7 +130,7 @@ class DeviceWorkerState(WorkerState):
             self._complete = self.index.bring(self.lengths.history.index)
         except Exception as error:
             self._complete = True
-            self.runner.speculator.fail(error)
+            self._fail(error)
 
     def end(self, scheduled: Any) -> None:
         """Take the requests that have ended or were preempted, while the runner has them still."""
@@ -140,7 +149,7 @@ class DeviceWorkerState(WorkerState):
             if closed and self.index is not None:
                 self.index.close(closed, states.total_len.gpu)
         except Exception as error:
-            self.runner.speculator.fail(error)
+            self._fail(error)
 
     def start_step(self, scheduled: Any) -> None:
         """Note the step that the runner has begun."""
@@ -156,8 +165,8 @@ class DeviceWorkerState(WorkerState):
         step, self._step = self._step, None
         if step is None or output is None or self.lengths is None:
             return output
-        if self.index is not None:
-            step.offer = self.runner.speculator.take_offer()
+        if self.source is not None:
+            step.offer = self.source.take_offer()
         manager = self.runner.adaptive_verification
         admitted = manager.take_admitted() if isinstance(manager, Admission) else None
         stock, lengths = output.get_output, self.lengths
@@ -191,10 +200,10 @@ class DeviceWorkerState(WorkerState):
         self.check_draft_weights()
         if self.speculation is not None:
             self.speculation.resume()
-        if self.index is not None:
+        if self.index is not None and self.source is not None:
             self.index.arena.forget_sealed()
             self.index.arena.forget_closed()
-            self.runner.speculator.resume()
+            self.source.resume()
             self._complete = False
         return answer
 
@@ -210,7 +219,9 @@ class DeviceWorkerState(WorkerState):
         """Drafts are made on the device."""
 
     def _bind_history(self, speculator: HistorySpeculator) -> None:
-        """Take over the history's speculator, which this rank's runner has built."""
+        """Take over the history's speculator."""
+        self.source = speculator
+        speculator.read(self.runner.req_states)
         if self.lengths is None or self.lengths.history is None or speculator.index is None:
             return
         self.index = speculator.index
@@ -228,10 +239,21 @@ class DeviceWorkerState(WorkerState):
         assert self.draft_weights is not None
         self.draft_weights.take_loaded()
         self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
+        config, beside = self.config, None
+        if config.uses_history:
+            source = HistorySpeculator(self.runner.vllm_config, self.runner.device, config)
+            self._bind_history(source)
+            beside = Beside(source, self._model_worth)
         texts = self.runner.req_states.all_token_ids.gpu
-        self.speculation = Speculation(self.runner.speculator, self._decodes, self.config.keyed, texts)
+        self.speculation = Speculation(
+            self.runner.speculator, self._decodes, config.keyed, texts, config.model_tokens, beside
+        )
         if self.lengths is not None:
             self.speculation.on_failure = self.lengths.fail
+
+    def _model_worth(self, tokens: int) -> float:
+        drafts = self.lengths and self.lengths.drafts
+        return float(drafts.acceptance.chances(tokens).sum()) if drafts else 0.0
 
     def _decodes(self) -> bool:
         """Whether the step that is going on reads no prompt."""
@@ -247,7 +269,7 @@ def stop_tokens(params: Any) -> frozenset[int]:
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 
-@patch(f"{_RUNNER}.sample", since="0.32")
+@patch(f"{_RUNNER}.sample", since="0.31")
 def sample_keyed(stock: Any) -> Any:
     """Without it drafts are verified as another engine of this process wants it (V2 runner)."""
 
@@ -259,7 +281,7 @@ def sample_keyed(stock: Any) -> Any:
     return sample
 
 
-@patch(f"{_RUNNER}.add_requests", since="0.32")
+@patch(f"{_RUNNER}.add_requests", since="0.31")
 def take_requests(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it nobody knows which problem a request is about, and where it writes (V2 runner)."""
 
@@ -273,7 +295,7 @@ def take_requests(stock: Any, state: DeviceWorkerState) -> Any:
     return add_requests
 
 
-@patch(f"{_RUNNER}.finish_requests", since="0.32")
+@patch(f"{_RUNNER}.finish_requests", since="0.31")
 def drop_requests(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it the text of a request that ended is overwritten before its siblings have drafted from it (V2
     runner)."""
@@ -286,7 +308,7 @@ def drop_requests(stock: Any, state: DeviceWorkerState) -> Any:
     return finish_requests
 
 
-@patch(f"{_RUNNER}.execute_model", since="0.32")
+@patch(f"{_RUNNER}.execute_model", since="0.31")
 def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it nobody knows how long decode steps take, and who carried drafts into them (V2 runner)."""
 
@@ -294,8 +316,12 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dummy_run"):
             return stock(scheduler_output, *args, **kwargs)
+        if state.source is not None:
+            state.source.wanted = scheduler_output.num_spec_tokens_to_schedule
+        if state.lengths is None:
+            return stock(scheduler_output, *args, **kwargs)
         state.begin_step(scheduler_output)
-        wants = state.lengths.wants if state.lengths is not None else {}
+        wants = state.lengths.wants
         output = stock(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
             state.start_step(scheduler_output)
@@ -305,7 +331,7 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     return execute_model
 
 
-@patch(f"{_RUNNER}.sample_tokens", since="0.32")
+@patch(f"{_RUNNER}.sample_tokens", since="0.31")
 def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner)."""
 
