@@ -13,7 +13,10 @@ from test_v2_losslessness import ROUNDS, shortened, stock, synced
 RUNNER = "vllm.v1.worker.cpu.model_runner"
 
 
-@pytest.mark.parametrize("method", [*METHODS, "history+eagle3"])
+BOTH = [f"history+{method}" for method in METHODS]
+
+
+@pytest.mark.parametrize("method", [*METHODS, pytest.param(BOTH[0], marks=pytest.mark.long), BOTH[1]])
 def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length, in any step, on the device, while the host schedules ahead."""
     reference = v2_engine(das=None, rounds=stock(ROUNDS))
@@ -57,6 +60,41 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("method", ["history", *METHODS, BOTH[1]])
+def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
+    v2_engine: Any, drafters: Path, method: str
+) -> None:
+    """The cache holds too few requests; the second time their prompts are in it."""
+    asked = [{**r, "params": {**r["params"], "max_tokens": 200, "ignore_eos": True}} for r in requests(PLAIN, 9)]
+    rounds = synced([{"requests": asked}, {"requests": asked}])
+    small = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 20, "enable_prefix_caching": True}
+    das = {"drafter": "history"} if method == "history" else block(method, drafters)
+    reference = v2_engine(das=None, engine=small, rounds=stock(rounds))
+    result = v2_engine(das=das, engine=small, rounds=rounds, sabotage="any draft length")
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert all(len(r["prompt"]) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
+    assert result[-1]["preemptions"] > 0
+    assert result[1]["stats"]["accepted_tokens"] > 20
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_each_request_has_the_better_draft_of_the_history_and_a_model(
+    v2_engine: Any, drafters: Path, method: str
+) -> None:
+    """Where drafts are cheap, a round takes at most the steps that the better one of both sources alone takes."""
+    small = {"history": {"device_bytes": "2MiB"}}
+    model = v2_engine(das=block(method, drafters), rounds=ROUNDS, sabotage="slow policy")
+    history = v2_engine(das={"drafter": "history", **small}, rounds=ROUNDS, sabotage="slow policy")
+    both = v2_engine(das=block(f"history+{method}", drafters, **small), rounds=ROUNDS, sabotage="slow policy")
+    reference = v2_engine(das=None, rounds=stock(ROUNDS))
+    assert [r["tokens"] for r in both] == [r["tokens"] for r in reference]
+    forwards = [[r["stats"]["request_forwards"] for r in arm] for arm in (model, history, both)]
+    assert sum(forwards[2]) < 1.02 * min(sum(forwards[0]), sum(forwards[1]))
+    assert sum(r["stats"]["drafter_passes"] for r in both) > 50
+
+
+@pytest.mark.long
 def test_the_controller_chooses_the_lengths(v2_engine: Any, drafters: Path) -> None:
     reference = v2_engine(das=None, rounds=stock(ROUNDS))
     useful = v2_engine(das=block("eagle3", drafters), rounds=ROUNDS, sabotage="slow policy")
@@ -91,10 +129,11 @@ def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: P
 
 
 @pytest.mark.long
-def test_two_ranks_run_the_drafter_together(v2_engine: Any, drafters: Path) -> None:
+@pytest.mark.parametrize("method", ["eagle3", BOTH[1]])
+def test_two_ranks_run_the_drafter_together(v2_engine: Any, drafters: Path, method: str) -> None:
     rounds = synced(two_rounds(requests(shortened(PLAIN, 20), 6)))
     reference = v2_engine(das=None, rounds=stock(rounds))
     two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    result = v2_engine(das=block("eagle3", drafters), rounds=rounds, engine=two, sabotage="any draft length")
+    result = v2_engine(das=block(method, drafters), rounds=rounds, engine=two, sabotage="any draft length")
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 20
