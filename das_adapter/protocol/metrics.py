@@ -67,6 +67,8 @@ class EngineStats(TypedDict, total=False):
     """Chance that a draft token of the policy copy is accepted, given that all before it were."""
     self_counts: tuple[int, int]
     """Draft tokens of the policy copy, and those accepted, in training rollouts."""
+    neural_counts: tuple[int, int]
+    """Those of a neural drafter."""
 
 
 class RolloutStats(TypedDict):

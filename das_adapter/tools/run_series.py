@@ -124,8 +124,15 @@ def by_source(rollouts: Iterable[Rollout]) -> list[Rate]:
     """Sum up by where draft tokens came from."""
     rollouts = list(rollouts)
     ages = _staleness(rollouts)
-    copied = _sum([c["self_counts"] for r in rollouts for c in r.counts if "self_counts" in c])
-    parts = (("earlier rollouts", ages[1:].sum(axis=0)), ("live text only", ages[0]), ("policy copy", copied))
+    copied, neural = (
+        _sum([c[name] for r in rollouts for c in r.counts if name in c]) for name in ("self_counts", "neural_counts")
+    )
+    parts = (
+        ("earlier rollouts", ages[1:].sum(axis=0)),
+        ("live text only", ages[0]),
+        ("policy copy", copied),
+        ("neural drafter", neural),
+    )
     return [Rate(name, *map(int, counts)) for name, counts in parts if counts[0]]
 
 

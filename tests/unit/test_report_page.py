@@ -61,6 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
                 "history_requests": 4, "history_hits": 4 if version > 2 else 0, "history_lost": 0,
                 "history_tokens": 800 * version, "lost_because": "",
                 "staleness": [[320, 40 * kept] if a == (2 if version > 2 else 0) else [0, 0] for a in range(len(AGES))],
+                "neural_counts": (100, 60),
             }  # fmt: skip
             log.counts(stats)
             stopped = "speculation cost 1.00 s in 2.00 s of drafted steps" if version == 3 else None
@@ -80,6 +81,7 @@ def test_acceptance_is_told_apart_by_step_epoch_age_and_source(run: list[Rollout
     assert [(r.kind, r.share) for r in run_series.by_source(run)] == [
         ("earlier rollouts", 0.75),
         ("live text only", 0.25),
+        ("neural drafter", 0.6),
     ]
     assert [r.kind for r in run_series.by_length(run)] == ["32"]
 
@@ -155,7 +157,7 @@ def test_a_browser_draws_the_figures_of_the_run(run: list[Rollout], tmp_path: Pa
     assert all(figure["marks"] for figure in drawn.values()), "every figure has drawn something"
     assert trace("acceptance", "by epoch")["y"] == [25, 75]
     assert trace("acceptance", "by training step")["x"] == [1, 2, 3, 4]
-    assert trace("acceptance", "by source")["x"] == ["earlier rollouts", "live text only"]
+    assert trace("acceptance", "by source")["x"] == ["earlier rollouts", "live text only", "neural drafter"]
     assert trace("acceptance", "by age of the history")["y"] == [25, 75]
     assert trace("saved", "saved")["y"] == [5, 5, 5, 5]
     assert trace("history", "history hits")["y"] == [0, 0, 100, 100]

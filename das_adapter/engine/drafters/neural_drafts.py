@@ -78,6 +78,11 @@ class NeuralSource(ModelSource):
         self._whole = True  # hosts empty the prefix cache at a weight sync
         return super().refresh(length)
 
+    def stats(self) -> dict[str, Any]:
+        """Return the figures of the drafter."""
+        counts, self._counts = self._counts, (0, 0)
+        return super().stats() | {"neural_counts": counts}
+
     def forget(self) -> None:
         self._req_ids: list[str] = []
         self._rows: dict[str, int] = {}
