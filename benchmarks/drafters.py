@@ -8,9 +8,9 @@ flight, after a rollout at that batch which does not count. Each problem is visi
 which finds no history. The arms take turns of half a second, within a rollout, so that a machine that becomes slower
 does so for all of them; of `--repeats` the fastest counts. With one thread, seconds are those of the processor, for the
 figures and for the controllers: no engine waits for others. Behind a context of more than 256 tokens responses are
-ended by the client, after a long tail of lengths. With `--fixed` it also drafts a fixed length with the policy copy, and
-compares the speed-up with the roofline, L / (γ r + v), from the measured step times and with the batch as it becomes
-smaller.
+ended by the client, after a long tail of lengths. With `--fixed` it also drafts a fixed length with the policy copy,
+and compares the speed-up with the roofline, L / (γ r + v), from the measured step times and with the batch as it
+becomes smaller.
 `steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
 of the copy, and of verification. POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
 """

@@ -59,8 +59,11 @@ def v2_engine(
 
 @pytest.fixture(scope="session")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the tiny policy's drafters, trained for a moment."""
+    """Directory of the tiny policy's drafters, trained for a moment, and of a policy with a layer for `mtp`."""
+    import tiny_models
+
     out = tmp_path_factory.mktemp("drafters")
+    tiny_models.write("mtp", out / "mtp")
     subprocess.run([sys.executable, DRAFTERS, out, "--steps", "40"], check=True, capture_output=True)
     return out
 

@@ -335,6 +335,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             "logprobs": [] if part.get("brief") else logprobs,
             "refused": refused,
             "misplaced": misplaced,
+            "cached": sum(o.num_cached_tokens or 0 for o in outputs),
             "samples": [[list(s.token_ids) for s in o.outputs] for o in outputs],
             "asynchronous": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
         }
@@ -353,8 +354,13 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         if "draft_weights" in part:
             from safetensors.torch import load_file
 
-            weights = load_file(part["draft_weights"])
-            send(runner, [(f"draft.{name}", weight.float()) for name, weight in weights.items()], part.get("host"))
+            weights = [(name, weight.float()) for name, weight in load_file(part["draft_weights"]).items()]
+            if runner.speculative_config.method == "mtp":  # hosts send it the policy's
+                send(runner, weights, part.get("host"))
+                if part.get("host") is None:
+                    runner.drafter.model.load_weights(weights)
+            else:
+                send(runner, [(f"draft.{name}", weight) for name, weight in weights], part.get("host"))
         if "lose_drafter" in part:
             lose(runner)
         if "sleep" in part:

@@ -32,6 +32,7 @@ def law() -> Any:
 
 
 TEMPERATURE = 2.0
+ALONE = {"self": {"budget": {"policy": "unlimited"}}}
 DRAFTED = {"budget": {"policy": "uniform", "min_chance": 0.0}, "toggle": {"mode": "off"}}
 
 
@@ -57,9 +58,9 @@ def job(das: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("noise", ["keyed", "stock"])
-@pytest.mark.parametrize("drafter", ["ngram", "history"])
+@pytest.mark.parametrize("drafter", ["ngram", "history", "self", "history+self"])
 def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: str, noise: str) -> None:
-    result = engine(**job({"drafter": drafter, "verify": {"noise": noise}, **DRAFTED}))
+    result = engine(**job({**DRAFTED, **ALONE.get(drafter, {}), "drafter": drafter, "verify": {"noise": noise}}))
     ours = result[0]["samplers"][1].startswith("das_adapter")
     assert ours == (noise == "keyed")
     assert misfit(result, law) < 3.5

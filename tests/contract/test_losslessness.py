@@ -19,6 +19,8 @@ HISTORY = {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0
 
 SELF = {"drafter": "self", "budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
 MIXED = {"drafter": "history+self", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}}
+SMALL = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 20}
+"""Engine arguments with which prompts are read in chunks, and requests wait or are preempted."""
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -289,19 +291,34 @@ def test_validation_text_does_not_stay(engine: Any) -> None:
     assert once[0]["stats"]["request_forwards"] == once[0]["stats"]["steps"] == 0  # figures are of training rollouts
 
 
-def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine: Any) -> None:
+@pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
+def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine: Any, das: dict[str, Any]) -> None:
     long, short = prompts(2)
     near = [{"prompt": (long * 10)[:100], "params": {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}},
             {"prompt": short, "params": {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}}]  # fmt: skip
     rounds = [{"requests": near, "refresh": 1}, {"requests": near}]
     small = {"max_model_len": 128}
     reference = engine(das=OFF, engine=small, rounds=rounds)
-    result = engine(das=HISTORY, engine=small, rounds=rounds)
+    result = engine(das=das, engine=small, rounds=rounds)
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert len(result[1]["tokens"][0]) == 28
-    crowded = engine(das=HISTORY, engine=small, rounds=rounds, sabotage="no room near max_model_len")
+    crowded = engine(das=das, engine=small, rounds=rounds, sabotage="no room near max_model_len")
     assert crowded[1]["stats"]["draft_tokens"] > result[1]["stats"]["draft_tokens"]  # junk, K for every request
     assert result[1]["stats"]["accepted_tokens"] >= crowded[1]["stats"]["accepted_tokens"]
+
+
+@pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
+def test_preempted_requests_and_cached_prefixes_keep_their_tokens(engine: Any, das: dict[str, Any]) -> None:
+    first, second = two_rounds(requests(PLAIN + EVERY_PARAMETER, 24))
+    for r in (*first["requests"], *second["requests"]):
+        r["prompt"] = r["prompt"][:-1] * 3 + r["prompt"][-1:]
+    reference = engine(das=OFF, rounds=[first, second])
+    result = engine(das=das, rounds=[first, second], engine=SMALL)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert [r["misplaced"] for r in result] == [0, 0]
+    assert all(r["preemptions"] > 0 and r["cached"] > 500 for r in result)
+    assert not any(r["stats"]["error"] for r in result)
+    assert all(r["stats"]["accepted_tokens"] > 50 for r in result)
 
 
 def test_empty_and_odd_requests_pass(engine: Any) -> None:

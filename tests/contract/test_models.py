@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, requests, two_rounds
+from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, SMALL, requests, two_rounds
 
 ARMS = {"history": HISTORY, "self": SELF, "history+self": MIXED}
-SMALL = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 20}
-"""Engine arguments with which prompts are read in chunks, and requests wait or are preempted."""
 ROUNDS = two_rounds(requests([*PLAIN, {"temperature": 0.0}]))
 
 

@@ -8,18 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
-from test_losslessness import EVERY_PARAMETER, OFF, PLAIN, requests, two_rounds
+from test_losslessness import EVERY_PARAMETER, OFF, PLAIN, SMALL, adapter, requests, two_rounds
 from test_ranks import RANKS, ROUNDS
 
 from das_adapter.protocol.decision_log import read
 
-METHODS = ["draft_model", "eagle3"]
+METHODS = ["draft_model", "eagle3", "mtp"]
 HOST = {"DAS_CPU_WEIGHT_SYNC": "1"}
 
 
 def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
-    model = str(drafters / method.removeprefix("history+"))
-    return {"drafter": method, "draft": {"model": model, "tokens": 3, **more.pop("draft", {})}, **more}
+    model = {} if "mtp" in method else {"model": str(drafters / method.removeprefix("history+"))}
+    return {"drafter": method, "draft": {"tokens": 3, **model, **more.pop("draft", {})}, **more}
+
+
+def policy(method: str, drafters: Path) -> dict[str, str]:
+    """Name the policy to the engine: for `mtp` the one that has a layer for it, which writes the same text."""
+    return {"model": str(drafters / "mtp")} if "mtp" in method else {}
 
 
 @pytest.fixture(params=[None, "nemo_rl"])
@@ -47,11 +52,11 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
     engine: Any, drafters: Path, method: str, scheduling: str
 ) -> None:
     """On a GPU vLLM schedules these asynchronously: then the host does not know a request's length."""
-    rounds = two_rounds(requests(PLAIN))
-    reference = engine(das=OFF, rounds=rounds)
-    ahead = {"asynchronous": True, "engine": {"async_scheduling": True}} if scheduling == "asynchronous" else {}
-    result = engine(das=block(method, drafters, **ALWAYS), rounds=rounds, **ahead)
-    assert [r["asynchronous"] for r in result] == [bool(ahead)] * 2
+    rounds, ahead, ours = two_rounds(requests(PLAIN)), scheduling == "asynchronous", policy(method, drafters)
+    reference = engine(das=OFF, engine=ours, rounds=rounds)
+    how = {"async_scheduling": True, **ours} if ahead else ours
+    result = engine(das=block(method, drafters, **ALWAYS), engine=how, rounds=rounds, asynchronous=ahead)
+    assert [r["asynchronous"] for r in result] == [ahead] * 2
     assert [r["misplaced"] for r in result] == [0, 0]
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 100
@@ -59,32 +64,24 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
 
 
 EVERY_LENGTH = {"sabotage": "any draft length"}
-SMALL = {
-    "engine": {
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": 512,
-        "max_num_seqs": 8,
-        "block_size": 32,
-        "num_gpu_blocks_override": 20,
-    }
-}
-"""Prompts are read in chunks, requests wait or are preempted, and what a drafter has missed takes several passes."""
 
 
-@pytest.mark.parametrize("method", [*METHODS, "history+draft_model", "history+eagle3"])
+@pytest.mark.parametrize("method", [*METHODS, *(f"history+{method}" for method in METHODS)])
 def test_tokens_do_not_depend_on_a_controlled_drafter(engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length for any requests in any step: what the drafter has missed it reads later."""
-    rounds = two_rounds(requests(PLAIN * 3 + EVERY_PARAMETER))
-    reference = engine(das=OFF, rounds=rounds)
-    result = engine(das=block(method, drafters), rounds=rounds, **EVERY_LENGTH, **SMALL)
+    rounds, ours = two_rounds(requests(PLAIN * 3 + EVERY_PARAMETER)), policy(method, drafters)
+    reference = engine(das=OFF, engine=ours, rounds=rounds)
+    small = {"rounds": rounds, "engine": {**SMALL, **ours}}
+    result = engine(das=block(method, drafters), **EVERY_LENGTH, **small)
     assert [r["misplaced"] for r in result] == [0, 0]
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in result)
     assert all(r["stats"]["accepted_tokens"] > 60 for r in result)
     assert all(r["preemptions"] > 0 for r in result)
     assert all(r["stats"]["drafter_passes"] > 20 for r in result)
-    if method == "eagle3":  # as many are accepted when it reads with the policy, pass by pass
-        along = engine(das=block(method, drafters), rounds=rounds, sabotage="any draft length, reading along", **SMALL)
+    assert all(0 < r["stats"]["neural_counts"][1] <= r["stats"]["accepted_tokens"] for r in result)
+    if method in ("eagle3", "mtp"):  # as many are accepted when it reads with the policy, pass by pass
+        along = engine(das=block(method, drafters), sabotage="any draft length, reading along", **small)
         for late, now in zip(result, along, strict=True):
             assert now["stats"]["drafter_passes"] > 1.5 * late["stats"]["drafter_passes"]
             for name in ("draft_tokens", "accepted_tokens"):
@@ -121,7 +118,8 @@ def test_a_useless_drafter_is_not_run(engine: Any, drafters: Path, tmp_path: Pat
 def test_a_useful_drafter_is_run(engine: Any, drafters: Path, tmp_path: Path, method: str) -> None:
     asked = [{**r, "params": {**r["params"], "max_tokens": 160, "ignore_eos": True}} for r in requests(PLAIN, 3)]
     das = block(method, drafters, log_dir=str(tmp_path))
-    result = engine(das=das, rounds=[{"requests": asked, "refresh": 1}], sabotage="slow policy")
+    rounds = [{"requests": asked, "refresh": 1}]
+    result = engine(das=das, engine=policy(method, drafters), rounds=rounds, sabotage="slow policy")
     steps = [step for rollout in read(tmp_path) for step in rollout.steps][40:]
     assert sum(step.passes > 0 for step in steps) > 0.5 * len(steps)
     assert result[0]["stats"]["accepted_tokens"] > 20
@@ -130,11 +128,24 @@ def test_a_useful_drafter_is_run(engine: Any, drafters: Path, tmp_path: Path, me
 @pytest.mark.parametrize("method", METHODS)
 def test_requests_may_end_at_max_model_len(engine: Any, drafters: Path, method: str) -> None:
     asked = [{**r, "params": {**r["params"], "max_tokens": 200, "ignore_eos": True}} for r in requests(PLAIN, 6)]
-    small = {"max_model_len": 128}
+    small = {"max_model_len": 128, **policy(method, drafters)}
     reference = engine(das=OFF, engine=small, rounds=[{"requests": asked}])
     result = engine(das=block(method, drafters), engine=small, rounds=[{"requests": asked}], **EVERY_LENGTH)
     assert result[0]["tokens"] == reference[0]["tokens"]
     assert all(len(r["prompt"]) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_a_lora_policy_writes_the_tokens_of_off(engine: Any, drafters: Path, method: str, tmp_path: Path) -> None:
+    first, second = two_rounds(requests(PLAIN, 6))
+    rounds = [{**part, "adapter": adapter(tmp_path / str(i))} for i, part in enumerate((first, second))]
+    lora = {"enable_lora": True, "max_lora_rank": 8, **policy(method, drafters)}
+    reference = engine(das=OFF, engine=lora, rounds=rounds)
+    result = engine(das=block(method, drafters), engine=lora, rounds=rounds, **EVERY_LENGTH)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert sum(r["stats"]["accepted_tokens"] for r in result) > 10
+    assert not any(r["stats"]["error"] for r in result)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -143,11 +154,12 @@ def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, 
     prompt = requests(PLAIN, 3)[0]["prompt"]
     asked = [{"prompt": prompt, "params": {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True}}]
     rounds = [{"requests": asked, "copies": 1000, "brief": True}]
-    off = engine(das=None, rounds=rounds)[0]["tokens"]
+    ours = policy(method, drafters)
+    off = engine(das=None, engine=ours, rounds=rounds)[0]["tokens"]
     das = block(
         method, drafters, verify={"noise": "stock"}, draft={"options": {"draft_sample_method": "probabilistic"}}
     )
-    drafted = engine(das=das, rounds=rounds, **EVERY_LENGTH)[0]
+    drafted = engine(das=das, engine=ours, rounds=rounds, **EVERY_LENGTH)[0]
     assert drafted["stats"]["accepted_tokens"] > 200
     assert drafted["samplers"][1] == "vllm.v1.sample.rejection_sampler"
     for position in range(1, 4):
@@ -161,8 +173,8 @@ def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_trainers_weights_reach_the_drafter(engine: Any, drafters: Path, method: str, host: str | None) -> None:
     trained, second = trained_drafter(drafters, method, host)
-    das = block(method, drafters, draft={"weights": "trainer"}, **ALWAYS)
-    result = engine(das=das, rounds=[trained, second], env=HOST, sabotage="drafter without weights")
+    das, ours = block(method, drafters, draft={"weights": "trainer"}, **ALWAYS), policy(method, drafters)
+    result = engine(das=das, engine=ours, rounds=[trained, second], env=HOST, sabotage="drafter without weights")
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
     assert rate[1] > max(0.08, 5 * rate[0])
     assert result[1]["stats"]["alarm"] is None

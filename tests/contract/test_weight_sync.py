@@ -56,10 +56,11 @@ def test_fifty_syncs_hold_the_memory(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_and_wake_leave_the_tokens(engine: Any, level: int) -> None:
+@pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
+def test_sleep_and_wake_leave_the_tokens(engine: Any, das: dict[str, Any], level: int) -> None:
     first, second = two_rounds(requests(PLAIN))
-    plain = engine(das=SELF, rounds=[first, second], env=HOST)
-    slept = engine(das=SELF, rounds=[{**first, "sleep": level}, second], env=HOST)
+    plain = engine(das=das, rounds=[first, second], env=HOST)
+    slept = engine(das=das, rounds=[{**first, "sleep": level}, second], env=HOST)
     assert [r["tokens"] for r in slept] == [r["tokens"] for r in plain]
     assert slept[1]["stats"]["accepted_tokens"] > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from engine import POLICY
+from safetensors.torch import load_file, save_file
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 2048,
@@ -25,6 +27,8 @@ def mixture_of_experts() -> Any:
 
 def write(kind: str, directory: Path) -> str:
     """Write a policy of a kind, with random weights, whose next token is neither certain nor arbitrary."""
+    if kind == "mtp":
+        return write_mtp(directory)
     model, generator = KINDS[kind](), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -38,3 +42,50 @@ def write(kind: str, directory: Path) -> str:
 
 
 KINDS = {"experts": mixture_of_experts}
+
+
+def write_mtp(directory: Path) -> str:
+    """Write the tiny policy with a layer for multi-token prediction (MiMo's), fitted to the policy's own text by least
+    squares; its attention is random and weak."""
+    from test_losslessness import prompts
+
+    policy = transformers.Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
+    shape, generator = policy.config, torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    hidden, embeds = [], []
+    with torch.no_grad():
+        for prompt in prompts(6):
+            text = policy.generate(torch.tensor([prompt] * 12), max_new_tokens=60, min_new_tokens=60, do_sample=True,
+                                   top_k=0)  # fmt: skip
+            states: list[torch.Tensor] = []
+            hook = policy.model.layers[-1].register_forward_hook(lambda *call, to=states: to.append(call[2]))
+            policy(text)
+            hook.remove()
+            hidden.append(states[0])
+            embeds.append(policy.model.embed_tokens(text))
+
+    def unit(x: torch.Tensor) -> torch.Tensor:
+        return x * x.square().mean(-1, keepdim=True).add(shape.rms_norm_eps).rsqrt()
+
+    read = torch.cat([torch.cat([unit(h[:, :-1]), unit(e[:, 1:])], -1).flatten(0, 1)
+                      for h, e in zip(hidden, embeds, strict=True)])  # fmt: skip
+    target = torch.cat([unit(h[:, 1:]).flatten(0, 1) for h in hidden])
+    gram = read.T @ read + 10.0 * torch.eye(read.shape[1])
+    size, inner, kv = shape.hidden_size, shape.intermediate_size, shape.hidden_size // 2
+    rows = {"self_attn.q_proj": (size, size), "self_attn.k_proj": (kv, size), "self_attn.v_proj": (kv, size),
+            "self_attn.o_proj": (size, size), "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner)}  # fmt: skip
+    layer = {f"{name}.weight": torch.randn(of, generator=generator) * 0.02 for name, of in rows.items()}
+    layer |= {f"self_attn.{name}_proj.bias": torch.zeros(n) for name, n in (("q", size), ("k", kv), ("v", kv))}
+    layer |= {f"{name}layernorm.weight": torch.ones(size)
+              for name in ("token_", "hidden_", "input_", "post_attention_")}  # fmt: skip
+    layer["final_layernorm.weight"] = policy.model.norm.weight.detach()
+    layer["input_proj.weight"] = torch.linalg.solve(gram, read.T @ target).T.contiguous()
+    shutil.copytree(POLICY, directory)
+    config = json.loads((POLICY / "config.json").read_text())
+    config |= {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (directory / "config.json").write_text(json.dumps(config))
+    weights = load_file(POLICY / "model.safetensors")
+    weights |= {f"model.mtp_layers.0.{name}": weight for name, weight in layer.items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
