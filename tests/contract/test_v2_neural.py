@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 from test_losslessness import PLAIN, requests, two_rounds
-from test_neural import ALWAYS, HOST, METHODS, block, trained_drafter
+from test_neural import ALWAYS, HOST, block, trained_drafter
 from test_v2_losslessness import ROUNDS, shortened, stock, synced
 
 RUNNER = "vllm.v1.worker.cpu.model_runner"
-
-
+METHODS = ["draft_model", "eagle3"]
 BOTH = [f"history+{method}" for method in METHODS]
 
 
