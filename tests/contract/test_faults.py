@@ -115,7 +115,13 @@ class Run:
         return next(actor for name, actor in node.nodes().items() if name.endswith(self.nodes[of].node_id))
 
     def figures(self, of: int) -> dict[str, Any]:
-        return ray.get(self.history(of).figures.remote())
+        """Ask a history for its figures, again while it is being restarted."""
+        for _ in range(60):
+            try:
+                return ray.get(self.history(of).figures.remote())
+            except ray.exceptions.ActorUnavailableError:
+                time.sleep(0.5)
+        raise AssertionError("a history was not restarted")
 
     def kill_at(self, path: str) -> None:
         """Kill the process that is the next to complete a file with this in its path."""
