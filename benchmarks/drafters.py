@@ -259,9 +259,9 @@ def record_step_times() -> dict[tuple[int, int], list[float]]:
     times: dict[tuple[int, int], list[float]] = defaultdict(list)
     add = StepTimes.add
 
-    def recorded(self: Any, tokens: int, requests: int, drafted: bool, seconds: float) -> None:
+    def recorded(self: Any, tokens: int, requests: int, drafted: bool, seconds: float, *rest: Any) -> None:
         times[(id(self), tokens)].append(seconds)
-        add(self, tokens, requests, drafted, seconds)
+        add(self, tokens, requests, drafted, seconds, *rest)
 
     StepTimes.add = recorded  # type: ignore[method-assign]
     return times

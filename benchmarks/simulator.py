@@ -2,21 +2,25 @@
 
     python benchmarks/simulator.py recorded --out FILE.json       # results that lie in results/ already
     python benchmarks/simulator.py engine --out FILE.json         # measured now, in one engine, and simulated
-    python benchmarks/simulator.py demo --run DIR --calibration FILE --out FILE.json    # a run of the demo
+    python benchmarks/simulator.py demo --run DIR [--calibration FILE] --out FILE.json    # a run of the demo
     python benchmarks/simulator.py speed --traces TRACES_DIR --out FILE.json    # a step of 65 536 rollouts, one core
     python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together, leaders first
+    python benchmarks/simulator.py varied --traces TRACES_DIR --out FILE.json   # what changes the answer
 
 `recorded` and `engine` take from the measured run its requests, its arms and the latency model that its engine had
 fitted before they began; nothing else, and no time of an arm. The texts are random tokens, as those of the benchmark's
 policy are; histories are made from them by the benchmark's own recipe.
 
-`demo` takes `python examples/verl/demo.py --out DIR '++trainer.rollout_data_dir=DIR/rollouts'`, and the file of
-`das-adapter calibrate runs/tiny_math_31m`: the texts and the step times, and no time of an arm.
+`demo` takes a run of `python examples/verl/demo.py --out DIR '++trainer.rollout_data_dir=DIR/rollouts'
+'++actor_rollout_ref.rollout.custom.das.log_dir=DIR/das'`: the texts, and the latency model that the drafting engine had
+at its end; or the file of `das-adapter calibrate runs/tiny_math_31m`, measured in the environment of `das-adapter
+cpu-env`. No time of an arm.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import json
 import resource
@@ -41,7 +45,7 @@ from das_adapter.sim.drafting import Controlled, Nobody
 from das_adapter.sim.fleet import Fleet, Settings
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout
-from das_adapter.sim.simulate import Simulation
+from das_adapter.sim.simulate import Simulation, summary
 from das_adapter.sim.sources import Indexed
 from das_adapter.sim.steps import Line
 from das_adapter.sim.texts import Texts
@@ -138,25 +142,29 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
     return {"of": measured.get("provenance", {}), "latency_model": measured["latency_model"], "rollouts": found}
 
 
-def demo(run: Path, calibration: Path) -> dict[str, Any]:
-    """Simulate the rollouts of a run of the demo, step by step, from a calibration of its engine."""
+def demo(run: Path, calibration: Path | None) -> dict[str, Any]:
+    """Simulate the rollouts of a run of the demo, step by step."""
+    from das_adapter.protocol import decision_log
     from das_adapter.sim.rollouts import read
 
     summary = json.loads((run / "summary.json").read_text())
     dump = read(run / "rollouts", str(Path(__file__).parents[1] / "runs" / "tiny_math_31m"))
+    steps: dict[str, Any] = {"kind": "calibration", "file": str(calibration)}
+    if calibration is None:
+        ends = [rollout.end for rollout in decision_log.read(run / "das") if rollout.end and rollout.end.model]
+        steps = {"kind": "line", "line": ends[-1].model}
     config = parse({
-        "hardware": {"gpus": 1}, "steps": {"kind": "calibration", "file": str(calibration)},
-        "acceptance": {"history": "index"},
+        "hardware": {"gpus": 1}, "steps": steps, "acceptance": {"history": "index"},
         "arms": {"off": {"das": {"drafter": "none"}}, "history": {"das": {}}},
     })  # fmt: skip
     arms = {}
     for arm, simulated in Simulation(config, dump).run_all().items():
         ours, theirs = [s.rollout_s for s in simulated.steps], summary["arms"][arm]["rollout_s"]
         arms[arm] = {"measured": theirs, "simulated": ours, "error": sum(ours) / sum(theirs) - 1,
-                     "tokens_per_forward": [s.tokens_per_forward for s in simulated.steps]}  # fmt: skip
+                     "tokens_per_forward": [s.tokens_per_forward for s in simulated.steps],
+                     "measured_tokens_per_forward": summary["arms"][arm]["tokens_per_forward"]}  # fmt: skip
         print(arm, f"{sum(theirs):.1f} s, simulated {sum(ours):.1f} s: {arms[arm]['error']:+.0%}", flush=True)
-    return {"of": {"command": summary["command"], "calibration": json.loads(calibration.read_text())["line"]},
-            "arms": arms}  # fmt: skip
+    return {"of": {"command": summary["command"], "steps": steps}, "arms": arms}
 
 
 def errors(result: dict[str, Any]) -> dict[str, Any]:
@@ -232,9 +240,34 @@ def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: 
     return found
 
 
+def varied(traces: Path) -> dict[str, Any]:
+    """What changes the answer: everything that `would_it_pay.yaml` varies, drawn and recorded."""
+    import yaml
+    from published import put
+    from routing import read
+
+    found: dict[str, Any] = {}
+    for part, content in yaml.safe_load(Path(__file__).with_name("would_it_pay.yaml").read_text()).items():
+        shape = [content.get(key) for key in ("problems", "samples", "epochs")]
+        dump = read(traces / f"{content['set']}.npz", *shape, 0) if "set" in content else None
+        for what, values in content["vary"].items():
+            for value, keys in values.items():
+                settings = copy.deepcopy(content["base"])
+                for key, setting in keys.items():
+                    put(settings, key, setting)
+                arms = summary(Simulation(parse(settings), dump).run_all())
+                row = {"rollout_of_off": arms["history"]["rollout_of_first"], "off_s": arms["off"]["rollout_s"],
+                       "tokens_per_forward": arms["history"]["tokens_per_forward"],
+                       "by_step": [ours["rollout_s"] / max(off["rollout_s"], 1e-12) for ours, off in
+                                   zip(arms["history"]["by_step"], arms["off"]["by_step"], strict=True)]}  # fmt: skip
+                found.setdefault(part, {}).setdefault(what, {})[str(value)] = row
+                print(part, what, value, f"{row['rollout_of_off']:.2f}", flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["recorded", "engine", "demo", "speed", "routing"])
+    parser.add_argument("what", choices=["recorded", "engine", "demo", "speed", "routing", "varied"])
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--run", type=Path, help="the demo's directory")
     parser.add_argument("--calibration", type=Path)
@@ -249,6 +282,8 @@ def main() -> None:
         print(json.dumps(result["steps"], indent=1))
     elif args.what == "demo":
         result["demo"] = demo(args.run, args.calibration)
+    elif args.what == "varied":
+        result |= varied(args.traces)
     elif args.what == "routing":
         result["rows"] = [row for name, (shape, seeds) in ROUTED.items()
                           for row in routing(args.traces, name, shape, seeds)]  # fmt: skip

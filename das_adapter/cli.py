@@ -109,10 +109,11 @@ def report(run_dir: Path, out: Path | None, version: int | None, dump: Path | No
     try:
         rollouts = decision_log.read(run_dir)
         texts = dumps.read(dump, tokenizer) if dump else None
-        written = plots.write(rollouts, out or run_dir / "report", version, texts)
+        waits = decision_log.read_waits(run_dir)
+        written = plots.write(rollouts, out or run_dir / "report", version, texts, waits)
     except DasError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(json.dumps(plots.summary(rollouts), indent=2))
+    click.echo(json.dumps(plots.summary(rollouts, waits), indent=2))
     click.echo("\n".join(map(str, written)))
 
 
@@ -127,7 +128,13 @@ def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[i
 @click.argument("model")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
 @click.option("--batches", default="1,2,4,8,16,32,64", callback=_numbers, show_default=True, help="Requests.")
-@click.option("--contexts", default="256,1024", callback=_numbers, show_default=True, help="Prompt tokens.")
+@click.option(
+    "--contexts",
+    default="256,1024",
+    callback=_numbers,
+    show_default=True,
+    help="Tokens of context of each request, on average.",
+)
 @click.option("--drafts", default="0,1,3,7,15", callback=_numbers, show_default=True, help="Draft tokens per request.")
 @click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
 @click.option(
@@ -187,6 +194,9 @@ def calibrate(model: str, out: Path, rounds: int, drafter: str | None, engine: s
 @click.option("--per-engine", type=click.IntRange(1), default=1, show_default=True, help="--hardware: GPUs an engine.")
 @click.option("--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", help="--hardware: of the weights.")
 @click.option(
+    "--max-num-seqs", type=click.IntRange(1), help="--hardware: requests that an engine runs at once; default: 256."
+)
+@click.option(
     "--other-s", type=click.FloatRange(0), help="--hardware: seconds of a step beside its rollout; default: estimated."
 )
 @click.option(
@@ -204,6 +214,7 @@ def replay(
     gpus: int,
     per_engine: int,
     precision: str,
+    max_num_seqs: int | None,
     other_s: float | None,
     tokens: int,
     tokenizer: str | None,
@@ -226,11 +237,15 @@ def replay(
     from das_adapter.tools import replay as simulator
     from das_adapter.tools import replicas as routing
 
+    given = _refuse_without_effect(hardware is not None)
     if hardware is not None:
         if policy is None:
             raise click.BadParameter("needed with --hardware", param_hint="--model")
+        history = {"window": window, "max_bytes": max_bytes}
         cluster = {"gpu": hardware, "model": policy, "gpus": gpus, "per_engine": per_engine, "precision": precision,
-                   "other_s": other_s}  # fmt: skip
+                   "other_s": other_s, "budget": budget if "budget" in given else None,
+                   "history": {key: value for key, value in history.items() if key in given},
+                   "engine": {"max_num_seqs": max_num_seqs} if max_num_seqs else None}  # fmt: skip
         return _pays(path, tokenizer, tokens, cluster, target, picture)
     if min(replicas, default=1) < 1:
         raise click.BadParameter(f"found {min(replicas)}, allowed: 1 or more", param_hint="--replicas")
@@ -295,7 +310,7 @@ def simulate(path: Path, vary: tuple[str, ...], jobs: int | None, target: Path |
                 click.echo(", ".join(f"{key}={value}" for key, value in row["values"].items()))
                 Console().print(_arms_table(row["arms"]))
         else:
-            runs = Simulation(config).run_all(lambda arm, done: _tell(f"{arm}: step {done}"))
+            runs = Simulation(config).run_all(_tell)
             _tell("")
             figures = summary(runs)
             Console().print(_arms_table(figures))
@@ -339,6 +354,22 @@ def _arms_table(figures: dict[str, Any]) -> Table:
     return table
 
 
+_NO_SECONDS = ("min_chance", "batch", "replicas", "slots")
+_ONLY_SECONDS = ("policy", "gpus", "per_engine", "precision", "max_num_seqs", "other_s", "tokens")
+"""Options of `replay` that have no effect with --hardware, and without."""
+
+
+def _refuse_without_effect(hardware: bool) -> set[str]:
+    """Return the options of `replay` that were given; one without effect is an error."""
+    context = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    given = {p.name: p.opts[0] for p in context.command.params
+             if p.name and context.get_parameter_source(p.name) is not default}  # fmt: skip
+    if wrong := [given[name] for name in (_NO_SECONDS if hardware else _ONLY_SECONDS) if name in given]:
+        raise click.UsageError(f"{', '.join(wrong)}: no effect with{'' if hardware else 'out'} --hardware")
+    return set(given)
+
+
 def _pays(
     path: Path, tokenizer: str | None, tokens: int, cluster: dict[str, Any], target: Path | None, picture: str | None
 ) -> None:
@@ -349,8 +380,7 @@ def _pays(
 
     try:
         dump, copies = pays.sample(rollouts.read(path, tokenizer), tokens)
-        answer = pays.would_it_pay(dump, **cluster, copies=copies,
-                                   progress=lambda arm, done: _tell(f"{arm}: step {done}"))  # fmt: skip
+        answer = pays.would_it_pay(dump, **cluster, copies=copies, progress=_tell)
         _tell("")
         if picture:
             plots.draw(answer.runs, picture)
@@ -371,6 +401,9 @@ def _pays(
                f"{settings['drafts']}")  # fmt: skip
     for name, share in answer.arms.items():
         click.echo(f"  {name}: {share:.2f} of off")
+    for name, share in answer.assumed.items():
+        click.echo(f"  {name}: {share:.2f} of off, if {settings['copy_rate']:.0%} of the policy copy's tokens survive "
+                   "(assumed)")  # fmt: skip
     if warning := pays.check(dump):
         click.echo(f"Note: {warning}.")
     click.echo("Recommended:\n" + yaml.safe_dump({"das": answer.block}, sort_keys=False).rstrip())

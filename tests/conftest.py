@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import re
 from typing import Any
 
@@ -8,6 +9,15 @@ import pytest
 
 hypothesis.settings.register_profile("das", deadline=None)  # a busy machine is no failure
 hypothesis.settings.load_profile("das")
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_passes_warnings() -> None:
+    """What vLLM's HTTP server imports has it and its handlers pass errors alone, in all later tests of a process."""
+    root = logging.getLogger()
+    root.setLevel(logging.WARNING)
+    for handler in root.handlers:
+        handler.setLevel(logging.NOTSET)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -71,7 +71,6 @@ def _epochs(axis: Any) -> None:
 
 
 def _drafters(axis: Any) -> None:
-    found = results("drafters_256.json")["results"]
     colours = {
         "history": ORANGE,
         "self:int4": "#7a5195",
@@ -80,14 +79,20 @@ def _drafters(axis: Any) -> None:
         "history+self": BLUE,
         "history+draft_model": "#2f8f6b",
     }
-    batches = sorted({int(cell.split("/")[1]) for cell in found["off"]["cells"]})
-
-    def both_visits(arm: str, batch: int) -> float:
-        return sum(float(found[arm]["cells"][f"256/{batch}/{visit}"]["rollout_s"]) for visit in (1, 2))
-
+    ratios: dict[str, dict[int, float]] = {arm: {} for arm in colours}
+    for file in ("drafters_256.json", "drafters_256_neural.json", "drafters_64.json"):  # what is measured again counts
+        found = results(file)["results"]
+        for batch in {int(cell.split("/")[1]) for cell in found["off"]["cells"]}:
+            seconds = {
+                arm: sum(float(measured["cells"][f"256/{batch}/{visit}"]["rollout_s"]) for visit in (1, 2))
+                for arm, measured in found.items()
+            }
+            for arm in colours.keys() & seconds.keys():
+                ratios[arm][batch] = seconds[arm] / seconds["off"]
+    batches = sorted(ratios["history"])
     for arm, colour in colours.items():
-        ratios = [both_visits(arm, batch) / both_visits("off", batch) for batch in batches]
-        axis.plot(range(len(batches)), ratios, "o-", color=colour, label=arm)
+        at = [i for i, batch in enumerate(batches) if batch in ratios[arm]]
+        axis.plot(at, [ratios[arm][batches[i]] for i in at], "o-", color=colour, label=arm)
     axis.axhline(1, color=GREY, linewidth=1)
     axis.set_xticks(range(len(batches)), list(map(str, batches)))
     axis.set(xlabel="requests in the batch", ylabel="rollout time, of off", ylim=(0, 1.2))

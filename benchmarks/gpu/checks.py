@@ -11,38 +11,60 @@ from collections.abc import Iterator
 from typing import Any
 
 import replay
-from engines import CONTRACT, V1, V2, Bar, Found, Plan, apart, engine, every
+from engines import CONTRACT, FP8_CAPABILITY, V1, V2, Bar, Found, Plan, apart, engine, every, gpus
 
 ENVIRONMENT = replay.ENVIRONMENT
 HALF = {"dtype": "bfloat16"}
 """What batch-invariant attention on a GPU computes in."""
+ALWAYS = {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+POLICY = CONTRACT.parents[1] / "examples" / "tiny_math" / "policy"
 DRAFTERS: dict[str, dict[str, Any]] = {
     "history": {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
     "ngram": {"drafter": "ngram", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
+    "draft_model": {"drafter": "draft_model", "draft": {"model": str(POLICY), "tokens": 3}, **ALWAYS},
 }
+"""The last one drafts with the policy itself, under asynchronous scheduling."""
 
 
 def lossless(plan: Plan) -> Iterator[Found]:
     """The tiny policy of the examples, which has real weights: equal responses and misplaced keys, with and without
-    batch-invariant kernels."""
+    batch-invariant kernels; and the distribution of its tokens, without."""
+    from das_adapter.config import parse
+    from das_adapter.protocol.engine_args import needs_v1
+
     found: Found = {"runner": plan.runner, "modes": {}}
-    runner, more = (V1, ["ngram"]) if plan.tiny or plan.runner == "V1" else (V2, [])  # V2 drafts from the history alone
-    for name, flag, drafters in (("batch-invariant", "1", ["history", *more]), ("default", "0", ["history"])):
+    runner = V1 if plan.tiny or plan.runner == "V1" else V2
+    drafters = [name for name, das in DRAFTERS.items() if runner is V1 or needs_v1(parse(das)) is None]
+    if plan.tiny:
+        drafters.remove("ngram")
+    for name, flag in (("batch-invariant", "1"), ("default", "0")):
         if plan.tiny and name == "default":  # a CPU has one kind of kernels, which do not depend on the batch
             break
         environment = replay.IN_PROCESS | runner | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else flag}
-        arms = apart(plan, _compare, plan.tiny, drafters[: 1 if plan.tiny else None], env=environment)
-        if runner is V2:  # draws with vLLM's own sampler, whose keys nobody has noted
-            arms = {drafter: arm | {"misplaced": None} for drafter, arm in arms.items()}
-        found["modes"][name] = arms
+        arms = drafters if name == "batch-invariant" else ["history"]
+        found["modes"][name] = apart(plan, _compare, plan.tiny, arms, env=environment)
         yield found
+    found["distribution"] = _pytest("test_distribution.py", "default and keyed and not ngram", plan.tiny, {})
+    yield found
+
+
+def _arms(found: Found) -> list[Found]:
+    return [arm for mode in found["modes"].values() for arm in mode.values()]
+
+
+def _misplaced(arm: Found) -> float:
+    if not arm["audited"]:
+        raise LookupError("no key was noted")
+    return float(arm["misplaced"])
 
 
 LOSSLESS_BARS = (
     Bar("responses that differ with batch-invariant kernels", 0,
         lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: arm["different"])),
-    Bar("tokens drawn with the key of another position", 0,
-        lambda f: every((arm for mode in f["modes"].values() for arm in mode.values()), lambda arm: arm["misplaced"])),
+    Bar("tokens drawn with the key of another position", 0, lambda f: every(_arms(f), _misplaced)),
+    Bar("whether there is a drafter of which no token was accepted", 0,
+        lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: float(not arm["accepted_tokens"]))),
+    Bar("tests of the distribution: exit code", 0, lambda f: f["distribution"]["code"]),
 )  # fmt: skip
 
 
@@ -57,9 +79,13 @@ def _compare(tiny: bool, drafters: list[str]) -> Found:
 
     rounds = two_rounds(requests(PLAIN))
     settings = {"enforce_eager": tiny, **({} if tiny else HALF)}
-    off = run({"das": OFF, "engine": settings, "rounds": rounds})
-    return {name: _difference(off, run({"das": DRAFTERS[name], "engine": settings, "rounds": rounds}))
-            for name in drafters}  # fmt: skip
+    off, found = run({"das": OFF, "engine": settings, "rounds": rounds}), {}
+    for name in drafters:
+        ahead = name == "draft_model"
+        job = {"das": DRAFTERS[name], "engine": settings | ({"async_scheduling": True} if ahead else {})}
+        on = run({**job, "rounds": rounds, "asynchronous": ahead and tiny})
+        found[name] = _difference(off, on)
+    return found
 
 
 def _difference(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> dict[str, Any]:
@@ -72,16 +98,21 @@ def _difference(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> dict[str
                 at = next(i for i, (s, t) in enumerate(zip(x, y, strict=False)) if s != t)
                 parted.append([at, p[at], q[at]])
     return {"responses": sum(len(r["tokens"]) for r in off), "different": len(parted), "parted": parted[:20],
-            "misplaced": sum(r["misplaced"] for r in (*off, *on)),
+            "misplaced": sum(r["misplaced"] for r in (*off, *on)), "audited": min(r["audited"] for r in (*off, *on)),
+            "asynchronous": all(r["asynchronous"] for r in on),
             "accepted_tokens": sum(r["stats"]["accepted_tokens"] for r in on)}  # fmt: skip
+
+
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+ROBUST = "default and ((plain and failing) or (every-parameter and chunks) or failing_drafter or collapsed)"
+"""Arms of the contract tests."""
 
 
 def robust(plan: Plan) -> Iterator[Found]:
     """A crowded engine; some of the contract tests on this device."""
     found: Found = {"crowded": apart(plan, _crowded, plan, env=ENVIRONMENT)}
     yield found
-    chosen = "default and ((plain and (failing or chunks)) or failing_drafter or collapsed)"
-    found["contract"] = _pytest("test_losslessness.py", chosen, plan.tiny)
+    found["contract"] = _pytest("test_losslessness.py", ROBUST, plan.tiny, INVARIANT)
     yield found
 
 
@@ -100,7 +131,7 @@ def _crowded(plan: Plan) -> dict[str, Any]:
     das = {"drafter": "history", "budget": {"policy": "unlimited", "max_draft_tokens": 16}, "toggle": {"mode": "off"}}
     llm = engine(plan, das, max_model_len=512, **settings)
     replay.force(rollouts)
-    past = replay.corrupted(rollouts, 0.0, 2**31)
+    past = replay.sent(rollouts, 0, 0)
     llm.collective_rpc("das_rpc", args=("refresh", {"version": 1, "trajectories": past}))
     begin = time.perf_counter()
     replay.rollout(llm, rollouts)
@@ -112,24 +143,23 @@ def _crowded(plan: Plan) -> dict[str, Any]:
 
 def ranks(plan: Plan) -> Iterator[Found]:
     """Two tensor-parallel ranks: the tokens of one, and nobody waits for one that failed."""
-    if not plan.tiny:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-        if len(listed.stdout.splitlines()) < 2:
-            yield {"why": "fewer than two GPUs"}
-            return
-    yield _pytest("test_ranks.py", "default", plan.tiny)
+    capabilities = gpus()
+    if not plan.tiny and len(capabilities) < 2:
+        yield {"why": "fewer than two GPUs"}
+        return
+    able = plan.tiny or min(capabilities) >= FP8_CAPABILITY  # half a layer is too narrow for `int4`
+    chosen = "default" if able else "default and two_ranks and not self"
+    yield _pytest("test_ranks.py", chosen, plan.tiny, INVARIANT | {"DAS_TEST_COPY": "fp8"})
 
 
 RANKS_BARS = (Bar("tests of two ranks: exit code", 0, lambda f: f["code"]),)
 
 
-def _pytest(file: str, chosen: str, tiny: bool) -> Found:
-    """Run contract tests, with kernels under which equal tokens can be asked for; on a CPU only list them."""
+def _pytest(file: str, chosen: str, tiny: bool, environment: dict[str, str]) -> Found:
+    """Run contract tests on the V1 runner, whose parts they break; on a CPU only list them."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, "-k", chosen]
-    environment = {} if tiny else {"VLLM_BATCH_INVARIANT": "1", "DAS_TEST_DTYPE": HALF["dtype"]}
     command += ["--collect-only"] if tiny else []
-    done = subprocess.run(
-        command, cwd=CONTRACT, capture_output=True, text=True, check=False, env=os.environ | environment
-    )
+    env = os.environ | V1 | ({} if tiny else {"DAS_TEST_DTYPE": HALF["dtype"]} | environment)
+    done = subprocess.run(command, cwd=CONTRACT, capture_output=True, text=True, check=False, env=env)
     lines = done.stdout.strip().splitlines()
     return {"code": None if tiny else done.returncode, "last_line": lines[-1] if lines else "", "said": lines[-30:]}

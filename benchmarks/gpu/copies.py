@@ -6,15 +6,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from engines import SHAPES, Bar, Found, Plan, apart, engine, every, in_time, prompts, runner_of, step_seconds
+from engines import (
+    FP8_CAPABILITY,
+    SHAPES,
+    Bar,
+    Found,
+    Plan,
+    apart,
+    engine,
+    every,
+    gpus,
+    in_time,
+    prompts,
+    runner_of,
+    step_seconds,
+)
 
+SLEEPS = 5
+"""How often the engine sleeps, at levels 1 and 2 in turn, and is quantised anew."""
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def copy(plan: Plan) -> Iterator[Found]:
     """Measure each format that there is on this device."""
     found: Found = {"formats": {}, "left_out": []}
-    for weights in ("int8",) if plan.tiny else ("int4", "fp8"):
+    on_gpu = ("int4", "fp8") if min(gpus(), default=0.0) >= FP8_CAPABILITY else ("int4",)
+    for weights in ("int8",) if plan.tiny else on_gpu:
         measured = apart(plan, _measure, plan, weights, env=ENVIRONMENT)
         found["left_out"] += [f"{weights}: {batch}" for batch in measured.pop("left_out", ())]
         found["formats"][weights] = measured
@@ -55,7 +72,7 @@ def _measure(plan: Plan, weights: str) -> Found:
         row["step_ms"] = 1e3 * step_seconds(llm, int(batch), context, plan.steps, vocabulary)
     drafter.controller.stopped = None
     seconds = []
-    for turn in range(2):
+    for turn in range(SLEEPS):
         step_seconds(llm, min(plan.batches), context, 1, vocabulary)
         if sleeps:
             llm.sleep(1 + turn % 2)

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -116,6 +117,18 @@ ON_CPU = bool(os.environ.get("DAS_TEST_V2"))
 if ON_CPU:
     sys.path.insert(0, str(CONTRACT))
     import v2_cpu  # before vLLM, which looks for a device that Triton compiles for
+
+
+def gpus() -> list[float]:
+    """Return the compute capability of each GPU of this machine, without a process's use of any."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        return list(map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()))
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+FP8_CAPABILITY = 8.9
 
 
 def has_vllm() -> bool:

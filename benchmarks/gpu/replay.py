@@ -14,33 +14,60 @@ from engines import SHAPES, V1, V2, Bar, Found, Plan, apart, engine, every, in_t
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 ENVIRONMENT = IN_PROCESS | V1
-CORRUPTED = (0.3, 1.0, 0.0, 0.6)
-"""Shares of the history's tokens that are exchanged; at 1.0 nothing is accepted. The bars need the first two."""
+CORRUPTED = (0.3, 1.0)
+"""Shares of the history's tokens that are exchanged; at 1.0 it has nothing to draft."""
 GROUP = 8
 Rollouts = list[tuple[int, np.ndarray]]
 """Problem and int32 token ids of each response."""
 
 
 def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
-    """Seconds of one long-tailed batch: stock, and `history` over the batch itself, corrupted."""
-    rollouts = recorded(traces, plan) if traces else generated(plan)
+    """Seconds of one long-tailed batch: stock, and `history` over what traces have of its problems, over the batch
+    itself, corrupted, and over a text that misleads."""
+    rollouts, earlier = recorded(traces, plan) if traces else (generated(plan), [])
     ours = IN_PROCESS | (V2 if plan.runner == "V2" else V1)
-    found = {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts)}
+    found: Found = {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts)}
+    found["history_tokens"] = sum(len(t) for _, t in earlier)
     found["arms"] = {"stock": apart(plan, _stock, plan, rollouts, env={} if not plan.tiny else ours)}
     yield found
-    drafted = apart(plan, _history, plan, rollouts, CORRUPTED if not plan.tiny else (0.0, 1.0), env=ours)
-    yield found | drafted | {"arms": found["arms"] | drafted["arms"]}
+    vocabulary = SHAPES[plan.shape]["vocab_size"]
+    shares = CORRUPTED if not plan.tiny else (0.0, 1.0)
+    histories = {"earlier": earlier} if earlier else {}
+    histories |= {f"corrupted {share}": corrupted(rollouts, share, vocabulary) for share in shares}
+    alone = [(i, text) for i, (_, text) in enumerate(rollouts)]  # nobody has siblings, whose text would help
+    wrong = misled(alone, vocabulary)
+    for das, batch, past in ((HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})):
+        drafted = apart(plan, _history, plan, das, batch, past, env=ours)
+        found["arms"] |= drafted.pop("arms")
+        found.setdefault("left_out", []).extend(drafted.pop("left_out", ()))
+        yield found
 
 
-def _of_stock(found: Found, corrupted: str) -> float:
-    return float(found["arms"][corrupted]["seconds"] / found["arms"]["stock"]["seconds"])
+HISTORY: dict[str, Any] = {"drafter": "history"}
+EAGER = HISTORY | {"budget": {"policy": "uniform", "min_chance": 0.001}}
+"""Drafts whatever is found, until it is seen to cost time."""
+MISLED = "after misleading"
+"""The rollout after one in which nearly all drafts were rejected, over such a history again."""
+
+
+def _of_stock(found: Found, arm: str) -> float:
+    return float(found["arms"][arm]["seconds"] / found["arms"]["stock"]["seconds"])
+
+
+def _still_drafted(found: Found) -> float:
+    """Draft tokens after a rollout that misled, of those in it."""
+    before, after = (found["arms"][name]["draft_tokens"] for name in ("misleading", MISLED))
+    return float(after / before) if before else float("nan")
 
 
 BARS = (
     Bar("forced tokens that were not written", 0,
         lambda f: every((arm for name, arm in f["arms"].items() if name != "stock"), lambda arm: arm["unforced"])),
+    Bar("rollout with what the traces have of its problems, of stock's time", 0.6, lambda f: _of_stock(f, "earlier")),
     Bar("rollout with a recorded history, of stock's time", 0.6, lambda f: _of_stock(f, "corrupted 0.3")),
     Bar("rollout with nothing accepted, of stock's time", 1.02, lambda f: _of_stock(f, "corrupted 1.0")),
+    Bar("rollout with a history that misleads, of stock's time", 1.02, lambda f: _of_stock(f, MISLED)),
+    Bar("draft tokens after a rollout that was misled, of those in it", 0.1, _still_drafted),
 )  # fmt: skip
 
 
@@ -58,20 +85,48 @@ def generated(plan: Plan) -> Rollouts:
     return found[: plan.replayed]
 
 
-def recorded(path: Path, plan: Plan) -> Rollouts:
-    """Read an .npz with `ids`, `offsets` and `problem` of responses; the first groups that fit."""
+def recorded(path: Path, plan: Plan) -> tuple[Rollouts, Rollouts]:
+    """Read an .npz with `ids`, `offsets`, `problem` and, where known, `step` of responses.
+
+    Returns:
+        Responses of the last step, as many groups as fit; and what earlier steps wrote for the same problems, or, where
+        there is one step only, other samples.
+    """
     with np.load(path) as file:
         ids, offsets, problem = file["ids"], file["offsets"], file["problem"]
+        step = file["step"] if "step" in file else np.zeros_like(problem)
     vocabulary = SHAPES[plan.shape]["vocab_size"]
-    return [(int(problem[i]), (ids[offsets[i] : offsets[i + 1]][: plan.longest] % vocabulary).astype(np.int32))
-            for i in range(min(plan.replayed, len(problem)))]  # fmt: skip
+    batch: Rollouts = []
+    earlier: Rollouts = []
+    for of in dict.fromkeys(problem.tolist()):
+        rows = np.flatnonzero(problem == of)
+        last = step[rows] == step[rows].max()
+        if last.all():
+            last = np.arange(len(rows)) >= len(rows) // 2
+        for found, some in ((batch, rows[last][:GROUP]), (earlier, rows[~last][-2 * GROUP :])):
+            found += [(of, (ids[offsets[i] : offsets[i + 1]] % vocabulary).astype(np.int32)) for i in some]
+        if len(batch) >= plan.replayed:
+            break
+    return [(of, text[: plan.longest]) for of, text in batch[: plan.replayed]], earlier
 
 
-def corrupted(rollouts: Rollouts, share: float, vocabulary: int) -> list[tuple[int, bytes, int]]:
-    """Return the rollouts as an earlier version's, a share of their tokens exchanged, as `Refresh.trajectories`."""
+def corrupted(rollouts: Rollouts, share: float, vocabulary: int) -> Rollouts:
+    """Exchange a share of the tokens."""
     rng = np.random.default_rng(1)
-    return [(problem, np.where(rng.random(len(t)) < share, rng.integers(1, vocabulary, len(t)), t)
-             .astype(np.int32).tobytes(), 0) for problem, t in rollouts]  # fmt: skip
+    return [(problem, np.where(rng.random(len(t)) < share, rng.integers(1, vocabulary, len(t)), t).astype(np.int32))
+            for problem, t in rollouts]  # fmt: skip
+
+
+def misled(rollouts: Rollouts, vocabulary: int) -> Rollouts:
+    """Exchange every second token: what is looked up is found, and goes on otherwise."""
+    rng = np.random.default_rng(1)
+    return [(problem, np.where(np.arange(len(t)) % 2, rng.integers(1, vocabulary, len(t)), t).astype(np.int32))
+            for problem, t in rollouts]  # fmt: skip
+
+
+def sent(rollouts: Rollouts, problems: int, version: int) -> list[tuple[int, bytes, int]]:
+    """Return them as `Refresh.trajectories`, with the problems shifted."""
+    return [(problem + problems, text.tobytes(), version) for problem, text in rollouts]
 
 
 def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, list[list[int]]]:
@@ -97,25 +152,24 @@ def _stock(plan: Plan, rollouts: Rollouts) -> dict[str, Any]:
     return {"seconds": float(np.mean([rollout(llm, rollouts)[0] for _ in range(2)]))}
 
 
-def _history(plan: Plan, rollouts: Rollouts, shares: tuple[float, ...]) -> Found:
-    llm = engine(plan, {"drafter": "history"}, max_model_len=_length(rollouts))
+def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dict[str, Rollouts]) -> Found:
+    llm = engine(plan, das, max_model_len=_length(rollouts))
     rollout(llm, [(p, t[:8]) for p, t in rollouts], problems=10**6)
     force(rollouts)
     arms: dict[str, Any] = {}
     found: Found = {"arms": arms}
-    for turn, share in enumerate(in_time(plan, shares, found)):
-        vocabulary = SHAPES[plan.shape]["vocab_size"]
+    for turn, name in enumerate(in_time(plan, histories, found)):
         shift = turn * 10**7  # of the problems, so that no arm sees another's text
-        past = [(p + shift, text, 2 * turn) for p, text, _ in corrupted(rollouts, share, vocabulary)]
+        past = sent(histories[name], shift, 2 * turn)
         llm.collective_rpc("das_rpc", args=("refresh", {"version": 2 * turn + 1, "trajectories": past}))
         llm.collective_rpc("das_rpc", args=("stats", {}))
         seconds, texts = rollout(llm, rollouts, problems=shift)
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
         wrong = sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True))
-        arms[f"corrupted {share}"] = {
-            "seconds": seconds, "unforced": wrong, "stopped": stats["stopped"], "error": stats["error"],
+        arms[name] = {
+            "seconds": seconds, "unforced": wrong,
             "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
-            "draft_tokens": stats["draft_tokens"], "accepted_tokens": stats["accepted_tokens"],
+            **{name: stats[name] for name in ("stopped", "silent", "error", "draft_tokens", "accepted_tokens")},
         }  # fmt: skip
     return found
 

@@ -16,15 +16,16 @@ code is 0 if none was missed or cut short and no part failed. Parts and their mi
     index    1    the history's kernels (V2 runner) against their reference, and their time
     propose  0.5  the history's drafts on the host (V1 runner), beside a GPU's step
     gate     4.5  undrafted steps beside stock vLLM's
-    replay   4.5  recorded rollouts through real forward passes, with and without drafts
+    replay   5    recorded rollouts through real forward passes, with and without drafts
     trace    2.5  what a step waits for, and the graphs that it replays
-    lossless 3    equal tokens, positions in the keys
-    copy     3.5  the policy copy's CUDA graphs, quantising it, sleep
+    lossless 4.5  equal tokens, positions in the keys, distribution
+    copy     4    the policy copy's CUDA graphs, quantising it, sleep
     robust   3    a crowded engine, contract tests on this device
     ranks    1    two GPUs
     sweep    2    the step-time model, and a file for toggle.calibration
 
-The first three need no vLLM; the first needs PyTorch, Triton and NumPy alone.
+The first three need no vLLM (`propose` measures more where there is one); the first needs PyTorch, Triton and NumPy
+alone.
 """
 
 from __future__ import annotations

@@ -4,33 +4,33 @@ nor the compiled core."""
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from engines import SHAPES, Bar, Found, Plan, every, has_vllm, in_time
 
-NEAR = 1e-5
-"""Scores that are this close may change places with the last bit of a device's logarithm."""
+NEAR = 3e-5
+"""Scores that are this close may change places with the last bits of a device's logarithm and division."""
+COMPARED = 96
+"""Rows that are compared with the definition, at most, spread over all."""
 
 
 def kernel(plan: Plan) -> dict[str, Any]:
     """Compare tokens, log-probabilities and ranks, and time both samplers, by number of rows."""
-    from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample
+    from das_adapter.engine.sampling.keyed_sample import keyed_sample
 
     vocabulary, device = SHAPES[plan.shape]["vocab_size"], "cuda" if torch.cuda.is_available() else "cpu"
     kind = torch.bfloat16 if device == "cuda" else torch.float32
     stock, metadata = _stock(device) if has_vllm() else (None, None)
     rows: dict[str, Any] = {}
-    found: Found = {"chi_square_p": chi_square_p(device), "rows": rows}
+    found: Found = {"chi_square_p": chi_square_p(device), "compared": _compared(vocabulary, device), "rows": rows}
     for count in in_time(plan, plan.rows, found):
-        generator = torch.Generator(device).manual_seed(count)
-        logits = (torch.randn(count, vocabulary, generator=generator, device=device) * 3).to(kind)
-        logits[::3, 7:50] = -torch.inf
-        seeds = torch.arange(count, device=device) * 2**33 + 5
-        keys, temperature = Keys(seeds, seeds % 4099), torch.ones(count, device=device)
-        drawn = keyed_sample(logits, temperature, keys, "raw")
-        rows[str(count)] = _compared(logits, keys, drawn) | {
+        logits, keys = _logits(count, vocabulary, device).to(kind), _keys(count, device)
+        temperature = torch.ones(count, device=device)
+        rows[str(count)] = {
+            "wrong": _wrong(logits, temperature, keys, keyed_sample(logits, temperature, keys, "raw"), "raw"),
             "fused_us": microseconds(lambda x=logits, k=keys, t=temperature: keyed_sample(x, t, k, "raw")),
             "torch_us": microseconds(lambda x=logits, t=temperature: _drawn_in_torch(x, t)),
         }
@@ -40,10 +40,45 @@ def kernel(plan: Plan) -> dict[str, Any]:
     return found
 
 
+def _logits(count: int, vocabulary: int, device: str) -> torch.Tensor:
+    """Make float32 logits, of some of which a part is excluded."""
+    generator = torch.Generator(device).manual_seed(count)
+    logits = torch.randn(count, vocabulary, generator=generator, device=device) * 3
+    logits[::3, 7:50] = -torch.inf
+    return logits
+
+
+def _keys(count: int, device: str) -> Any:
+    from das_adapter.engine.sampling.keyed_sample import Keys
+
+    seeds = torch.arange(count, device=device) * 2**33 + 5
+    return Keys(seeds, seeds % 4099)
+
+
+def _compared(vocabulary: int, device: str) -> Found:
+    """Compare draws at three temperatures in every form that there is: what is wrong, by dtype and kind of scores."""
+    from das_adapter.engine.sampling.keyed_sample import Scores, keyed_sample
+
+    found: Found = {}
+    dtypes = {"float32": torch.float32} | ({"bfloat16": torch.bfloat16} if device == "cuda" else {})
+    kinds: tuple[Scores | None, ...] = (None, "raw", "processed")
+    logits, keys = _logits(COMPARED, vocabulary, device), _keys(COMPARED, device)
+    logits[4], logits[7, 12:], logits[8, :-1] = -torch.inf, -torch.inf, -torch.inf
+    temperature = torch.tensor([1.0, 0.7, 0.0], device=device).repeat(COMPARED // 3)
+    for (name, dtype), scores in product(dtypes.items(), kinds):
+        x = logits.to(dtype)
+        found[f"{name} {scores}"] = _wrong(x, temperature, keys, keyed_sample(x, temperature, keys, scores), scores)
+    return found
+
+
+def _judged(found: Found) -> list[Found]:
+    return [*found["compared"].values(), *(row["wrong"] for row in found["rows"].values())]
+
+
 BARS = (
-    Bar("draws that differ from the definition, near-ties apart", 0,
-        lambda f: sum(r["wrong"] for r in f["rows"].values())),
-    Bar("largest error of a log-probability", 1e-3, lambda f: every(f["rows"].values(), lambda r: r["logprob_error"])),
+    Bar("draws that differ from the definition, near-ties apart", 0, lambda f: sum(r["draws"] for r in _judged(f))),
+    Bar("ranks that differ from the definition", 0, lambda f: sum(r["ranks"] for r in _judged(f))),
+    Bar("largest error of a log-probability", 1e-3, lambda f: every(_judged(f), lambda r: r["logprob_error"])),
     Bar("keyed sampling, of the time of stock vLLM's sampler", 1.0,
         lambda f: every(f["rows"].values(), lambda r: r["fused_us"] / r["stock_us"])),
     Bar("keyed sampling, of the time of the same steps in PyTorch", 1.0,
@@ -64,19 +99,30 @@ def chi_square_p(device: str, draws: int = 120_000) -> float:
     return float(torch.special.gammaincc(torch.tensor(15 / 2, dtype=torch.float64), statistic / 2))
 
 
-def _compared(logits: torch.Tensor, keys: Any, drawn: Any) -> dict[str, Any]:
+def _wrong(logits: torch.Tensor, temperature: torch.Tensor, keys: Any, drawn: Any, scores: str | None) -> Found:
     """Compare some rows (the definition is NumPy's) with the definition."""
     from das_adapter.core.noise import gumbel
 
-    some = slice(0, min(len(logits), 24))
-    x = logits[some].float().cpu().numpy()
-    scores = x + gumbel(*(key[some].cpu().numpy() for key in keys), np.arange(x.shape[1]))
-    tokens, best = drawn.tokens[some].cpu().numpy(), scores.argmax(axis=1)
-    at = np.arange(len(x))
-    wrong = (tokens != best) & (scores[at, best] - scores[at, tokens] > NEAR)
-    exact = torch.from_numpy(x).double().log_softmax(-1)[at, tokens]
-    return {"wrong": int(wrong.sum()), "near_ties": int((tokens != best).sum() - wrong.sum()), "compared": len(x),
-            "logprob_error": float((drawn.logprobs[some].cpu().double() - exact).abs().max())}  # fmt: skip
+    some = torch.linspace(0, len(logits) - 1, min(len(logits), COMPARED), device=logits.device).long()
+    x, heat = logits[some].float().cpu().numpy(), temperature[some].cpu().numpy()[:, None]
+    noise = gumbel(*(key[some].cpu().numpy() for key in keys), np.arange(x.shape[1]))
+    divided = x / np.where(heat > 0, heat, np.float32(1))
+    points = np.where(heat > 0, divided + noise, x)
+    tokens, best, at = drawn.tokens[some].cpu().numpy(), points.argmax(axis=1), np.arange(len(x))
+    with np.errstate(invalid="ignore"):  # where all tokens are excluded
+        near = (points[at, best] - points[at, tokens] <= NEAR) & (heat[:, 0] > 0)
+    wrong = (tokens != best) & ~near
+    found = {"draws": int(wrong.sum()), "near_ties": int((tokens != best).sum() - wrong.sum()), "compared": len(x),
+             "ranks": 0, "logprob_error": 0.0}  # fmt: skip
+    if scores is None:
+        return found
+    there, chosen = x.max(axis=1) > -np.inf, x[at, tokens][:, None]
+    rank, slack = drawn.ranks[some].cpu().numpy(), 0.0 if logits.is_cuda else NEAR  # a CPU counts log-probabilities
+    low, high = ((x >= chosen + d).sum(axis=1) for d in (slack, -slack))
+    found["ranks"] = int((((rank < low) | (rank > high)) & there).sum())
+    exact = torch.from_numpy(x if scores == "raw" else divided).double().log_softmax(-1)[at, tokens]
+    found["logprob_error"] = float((drawn.logprobs[some].cpu().double() - exact).abs()[torch.from_numpy(there)].max())
+    return found
 
 
 def _stock(device: str) -> tuple[Any, Any]:

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import replay
 from engines import (
     ON_CPU,
     SHAPES,
@@ -119,6 +121,8 @@ def _missing_graphs(found: Found) -> float | None:
 TRACE_BARS = (
     Bar("host synchronisations of a step beyond stock's", 0.05,
         lambda f: f["history"]["syncs_a_step"] - f["stock"]["syncs_a_step"]),
+    Bar("host synchronisations of a step with drafts beyond stock's", 0.05,
+        lambda f: f["history"]["drafted"]["syncs_a_step"] - f["stock"]["syncs_a_step"]),
     Bar("share of a step that proposing takes", 0.03, lambda f: f["history"]["propose_share"]),
     Bar("graphs that stock replays and ours does not", 0, _missing_graphs),
 )  # fmt: skip
@@ -132,7 +136,7 @@ def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> 
     from vllm import SamplingParams
 
     batch, context, steps = max(plan.batches), min(1024, *plan.contexts), min(plan.steps, 48)
-    cached = {"max_model_len": context + steps + 8, "enable_prefix_caching": True}
+    cached = {"max_model_len": max(context, 64) + 2 * steps + 32, "enable_prefix_caching": True}
     llm = engine(plan, das, **(cached | settings))
     runner, graphs = runner_of(llm), Counter[str]()
     owner = getattr(runner, "cudagraph_dispatcher", None) or getattr(runner, "cudagraph_manager", None)  # of V1; of V2
@@ -164,7 +168,7 @@ def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> 
     found: Found = {"step_ms": (end - begin) / steps / 1e3, "graphs": dict(graphs), "syncs_a_step": None,
                     "gpu_busy": None, "propose_share": None}  # fmt: skip
     if on_gpu:  # a CPU waits for nothing
-        found["syncs_a_step"] = sum("Synchronize" in e.name for e in events) / steps
+        found["syncs_a_step"] = _waits(profiled) / steps
         found["gpu_busy"] = min(1.0, sum(e.time_range.elapsed_us() for e in on_device) / (end - begin))
     if das is not None:
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
@@ -173,4 +177,30 @@ def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> 
             found["propose_share"] = sum(stats["propose_seconds"]) / stats["busy_seconds"]
         elif device_us:
             found["propose_share"] = sum(device_us) / (end - begin)
+        found["drafted"] = _drafted(plan, llm, batch, steps, kinds)
     return found
+
+
+def _waits(profiled: Any) -> int:
+    return sum("Synchronize" in e.name for e in profiled.events())
+
+
+def _drafted(plan: Plan, llm: Any, batch: int, steps: int, kinds: list[Any]) -> Found:
+    """Host synchronisations of a step with drafts, which are accepted as a history has foretold."""
+    import torch
+    from torch.profiler import profile
+
+    rng, vocabulary = np.random.default_rng(0), SHAPES[plan.shape]["vocab_size"]
+    rollouts = [(i, rng.integers(1, vocabulary, 2 * steps).astype(np.int32)) for i in range(batch)]
+    past = replay.corrupted(rollouts, 0.2, vocabulary)
+    replay.force(rollouts)
+    for turn in range(2):  # the first warms up
+        shift = (turn + 1) * 10**7
+        trajectories = replay.sent(past, shift, 2 * turn)
+        llm.collective_rpc("das_rpc", args=("refresh", {"version": 2 * turn + 1, "trajectories": trajectories}))
+        llm.collective_rpc("das_rpc", args=("stats", {}))
+        with profile(activities=kinds) as profiled:
+            replay.rollout(llm, [(i, text[:steps]) for i, text in rollouts], problems=shift)
+        stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+    syncs = _waits(profiled) / max(1, stats["steps"]) if torch.cuda.is_available() else None
+    return {"syncs_a_step": syncs, "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"])}

@@ -45,7 +45,8 @@ REPLAN_STEPS = 64
 PROBE_STEPS = 128
 """After so many steps one is taken the other way (plain, or drafted), so that both kinds of step stay known."""
 PROBE_REQUESTS = 4
-"""Requests, about, that get a draft token in a step that is drafted in only to see what it costs."""
+"""Requests that get a draft token at most in a step that is drafted in only to see what it costs: the same ones each
+time, for a neural drafter has to read what they have written since."""
 RARE_STEPS = 1024
 """Where nothing is ever drafted but by probes, the wait for the next one doubles up to so many steps."""
 REFILL_STEPS = 64
@@ -56,7 +57,7 @@ LEAST_GAIN = 0.02
 """Predicted gain under which a step is not drafted in, as a share of its time: less than step times vary."""
 LEAST_CHANCE = 0.005
 """Chance under which no draft token is considered."""
-_NEVER = -(2**30)
+_NEVER, _LAST = -(2**30), 2**30
 _NO_DRAFTS: Chances = np.zeros(0, dtype=np.float32)
 _FREE = StepModel(base=0.0, token=0.0)
 """Costs where nothing is asked but the fixed budgets."""
@@ -338,7 +339,7 @@ class Controller:
             model = self._model
             if model is None:  # for the first measurements: short drafts for some
                 np.minimum(most, (1, 4, self._most)[batch.step // 2 % 3], out=most)
-                most[np.arange(running) % 4 > 0] = 0
+                most[~_first(slots, most > 0, running / 4)] = 0
             else:
                 worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
                 most[worth <= model.marginal(running)] = 0
@@ -370,8 +371,9 @@ class Controller:
                 plan, drafted = StepPlan(found.keep, found.drafted), found.total > 0
                 self._probe_wait = PROBE_STEPS if drafted else self._probe_wait
             if probe == "drafted" and (len(chances) or self.drafts is not None):
-                some = np.where(np.arange(running) % max(4, running // PROBE_REQUESTS) == 0, 1, 0)
-                history, model_drafts = (np.diff(offsets), nothing) if len(chances) else (nothing, limits)
+                offered = np.diff(offsets) if len(chances) else limits
+                some = _first(slots, offered > 0, min(PROBE_REQUESTS, running / 4)).astype(np.int64)
+                history, model_drafts = (offered, nothing) if len(chances) else (nothing, offered)
                 plan, drafted = StepPlan(np.minimum(history, some), np.minimum(model_drafts, some)), True
         self._consider.done(batch.step, running, again_soon=drafted or model is None)
         return plan if self._common is None else StepPlan(self._alike(plan.history), self._alike(plan.model))
@@ -505,3 +507,9 @@ class Controller:
             self._saved += self._savings.saved((), self.times.model)
         self._savings = Savings()
         self._batch.settle()
+
+
+def _first(slots: Ints, able: npt.NDArray[np.bool_], count: float) -> npt.NDArray[np.bool_]:
+    """Return which requests have the lowest slots among those that are able, bool [b]; `count`, rounded up, of them."""
+    ranks = np.argsort(np.argsort(np.where(able, slots, _LAST)))
+    return able & (ranks < count)

@@ -269,7 +269,8 @@ def fit(
     s = np.broadcast_to(np.asarray(context, dtype=float), t.shape)
     weight = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
     columns = {"base": np.ones_like(n), "token": n, "request": b, "draft": d, "context": s, "attention": s * n / b}
-    shapes: list[tuple[tuple[str, ...], float]] = [(("base", "token"), 0.0)]
+    line = ("base", "token") if n.max() > n.min() else ("base",)
+    shapes: list[tuple[tuple[str, ...], float]] = [(line, 0.0)]
     for knee in map(float, KNEES):
         if n.min() < knee < n.max():
             shapes += [(("base", "bend"), knee), (("base", "token", "bend"), knee)]
@@ -339,8 +340,8 @@ class Calibration(NamedTuple):
     """Of vLLM without das-adapter."""
 
 
-def read_calibration(path: str) -> Calibration:
-    """Read the fitted step models of a calibration file, for `toggle.calibration`.
+def read_calibration(path: str, key: str = "das.toggle.calibration") -> Calibration:
+    """Read the fitted step models of a calibration file, which the config's `key` names.
 
     Raises:
         DasError: the file does not exist, or `das-adapter calibrate` did not write it.
@@ -352,5 +353,5 @@ def read_calibration(path: str) -> Calibration:
             StepModel.of(content["line"]), passes and StepModel.of(passes), stock and StepModel.of(stock["line"])
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DasError(f"das.toggle.calibration={path!r}: found {error!r}, expected a file that "
+        raise DasError(f"{key}={path!r}: found {error!r}, expected a file that "
                        "das-adapter calibrate wrote") from None  # fmt: skip

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.hardware import Hardware, recognise
-from das_adapter.core.latency import StepModel
+from das_adapter.core.latency import StepModel, fit
 
 Floats = npt.NDArray[np.float64]
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
@@ -23,6 +23,7 @@ class Roofline:
     """Time of a decode step from what it reads and computes (EfficientRollout, section 3; code of 2026-06)."""
 
     weight_bytes: float
+    """Read in every step, but for `expert_bytes`."""
     linear_bytes: float
     """Bytes of the weights in linear layers, which a policy copy quantises."""
     kv_bytes: float
@@ -46,6 +47,8 @@ class Roofline:
     """Routed experts of a layer on each device."""
     expert_devices: int = 1
     """Devices that a layer's routed experts are spread over; a step waits for the one that reads most of them."""
+    table_bytes: float = 0.0
+    """Bytes of the input embeddings, of which a token reads one row; not in `weight_bytes`. 0: they are the head's."""
 
     @classmethod
     def of(
@@ -81,12 +84,13 @@ class Roofline:
         chosen = config["num_experts_per_tok"] if experts else 0
         feed_forward = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
         linear = layers * (attention + (0 if experts else feed_forward))
-        embeddings = hidden * vocab * (1 if config.get("tie_word_embeddings") else 2)
         whole = 1 if data_parallel else tensor_parallel
+        kv_devices = tensor_parallel if data_parallel else min(tensor_parallel, kv_heads)  # a head is not divided
         values: dict[str, Any] = {
-            "weight_bytes": (bytes_per_weight * linear + 2 * embeddings) / whole,
+            "weight_bytes": (bytes_per_weight * linear + 2 * hidden * vocab) / whole,
             "linear_bytes": bytes_per_weight * linear / whole,
-            "kv_bytes": 4 * layers * kv_heads * width / tensor_parallel,
+            "table_bytes": 0.0 if config.get("tie_word_embeddings") else 2 * hidden * vocab / whole,
+            "kv_bytes": 4 * layers * kv_heads * width / kv_devices,
             "dense_flops": 2 * (linear + layers * chosen * feed_forward + hidden * vocab) / tensor_parallel,
             "attention_flops": 4 * layers * heads * width / tensor_parallel,
         }
@@ -117,30 +121,26 @@ class Roofline:
             touched = _fullest(touched, self.experts, self.expert_devices)
         return np.asarray(self.weight_bytes + self.expert_bytes * touched)
 
-    def draft(self, requests: float, context: float, share: float) -> float:
-        """Return the seconds of one pass of a policy copy whose linear weights take `share` of the policy's bytes."""
-        return float(self.drafts(requests, context, share))
-
     def drafts(self, requests: npt.ArrayLike, context: npt.ArrayLike, share: float) -> Floats:
-        """Return the times of such passes; arguments as in `seconds`. Experts are not quantised."""
+        """Return the times of passes of a policy copy whose linear weights take `share` of the policy's bytes; the
+        other arguments as in `seconds`. Experts are not quantised."""
         b, s = np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
         weights = self.read_bytes(b) - (1 - share) * self.linear_bytes
         read = (self.draft_read * weights + self.kv_bytes * b * s) / self.hardware.bandwidth
         return np.asarray(np.maximum(read, self._compute(b, s)) + self.draft_us * b * 1e-6)
 
-    def speedup(self, requests: float, context: float, drafts: int, length: float, share: float | None) -> float:
-        """Return the speed-up at a mean acceptance length (accepted + 1); `share` None: drafting takes no time."""
-        drafting = 0.0 if share is None else drafts * self.draft(requests, context, share)
-        plain = self.verify(requests, context, 0)
-        return length * plain / (drafting + self.verify(requests, context, drafts))
-
     def line(self, context: float = 1024.0) -> StepModel:
-        """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line.
-        `context`: tokens of a request's context at which a token's computing is taken."""
-        read = float(self.read_bytes(1)) / self.hardware.bandwidth
-        token = float(self._compute(1, context))
-        kv = self.kv_bytes / self.hardware.bandwidth
-        return StepModel(read, 0.0, token, read / token, request=self.plain_us * 1e-6, context=kv)
+        """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line; with
+        experts, of which each token reads more, the best two lines up to 1024 tokens. `context`: tokens of a request's
+        context at which a token's computing is taken."""
+        kv, request = self.kv_bytes / self.hardware.bandwidth, self.plain_us * 1e-6
+        if self.expert_bytes:
+            tokens: Floats = np.exp2(np.arange(11.0))
+            seconds = np.maximum(self.read_bytes(tokens) / self.hardware.bandwidth, self._compute(tokens, context))
+            found = fit(tokens, tokens, np.zeros(len(tokens), dtype=bool), seconds)
+            return replace(found, request=request, context=kv)
+        read, token = float(self.read_bytes(1)) / self.hardware.bandwidth, float(self._compute(1, context))
+        return StepModel(read, 0.0, token, read / token, request=request, context=kv)
 
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
         token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops

@@ -2,8 +2,9 @@
 
 Such a step does what a step of stock vLLM does. One is taken now and then where nothing is drafted anyway. A rollout
 that took longer than its tokens would have taken in them is followed by one that begins without drafts, and goes on
-without them until a trial of a few steps has gained time. Step times of a stock engine, whose scheduling may be
-asynchronous, come from a calibration: no engine can measure them in itself.
+without them until a trial of a few steps has gained time. After 1, 2, 4, ... such rollouts one begins with drafts
+again, for a drafter that has read no prompts has nothing to show in a trial. Step times of a stock engine, whose
+scheduling may be asynchronous, come from a calibration: no engine can measure them in itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ LEAST_STEPS, LEAST_SAMPLES = 64, 8
 SAMPLE_STEPS = 4, 64
 """Undrafted steps after which no drafter is asked in one: at first, and where such steps are well known."""
 TRIAL_STEPS, TRIAL_DRAFTS = 16, 8
-"""Steps of a trial at most; drafted steps after which it is over."""
+"""Steps of a trial at most, and before the next at least; drafted steps after which it is over."""
+TRIAL_SHARE = 0.01
+"""Share of a rollout's time that its trials may lose; twice as much where the batch has become half as large."""
+MOST_SILENT = 16
+"""Rollouts in a row that begin without drafts at most."""
 PAUSE = 2.0
 """A step that took this many times what was predicted was interrupted, and counts as that long."""
 
@@ -38,12 +43,15 @@ class UnaskedStep(NamedTuple):
 
     requests: int
     seconds: float
+    context: float = 0.0
+    """Tokens of context that its requests have together."""
 
 
 class Compared(NamedTuple):
     """Decode steps since the last weight sync in which a drafter was asked."""
 
     seconds: float
+    """With what the drafter took in steps that also read prompts."""
     plain: float
     """What their tokens would have taken in steps like stock's, seconds."""
     scatter: float
@@ -58,9 +66,13 @@ class Compared(NamedTuple):
 class StockGuard:
     """Says at the end of each step whether a drafter is asked at all."""
 
-    def __init__(self, stock: StepModel | None = None) -> None:
-        """`stock`: of a calibration's stock engine; None: stock is what a step takes in which no drafter is asked."""
-        self.times = StepTimes(kinds=1)
+    def __init__(self, stock: StepModel | None = None, sizes: tuple[int, ...] = ()) -> None:
+        """
+        Args:
+            stock: of a calibration's stock engine; None: stock is what a step takes in which no drafter is asked.
+            sizes: `StepModel.sizes` of the engine.
+        """
+        self.times = StepTimes(kinds=1, sizes=sizes)
         """Of steps in which no drafter was asked."""
         self.silent: str | None = None
         """Why no drafts are asked for, trials apart; None: they are."""
@@ -69,28 +81,31 @@ class StockGuard:
         self._stock = stock
         self._samples: deque[UnaskedStep] = deque(maxlen=256)
         self._since_sample = 0
-        self._since_trial, self._trial_after, self._trial_size = 0, TRIAL_STEPS, 0
+        self._since_trial, self._trial_size = 0, 0
         self._trial: _Trial | None = None
+        self._silent_left, self._silent_next = 0, 1  # rollouts
         self._restart()
 
     @classmethod
-    def of(cls, toggle: ToggleConfig) -> StockGuard | None:
-        """Make one for an engine; None where the user decides when to draft.
+    def of(cls, toggle: ToggleConfig, sizes: tuple[int, ...] = ()) -> StockGuard | None:
+        """Make one for an engine; None where the user decides when to draft. `sizes`: see `StepModel`.
 
         Raises:
             DasError: `toggle.calibration` can't be read.
         """
         if toggle.mode != "roofline":
             return None
-        return cls(read_calibration(toggle.calibration).stock if toggle.calibration else None)
+        return cls(read_calibration(toggle.calibration).stock if toggle.calibration else None, sizes)
 
     def _restart(self) -> None:
         self._seconds, self._steps, self._widest = 0.0, 0, 1
-        self._requests, self._context = 0, 0  # of all steps: requests, and the tokens of their context
-        self._unasked: dict[int, list[float]] = defaultdict(list)  # seconds by requests
+        self._requests, self._context = 0, 0  # of the steps in which one was asked: requests, tokens of their context
+        self._unasked: dict[int, Floats] = defaultdict(lambda: np.zeros(3))  # by requests: steps, seconds, context
         self._shares: dict[int, float] = defaultdict(float)  # steps' tokens for each request, by requests
         self._written: dict[int, int] = defaultdict(int)  # by slot
         self._finished: list[int] = []
+        self._lost = 0.0
+        """Seconds that trials took beyond plain decoding."""
 
     def ask(self, requests: int, drafted: bool) -> bool:
         """Decide at the end of a decode step.
@@ -101,8 +116,8 @@ class StockGuard:
         """
         if self.idle:
             self._since_trial += 1
-            smaller = requests <= self._trial_size // 2 and self._since_trial >= TRIAL_STEPS
-            if self._since_trial < self._trial_after and not smaller:
+            share = TRIAL_SHARE * (2 if requests <= self._trial_size // 2 else 1)
+            if self._since_trial < TRIAL_STEPS or self._lost > share * self._passed():
                 return False
             self._trial, self._trial_size = _Trial(), requests
             return True
@@ -120,11 +135,11 @@ class StockGuard:
 
     def unasked(self, step: UnaskedStep) -> None:
         """Take a step in which no drafter was asked."""
-        self.times.add(step.requests, step.requests, False, step.seconds)
+        self.times.add(step.requests, step.requests, False, step.seconds, step.context)
         if self.times.model is None or self.times.observed % LEAST_SAMPLES == 0:
             self.times.fit()
         self._samples.append(step)
-        self._unasked[step.requests].append(step.seconds)
+        self._unasked[step.requests] += 1.0, step.seconds, step.context
 
     def asked(
         self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
@@ -149,9 +164,14 @@ class StockGuard:
         for slot, count in zip(slots.tolist(), got.tolist(), strict=True):
             self._written[slot] += count
         if self._trial is not None and self.times.model is not None:
-            self._trial.step(seconds, tokens / requests * self._plain(np.array([requests], dtype=float))[0], drafted)
+            plain = self._plain(context / requests)(np.array([requests], dtype=float))[0]
+            self._trial.step(seconds, tokens / requests * plain, drafted)
             if self._trial.over:
                 self._end_trial(self._trial)
+
+    def beside(self, seconds: float) -> None:
+        """Take what a drafter took in a step that also read prompts."""
+        self._seconds += seconds
 
     def close(self, slot: int) -> None:
         """Take the end of a request."""
@@ -162,23 +182,30 @@ class StockGuard:
         if self._steps < LEAST_STEPS or not self._known:
             return None
         scatter = float(np.std(self._ratios())) * (1 / len(self._samples) + 1 / self._steps) ** 0.5
-        return Compared(self._seconds, self._seconds_by(self._plain), scatter)
+        return Compared(self._seconds, self._seconds_by(self._plain(self._usual)), scatter)
 
     def of_stock(self) -> float | None:
         """Return the time of all decode steps since the last weight sync, those in which no drafter was asked too,
         relative to stock's; None: too little is known."""
         if not self._known:
             return None
-        step = self._plain if self._stock is None else self._stock.at(self._context / max(1, self._requests)).plain
-        took = sum(map(sum, self._unasked.values()))
-        plain = sum(len(of) * float(step(np.array([n], dtype=float))[0]) for n, of in self._unasked.items())
-        plain += self._seconds_by(step)
-        return (self._seconds + took) / plain if plain else None
+        model, share = (self._stock, 1.0) if self._stock else (self.times.model, float(np.mean(self._ratios())))
+        assert model is not None
+        plain = self._seconds_by(model.at(self._usual).plain)
+        for requests, (steps, _, context) in self._unasked.items():
+            plain += steps * model.step(requests, requests, False, context / steps)
+        return self._passed() / (share * plain) if plain else None
 
     def sync(self) -> str | None:
         """Judge the rollout that a weight sync ends; return what has changed for the next, in words, or None."""
         compared, share, news = self.compare(), self.of_stock(), None
-        if compared is not None and compared.lost and self.silent is None:
+        if self.silent is not None:
+            self._silent_left -= 1
+            self.silent = self.silent if self._silent_left else None
+        elif compared is not None and not compared.lost:
+            self._silent_next = 1
+        elif compared is not None:
+            self._silent_left, self._silent_next = self._silent_next, min(2 * self._silent_next, MOST_SILENT)
             self.silent = (
                 f"drafting lost a whole rollout: {compared.seconds:.2f} s of decode steps, "
                 f"{compared.plain:.2f} s where no drafter is asked"
@@ -188,7 +215,7 @@ class StockGuard:
         if compared is not None and share is not None and self._stock is not None:
             if share > 1.0 + LOSS + 3.0 * compared.scatter:
                 self.slow = f"decode steps took {share:.2f} of those of the calibration's stock engine"
-        self._trial, self._since_trial, self._trial_after, self._trial_size = None, 0, TRIAL_STEPS, 0
+        self._trial, self._since_trial, self._trial_size = None, 0, 0
         self._restart()
         return news
 
@@ -200,16 +227,28 @@ class StockGuard:
     def _known(self) -> bool:
         return self.times.model is not None and len(self._samples) >= LEAST_SAMPLES
 
-    def _plain(self, requests: Floats) -> Floats:
-        """Seconds of steps in which no drafter is asked; interruptions have the share that they had in these."""
+    def _passed(self) -> float:
+        """Seconds of all steps since the last weight sync."""
+        return self._seconds + float(sum(seconds for _, seconds, _ in self._unasked.values()))
+
+    @property
+    def _usual(self) -> float:
+        """Tokens of context that a request had, on average over the steps in which a drafter was asked."""
+        return self._context / max(1, self._requests)
+
+    def _plain(self, context: float) -> Callable[[Floats], Floats]:
+        """Seconds of steps in which no drafter is asked, by their requests, where each of these has so many tokens of
+        context; interruptions have the share that they had in the samples."""
         assert self.times.model is not None
-        return self.times.model.plain(requests) * float(np.mean(self._ratios()))
+        model, share = self.times.model.at(context), float(np.mean(self._ratios()))
+        return lambda requests: model.plain(requests) * share
 
     def _ratios(self) -> Floats:
         """The latest such steps' seconds over their model's, float64 [samples]."""
         assert self.times.model is not None
-        requests, seconds = np.array(self._samples, dtype=float).T
-        ratios: Floats = np.minimum(PAUSE, seconds / np.maximum(1e-9, self.times.model.plain(requests)))
+        requests, seconds, context = np.array(self._samples, dtype=float).T
+        predicted = self.times.model.seconds(requests, requests, False, context)
+        ratios: Floats = np.minimum(PAUSE, seconds / np.maximum(1e-9, predicted))
         return ratios
 
     def _seconds_by(self, step: Callable[[Floats], Floats]) -> float:
@@ -221,7 +260,7 @@ class StockGuard:
 
     def _end_trial(self, trial: _Trial) -> None:
         self._trial, self._since_trial = None, 0
-        self._trial_after *= 2
+        self._lost += max(0.0, trial.loss)
         if trial.gained:
             self.silent = None
 
@@ -232,10 +271,13 @@ class _Trial:
 
     def __init__(self) -> None:
         self._steps, self._drafted, self._seconds, self._plain = -1, 0, 0.0, 0.0
+        self.loss = 0.0
+        """Seconds beyond plain decoding, the first step included."""
 
     def step(self, seconds: float, plain: float, drafted: bool) -> None:
         """Take a step, and what its tokens would have taken without drafts, seconds."""
         self._steps += 1
+        self.loss += seconds - plain
         if self._steps:
             self._drafted += drafted
             self._seconds += seconds

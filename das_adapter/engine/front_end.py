@@ -70,8 +70,8 @@ def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
         engine_args.additional_config = {**engine_args.additional_config, RUN_KEY: run}
 
 
-def choose_v1(why: str | None) -> None:
-    """Have the processes of an engine without a host run vLLM's V1 model runner.
+def choose_v1(why: str) -> None:
+    """Have the processes of an engine run vLLM's V1 model runner; a host has mostly said so already (`engine_env`).
 
     Args:
         why: it does.

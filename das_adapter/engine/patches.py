@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
 import re
 from typing import Any
 
@@ -18,7 +19,7 @@ from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import needs_v1, v1_args, v2_speculative_config
 from das_adapter.protocol.label import Label
 
-logger = logging.getLogger("das_adapter")
+logger = logging.getLogger("vllm.das_adapter")
 
 STATE = "_das_adapter"
 """Attribute of vLLM's worker: its `WorkerState`; of its input processor: the `DasConfig`,
@@ -145,10 +146,8 @@ def choose_drafter(stock: Any) -> Any:
         if not hosted(self):
             front_end.prepare_standalone(self, config)
         why = needs_v1(config) or (None if _has_triton() else "vLLM finds no device that Triton compiles for")
-        if why is None and config.drafter != "none" and self.data_parallel_size > 1:
-            why = "V2 has no draft lengths by step beside data_parallel_size > 1"
-        if why is None and self.async_scheduling is False and compat.missing_on_v2(compat.V2_NEURAL):
-            why = "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
+        if why is None and config.drafter != "none":
+            why = _no_draft_lengths(self)
         if why is not None and getattr(getattr(self, "aux_output_config", None), "enable_return_routed_experts", False):
             raise ConfigError(
                 f"das.drafter={config.drafter!r}: found enable_return_routed_experts=True, which this vLLM allows on "
@@ -171,10 +170,11 @@ def choose_drafter(stock: Any) -> Any:
                     "runner must know the tokens of a step before it drafts"
                 )
             self.async_scheduling = False
-        if not hosted(self):
+        if why is not None or not hosted(self):
+            why = why or "its speculative_config is not das-adapter's"
             front_end.choose_v1(why)
+            logger.log(_loudness(), "das: vLLM's V1 model runner: %s", why)
         if self.speculative_config is None:
-            logger.info("das: vLLM's V1 model runner: %s", why)
             self.speculative_config = v1_args(config).get("speculative_config")
             if config.neural and not hosted(self):
                 self.load_format = "auto" if self.load_format == "dummy" else self.load_format
@@ -225,6 +225,21 @@ def _refuse(config: DasConfig, vllm_config: Any) -> None:
             "be rejected; fewer draft tokens leave more room",
             config.num_draft_tokens,
         )
+
+
+def _loudness() -> int:
+    """How loud to say that an engine runs V1: where V2 is there, it is slower for it."""
+    there = compat.numbers(compat.version("vllm") or "0") >= compat.numbers(compat.V2_RUNNER.oldest)
+    return logging.WARNING if there and _has_triton() else logging.INFO
+
+
+def _no_draft_lengths(engine_args: Any) -> str | None:
+    """Say why vLLM's V2 runner would draft equally many tokens in every step; None: it would not."""
+    if max(engine_args.data_parallel_size, int(os.environ.get("VLLM_DP_SIZE") or 1)) > 1:
+        return "V2 has no draft lengths by step beside data_parallel_size > 1"
+    if engine_args.async_scheduling is False and compat.missing_on_v2(compat.V2_NEURAL):
+        return "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
+    return None
 
 
 def _has_triton() -> bool:
@@ -291,14 +306,20 @@ def signed_seed(seed: int | None, req_id: str) -> int:
 
 @patch("vllm.v1.worker.gpu_model_runner:build_logitsprocs", since="0.24")
 def build_row_processors(stock: Any) -> Any:
-    """Without it vLLM does not even build the processors of min_p and logit_bias beside a drafter (worker)."""
+    """Without it vLLM does not even build the processors of min_p and logit_bias beside a drafter, and that of
+    min_tokens counts draft tokens that may be rejected (worker)."""
     from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
     @functools.wraps(stock)
     def build(vllm_config: Any, device: Any, pin_memory: bool, is_pooling_model: bool, custom: Any = ()) -> Any:
-        if is_pooling_model or custom or not vllm_config.speculative_config or not settings(vllm_config):
+        config = settings(vllm_config)
+        if is_pooling_model or custom or not vllm_config.speculative_config or not config:
             return stock(vllm_config, device, pin_memory, is_pooling_model, custom)
-        return LogitsProcessors(kind(vllm_config, device, pin_memory) for kind in BUILTIN_LOGITS_PROCESSORS)
+        from das_adapter.engine.sampling.verification import MinTokens
+
+        kinds = [MinTokens if config.keyed and issubclass(MinTokens, kind) else kind
+                 for kind in BUILTIN_LOGITS_PROCESSORS]  # fmt: skip
+        return LogitsProcessors(kind(vllm_config, device, pin_memory) for kind in kinds)
 
     return build
 

@@ -41,6 +41,8 @@ class WorkerState:
 
     ranks_draft_alike = True
     """Whether each tensor-parallel rank has the history, and all must have the same."""
+    model_runner = 1
+    """vLLM's, V1 or V2."""
 
     def __init__(self, runner: Any, config: DasConfig):
         self.config = config
@@ -224,7 +226,8 @@ class WorkerState:
 
     def _hello(self) -> Started:
         sampler = type(self.runner.sampler).__name__
-        return Started(version=__version__, drafter=self.config.drafter, sampler=sampler, runner="V1")
+        runner = f"V{self.model_runner}"
+        return Started(version=__version__, drafter=self.config.drafter, sampler=sampler, runner=runner)
 
     def _refresh(self, **payload: Any) -> Refreshed:
         if self.standalone and not payload.keys() - {"version"}:  # somebody who keeps no history says: now
@@ -242,7 +245,7 @@ class WorkerState:
                 f"acceptance of the {self.config.drafter} drafter collapsed: {counters.accepted_tokens} of "
                 f"{counters.draft_tokens} draft tokens"
             )
-        stats = counters.take()
+        stats = counters.take() | EngineStats(model_runner=self.model_runner)
         if self.drafter:
             stats |= self.drafter.stats()
             if self.drafter.log:

@@ -24,7 +24,7 @@ from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.checkpoint import save_history
 from das_adapter.nemo_rl.identity import LABELS
 from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
-from das_adapter.nemo_rl.tracking import log_exposed_generation
+from das_adapter.nemo_rl.tracking import log_waits
 from das_adapter.protocol.label import Labeller
 from das_adapter.protocol.metrics import figures
 from das_adapter.service import ledger
@@ -44,7 +44,7 @@ class DasVllmGeneration(VllmGeneration):
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any):
         self.das = settings.check(config)
         if self.das is not None:
-            log_exposed_generation.apply()
+            log_waits(self.das)
             ledger.ledger(self.das.history.window)
             self._labeller = Labeller(self.das.verify.seed, resumed=config.get(settings.STEP, 0))
             self._validating = False
@@ -67,7 +67,7 @@ class DasVllmGeneration(VllmGeneration):
         self.__dict__.update(state)
         save_history.apply()
         if self.das is not None:
-            log_exposed_generation.apply()
+            log_waits(self.das)
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Generate a batch; the result's rows are in the batch's order, whatever order they were generated in."""

@@ -23,6 +23,7 @@ from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
 
+_WAITS = "waits.jsonl"
 _OCTAVES = 24
 _LINES = 256
 """Lines that are kept back before they are written together."""
@@ -140,6 +141,35 @@ class DecisionLog:
                 self._ended = True
                 logger.error("das: the decision log %s ends here: %r", self.path, error)
         self._lines.clear()
+
+
+def note_wait(directory: str, step: int, seconds: float) -> None:
+    """Add to a run's logs how long training waited for the rollouts of a step; where the disk is full it is left
+    out."""
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with (Path(directory) / _WAITS).open("a") as file:
+            file.write(json.dumps([step, round(seconds, 6)]) + "\n")
+    except OSError as error:
+        logger.error("das: %s lacks the wait of step %s: %r", directory, step, error)
+
+
+def read_waits(directory: Path) -> dict[int, float]:
+    """Return the seconds that training waited for the rollouts of each step, as far as `note_wait` wrote them in a
+    directory or under it; of a step that was trained twice the last.
+
+    Raises:
+        DasError: a line is no such record.
+    """
+    found: dict[int, float] = {}
+    for path in sorted(directory.rglob(_WAITS)):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                step, seconds = json.loads(line)
+                found[int(step)] = float(seconds)
+            except (TypeError, ValueError) as error:
+                raise DasError(f"report: {path}, line {number}: {error}") from None
+    return dict(sorted(found.items()))
 
 
 @dataclass

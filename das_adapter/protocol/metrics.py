@@ -26,6 +26,8 @@ class EngineStats(TypedDict, total=False):
     propose_seconds: list[float]
     error: str | None
     alarm: str | None
+    model_runner: int
+    """vLLM's: 1 or 2."""
     history_tokens: int
     history_bytes: int
     live_bytes: int
@@ -226,7 +228,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
                 metrics[f"das/accept_rate_age_{name}"] = kept / tried
     if passes := [p["drafter_passes"] for p in parts if "drafter_passes" in p]:
         metrics["das/drafter_passes"] = float(sum(passes))
-    for name in ("requantise_s", "drafter_bytes", "self_acceptance", "live_bytes", "staged_bytes"):
+    for name in ("model_runner", "requantise_s", "drafter_bytes", "self_acceptance", "live_bytes", "staged_bytes"):
         if found := [p[name] for p in parts if name in p]:
             metrics[f"das/{name}"] = float(max(found))
     return metrics

@@ -18,6 +18,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.homes import homes
 from das_adapter.core.length import Expected
 from das_adapter.errors import plugin_not_loaded
+from das_adapter.protocol import decision_log
 from das_adapter.protocol.engine_calls import call_workers
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory, responses
@@ -279,6 +280,16 @@ def _later(seconds: float, act: Callable[[], None]) -> None:
     timer = threading.Timer(seconds, lambda: act() if ray.is_initialized() else None)
     timer.daemon = True
     timer.start()
+
+
+def note_wait(das: DasConfig, step: int, seconds: float) -> None:
+    """Write how long training waited for the rollouts of a step, for `das-adapter report`; nothing without
+    `log_dir`."""
+    if das.log_dir is not None:
+        try:
+            decision_log.note_wait(str(for_run(das).log_dir), step, seconds)
+        except ray.exceptions.RayError as error:
+            logger.warning("das: the run's logs lack the wait of step %s: %r", step, error)
 
 
 def for_run(das: DasConfig) -> DasConfig:

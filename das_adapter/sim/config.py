@@ -122,14 +122,17 @@ class AcceptanceBlock(_Block):
     offers is recorded once, with a token a step; `given`: by `rates`."""
     rates: list[Rates] = [[0.5], [0.65]]
     """`given`: chance of each draft position, if those before survived, by visit of the problem; the last goes on."""
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    """`given`: standard deviation, from problem to problem, of the logarithm of these chances' odds."""
     coverage: Share = 1.0
     """`given`: share of the positions at which there is a draft."""
     copy_rate: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Chance of a token of the policy copy, if those before survived."""
     length: Annotated[float, Field(ge=1)] | None = None
     """Tokens that a neural drafter's or n-gram's request gets from a step, with its number of draft tokens."""
-    pass_share: Annotated[float, Field(ge=0)] = 0.05
-    """Time of a pass of a neural drafter, of a plain step of the policy with as many requests; n-gram: 0."""
+    pass_share: Annotated[float, Field(ge=0)] | None = None
+    """Time of a pass of a neural drafter, of a plain step of the policy with as many requests; null: as `steps.file`
+    has it, else 0.05."""
 
 
 class PipelineBlock(_Block):

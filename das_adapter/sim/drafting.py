@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller, Decoded, TimedStep
-from das_adapter.core.latency import Capacity, StepModel
+from das_adapter.core.latency import Calibration, Capacity
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.siblings import Moments, Siblings
@@ -193,7 +193,10 @@ class Controlled:
     """What the tokens of the policy copy, or of a neural drafter, are worth; None: no model drafts."""
     pass_seconds: Callable[[Floats], Floats] | None = None
     """Of one pass of a neural drafter, by requests, all of the batch; None: the passes are the policy copy's."""
-    prior: StepModel | None = None
+    prior: Calibration | None = None
+    """What the controllers know of step times before the first."""
+    graphs: tuple[int, ...] = ()
+    """Tokens for which CUDA graphs are captured, as in `StepModel.sizes`."""
     overhead: Overhead = field(default_factory=Overhead)
     stride: int = 1
     """A controller that knows what steps take is asked every so many of them, and again at once if it begins or stops
@@ -204,11 +207,14 @@ class Controlled:
     def __post_init__(self) -> None:
         das = self.das
         self.controllers = [
-            Controller(das.budget, das.toggle, self.limit, das.history.window, self.prior,
+            Controller(das.budget, das.toggle, self.limit, das.history.window, self.prior and self.prior.steps,
                        ModelDrafts(das.model_tokens, narrows=not das.neural) if self.copy else None,
-                       das.num_draft_tokens)
+                       das.num_draft_tokens, sizes=self.graphs)
             for _ in range(self.engines)
         ]  # fmt: skip
+        for controller in self.controllers:
+            if controller.drafts is not None and self.prior is not None:
+                controller.drafts.expect(self.prior.passes)
         self._shared = self.engines > SHARED
         if self._shared:
             for controller in self.controllers[1:]:
@@ -320,10 +326,6 @@ class Controlled:
             accepted, drafted = self._counts.tolist()
             self._agree(self.ladder.observe(accepted, drafted))
             self._counts[:] = 0
-
-    def time_saved(self) -> float:
-        """Return the seconds that the controllers believe they saved since the last weight sync."""
-        return sum(controller.time_saved(np.zeros(0, dtype=np.int64)) for controller in self.controllers)
 
     def _agree(self, length: int) -> None:
         for controller in self.controllers:

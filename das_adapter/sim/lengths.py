@@ -57,11 +57,8 @@ class Tail:
         return below + self.cap * (1.0 - _normal(z))
 
     def draw(self, problems: Ints, samples: int, rng: np.random.Generator) -> Ints:
-        """See `Lengths`. A problem's own part depends on its number alone."""
-        own = np.array([np.random.default_rng((self.seed, int(p))).standard_normal() for p in problems])
-        z = math.sqrt(self.within) * own[:, None] + math.sqrt(1 - self.within) * rng.standard_normal(
-            (len(problems), samples)
-        )
+        """See `Lengths`."""
+        z = _correlated(problems, samples, self.within, self.seed, rng)
         return np.clip(np.exp(self.location + self.sigma * z), 1, self.cap).astype(np.int64)
 
 
@@ -83,16 +80,21 @@ class Curve:
         if (np.diff(time) <= 0).any() or (np.diff(left) > 0).any() or left[0] <= 0:
             raise DasError(f"rollout.lengths.running: found {list(self.running)!r}, allowed: rising times and falling "
                            "numbers of requests")  # fmt: skip
-        own = np.array([np.random.default_rng((self.seed, int(p))).standard_normal() for p in problems])
-        z = math.sqrt(self.within) * own[:, None] + math.sqrt(1 - self.within) * rng.standard_normal(
-            (len(problems), samples)
-        )
+        z = _correlated(problems, samples, self.within, self.seed, rng)
         ended = 1.0 - left / left[0]
         order = np.argsort(np.argsort(z, axis=None)).reshape(z.shape)
         quantile = (order + 0.5) / z.size
         tokens = np.interp(quantile, ended + 1e-12 * np.arange(len(ended)), time) / time[-1] * self.longest
         clipped: Ints = np.clip(tokens, 1, self.longest).astype(np.int64)
         return clipped
+
+
+def _correlated(problems: Ints, samples: int, within: float, seed: int, rng: np.random.Generator) -> Floats:
+    """Draw normal deviates [problems, samples], of whose variance those of one problem have a share in common; a
+    problem's own part depends on its number alone."""
+    own = np.array([np.random.default_rng((seed, int(p))).standard_normal() for p in problems])
+    drawn = rng.standard_normal((len(problems), samples))
+    return np.asarray(math.sqrt(within) * own[:, None] + math.sqrt(1 - within) * drawn)
 
 
 def _normal(z: float) -> float:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from das_adapter.config import SelfConfig
+from das_adapter.core.hardware import COMPUTE
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim.config import SimConfig, parse
@@ -34,6 +36,11 @@ SCATTERED: dict[str, dict[str, Any]] = {
     "history, least_loaded": {"drafter": "history", "routing": {"policy": "least_loaded"}},
 }
 """A further candidate where the index is searched; a trace has all siblings on one engine."""
+ASSUMED: dict[str, dict[str, Any]] = {
+    "self": {"drafter": "self"},
+    "history+self": {"drafter": "history+self"},
+}
+"""What the policy accepts of its copy's drafts no dump tells: shown at an assumed rate, never recommended."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,8 @@ class Answer:
     """The `das:` block that takes least time."""
     arms: dict[str, float]
     """Rollout time over all steps, of off, by candidate."""
+    assumed: dict[str, float]
+    """The same, of those whose acceptance is assumed."""
     runs: dict[str, Run]
     """Of off and of the best candidate."""
     settings: dict[str, Any]
@@ -70,7 +79,7 @@ class Answer:
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain containers, without the runs."""
         return {"epochs": [epoch.to_dict() for epoch in self.epochs], "das": self.block, "arms": self.arms,
-                "settings": self.settings}  # fmt: skip
+                "assumed": self.assumed, "settings": self.settings}  # fmt: skip
 
 
 def would_it_pay(
@@ -83,6 +92,8 @@ def would_it_pay(
     other_s: float | None = None,
     engine: dict[str, Any] | None = None,
     copies: int = 1,
+    history: dict[str, Any] | None = None,
+    budget: int | None = None,
     candidates: dict[str, dict[str, Any]] | None = None,
     progress: Progress | None = None,
 ) -> Answer:
@@ -96,20 +107,26 @@ def would_it_pay(
         other_s: seconds of a step beside its rollout; None: estimated from the model's size.
         engine: keys of `EngineBlock`.
         copies: how often each problem is there, where the dump holds a part of the run.
-        candidates: `das:` blocks by name; None: `CANDIDATES`, and `SCATTERED` where that can be told.
-        progress: hears an arm's name and how many of its steps are done.
+        history: keys of the `history:` block of all candidates that have one.
+        budget: most draft tokens of a request in a round; None: each candidate's.
+        candidates: `das:` blocks by name; None: `CANDIDATES`, `SCATTERED` where that can be told, and `ASSUMED`.
+        progress: hears what is done.
 
     Raises:
         DasError: a value that does not fit, with its key.
     """
     tokens = sum(len(r.tokens) for r in rollouts)
     steps = len({(r.step, r.run) for r in rollouts})
-    assumed = other_s is None
+    estimated = other_s is None
     if other_s is None:
         other_s = training_seconds(model, gpu, gpus, copies * tokens / steps)
     exact = copies == 1 and tokens <= EXACT
+    assumed: dict[str, dict[str, Any]] = {}
     if candidates is None:
-        candidates = CANDIDATES | SCATTERED if exact else CANDIDATES
+        candidates, assumed = CANDIDATES | (SCATTERED if exact else {}), ASSUMED
+        if budget is not None:
+            candidates = {name: das for name, das in candidates.items() if "budget" not in das}
+    blocks = {name: _given(das, history, budget) for name, das in (candidates | assumed).items()}
     config = parse({
         "model": model, "precision": precision,
         "hardware": {"gpu": gpu, "gpus": gpus, "per_engine": per_engine},
@@ -117,24 +134,38 @@ def would_it_pay(
         "rollout": {"cap": max(2, max(len(r.tokens) for r in rollouts)), "copies": copies},
         "acceptance": {"history": "index" if exact else "trace"},
         "pipeline": {"train_s": other_s},
-        "arms": {"off": {"das": {"drafter": "none"}}, **{name: {"das": das} for name, das in candidates.items()}},
+        "arms": {"off": {"das": {"drafter": "none"}}, **{name: {"das": das} for name, das in blocks.items()}},
     }, "replay")  # fmt: skip
     simulation = Simulation(config, rollouts)
     runs = simulation.run_all(progress)
     off = runs["off"]
     total = {name: sum(s.rollout_s for s in run.steps) for name, run in runs.items()}
-    best = min(candidates, key=lambda name: total[name])
-    arms = {name: total[name] / total["off"] for name in candidates}
-    block = dict(candidates[best]) if arms[best] <= 1 - WORTH else {"drafter": "none"}
-    settings = _settings(config, simulation, other_s, assumed, exact, tokens, steps)
-    return Answer(_epochs(off, runs[best]), block, arms, {"off": off, best: runs[best]}, settings)
+    arms = {name: total[name] / total["off"] for name in blocks}
+    others = {name: arms.pop(name) for name in assumed}
+    best = min(arms, key=lambda name: arms[name])
+    block = blocks[best] if arms[best] <= 1 - WORTH else {"drafter": "none"}
+    settings = _settings(config, simulation, other_s, estimated, exact, tokens, steps)
+    return Answer(_epochs(off, runs[best]), block, arms, others, {"off": off, best: runs[best]}, settings)
+
+
+def _given(das: dict[str, Any], history: dict[str, Any] | None, budget: int | None) -> dict[str, Any]:
+    """Return a block with what was asked for, as far as its drafter has it."""
+    found = dict(das)
+    if "history" in das.get("drafter", "history"):
+        if history:
+            found["history"] = {**das.get("history", {}), **history}
+        if budget is not None:
+            found["budget"] = {**das.get("budget", {}), "max_draft_tokens": budget}
+            if "self" in das.get("drafter", ""):
+                found["self"] = {"max_tokens": min(budget, SelfConfig().max_tokens)}
+    return found
 
 
 def training_seconds(model: str, gpu: str, gpus: int, tokens: float) -> float:
     """Estimate the seconds of log-probabilities and update for so many tokens."""
     found = device(gpu)
     roof = Roofline.of(sizes(model), found.speed)
-    peak = found.speed.flops / 0.75
+    peak = found.speed.flops / COMPUTE
     return TRAINING * roof.dense_flops / 2 * tokens / (gpus * peak * TRAINING_SHARE)
 
 
@@ -154,13 +185,14 @@ def _epochs(off: Run, on: Run) -> list[Epoch]:
 
 
 def _settings(
-    config: SimConfig, simulation: Simulation, other_s: float, assumed: bool, exact: bool, tokens: int, steps: int
+    config: SimConfig, simulation: Simulation, other_s: float, estimated: bool, exact: bool, tokens: int, steps: int
 ) -> dict[str, Any]:
     hardware = config.hardware
     return {
         "model": config.model, "gpu": hardware.gpu, "gpus": hardware.gpus, "engines": simulation.engines,
         "kv_tokens": simulation.settings.kv_blocks * simulation.settings.block, "tokens": tokens, "steps": steps,
-        "copies": config.rollout.copies, "other_s": other_s, "other_s_estimated": assumed,
+        "copies": config.rollout.copies, "other_s": other_s, "other_s_estimated": estimated,
+        "copy_rate": config.acceptance.copy_rate, "max_num_seqs": config.engine.max_num_seqs,
         "drafts": "searched at every step" if exact else "from a trace",
     }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,16 @@ class Rollout:
     """Token ids, shape (p,)."""
     tokens: Int32
     """Token ids of the response, shape (n,), n >= 1."""
+
+
+def steps_of(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    """Return the rollouts of each step, in turn; what several runs wrote in one step are steps of their own, since none
+    of these policies saw what another wrote."""
+
+    def step(r: Rollout) -> tuple[int, int]:
+        return r.step, r.run
+
+    return [list(group) for _, group in itertools.groupby(sorted(rollouts, key=step), key=step)]
 
 
 def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -79,8 +78,3 @@ class Router:
         for order in self._orders:
             if order is not None:
                 order.refresh(self._expected, version)
-
-    def parts(self, requests: Requests, rows: Ints) -> float:
-        """Return on how many engines a problem's requests are, mean."""
-        pairs = set(zip(requests.problem[rows].tolist(), requests.engine[rows].tolist(), strict=True))
-        return float(np.mean(list(Counter(problem for problem, _ in pairs).values())))

@@ -13,7 +13,9 @@ import numpy.typing as npt
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
 from das_adapter.core.hardware import COMPUTE, READ, Hardware
-from das_adapter.core.latency import StepModel
+from das_adapter.core.latency import Calibration, StepModel
+from das_adapter.core.latency import read_calibration as read_steps
+from das_adapter.core.roofline import Roofline
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim.config import AcceptanceBlock, ArmBlock, SimConfig
 from das_adapter.sim.drafting import Controlled, Drafting, Fixed, Nobody
@@ -26,12 +28,16 @@ from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, read
 from das_adapter.sim.routing import Router
 from das_adapter.sim.sources import Given, Indexed, Source, Trace, Traced, record
-from das_adapter.sim.steps import Instance, Line, Steps, instance, read_calibration, read_sweep
+from das_adapter.sim.steps import Instance, Line, Steps, Sweep, instance, read_calibration, read_sweep
 from das_adapter.sim.workload import Drawn, Dumped, Workload
 
 Floats = npt.NDArray[np.float64]
-Progress = Callable[[str, int], None]
-"""Hears an arm's name and how many of its steps are done."""
+WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
+"""Bytes of a weight in a linear layer."""
+PASS_SHARE = 0.05
+"""Time of a pass of a neural drafter, of a plain step of the policy, where neither says more."""
+Progress = Callable[[str], None]
+"""Hears what is done, such as `history: step 3`."""
 
 
 class Simulation:
@@ -73,13 +79,13 @@ class Simulation:
         """Run an arm."""
         config, (das, arm) = self.config, self._arms[name]
         requests, workload = Requests(), self._workload()
-        source = self._history(das, arm.acceptance or config.acceptance, requests, workload)
+        source = self._history(das, arm.acceptance or config.acceptance, requests, workload, progress)
         drafting = self._drafting(das, arm, requests, workload, source)
         fleet = Fleet(self.engines, requests, self.settings, self.steps, drafting)
         router = Router(das, self.engines, workload.group, self.settings.max_num_seqs, config.rollout.seed)
         pipeline = config.pipeline
         timing = Timing(pipeline.train_s, pipeline.sync_s)
-        told = (lambda done: progress(name, done)) if progress else None
+        told = (lambda done: progress(f"{name}: step {done}")) if progress else None
         try:
             return run(fleet, workload, router, pipeline.kind, timing, pipeline.lag, told)
         finally:
@@ -104,16 +110,25 @@ class Simulation:
             raise ConfigError("rollout.lengths.running: needed with `kind: curve`")
         return Drawn(lengths, max(r.dataset, r.problems), r.problems, r.samples, r.prompt, r.cap, r.steps, r.seed)
 
-    def _history(self, das: DasConfig, accept: AcceptanceBlock, requests: Requests, work: Workload) -> Source | None:
+    def _history(
+        self,
+        das: DasConfig,
+        accept: AcceptanceBlock,
+        requests: Requests,
+        work: Workload,
+        progress: Progress | None = None,
+    ) -> Source | None:
         if not das.uses_history:
             return None
         if accept.history == "given":
-            return Given(requests, accept.rates, accept.coverage, das.budget.max_draft_tokens, self.config.rollout.seed)
+            longest, seed = das.budget.max_draft_tokens, self.config.rollout.seed
+            return Given(requests, accept.rates, accept.coverage, longest, seed, accept.spread)
         if accept.history == "index":
             return Indexed(requests, work.texts, self.engines, das.history)
         key = das.history.model_dump_json() + str(das.budget.max_draft_tokens)
         if key not in self._traces:
-            self._traces[key] = record(work.texts.rollouts, das.budget.max_draft_tokens, das.history)
+            told = (lambda share: progress(f"what the index offers: {share:.0%}")) if progress else None
+            self._traces[key] = record(work.texts.rollouts, das.budget.max_draft_tokens, das.history, progress=told)
         return Traced(requests, work.texts, self._traces[key])
 
     def _drafting(
@@ -136,13 +151,35 @@ class Simulation:
             limit = max(limit, max(len(r.prompt) + len(r.tokens) for r in self.rollouts))
         if arm.stride > 1 and accept.history == "index":
             raise ConfigError("arms: stride needs acceptance.history given or trace")
-        return Controlled(das, requests, self.engines, self.steps, limit, source, copy, passes, stride=arm.stride)
+        steps = self.steps
+        if isinstance(steps, Instance):
+            share = WEIGHT_BYTES[das.self.weights] / WEIGHT_BYTES[self.config.precision]
+            steps = replace(steps, copy_share=share)
+        graphs = steps.model.sizes if isinstance(steps, Line) else ()
+        return Controlled(das, requests, self.engines, steps, limit, source, copy, passes, self._prior(das), graphs,
+                          stride=arm.stride)  # fmt: skip
 
-    def _pass(self, share: float) -> Callable[[Floats], Floats]:
-        extra = self.steps.pass_overhead_s if share and isinstance(self.steps, Instance) else 0.0
+    def _prior(self, das: DasConfig) -> Calibration | None:
+        """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
+        if das.toggle.calibration:
+            return read_steps(das.toggle.calibration)
+        if das.toggle.mode != "roofline" or not isinstance(self.steps, Instance):
+            return None
+        config = self.config
+        speed, bytes_per_weight = device(config.hardware.gpu).speed, WEIGHT_BYTES[config.precision]
+        roof = Roofline.of(sizes(config.model), speed, config.hardware.per_engine, bytes_per_weight)
+        return Calibration(roof.line())
+
+    def _pass(self, share: float | None) -> Callable[[Floats], Floats]:
+        """Return what a pass of a neural drafter takes, by requests."""
+        steps = self.steps
+        if share is None and isinstance(steps, Line | Sweep) and steps.passes is not None:
+            return lambda requests: steps.copy_pass(requests, np.zeros_like(requests))
+        part = PASS_SHARE if share is None else share
+        extra = steps.pass_overhead_s if part and isinstance(steps, Instance) else 0.0
 
         def seconds(requests: Floats) -> Floats:
-            return np.asarray(extra + share * self.steps.decode(requests, requests, np.zeros_like(requests)))
+            return np.asarray(extra + part * steps.decode(requests, requests, np.zeros_like(requests)))
 
         return seconds
 
@@ -196,7 +233,7 @@ def kv_blocks(config: SimConfig, steps: Steps, block: int = 16) -> int:
     if not isinstance(steps, Instance) or steps.device is None:
         return 2**40
     roof, room = steps.roof, config.engine.gpu_memory_utilization * steps.device.memory
-    weights = roof.weight_bytes + roof.expert_bytes
+    weights = roof.weight_bytes + roof.table_bytes + roof.expert_bytes
     blocks = int((room - weights) / (roof.kv_bytes * block))
     if blocks < 64:
         raise DasError(f"hardware: the weights take {weights / 1e9:.0f} of {room / 1e9:.0f} GB on each device: "

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,11 +22,13 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.core.native import native
 from das_adapter.sim.requests import Requests
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import Rollout, steps_of
 from das_adapter.sim.texts import Texts
 
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
+KINDS = 8
+"""Of problems that are told apart where chances differ from problem to problem."""
 
 
 class Offer(NamedTuple):
@@ -91,14 +94,30 @@ class Given:
     """Share of the positions of a response at which there is a draft at all."""
     longest: int = 32
     seed: int = 0
+    spread: float = 0.0
+    """Standard deviation of the logarithm of the odds from problem to problem."""
 
     def __post_init__(self) -> None:
         steps = [[*visit, *[visit[-1]] * self.longest][: self.longest] for visit in self.rates]
-        self._survival = np.cumprod(np.array(steps, dtype=float), axis=1)
+        with np.errstate(divide="ignore"):
+            odds = np.array(steps)[:, None] / (1.0 - np.array(steps)[:, None])  # [visits, 1, longest]
+        if self.spread:
+            places = [NormalDist().inv_cdf((kind + 0.5) / KINDS) for kind in range(KINDS)]
+            odds = odds * np.exp(self.spread * np.array(places))[:, None]
+        chances = np.where(np.isinf(odds), 1.0, odds / (1.0 + np.where(np.isinf(odds), 0.0, odds)))
+        self._survival = np.cumprod(chances.reshape(-1, self.longest), axis=1)
+
+    def _kind(self) -> Ints:
+        """Row of each request's chances: by its visit, and by its problem where problems differ."""
+        if not self.spread:
+            return self.requests.visit
+        problem = self.requests.problem.astype(np.uint64) + np.uint64(self.seed)
+        kind = (problem * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(KINDS)
+        return np.minimum(self.requests.visit, len(self.rates) - 1) * KINDS + kind.astype(np.int64)
 
     def walker(self) -> Walker:
         """See `Source`."""
-        return Walker("given", {"visit": self.requests.visit, "survival": self._survival,
+        return Walker("given", {"visit": self._kind(), "survival": self._survival,
                                      "coverage": self.coverage, "seed": self.seed})  # fmt: skip
 
     def begin(self, rows: Ints) -> None:
@@ -133,55 +152,6 @@ class Trace:
     """Of the chances of two tokens that follow each other, geometric mean."""
     known: npt.NDArray[np.bool_]
     """By response: whether it began with history."""
-
-
-def record(
-    rollouts: Sequence[Rollout], longest: int = 16, history: HistoryConfig | None = None, floor: float = 0.005
-) -> Trace:
-    """Write recorded responses again, a token a step, and ask the index at each token.
-
-    Args:
-        rollouts: of any steps, ordered by step; siblings grow side by side, and earlier steps are history.
-        longest: most tokens of a draft, at most 255.
-        history: what is kept; None: the defaults.
-        floor: chance under which a draft ends.
-    """
-    texts, policy, index = Texts(rollouts), HistoryPolicy(history or HistoryConfig()), SuffixIndex()
-    size = len(texts.tokens)
-    drafted, hits = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
-    first, ratio = np.zeros(size, np.float16), np.ones(size, np.float16)
-    known = np.zeros(len(rollouts), dtype=bool)
-    steps = np.array([r.step for r in rollouts])
-    assert (np.diff(steps) >= 0).all(), "rollouts are ordered by step"
-    for step in np.unique(steps):
-        mine = np.flatnonzero(steps == step)
-        handles = np.array([index.open(policy.key(rollouts[i].problem), rollouts[i].prompt) for i in mine])
-        known[mine] = [index.age(int(h)) is not None for h in handles]
-        lengths = texts.lengths(mine)
-        live = np.arange(len(mine))
-        for at in range(int(lengths.max())):
-            done = live[lengths[live] <= at]
-            for i in done:
-                index.close(int(handles[i]))
-            live = live[lengths[live] > at]
-            rows, here = mine[live], np.full(len(live), at)
-            tokens, chances, offsets = index.draft_flat(
-                handles[live], np.minimum(longest, lengths[live] - at - 1), floor
-            )
-            place = texts.ends[rows] + at
-            counts = np.diff(offsets)
-            some = counts > 0
-            drafted[place], hits[place] = counts, texts.agreeing(rows, here, tokens, offsets)
-            begin, last = chances[offsets[:-1][some]], chances[offsets[1:][some] - 1]
-            first[place[some]] = begin
-            ratio[place[some]] = (last / begin) ** (1.0 / np.maximum(counts[some] - 1, 1))
-            index.extend_many(handles[live], *texts.part(rows, here, here + 1))
-        for i in live:
-            index.close(int(handles[i]))
-        policy.remember(index, ((rollouts[i].problem, rollouts[i].tokens.tobytes(), int(step)) for i in mine))
-        policy.tidy(index)
-        index.clear_live()
-    return Trace(drafted, hits, first, ratio, known)
 
 
 @dataclass
@@ -306,3 +276,56 @@ class Indexed:
             if isinstance(self._store, HistoryStore):
                 index.refresh()
             index.clear_live()
+
+
+def record(
+    rollouts: Sequence[Rollout],
+    longest: int = 16,
+    history: HistoryConfig | None = None,
+    floor: float = 0.005,
+    progress: Callable[[float], None] | None = None,
+) -> Trace:
+    """Write recorded responses again, a token a step, and ask the index at each token.
+
+    Args:
+        rollouts: in the order of `steps_of`; siblings grow side by side, and earlier steps are history.
+        longest: most tokens of a draft, at most 255.
+        history: what is kept; None: the defaults.
+        floor: chance under which a draft ends.
+        progress: hears what share of the tokens is written.
+    """
+    texts, requests = Texts(rollouts), Requests()
+    source = Indexed(requests, texts, 1, history or HistoryConfig())
+    size, written = len(texts.tokens), 0
+    drafted, hits = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+    first, ratio = np.zeros(size, np.float16), np.ones(size, np.float16)
+    known = np.zeros(len(rollouts), dtype=bool)
+    for number, step in enumerate(steps_of(rollouts), 1):
+        text = np.arange(len(requests), len(requests) + len(step))
+        assert all(rollouts[i] is r for i, r in zip(text.tolist(), step, strict=True)), "not in the order of steps"
+        problem, prompt = (np.array(x, dtype=np.int64) for x in
+                           ([r.problem for r in step], [len(r.prompt) for r in step]))  # fmt: skip
+        lengths = texts.lengths(text)
+        rows = requests.add(problem, np.zeros_like(text), text, prompt, lengths, lengths)
+        requests.engine[rows] = 0
+        source.begin(rows)
+        known[rows] = source.known(rows)
+        live = rows
+        for at in range(int(lengths.max())):
+            done = requests.length[live] <= at
+            source.end(live[done])
+            live = live[~done]
+            requests.written[live] = at
+            offer = source.offer(live, np.minimum(longest, requests.length[live] - at - 1), floor)
+            place, counts = texts.ends[live] + at, np.diff(offer.offsets)
+            some = counts > 0
+            drafted[place], hits[place] = counts, offer.hits
+            begin, last = offer.chances[offer.offsets[:-1][some]], offer.chances[offer.offsets[1:][some] - 1]
+            first[place[some]] = begin
+            ratio[place[some]] = (last / begin) ** (1.0 / np.maximum(counts[some] - 1, 1))
+            written += len(live)
+            if progress is not None and at % 256 == 0:
+                progress(written / size)
+        source.end(live)
+        source.sync(number, rows)
+    return Trace(drafted, hits, first, ratio, known)

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core import latency
 from das_adapter.core.hardware import Device, Hardware
 from das_adapter.core.latency import StepModel
+from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim.hardware import all_reduce_seconds, all_to_all_seconds
@@ -42,8 +44,10 @@ class Line:
     """A fitted `StepModel`, such as a calibration's."""
 
     model: StepModel
-    copy_share: float = 0.4
-    """Time of a pass of the policy copy, of a step without drafts."""
+    passes: StepModel | None = None
+    """Of the model that drafts; None: not measured."""
+    copy_share: float = UNSEEN_PASS
+    """Time of a pass of the policy copy, of a step without drafts, where passes were not measured."""
     prefill_share: float = 1.0
     """Time of a prompt token, of a token in a large step."""
 
@@ -57,6 +61,8 @@ class Line:
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         """See `Steps`."""
+        if self.passes is not None:
+            return self.passes.seconds(requests, requests, False, context)
         return np.asarray(self.copy_share * self.model.seconds(requests, requests, False, context))
 
 
@@ -138,7 +144,7 @@ def instance(
         raise DasError("hardware.attention: found 'data', allowed for a model without experts: 'tensor'")
     sent = sizes["num_experts_per_tok"] * sizes["hidden_size"] * (one + 2.0) if data_parallel else 0.0
     return Instance(roof, device, devices, sizes["hidden_size"], sizes["num_hidden_layers"], overhead_s,
-                    draft_overhead_s, 0.5 if precision == "fp8" else 0.25, pass_overhead_s, sent)  # fmt: skip
+                    draft_overhead_s, pass_overhead_s=pass_overhead_s, sent_bytes=sent)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ class Sweep:
     seconds: Floats
     """float64 [b, s, d]."""
     passes: Floats | None = None
-    """Of the policy copy, float64 [b, s]; None: not measured."""
+    """Of the model that drafts, float64 [b, s]; None: not measured."""
     token_s: float = 1e-5
     """Of a prompt token."""
 
@@ -173,7 +179,8 @@ class Sweep:
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         """See `Steps`."""
         if self.passes is None:
-            raise DasError("steps: the sweep has no passes of the policy copy, which the drafter needs")
+            raise DasError("steps: found no passes of the model that drafts in the sweep or calibration, which the "
+                           "drafter needs (das-adapter calibrate --drafter)")  # fmt: skip
         b = np.maximum(requests, 1e-9)
         return _interpolate([self.requests, self.context], self.passes, np.stack([requests, context / b]))
 
@@ -200,21 +207,27 @@ def _interpolate(grid: list[Floats], values: Floats, points: Floats) -> Floats:
 
 
 def read_calibration(path: str) -> Line | Sweep:
-    """Read the file of `das-adapter calibrate`: its samples where they fill a grid, else its fitted line.
+    """Read the file of `das-adapter calibrate`: its samples where they fill a grid, else its fitted line; and its model
+    of the drafting model's passes, where they were measured.
 
     Raises:
         DasError: no such file.
     """
+    found = latency.read_calibration(path, "steps.file")
     try:
-        content = json.loads(Path(path).read_text())
-        line = Line(StepModel.of(content["line"]))
-        rows = content["samples"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DasError(f"steps.calibration: found {path!r}, expected a file that das-adapter calibrate wrote: "
-                       f"{error!r}") from None  # fmt: skip
-    cells = {(r["requests"], r["context"], r["drafts"]): r["seconds"] for r in rows}
+        rows = json.loads(Path(path).read_text())["samples"]
+        cells = {(r["requests"], r["context"], r["drafts"]): r["seconds"] for r in rows}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DasError(f"steps.file={path!r}: found {error!r}, expected a file that das-adapter calibrate wrote"
+                       ) from None  # fmt: skip
     sweep = _sweep(cells)
-    return line if sweep is None else replace(sweep, token_s=line.model.slope(np.inf))
+    if sweep is None:
+        return Line(found.steps, found.passes)
+    passes = None
+    if found.passes is not None:
+        b, s = sweep.requests[:, None], sweep.context
+        passes = found.passes.seconds(b, b, False, b * s)
+    return replace(sweep, passes=passes, token_s=found.steps.slope(np.inf))
 
 
 def read_sweep(path: str) -> Sweep:

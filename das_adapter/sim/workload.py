@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.sim.lengths import Lengths
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import Rollout, steps_of
 from das_adapter.sim.texts import Texts
 
 Ints = npt.NDArray[np.int64]
@@ -53,14 +53,13 @@ class Dumped:
             cap: most tokens that the run allows; None: as many as the longest has.
             copies: how often each problem is there, under numbers of its own.
         """
-        ordered = sorted(rollouts, key=lambda r: (r.step, r.run, r.problem))
+        steps = steps_of(sorted(rollouts, key=lambda r: r.problem))
+        ordered = [r for step in steps for r in step]
         self.texts = Texts(ordered)
         self._cap = cap or max(len(r.tokens) for r in ordered)
-        keys = [(r.step, r.run) for r in ordered]
-        names = sorted(set(keys))
-        self._rows = [np.array([i for i, key in enumerate(keys) if key == name]) for name in names]
-        self.steps = len(names)
-        self.group = max(Counter((r.problem, *key) for r, key in zip(ordered, keys, strict=True)).values())
+        self._rows = np.split(np.arange(len(ordered)), np.cumsum([len(step) for step in steps])[:-1])
+        self.steps = len(steps)
+        self.group = max(max(Counter(r.problem for r in step).values()) for step in steps)
         self._copies, self._problems = copies, max(r.problem for r in ordered) + 1
         self._visits: Counter[int] = Counter()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import multiprocessing
 import os
 import time
@@ -21,6 +22,8 @@ from das_adapter.core.latency import StepModel, fit
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.tools.hardware import hardware
+
+logger = logging.getLogger("das_adapter")
 
 _ACCEPTED = (0.2, 0.5, 0.8)
 """Shares of a draft's tokens that count as accepted when on/off decisions are compared."""
@@ -63,7 +66,8 @@ def measure(
 
     Args:
         model: path or name; its weights are not read (`load_format: dummy`) unless `engine` says otherwise.
-        batches, contexts, drafts: requests, prompt tokens, draft tokens per request.
+        batches, contexts, drafts: requests, tokens of each request's text on average over the steps, draft tokens per
+            request.
         rounds: steps of each kind.
         das: block of a drafter with a model, whose passes are measured as well; None: there is none.
         engine: further arguments of `vllm.LLM`.
@@ -87,8 +91,7 @@ def measure(
     steps = rounds * (len({0, *drafts}) + sum(1 + most for most in SweepDrafter.passes)) + 4
     most = max(das.model_tokens, *drafts)
     longest = max(contexts) + steps + most + 2
-    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": max(batches), "seed": 0,
-                "enable_prefix_caching": False, "max_model_len": longest}  # fmt: skip
+    settings = {**_settings(longest, max(batches)), "enable_prefix_caching": False}
     llm = LLM(model, **{**settings, **args, **engine})
     plain = tuple(d for d in (0, *drafts) if d == 0)[:1]
     SweepDrafter.turns = (*plain, *(d for d in drafts if d))
@@ -96,13 +99,15 @@ def measure(
     for number, (requests, context) in enumerate(product(batches, contexts)):
         SweepDrafter.samples, SweepDrafter.passed = [], []
         params = SamplingParams(temperature=1.0, max_tokens=steps, ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": [(7 * i + j) % 50 + 1 for j in range(context)]} for i in range(requests)]
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate(_prompts(requests, context, steps), params, use_tqdm=False)
         for place, draft in enumerate(sorted({0, *drafts})):
             seconds = [s for b, _, d, s in SweepDrafter.samples if b == requests and d == draft][1:]
             if len(seconds) >= 3:
                 held_out = (number + place) % 3 == 2
                 found.append(Sample(requests, context, draft, float(np.median(seconds)), len(seconds), held_out))
+            else:
+                logger.warning("calibrate: too few steps to measure of %d requests with %d tokens of context and %d "
+                               "draft tokens each: is the KV cache too small?", requests, context, draft)  # fmt: skip
         seconds = [s for b, _, s in SweepDrafter.passed if b == requests][1:]
         if len(seconds) >= 3:
             passes.append(Sample(requests, context, 0, float(np.median(seconds)), len(seconds), number % 3 == 2))
@@ -139,13 +144,11 @@ def _stock_samples(
 ) -> None:
     from vllm import LLM, SamplingParams
 
-    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": max(batches), "seed": 0,
-                "max_model_len": max(contexts) + steps + 8}  # fmt: skip
-    llm = LLM(model, **{**settings, **engine})
+    llm = LLM(model, **{**_settings(max(contexts) + steps + 8, max(batches)), **engine})
 
     def seconds(requests: int, context: int, tokens: int) -> float:
-        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, seed=1)
-        prompts = [{"prompt_token_ids": [(7 * i + j) % 50 + 1 for j in range(context)]} for i in range(requests)]
+        params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        prompts = _prompts(requests, context, steps)
         begin = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - begin
@@ -158,6 +161,21 @@ def _stock_samples(
     told.send(samples)
     told.close()
     llm.llm_engine.engine_core.shutdown()
+
+
+def _settings(longest: int, requests: int) -> dict[str, Any]:
+    """Return the arguments of both engines; on a CPU vLLM would take nearly all memory that there is."""
+    from vllm.platforms import current_platform
+
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": requests, "seed": 0,
+                "max_model_len": longest}  # fmt: skip
+    return settings | ({"gpu_memory_utilization": 0.4} if current_platform.is_cpu() else {})
+
+
+def _prompts(requests: int, context: int, steps: int) -> list[dict[str, list[int]]]:
+    """Return prompts of requests whose texts have `context` tokens, on average over so many steps."""
+    tokens = max(1, context - steps // 2)
+    return [{"prompt_token_ids": [(7 * i + j) % 50 + 1 for j in range(tokens)]} for i in range(requests)]
 
 
 def analyse(measured: Measured, config: dict[str, Any], stock: Sequence[Sample] = ()) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import SuffixIndex
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import Rollout, steps_of
 
 SOURCES = ("own", "own+siblings", "own+siblings+history")
 CLASSES = ("short", "medium", "long")
@@ -125,9 +125,8 @@ def replay(
     policy, with_history = HistoryPolicy(history or HistoryConfig()), sources.endswith("history")
     medium, long = np.quantile([len(r.tokens) for r in rollouts], (0.5, 0.9))
     unique, visits = itertools.count(2**32), defaultdict[int, int](int)
-    ordered = sorted(rollouts, key=lambda r: (r.step, r.run, r.problem))
-    for (step, _run), group in itertools.groupby(ordered, key=lambda r: (r.step, r.run)):
-        written = list(group)
+    for written in steps_of(sorted(rollouts, key=lambda r: r.problem)):
+        step = written[0].step
         for problem in {r.problem for r in written}:
             visits[problem] += 1
         waiting = written[::-1]

@@ -16,7 +16,7 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.core.length import RESPONSE, Expected, LengthLog
 from das_adapter.core.routing import CAPACITY, Replicas, StartOrder
 from das_adapter.core.siblings import NO_SIBLINGS, Worth
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import Rollout, steps_of
 from das_adapter.sim.routing import arrivals as in_order
 from das_adapter.tools.replay import Live, Outcome, Tally, advance
 
@@ -89,7 +89,7 @@ def replay(
     window = HistoryConfig().window
     lengths, group = LengthLog(window), max(map(len, _groups(rollouts)))
     figures, outcome = Figures(), _outcome(budget)
-    steps = [list(step) for _, step in itertools.groupby(sorted(rollouts, key=_step), key=_step)]
+    steps = steps_of(rollouts)
     for number, step in enumerate(steps):
         expected = Expected(lengths.predictions())
         arrivals = [step[i] for i in in_order((r.problem for r in step), rng)]
@@ -178,10 +178,6 @@ def report(
 
 def _outcome(budget: int) -> Outcome:
     return Outcome(tried=np.zeros(budget), right=np.zeros(budget))
-
-
-def _step(r: Rollout) -> tuple[int, int]:
-    return r.step, r.run
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:

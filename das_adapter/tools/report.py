@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from das_adapter.tools import report_page, run_series
 from das_adapter.tools.report_page import BLUE, CLASSES, GREY, INK, ORANGE
 
 
-def summary(rollouts: list[Rollout]) -> dict[str, Any]:
-    """Sum up all rollouts, as plain numbers."""
+def summary(rollouts: list[Rollout], waits: Mapping[int, float] | None = None) -> dict[str, Any]:
+    """Sum up all rollouts, as plain numbers; `waits`: seconds that training waited for those of each step."""
     steps = [step for rollout in rollouts for step in rollout.steps]
     tokens, drafted = sum(s.tokens for s in steps), sum(s.drafted for s in steps)
     accepted = sum(s.accepted for s in steps)
@@ -36,13 +36,18 @@ def summary(rollouts: list[Rollout]) -> dict[str, Any]:
         "accepted_tokens": accepted,
         "verify_waste": (drafted - accepted) / max(1, tokens),
         "time_saved_s": sum(sync.saved for sync in syncs),
+        "exposed_generation_s": sum(waits.values()) if waits else None,
         "latency_model_error": sum(errors) / len(errors) if errors else None,
         "stopped": [sync.stopped for sync in syncs if sync.stopped],
     }
 
 
 def write(
-    rollouts: list[Rollout], out: Path, version: int | None = None, written: Sequence[dumps.Rollout] | None = None
+    rollouts: list[Rollout],
+    out: Path,
+    version: int | None = None,
+    written: Sequence[dumps.Rollout] | None = None,
+    waits: Mapping[int, float] | None = None,
 ) -> list[Path]:
     """Write report.html, summary.json and the plots; those over time show one rollout, the last complete one if none
     is named.
@@ -52,6 +57,7 @@ def write(
         out: directory; made if there is none.
         version: the weight version that followed the rollout shown over time.
         written: the rollouts' text, for the similarity of epochs; None: it is not known.
+        waits: of `decision_log.read_waits`.
 
     Raises:
         DasError: the version named is not in the logs, or a plotting package is missing.
@@ -65,11 +71,11 @@ def write(
         raise DasError(f"report: found no rollout before weight version {version}, allowed: {versions}")
     shown = [r for r in rollouts if r.version == version]
     out.mkdir(parents=True, exist_ok=True)
-    figures = summary(rollouts)
+    figures = summary(rollouts, waits)
     (out / "summary.json").write_text(json.dumps(figures, indent=2) + "\n")
     plots = {"timeline": _timeline, "steps": _steps, "acceptance": _acceptance, "latency": _latency}
     similarity = None if written is None else run_series.similarity(written)
-    report_page.write(out / "report.html", rollouts, shown, figures, run_series.alarms(rollouts), similarity)
+    report_page.write(out / "report.html", rollouts, shown, figures, run_series.alarms(rollouts), similarity, waits)
     files = [out / "report.html", out / "summary.json"]
     for name, draw in plots.items():
         files.append(out / f"{name}.png")

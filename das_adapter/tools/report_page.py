@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ def page(
     summary: dict[str, Any],
     alarms: Sequence[Alarm],
     similarity: npt.NDArray[np.float64] | None = None,
+    waits: Mapping[int, float] | None = None,
 ) -> str:
     """Return the page.
 
@@ -53,6 +54,7 @@ def page(
         summary: of `report.summary`.
         alarms: of `run_series.alarms`.
         similarity: of `run_series.similarity`; None: the rollouts' text is not known.
+        waits: seconds that training waited for rollouts, by training step.
 
     Raises:
         ImportError: plotly is not installed.
@@ -95,6 +97,15 @@ def page(
                     _history(steps),
                 )
             )
+    if waits:
+        parts.append(
+            _section(
+                "Exposed generation",
+                "Seconds in which training waited for rollouts: what shorter rollouts can still save of a step.",
+                "waits",
+                _waits(waits),
+            )
+        )
     parts.append(
         _section(
             "Step times",
@@ -120,7 +131,7 @@ def page(
 <body><h1>Rollouts under das-adapter</h1>
 <p>{_count(summary["rollouts"], "rollout")} of {_count(summary["engines"], "engine")},
 {_count(summary["requests"], "request")}; das-adapter {__version__}.</p>
-<div class="tiles">{"".join(_tile(*tile) for tile in _tiles(rollouts, steps, summary))}</div>
+<div class="tiles">{"".join(_tile(*tile) for tile in _tiles(rollouts, steps, summary, waits))}</div>
 {_alarms(alarms)}
 {"".join(parts)}
 </body></html>
@@ -133,7 +144,10 @@ def write(path: Path, *args: Any) -> None:
 
 
 def _tiles(
-    rollouts: list[Rollout], steps: Sequence[TrainingStep], summary: dict[str, Any]
+    rollouts: list[Rollout],
+    steps: Sequence[TrainingStep],
+    summary: dict[str, Any],
+    waits: Mapping[int, float] | None,
 ) -> Iterable[tuple[str, str]]:
     decoded = [s for r in rollouts for s in r.steps]
     forwards = max(1, sum(s.requests for s in decoded))
@@ -141,6 +155,8 @@ def _tiles(
     yield f"{1 + sum(s.accepted for s in decoded) / forwards:.2f}", "tokens per forward pass"
     yield f"{summary['accepted_tokens'] / max(1, summary['draft_tokens']):.0%}", "of draft tokens accepted"
     yield f"{saved:,.0f} s", f"saved of {seconds + saved:,.0f} s of decoding (estimate)"
+    if waits:
+        yield f"{sum(waits.values()) / len(waits):,.1f} s", "waited for rollouts in a training step, mean"
     hits = [step.history_hits for step in steps if step.history_hits is not None]
     if hits:
         yield f"{hits[-1]:.0%}", "of requests began with history, in the last step"
@@ -314,6 +330,16 @@ def _saved(steps: Sequence[TrainingStep]) -> Any:
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(title_text="tokens of a request per pass", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title_text="seconds, all engines", row=1, col=2)
+    return figure
+
+
+def _waits(waits: Mapping[int, float]) -> Any:
+    figure = _figure(1, 1, 340)
+    figure.add_scatter(x=list(waits), y=[_round(seconds) for seconds in waits.values()], mode="lines+markers",
+                       line={"color": BLUE, "width": 2}, marker={"size": 5}, name="exposed generation",
+                       showlegend=False)  # fmt: skip
+    figure.update_xaxes(title_text="training step")
+    figure.update_yaxes(title_text="seconds", rangemode="tozero")
     return figure
 
 

@@ -30,6 +30,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
 
     def _post_init(self, *args: Any, **kwargs: Any) -> None:
         super()._post_init(*args, **kwargs)
+        _show_warnings()
         das = settings.of_rollout(self.config)
         assert das is not None, "DasVLLMReplica chooses this server only for an active das: block"
         self._das = das
@@ -102,6 +103,14 @@ class DasVLLMHttpServer(vLLMHttpServer):
         if self._order is not None:
             expected = await asyncio.to_thread(self._session.expected)
             self._order.refresh(expected, int(global_steps or 0))
+
+
+def _show_warnings() -> None:
+    """vLLM's HTTP server imports a package that has the root logger pass errors alone."""
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
 
 
 class DasVLLMReplica(vLLMReplica):

@@ -17,13 +17,16 @@ def around_init(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
 def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrap `Tracking.log(data, step, backend)` to add the step's figures to the trainer's."""
     if getattr(instance, "_das", None) is not None:
-        from das_adapter.service import ledger
+        from das_adapter.service import ledger, session
 
         data = kwargs.pop("data", args[0] if args else None)
         rest = args[1:]
         step: Any = kwargs.get("step", rest[0] if rest else None)
         if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
-            data = {**data, **_exposed(data), **_under_both_names(ledger.metrics(step))}
+            exposed = _exposed(data)
+            for waited in exposed.values():
+                session.note_wait(instance._das, step, waited)
+            data = {**data, **exposed, **_under_both_names(ledger.metrics(step))}
         args = (data, *rest)
     return stock(*args, **kwargs)
 

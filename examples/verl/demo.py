@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -159,9 +158,8 @@ class Arm:
             self.gate.unlink()
 
     def runner(self) -> str:
-        """Which model runner of vLLM the engine had, as it said itself when it started."""
-        found = re.findall(r"'runner': '(V\d)'", self.log.read_text())
-        return found[-1] if found else "not said"
+        """Which model runner of vLLM the engine had in the last step."""
+        return f"V{self.last_step()['das/model_runner']:.0f}"
 
     def last_step(self) -> dict[str, float]:
         """What veRL's file logger wrote last."""

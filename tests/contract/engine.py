@@ -44,6 +44,8 @@ os.environ.update(
 )
 V2 = bool(os.environ.get("DAS_TEST_V2"))
 """Whether engines run vLLM's V2 model runner; see `v2_cpu.py`."""
+NOTED: dict[str, int] = {}
+"""What a sabotage has to tell."""
 if V2:
     import v2_cpu
 
@@ -93,10 +95,15 @@ def sabotage(kind: str) -> None:
         DecodePasses.__call__ = captured_first(DecodePasses.__call__)
     elif kind == "a rank fails":
         ControlledDrafter._propose = failing_rank(ControlledDrafter._propose)
+    elif kind == "a rank fails in the passes":
+        from das_adapter.engine.drafters.policy_copy import CopySource
+
+        CopySource._draft = failing_pass(CopySource._draft)
     elif kind == "small chunks":
         from das_adapter.engine.sampling import verification
 
         verification._CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
+        verification._joined = counted_parts(verification._joined)
     elif kind == "no CPU fix":
         cpu_patches.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
     elif kind in ("any draft length", "any draft length, reading along"):
@@ -116,6 +123,28 @@ def sabotage(kind: str) -> None:
         WorkerState._draft_up_to_the_end = lambda self: None
     else:
         raise ValueError(kind)
+
+
+def counted_parts(joined: Any) -> Any:
+    """Note of how many chunks a step was put together at most."""
+
+    def note(parts: Any) -> Any:
+        NOTED["chunks"] = max(NOTED.get("chunks", 0), len(parts))
+        return joined(parts)
+
+    return note
+
+
+def failing_pass(stock: Any) -> Any:
+    """Let the second rank fail in the fifth of the drafts that all ranks make together."""
+
+    def draft(self: Any, *args: Any) -> Any:
+        self.drafted = getattr(self, "drafted", 0) + 1
+        if not self._drafter.leads and self.drafted == 5:
+            raise RuntimeError("the pass is broken on purpose")
+        return stock(self, *args)
+
+    return draft
 
 
 def lose_loaded() -> None:
@@ -302,7 +331,9 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         tell_routing()
     if job.get("engine", {}).get("tensor_parallel_size", 1) > 1:
         fork_workers()
-    drawn = audit() if das is not None and das.keyed and not job.get("standalone") else {}
+    alone = job.get("engine", {}).get("tensor_parallel_size", 1) == 1  # the ranks' processes note what only they know
+    audited = das is not None and das.keyed and alone and not V2 and not job.get("standalone")
+    drawn = audit() if audited else None
     from vllm import LLM, SamplingParams
 
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
@@ -317,6 +348,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         asked = requests + [{**r, "params": endless} for r in requests[: part.get("aborted", 0)]]
         if len(asked) > len(requests):
             abort_last(llm, len(asked) - len(requests))
+        if drawn is not None:
+            drawn.clear()
         outputs = llm.generate(
             [{"prompt_token_ids": r["prompt"]} for r in asked],
             [SamplingParams(**_params(r["params"])) for r in asked],
@@ -325,8 +358,6 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         )
         refused = [refusal(llm, requests[0], label) for label in part.get("refused", ())]
         texts = [list(o.outputs[0].token_ids) for o in outputs]
-        misplaced = sum(misplaced_keys(drawn, r, text) for r, text in zip(requests, texts, strict=True)) if drawn else 0
-        drawn.clear()
         logprobs = [[step[t].logprob for t, step in zip(text, o.outputs[0].logprobs or [], strict=False)]
                     for text, o in zip(texts, outputs, strict=True)]  # fmt: skip
         result = {
@@ -334,11 +365,13 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             "routing": [getattr(o.outputs[0].routed_experts, "tolist", list)() for o in outputs],
             "logprobs": [] if part.get("brief") else logprobs,
             "refused": refused,
-            "misplaced": misplaced,
             "cached": sum(o.num_cached_tokens or 0 for o in outputs),
             "samples": [[list(s.token_ids) for s in o.outputs] for o in outputs],
             "asynchronous": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
         }
+        if drawn is not None:
+            result["audited"] = len(drawn)
+            result["misplaced"] = sum(misplaced_keys(drawn, r, text) for r, text in zip(requests, texts, strict=True))
         if logs:
             result["metrics"] = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
         if das is not None:
@@ -385,7 +418,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
                 payload["draft_length"] = part["draft_length"]
             result["refreshed"] = llm.collective_rpc("das_rpc", args=("refresh", payload))
         if "graphs" in part:
-            result["graphs"] = graphs(runner, part["graphs"])
+            result["graphs"], result["drafted_graphs"] = graphs(runner, part["graphs"])
         if "fresh_copy" in part and hasattr(runner, "drafter"):
             result["fresh_copy"] = copy_is_fresh(runner)
         result["preemptions"] = preempted[0]
@@ -393,6 +426,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         result["lookahead"] = core.scheduler.num_lookahead_tokens
         result["memory"] = memory()
         result["compared"] = dict(v2_cpu.compared()) if V2 else {}
+        result["noted"] = dict(NOTED)
         result["samplers"] = [type(getattr(runner, name, None)).__module__ for name in ("sampler", "rejection_sampler")]
         results.append(result)
     if runner is None:
@@ -413,18 +447,20 @@ def send(runner: Any, weights: list[Any], host: str | None) -> None:
 
 
 def audit() -> dict[tuple[int, int], int]:
-    """Note which token each key (seed, position of the input token) drew last."""
+    """Note which token each key (seed, position of the input token) of the policy's sampler drew last."""
     from das_adapter.engine.sampling import verification
 
-    drawn, stock = {}, verification.keyed_sample
+    drawn: dict[tuple[int, int], int] = {}
+
+    def note(seeds: Any, positions: Any, tokens: Any) -> None:
+        drawn.update(zip(zip(seeds.tolist(), positions.tolist(), strict=True), tokens.tolist(), strict=True))
 
     def keyed_sample(logits: Any, temperature: Any, keys: Any, scores: Any = None) -> Any:
         found = stock(logits, temperature, keys, scores)
-        drawn.update(zip(zip(keys.seeds.tolist(), keys.positions.tolist(), strict=True), found.tokens.tolist(),
-                         strict=True))  # fmt: skip
+        note(*keys, found.tokens)
         return found
 
-    verification.keyed_sample = keyed_sample
+    stock, verification.keyed_sample = verification.keyed_sample, keyed_sample
     return drawn
 
 
@@ -496,9 +532,15 @@ def fork_workers() -> None:
     """Fork the workers of several ranks: they need not import vLLM again, and are sabotaged like this process."""
     import multiprocessing
 
+    import torch
     from vllm.v1.executor import multiproc_executor
 
-    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    def context() -> Any:
+        if torch.cuda.is_initialized():
+            raise RuntimeError("this process uses the GPU already: its forks could not")
+        return multiprocessing.get_context("fork")
+
+    multiproc_executor.get_mp_context = context
 
 
 def count_preemptions(llm: Any) -> list[int]:
@@ -514,9 +556,9 @@ def count_preemptions(llm: Any) -> list[int]:
     return counted
 
 
-def graphs(runner: Any, most: int) -> list[str]:
-    """Return which CUDA graph vLLM would replay for each number of requests up to `most` that decode without drafts, if
-    this engine ran on a GPU whose attention captures uniform batches."""
+def graphs(runner: Any, most: int) -> tuple[list[str], list[str]]:
+    """Return which CUDA graph vLLM would replay for each number of requests up to `most` that decode without drafts,
+    and with four draft tokens each, if this engine ran on a GPU whose attention captures uniform batches."""
     from vllm.config import CUDAGraphMode
 
     dispatcher, length = runner.cudagraph_dispatcher, runner.uniform_decode_query_len
@@ -526,9 +568,13 @@ def graphs(runner: Any, most: int) -> list[str]:
     if length > 1:
         compilation.adjust_cudagraph_sizes_for_spec_decode(length, 1)
     dispatcher.initialize_cudagraph_keys(mode, length)
-    found = [dispatcher.dispatch(n, uniform_decode=runner._is_uniform_decode(1, length, n, n))
-             for n in range(1, most + 1)]  # fmt: skip
-    return [f"{kind.name} {batch.num_tokens}" for kind, batch in found]
+
+    def replayed(each: int) -> list[str]:
+        found = [dispatcher.dispatch(n * each, uniform_decode=runner._is_uniform_decode(each, length, n * each, n))
+                 for n in range(1, most + 1)]  # fmt: skip
+        return [f"{kind.name} {batch.num_tokens}" for kind, batch in found]
+
+    return replayed(1), replayed(5)
 
 
 def abort_last(llm: Any, number: int) -> None:

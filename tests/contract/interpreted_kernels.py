@@ -1,37 +1,53 @@
-"""The kernels of the V2 runner's drafter in Triton's interpreter; `test_v2_kernels.py` runs it in a process of its
-own."""
+"""The kernels of the V2 runner's drafter in Triton's interpreter, and what needs a vLLM that has this runner;
+`test_v2_kernels.py` runs it in a process of its own."""
 
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import device_reference
 import numpy as np
 import pytest
 import torch
+import v2_cpu  # noqa: F401  # before vLLM: it has Triton take the CPU for a device
+import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
 
 from das_adapter.core.index import SuffixIndex
+from das_adapter.engine.v2 import kernels as k
+from das_adapter.engine.v2.admission import Admission, Wanted
 from das_adapter.engine.v2.device_index import DeviceIndex
+from das_adapter.engine.v2.speculator import looks
 
-SLOTS, LENGTH, STEPS = 4, 160, 5
+SLOTS, LENGTH, STEPS = 4, 240, 5
 
 
 class World:
     """Two problems with sealed text, and requests that write, end and begin."""
 
-    def __init__(self, seed: int, vocabulary: int, periodic: bool) -> None:
+    def __init__(self, seed: int, vocabulary: int, periodic: bool, written: int = 0) -> None:
+        """
+        Args:
+            seed: of all that is random.
+            vocabulary: tokens of it.
+            periodic: whether the first problem's text repeats itself.
+            written: tokens that each request has written when it begins; 0: short texts, with more mistakes.
+        """
         self.rng = np.random.default_rng(seed)
         self.vocabulary = vocabulary
-        self._poems = [self.rng.integers(0, vocabulary, 60) for _ in range(2)]
+        self._begin, self._mistakes = written, 0.01 if written else 0.15
+        self._poems = [self.rng.integers(0, vocabulary, 60 + written) for _ in range(2)]
         if periodic:
-            self._poems[0] = np.tile(self._poems[0][:5], 12)
+            self._poems[0] = np.resize(self._poems[0][:5], 60 + written)
         self.sealed = SuffixIndex()
         for version in range(2):
             for problem in range(2):
                 for _ in range(2):
                     self.sealed.add(problem, self._variation(problem), version)
             self.sealed.seal()
-        self.prompts = [self.rng.integers(0, vocabulary, self.rng.integers(1, 12)).astype(np.int32)
+        longest = 40 if written else 12
+        self.prompts = [self.rng.integers(0, vocabulary, self.rng.integers(1, longest)).astype(np.int32)
                         for _ in range(SLOTS)]  # fmt: skip
         self.full = [self._variation(slot % 2) for slot in range(SLOTS)]
         self.written = [0] * SLOTS
@@ -52,6 +68,7 @@ class World:
         """Let every request write some tokens; return how many."""
         counts = self.rng.integers(0, 4, SLOTS).tolist()
         if not any(self.written):
+            counts = [count + self._begin for count in counts]
             counts[0] = 0  # its prompt is still being read
         for slot, count in enumerate(counts):
             begin = len(self.prompts[slot]) + self.written[slot]
@@ -64,22 +81,37 @@ class World:
 
     def _variation(self, problem: int) -> np.ndarray:
         text = self._poems[problem].copy()
-        other = self.rng.random(len(text)) < 0.15
+        other = self.rng.random(len(text)) < self._mistakes
         text[other] = self.rng.integers(0, self.vocabulary, other.sum())
         return text.astype(np.int32)
 
 
-@pytest.mark.parametrize(("seed", "vocabulary", "periodic"), [(0, 8, False), (1, 6, True)])
-def test_kernels_draft_count_and_learn_as_the_reference_does(seed: int, vocabulary: int, periodic: bool) -> None:
-    world = World(seed, vocabulary, periodic)
+def as_on_a_gpu(index: DeviceIndex) -> None:
+    """Share the scan of live text out over as many programs as on a GPU, of tiles so small that one has several."""
+    index._splits, index._block = 8, int(k.PLACES.value)
+    index._seen = {name: seen.new_zeros(SLOTS, 9 * index._block) for name, seen in index._seen.items()}
+
+
+@pytest.mark.parametrize(
+    ("seed", "vocabulary", "periodic", "written", "gpu"),
+    [(0, 8, False, 0, False), (1, 6, True, 0, False), (4, 6, True, 0, True), (2, 5, True, 140, True),
+     (3, 6, False, 140, True)],
+)  # fmt: skip
+def test_kernels_draft_count_and_learn_as_the_reference_does(
+    seed: int, vocabulary: int, periodic: bool, written: int, gpu: bool
+) -> None:
+    """Of longer texts a program scans several tiles, and more than DEPTH tokens are equal."""
+    world, ends = World(seed, vocabulary, periodic, written), int(written > 0)
     kernels, plain = indices = [world.index(), world.index()]
+    if gpu:
+        as_on_a_gpu(kernels)
     plain._launch = functools.partial(device_reference.launch, plain)  # type: ignore[method-assign]
     for step in range(5):
         counts = world.write(indices)
         if step == 3:  # a request ends, its text stays, and another takes its slot
             for index in indices:
-                index.close([(0, world.written[0] + 2)], world.total)
-                index.open([(0, 1, len(world.prompts[0]))])
+                index.close([(ends, world.written[ends] + 2)], world.total)
+                index.open([(ends, 1, len(world.prompts[ends]))])
         order = torch.from_numpy(world.rng.permutation(SLOTS))
         sampled = torch.tensor(counts, dtype=torch.int32)[order]
         drafted = kernels.draft(order, sampled, world.total)
@@ -87,3 +119,25 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(seed: int, vocabula
         for name in ("real", "confidence", "_offered", "_then", "_cells", "_sources", "_chance"):
             assert torch.equal(getattr(kernels, name), getattr(plain, name)), name
     assert int(kernels._cells[:, 0].sum()) > 10
+    if written:
+        strongest = int((kernels._found["found_info"] & 0xFF).max())
+        assert strongest == 2 * int(k.DEPTH.value)
+
+
+def test_drafts_are_ranked_by_what_their_requests_tokens_are_worth() -> None:
+    """A request that decides when the rollout ends has its tokens admitted before likelier ones of another."""
+    manager = object.__new__(Admission)
+    manager.req_states = SimpleNamespace(req_id_to_index={"long": 2, "short": 0})
+    manager._weights, manager._confidence_probs = torch.ones(4), torch.ones(4, 3)
+    batch = SimpleNamespace(num_reqs=2, idx_mapping=torch.tensor([2, 0]))
+    chances = torch.tensor([[0.5, 0.5, 0.5], [0.8, 0.8, 0.8]])
+    for worth, admitted in (({}, [0, 3]), ({"long": 4.0, "short": 1.0}, [2, 1]), ({"long": 4.0, "gone": 9.0}, [0, 3])):
+        manager._weigh({req_id: Wanted(3, seconds) for req_id, seconds in worth.items()})
+        manager.record_confidences(chances, batch)
+        capacities = torch.tensor([3, 3], dtype=torch.int32)
+        _assign_draft_token_budget(manager._confidence_probs, batch.idx_mapping, capacities, 3, 3)
+        assert capacities.tolist() == admitted
+
+
+def test_one_looks_often_at_first_and_seldom_later_where_no_drafts_are_wanted() -> None:
+    assert [idle for idle in range(50) if looks(idle)] == [0, 1, 2, 4, 8, 16, 32, 48]

@@ -44,7 +44,7 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
 def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
     command = [sys.executable, "-m", "das_adapter.cli", "calibrate", str(POLICY), "--out", str(out), "--rounds", "4",
-               "--batches", "1,4,8", "--contexts", "16,64", "--drafts", "0,3,7", "--drafter", '{"drafter": "self"}',
+               "--batches", "1,4,16", "--contexts", "16,64", "--drafts", "0,3,15", "--drafter", '{"drafter": "self"}',
                "--engine", '{"dtype": "float32", "enforce_eager": true}']  # fmt: skip
     env = {**os.environ, **vllm_env, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
@@ -52,12 +52,12 @@ def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Pat
     assert run.returncode == 0, run.stderr[-4000:]
     content = json.loads(out.read_text())
     assert {(s["requests"], s["context"], s["drafts"]) for s in content["samples"]} == {
-        (b, c, d) for b in (1, 4, 8) for c in (16, 64) for d in (0, 3, 7)
+        (b, c, d) for b in (1, 4, 16) for c in (16, 64) for d in (0, 3, 15)
     }
     assert content["validation"]["line"]["held_out"] == 6
     assert content["line"]["base"] > 0
     assert {(s["requests"], s["context"]) for s in content["pass_samples"]} == {
-        (b, c) for b in (1, 4, 8) for c in (16, 64)
+        (b, c) for b in (1, 4, 16) for c in (16, 64)
     }
     assert content["passes"]["base"] > 0
     assert content["validation"]["passes"]["held_out"] == 2

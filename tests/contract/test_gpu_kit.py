@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import v2_cpu
 
@@ -21,14 +23,35 @@ RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "run.py"
 CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
        "MKL_CBWR": "AUTO,STRICT"}  # fmt: skip
 EXACT = {
-    "kernel": ["draws that differ from the definition, near-ties apart"],
+    "kernel": [
+        "draws that differ from the definition, near-ties apart",
+        "ranks that differ from the definition",
+        "largest error of a log-probability",
+    ],
     "index": ["requests whose drafts differ from the reference's", "bytes per sealed token"],
     "replay": ["forced tokens that were not written"],
-    "lossless": ["responses that differ with batch-invariant kernels", "tokens drawn with the key of another position"],
+    "lossless": [
+        "responses that differ with batch-invariant kernels",
+        "tokens drawn with the key of another position",
+        "whether there is a drafter of which no token was accepted",
+    ],
     "copy": ["errors of the policy copy after sleep"],
     "robust": ["errors of the crowded engine"],
 }
 """Bars that hold on any device."""
+
+
+def traces(directory: Path) -> Path:
+    """Write rollouts of three problems at two steps, as recorded ones are written."""
+    rng = np.random.default_rng(0)
+    poems = rng.integers(0, 5000, (3, 60))  # of a larger vocabulary than the shape's
+    problem, step = (x.ravel() for x in np.meshgrid(np.repeat(np.arange(3), 3), [0, 4], indexing="ij"))
+    texts = [
+        np.where(rng.random(60) < 0.1, rng.integers(0, 5000, 60), poems[p])[: 40 + i] for i, p in enumerate(problem)
+    ]
+    offsets = np.cumsum([0, *map(len, texts)])
+    np.savez(directory / "traces.npz", ids=np.concatenate(texts), offsets=offsets, problem=problem, step=step)
+    return directory / "traces.npz"
 
 
 def kit(out: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[dict[str, Any], str]:
@@ -42,7 +65,7 @@ def kit(out: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[
 @pytest.mark.engine
 def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    written, said = kit(tmp_path)
+    written, said = kit(tmp_path, "--traces", str(traces(tmp_path)))
     parts = {"kernel", "index", "propose", "gate", "replay", "trace", "sweep", "lossless", "copy", "robust", "ranks"}
     assert set(written) == parts, said
     for part, content in written.items():
@@ -52,11 +75,18 @@ def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> 
         assert content["state"] == "done", content
         assert all(verdicts[bar]["verdict"] == "kept" for bar in EXACT.get(part, ())), verdicts
         assert all(f"{part}: {bar}" in said for bar in verdicts)
-    only_there = {v["bar"]: v["verdict"] for part in ("trace", "ranks", "robust") for v in written[part]["bars"]}
-    for bar in ("host synchronisations of a step beyond stock's", "graphs that stock replays and ours does not",
+    listed = written["robust"]["contract"], written["ranks"], written["lossless"]["distribution"]
+    assert all(re.fullmatch(r"\d+/\d+ tests collected .*", found["last_line"]) for found in listed), listed
+    drafters = written["lossless"]["modes"]["batch-invariant"]
+    assert {name: arm["asynchronous"] for name, arm in drafters.items()} == {"history": False, "draft_model": True}
+    only_there = {v["bar"]: v["verdict"] for part in ("trace", "ranks", "robust", "lossless")
+                  for v in written[part]["bars"]}  # fmt: skip
+    for bar in ("tests of the distribution: exit code",
+                "host synchronisations of a step beyond stock's", "graphs that stock replays and ours does not",
                 "contract tests: exit code", "tests of two ranks: exit code"):  # fmt: skip
         assert only_there[bar] == "not run"  # not taken for good on a CPU
     arms = written["replay"]["arms"]
+    assert set(arms) == {"stock", "earlier", "corrupted 0.0", "corrupted 1.0", "misleading", "after misleading"}
     assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
     assert arms["corrupted 1.0"]["accepted_tokens"] < 0.1 * arms["corrupted 0.0"]["accepted_tokens"]
 
@@ -160,3 +190,44 @@ def test_what_there_is_no_time_for_is_named(run: Any) -> None:
     found: dict[str, Any] = {}
     assert list(run.in_time(replace(run.TINY, until=0.0), [3, 5, 7], found)) == [3]
     assert found["left_out"] == ["5", "7"]
+
+
+def test_traces_are_read_with_what_earlier_steps_wrote(run: Any, tmp_path: Path) -> None:
+    replay, path = importlib.import_module("replay"), traces(tmp_path)
+    plan = replace(run.TINY, replayed=5, longest=50)
+    with np.load(path) as file:
+        texts = [t % 997 for t in np.split(file["ids"], file["offsets"][1:-1])]
+        of, step = file["problem"], file["step"]
+        np.savez(tmp_path / "one.npz", **{name: file[name] for name in ("ids", "offsets", "problem")})
+    for name, late in (("traces", step == 4), ("one", np.tile([False] * 3 + [True] * 3, 3))):
+        batch, earlier = replay.recorded(tmp_path / f"{name}.npz", plan)
+        expected = [(of[i], texts[i][:50].tolist()) for i in np.flatnonzero(late)][:5]
+        assert [(problem, t.tolist()) for problem, t in batch] == expected
+        met = np.flatnonzero(~late & (of < 2))
+        assert [(problem, t.tolist()) for problem, t in earlier] == [(of[i], texts[i].tolist()) for i in met]
+
+
+def test_contract_tests_run_on_the_runner_that_they_break(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would take V2 from 0.31 on, whose parts are others."""
+    checks, called = importlib.import_module("checks"), []
+
+    def noted(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        called.append((command, env))
+        return SimpleNamespace(stdout="", returncode=0)
+
+    plan = replace(run.TINY, shape="1.5b", runner="V2")
+    monkeypatch.setattr(checks.subprocess, "run", noted)
+    monkeypatch.setattr(checks, "apart", lambda *_, **__: {})
+    monkeypatch.setenv(RUNNER_VARIABLE, "1")
+    for capability, copy in ((9.0, "default"), (8.0, "default and two_ranks and not self")):
+        monkeypatch.setattr(checks, "gpus", lambda found=capability: [found] * 2)
+        for part in (checks.lossless, checks.robust, checks.ranks):
+            list(part(plan))
+        files = [command[-3] for command, _ in called]
+        assert files == ["test_distribution.py", "test_losslessness.py", "test_ranks.py"]
+        assert {env[RUNNER_VARIABLE] for _, env in called} == {"0"}
+        assert {env["DAS_TEST_DTYPE"] for _, env in called} == {"bfloat16"}
+        assert [env.get("VLLM_BATCH_INVARIANT") for _, env in called] == [None, "1", "1"]
+        assert called[-1][1]["DAS_TEST_COPY"] == "fp8"
+        assert called[-1][0][-1] == copy
+        called.clear()

@@ -30,11 +30,13 @@ from omegaconf import OmegaConf
 from vllm import CompletionOutput, RequestOutput, SamplingParams
 
 from das_adapter import compat
+from das_adapter.config import DasConfig
 from das_adapter.core.identity import prompt_identity
 from das_adapter.core.index import SuffixIndex
 from das_adapter.errors import ConfigError, UnsupportedHost
 from das_adapter.nemo_rl import install, settings
 from das_adapter.nemo_rl.engine_hooks import REFITS, AsyncEngineHooks, SyncEngineHooks
+from das_adapter.protocol.decision_log import read_waits
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh
 
@@ -252,18 +254,18 @@ def test_an_engine_with_a_loop_of_its_own_is_called_on_it(ray_here: None, monkey
     ],
 )
 def test_the_wait_for_rollouts_is_logged_before_the_step_ends(
-    timings: dict[str, float], waited: float | None, monkeypatch: pytest.MonkeyPatch
+    timings: dict[str, float], waited: float | None, monkeypatch: pytest.MonkeyPatch, ray_here: None, tmp_path: Path
 ) -> None:
     from nemo_rl.utils.logger import Logger
 
-    from das_adapter.nemo_rl.tracking import log_exposed_generation
+    from das_adapter.nemo_rl.tracking import log_waits
 
     class Backend:
         def log_metrics(self, metrics: Any, step: int, prefix: str, step_metric: Any, step_finished: bool) -> None:
             logged.append((metrics, step, prefix, step_finished))
 
     monkeypatch.setattr(Logger, "log_metrics", Logger.log_metrics)  # put back afterwards
-    log_exposed_generation.apply()
+    log_waits(DasConfig(log_dir=str(tmp_path)))
     logged: list[Any] = []
     logger = Logger.__new__(Logger)
     logger.loggers, logger.gpu_monitor = [Backend()], None
@@ -272,6 +274,7 @@ def test_the_wait_for_rollouts_is_logged_before_the_step_ends(
     *ours, last = logged[1:]
     assert last == (timings, 3, "timing/train", True)
     assert ours == ([] if waited is None else [({"das/exposed_generation_s": waited}, 3, "train", False)])
+    assert read_waits(tmp_path) == ({} if waited is None else {3: waited})
 
 
 def test_every_trainer_of_nemo_rl_times_its_wait_under_those_names() -> None:

@@ -43,6 +43,8 @@ def trained_drafter(drafters: Path, method: str, host: str | None) -> list[dict[
     return [{**first, "draft_weights": str(drafters / method / "model.safetensors"), "host": host}, second]
 
 
+AT_LEAST = [{"temperature": 1.0, "min_tokens": tokens} for tokens in range(30, 66, 3)]
+"""Their texts would end before."""
 ALWAYS = {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
 
 
@@ -52,12 +54,13 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
     engine: Any, drafters: Path, method: str, scheduling: str
 ) -> None:
     """On a GPU vLLM schedules these asynchronously: then the host does not know a request's length."""
-    rounds, ahead, ours = two_rounds(requests(PLAIN)), scheduling == "asynchronous", policy(method, drafters)
+    rounds = two_rounds(requests([*PLAIN * 3, *EVERY_PARAMETER, *AT_LEAST], 24))
+    ahead, ours = scheduling == "asynchronous", policy(method, drafters)
     reference = engine(das=OFF, engine=ours, rounds=rounds)
     how = {"async_scheduling": True, **ours} if ahead else ours
     result = engine(das=block(method, drafters, **ALWAYS), engine=how, rounds=rounds, asynchronous=ahead)
     assert [r["asynchronous"] for r in result] == [ahead] * 2
-    assert [r["misplaced"] for r in result] == [0, 0]
+    assert all(r["misplaced"] == 0 < r["audited"] for r in result)
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 100
     assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in result)
@@ -73,7 +76,7 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(engine: Any, drafters: Pat
     reference = engine(das=OFF, engine=ours, rounds=rounds)
     small = {"rounds": rounds, "engine": {**SMALL, **ours}}
     result = engine(das=block(method, drafters), **EVERY_LENGTH, **small)
-    assert [r["misplaced"] for r in result] == [0, 0]
+    assert all(r["misplaced"] == 0 < r["audited"] for r in result)
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in result)
     assert all(r["stats"]["accepted_tokens"] > 60 for r in result)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from test_losslessness import PLAIN, requests, two_rounds
-from test_neural import ALWAYS, HOST, block, trained_drafter
+from test_neural import ALWAYS, HOST, block, policy, trained_drafter
 from test_v2_losslessness import ROUNDS, shortened, stock, synced
 
 RUNNER = "vllm.v1.worker.cpu.model_runner"
@@ -15,11 +15,12 @@ METHODS = ["draft_model", "eagle3"]
 BOTH = [f"history+{method}" for method in METHODS]
 
 
-@pytest.mark.parametrize("method", [*METHODS, pytest.param(BOTH[0], marks=pytest.mark.long), BOTH[1]])
+@pytest.mark.parametrize("method", [*METHODS, "mtp", pytest.param(BOTH[0], marks=pytest.mark.long), BOTH[1]])
 def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length, in any step, on the device, while the host schedules ahead."""
-    reference = v2_engine(das=None, rounds=stock(ROUNDS))
-    result = v2_engine(das=block(method, drafters), rounds=ROUNDS, sabotage="any draft length")
+    reference = v2_engine(das=None, rounds=stock(ROUNDS))  # the policy for `mtp` writes the same text
+    job = {"engine": policy(method, drafters), "rounds": ROUNDS, "sabotage": "any draft length"}
+    result = v2_engine(das=block(method, drafters), **job)
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     for found in result:
         assert found["runner"] == RUNNER
@@ -124,7 +125,7 @@ def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: P
     result = v2_engine(das=block("eagle3", drafters, **ALWAYS), rounds=ROUNDS, sabotage="failing drafter")
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert all("broken on purpose" in r["stats"]["error"] for r in result)
-    assert result[0]["log"].count("the eagle3 drafter failed and is off") == len(ROUNDS)
+    assert result[0]["log"].count("the eagle3 drafter failed; no drafts until the next weight sync") == len(ROUNDS)
 
 
 @pytest.mark.long

@@ -118,6 +118,19 @@ def sabotage(kind: str) -> None:
             Speculation.propose = failing  # type: ignore[method-assign]
     elif kind == "slow policy":
         DraftLengths.output = slowly  # type: ignore[method-assign]
+    elif kind == "small chunks":
+        from v2_stand_ins import COMPARED
+        from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+        chunks = rejection_sampler._iter_request_chunks
+
+        def counted(*args: Any) -> Any:
+            for chunk in chunks(*args):
+                COMPARED["chunks"] = COMPARED.get("chunks", 0) + 1
+                yield chunk
+
+        rejection_sampler.MAX_CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
+        rejection_sampler._iter_request_chunks = counted
     elif kind in ("any draft length", "any draft length, reading along"):
         DraftLengths.output = any_length  # type: ignore[method-assign]
         if "along" in kind:

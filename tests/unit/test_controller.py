@@ -11,6 +11,7 @@ from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.controller import CONSIDER_STEPS, Controller, Decoded, TimedStep
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
+from das_adapter.core.model_drafts import ModelDrafts
 
 MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 COMPUTE_BOUND = StepModel(base=0.002, token=0.004)
@@ -228,6 +229,27 @@ def test_while_nothing_pays_it_considers_drafts_once_in_a_while() -> None:
     controller._draft_limits = counted  # type: ignore[method-assign]
     result = rollout(lengths, COMPUTE_BOUND, controller, chance=0.05)
     assert considered <= result.steps / CONSIDER_STEPS + 2 * CONSIDER_STEPS
+
+
+def test_steps_that_only_measure_ask_the_same_requests() -> None:
+    """A neural drafter has to read what they have written since."""
+    drafts = ModelDrafts(4, narrows=False)
+    controller = Controller(BudgetConfig(), ToggleConfig(), limit=2048, drafts=drafts)
+    slots = np.array([controller.open(i, 0, 2048) for i in range(32)])
+    one, one_draft, asked = np.ones(32, dtype=int), np.zeros(32, dtype=int), list[tuple[int, ...]]()
+    for step in range(3000):
+        order = np.random.default_rng(step).permutation(32)  # rows move as requests come and go
+        drafted = one_draft[order]
+        decoded = Decoded(slots[order], one, drafted if drafted.any() else None, drafted, 1000 * one)
+        plan = controller.plan(decoded)
+        tokens = 32 + int(drafted.sum())
+        controller.timed(TimedStep(slots[order], one, tokens, COMPUTE_BOUND.step(tokens, 32, drafted.any())))
+        one_draft = np.zeros(32, dtype=int)
+        one_draft[slots[order]] = plan.model
+        if step > 100 and plan.model.any():
+            asked.append(tuple(np.flatnonzero(one_draft)))
+    assert len(asked) >= 3
+    assert set(asked) == {(0, 1, 2, 3)}
 
 
 def test_a_refilling_batch_is_judged_by_its_rate() -> None:

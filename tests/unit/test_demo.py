@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
+
+from das_adapter.protocol.metrics import Counters, RolloutClock
+from das_adapter.protocol.metrics import figures as reported
 
 SOURCE = Path(__file__).resolve().parents[2] / "examples" / "verl" / "demo.py"
 spec = importlib.util.spec_from_file_location("demo", SOURCE)
@@ -31,6 +35,14 @@ def test_an_arm_is_compared_by_epoch_and_over_the_last_third():
 
 def test_without_the_arm_off_there_is_nothing_to_compare_with():
     assert demo.compare({"history": figures([1.0] * 9)}, epochs=3) == {}
+
+
+def test_an_arm_names_the_model_runner_that_its_engines_report(tmp_path: Path):
+    report = {**Counters().take(), **RolloutClock().take(), "model_runner": 2}
+    arm = object.__new__(demo.Arm)
+    arm.metrics = tmp_path / "arm.jsonl"
+    arm.metrics.write_text(json.dumps({"step": 1, "data": reported([report])}) + "\n")
+    assert arm.runner() == "V2"
 
 
 def test_tokens_per_forward_of_an_epoch_weigh_a_step_by_its_passes():

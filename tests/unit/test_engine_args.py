@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from das_adapter import compat
 from das_adapter.config import parse
+from das_adapter.engine import patches
 from das_adapter.protocol import engine_args as args
 
 
@@ -13,7 +18,8 @@ from das_adapter.protocol import engine_args as args
 def newest(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(compat, "version", lambda host: "0.32.0")
     monkeypatch.setattr(compat, "missing_on_v2", lambda host: [])
-    monkeypatch.delenv(args.RUNNER_VARIABLE, raising=False)
+    monkeypatch.setenv(args.RUNNER_VARIABLE, "")  # so that it is put back
+    monkeypatch.delenv(args.RUNNER_VARIABLE)
     return monkeypatch
 
 
@@ -88,3 +94,44 @@ def test_graphs_are_captured_for_powers_of_two_and_the_longest_draft(most: int, 
     config = parse({"budget": {"max_draft_tokens": most}})
     assert config is not None
     assert args.draft_lengths(config) == lengths
+
+
+def start(monkeypatch: pytest.MonkeyPatch, block: dict[str, object], **arguments: Any) -> tuple[str, Any]:
+    """Return the runner that vLLM would take for a hosted engine, whose default is V2, and the arguments it gets."""
+    monkeypatch.setattr(patches, "_has_triton", lambda: True)
+    monkeypatch.setattr(patches, "_refuse", lambda *_: None)
+
+    def stock(self: Any) -> Any:
+        v2 = os.environ.get(args.RUNNER_VARIABLE) != "0"
+        return SimpleNamespace(use_v2_model_runner=v2, speculative_config=None)
+
+    additional = {args.SETTINGS_KEY: block, args.REFRESHER: "host"}
+    given = SimpleNamespace(additional_config=additional, speculative_config=None, **arguments)
+    made = patches.choose_drafter.replacement(stock)(given)
+    return "V2" if made.use_v2_model_runner else "V1", given
+
+
+EAGLE = {"drafter": "eagle3", "draft": {"model": "m"}}
+
+
+@pytest.mark.parametrize("block", [{"drafter": "history"}, EAGLE], ids=["history", "eagle3"])
+def test_data_parallel_engines_of_a_host_run_v1_with_the_drafter_of_v1(
+    newest: pytest.MonkeyPatch, block: dict[str, object]
+) -> None:
+    alone = {"data_parallel_size": 1, "async_scheduling": None}
+    runner, given = start(newest, block, **alone)
+    assert (runner, given.async_scheduling) == ("V2", None)
+    runner, given = start(newest, block, **(alone | {"data_parallel_size": 2}))
+    method = "custom_class" if block["drafter"] == "history" else "eagle3"
+    assert (runner, given.async_scheduling, given.speculative_config["method"]) == ("V1", False, method)
+    newest.delenv(args.RUNNER_VARIABLE)
+    newest.setenv("VLLM_DP_SIZE", "2")
+    assert start(newest, block, **alone)[0] == "V1"
+
+
+def test_synchronous_scheduling_needs_v1_where_v2_would_draft_in_every_step(newest: pytest.MonkeyPatch) -> None:
+    newest.setattr(compat, "missing_on_v2", lambda host: [object()] if host is compat.V2_NEURAL else [])
+    synchronous = {"data_parallel_size": 1, "async_scheduling": False}
+    off: dict[str, object] = {"drafter": "none", "verify": {"noise": "keyed"}}
+    assert start(newest, off, **synchronous)[0] == "V2"
+    assert start(newest, {"drafter": "history"}, **synchronous)[0] == "V1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
+from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.engine.sampling import keyed_sample  # noqa: E402
 from das_adapter.engine.sampling.keyed_sample import Keys  # noqa: E402
 from das_adapter.engine.v2 import kernels  # noqa: E402
@@ -78,6 +80,43 @@ def test_drafting_on_the_device_compiles_nothing_after_the_graphs(monkeypatch: p
     assert {name: kinds - captured[name] for name, kinds in noted.items() if kinds - captured[name]} == {}
 
 
+def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the device `meta` have no contents: whoever reads one on the host raises."""
+    pytest.importorskip("vllm")
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    from das_adapter.engine.v2.verification import accept_drawn
+
+    meta = torch.device("meta")
+    noted, slots = forms(monkeypatch, kernels), 4
+    history = SuffixIndex()
+    history.add(1, np.arange(30, dtype=np.int32), 0)
+    history.seal()
+    index = DeviceIndex(torch.zeros(slots, 64, dtype=torch.int32, device=meta), 4, 2**12, 0.02, 100)
+    total = torch.zeros(slots, dtype=torch.int32, device=meta)
+    index.weigh(history.fading)
+    for _ in range(2):
+        index.open([(slot, 1, 5) for slot in range(slots)])
+        assert index.bring(history)
+        slots_of_batch = torch.arange(slots, device=meta)
+        assert index.draft(slots_of_batch, torch.ones(slots, dtype=torch.int32, device=meta), total).shape == (slots, 4)
+        index.close([(slot, 30) for slot in range(slots)], total)
+    assert sum(map(bool, noted.values())) == 7
+    with pytest.raises(RuntimeError):
+        total.tolist()
+
+    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=meta)
+
+    monkeypatch.setattr(gumbel, "gumbel_sample", lambda logits, *_, **__: empty(torch.int64, len(logits)))
+    long, short = torch.int64, torch.int32
+    sampled, counts = accept_drawn(
+        empty(torch.float32, 10, 100), None, empty(long, 10), empty(short, 5), empty(long, 10), empty(long, 4),
+        empty(long, 10), empty(short, 10), empty(torch.float32, slots), empty(long, slots), 4,
+    )  # fmt: skip
+    assert (tuple(sampled.shape), tuple(counts.shape)) == ((4, 5), (4,))
+
+
 def test_a_dummy_run_compiles_what_rollouts_draw_with(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("vllm")
     from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -101,3 +140,31 @@ def test_a_dummy_run_compiles_what_rollouts_draw_with(monkeypatch: pytest.Monkey
     )  # fmt: skip
     verification.KeyedSampler()(torch.from_numpy(np.eye(2, 9, dtype=np.float32)).bfloat16(), dummy)
     assert drawn >= set(product((torch.bfloat16, torch.float32), (None, "raw", "processed")))
+
+
+TYPES = {
+    **dict.fromkeys(("temperatures", "best", "tops", "sums", "logprobs", "chosen"), "*fp32"),
+    **dict.fromkeys(("seeds", "positions", "winners", "tokens", "ranks"), "*i64"),
+    **dict.fromkeys(("stride", "vocab", "blocks"), "i32"),
+}
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_sampling_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int) -> None:
+    """Without one: Triton brings its own assembler. All forms for one kind of GPU, one for the others."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    drawn = [("*bf16", 0), ("*bf16", 1), ("*bf16", 2), ("*fp32", 0)] if capability == 90 else [("*bf16", 1)]
+    forms = [(keyed_sample._divide, "*fp32", 0), (keyed_sample._count_likelier, "*bf16", 0)]
+    forms += [(kernel, *form) for kernel in (keyed_sample._draw_blocks, keyed_sample._best_of_blocks) for form in drawn]
+    for kernel, kind, score in forms:
+        given = {"SCORES": score, "BLOCK": keyed_sample._BLOCK, "BLOCKS": 64}
+        constants = {(i,): given[name] for i, name in enumerate(kernel.arg_names) if name.isupper()}
+        signature = {name: "constexpr" if name.isupper() else (TYPES | {"logits": kind})[name]
+                     for name in kernel.arg_names}  # fmt: skip
+        compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32))
+        assert compiled.asm["cubin"]
+        assert ".f64" not in compiled.asm["ptx"]  # twenty and more times slower on many GPUs
+        assert compiled.metadata.shared < 48 * 1024

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -160,6 +162,12 @@ QWEN_14B = dict(hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, 
                 intermediate_size=13824, vocab_size=152064)  # fmt: skip
 
 
+def speedup(roof: Roofline, requests: int, drafts: int, length: float) -> float:
+    """With a policy copy of a quarter of the policy's bytes, at 2048 tokens of context."""
+    drafting = drafts * float(roof.drafts(requests, 2048, 0.25))
+    return length * roof.verify(requests, 2048, 0) / (drafting + roof.verify(requests, 2048, drafts))
+
+
 @pytest.mark.parametrize(
     ("config", "tb", "fitted", "largest"),
     [
@@ -173,20 +181,50 @@ def test_the_roofline_switches_where_the_published_fits_do(
 ) -> None:
     names = ("draft_read", "kv_bytes", "plain_us", "draft_us", "verify_us")
     roof = Roofline.of(config, Hardware(tb * 1e12, 233.5e12), **dict(zip(names, fitted, strict=True)))
+    roof = replace(roof, weight_bytes=roof.weight_bytes + roof.table_bytes)  # which their code takes to be read
     for (drafts, length), batch in zip(((5, 5.0), (5, 5.7), (7, 7.0), (11, 11.0)), largest, strict=True):
-        pays = [b for b in range(1, 200) if roof.speedup(b, 2048, drafts, length, share=0.25) >= 1.05]
+        pays = [b for b in range(1, 200) if speedup(roof, b, drafts, length) >= 1.05]
         assert max(pays) == batch
-    assert 1.4 < roof.speedup(1, 2048, 5, 5.0, share=0.25) < 1.95
+    assert 1.4 < speedup(roof, 1, 5, 5.0) < 1.95
 
 
 def test_the_roofline_knows_a_models_bytes_and_is_usable_before_the_first_step() -> None:
     roof = Roofline.of(QWEN_7B, DEVICES["h100"].speed, tensor_parallel=2)
-    assert roof.weight_bytes == pytest.approx(7.6e9, rel=0.02)  # 7.6 B parameters, 2 bytes, 2 devices
+    held = roof.weight_bytes + roof.table_bytes
+    assert held == pytest.approx(7.6e9, rel=0.02)  # 7.6 B parameters, 2 bytes, 2 devices
+    assert roof.table_bytes == 3584 * 152064  # a step reads a few rows of the input embeddings
+    assert Roofline.of(QWEN_7B | {"tie_word_embeddings": True}, DEVICES["h100"].speed, 2) == replace(
+        roof, table_bytes=0.0
+    )
     line = roof.line(context=1000)
     for batch in (1, 8):
         assert line.step(batch, batch, False, batch * 1000) == pytest.approx(roof.verify(batch, 1000, 0), rel=0.02)
     wide = 4096
     assert line.step(wide, 16, True, 16 * 1000) == pytest.approx(roof.verify(16, 1000, wide // 16 - 1), rel=0.1)
+
+
+def test_kv_heads_are_copied_where_devices_outnumber_them() -> None:
+    def kv_bytes(devices: int, data_parallel: bool = False) -> float:
+        roof = Roofline.of(QWEN_7B, DEVICES["h100"].speed, devices, data_parallel=data_parallel)
+        return roof.kv_bytes * devices / (4 * 28 * 4 * 128)
+
+    assert [kv_bytes(devices) for devices in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 4]
+    assert kv_bytes(8, data_parallel=True) == 1  # each device has the whole of some requests
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_before_the_first_step_experts_that_more_tokens_choose_are_not_free(devices: int) -> None:
+    moe = dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+               intermediate_size=6144, vocab_size=151936, num_experts=128, num_experts_per_tok=8,
+               moe_intermediate_size=768)  # fmt: skip
+    roof = Roofline.of(moe, DEVICES["h100"].speed, devices)
+    line = roof.line(context=1000)
+    for requests, drafts in ((1, 0), (1, 7), (4, 0), (4, 3), (16, 0), (16, 3), (64, 0), (64, 7), (256, 3)):
+        tokens = requests * (1 + drafts)
+        found = line.step(tokens, requests, drafts > 0, requests * 1000)
+        assert found == pytest.approx(roof.verify(requests, 1000, drafts), rel=0.35), (requests, drafts)
+    assert line.marginal(8) > 0.01 * line.step(8, 8, False, 8000)
+    assert np.all(np.diff(line.seconds(np.arange(1, 5000), 1, True)) >= 0)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ def test_history_pays_when_problems_come_back() -> None:
     assert ratios[2] < 0.5 < ratios[0] and answer.epochs[2].tokens_per_forward > 3
     assert answer.block["drafter"] == "history" and parse(answer.block) is not None
     assert all(e.on_step_s == e.on_s for e in answer.epochs)
+    assert set(answer.assumed) == set(pays.ASSUMED) and not set(answer.assumed) & set(answer.arms)
 
 
 def test_drafts_that_save_little_are_not_recommended() -> None:
@@ -36,6 +37,14 @@ def test_drafts_that_save_little_are_not_recommended() -> None:
     answer = pays.would_it_pay(unlike, "h100", "Qwen/Qwen2.5-7B", gpus=1, candidates={"history": {}})
     assert answer.block == {"drafter": "none"} and answer.settings["other_s_estimated"]
     assert "one step" in str(pays.check(unlike)) and pays.check(DUMP) is None
+
+
+@pytest.mark.parametrize("option", ["--batch", "--slots", "--max-num-seqs", "--gpus"])
+def test_an_option_without_effect_is_refused(option: str, tmp_path: Path) -> None:
+    without = option in ("--max-num-seqs", "--gpus")
+    hardware = [] if without else ["--hardware", "H100", "--model", "Qwen/Qwen2.5-7B"]
+    done = CliRunner().invoke(main, ["replay", str(tmp_path), option, "8", *hardware])
+    assert done.exit_code == 2 and f"{option}: no effect with{'out' * without} --hardware" in done.output
 
 
 def test_a_sample_of_problems_stands_for_all() -> None:
@@ -61,5 +70,14 @@ def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None
     block = yaml.safe_load(done.output.partition("Recommended:\n")[2])
     assert block["das"] == json.loads(out.read_text())["das"] and picture.exists()
     assert "--model" in CliRunner().invoke(main, command).output
+    chosen = ["--budget", "3", "--window", "1", "--max-bytes", "64MiB", "--max-num-seqs", "2"]
+    done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen])
+    assert done.exit_code == 0, done.output
+    figures = json.loads(out.read_text())
+    assert (
+        figures["das"]["history"] == {"window": 1, "max_bytes": "64MiB"} and "history, at most 8" not in figures["arms"]
+    )
+    assert figures["das"]["budget"] == {"max_draft_tokens": 3} and figures["settings"]["max_num_seqs"] == 2
+    assert max(epoch["tokens_per_forward"] for epoch in figures["epochs"]) <= 4
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-72B"])
     assert done.exit_code == 1 and "hardware.per_engine" in done.output

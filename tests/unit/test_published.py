@@ -13,20 +13,24 @@ FILES = sorted((Path(published.__file__).parent / "published").glob("*.yaml"))
 LINE: dict[str, Any] = {"base": 0.01, "token": 1e-5}
 
 
-def figure(tmp_path: Path, mark: str = "given", **case: Any) -> dict[str, Any]:
+def figure(
+    tmp_path: Path, mark: str = "given", revised: str = "", best_of: str = "", least: float = 2.0, **case: Any
+) -> dict[str, Any]:
     """Check a figure whose drafts of three tokens bring 2.5 tokens a step."""
     inputs = {"steps.kind": "line", "steps.line": LINE, "hardware.gpus": 1, "rollout.problems": 1, "rollout.samples": 1,
               "rollout.cap": 4000, "rollout.lengths.mean": 3900, "rollout.lengths.sigma": 0.01,
               "acceptance.length": 2.5}  # fmt: skip
     rows: list[dict[str, Any]] = [{"key": k, "value": v, "mark": "given", "source": "test"} for k, v in inputs.items()]
-    rows[-1] |= {"mark": mark, "band": [2.0, 3.0]} if mark == "assumed" else {"mark": mark}
+    rows[-1] |= {"mark": mark, "band": [least, 3.0]} if mark == "assumed" else {"mark": mark}
     drafts = {"das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3},
                       "toggle": {"mode": "off"}}}  # fmt: skip
     cases = [{"name": "one", "arm": "drafts", "published": 2.5, **case}]
     path = tmp_path / "figure.yaml"
     path.write_text(yaml.safe_dump({"title": "t", "source": "s", "decides": "d", "inputs": rows, "cases": cases,
+                                    "revised": revised, "best_of": best_of,
                                     "arms": {"base": {"das": {"drafter": "none"}}, "drafts": drafts}}))  # fmt: skip
-    return published.Figure(path, None).check()
+    found = published.Figure(path, None)
+    return found.graded(found.check())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -56,8 +60,32 @@ def test_the_rest_of_a_step_dilutes_and_a_fitted_input_lowers_the_grade(tmp_path
     assert figure(tmp_path, mark="fitted")["cases"][0]["grade"] == "consistent"
 
 
+def test_what_was_changed_after_a_comparison_is_graded_so(tmp_path: Path) -> None:
+    found = figure(tmp_path, revised="the tail was")
+    assert found["cases"][0]["grade"] == "revised" and "Revised: the tail was." in published.markdown(
+        {"figures": {"x": found}}
+    )
+    assert figure(tmp_path, revised="the tail was", published=3.2)["cases"][0]["grade"] == "not"
+
+
+def test_only_the_best_of_several_is_held_against_their_one_value(tmp_path: Path) -> None:
+    one, best = (figure(tmp_path, best_of="them", quantity="change", published=-0.6, arm=arm)
+                 for arm in ("base", "drafts"))  # fmt: skip
+    figures = {"one": one, "best": best}
+    published.keep_the_best(figures)
+    assert [f["cases"][0]["grade"] for f in figures.values()] == ["no value", "reproduced"]
+    assert one["cases"][0]["published"] is None and best["cases"][0]["error"] is not None
+
+
+def test_the_time_in_which_training_waits_is_a_share_of_the_base_s(tmp_path: Path) -> None:
+    (case,) = figure(tmp_path, quantity="exposed", published=0.4)["cases"]
+    assert case["simulated"] == pytest.approx(1 / 2.5, rel=0.03) and case["grade"] == "reproduced"  # nothing is hidden
+    assert figure(tmp_path, quantity="exposed", published=0.2)["cases"][0]["grade"] == "not"
+
+
 def test_the_band_is_that_of_the_assumed_inputs(tmp_path: Path) -> None:
     (case,) = figure(tmp_path, mark="assumed")["cases"]
-    assert case["band"] == pytest.approx([2.0, 3.0], rel=0.05)
+    assert case["band"] == pytest.approx([2.0, 3.0], rel=0.05) and not case["sign_open"]
+    assert figure(tmp_path, mark="assumed", least=1.0)["cases"][0]["sign_open"]
     page = published.markdown({"figures": {"x": figure(tmp_path)}})
     assert "| one | 2.5 |" in page and "*reproduced*" in page

@@ -134,11 +134,40 @@ def test_experts_are_left_as_they_are_and_named() -> None:
             self.w13_weight = torch.nn.Parameter(torch.randn(4, 64, 128), requires_grad=False)
 
     policy = torch.nn.Module()
-    policy.gate, policy.experts = Linear(), Experts()
+    policy.gate, policy.experts, policy.conv = Linear(), Experts(), torch.nn.Conv1d(8, 8, 4)
     copy = PolicyCopy(policy, "int8")
     assert copy.full_bytes == 4 * 64 * 128 * 4
     assert copy.model.experts is policy.experts
     assert [layer for layer, _ in copy.layers] == [policy.gate]
+
+
+def test_eight_bits_on_a_gpu_multiply_by_the_policys_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what vLLM's kernels promise in their place: a scale per row, and a second matrix that lies by columns."""
+    pytest.importorskip("vllm")
+    from das_adapter.engine.drafters import quantised_gpu
+
+    def quant(x: Any, use_per_token_if_dynamic: bool) -> Any:
+        assert use_per_token_if_dynamic and x.is_contiguous()
+        scales = x.float().abs().amax(1, keepdim=True) / 448
+        return (x.float() / scales).to(torch.float8_e4m3fn), scales
+
+    def product(a: Any, b: Any, scale_a: Any, scale_b: Any, out_dtype: Any) -> Any:
+        assert a.is_contiguous() and b.stride(0) == 1
+        assert (scale_a.shape, scale_b.shape) == ((len(a), 1), (1, b.shape[1]))
+        return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
+
+    monkeypatch.setattr(quantised_gpu.ops, "scaled_fp8_quant", quant)
+    monkeypatch.setattr(quantised_gpu.ops, "cutlass_scaled_mm", product)
+    old, new = torch.randn(2, 48, 128, generator=torch.Generator().manual_seed(8)).bfloat16()
+    copy = quantised_gpu.Fp8(old)
+    copy.quantise(old)
+    places = [t.data_ptr() for t in copy.tensors()]
+    copy.quantise(new)
+    assert [t.data_ptr() for t in copy.tensors()] == places
+    x = torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(9)).bfloat16()
+    expected = x.float() @ new.float().T
+    error = (copy.linear(x).float() - expected).norm() / expected.norm()
+    assert copy.linear(x).shape == expected.shape and 0.0 < error < 0.06
 
 
 def test_a_gpus_four_bits_are_the_definitions_and_do_not_depend_on_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from das_adapter.cli import main
 from das_adapter.errors import DasError
-from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync, read
+from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync, note_wait, read, read_waits
 from das_adapter.tools import report
 
 
@@ -67,12 +67,26 @@ def test_the_summary_counts(tmp_path: Path) -> None:
 
 def test_the_command_writes_plots_and_prints_the_figures(tmp_path: Path) -> None:
     logged(tmp_path / "run")
+    for step, seconds in ((1, 4.0), (2, 9.0), (2, 1.5)):  # the second step was trained again
+        note_wait(str(tmp_path / "run"), step, seconds)
     result = CliRunner().invoke(main, ["report", str(tmp_path / "run"), "--out", str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     assert "decode_steps" in result.output
     names = {p.name for p in (tmp_path / "out").iterdir()}
     assert names == {"report.html", "summary.json", "timeline.png", "steps.png", "acceptance.png", "latency.png"}
-    assert json.loads((tmp_path / "out/summary.json").read_text())["rollouts"] == 2
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert (summary["rollouts"], summary["exposed_generation_s"]) == (2, 5.5)
+    page = (tmp_path / "out/report.html").read_text()
+    assert "<b>2.8 s</b>waited for rollouts" in page and 'id="waits"' in page
+    report.write(read(tmp_path / "run"), tmp_path / "other")
+    assert 'id="waits"' not in (tmp_path / "other/report.html").read_text()
+
+
+def test_what_is_no_wait_is_named_with_its_line(tmp_path: Path) -> None:
+    note_wait(str(tmp_path), 1, 4.0)
+    (tmp_path / "waits.jsonl").open("a").write("[1]\n")
+    with pytest.raises(DasError, match=r"waits.jsonl, line 2"):
+        read_waits(tmp_path)
 
 
 def test_a_directory_without_logs_and_a_foreign_line_are_named(tmp_path: Path) -> None:

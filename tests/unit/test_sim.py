@@ -15,21 +15,22 @@ from click.testing import CliRunner
 from das_adapter.cli import main
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
-from das_adapter.core.roofline import Roofline
+from das_adapter.core.roofline import Roofline, cold_start
 from das_adapter.core.toggle import seconds_of
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim import Simulation, summary
 from das_adapter.sim.config import parse, read
-from das_adapter.sim.drafting import Fixed, Nobody
+from das_adapter.sim.drafting import Controlled, Fixed, Nobody
 from das_adapter.sim.fleet import Fleet, Settings
 from das_adapter.sim.hardware import device
 from das_adapter.sim.lengths import Curve, Tail
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.requests import Requests
+from das_adapter.sim.rollouts import Rollout
 from das_adapter.sim.simulate import rate_of
-from das_adapter.sim.sources import Traced, record
-from das_adapter.sim.steps import Line, instance, read_sweep
+from das_adapter.sim.sources import Given, Traced, record
+from das_adapter.sim.steps import Instance, Line, Sweep, instance, read_sweep
 from das_adapter.sim.sweep import sweep
 from das_adapter.tools.replay import replay
 
@@ -53,6 +54,15 @@ def small(**changed: Any) -> Simulation:
             block = block.setdefault(part, {})
         block[path[-1]] = value
     return Simulation(parse(content))
+
+
+def drafting_of(simulation: Simulation, arm: str) -> Controlled:
+    das, block = simulation._arms[arm]
+    requests, work = Requests(), simulation._workload()
+    source = simulation._history(das, simulation.config.acceptance, requests, work)
+    found = simulation._drafting(das, block, requests, work, source)
+    assert isinstance(found, Controlled)
+    return found
 
 
 def fleet(lengths: list[int], slots: int = 256, blocks: int = 2**40, prompt: int = 5) -> Fleet:
@@ -89,6 +99,33 @@ def test_plain_decoding_takes_what_each_round_takes(slots: int) -> None:
     if slots >= len(lengths):
         whole = seconds_of(lengths, slots, StepModel(**LINE).plain)
         assert one.clock[0] == pytest.approx(whole - LINE["token"] * len(lengths), rel=1e-9)
+
+
+@pytest.mark.parametrize("slots", [2, 256])
+def test_drafted_decoding_takes_what_each_round_takes(slots: int) -> None:
+    lengths, model = np.random.default_rng(1).integers(1, 60, 8).tolist(), StepModel(base=0.01, token=1e-4, draft=2e-3)
+    one, other = fleet(lengths, slots), fleet(lengths, slots)
+    one.steps = Line(model, prefill_share=0.0)
+    rates = {"rates": [[0.8, 0.4]], "longest": 3, "seed": 2}
+    one.drafting = Fixed(one.requests, Given(one.requests, **rates), 3)
+    one.run()
+    r, given = other.requests, Given(other.requests, **rates)
+    waiting, running, seconds, drafted = list(range(8)), list[int](), 0.0, 0
+    draft = dict.fromkeys(waiting, (0, 0))  # tokens, and those that survive
+    while waiting or running:
+        new = [waiting.pop(0) for _ in range(min(len(waiting), slots - len(running)))]
+        tokens = sum(1 + draft[row][0] for row in running)
+        seconds += model.step(tokens, len(running), tokens > len(running))
+        drafted += tokens - len(running)
+        for row in running:
+            r.written[row] += min(1 + draft[row][1], r.length[row] - r.written[row])
+        r.written[new] = 1
+        running = [row for row in running + new if r.written[row] < r.length[row]]
+        for row in running:
+            offer = given.offer(np.array([row]), np.minimum(3, r.length[[row]] - 1 - r.written[[row]]), 0.0)
+            draft[row] = int(offer.offsets[-1]), int(offer.hits[0])
+    assert one.clock[0] == pytest.approx(seconds, rel=1e-9)
+    assert one.requests.drafted.sum() == drafted > one.requests.accepted.sum() > 0
 
 
 def test_engines_that_step_together_and_in_turns_agree() -> None:
@@ -278,6 +315,19 @@ def test_a_trace_gives_about_what_the_index_gives() -> None:
     assert (trace.hits <= trace.drafted).all() and trace.drafted.max() == 8
 
 
+def test_a_trace_takes_what_several_runs_wrote_in_one_step_as_steps_of_their_own() -> None:
+    """As the index does that is searched at every step: no policy drafts from what another is writing."""
+    runs = [Rollout(r.problem, 5, run, r.prompt, r.tokens[run:]) for run in (0, 1) for r in ROLLOUTS]
+    steps = [Rollout(r.problem, r.run, 0, r.prompt, r.tokens) for r in runs]
+    told: list[float] = []
+    one, other = record(runs, progress=told.append), record(steps)
+    for name, column in vars(one).items():
+        assert np.array_equal(column, getattr(other, name)), name
+    assert not one.known[: len(ROLLOUTS)].any() and one.known[len(ROLLOUTS) :].all()
+    assert one.known.sum() == replay(runs).total.hits
+    assert told == sorted(told) and 0 < told[0] and told[-1] <= 1
+
+
 @pytest.mark.parametrize("source", ["given", "trace"])
 def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter of fixed length, whose drafts depend on nothing but a request's position."""
@@ -338,6 +388,32 @@ def test_a_batch_curve_gives_its_own_curve_back() -> None:
         assert (drawn > time / 221 * 1000).mean() == pytest.approx(left / 128, abs=0.01)
 
 
+def test_a_batch_curve_is_simulated_from_a_config() -> None:
+    curve = {"kind": "curve", "running": [[0, 24], [50, 12], [100, 0]]}
+    run = small(rollout__lengths=curve, arms={"off": OFF}).run("off")
+    assert run.requests.length.max() > 0.9 * 300 and (run.requests.length < 150).mean() == pytest.approx(0.5, abs=0.05)
+    with pytest.raises(ConfigError, match=r"rollout\.lengths\.running"):
+        small(rollout__lengths={"kind": "curve"}, arms={"off": OFF}).run("off")
+
+
+def test_chances_differ_from_problem_to_problem_and_stay_from_visit_to_visit() -> None:
+    always = {"budget": {"policy": "unlimited", "max_draft_tokens": 4}, "toggle": {"mode": "off"}}
+
+    def accepted(spread: float) -> np.ndarray:
+        run = small(rollout__steps=8, rollout__dataset=24, rollout__samples=16, acceptance__spread=spread,
+                    arms={"a": {"das": always}}, acceptance__rates=[[0.5]]).run("a")  # fmt: skip
+        r, found = run.requests, np.zeros((2, 24))
+        for visit, problem in np.ndindex(found.shape):
+            mine = (r.visit == visit) & (r.problem == problem)
+            found[visit, problem] = r.accepted[mine].sum() / r.forwards[mine].sum()
+        return found
+
+    alike, different = accepted(0.0), accepted(1.0)
+    assert different.std() > 3 * alike.std()
+    assert np.corrcoef(different)[0, 1] > 0.9
+    assert different.mean() == pytest.approx(alike.mean(), rel=0.3)
+
+
 def test_the_rate_of_a_draft_gives_its_length() -> None:
     assert sum(rate_of(2.77, 3) ** i for i in range(4)) == pytest.approx(2.77)
     with pytest.raises(DasError, match="1 to under 4"):
@@ -352,7 +428,7 @@ def test_the_rate_of_a_draft_gives_its_length() -> None:
 )
 def test_a_model_s_sizes_give_its_parameters(model: str, billions: float, active: float) -> None:
     roof = Roofline.of(sizes(model), DEVICES["h100"].speed)
-    assert (roof.weight_bytes + roof.expert_bytes) / 2e9 == pytest.approx(billions, rel=0.01)
+    assert (roof.weight_bytes + roof.table_bytes + roof.expert_bytes) / 2e9 == pytest.approx(billions, rel=0.01)
     embedding = sizes(model)["hidden_size"] * sizes(model)["vocab_size"]
     assert (roof.dense_flops / 2 + embedding) / 1e9 == pytest.approx(active, rel=0.02)
 
@@ -420,6 +496,71 @@ def test_a_measured_sweep_is_what_was_measured_and_a_line_between(tmp_path: Path
     found = sweep.decode(b, b * (1 + d), b * s)
     assert found == pytest.approx((1 + 0.1 * b + 0.001 * s + 0.2 * d * b) * 1e-3)
     assert sweep.copy_pass(b, b * s) == pytest.approx((0.5 + b) * 1e-3)
+
+
+@pytest.mark.parametrize("passes", [None, {"base": 2e-3, "token": 1e-5}])
+@pytest.mark.parametrize("grid", [True, False])
+def test_a_calibration_is_simulated_with_what_it_measured(
+    grid: bool, passes: dict[str, float] | None, tmp_path: Path
+) -> None:
+    model = StepModel(base=0.01, token=1e-4, context=1e-7)
+    samples = [{"requests": b, "context": s, "drafts": d, "seconds": model.step(b * (1 + d), b, d > 0, b * s)}
+               for b in (1, 4, 16) for s in (64, 256) for d in (0, 3, 7)]  # fmt: skip
+    line = model.to_dict() | {"sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps({"line": line, "samples": samples if grid else samples[1:], "passes": passes}))
+    steps = {"kind": "calibration", "file": str(path)}
+    simulation = Simulation(parse(SMALL | {"steps": steps, "arms": {"off": OFF, "self": {"das": {"drafter": "self"}}}}))
+    assert isinstance(simulation.steps, Sweep if grid else Line)
+    b = np.array([4.0, 16.0])
+    assert simulation.steps.decode(b, 4 * b, 100 * b) == pytest.approx(model.seconds(4 * b, b, True, 100 * b))
+    off = rollout_s(simulation.run("off"))
+    assert off > 0
+    if grid and not passes:
+        with pytest.raises(DasError, match="calibrate --drafter"):
+            simulation.run("self")
+        return
+    expected = 2e-3 + 1e-5 * b if passes else 0.4 * model.seconds(b, b, False, 100 * b)
+    assert simulation.steps.copy_pass(b, 100 * b) == pytest.approx(expected)
+    assert rollout_s(simulation.run("self")) < (0.8 if passes else 1.05) * off
+    neural = 2e-3 + 1e-5 * b if passes else 0.05 * model.seconds(b, b, False)
+    assert simulation._pass(None)(b) == pytest.approx(neural)
+    assert simulation._pass(0.5)(b) == pytest.approx(0.5 * simulation.steps.decode(b, b, 0 * b))
+
+
+def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_path: Path) -> None:
+    def controlled(**changed: Any) -> Controlled:
+        simulation = small(model="Qwen/Qwen2.5-7B", arms={"a": {"das": {"drafter": "history+self", **changed}}})
+        return drafting_of(simulation, "a")
+
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps({"line": LINE, "samples": [], "passes": {"base": 1e-3, "token": 0.0}}))
+    assert controlled().controllers[0].times.model is None  # steps that belong to no GPU
+    known = controlled(toggle={"calibration": str(path)}).controllers[0]
+    assert known.times.model == StepModel(**LINE)
+    assert known.drafts is not None and known.drafts.passes.model == StepModel(1e-3, 0.0)
+    of_gpu = small(
+        steps={"kind": "roofline"},
+        model="Qwen/Qwen2.5-7B",
+        arms={"a": {}, "b": {"das": {"toggle": {"mode": "threshold"}}}},
+    )
+    config = {**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}
+    begin = cold_start(config, "NVIDIA H100 80GB HBM3")
+    assert begin is not None
+    assert drafting_of(of_gpu, "a").controllers[0].times.model == begin.line()
+    assert drafting_of(of_gpu, "b").controllers[0].times.model is None
+    path.write_text(json.dumps({"line": LINE | {"sizes": [8, 16]}, "samples": []}))
+    padded = small(steps={"kind": "calibration", "file": str(path)}, arms={"a": {}})
+    assert drafting_of(padded, "a").controllers[0].times._empty.sizes == (8, 16)
+
+
+@pytest.mark.parametrize(("weights", "precision", "share"), [("int4", "bf16", 0.25), ("int8", "bf16", 0.5),
+                                                             ("fp8", "fp8", 1.0)])  # fmt: skip
+def test_a_policy_copy_has_the_bytes_of_its_format(weights: str, precision: str, share: float) -> None:
+    das = {"drafter": "self", "self": {"weights": weights}}
+    simulation = small(steps={"kind": "roofline"}, precision=precision, arms={"a": {"das": das}})
+    steps = drafting_of(simulation, "a").steps
+    assert isinstance(steps, Instance) and steps.copy_share == share
 
 
 # Files

@@ -10,28 +10,36 @@ import pytest
 
 from das_adapter.config import ToggleConfig
 from das_adapter.core.latency import StepModel
-from das_adapter.core.stock import LEAST_STEPS, TRIAL_STEPS, StockGuard, UnaskedStep
+from das_adapter.core.stock import LEAST_STEPS, TRIAL_SHARE, TRIAL_STEPS, StockGuard, UnaskedStep
 
 PLAIN = StepModel(base=0.010, token=0.0001)
 
 
 def rollout(
-    guard: StockGuard, asking: float, pace: float = 1.0, requests: int = 8, tokens: int = 256, noise: float = 0.0
+    guard: StockGuard,
+    asking: float,
+    pace: float = 1.0,
+    requests: int = 8,
+    tokens: int = 256,
+    noise: float = 0.0,
+    read: float = 0.0,
 ) -> tuple[float, int]:
     """Decode equally long requests; a step in which the drafter is asked takes `asking` times a plain one's time, and
-    brings `pace` tokens from the second such step on. Return the seconds and the steps in which nobody was asked."""
+    brings `pace` tokens from the second such step on. `read`: seconds of a token of context. Return the seconds and the
+    steps in which nobody was asked."""
     rng = np.random.default_rng(tokens)
     written, seconds, unasked, drafted = 0.0, 0.0, 0, False
     slots = np.arange(requests)
     while written < tokens:
-        plain = PLAIN.step(requests, requests, False) * (1.0 + noise * rng.standard_normal())
+        context = int(requests * written)
+        plain = PLAIN.step(requests, requests, False) * (1.0 + noise * rng.standard_normal()) + read * context
         asked = guard.ask(requests, drafted)
         took = plain * asking if asked or drafted else plain
         got = int(pace) if drafted else 1
         if asked:
-            guard.asked(slots, np.full(requests, got), took, drafted, None)
+            guard.asked(slots, np.full(requests, got), took, drafted, None, context)
         elif not drafted:
-            guard.unasked(UnaskedStep(requests, took))
+            guard.unasked(UnaskedStep(requests, took, context))
         unasked += not asked
         written, seconds, drafted = written + got, seconds + took, asked and pace > 1
     for slot in slots.tolist():
@@ -50,7 +58,34 @@ def test_a_rollout_that_lost_is_followed_by_one_without_drafts() -> None:
     assert unasked > 180
     assert seconds < 1.02 * 256 * PLAIN.step(8, 8, False)
     assert guard.sync() is None  # nothing new
-    assert guard.silent is not None
+
+
+def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> None:
+    guard, silent = StockGuard(), ""
+    for _ in range(40):
+        silent += "s" if guard.silent else "-"
+        rollout(guard, asking=1.08)
+        guard.sync()
+    assert silent.startswith("-s-ss-ssss-ssssssss-" + 16 * "s" + "-")
+    while guard.silent:
+        rollout(guard, asking=1.08)
+        guard.sync()
+    rollout(guard, asking=1.3, pace=4)
+    assert guard.sync() is None
+    rollout(guard, asking=1.08)
+    assert guard.sync()
+    rollout(guard, asking=1.08)
+    guard.sync()
+    assert guard.silent is None  # after one: the drafter had been worth its time
+
+
+def test_what_a_drafter_takes_beside_prompts_counts() -> None:
+    guard = StockGuard()
+    seconds = rollout(guard, asking=1.0)[0]
+    guard.beside(0.01 * seconds)
+    assert guard.sync() is None
+    guard.beside(0.06 * rollout(guard, asking=1.0)[0])
+    assert guard.sync()
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
@@ -82,17 +117,47 @@ def test_a_trial_that_gains_time_ends_the_silence() -> None:
     assert seconds < 0.4 * 1000 * PLAIN.step(8, 8, False)
 
 
-def test_a_batch_half_as_large_is_tried_soon() -> None:
+def silent_guard(requests: int) -> StockGuard:
+    """A guard that has lost a rollout, and then a trial of so many requests."""
     guard = StockGuard()
-    rollout(guard, asking=1.08)
+    rollout(guard, asking=1.08, requests=requests)
     guard.sync()
-    assert not any(guard.ask(64, False) for _ in range(TRIAL_STEPS - 1))
-    assert guard.ask(64, False)
+    assert not any(guard.ask(requests, False) for _ in range(TRIAL_STEPS - 1))
+    assert guard.ask(requests, False)
     for _ in range(TRIAL_STEPS + 1):
-        guard.asked(np.arange(64), np.ones(64, dtype=int), 0.02, False, None)
+        guard.asked(np.arange(requests), np.ones(requests, dtype=int), 0.02, False, None)
     assert guard.idle
-    assert not any(guard.ask(40, False) for _ in range(TRIAL_STEPS))
-    assert guard.ask(32, False)
+    return guard
+
+
+def steps_until_asked(guard: StockGuard, requests: int) -> int:
+    """Take steps of 0.02 s without drafts until the drafter is asked, and return how many."""
+    for step in range(10_000):
+        if guard.ask(requests, False):
+            return step
+        guard.unasked(UnaskedStep(requests, 0.02))
+    return 10_000
+
+
+def test_what_trials_lose_is_a_hundredth_of_the_time() -> None:
+    lost = (TRIAL_STEPS + 1) * (0.02 - PLAIN.step(64, 64, False))
+    steps = steps_until_asked(silent_guard(64), 64)
+    assert 0.02 * (steps + TRIAL_STEPS + 1) == pytest.approx(lost / TRIAL_SHARE, rel=0.1)
+
+
+def test_a_batch_half_as_large_is_tried_sooner() -> None:
+    half, more = (steps_until_asked(silent_guard(64), requests) for requests in (32, 40))
+    assert half == pytest.approx(more / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("asking", [1.0, 1.15])
+def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None:
+    guard = StockGuard()
+    rollout(guard, asking, tokens=200, read=1e-6)  # most samples are of short texts
+    guard.sync()
+    guard.silent = None
+    rollout(guard, asking, pace=1.0 if asking == 1.0 else 1.1, tokens=4000, read=1e-6)
+    assert bool(guard.sync()) == (asking > 1.0)
 
 
 def test_what_a_pause_of_the_machine_takes_is_nobodys_loss() -> None:

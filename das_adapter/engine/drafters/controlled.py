@@ -43,6 +43,7 @@ class ControlledDrafter(Drafter):
             self.model_source = CopySource(self, vllm_config, ModelDrafts(config.model_tokens))
         elif config.neural:
             self.model_source = NeuralSource(self, ModelDrafts(config.model_tokens, narrows=False))
+        self._sizes = graph_sizes(vllm_config)
         known = before_the_first_step(config.toggle, vllm_config)
         if known and self.model_source:
             self.model_source.drafts.expect(known.passes)
@@ -54,13 +55,13 @@ class ControlledDrafter(Drafter):
             known and known.steps,
             self.model_source.drafts if self.model_source else None,
             config.num_draft_tokens,
-            sizes=graph_sizes(vllm_config),
+            sizes=self._sizes,
         )
         first = vllm_config.parallel_config.rank == 0
         if config.log_dir and first:
             self.log = DecisionLog(config.log_dir)
         self.timer = StepTimer()
-        self.guard = StockGuard.of(config.toggle)
+        self.guard = StockGuard.of(config.toggle, self._sizes)
         self._live: dict[str, LiveRequest] = {}
         self._counts = np.zeros(0, dtype=np.int64)
         """Tokens that the model shall draft for each request of the batch."""
@@ -107,7 +108,7 @@ class ControlledDrafter(Drafter):
         """Start again with another controller, as a measurement does for each of its arms."""
         self.close(list(self._live))
         self.controller, self.timer, self._paused = controller, StepTimer(), False
-        self.guard = StockGuard.of(self.config.toggle)
+        self.guard = StockGuard.of(self.config.toggle, self._sizes)
 
     def close(self, req_ids: Iterable[str]) -> None:
         """Close requests."""
@@ -140,7 +141,9 @@ class ControlledDrafter(Drafter):
             except Exception as error:
                 self._fail(error)
                 return [[] for _ in sampled]
-            self.timer.drafted(time.perf_counter() - begin, source.passes - passes)
+            took = time.perf_counter() - begin
+            if not self.timer.drafted(took, source.passes - passes) and self.guard and not idle:
+                self.guard.beside(took)
         return drafts
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
@@ -149,7 +152,7 @@ class ControlledDrafter(Drafter):
             return drafts
         if self.controller.stopped or (self.guard and not self.guard.ask(len(sampled), self.carried is not None)):
             self.carried = None
-            self.timer.unasked(len(sampled))
+            self.timer.unasked(len(sampled), int(lengths[: len(sampled)].sum()))
             return drafts
         rows, live = self._decoding(sampled, lengths, tokens)
         decoded = self._decoded(rows, live, sampled, lengths)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine.drafters.base import Drafter
 from das_adapter.errors import DasError
+
+logger = logging.getLogger("das_adapter")
 
 
 class OutOfStep(DasError):
@@ -75,9 +80,11 @@ class ModelSource:
         `Drafter.propose`. Where a rank is not `able` to, nobody drafts before the next weight sync.
 
         Every tensor-parallel rank must call it at every step, one that has failed too; the first rank's counts hold.
+        Where a rank fails in the passes, its process ends: vLLM's executor hears of that and ends the engine, but of an
+        error only from the first rank, while the others would wait for this one in a collective.
 
         Raises:
-            OutOfStep: this rank failed in the passes, in which the other ranks wait for it.
+            OutOfStep: this rank failed in the passes, and its process is not vLLM's.
         """
         agreed = self._agreed(counts, able)
         if agreed is None:
@@ -92,7 +99,11 @@ class ModelSource:
             self.forget()
             if self._drafter.ranks == 1:
                 raise
-            raise OutOfStep(f"das: a rank failed while all ranks drafted ({self._drafter.config.drafter})") from error
+            what = f"das: a rank failed while all ranks drafted ({self._drafter.config.drafter})"
+            if multiprocessing.parent_process() is not None:
+                logger.exception("%s; its process ends, and the engine with it", what)
+                os._exit(1)
+            raise OutOfStep(what) from error
         for row, ids in zip(rows.tolist(), written, strict=True):
             drafts[row] = ids
             self._drafted[self._drafter.runner.input_batch.req_ids[row]] = len(ids)

@@ -62,7 +62,7 @@ class PolicyCopy:
     @property
     def full_bytes(self) -> int:
         """Bytes of the policy's experts, which the copy shares with it as they are."""
-        return sum(p.nbytes for p in self.model.parameters() if p.ndim == 3)
+        return sum(p.nbytes for name, p in self.model.named_parameters() if p.ndim == 3 and "experts" in name)
 
     def quantise(self) -> None:
         """Quantise the policy's present weights; tensors keep their addresses."""

@@ -53,7 +53,7 @@ class StepTimer:
         if step is None or (new and not any(req_id in counts for req_id in step.req_ids)):
             return None  # a pause without requests lies between them
         if step.unasked:
-            return UnaskedStep(step.unasked, now - step.begin - step.drafting_seconds)
+            return UnaskedStep(step.unasked, now - step.begin - step.drafting_seconds, step.context)
         if step.slots is None or step.got is None:
             return None
         return TimedStep(
@@ -72,15 +72,19 @@ class StepTimer:
         if self._step is not None:
             self._step.slots, self._step.got, self._step.context = slots, got, context
 
-    def unasked(self, requests: int) -> None:
-        """Note that the step sampled a token for each of so many requests, and that no drafter is asked."""
+    def unasked(self, requests: int, context: int) -> None:
+        """Note that the step sampled a token for each of so many requests, which have so many tokens of context
+        together, and that no drafter is asked."""
         if self._step is not None and self._step.tokens == requests:
-            self._step.unasked = requests
+            self._step.unasked, self._step.context = requests, context
 
-    def drafted(self, seconds: float, passes: int) -> None:
-        """Take the seconds and the forward passes of a model that drafted at the end of the step."""
-        if self._step is not None:
-            self._step.drafting_seconds, self._step.passes = seconds, passes
+    def drafted(self, seconds: float, passes: int) -> bool:
+        """Take the seconds and the forward passes of a model that drafted at the end of the step; return whether the
+        step is timed."""
+        if self._step is None:
+            return False
+        self._step.drafting_seconds, self._step.passes = seconds, passes
+        return True
 
 
 def graph_sizes(vllm_config: VllmConfig) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ log-probability are the same bit for bit, whatever was drafted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, cast
@@ -62,6 +62,9 @@ class KeyedSampler(Sampler):
             for x, scores in product((logits[:1], logits[:1].float()), (None, "raw", "processed")):
                 keyed_sample(x, None, self._keys_of(x), cast(Scores | None, scores))
         if not self.fused(sampling_metadata, logprobs_mode_override):
+            for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
+                if isinstance(processor, MinTokens):
+                    processor.positions = self._keys_of(logits).positions
             return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
         asked = sampling_metadata.max_num_logprobs is not None
         temperature = logits.new_zeros(len(logits), dtype=torch.float32) if sampling_metadata.all_greedy else (
@@ -176,8 +179,10 @@ class KeyedRejectionSampler(RejectionSampler):
         while first < len(counts):
             last = max(first + 1, int(np.searchsorted(ends, begin + most, side="right")))
             end = int(ends[last - 1])
-            chunk = _row_metadata(per_request, metadata, rows.request[begin:end], first, last)
-            parts.append(self._sample(logits[begin:end], chunk, slice(begin, end)))
+            at, keys = slice(begin, end), self.sampler.keys
+            positions = None if keys is None else keys.positions[at]
+            chunk = _row_metadata(per_request, metadata, rows.request[at], first, last, positions)
+            parts.append(self._sample(logits[at], chunk, at))
             first, begin = last, end
         return parts[0] if len(parts) == 1 else _joined(parts)
 
@@ -269,10 +274,11 @@ def _acts(processor: Any) -> bool:
 
 
 def _row_metadata(
-    per_request: SamplingMetadata, metadata: SpecDecodeMetadata, at: torch.Tensor, first: int, last: int
-) -> SamplingMetadata:
+    per_request: SamplingMetadata, metadata: SpecDecodeMetadata, at: torch.Tensor, first: int, last: int,
+    positions: torch.Tensor | None,
+) -> SamplingMetadata:  # fmt: skip
     """Return the sampling metadata of the requests from `first` to before `last`, with one entry per row instead of one
-    per request; `at`: int64 [rows], the request of each row."""
+    per request; `at`: int64 [rows], the request of each row; `positions`: as in `Keys`."""
     counts = metadata.num_draft_tokens[first:last]
     needs_text = bool(per_request.bad_words_token_ids) or not per_request.no_penalties
     spread: dict[str, Any] = {}
@@ -298,21 +304,94 @@ def _row_metadata(
         per_request,
         generators={},
         spec_token_ids=None,
-        logitsprocs=_RowProcessors(per_request.logitsprocs, starts, counts, first),
+        logitsprocs=_RowProcessors(per_request.logitsprocs, starts, counts, first, positions),
         **spread,
     )
+
+
+class MinTokens(MinTokensLogitsProcessor):
+    """vLLM's `min_tokens`, by what each row's position says that a request has written. vLLM goes by a list that, under
+    asynchronous scheduling, holds all draft tokens of the step before, which may yet be rejected: stops would be
+    allowed by so many tokens too early."""
+
+    positions: torch.Tensor | None = None
+    """Of the requests' rows in the next call of `apply`, as in `Keys`."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
+        super().__init__(vllm_config, device, is_pin_memory)
+        unsure = 2 * (vllm_config.speculative_config.num_speculative_tokens + 1)
+        stock: Callable[..., Any] = MinTokensLogitsProcessor.add_request
+
+        def add_request(params: Any, prompt: list[int] | None, output: list[int]) -> Any:
+            if params.min_tokens and prompt is None:
+                raise UnsupportedHost(
+                    "das: found min_tokens with prompt embeddings, allowed with drafts: a prompt of tokens"
+                )
+            return stock(params, prompt, _Written(output, len(prompt or ()), unsure))
+
+        self.add_request: Callable[..., Any] = add_request
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Exclude what would end a request too early; one row a request, as `LogitsProcessor.apply`."""
+        return self.ban(logits, self.positions, lambda request: slice(request, request + 1))
+
+    def ban(
+        self, logits: torch.Tensor, positions: torch.Tensor | None, rows_of: Callable[[int], slice | None]
+    ) -> torch.Tensor:
+        """Exclude what would end a request too early, in place.
+
+        Args:
+            logits: [rows, vocab].
+            positions: int64 [rows], as in `Keys`.
+            rows_of: the rows of a request, None if they are not among these.
+        """
+        for request, (least, written, stops, *_) in self.min_toks.items():
+            rows = rows_of(request)
+            if rows is None or not stops:
+                continue
+            assert positions is not None and isinstance(written, _Written)
+            short, tokens, mine = (
+                positions[rows] < written.prompt + least - 1,
+                _there(sorted(stops), logits),
+                logits[rows],
+            )
+            before = mine[:, tokens]
+            mine[:, tokens] = before.masked_fill(short[:, None], -float("inf"))
+            # A grammar may allow only to stop; then it overrides min_tokens, as in vLLM since 0.30.
+            over = mine.isneginf().all(dim=1, keepdim=True)
+            mine[:, tokens] = torch.where(over, before, mine[:, tokens])
+        return logits
+
+
+@dataclass(frozen=True)
+class _Written(Sequence[int]):
+    """What a request has written for sure, as far as vLLM looks at its length."""
+
+    output: list[int]
+    prompt: int
+    """Tokens of the prompt."""
+    unsure: int
+
+    def __len__(self) -> int:
+        return max(0, len(self.output) - self.unsure)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.output[at]
 
 
 class _RowProcessors:
     """vLLM's built-in logits processors, applied to rows instead of requests."""
 
-    def __init__(self, processors: Any, starts: np.ndarray, counts: Sequence[int], first: int):
+    def __init__(
+        self, processors: Any, starts: np.ndarray, counts: Sequence[int], first: int, positions: torch.Tensor | None
+    ):
         """
         Args:
             processors: vLLM's, of the whole batch.
             starts: int64 [requests + 1], where the rows of some requests begin.
             counts: [requests], their draft tokens.
             first: index of the first of them in the batch.
+            positions: of the rows, as in `Keys`.
         """
         self._starts, self._counts, self._first = starts, counts, first
         self.argmax_invariant: list[_Apply] = []
@@ -324,8 +403,8 @@ class _RowProcessors:
                 self.argmax_invariant.append(_Apply(lambda x, p=processor: self._min_p(p, x)))
             elif isinstance(processor, LogitBiasLogitsProcessor):
                 self.non_argmax_invariant.append(_Apply(lambda x, p=processor: self._logit_bias(p, x)))
-            elif isinstance(processor, MinTokensLogitsProcessor):
-                self.non_argmax_invariant.append(_Apply(lambda x, p=processor: self._min_tokens(p, x)))
+            elif isinstance(processor, MinTokens):
+                self.non_argmax_invariant.append(_Apply(lambda x, p=processor: p.ban(x, positions, self._rows)))
             else:
                 raise UnsupportedHost(
                     f"das: found logits processor {type(processor)}, allowed with drafts: vLLM's built-in ones"
@@ -347,19 +426,6 @@ class _RowProcessors:
         for request, biases in processor.biases.items():
             if (rows := self._rows(request)) is not None:
                 logits[rows, _there(list(biases), logits)] += _there(list(biases.values()), logits)
-        return logits
-
-    def _min_tokens(self, processor: MinTokensLogitsProcessor, logits: torch.Tensor) -> torch.Tensor:
-        for request, (min_tokens, output, stops, *_) in processor.min_toks.items():
-            if (rows := self._rows(request)) is None:
-                continue
-            short = logits[rows.start : min(rows.stop, rows.start + max(0, min_tokens - len(output)))]
-            tokens = _there(sorted(stops), logits)
-            before = short[:, tokens]
-            short[:, tokens] = -float("inf")
-            # A grammar may allow only to stop; then it overrides min_tokens, as in vLLM since 0.30.
-            over = short.isneginf().all(dim=1, keepdim=True)
-            short[:, tokens] = torch.where(over, before, short[:, tokens])
         return logits
 
 

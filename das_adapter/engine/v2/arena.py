@@ -137,7 +137,7 @@ class Arena:
         self.changed = True
         """Whether the tables must be copied to the device."""
         self.short = 0
-        """How often something did not fit."""
+        """Texts of ended requests and problems' sealed texts for which there was no room."""
         self._size = words
         self._slots, self._members = slots, members
         self._rows = list(range(slots - 1, -1, -1))
@@ -251,7 +251,7 @@ class Arena:
         while at is None and self._numbers and self._evict():
             at = self.words.take(room)
         if at is None:
-            self.short += 1
+            self.short += bool(self._numbers)
             return None
         number = self._numbers.pop()
         self._closed[number] = problem, at, room

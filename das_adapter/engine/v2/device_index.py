@@ -20,6 +20,8 @@ UPLOADED = 2**22
 """Words of sealed text after which no further problem's is brought to the device before a step."""
 CANDIDATES = 4 * int(kernels.PLACES.value)
 """Places that vote: of sealed text, of that without the last token, of live text, and of the prompt."""
+_WHOLE = 2**40
+"""Words in which every history fits."""
 _PLACES, _KINDS = int(kernels.PLACES.value), int(kernels.KINDS.value)
 
 
@@ -96,12 +98,21 @@ class DeviceIndex:
         """Lengths of the drafts."""
         self._row = (texts.data_ptr() - self.words.data_ptr()) // 4
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._complained = False
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
         own = (x for x in vars(self).values() if isinstance(x, torch.Tensor) and x is not self.texts)
         return sum(x.nbytes for x in [*own, *self._found.values(), *self._seen.values()])
+
+    def shortage(self) -> str | None:
+        """Say, the first time that it is so, that the arena is too small."""
+        if self._complained or not self.arena.short:
+            return None
+        self._complained = True
+        return (f"das.history.device_bytes={self.words.nbytes} is full: {self.arena.short} texts found no room on the "
+                "device and are not drafted from: raise it")  # fmt: skip
 
     # Requests
 
@@ -134,6 +145,7 @@ class DeviceIndex:
             if uploaded > UPLOADED:
                 return False
             tokens, places = index.flat(problem, self.arena.room())
+            self.arena.short += not len(tokens) and len(index.flat(problem, _WHOLE)[0]) > 0
             at = self.arena.seal(problem, len(tokens), len(places))
             if at is not None:
                 uploaded += len(tokens) + len(places)

@@ -91,7 +91,7 @@ class DraftLengths:
         self._by_request = config.budget.admission == "request"
         self.history: HistorySource | None = None
         self.drafts: ModelDrafts | None = None
-        known = before_the_first_step(config.toggle, vllm_config)
+        known, sizes = before_the_first_step(config.toggle, vllm_config), graph_sizes(vllm_config)
         if config.uses_history:
             self.history = HistorySource(config.history, vllm_config.model_config.get_vocab_size())
         if config.neural:
@@ -100,9 +100,9 @@ class DraftLengths:
         self.controller = Controller(
             config.budget, config.toggle, vllm_config.model_config.max_model_len, config.history.window,
             known and known.steps, self.drafts, config.num_draft_tokens, None if self._by_request else self.lengths,
-            graph_sizes(vllm_config),
+            sizes,
         )  # fmt: skip
-        self.guard = StockGuard.of(config.toggle)
+        self.guard = StockGuard.of(config.toggle, sizes)
         self.log = DecisionLog(config.log_dir) if config.log_dir else None
         self._counters = counters
         self._lock = threading.Lock()
@@ -144,7 +144,7 @@ class DraftLengths:
     def fail(self, error: Exception) -> None:
         """Draft no more until the next weight sync, and say so."""
         self._counters.error = repr(error)
-        logger.error("das: the %s drafter failed and is off; decoding goes on without drafts",
+        logger.error("das: the %s drafter failed; no drafts until the next weight sync",
                      self._config.drafter, exc_info=error)  # fmt: skip
 
     def refresh(self, message: Refresh) -> Refreshed:
@@ -192,7 +192,7 @@ class DraftLengths:
             timed = TimedStep(slots, got, tokens, seconds, drafting, passes, int(context.sum()))
             decisions.timed(self.controller, self.guard if asked else None, self.log, timed)
             if self.guard and not asked:
-                self.guard.unasked(UnaskedStep(len(live), seconds))
+                self.guard.unasked(UnaskedStep(len(live), seconds, int(context.sum())))
         self._last = now
         self._pending = step
         if step.offer is None or step.offer.arrived:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 KEPT_TOKENS = 2048
 """Tokens that a drafter may miss before it reads them."""
@@ -75,7 +76,7 @@ class MissedText:
         rows = np.repeat(np.arange(requests), counts)
         place = np.arange(offsets[-1]) - offsets[rows] - missed[rows]  # from the first token of the step
         present = np.where(place < 0, 0, begins[rows] + place)
-        row, step, ahead = (torch.from_numpy(x).to(device, non_blocking=True) for x in (rows, present, place))
+        row, step, ahead = (async_tensor_h2d(x, device) for x in (rows, present, place))
         positions = batch.positions[batch.query_start_loc[:requests].long()][row] + ahead
         before = self._texts[batch.idx_mapping.long()[row], positions]
         longer = dataclasses.replace(
@@ -86,7 +87,7 @@ class MissedText:
             decode_graph_eligible=False,
             input_ids=torch.where(ahead < 0, before, batch.input_ids[step]),
             positions=positions,
-            query_start_loc=torch.from_numpy(offsets.astype(np.int32)).to(device, non_blocking=True),
+            query_start_loc=async_tensor_h2d(offsets.astype(np.int32), device),
             query_start_loc_np=offsets.astype(np.int32),
         )
         if not self._reads_hidden:
@@ -111,8 +112,8 @@ class MissedText:
                 places[row] += range(first + int(begin), first + int(end))
         assert [len(mine) for mine in places] == counts.tolist()
         everything = torch.cat([*(hidden for _, hidden in kept), _hidden(inputs)[: batch.num_tokens]])
-        at = torch.tensor([place for mine in places for place in mine], dtype=torch.int64)
-        chosen = everything[at.to(everything.device, non_blocking=True)]
+        at = async_tensor_h2d([place for mine in places for place in mine], everything.device, torch.int64)
+        chosen = everything[at]
         return self._speculator.model.combine_hidden_states(chosen) if inputs.layers else chosen
 
     def _attention(self, batch: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -17,13 +17,18 @@ from das_adapter.core.controller import LEAST_CHANCE
 from das_adapter.engine.v2.device_index import DeviceIndex
 
 LOOK_STEPS = 16
-"""Steps without drafts after which one looks what there is to draft."""
+"""Steps without drafts after which one looks what there is to draft; the first looks come after 1, 2, 4 and 8."""
 
 
 def min_chance(config: DasConfig) -> float:
     """Return the chance under which a draft ends on the device. All ranks draft alike, so it never changes."""
     policy = config.budget.policy
     return LEAST_CHANCE if policy == "optimal" else 0.0 if policy == "unlimited" else config.budget.min_chance
+
+
+def looks(idle: int) -> bool:
+    """Say whether one looks what there is to draft after so many steps without drafts."""
+    return idle % LOOK_STEPS == 0 or idle & (idle - 1) == 0
 
 
 def keep_texts_on_device(states: Any) -> None:
@@ -222,7 +227,7 @@ class HistorySpeculator(BaseSpeculator):
 
     def _draft(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
         self._idle = self._idle + 1 if self.wanted == 0 else 0
-        if self._failed or self.index is None or self._idle % LOOK_STEPS:
+        if self._failed or self.index is None or not looks(self._idle):
             return
         if self._copied is not None and self.streams is not None:
             self.streams[0].wait_event(self._copied)  # on the device: what is being copied is written again

@@ -10,7 +10,6 @@ from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
 
-from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.standalone import Response
@@ -25,7 +24,7 @@ from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_de
 from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import Refresh, Refreshed, Started
+from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
 logger = logging.getLogger("das_adapter")
@@ -38,6 +37,7 @@ class DeviceWorkerState(WorkerState):
     """The state of one worker on the V2 runner. The first tensor-parallel rank drafts; the others follow it."""
 
     ranks_draft_alike = False
+    model_runner = 2
 
     def __init__(self, runner: Any, config: DasConfig):
         super().__init__(runner, config)
@@ -189,10 +189,6 @@ class DeviceWorkerState(WorkerState):
     def label(self, req_id: str) -> Label:
         raise NotImplementedError("the V2 runner's requests are known by what joins the batch")
 
-    def _hello(self) -> Started:
-        sampler = type(self.runner.sampler).__name__
-        return Started(version=__version__, drafter=self.config.drafter, sampler=sampler, runner="V2")
-
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring everything up to date that depends on the weights or on the history."""
         answer = self.lengths.refresh(message) if self.lengths is not None else Refreshed()
@@ -213,6 +209,8 @@ class DeviceWorkerState(WorkerState):
             stats |= self.lengths.stats()
         if self.index is not None:
             stats |= EngineStats(live_bytes=self.index.nbytes)
+            if shortage := self.index.shortage():
+                logger.warning("das: %s", shortage)
         return stats
 
     def _drafter(self) -> Any:
