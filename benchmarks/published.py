@@ -36,6 +36,8 @@ from das_adapter.sim.simulate import Simulation
 HERE = Path(__file__).parent
 GRADES = ("reproduced", "consistent", "revised", "not")
 MARKS = ("given", "derived", "assumed", "fitted")
+OTHER = "other_of_base"
+"""What a step takes beside its rollout, of the base's rollout: of a case, or, where that says `true`, of the inputs."""
 NO_BAND = "not simulated"
 """Said of an assumed input whose band would take too long."""
 
@@ -65,7 +67,8 @@ class Figure:
         """Simulate one arm under some values of inputs."""
         content: dict[str, Any] = {"arms": copy.deepcopy(self.content["arms"])}
         for key, value in settings.items():
-            put(content, key, value)
+            if key != OTHER:
+                put(content, key, value)
         content["arms"] = {"arm": content["arms"][arm]}
         key = json.dumps(content, sort_keys=True)
         if key not in self._runs:
@@ -86,7 +89,8 @@ class Figure:
         """Return a case's quantity: how many times faster the arm is than the base, rollout or step."""
         settings = {**settings, **case.get("set", {})}
         base, ours = (self.seconds(settings, case.get(name, name), case) for name in ("base", "arm"))
-        other = case.get("other_of_base", 0.0) * base
+        share = case.get(OTHER, 0.0)
+        other = (settings[OTHER] if share is True else share) * base
         if case.get("quantity") == "exposed":  # seconds in which the trainer waits, of the base's
             base, ours = (self.seconds(settings, case.get(name, name), case, "exposed_s") for name in ("base", "arm"))
             return ours / base

@@ -31,6 +31,9 @@ class HardwareBlock(_Block):
     attention: Literal["tensor", "data"] = "tensor"
     """`data`: each device of an engine has all of the attention, for requests of its own, and only routed experts are
     spread, to which tokens are sent and come back."""
+    overlap: bool = False
+    """`roofline`: whether what an engine's devices exchange hides behind their kernels, as far as it takes no longer;
+    its waits do not."""
 
 
 class StepsBlock(_Block):
@@ -132,7 +135,8 @@ class AcceptanceBlock(_Block):
     """Tokens that a neural drafter's or n-gram's request gets from a step, with its number of draft tokens."""
     pass_share: Annotated[float, Field(ge=0)] | None = None
     """Time of a pass of a neural drafter, of a plain step of the policy with as many requests; null: as `steps.file`
-    has it, else 0.05."""
+    has it, else 0.05. Of what reading the context takes, EAGLE-3 and MTP have the share of one layer with `roofline`,
+    others this one."""
 
 
 class PipelineBlock(_Block):

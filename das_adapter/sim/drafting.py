@@ -28,6 +28,10 @@ SHARED = 16
 """Engines beyond which all share one latency model and one length model: they are alike."""
 
 
+DraftingSeconds = Callable[[Floats, Floats], Floats]
+"""Of drafting in steps, float64 [n], by their requests and the tokens of context that these have together."""
+
+
 class Ticked(NamedTuple):
     """What a step brought to one engine."""
 
@@ -57,8 +61,7 @@ class Walk(NamedTuple):
     """Logarithm of the chance under which each request's draft ends, float64 [requests]; inf: it drafts nothing."""
     limit: Ints
     """Most tokens of each request's draft, int64 [requests]."""
-    seconds: Floats
-    """Of drafting in a step, by engine, float64 [engines]."""
+    seconds: DraftingSeconds
 
 
 class Drafting(Protocol):
@@ -126,8 +129,8 @@ class Fixed:
     requests: Requests
     source: Source
     tokens: int
-    pass_seconds: Callable[[Floats], Floats] | None = None
-    """Of one pass of the drafter, by requests; each draft token takes one. None: drafting takes no time."""
+    pass_seconds: DraftingSeconds | None = None
+    """Of one pass of the drafter; each draft token takes one. None: drafting takes no time."""
     plain = False
 
     def walk(self, rows: Ints, requests: Floats) -> Walk | None:
@@ -135,9 +138,8 @@ class Fixed:
         walker = self.source.walker()
         if walker is None:
             return None
-        seconds = np.zeros_like(requests) if self.pass_seconds is None else self.tokens * self.pass_seconds(requests)
         return Walk(walker, np.full(len(requests), 2**30), np.full(len(rows), -np.inf),
-                    np.full(len(rows), self.tokens), seconds)  # fmt: skip
+                    np.full(len(rows), self.tokens), self._passes)  # fmt: skip
 
     def walked(self, steps: Ints) -> None:
         """See `Drafting`."""
@@ -153,11 +155,15 @@ class Fixed:
         room = np.maximum(np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows], 0)
         offer = self.source.offer(rows, np.minimum(self.tokens, room), 0.0)
         r.draft[rows], r.hits[rows] = np.diff(offer.offsets), offer.hits
-        if self.pass_seconds is None:
-            return [0.0] * len(ticks)
         counts = np.array([len(tick.rows) for tick in ticks], dtype=float)
-        passes: list[float] = (self.tokens * self.pass_seconds(counts)).tolist()
+        context = [float((r.prompt[t.rows] + r.written[t.rows] - t.got).sum()) for t in ticks]  # as the step read it
+        passes: list[float] = self._passes(counts, np.array(context)).tolist()
         return passes
+
+    def _passes(self, requests: Floats, context: Floats) -> Floats:
+        if self.pass_seconds is None:
+            return np.zeros_like(requests)
+        return self.tokens * self.pass_seconds(requests, context)
 
     def end(self, rows: Ints) -> None:
         """See `Drafting`."""
@@ -191,8 +197,8 @@ class Controlled:
     history: Source | None = None
     copy: Given | None = None
     """What the tokens of the policy copy, or of a neural drafter, are worth; None: no model drafts."""
-    pass_seconds: Callable[[Floats], Floats] | None = None
-    """Of one pass of a neural drafter, by requests, all of the batch; None: the passes are the policy copy's."""
+    pass_seconds: DraftingSeconds | None = None
+    """Of one pass of a neural drafter, for all of the batch; None: the passes are the policy copy's."""
     prior: Calibration | None = None
     """What the controllers know of step times before the first."""
     graphs: tuple[int, ...] = ()
@@ -271,8 +277,9 @@ class Controlled:
             room = np.maximum(np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows], 0)
             most = np.where(self._least_of(rows) < np.inf, self._limit[rows], 0)
             offer = self.history.offer(rows, np.minimum(most, room), 0.0)
-            r.hits[rows] = offer.hits
-            r.draft[rows] = np.diff(offer.offsets)
+            drafted = np.repeat(np.arange(len(rows)), np.diff(offer.offsets))
+            likely = offer.chances >= np.exp(self._least[rows])[drafted]
+            r.hits[rows], r.draft[rows] = offer.hits, np.bincount(drafted[likely], minlength=len(rows))
         return seconds
 
     def walk(self, rows: Ints, requests: Floats) -> Walk | None:
@@ -280,8 +287,9 @@ class Controlled:
         walker = self.history.walker() if self.history and self.stride > 1 and self.copy is None else None
         if walker is None:
             return None
-        seconds = self.overhead.step + self.overhead.request * requests
-        return Walk(walker, self._until_asked(), self._least_of(rows), self._limit[rows], seconds)
+        own = self.overhead
+        return Walk(walker, self._until_asked(), self._least_of(rows), self._limit[rows],
+                    lambda requests, context: own.step + own.request * requests)  # fmt: skip
 
     def walked(self, steps: Ints) -> None:
         """See `Drafting`."""
@@ -372,7 +380,7 @@ class Controlled:
             for place in range(int(drafted.max(initial=0))):
                 mine = drafted > (0 if self.pass_seconds else place)
                 read, many = float(context[mine].sum()), np.array([float(mine.sum())])
-                one = self.pass_seconds(many) if self.pass_seconds else self.steps.copy_pass(many, np.array([read]))
+                one = (self.pass_seconds or self.steps.copy_pass)(many, np.array([read]))
                 controller.drafts.timed_pass(int(mine.sum()), float(one[0]), read)
                 passes += float(one[0])
         own = self.overhead.step + (self.overhead.request * len(rows) if offered else 0.0)

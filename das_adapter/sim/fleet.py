@@ -158,9 +158,10 @@ class Fleet:
             **walk.walker.arguments,
         )  # fmt: skip
         there = np.arange(width) < taken[:, None]
-        each = self.steps.decode(np.repeat(counts, taken), tokens[there], context[there])
-        drafting = walk.seconds[chosen] * taken
-        seconds = drafting + np.bincount(np.repeat(np.arange(len(chosen)), taken), each, len(chosen))
+        which = np.repeat(np.arange(len(chosen)), taken)
+        each = self.steps.decode(counts[which], tokens[there], context[there])
+        drafting = _sums(which, walk.seconds(counts[which], context[there]), len(chosen))
+        seconds = drafting + _sums(which, each, len(chosen))
         self.clock[chosen] += seconds
         self.busy_s[chosen] += seconds
         self.drafting_s[chosen] += drafting
@@ -355,5 +356,5 @@ class Fleet:
         return rows[r.unread[rows] == 0], _sums(engine, chunk, self.engines)
 
 
-def _sums(engine: Ints, values: Ints, engines: int) -> Floats:
+def _sums(engine: Ints, values: Ints | Floats, engines: int) -> Floats:
     return np.bincount(engine, values, engines).astype(np.float64)

@@ -18,7 +18,7 @@ from das_adapter.core.latency import read_calibration as read_steps
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim.config import AcceptanceBlock, ArmBlock, SimConfig
-from das_adapter.sim.drafting import Controlled, Drafting, Fixed, Nobody
+from das_adapter.sim.drafting import Controlled, Drafting, DraftingSeconds, Fixed, Nobody
 from das_adapter.sim.fleet import Fleet, Settings
 from das_adapter.sim.hardware import device
 from das_adapter.sim.lengths import Curve, Tail
@@ -142,7 +142,7 @@ class Simulation:
         if das.neural or das.drafter == "ngram":
             tokens = das.model_tokens if das.neural else das.num_draft_tokens
             given = Given(requests, [[rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)]], longest=tokens, seed=seed)
-            passes = self._pass(accept.pass_share) if das.neural else None
+            passes = self._pass(accept.pass_share, das.drafter) if das.neural else None
             if not das.uses_history and das.toggle.mode == "off" and das.budget.policy == "unlimited":
                 return Fixed(requests, given, tokens, passes)
             source, copy = (source, given) if das.neural else (given, None)
@@ -170,16 +170,20 @@ class Simulation:
         roof = Roofline.of(sizes(config.model), speed, config.hardware.per_engine, bytes_per_weight)
         return Calibration(roof.line())
 
-    def _pass(self, share: float | None) -> Callable[[Floats], Floats]:
-        """Return what a pass of a neural drafter takes, by requests."""
+    def _pass(self, share: float | None, drafter: str) -> DraftingSeconds:
+        """Return what a pass of a neural drafter takes."""
         steps = self.steps
         if share is None and isinstance(steps, Line | Sweep) and steps.passes is not None:
-            return lambda requests: steps.copy_pass(requests, np.zeros_like(requests))
+            return steps.copy_pass
         part = PASS_SHARE if share is None else share
-        extra = steps.pass_overhead_s if part and isinstance(steps, Instance) else 0.0
+        extra, read = 0.0, part
+        if part and isinstance(steps, Instance):
+            extra = steps.pass_overhead_s
+            read = 1.0 / steps.layers if "eagle3" in drafter or "mtp" in drafter else part  # theirs is one layer
 
-        def seconds(requests: Floats) -> Floats:
-            return np.asarray(extra + part * steps.decode(requests, requests, np.zeros_like(requests)))
+        def seconds(requests: Floats, context: Floats) -> Floats:
+            short = steps.decode(requests, requests, np.zeros_like(requests))
+            return np.asarray(extra + part * short + read * (steps.decode(requests, requests, context) - short))
 
         return seconds
 
@@ -217,7 +221,7 @@ def step_times(config: SimConfig) -> Steps:
     try:
         return instance(sizes(config.model), replace(found, speed=speed), hardware.per_engine, config.precision,
                         block.overhead_ms * 1e-3, block.draft_overhead_ms * 1e-3, block.pass_overhead_ms * 1e-3,
-                        hardware.attention == "data", **block.fitted)  # fmt: skip
+                        hardware.attention == "data", hardware.overlap, **block.fitted)  # fmt: skip
     except TypeError as error:
         raise ConfigError(f"steps.fitted: {error}") from None
 

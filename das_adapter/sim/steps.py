@@ -87,24 +87,31 @@ class Instance:
     sent_bytes: float = 0.0
     """Bytes that a token's hidden state takes on its way to its experts and back, where only these are spread over the
     devices; 0: layers are."""
+    overlap: bool = False
+    """Whether what is exchanged hides behind the kernels, as far as it takes no longer; the waits do not."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         """See `Steps`."""
         b = np.maximum(requests, 1e-9)
         kernels = self.roof.seconds(requests, context / b, tokens / b - 1.0)
         host = self.overhead_s + self.draft_overhead_s * (tokens > requests)
-        return np.asarray(np.where(requests > 0, kernels + self._exchange(tokens), self._weights()) + host)
+        return np.asarray(np.where(requests > 0, self._exchanged(kernels, tokens), self._weights()) + host)
 
     def prefill(self, tokens: Floats) -> Floats:
         """See `Steps`."""
         seconds = tokens * self.roof.dense_flops / self.roof.hardware.flops
-        return np.asarray(seconds + np.where(tokens > 0, self._exchange(tokens) - self._exchange(np.zeros(1)), 0.0))
+        return self._exchanged(seconds, tokens) - self._exchange(np.zeros(1))
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         """See `Steps`."""
         b = np.maximum(requests, 1e-9)
         passes = self.roof.drafts(requests, context / b, self.copy_share)
-        return np.asarray(passes + self._exchange(requests) + self.pass_overhead_s)
+        return np.asarray(self._exchanged(passes, requests) + self.pass_overhead_s)
+
+    def _exchanged(self, kernels: Floats, tokens: Floats) -> Floats:
+        """Seconds of kernels with the exchange of so many tokens."""
+        waits, whole = self._exchange(np.zeros(1)), self._exchange(tokens)
+        return np.asarray(np.maximum(kernels, whole - waits) + waits if self.overlap else kernels + whole)
 
     def _weights(self) -> float:
         return float(self.roof.read_bytes(1)) / self.roof.hardware.bandwidth
@@ -129,6 +136,7 @@ def instance(
     draft_overhead_s: float = 0.0,
     pass_overhead_s: float = 0.0,
     data_parallel: bool = False,
+    overlap: bool = False,
     **fitted: float,
 ) -> Instance:
     """Return the roofline of a model on so many devices; `precision`: `bf16` or `fp8`; `data_parallel`, `fitted`: as in
@@ -144,7 +152,7 @@ def instance(
         raise DasError("hardware.attention: found 'data', allowed for a model without experts: 'tensor'")
     sent = sizes["num_experts_per_tok"] * sizes["hidden_size"] * (one + 2.0) if data_parallel else 0.0
     return Instance(roof, device, devices, sizes["hidden_size"], sizes["num_hidden_layers"], overhead_s,
-                    draft_overhead_s, pass_overhead_s=pass_overhead_s, sent_bytes=sent)  # fmt: skip
+                    draft_overhead_s, pass_overhead_s=pass_overhead_s, sent_bytes=sent, overlap=overlap)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,13 @@ LINE: dict[str, Any] = {"base": 0.01, "token": 1e-5}
 
 
 def figure(
-    tmp_path: Path, mark: str = "given", revised: str = "", best_of: str = "", least: float = 2.0, **case: Any
+    tmp_path: Path,
+    mark: str = "given",
+    revised: str = "",
+    best_of: str = "",
+    least: float = 2.0,
+    rest: float | None = None,
+    **case: Any,
 ) -> dict[str, Any]:
     """Check a figure whose drafts of three tokens bring 2.5 tokens a step."""
     inputs = {"steps.kind": "line", "steps.line": LINE, "hardware.gpus": 1, "rollout.problems": 1, "rollout.samples": 1,
@@ -22,6 +28,8 @@ def figure(
               "acceptance.length": 2.5}  # fmt: skip
     rows: list[dict[str, Any]] = [{"key": k, "value": v, "mark": "given", "source": "test"} for k, v in inputs.items()]
     rows[-1] |= {"mark": mark, "band": [least, 3.0]} if mark == "assumed" else {"mark": mark}
+    if rest is not None:
+        rows.append({"key": "other_of_base", "value": rest, "mark": "assumed", "source": "test", "band": [0.0]})
     drafts = {"das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3},
                       "toggle": {"mode": "off"}}}  # fmt: skip
     cases = [{"name": "one", "arm": "drafts", "published": 2.5, **case}]
@@ -58,6 +66,9 @@ def test_the_rest_of_a_step_dilutes_and_a_fitted_input_lowers_the_grade(tmp_path
     (case,) = figure(tmp_path, published=1.43, other_of_base=1.0)["cases"]
     assert case["simulated"] == pytest.approx(2 / (1 + 1 / 2.5), rel=0.03)
     assert figure(tmp_path, mark="fitted")["cases"][0]["grade"] == "consistent"
+    (case,) = figure(tmp_path, rest=1.0, published=1.43, other_of_base=True)["cases"]
+    assert case["simulated"] == pytest.approx(2 / (1 + 1 / 2.5), rel=0.03)
+    assert case["band"] == pytest.approx([case["simulated"], 2.5], rel=0.03)
 
 
 def test_what_was_changed_after_a_comparison_is_graded_so(tmp_path: Path) -> None:

@@ -328,19 +328,22 @@ def test_a_trace_takes_what_several_runs_wrote_in_one_step_as_steps_of_their_own
     assert told == sorted(told) and 0 < told[0] and told[-1] <= 1
 
 
-@pytest.mark.parametrize("source", ["given", "trace"])
+@pytest.mark.parametrize("source", ["given", "trace", "controller"])
 def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter of fixed length, whose drafts depend on nothing but a request's position."""
+    """With a drafter of fixed length, whose drafts depend on a request's position alone, and with a controller."""
     fixed = {"das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 4},
                      "toggle": {"mode": "off"}}}  # fmt: skip
     content = SMALL | {"acceptance": {"length": 2.2}, "engine": {"kv_tokens": 1600}, "arms": {"fixed": fixed}}
 
     def made(self: Simulation, das: Any, arm: Any, requests: Requests, work: Any, history: Any) -> Fixed:
         drafts = Traced(requests, work.texts, record(work.texts.rollouts))
-        return Fixed(requests, drafts, 4, lambda b: 1e-3 + 1e-4 * b)
+        return Fixed(requests, drafts, 4, lambda b, context: 1e-3 + 1e-4 * b + 1e-6 * context)
 
     if source == "trace":
         monkeypatch.setattr(Simulation, "_drafting", made)
+    if source == "controller":
+        content = SMALL | {"rollout": SMALL["rollout"] | {"steps": 3, "cap": 2000, "lengths": {"mean": 300}},
+                           "engine": {"kv_tokens": 3200}, "arms": {"fixed": {"stride": 8}}}  # fmt: skip
     runs, walked = [], []
     walk = Fleet._walk
     for natively in (True, False):
@@ -483,6 +486,31 @@ def test_more_devices_read_faster_and_exchange_more() -> None:
     assert step(8, 1) < step(16, 1)  # beyond a node the network's wait is longer than what is gained
 
 
+def test_an_exchange_that_overlaps_hides_behind_kernels_but_for_its_waits() -> None:
+    def seconds(overlap: bool, requests: float, context: float) -> float:
+        found = instance(sizes("Qwen/Qwen3-8B"), device("gb200"), 8, "fp8", overlap=overlap)
+        many, read = np.array([requests]), np.array([requests * context])
+        return float(found.decode(many, 6 * many, read)[0])
+
+    alone = instance(sizes("Qwen/Qwen3-8B"), device("gb200"), 8, "fp8")
+    waits = float(alone._exchange(np.zeros(1))[0])
+    kernels = float(alone.roof.verify(1024, 4000, 5))
+    whole = float(alone._exchange(np.array([6 * 1024.0]))[0])
+    assert seconds(False, 1024, 4000) == pytest.approx(kernels + whole)
+    assert kernels > whole - waits > 0.2 * kernels and seconds(True, 1024, 4000) == pytest.approx(kernels + waits)
+    assert float(alone.roof.verify(1024, 1, 5)) < whole - waits and seconds(True, 1024, 1) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(("drafter", "share"), [("eagle3", 1 / 28), ("mtp", 1 / 28), ("draft_model", 0.1)])
+def test_a_neural_drafter_reads_a_context_of_its_own(drafter: str, share: float) -> None:
+    simulation = small(model="Qwen/Qwen2.5-7B", steps={"kind": "roofline", "pass_overhead_ms": 0.5})
+    b, none, plain = np.array([8.0, 64.0]), np.zeros(2), simulation.steps.decode
+    read = plain(b, b, 5000 * b) - plain(b, b, none)
+    expected = 0.5e-3 + 0.1 * plain(b, b, none) + share * read
+    assert simulation._pass(0.1, drafter)(b, 5000 * b) == pytest.approx(expected)
+    assert not simulation._pass(0.0, drafter)(b, 5000 * b).any()
+
+
 def test_a_measured_sweep_is_what_was_measured_and_a_line_between(tmp_path: Path) -> None:
     path = tmp_path / "sweep.csv"
     rows = [
@@ -523,9 +551,9 @@ def test_a_calibration_is_simulated_with_what_it_measured(
     expected = 2e-3 + 1e-5 * b if passes else 0.4 * model.seconds(b, b, False, 100 * b)
     assert simulation.steps.copy_pass(b, 100 * b) == pytest.approx(expected)
     assert rollout_s(simulation.run("self")) < (0.8 if passes else 1.05) * off
-    neural = 2e-3 + 1e-5 * b if passes else 0.05 * model.seconds(b, b, False)
-    assert simulation._pass(None)(b) == pytest.approx(neural)
-    assert simulation._pass(0.5)(b) == pytest.approx(0.5 * simulation.steps.decode(b, b, 0 * b))
+    neural = 2e-3 + 1e-5 * b if passes else 0.05 * model.seconds(b, b, False, 100 * b)
+    assert simulation._pass(None, "eagle3")(b, 100 * b) == pytest.approx(neural)
+    assert simulation._pass(0.5, "eagle3")(b, 100 * b) == pytest.approx(0.5 * simulation.steps.decode(b, b, 100 * b))
 
 
 def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_path: Path) -> None:
