@@ -7,8 +7,10 @@
 flight, after a rollout at that batch which does not count. Each problem is visited in `--epochs` rollouts, the first of
 which finds no history. The arms take turns of half a second, within a rollout, so that a machine that becomes slower
 does so for all of them; of `--repeats` the fastest counts. With one thread, seconds are those of the processor, for the
-figures and for the controllers: no engine waits for others. Behind a context of more than 256 tokens responses are
-ended by the client, after a long tail of lengths. With `--fixed` it also drafts a fixed length with the policy copy,
+figures and for the controllers: no engine waits for others. Behind a context of more than 256 tokens, or with
+`--forced`, responses are ended by the client, after a long tail of lengths. `stock` is vLLM without das-adapter, which
+draws other tokens; `history:idle` is told to draft what is certain alone, and so drafts nothing; `history:looks` as
+well, and looks for drafts in every step. With `--fixed` it also drafts a fixed length with the policy copy,
 and compares the speed-up with the roofline, L / (γ r + v), from the measured step times and with the batch as it
 becomes smaller.
 `steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
@@ -44,12 +46,17 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def block(arm: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The `das:` block of an arm; `self:int4` names the weights too; `eagle3:always`: in every step."""
+def block(arm: str, args: argparse.Namespace) -> dict[str, Any] | None:
+    """The `das:` block of an arm; `self:int4` names the weights too; `eagle3:always`: in every step. None: stock's."""
     drafter, _, variant = arm.partition(":")
+    if drafter == "stock":
+        return None
     if drafter == "off":
         return {"drafter": "none", "verify": {"noise": "keyed"}}
     das: dict[str, Any] = {"drafter": drafter}
+    if variant in ("idle", "looks"):
+        toggle = {"toggle": {"mode": "off"}} if variant == "looks" else {}
+        return das | {"budget": {"policy": "uniform", "min_chance": 1.0}} | toggle
     if variant == "always":
         das |= {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
     elif variant:
@@ -145,10 +152,10 @@ def requests(count: int, samples: int, seed: int, context: int = 0, first: int =
     return [work(n // samples, n % samples) for n in range(count)]
 
 
-def stops(count: int, context: int, most: int) -> list[int] | None:
+def stops(count: int, context: int, most: int, forced: bool) -> list[int] | None:
     """Tokens after which the client ends each response, as its length is not to be known before: a long tail. None: it
     ends by itself, which behind a long context it does not."""
-    if context <= 256:
+    if context <= 256 and not forced:
         return None
     import numpy as np
 
@@ -169,7 +176,7 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
     vllm, core, serial = llm.llm_engine, llm.llm_engine.engine_core.engine_core, count()
 
     def rpc(command: str, **payload: Any) -> Any:
-        return llm.collective_rpc("das_rpc", args=(command, payload))[0]
+        return llm.collective_rpc("das_rpc", args=(command, payload))[0] if job["das"] else {}
 
     def rollout(batch: int, work: Work, ends: list[int] | None = None) -> Generator[None, None, Rollout]:
         core.scheduler.max_num_running_reqs = batch
@@ -195,11 +202,11 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
 
     yield from rollout(8, requests(8, 4, 7, first=10**6))
     refreshed = min(rpc("refresh", version=1).get("requantise_s", 0.0) for _ in range(4))
-    yield {"refresh_s": refreshed, "drafter_bytes": drafter_bytes(job["das"], rpc("stats"))}
+    yield {"refresh_s": refreshed, "drafter_bytes": drafter_bytes(job["das"] or {}, rpc("stats"))}
     first = 0
     for context, batch in product(job["contexts"], job["batches"]):
         many = max(batch, job["least"])
-        ends = stops(many, context, job["tokens"])
+        ends = stops(many, context, job["tokens"], job["forced"])
         yield from rollout(
             batch, requests(many, job["samples"], 7, context, 10**6), ends
         )  # the first steps at this batch
@@ -208,14 +215,14 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
             for epoch in range(job["epochs"]):
                 work = requests(many, job["samples"], 99 + 7 * epoch, context, first)
                 seconds, texts, stats = yield from rollout(batch, work, ends)
-                figures = summary(seconds, stats)
+                figures = summary(seconds, stats or undrafted(texts))
                 figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
                 figures["response_tokens"] = [int(np.mean([*map(len, texts)])), max(map(len, texts))]
                 keep = [(extra["das_problem"], np.asarray(t, dtype=np.int32).tobytes(), 1)
                         for (_, extra), t in zip(work, texts, strict=True)]  # fmt: skip
                 rpc("refresh", version=1, trajectories=keep)
                 yield figures
-        if job["das"]["drafter"] == "self" and job["fixed"] and batch <= 4:
+        if job["fixed"] and job["das"]["drafter"] == "self" and batch <= 4:
             yield from fixed_length(llm, batch, requests(many, job["samples"], 99, context), rollout)
 
 
@@ -229,6 +236,13 @@ def drafter_bytes(das: dict[str, Any], stats: dict[str, Any]) -> int:
         with safe_open(file, "pt") as tensors:
             weights += sum(2 * tensors.get_tensor(name).numel() for name in tensors.keys())
     return int(stats.get("drafter_bytes", 0) + stats.get("history_bytes", 0) + weights)
+
+
+def undrafted(texts: list[list[int]]) -> dict[str, Any]:
+    """The figures of an engine that drafts nothing."""
+    tokens = sum(map(len, texts))
+    none = dict.fromkeys(("accepted_tokens", "draft_tokens", "drafted_forwards"), 0)
+    return {"tokens": tokens, "request_forwards": tokens, "error": None, **none}
 
 
 def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
@@ -337,14 +351,19 @@ def child_steps(job: dict[str, Any]) -> Any:
             "policy_bytes": sum(p.nbytes for p in runner.model.parameters())}  # fmt: skip
 
 
+def base(results: dict[str, Any]) -> str:
+    """The arm that the others are compared with."""
+    return next((arm for arm in ("stock", "off") if arm in results), next(iter(results)))
+
+
 def show_modes(results: dict[str, Any]) -> Table:
-    table = Table(title="Rollout time of off, fastest of the repeats")
-    for name in ("context", "batch", "epoch", "arm", "rollout s", "of off", "acceptance length", "tokens/forward",
-                 "drafted", "tokens", "longest", "same tokens"):  # fmt: skip
+    table = Table(title=f"Rollout time of {base(results)}, fastest of the repeats")
+    for name in ("context", "batch", "epoch", "arm", "rollout s", f"of {base(results)}", "acceptance length",
+                 "tokens/forward", "drafted", "tokens", "longest", "same tokens"):  # fmt: skip
         table.add_column(name, justify="left" if name == "arm" else "right")
     for cell in next(iter(results.values()))["cells"]:
         for arm, result in results.items():
-            f, off = result["cells"][cell], results.get("off", result)["cells"][cell]
+            f, off = result["cells"][cell], results[base(results)]["cells"][cell]
             table.add_row(*cell.split("/"), arm, f"{f['rollout_s']:.2f}", f"{f['rollout_s'] / off['rollout_s']:.3f}",
                           f"{f['acceptance_length']:.2f}", f"{f['tokens_per_forward']:.2f}",
                           f"{f['drafted_forwards']:.2f}", *map(str, f["response_tokens"]),
@@ -353,19 +372,21 @@ def show_modes(results: dict[str, Any]) -> Table:
 
 
 def markdown(results: dict[str, Any]) -> str:
-    """Rollout time of off and tokens per forward, a table for each context and epoch."""
+    """Rollout time of the base and tokens per forward, a table for each context and epoch."""
     cells = [tuple(cell.split("/")) for cell in next(iter(results.values()))["cells"]]
     lines = []
     for context, epoch in dict.fromkeys((context, epoch) for context, _, epoch in cells):
         batches = [batch for c, batch, e in cells if (c, e) == (context, epoch)]
-        lines += [f"Context {context}, epoch {epoch}: rollout time of off, tokens per forward", "",
+        lines += [f"Context {context}, epoch {epoch}: rollout time of {base(results)}, tokens per forward", "",
                   "| drafter | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
                   "|---" * (len(batches) + 1) + "|"]  # fmt: skip
         for arm, result in results.items():
             row = []
             for batch in batches:
-                f, off = (r["cells"][f"{context}/{batch}/{epoch}"] for r in (result, results.get("off", result)))
-                share = f"{f['rollout_s']:.2f} s" if arm == "off" else f"{f['rollout_s'] / off['rollout_s']:.3f}"
+                f, off = (r["cells"][f"{context}/{batch}/{epoch}"] for r in (result, results[base(results)]))
+                share = (
+                    f"{f['rollout_s']:.2f} s" if arm == base(results) else f"{f['rollout_s'] / off['rollout_s']:.3f}"
+                )
                 same = "" if f["tokens_hash"] == off["tokens_hash"] else " (other tokens)"
                 row.append(f"{share}, {f['tokens_per_forward']:.2f}{same}")
             lines.append(f"| {arm} | " + " | ".join(row) + " |")
@@ -401,6 +422,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="visits of each problem; the first finds no history")
     parser.add_argument("--repeats", type=int, default=2, help="each with problems of its own")
     parser.add_argument("--fixed", action="store_true", help="drafts of fixed length as well, for the policy copy")
+    parser.add_argument("--forced", action="store_true", help="lengths of responses as behind a long context")
     parser.add_argument("--threads", type=int, default=1, help="more than one needs a machine with nobody else on it")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--draft", type=Path, help="checkpoint of the arm draft_model")
@@ -422,6 +444,7 @@ def main() -> None:
         "threads",
         "repeats",
         "fixed",
+        "forced",
     )
     common = {"policy": str(args.policy), **{name: getattr(args, name) for name in names}}
     if args.what == "modes":

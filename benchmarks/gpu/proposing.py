@@ -14,8 +14,8 @@ GROUP, MOST = 8, 16
 
 
 def propose(plan: Plan) -> Found:
-    """Median milliseconds of index and controller in a step, and of the whole proposer, by batch, and of the step on an
-    H100 (roofline)."""
+    """Median milliseconds of index and controller in a step, and of the whole proposer, by batch, in processor time (a
+    step waits for one thread); and of the step on an H100 (roofline)."""
     from das_adapter.core.hardware import DEVICES
     from das_adapter.core.roofline import Roofline
 
@@ -80,10 +80,10 @@ def _index_seconds(world: World) -> float:
             _, chances, at = index.draft_flat(handles, limits, floor)
             return chances, at
 
-        begin = time.perf_counter()
+        begin = time.process_time()
         controller.plan(Decoded(slots, one, None, None, room), look)
         controller.timed(TimedStep(slots, one, batch, 0.01))
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
     return float(np.median(times))
 
 
@@ -122,10 +122,10 @@ def _proposer_seconds(world: World) -> float:
             num_scheduled_tokens=dict.fromkeys(names, 1), scheduled_new_reqs=[], scheduled_spec_decode_tokens={},
             total_num_scheduled_tokens=world.batch, finished_req_ids=set(),
         )  # fmt: skip
-        begin = time.perf_counter()
+        begin = time.process_time()
         drafter.begin_step(scheduled, begin)
         drafts = drafter.propose(sampled, np.full(world.batch, length), tokens)
-        times.append(time.perf_counter() - begin)
+        times.append(time.process_time() - begin)
         drafted += sum(map(len, drafts))
     if drafter.counters.error or not drafted:
         raise RuntimeError(drafter.counters.error or "nothing was drafted")
