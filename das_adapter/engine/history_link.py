@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import queue
 import shutil
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -55,6 +57,8 @@ class HistoryLink:
         """Batches that are not known to be published."""
         self._sent = self._number = self._cursor = 0
         self._connection: Connection | None = None
+        self._in_use: IO[bytes] | None = None
+        """Locked while this engine lives, so that nobody sweeps the directory away whose process was killed."""
         self._trouble = ""
         self._tasks: queue.SimpleQueue[queue.SimpleQueue[_Answer] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -112,8 +116,10 @@ class HistoryLink:
         process, deadline = None, time.monotonic() + PATIENCE_S / 2
         while self._connection is None:
             try:
-                self._connection = Client(str(self._directory / SOCKET), family="AF_UNIX")
-                self._sent = 0
+                connection = Client(str(self._directory / SOCKET), family="AF_UNIX")
+                self._in_use = (self._directory / "janitor").open("rb")
+                fcntl.flock(self._in_use, fcntl.LOCK_SH)
+                self._connection, self._sent = connection, 0
             except (FileNotFoundError, ConnectionRefusedError):
                 if time.monotonic() > deadline:
                     raise

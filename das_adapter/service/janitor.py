@@ -27,7 +27,7 @@ def watch(directory: Path, grace_s: float) -> None:
 
 
 def sweep(root: Path, besides: str) -> None:
-    """Remove this user's history directories in `root` that nobody writes to or watches: those of jobs that ended
+    """Remove this user's history directories in `root` that nobody writes to, watches or uses: those of jobs that ended
     together with their janitors. `besides`: the name of one that stays."""
     for directory in root.glob("das-history-*"):
         with contextlib.suppress(OSError):  # it is gone, or in use

@@ -170,7 +170,7 @@ def main(directory: Path, config: HistoryConfig, grace_s: float) -> None:
         history = LocalHistory(directory, config)
     except DasError as error:
         sys.exit(0 if "another store writes there" in str(error) else str(error))
-    (directory / "janitor").touch()  # so that `sweep` knows what a killed process has left
+    (directory / "janitor").touch()  # for `sweep`: engines lock it, and what nobody locks is left over
     server = Server(history, directory / "socket")
     server.wait(grace_s)
     shutil.rmtree(directory, ignore_errors=True)

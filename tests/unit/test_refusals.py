@@ -75,7 +75,8 @@ def test_what_it_can_do_is_allowed_and_what_it_costs_is_said(caplog: pytest.LogC
     assert not caplog.records
     logger = logging.getLogger("vllm.das_adapter")  # vLLM shows what its own loggers get alone
     logger.addHandler(caplog.handler)
-    _refuse(config, engine({"is_hybrid": True}))
+    with caplog.at_level(logging.WARNING, logger=logger.name):
+        _refuse(config, engine({"is_hybrid": True}))
     logger.removeHandler(caplog.handler)
     assert "1 + 4 copies" in caplog.text
     with pytest.raises(ConfigError, match=r"das\.drafter='history': found a policy with recurrent state on a CPU"):
