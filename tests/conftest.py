@@ -25,9 +25,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.engine)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that take longest first."""
+    """Run the tests that take longest first; of those that are marked so, each case on one vLLM build."""
     items.sort(key=lambda item: "/e2e/" not in item.nodeid)
+    for item in items:
+        if item.get_closest_marker("one_build") and isinstance(item, pytest.Function):
+            cases = dict(item.callspec.indices)
+            build = cases.pop("vllm_env")
+            if (build + sum(cases.values()) + len(item.originalname)) % 2:
+                item.add_marker(pytest.mark.long)
 
 
 @pytest.hookimpl(optionalhook=True)

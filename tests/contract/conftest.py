@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import importlib.util
 import json
@@ -59,12 +60,19 @@ def v2_engine(
 
 @pytest.fixture(scope="session")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the tiny policy's drafters, trained for a moment, and of a policy with a layer for `mtp`."""
+    """Directory of the tiny policy's drafters, trained for a moment, and of a policy with a layer for `mtp`; pytest's
+    workers share it."""
     import tiny_models
 
-    out = tmp_path_factory.mktemp("drafters")
-    tiny_models.write("mtp", out / "mtp")
-    subprocess.run([sys.executable, DRAFTERS, out, "--steps", "40"], check=True, capture_output=True)
+    out = tmp_path_factory.getbasetemp()
+    out = (out.parent if "PYTEST_XDIST_WORKER" in os.environ else out) / "drafters"
+    out.mkdir(exist_ok=True)
+    with (out / "trained").open("a+") as trained:
+        fcntl.flock(trained, fcntl.LOCK_EX)
+        if not trained.tell():
+            tiny_models.write("mtp", out / "mtp")
+            subprocess.run([sys.executable, DRAFTERS, out, "--steps", "40"], check=True, capture_output=True)
+            trained.write("yes")
     return out
 
 

@@ -18,6 +18,7 @@ from das_adapter.tools import report, run_series
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
 
 
+@pytest.mark.one_build
 def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_factory: Any) -> None:
     logs = tmp_path_factory.mktemp("logs")
     rounds = two_rounds(requests(PLAIN)) * 2
@@ -41,6 +42,7 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
     assert counted == sum(rate.drafted for rate in run_series.by_age(rollouts)) > 0
 
 
+@pytest.mark.one_build
 def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
     command = [sys.executable, "-m", "das_adapter.cli", "calibrate", str(POLICY), "--out", str(out), "--rounds", "4",

@@ -57,6 +57,7 @@ def job(das: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"das": das, "engine": {"max_num_seqs": 64, "enable_prefix_caching": True}, "rounds": [part], **more}
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("noise", ["keyed", "stock"])
 @pytest.mark.parametrize("drafter", ["ngram", "history", "self", "history+self"])
 def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: str, noise: str) -> None:
@@ -66,6 +67,7 @@ def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: st
     assert misfit(result, law) < 3.5
 
 
+@pytest.mark.one_build
 def test_without_our_fix_vllms_cpu_sampler_is_wrong(engine: Any, law: Any) -> None:
     """When this fails, vLLM has mended its CPU kernel: `engine/cpu.py` can do with one fix less."""
     result = engine(**job({"drafter": "ngram", "verify": {"noise": "stock"}, **DRAFTED}, sabotage="no CPU fix"))

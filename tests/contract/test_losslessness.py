@@ -95,6 +95,7 @@ def adapter(directory: Path) -> str:
     return str(directory)
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("params", [PLAIN, EVERY_PARAMETER], ids=["plain", "every-parameter"])
 def test_tokens_and_logprobs_do_not_depend_on_the_drafter(engine: Any, arm: str, params: list[dict[str, Any]]) -> None:
@@ -195,6 +196,7 @@ def test_collapsed_acceptance_pauses_the_drafter_until_the_next_weight_sync(engi
         assert 2000 <= r["stats"]["draft_tokens"] < 2600  # then it drafts no more; unpaused it would be 10 000
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_a_text_of_another_vocabulary_harms_no_other(engine: Any, tmp_path: Path, shared: bool) -> None:
     asked = requests(PLAIN)
@@ -309,6 +311,7 @@ def test_validation_text_does_not_stay(engine: Any) -> None:
     assert once[0]["stats"]["request_forwards"] == once[0]["stats"]["steps"] == 0  # figures are of training rollouts
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
 def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine: Any, das: dict[str, Any]) -> None:
     long, short = prompts(2)
@@ -325,6 +328,7 @@ def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine:
     assert result[1]["stats"]["accepted_tokens"] >= crowded[1]["stats"]["accepted_tokens"]
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
 def test_preempted_requests_and_cached_prefixes_keep_their_tokens(engine: Any, das: dict[str, Any]) -> None:
     first, second = two_rounds(requests(PLAIN + EVERY_PARAMETER, 24))

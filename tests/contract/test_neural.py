@@ -48,6 +48,7 @@ AT_LEAST = [{"temperature": 1.0, "min_tokens": tokens} for tokens in range(30, 6
 ALWAYS = {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
@@ -69,6 +70,7 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
 EVERY_LENGTH = {"sabotage": "any draft length"}
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("method", [*METHODS, *(f"history+{method}" for method in METHODS)])
 def test_tokens_do_not_depend_on_a_controlled_drafter(engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length for any requests in any step: what the drafter has missed it reads later."""
@@ -117,6 +119,7 @@ def test_a_useless_drafter_is_not_run(engine: Any, drafters: Path, tmp_path: Pat
     assert sum(step.drafted > 0 for step in steps[40:]) < 0.05 * len(steps)
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("method", METHODS)
 def test_a_useful_drafter_is_run(engine: Any, drafters: Path, tmp_path: Path, method: str) -> None:
     asked = [{**r, "params": {**r["params"], "max_tokens": 160, "ignore_eos": True}} for r in requests(PLAIN, 3)]
@@ -128,6 +131,7 @@ def test_a_useful_drafter_is_run(engine: Any, drafters: Path, tmp_path: Path, me
     assert result[0]["stats"]["accepted_tokens"] > 20
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("method", METHODS)
 def test_requests_may_end_at_max_model_len(engine: Any, drafters: Path, method: str) -> None:
     asked = [{**r, "params": {**r["params"], "max_tokens": 200, "ignore_eos": True}} for r in requests(PLAIN, 6)]
@@ -151,6 +155,7 @@ def test_a_lora_policy_writes_the_tokens_of_off(engine: Any, drafters: Path, met
     assert not any(r["stats"]["error"] for r in result)
 
 
+@pytest.mark.one_build
 @pytest.mark.parametrize("method", METHODS)
 def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, method: str) -> None:
     """The second to fourth token of one prompt, with vLLM's rejection sampling of the drafter's probabilities."""

@@ -88,6 +88,7 @@ print("RESULT " + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 """
 
 
+@pytest.mark.one_build
 def test_stock_v2_writes_the_same_tokens(engine: Any, newest_env: dict[str, str]) -> None:
     """The newest vLLM's second runner without das-adapter, and our samplers in a first runner."""
     params = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"temperature": 1.3}]

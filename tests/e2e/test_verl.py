@@ -46,7 +46,7 @@ def steps(out: Path) -> list[dict[str, Any]]:
 
 
 def checkpoints(directory: Path) -> list[str]:
-    return [f"trainer.default_local_dir={directory}", "trainer.save_freq=3", "trainer.resume_mode=auto"]
+    return [f"trainer.default_local_dir={directory}", "trainer.save_freq=2", "trainer.resume_mode=auto"]
 
 
 def check_pipeline(run: subprocess.CompletedProcess[str], out: Path) -> list[dict[str, Any]]:
@@ -68,7 +68,7 @@ def histories(run: subprocess.CompletedProcess[str]) -> set[Path]:
 
 @dataclass
 class Runs:
-    """Three steps over the same four problems, with a validation after each; off, then with the history."""
+    """Two steps over the same four problems, with a validation after each; off, then with the history."""
 
     off: list[dict[str, Any]]
     history: list[dict[str, Any]]
@@ -87,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
         "history": [*HISTORY, *checkpoints(out / "saved")],
     }.items():
-        run = train(out / arm, *SMALL, "trainer.total_training_steps=3", "trainer.test_freq=1", *overrides)
+        run = train(out / arm, *SMALL, "trainer.total_training_steps=2", "trainer.test_freq=1", *overrides)
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
         logged[arm] = steps(out / arm)
         directories |= histories(run)
@@ -96,7 +96,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 def test_training_is_the_same_to_the_last_token_and_the_last_gradient(runs: Any) -> None:
     off, history = runs.off, runs.history
-    assert len(off) == len(history) == 3
+    assert len(off) == len(history) == 2
     for a, b in zip(off, history, strict=True):
         for key in ("das/token_hash", "critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/max"):
             assert a[key] == b[key], key
@@ -113,7 +113,7 @@ def test_validation_never_enters_the_history(runs: Any) -> None:
     samples = 16  # of the four training problems; the validation after step 1 would come on top
     means = [step["response_length/mean"] for step in runs.history]
     assert runs.history[0]["das/history_tokens"] == 0
-    assert runs.history[-1]["das/history_tokens"] == round(samples * (means[0] + means[1]))
+    assert runs.history[-1]["das/history_tokens"] == round(samples * means[0])
 
 
 def test_metrics_are_filled(runs: Any) -> None:
@@ -131,9 +131,9 @@ def test_metrics_are_filled(runs: Any) -> None:
 def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(runs: Any, tmp_path: Path) -> None:
     """It goes on asynchronously, trainer and rollout on one machine: the checkpoint of one pipeline serves another."""
     out, pipeline = tmp_path / "resumed.jsonl", "grpo_tiny_math_cpu_colocate_async"
-    run = train(out, *SMALL, *HISTORY, *checkpoints(runs.saved), "trainer.total_training_steps=6", config=pipeline)
+    run = train(out, *SMALL, *HISTORY, *checkpoints(runs.saved), "trainer.total_training_steps=4", config=pipeline)
     first, *_ = figures = check_pipeline(run, out)
-    assert first["training/global_step"] == 4
+    assert first["training/global_step"] == 3
     assert first["das/history_tokens"] == round(16 * sum(step["response_length/mean"] for step in runs.history))
     assert first["das/tokens_per_forward"] > 1.3 * runs.history[0]["das/tokens_per_forward"]
     assert figures[-1]["das/history_tokens"] > first["das/history_tokens"]
@@ -153,7 +153,9 @@ PIPELINES = {
 }
 
 
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(
+    "pipeline", [p if p == "fully_async" else pytest.param(p, marks=pytest.mark.long) for p in PIPELINES]
+)
 def test_asynchronous_pipelines_draft_from_the_history_and_say_so(pipeline: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
     module, length = PIPELINES[pipeline]
