@@ -23,7 +23,7 @@ gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytes
 test: quality $(VENV)/newest  # run the quality checks and every test
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
-long: $(VENV)/newest  # run the tests that make test leaves out because they take minutes
+long: $(VENV)/newest  # run the tests that make test leaves out: minutes each, or on the other vLLM build
 	$(BIN)/python -m pytest -m long
 
 hosts: env  # run the tests of trainers on plain vLLM servers, some minutes each
