@@ -178,6 +178,26 @@ def calibrate(model: str, out: Path, rounds: int, drafter: str | None, engine: s
     click.echo(str(out))
 
 
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+def _writable(_: click.Context, option: click.Parameter, value: Path | None) -> Path | None:
+    """Refuse a file whose directory is not there before minutes of work, and a picture of an unknown kind."""
+    if value is None:
+        return None
+    if not value.parent.is_dir():
+        raise click.BadParameter(f"found {str(value)!r}, whose directory does not exist")
+    if option.name == "picture":
+        try:
+            from matplotlib.backend_bases import FigureCanvasBase
+        except ImportError:
+            raise click.ClickException("--plot needs matplotlib: pip install 'das-adapter[plot]'") from None
+        kinds = FigureCanvasBase.get_supported_filetypes()
+        if value.suffix and value.suffix[1:].lower() not in kinds:
+            raise click.BadParameter(f"found {str(value)!r}, allowed: {', '.join(kinds)}")
+    return value
+
+
 @main.command()
 @click.argument("path", type=click.Path(exists=True, path_type=Path), metavar="FILE")
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where FILE holds text.")
@@ -205,8 +225,8 @@ def calibrate(model: str, out: Path, rounds: int, drafter: str | None, engine: s
     show_default=True,
     help="--hardware: tokens that are simulated; problems of a larger dump are sampled, and count several times.",
 )
-@click.option("--json", "target", type=click.Path(path_type=Path), help="Write the figures here.")
-@click.option("--plot", "picture", type=click.Path(), help="Draw them here, as PNG.")
+@click.option("--json", "target", type=_FILE, callback=_writable, help="Write the figures here.")
+@click.option("--plot", "picture", type=_FILE, callback=_writable, help="Draw them here.")
 def replay(
     path: Path,
     hardware: str | None,
@@ -226,7 +246,7 @@ def replay(
     replicas: tuple[int, ...],
     slots: int | None,
     target: Path | None,
-    picture: str | None,
+    picture: Path | None,
 ) -> None:
     """Replay dumped rollouts (FILE or a directory) step by step, as the drafter would have seen them.
 
@@ -280,19 +300,16 @@ def replay(
     if target:
         target.write_text(json.dumps(figures, indent=1) + "\n")
     if picture:
-        try:
-            simulator.plot(figures, picture)
-        except ImportError:
-            raise click.ClickException("--plot needs matplotlib: pip install 'das-adapter[plot]'") from None
+        simulator.plot(figures, picture)
 
 
 @main.command()
 @click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="CONFIG")
 @click.option("--vary", multiple=True, metavar="KEY=V1,V2", help="Simulate every combination, over all cores.")
 @click.option("--jobs", type=click.IntRange(1), help="--vary: processes; default: as many as cores.")
-@click.option("--json", "target", type=click.Path(path_type=Path), help="Write the figures here.")
-@click.option("--plot", "picture", type=click.Path(), help="Draw running requests over time here.")
-def simulate(path: Path, vary: tuple[str, ...], jobs: int | None, target: Path | None, picture: str | None) -> None:
+@click.option("--json", "target", type=_FILE, callback=_writable, help="Write the figures here.")
+@click.option("--plot", "picture", type=_FILE, callback=_writable, help="Draw running requests over time here.")
+def simulate(path: Path, vary: tuple[str, ...], jobs: int | None, target: Path | None, picture: Path | None) -> None:
     """Simulate the rollouts that CONFIG (YAML) describes: seconds by drafter on given hardware."""
     from das_adapter.sim import Simulation, plots, summary
     from das_adapter.sim import config as configs
@@ -318,8 +335,6 @@ def simulate(path: Path, vary: tuple[str, ...], jobs: int | None, target: Path |
                 plots.draw(runs, picture)
     except DasError as error:
         raise click.ClickException(str(error)) from None
-    except ImportError:
-        raise click.ClickException("--plot needs matplotlib: pip install 'das-adapter[plot]'") from None
     if target:
         target.write_text(json.dumps(figures, indent=1) + "\n")
 
@@ -371,7 +386,7 @@ def _refuse_without_effect(hardware: bool) -> set[str]:
 
 
 def _pays(
-    path: Path, tokenizer: str | None, tokens: int, cluster: dict[str, Any], target: Path | None, picture: str | None
+    path: Path, tokenizer: str | None, tokens: int, cluster: dict[str, Any], target: Path | None, picture: Path | None
 ) -> None:
     """Say what a dump's rollouts would take on a cluster, off and on, and which block takes least."""
     import yaml
@@ -386,8 +401,6 @@ def _pays(
             plots.draw(answer.runs, picture)
     except DasError as error:
         raise click.ClickException(str(error)) from None
-    except ImportError:
-        raise click.ClickException("--plot needs matplotlib: pip install 'das-adapter[plot]'") from None
     table = Table(box=None, pad_edge=False)
     for column in ("epoch", "steps", "off, s", "on, s", "ratio", "step off", "on", "ratio", "tok/fwd"):
         table.add_column(column, justify="right", no_wrap=True)

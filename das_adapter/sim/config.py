@@ -202,7 +202,7 @@ def read(path: str | Path) -> SimConfig:
 
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {error}") from None
     if isinstance(content, dict) and isinstance(content.get("arms"), dict):  # YAML reads `off:` as a truth value
         content["arms"] = {{False: "off", True: "on"}.get(key, key): arm for key, arm in content["arms"].items()}

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,9 +60,15 @@ def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:
         tokenizer: name or folder of a Hugging Face tokenizer; needed where a dump holds text and no token ids.
 
     Raises:
-        RolloutFileError: the file is none of these, or it holds text and there is no tokenizer.
-        OSError: the file can't be read.
+        RolloutFileError: there is no such file, it is none of these, or it holds text and there is no tokenizer.
     """
+    try:
+        return _read(path, tokenizer)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise RolloutFileError(f"{path}: {error}") from None
+
+
+def _read(path: Path, tokenizer: str | None) -> list[Rollout]:
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.name.endswith((".jsonl", ".jsonl.zst")))
     else:

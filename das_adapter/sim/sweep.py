@@ -23,6 +23,7 @@ def variants(config: SimConfig, values: Mapping[str, Sequence[Any]]) -> Iterator
     for combination in itertools.product(*values.values()):
         chosen = dict(zip(values, combination, strict=True))
         content = config.model_dump(exclude_defaults=True)
+        content["arms"] = {name: arm.model_dump(exclude_defaults=True) for name, arm in config.arms.items()}
         for key, value in chosen.items():
             block, *path = content, *key.split(".")
             for part in path[:-1]:

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -219,7 +220,7 @@ def report(
     }  # fmt: skip
 
 
-def plot(figures: dict[str, Any], path: str) -> None:
+def plot(figures: dict[str, Any], path: str | Path) -> None:
     """Plot tokens per forward by step, source and length, acceptance by position, and the chances' reliability.
 
     Raises:

@@ -89,6 +89,15 @@ def test_what_is_no_rollout_is_named_with_its_line(tmp_path: Path, text: str) ->
         read(path, str(TOKENIZER))
 
 
+@pytest.mark.parametrize(("name", "content"), [("gone.jsonl", None), ("r.npz", b"no archive"), ("r.npz", b"PK\x03\x04"),
+                                                ("1.jsonl", b"\xff\xfe\x00")])  # fmt: skip
+def test_a_file_that_can_t_be_read_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(RolloutFileError, match=name):
+        read(tmp_path / name, str(TOKENIZER))
+
+
 def test_a_dump_without_responses_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").write_text("")
     with pytest.raises(RolloutFileError, match="no rollout"):

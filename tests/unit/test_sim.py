@@ -31,7 +31,7 @@ from das_adapter.sim.rollouts import Rollout
 from das_adapter.sim.simulate import rate_of
 from das_adapter.sim.sources import Given, Traced, record
 from das_adapter.sim.steps import Instance, Line, Sweep, instance, read_sweep
-from das_adapter.sim.sweep import sweep
+from das_adapter.sim.sweep import sweep, variants
 from das_adapter.tools.replay import replay
 
 ROLLOUTS = workload.synthetic(problems=10, samples=6, mean_tokens=60, seed=3)
@@ -628,6 +628,30 @@ def test_the_command_simulates_varies_and_draws(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "hardware.gpus=2" in done.output
     done = CliRunner().invoke(main, ["simulate", str(path), "--vary", "hardware.gpus"])
     assert done.exit_code == 2 and "KEY=V1,V2" in done.output
+
+
+@pytest.mark.parametrize(("option", "name"), [("--json", "no/o.json"), ("--plot", "no/p.svg"), ("--plot", "p.xyz")])
+def test_what_can_t_be_written_is_refused_before_anything_is_simulated(
+    option: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Simulation, "run", None)
+    path = tmp_path / "sim.yaml"
+    path.write_text(json.dumps(SMALL))
+    done = CliRunner().invoke(main, ["simulate", str(path), option, str(tmp_path / name)])
+    assert done.exit_code == 2 and Path(name).name in done.output
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "sim.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"sim\.yaml"):
+        read(tmp_path / "sim.yaml")
+
+
+def test_a_key_of_an_arm_that_is_there_by_default_is_varied() -> None:
+    config = parse({key: value for key, value in SMALL.items() if key != "arms"})
+    (_, one), (_, other) = variants(config, {"arms.history.das.history.window": [1, 2]})
+    assert list(one.arms) == list(other.arms) == list(config.arms)
+    assert one.arms["off"] == config.arms["off"] and other.arms["history"].das["history"]["window"] == 2
 
 
 def test_a_sweep_gives_what_single_runs_give() -> None:
