@@ -53,8 +53,8 @@ def engine(
 def v2_engine(
     newest_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """Run a job on a real engine with vLLM's V2 model runner, see v2_cpu.py."""
-    with _engines({**newest_env, **v2_cpu.ENV}, tmp_path_factory) as run:
+    """Run a job on a real engine with vLLM's V2 model runner, see v2_cpu.py, whose weights may change."""
+    with _engines({**newest_env, **v2_cpu.ENV, "DAS_CPU_WEIGHT_SYNC": "1"}, tmp_path_factory) as run:
         yield run
 
 

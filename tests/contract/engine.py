@@ -2,15 +2,17 @@
 
 Every job runs in a fork; what the first one imported is imported before the others. Job: `log` (file for the engine's
 messages), `das` (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env`
-(environment variables), `standalone` (the block comes from the environment, and no host looks after the engine),
-`interpreted` (V2: run the kernels that NumPy stands in for, and compare). A round: `requests` with `prompt` and
-`params`, `copies` of them, `aborted`: so many more without an end, which are aborted; and, to be done
-after them, if given, `perturb`: change the policy's weights by so much; `draft_weights`: send a file as the drafter's
-weights, as this `host` does; `lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up;
-`refresh`: sync to this weight version; `unrecorded`: hand over none of the texts; `refused`: labels of further
-requests, see `refusal`; `adapter`: directory of the LoRA adapter that writes them; `shared`: publish the texts in this
-directory, instead of handing them over; `lose`: remove its `generation` or the `directory` before the engine reads it;
-`fresh_copy`: compare the policy copy with a fresh one.
+(environment variables; null: without this one), `standalone` (the block comes from the environment, and no host looks
+after the engine), `nemo_rl` (NeMo-RL's hooks look after it), `interpreted` (V2: run the kernels that NumPy stands in
+for, and compare). A round: `requests` with `prompt` and `params`, `copies` of them, `aborted`: so many more without an
+end, which are aborted; and, to be done after them, if given, `refit`, `perturb`: change the policy's weights by so
+much, as NeMo-RL does, or without a host; `draft_weights`: send a file as the drafter's weights, as this `host` does;
+`lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up; `refresh`: sync to this weight
+version; `unrecorded`: hand over none of the texts; `refused`: labels of further requests, see `refusal`; `adapter`:
+directory of the LoRA adapter that writes them; `shared`: publish the texts in this directory, instead of handing them
+over; `lose`: remove its `generation` or the `directory` before the engine reads it; `visit`: hand over the texts in a
+file of this name, as those of problems that are at home on another node; `fresh_copy`: compare the policy copy with a
+fresh one.
 """
 
 from __future__ import annotations
@@ -308,7 +310,10 @@ def main() -> None:
 
 
 def run(job: dict[str, Any]) -> list[dict[str, Any]]:
-    os.environ.update(job.get("env", {}))
+    for name, value in job.get("env", {}).items():
+        os.environ[name] = value or ""
+        if value is None:
+            del os.environ[name]
     from das_adapter.config import parse
     from das_adapter.protocol.engine_args import engine_args, engine_env
 
@@ -338,7 +343,10 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
 
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
                 "kv_cache_memory_bytes": 2**26}  # fmt: skip
+    if job.get("nemo_rl"):
+        settings["worker_extension_cls"] = "engine.Trained"
     llm = LLM(**{"model": str(POLICY), **settings, **arguments, **job.get("engine", {})})
+    hooks = hooked(llm, das) if job.get("nemo_rl") else None
     preempted = count_preemptions(llm)
     results = []
     logs = not job.get("engine", {}).get("disable_log_stats", True)
@@ -375,12 +383,15 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         if logs:
             result["metrics"] = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
         if das is not None:
-            result["ranks"] = llm.collective_rpc("das_rpc", args=("stats", {}))
+            result["ranks"] = hooks.report() if hooks else llm.collective_rpc("das_rpc", args=("stats", {}))
             result["stats"] = result["ranks"][0]
             result["hello"] = llm.collective_rpc("das_rpc", args=("hello", {}))[0]
         core = llm.llm_engine.engine_core.engine_core
         driver = getattr(core.model_executor, "driver_worker", None)  # where the only rank is in this process
         runner = driver and driver.worker.model_runner
+        if "refit" in part:
+            llm.collective_rpc("update_weights_via_ipc_zmq", args=(part["refit"],))
+            llm.reset_prefix_cache()
         if "perturb" in part:
             perturb(runner.model, part["perturb"])
             llm.reset_prefix_cache()
@@ -398,12 +409,15 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             lose(runner)
         if "sleep" in part:
             sleep(llm, part["sleep"])
+        keep = [
+            (r["params"].get("extra_args", {}).get("das_problem", 0), t)
+            for r, t in zip(requests, texts, strict=True)
+            if not part.get("unrecorded")
+        ]
+        if "visit" in part:
+            give(part["visit"], keep)
+            result["visited"] = llm.collective_rpc("das_rpc", args=("visit", {"files": [part["visit"]]}))
         if "refresh" in part:
-            keep = [
-                (r["params"].get("extra_args", {}).get("das_problem", 0), t)
-                for r, t in zip(requests, texts, strict=True)
-                if not part.get("unrecorded")
-            ]
             if "foreign_token" in part:
                 keep += [(0, [part["foreign_token"]])] * 8  # more than the problem's own texts, so that it is drafted
             trajectories = [(p, _bytes(t), part["refresh"] - 1) for p, t in keep]
@@ -431,7 +445,33 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         results.append(result)
     if runner is None:
         llm.llm_engine.engine_core.shutdown()
+    if hooks:
+        import ray
+
+        ray.shutdown()
     return results
+
+
+class Trained:
+    """Stands for NeMo-RL's extension of vLLM's workers."""
+
+    model_runner: Any
+
+    def update_weights_via_ipc_zmq(self, size: float) -> bool:
+        perturb(self.model_runner.model, size)
+        return True
+
+
+def hooked(llm: Any, das: Any) -> Any:
+    """Put das-adapter's hooks of a NeMo-RL worker on an engine, and start the run's history."""
+    import ray
+
+    from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks
+
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
+    hooks = SyncEngineHooks.attach(llm, das, source=1)
+    hooks.start()
+    return hooks
 
 
 def send(runner: Any, weights: list[Any], host: str | None) -> None:
@@ -622,6 +662,19 @@ def publish(directory: str, trajectories: list[tuple[int, bytes, int]], lose: st
     if lose == "directory":
         shutil.rmtree(directory)
     return directory, generation
+
+
+def give(file: str, texts: list[tuple[int, list[int]]]) -> None:
+    """Write texts of problems as the node does on which they are at home."""
+    import numpy as np
+
+    from das_adapter.core.index.store import HistoryStore
+
+    with HistoryStore(f"{file}-store") as store:
+        for problem, text in texts:
+            store.add(problem, np.asarray(text, dtype=np.int32), 0)
+        store.seal()
+        store.give(file, sorted({problem for problem, _ in texts}))
 
 
 def perturb(policy: Any, size: float) -> None:

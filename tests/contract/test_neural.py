@@ -170,9 +170,13 @@ def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, 
     drafted = engine(das=das, engine=ours, rounds=rounds, **EVERY_LENGTH)[0]
     assert drafted["stats"]["accepted_tokens"] > 200
     assert drafted["samplers"][1] == "vllm.v1.sample.rejection_sampler"
+    assert_same_distribution(off, drafted["tokens"])
+
+
+def assert_same_distribution(*both: list[list[int]]) -> None:
+    """Compare the second to fourth token of two sets of texts."""
     for position in range(1, 4):
-        counts = np.array([np.bincount([t[position] for t in texts], minlength=96)
-                           for texts in (off, drafted["tokens"])])  # fmt: skip
+        counts = np.array([np.bincount([t[position] for t in texts], minlength=96) for texts in both])
         common = counts[:, counts.sum(axis=0) >= 10]
         table = np.column_stack([common, counts.sum(axis=1) - common.sum(axis=1)])
         assert stats.chi2_contingency(table[:, table.sum(axis=0) > 0]).pvalue > 1e-4

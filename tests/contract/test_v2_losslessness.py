@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_losslessness import EVERY_PARAMETER, PLAIN, adapter, requests, two_rounds
+from test_losslessness import EVERY_PARAMETER, PLAIN, adapter, prompts, requests, two_rounds
+
+from das_adapter.protocol.decision_log import Rollout, read
+from das_adapter.protocol.label import Labeller
 
 SMALL = {"history": {"device_bytes": "2MiB"}}
 HISTORY = {
@@ -31,6 +34,23 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
+CONTROLLED = ("controlled", "admitted")
+
+
+def assert_logged(rollouts: list[Rollout], result: list[dict[str, Any]]) -> None:
+    """The decision log has every rollout, with all its requests, tokens and draft tokens."""
+    assert [rollout.version for rollout in rollouts] == [1, 2, 3, 4]
+    for rollout, found in zip(rollouts, result, strict=True):
+        assert rollout.steps and rollout.acceptance
+        assert sorted(r.tokens for r in rollout.requests) == sorted(map(len, found["tokens"]))
+        (counts,) = rollout.counts
+        for name in ("draft_tokens", "accepted_tokens", "tokens"):
+            assert counts[name] == found["stats"][name]
+        assert sum(rollout.acceptance.drafted) == counts["draft_tokens"]
+        assert sum(rollout.acceptance.accepted) == counts["accepted_tokens"]
+        assert sum(step.drafted for step in rollout.steps) > 0.5 * counts["draft_tokens"]  # fillers too; timed steps
+
+
 def shortened(params: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
     """The same requests, up to so many tokens."""
     return [{**p, "max_tokens": tokens, **({"min_tokens": tokens} if "min_tokens" in p else {})} for p in params]
@@ -52,14 +72,19 @@ def stock(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 ROUNDS = synced(two_rounds(requests(shortened(PLAIN, 60))), two_rounds(requests(shortened(EVERY_PARAMETER, 30))))
 """Twelve requests with nothing but a temperature, twice, and twelve with every parameter, twice."""
+CHANGED = [{**part, "perturb": 0.3} if number == 2 else part for number, part in enumerate(ROUNDS)]
+"""The same; the last weight sync changes the weights."""
 
 
 @pytest.mark.parametrize(
     "arm", [a if a in ("history", "crowded", "admitted") else pytest.param(a, marks=pytest.mark.long) for a in ARMS]
 )
-def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str) -> None:
-    reference = v2_engine(das=None, rounds=stock(ROUNDS))
-    result = v2_engine(**ARMS[arm], rounds=ROUNDS)
+def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path: Path) -> None:
+    reference = v2_engine(das=None, rounds=stock(CHANGED))
+    job = ARMS[arm]
+    if arm in CONTROLLED:
+        job = {**job, "das": {**job["das"], "log_dir": str(tmp_path)}}
+    result = v2_engine(**job, rounds=CHANGED)
     for expected, found in zip(reference, result, strict=True):
         assert found["runner"] == expected["runner"] == "vllm.v1.worker.cpu.model_runner"
         assert found["asynchronous"] and expected["asynchronous"]
@@ -70,13 +95,20 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str) -> None:
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
     if arm in ("history", "crowded", "admitted", "garbage"):
         assert sum(r["stats"]["draft_tokens"] for r in result) > 300
+    if arm in CONTROLLED:
+        assert_logged(read(tmp_path), result)
     if arm == "crowded":
         assert result[-1]["preemptions"] > 0 == reference[-1]["preemptions"]
         assert result[-1]["compared"]["chunks"] > 100
 
 
+def test_the_last_weight_sync_changes_what_is_written(v2_engine: Any) -> None:
+    reference = v2_engine(das=None, rounds=stock(CHANGED))
+    assert v2_engine(das=None, rounds=stock(CHANGED[3:]))[0]["tokens"] != reference[3]["tokens"]
+
+
 def test_history_of_the_last_round_is_drafted_and_accepted(v2_engine: Any) -> None:
-    first, second = v2_engine(**ARMS["history"], rounds=ROUNDS)[:2]
+    first, second = v2_engine(**ARMS["history"], rounds=CHANGED)[:2]
     pace = [r["stats"]["tokens"] / r["stats"]["request_forwards"] for r in (first, second)]
     assert pace[1] > 1.3 * pace[0] > 1.3
     assert second["stats"]["history_tokens"] == sum(map(len, first["tokens"]))
@@ -85,9 +117,10 @@ def test_history_of_the_last_round_is_drafted_and_accepted(v2_engine: Any) -> No
 
 
 def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(v2_engine: Any) -> None:
-    reference = v2_engine(das=None, rounds=stock(ROUNDS))[2:]
+    reference = v2_engine(das=None, rounds=stock(CHANGED))[2:]
     das = {**HISTORY, "budget": {**HISTORY["budget"], "max_draft_tokens": 2}}
     rounds = synced(two_rounds(requests(shortened(EVERY_PARAMETER, 4), 9)))
+    rounds[0]["perturb"] = CHANGED[2]["perturb"]
     result = v2_engine(das=das, rounds=rounds, interpreted=True)
     for found, expected in zip(result, reference, strict=True):
         assert found["tokens"] == [tokens[:4] for tokens in expected["tokens"][:9]]
@@ -121,7 +154,7 @@ def test_verification_by_ratio_would_write_other_tokens(v2_engine: Any) -> None:
 
 @pytest.mark.long
 def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any) -> None:
-    result = v2_engine(**ARMS["failing"], rounds=ROUNDS)
+    result = v2_engine(**ARMS["failing"], rounds=CHANGED)
     assert result[0]["stats"]["error"] is None
     assert all("broken on purpose" in r["stats"]["error"] for r in result[1:])
     failed = "the history drafter failed; no drafts until the next weight sync"
@@ -200,6 +233,29 @@ def test_an_engine_without_a_host_drafts_from_what_it_wrote_before_the_weights_c
 
 
 @pytest.mark.long
+def test_nemo_rls_hooks_label_harvest_and_refresh(v2_engine: Any) -> None:
+    """Through the run's history under Ray, with weights that change at the refit."""
+    labeller = Labeller(0, source=1)
+
+    def labelled() -> list[dict[str, Any]]:
+        return [{**r, "params": {**r["params"], "seed": labeller.label(r["prompt"], False).seed}} for r in asked]
+
+    asked = [{"prompt": p, "params": {"temperature": 1.0, "max_tokens": 40}} for p in prompts(4) for _ in range(3)]
+    rounds = [{"requests": asked, "refit": 0.1}, {"requests": asked, "refit": 0.1}, {"requests": asked}]
+    plain = [{"requests": labelled(), "perturb": 0.1}, {"requests": labelled(), "perturb": 0.1},
+             {"requests": labelled()}]  # fmt: skip
+    reference = v2_engine(das=None, rounds=plain)
+    result = v2_engine(das=HISTORY, rounds=rounds, nemo_rl=True)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert all((r["runner"], r["stats"]["error"]) == ("vllm.v1.worker.cpu.model_runner", None) for r in result)
+    written = [sum(map(len, r["tokens"])) for r in result]
+    assert [r["stats"]["history_tokens"] for r in result] == [0, written[0], written[0] + written[1]]
+    assert [r["stats"]["history_hits"] for r in result] == [0, 12, 12]
+    assert [r["stats"]["weight_version"] for r in result] == [0, 1, 2]
+    assert min(r["stats"]["accepted_tokens"] for r in result[1:]) > 50
+
+
+@pytest.mark.long
 def test_grammars_hold_and_draw_stock_vllms_tokens(v2_engine: Any) -> None:
     grammars = [{"structured_outputs": {"regex": "[0-9]{1,3}( [0-9]{1,3}){2,9}"}}, {"temperature": 1.0}]
     rounds = synced(two_rounds(requests(shortened(grammars, 30), 6)))
@@ -209,28 +265,67 @@ def test_grammars_hold_and_draw_stock_vllms_tokens(v2_engine: Any) -> None:
     assert result[1]["stats"]["accepted_tokens"] > 10
 
 
-@pytest.mark.long
-def test_every_request_has_a_seed_and_every_sample_its_own(v2_engine: Any) -> None:
-    asked = requests(PLAIN, 3)[:1]
-    asked[0]["params"] |= {"max_tokens": 12, "ignore_eos": True}
-    seeded = {**asked[0], "params": {**asked[0]["params"], "seed": 77, "extra_args": {"das_problem": 0}}}
-    own = v2_engine(das=HISTORY, rounds=[{"requests": [seeded], "copies": 2}])[0]["tokens"]
-    assert own[0] == own[1] == v2_engine(das=None, rounds=[{"requests": [seeded]}])[0]["tokens"][0]
-    free = {**asked[0], "params": {**asked[0]["params"], "extra_args": {"das_problem": 0}}}
-    tokens = v2_engine(das=HISTORY, rounds=[{"requests": [free], "copies": 2}])[0]["tokens"]
-    assert tokens[0] != tokens[1]
+def test_samples_of_one_request_and_resumed_requests_draw_stock_vllms_tokens(v2_engine: Any) -> None:
+    """Seeds count on from sample to sample. Of a resumed request what it has written before is text of its own, from
+    which its sibling, with the same seed, is drafted."""
+    prompt = prompts(1)[0]
+
+    def asked(label: dict[str, int], prompt: list[int] = prompt, **params: Any) -> dict[str, Any]:
+        params = {"max_tokens": 30, "temperature": 1.0, "ignore_eos": True, **params}
+        return {"prompt": prompt, "params": {**params, "extra_args": label}}
+
+    together = [
+        asked({"das_problem": 0, "das_seed": 70}, n=3),
+        asked({"das_problem": 1}, seed=77, n=2),
+        *[asked({"das_problem": 2})] * 2,
+    ]
+    alone = [asked({}, seed=seed) for seed in (70, 71, 72, 77, 78)]
+    texts = v2_engine(das=None, rounds=[{"requests": alone}])[0]["tokens"]
+    label = {"das_problem": 3, "das_seed": 70}
+    resumed = asked({**label, "das_start": len(prompt)}, [*prompt, *texts[0][:20]], max_tokens=1)
+    rounds = [{"requests": together, "refresh": 1, "unrecorded": True},
+              {"requests": [resumed], "unrecorded": True},
+              {"requests": [asked(label)], "refresh": 2, "unrecorded": True}]  # fmt: skip
+    many, again, sibling = v2_engine(das=HISTORY, rounds=rounds)
+    assert many["samples"][:2] == [texts[:3], texts[3:]]
+    assert many["tokens"][2] != many["tokens"][3]  # without a seed each has its own
+    assert again["tokens"] == [texts[0][20:21]]
+    assert sibling["tokens"] == texts[:1]
+    assert sibling["stats"]["accepted_tokens"] > 15
 
 
 @pytest.mark.long
 def test_the_v1_runner_is_taken_where_it_is_needed(v2_engine: Any) -> None:
+    """And where it is not, the runner is vLLM's own choice; the tokens are the same."""
     rounds = [{"requests": requests([{"temperature": 1.0, "max_tokens": 8}], 3)}]
-    for job in (
-        {"das": HISTORY, "env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
-        {"das": {"drafter": "self"}, "env": {"VLLM_USE_V2_MODEL_RUNNER": "0"}},
+    reference = v2_engine(das=None, rounds=stock(rounds))[0]
+    v1, copied = "vllm.v1.worker.cpu_model_runner", {"drafter": "self"}
+    for job, chosen, runner in (
+        ({"das": HISTORY}, "0", v1),
+        ({"das": HISTORY}, None, reference["runner"]),
+        ({"das": copied}, None, v1),
+        ({"das": copied, "standalone": True}, None, v1),
     ):
-        result = v2_engine(**job, rounds=rounds)[0]
-        assert result["runner"] == "vllm.v1.worker.cpu_model_runner"
-        assert not result["asynchronous"]
+        result = v2_engine(**job, env={"VLLM_USE_V2_MODEL_RUNNER": chosen}, rounds=rounds)[0]
+        assert result["runner"] == runner
+        assert result["asynchronous"] == (runner != v1)
+        assert result["tokens"] == reference["tokens"]
+
+
+def test_a_nodes_history_is_drafted_from_and_that_of_other_nodes_when_it_comes(v2_engine: Any, tmp_path: Path) -> None:
+    """As hosts bring it, without a weight sync between the first round, which finds nothing, and the second."""
+    first, second = two_rounds(requests(shortened(PLAIN, 40)))
+    for request in first["requests"]:
+        request["params"]["extra_args"]["das_record"] = 0  # nor may the second find its text live
+    rounds = [{"requests": first["requests"], "visit": str(tmp_path / "guests")},
+              {**second, "refresh": 1, "shared": str(tmp_path / "own")}, second]  # fmt: skip
+    reference = v2_engine(das=None, rounds=stock(rounds))
+    result = v2_engine(das=HISTORY, rounds=rounds)
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert result[0]["visited"] == [{"generation": 0, "problems": 4}]
+    pace = [r["stats"]["tokens"] / r["stats"]["request_forwards"] for r in result[1:]]
+    assert pace[1] > pace[0] > 1.7  # the same tokens are written again
+    assert [r["stats"]["history_hits"] for r in result] == [0, 12, 12]
 
 
 @pytest.mark.long

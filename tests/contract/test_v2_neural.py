@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_losslessness import PLAIN, requests, two_rounds
-from test_neural import ALWAYS, HOST, block, policy, trained_drafter
+from test_losslessness import PLAIN, adapter, requests, two_rounds
+from test_neural import ALWAYS, HOST, assert_same_distribution, block, policy, trained_drafter
 from test_v2_losslessness import ROUNDS, shortened, stock, synced
 
 RUNNER = "vllm.v1.worker.cpu.model_runner"
@@ -53,7 +53,7 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
     reference = v2_engine(das=None, rounds=stock(ROUNDS))
     result = v2_engine(das=block(method, drafters, **ALWAYS), rounds=ROUNDS)
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
-    on_v1 = engine(das=block(method, drafters, **ALWAYS), rounds=ROUNDS)
+    on_v1 = engine(das=block(method, drafters, **ALWAYS), rounds=ROUNDS, env=HOST)
     assert [r["tokens"] for r in on_v1] == [r["tokens"] for r in reference]
     for a, b in zip(result, on_v1, strict=True):
         assert a["stats"]["steps"] == pytest.approx(b["stats"]["steps"], rel=0.05)
@@ -106,6 +106,36 @@ def test_the_controller_chooses_the_lengths(v2_engine: Any, drafters: Path) -> N
         assert good["stats"]["draft_tokens"] > good["stats"]["request_forwards"]
         assert bad["stats"]["draft_tokens"] < 0.5 * bad["stats"]["request_forwards"]
         assert bad["stats"]["drafter_passes"] < 0.5 * bad["stats"]["steps"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", [*METHODS, "mtp"])
+def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, drafters: Path, method: str, tmp_path: Path) -> None:
+    where = adapter(tmp_path / "adapter")
+    rounds = [{**part, "adapter": where} for part in synced(two_rounds(requests(shortened(PLAIN, 40), 6)))]
+    lora = {"enable_lora": True, "max_lora_rank": 8, **policy(method, drafters)}
+    reference = v2_engine(das=None, engine=lora, rounds=stock(rounds))
+    result = v2_engine(das=block(method, drafters), engine=lora, rounds=rounds, sabotage="any draft length")
+    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert sum(r["stats"]["accepted_tokens"] for r in result) > 10
+    assert not any(r["stats"]["error"] for r in result)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["eagle3"])
+def test_vllms_own_sampling_keeps_the_distribution(v2_engine: Any, drafters: Path, method: str) -> None:
+    """As `test_neural.py` on V1; no request has a seed. The most likely tokens are drafted: the interpreter cannot run
+    vLLM's kernel that verifies by the drafter's probabilities."""
+    prompt = requests(PLAIN, 3)[0]["prompt"]
+    asked = [{"prompt": prompt, "params": {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True, "logprobs": None}}]
+    rounds = [{"requests": asked, "copies": 800, "brief": True}]
+    crowd = {"max_num_seqs": 64, **policy(method, drafters)}
+    off = v2_engine(das=None, engine=crowd, rounds=rounds)[0]
+    das = block(method, drafters, verify={"noise": "stock"})
+    drafted = v2_engine(das=das, engine=crowd, rounds=rounds, sabotage="any draft length")[0]
+    assert drafted["runner"] == off["runner"] == RUNNER
+    assert drafted["stats"]["accepted_tokens"] > 150
+    assert_same_distribution(off["tokens"], drafted["tokens"])
 
 
 @pytest.mark.long

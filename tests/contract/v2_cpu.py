@@ -19,12 +19,22 @@ VARIABLE = "DAS_TEST_V2"
 ENV = {"TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1", VARIABLE: "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
+class Driver:
+    """What is asked of a Triton driver where nothing is compiled."""
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def get_current_target(self) -> Any:
+        return SimpleNamespace(backend="cpu", arch="", warp_size=1)
+
+
 def pretend_driver() -> None:
     """Have Triton take the CPU for a device, so that vLLM finds that it can run."""
-    import triton.backends
+    from triton.backends import backends
 
-    driver = SimpleNamespace(is_active=lambda: True)
-    triton.backends.backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)
+    backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
 
 
 def lift_limits() -> None:

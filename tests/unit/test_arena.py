@@ -87,6 +87,17 @@ def test_sealed_text_that_nobody_drafts_from_makes_room() -> None:
     assert found.used == 0
 
 
+def test_what_was_not_found_is_looked_for_again() -> None:
+    found = arena()
+    found.open(0, 7, 0, 0)
+    found.open(1, 8, 0, 0)
+    found.seal(7, 100, 90)
+    found.seal(8, 0, 0)
+    found.look_again()
+    assert found.missing() == [8]
+    assert found.sealed_tokens == 100
+
+
 def test_a_text_costs_eight_bytes_a_token_and_four_more() -> None:
     index, rng = SuffixIndex(), np.random.default_rng(0)
     for _ in range(8):

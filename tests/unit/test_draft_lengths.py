@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 from das_adapter.config import parse
 from das_adapter.core.stock import TRIAL_STEPS
+from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.messages import Refresh
 from das_adapter.protocol.metrics import Counters
 
@@ -47,14 +49,16 @@ class Offer:
 class Engine:
     """Takes ten milliseconds for a step, and what the test says for one with drafts, of which one is accepted."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, **das: Any) -> None:
         self._module = module
         model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
-        config = parse({"drafter": "history"})
+        config = parse({"drafter": "history", **das})
         assert config is not None
         vllm_config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None))
         self.lengths = module.DraftLengths(config, vllm_config, Counters())
         self.wanting, self.now, self._rollouts = False, 0.0, 0
+        self.next = 0
+        """Draft tokens of the next rollout's first step."""
         stock = self.lengths.controller.plan
 
         def plan(*args: Any) -> Any:
@@ -63,15 +67,15 @@ class Engine:
 
         self.lengths.controller.plan = plan
 
-    def rollout(self, steps: int, drafted_s: float, silent_steps: int = 0) -> list[bool]:
-        """Return which steps carried drafts; none is wanted in the first few."""
+    def rollout(self, steps: int, drafted_s: float, silent_steps: int = 0, end: int = 4000) -> list[bool]:
+        """Return which steps carried drafts; none is wanted in the first few. `end`: length at which requests stop."""
         self._rollouts += 1
         ids = [f"{req_id} of {self._rollouts}" for req_id in IDS]
         carried, wanted = [], 0
         for number in range(steps):
             self.wanting = number >= silent_steps
             begun = (
-                [self._module.Begun(req_id, i, 8, 4000, 8, True) for i, req_id in enumerate(ids)] if number == 0 else []
+                [self._module.Begun(req_id, i, 8, end, 8, True) for i, req_id in enumerate(ids)] if number == 0 else []
             )
             drafts = DRAFTED if wanted else 0
             offer = Offer() if wanted or self.wanting else None
@@ -82,6 +86,7 @@ class Engine:
             self.now += drafted_s if drafts else PLAIN_S
             carried.append(bool(drafts))
             wanted = self.lengths.output(step, [[1] * (2 if drafts else 1)] * len(ids), self.now)
+        self.next = wanted
         return carried
 
     def sync(self) -> str | None:
@@ -98,3 +103,26 @@ def test_a_rollout_that_lost_is_followed_by_silence_until_a_trial_gains(module: 
     gaining = engine.rollout(6 * TRIAL_STEPS, drafted_s=1.1 * PLAIN_S)
     assert not any(gaining[:TRIAL_STEPS]) and all(gaining[2 * TRIAL_STEPS :])
     assert engine.sync() is None
+
+
+def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(module: Any, tmp_path: Path) -> None:
+    """vLLM says that they have ended when the next step begins, after it."""
+    engine = Engine(module, log_dir=str(tmp_path))
+    for _ in range(2):
+        engine.rollout(20, drafted_s=PLAIN_S, silent_steps=20, end=8 + 20)
+        engine.sync()
+    first, second = read(tmp_path)
+    assert [request.tokens for request in first.requests] == [20] * len(IDS)
+    assert [request.tokens for request in second.requests] == [20] * len(IDS)
+
+
+def test_a_batch_begins_with_the_length_that_was_chosen_first_for_the_last_one(module: Any) -> None:
+    """Else its first two steps would carry no drafts: they are scheduled before their drafts are known."""
+    engine = Engine(module)
+    engine.rollout(19, drafted_s=PLAIN_S, silent_steps=20, end=8 + 19)
+    assert engine.next == 0
+    engine.rollout(20, drafted_s=PLAIN_S, end=8 + 38)
+    assert engine.next == DRAFTED
+    engine.lengths._paused = True
+    engine.rollout(20, drafted_s=PLAIN_S, end=8 + 38)
+    assert engine.next == 0

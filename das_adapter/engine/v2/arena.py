@@ -224,6 +224,11 @@ class Arena:
         self._describe(problem)
         return at
 
+    def look_again(self) -> None:
+        """Forget that nothing was found of some problems: there may be sealed text of them now."""
+        for problem in [problem for problem, sealed in self._sealed.items() if sealed is None]:
+            del self._sealed[problem]
+
     def forget_sealed(self) -> None:
         """Forget all sealed text, at a weight sync; what is drafted for is missing from then on."""
         for sealed in self._sealed.values():

@@ -120,6 +120,11 @@ class DraftLengths:
         self._last: float | None = None
         """When the last output came, seconds; None: after a pause."""
         self._paused = False
+        self._first = DraftTokens(0)
+        """What was chosen first for the present batch: the next one begins with it, before it is known what there is to
+        draft."""
+        self._over = True
+        """Whether nobody decoded after the last step."""
 
     def output(self, step: Step, sampled: Sequence[Sequence[int]], now: float) -> int:
         """Take the output of a step.
@@ -150,6 +155,7 @@ class DraftLengths:
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history up to date and start again, at a weight sync."""
         with self._lock:
+            self._close(frozenset(self._live.keys() - self._stops.keys()), unrecorded=False)
             self._paused, self._last = False, None
             self._counters.error = None
             answer = Refreshed()
@@ -157,6 +163,14 @@ class DraftLengths:
                 answer["generation"] = self.history.refresh(message)
             decisions.sync(self.controller, self.guard, self.log, message, self._slots())
             return answer
+
+    def visit(self, files: Sequence[str]) -> Refreshed:
+        """Take the history of problems that are at home on other nodes, see `HistorySource.visit`."""
+        with self._lock:
+            if self.history is None:
+                return Refreshed()
+            self.history.visit(files)
+            return Refreshed(generation=self.history.index.generation, problems=self.history.index.problems)
 
     def stats(self) -> EngineStats:
         """Return the figures of the history and of the controller since the last call."""
@@ -207,12 +221,16 @@ class DraftLengths:
                          self._counters.accepted_tokens, self._counters.draft_tokens)  # fmt: skip
         silent = self.guard is not None and self.guard.idle and not self.guard.ask(len(live), bool(carried.any()))
         wanted = 0 if self._paused or silent else int(max(plan.history.max(initial=0), plan.model.max(initial=0)))
-        if not self._by_request:
-            return DraftTokens(wanted, bool(plan.model.any()))
-        table = self.controller.requests
-        worth = table.worth_own[slots] + table.worth_tail[slots]
-        self.wants = wants_of((request.req_id for request in live), plan.history * (wanted > 0), worth)
-        return next((length for length in self.lengths if length >= wanted), 0) if wanted else 0
+        if self._by_request:
+            table = self.controller.requests
+            worth = table.worth_own[slots] + table.worth_tail[slots]
+            self.wants = wants_of((request.req_id for request in live), plan.history * (wanted > 0), worth)
+            wanted = next((length for length in self.lengths if length >= wanted), 0) if wanted else 0
+        chosen = DraftTokens(wanted, bool(plan.model.any()))
+        if self._over and live:
+            self._first = chosen
+        self._over = not live or not self._stops
+        return chosen if not self._over else DraftTokens(0) if self._paused or silent else self._first
 
     def _take(self, proposals: Sequence[Proposal]) -> tuple[int, float]:
         """Learn from a neural drafter's calls; return their passes and seconds."""
@@ -245,7 +263,7 @@ class DraftLengths:
         self._live[begun.req_id] = live
 
     def _close(self, req_ids: frozenset[str], unrecorded: bool) -> None:
-        for req_id in req_ids:
+        for req_id in sorted(req_ids):
             self._offered.pop(req_id, None)
             self._by_model.discard(req_id)
             self._stops.pop(req_id, None)

@@ -142,7 +142,8 @@ class DeviceWorkerState(WorkerState):
             kept = self._recorded.pop(req_id, False) and finished and not self._unrecorded
             if slot is not None and self.index is not None:
                 step = self.config.num_draft_tokens + 2  # what the last step may have added
-                most = int(states.num_computed_tokens_np[slot]) + step - int(self.index.arena.tables.begin[slot])
+                before = max(states.num_computed_tokens_np[slot], states.prefill_len.np[slot])
+                most = int(before) + step - int(self.index.arena.tables.begin[slot])
                 closed.append((slot, max(0, min(most, self._max_model_len)) if kept else 0))
         self._ended |= scheduled.finished_req_ids
         try:
@@ -203,6 +204,13 @@ class DeviceWorkerState(WorkerState):
             self._complete = False
         return answer
 
+    def _visit(self, files: list[str]) -> Refreshed:
+        answer = self.lengths.visit(files) if self.lengths is not None else Refreshed()
+        if self.index is not None:
+            self.index.arena.look_again()
+            self._complete = False
+        return answer
+
     def _stats(self) -> EngineStats:
         stats = super()._stats()
         if self.lengths is not None:
@@ -211,6 +219,8 @@ class DeviceWorkerState(WorkerState):
             stats |= EngineStats(live_bytes=self.index.nbytes)
             if shortage := self.index.shortage():
                 logger.warning("das: %s", shortage)
+        if self.lengths is not None and self.lengths.log:
+            self.lengths.log.counts(stats)
         return stats
 
     def _drafter(self) -> Any:
