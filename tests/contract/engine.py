@@ -32,6 +32,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from audit import Audit
+
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
 
 os.environ.update(
@@ -337,8 +339,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     if job.get("engine", {}).get("tensor_parallel_size", 1) > 1:
         fork_workers()
     alone = job.get("engine", {}).get("tensor_parallel_size", 1) == 1  # the ranks' processes note what only they know
-    audited = das is not None and das.keyed and alone and not V2 and not job.get("standalone")
-    drawn = audit() if audited else None
+    audited = das is not None and das.keyed and alone and not job.get("standalone")
+    audit = Audit(2 if on_v2(das) else 1) if audited else None
     from vllm import LLM, SamplingParams
 
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
@@ -356,8 +358,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         asked = requests + [{**r, "params": endless} for r in requests[: part.get("aborted", 0)]]
         if len(asked) > len(requests):
             abort_last(llm, len(asked) - len(requests))
-        if drawn is not None:
-            drawn.clear()
+        if audit:
+            audit.clear()
         outputs = llm.generate(
             [{"prompt_token_ids": r["prompt"]} for r in asked],
             [SamplingParams(**_params(r["params"])) for r in asked],
@@ -377,9 +379,11 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
             "samples": [[list(s.token_ids) for s in o.outputs] for o in outputs],
             "asynchronous": llm.llm_engine.vllm_config.scheduler_config.async_scheduling,
         }
-        if drawn is not None:
-            result["audited"] = len(drawn)
-            result["misplaced"] = sum(misplaced_keys(drawn, r, text) for r, text in zip(requests, texts, strict=True))
+        if audit:
+            result["audited"] = len(audit.drawn)
+            for name in ("misplaced", "reused"):
+                of = getattr(audit, name)
+                result[name] = sum(of(r, text) for r, text in zip(requests, texts, strict=False))
         if logs:
             result["metrics"] = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
         if das is not None:
@@ -486,32 +490,13 @@ def send(runner: Any, weights: list[Any], host: str | None) -> None:
     worker._load_weights(weights)
 
 
-def audit() -> dict[tuple[int, int], int]:
-    """Note which token each key (seed, position of the input token) of the policy's sampler drew last."""
-    from das_adapter.engine.sampling import verification
+def on_v2(das: Any) -> bool:
+    """Say whether an engine of a block runs vLLM's V2 model runner: on a CPU only where the tests prepare it."""
+    import torch
 
-    drawn: dict[tuple[int, int], int] = {}
+    from das_adapter.protocol.engine_args import needs_v1
 
-    def note(seeds: Any, positions: Any, tokens: Any) -> None:
-        drawn.update(zip(zip(seeds.tolist(), positions.tolist(), strict=True), tokens.tolist(), strict=True))
-
-    def keyed_sample(logits: Any, temperature: Any, keys: Any, scores: Any = None) -> Any:
-        found = stock(logits, temperature, keys, scores)
-        note(*keys, found.tokens)
-        return found
-
-    stock, verification.keyed_sample = verification.keyed_sample, keyed_sample
-    return drawn
-
-
-def misplaced_keys(drawn: dict[tuple[int, int], int], request: dict[str, Any], text: list[int]) -> int:
-    """Count the tokens of a request that were not drawn with the key of their true position."""
-    params = request["params"]
-    seed = params.get("extra_args", {}).get("das_seed", params.get("seed"))
-    if seed is None or params.get("temperature") == 0.0:
-        return 0
-    first = len(request["prompt"]) - 1
-    return sum(drawn.get((seed, first + i)) != token for i, token in enumerate(text))
+    return (V2 or torch.cuda.is_available()) and needs_v1(das) is None
 
 
 def schedule_asynchronously() -> None:

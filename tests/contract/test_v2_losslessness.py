@@ -90,6 +90,7 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path:
         assert found["asynchronous"] and expected["asynchronous"]
         assert (found["stats"]["model_runner"], found["hello"]["runner"]) == (2, "V2")
         assert found["tokens"] == expected["tokens"]
+        assert found["misplaced"] == found["reused"] == 0 < found["audited"]
         for tokens, a, b in zip(found["tokens"], expected["logprobs"], found["logprobs"], strict=True):
             assert len(b) == len(tokens) > 0
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)

@@ -25,6 +25,7 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: 
     for found in result:
         assert found["runner"] == RUNNER
         assert found["asynchronous"]
+        assert found["misplaced"] == found["reused"] == 0 < found["audited"]
         assert not found["stats"]["error"]
         assert not found["stats"]["alarm"]
         assert found["stats"]["accepted_tokens"] > 20
