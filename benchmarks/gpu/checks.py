@@ -20,7 +20,6 @@ ALWAYS = {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
 POLICY = CONTRACT.parents[1] / "examples" / "tiny_math" / "policy"
 DRAFTERS: dict[str, dict[str, Any]] = {
     "history": {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
-    "ngram": {"drafter": "ngram", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
     "draft_model": {"drafter": "draft_model", "draft": {"model": str(POLICY), "tokens": 3}, **ALWAYS},
 }
 """The last one drafts with the policy itself, under asynchronous scheduling."""
@@ -35,8 +34,7 @@ def lossless(plan: Plan) -> Iterator[Found]:
     found: Found = {"runner": plan.runner, "modes": {}}
     runner = V1 if plan.tiny or plan.runner == "V1" else V2
     drafters = [name for name, das in DRAFTERS.items() if runner is V1 or needs_v1(parse(das)) is None]
-    if plan.tiny:
-        drafters.remove("ngram")
+    drafters = drafters if plan.whole else drafters[:1]
     for name, flag in (("batch-invariant", "1"), ("default", "0")):
         if plan.tiny and name == "default":  # a CPU has one kind of kernels, which do not depend on the batch
             break
@@ -44,24 +42,27 @@ def lossless(plan: Plan) -> Iterator[Found]:
         arms = drafters if name == "batch-invariant" else ["history"]
         found["modes"][name] = apart(plan, _compare, plan.tiny, arms, env=environment)
         yield found
-    found["distribution"] = _pytest("test_distribution.py", "default and keyed and not ngram", plan.tiny, {})
+    found["distribution"] = _pytest(plan, "test_distribution.py", CHOSEN, {})
     yield found
 
 
-def _arms(found: Found) -> list[Found]:
-    return [arm for mode in found["modes"].values() for arm in mode.values()]
+CHOSEN = "default and (keyed and history and not self or neural)"
+"""Of the tests of the distribution."""
 
 
-def _misplaced(arm: Found) -> float:
-    if not arm["audited"]:
+def _audited(found: Found, name: str) -> float:
+    """Return the largest of the arms' counts."""
+    arms = [arm for mode in found["modes"].values() for arm in mode.values()]
+    if not all(arm["audited"] for arm in arms):
         raise LookupError("no key was noted")
-    return float(arm["misplaced"])
+    return every(arms, lambda arm: arm[name])
 
 
 LOSSLESS_BARS = (
     Bar("responses that differ with batch-invariant kernels", 0,
         lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: arm["different"])),
-    Bar("tokens drawn with the key of another position", 0, lambda f: every(_arms(f), _misplaced)),
+    Bar("tokens drawn with the key of another position", 0, lambda f: _audited(f, "misplaced")),
+    Bar("keys with which not exactly one token was written", 0, lambda f: _audited(f, "reused")),
     Bar("whether there is a drafter of which no token was accepted", 0,
         lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: float(not arm["accepted_tokens"]))),
     Bar("tests of the distribution: exit code", 0, lambda f: f["distribution"]["code"]),
@@ -98,7 +99,8 @@ def _difference(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> dict[str
                 at = next(i for i, (s, t) in enumerate(zip(x, y, strict=False)) if s != t)
                 parted.append([at, p[at], q[at]])
     return {"responses": sum(len(r["tokens"]) for r in off), "different": len(parted), "parted": parted[:20],
-            "misplaced": sum(r["misplaced"] for r in (*off, *on)), "audited": min(r["audited"] for r in (*off, *on)),
+            "audited": min(r["audited"] for r in (*off, *on)),
+            **{name: sum(r[name] for r in (*off, *on)) for name in ("misplaced", "reused")},
             "asynchronous": all(r["asynchronous"] for r in on),
             "accepted_tokens": sum(r["stats"]["accepted_tokens"] for r in on)}  # fmt: skip
 
@@ -112,7 +114,7 @@ def robust(plan: Plan) -> Iterator[Found]:
     """A crowded engine; some of the contract tests on this device."""
     found: Found = {"crowded": apart(plan, _crowded, plan, env=ENVIRONMENT)}
     yield found
-    found["contract"] = _pytest("test_losslessness.py", ROBUST, plan.tiny, INVARIANT)
+    found["contract"] = _pytest(plan, "test_losslessness.py", ROBUST, INVARIANT)
     yield found
 
 
@@ -149,17 +151,20 @@ def ranks(plan: Plan) -> Iterator[Found]:
         return
     able = plan.tiny or min(capabilities) >= FP8_CAPABILITY  # half a layer is too narrow for `int4`
     chosen = "default" if able else "default and two_ranks and not self"
-    yield _pytest("test_ranks.py", chosen, plan.tiny, INVARIANT | {"DAS_TEST_COPY": "fp8"})
+    yield _pytest(plan, "test_ranks.py", chosen, INVARIANT | {"DAS_TEST_COPY": "fp8"})
 
 
 RANKS_BARS = (Bar("tests of two ranks: exit code", 0, lambda f: f["code"]),)
 
 
-def _pytest(file: str, chosen: str, tiny: bool, environment: dict[str, str]) -> Found:
+def _pytest(plan: Plan, file: str, chosen: str, environment: dict[str, str]) -> Found:
     """Run contract tests on the V1 runner, whose parts they break; on a CPU only list them."""
+    if not plan.whole:
+        return {"code": None}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, "-k", chosen]
-    command += ["--collect-only"] if tiny else []
-    env = os.environ | V1 | ({} if tiny else {"DAS_TEST_DTYPE": HALF["dtype"]} | environment)
+    command += ["--collect-only"] if plan.tiny else []
+    env = os.environ | V1 | ({} if plan.tiny else {"DAS_TEST_DTYPE": HALF["dtype"]} | environment)
     done = subprocess.run(command, cwd=CONTRACT, capture_output=True, text=True, check=False, env=env)
     lines = done.stdout.strip().splitlines()
-    return {"code": None if tiny else done.returncode, "last_line": lines[-1] if lines else "", "said": lines[-30:]}
+    return {"code": None if plan.tiny else done.returncode, "last_line": lines[-1] if lines else "",
+            "said": lines[-30:]}  # fmt: skip

@@ -47,12 +47,15 @@ class Plan:
     """Of logits."""
     runner: str = "V1"
     """Of vLLM, on which history is drafted from."""
-    steps: int = 96
+    steps: int = 64
     """Decode steps of one figure."""
     replayed: int = 128
     """Requests of the replayed batch."""
-    longest: int = 4096
+    longest: int = 2560
     """Longest of them, tokens."""
+    whole: bool = True
+    """False leaves out engines that differ from others in their settings alone, and pytest: for tests of this
+    program."""
     until: float = float("inf")
     """When no further figure is begun, seconds since 1970."""
 

@@ -36,7 +36,8 @@ def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
     histories |= {f"corrupted {share}": corrupted(rollouts, share, vocabulary) for share in shares}
     alone = [(i, text) for i, (_, text) in enumerate(rollouts)]  # nobody has siblings, whose text would help
     wrong = misled(alone, vocabulary)
-    for das, batch, past in ((HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})):
+    engines = (HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})
+    for das, batch, past in engines[: None if plan.whole else 1]:
         drafted = apart(plan, _history, plan, das, batch, past, env=ours)
         found["arms"] |= drafted.pop("arms")
         found.setdefault("left_out", []).extend(drafted.pop("left_out", ()))

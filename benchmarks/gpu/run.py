@@ -16,13 +16,13 @@ code is 0 if none was missed or cut short and no part failed. Parts and their mi
     index    1    the history's kernels (V2 runner) against their reference, and their time
     propose  0.5  the history's drafts on the host (V1 runner), beside a GPU's step
     gate     4.5  undrafted steps beside stock vLLM's
-    replay   5    recorded rollouts through real forward passes, with and without drafts
-    trace    2.5  what a step waits for, and the graphs that it replays
-    lossless 4.5  equal tokens, positions in the keys, distribution
-    copy     4    the policy copy's CUDA graphs, quantising it, sleep
-    robust   3    a crowded engine, contract tests on this device
+    replay   4    recorded rollouts through real forward passes, with and without drafts
+    trace    2    what a step waits for, and the graphs that it replays
+    lossless 3.5  equal tokens, positions in the keys, distribution
+    copy     2.5  the policy copy's CUDA graphs, quantising it, sleep
+    robust   2.5  a crowded engine, contract tests on this device
     ranks    1    two GPUs
-    sweep    2    the step-time model, and a file for toggle.calibration
+    sweep    1.5  the step-time model, and a file for toggle.calibration
 
 The first three need no vLLM (`propose` measures more where there is one); the first needs PyTorch, Triton and NumPy
 alone.
@@ -146,7 +146,11 @@ def judge(name: str, plan: Plan, out: Path) -> list[str]:
     for v in verdicts:
         found = "" if v["found"] is None else f": {v['found']:.4g} (at most {v['at_most']:g})"
         print(f"{v['verdict']:9} {name}: {v['bar']}{found}")
-    for why in (content.get("why"), content.get("left_out") and f"no time for {', '.join(content['left_out'])}"):
+    for why in (
+        content.get("why"),
+        content.get("said"),
+        content.get("left_out") and f"no time for {', '.join(content['left_out'])}",
+    ):
         if why:
             print(f"          {name}: {why}")
     state = "cut short" if content.get("left_out") and content["state"] == "done" else content["state"]
@@ -188,12 +192,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE.parent / "results")
     parser.add_argument("--minutes", type=float, default=PART_S / 60, help="for each part, at most")
     parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's; the one that das-adapter takes here")
+    parser.add_argument("--few", action="store_true", help=argparse.SUPPRESS)  # `Plan.whole`
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := sorted(set(args.parts) - set(PARTS)):
         parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
     plan: Plan = TINY if args.shape == "tiny" else Plan(args.shape)
-    plan = replace(plan, runner=args.runner or (runner_here() if has_vllm() else "V1"))
+    plan = replace(plan, whole=not args.few, runner=args.runner or (runner_here() if has_vllm() else "V1"))
     args.out.mkdir(parents=True, exist_ok=True)
     if args.until is not None:
         return measure(args.parts[0], replace(plan, until=args.until), args.traces, args.out)

@@ -32,25 +32,36 @@ from engines import (
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 HISTORY: dict[str, Any] = {"drafter": "history"}
 KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
+SYNCHRONOUS = "stock, synchronous"
+"""Stock's V1 runner without asynchronous scheduling. What it costs is said; it has no bar."""
 Arm = tuple[dict[str, Any] | None, dict[str, str], dict[str, Any]]
 """Block, environment, engine arguments."""
 
 
 def gate_arms(plan: Plan) -> dict[str, Arm]:
     """Return the arms by name: stock's default, which seeds no request; every request seeded, without a drafter; and
-    `history`. With random weights no text comes twice: `history` looks for drafts at every step and finds none."""
+    `history`. With random weights no text comes twice: `history` looks for drafts at every step and finds none. On the
+    V1 runner `history` schedules synchronously: there is an arm of stock that does, too."""
     ours = V2 if plan.runner == "V2" else V1
-    return {"stock": (None, {} if not ON_CPU else ours, {}), "history": (HISTORY, ours, {}),
-            "none, keyed": (KEYED, ours, {})}  # fmt: skip
+    arms: dict[str, Arm] = {"stock": (None, {} if not ON_CPU else ours, {}), "history": (HISTORY, ours, {}),
+                            "none, keyed": (KEYED, ours, {})}  # fmt: skip
+    if ours is V1:
+        arms[SYNCHRONOUS] = None, V1, {"async_scheduling": False}
+    return arms if plan.whole else {name: arms[name] for name in ("stock", "history")}
 
 
 def gate(plan: Plan) -> Iterator[Found]:
     """Milliseconds of an undrafted step, by arm, batch and context."""
     found: Found = {"runner": plan.runner, "step_ms": {}, "left_out": []}
     for name, (das, env, settings) in gate_arms(plan).items():
-        arm = apart(plan, _gate_arm, plan, das, settings, env=env | (IN_PROCESS if plan.tiny else {}))
+        points = gate_points(plan)[: 3 if name == SYNCHRONOUS else None]
+        arm = apart(plan, _gate_arm, plan, das, settings, points, env=env | (IN_PROCESS if plan.tiny else {}))
         found["left_out"] += [f"{name}: {at}" for at in arm.pop("left_out", ())]
         found["step_ms"][name] = arm["step_ms"]
+        if name == SYNCHRONOUS:
+            found["said"] = (
+                f"stock's step without asynchronous scheduling, of its default's: {_of_stock(found, name):.3f}"
+            )
         yield found
 
 
@@ -70,19 +81,28 @@ GATE_BARS = (
 )
 
 
-def _gate_arm(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> Found:
+def gate_points(plan: Plan) -> list[tuple[int, int]]:
+    """Return requests and tokens of context of each: so many in all that reading the prompts does not take the time."""
+    first, *longer = sorted(plan.contexts)
+    points = [(batch, min(first, MOST_CONTEXT // batch)) for batch in plan.batches]
+    return points + [(sorted(plan.batches)[1], context) for context in longer]
+
+
+def _gate_arm(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any], points: list[tuple[int, int]]) -> Found:
     longest = max(plan.contexts) + plan.steps + 8
     llm = engine(plan, das, **({"max_model_len": longest, "enable_prefix_caching": True} | settings))
-    vocabulary, first, found = SHAPES[plan.shape]["vocab_size"], min(plan.contexts), Found(step_ms={})
-    points = [(batch, first) for batch in plan.batches]
-    points += [(sorted(plan.batches)[1], context) for context in plan.contexts if context != first]
+    vocabulary, found = SHAPES[plan.shape]["vocab_size"], Found(step_ms={})
     for batch, context in in_time(plan, points, found):
         found["step_ms"][f"{batch} x {context}"] = 1e3 * step_seconds(llm, batch, context, plan.steps, vocabulary)
     return found
 
 
+MOST_CONTEXT = 2**18
+
+
 def sweep(plan: Plan, out: Path) -> dict[str, Any]:
-    """Fit the step-time model to steps with 0 to 15 draft tokens a request; the file serves `toggle.calibration`."""
+    """Fit the step-time model to steps with 0 to 15 draft tokens a request, and hold it against steps in which every
+    second request drafts; the file serves `toggle.calibration`."""
     result = apart(plan, _sweep, plan, env=IN_PROCESS | V1)
     (out / "gpu_calibration.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
@@ -92,14 +112,15 @@ def _sweep(plan: Plan) -> dict[str, Any]:
     from das_adapter.tools.calibrate import analyse, measure
 
     tiny = {"kv_cache_memory_bytes": 2**26, "enforce_eager": True} if plan.tiny else {}
-    contexts = (min(plan.contexts) // 4, min(plan.contexts))
-    measured = measure(str(directory(plan)), plan.batches, contexts, plan.drafts, 6, **tiny)
+    contexts = (min(plan.contexts) // 8, min(plan.contexts) // 2)
+    measured = measure(str(directory(plan)), plan.batches, contexts, plan.drafts, 6, ragged=plan.drafts[1:3], **tiny)
     return analyse(measured, SHAPES[plan.shape]) | {"samples": [asdict(s) for s in measured.samples]}
 
 
 SWEEP_BARS = (
     Bar("error of the better step-time model on kinds of step that it did not see", 0.1,
-        lambda f: min(kind["mape"] for kind in f["validation"].values())),
+        lambda f: min(f["validation"][model]["mape"] for model in ("line", "roofline"))),
+    Bar("error of the step-time model where draft lengths differ", 0.1, lambda f: f["validation"]["ragged"]["mape"]),
 )  # fmt: skip
 
 
@@ -108,14 +129,14 @@ def trace(plan: Plan) -> Iterator[Found]:
     stock's: on the V1 runner, synchronous; and on V2, where the device drafts."""
     env, settings = (V2, {}) if plan.runner == "V2" else (V1, {"async_scheduling": False})
     found: Found = {"runner": plan.runner}
-    for name, das, given in (("history", HISTORY, {}), ("stock", None, settings)):
+    for name, das, given in (("history", HISTORY, {}), ("stock", None, settings))[: None if plan.whole else 1]:
         found[name] = apart(plan, _trace, plan, das, given, env=IN_PROCESS | env)
         yield found
 
 
 def _missing_graphs(found: Found) -> float | None:
     ours, stock = found["history"]["graphs"], found["stock"]["graphs"]
-    return len(stock.keys() - ours.keys()) if stock else None
+    return len(stock.keys() - ours.keys()) if stock.keys() - {"none"} else None
 
 
 TRACE_BARS = (
@@ -135,7 +156,7 @@ def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> 
     from torch.profiler import ProfilerActivity, profile
     from vllm import SamplingParams
 
-    batch, context, steps = max(plan.batches), min(1024, *plan.contexts), min(plan.steps, 48)
+    batch, context, steps = max(plan.batches), min(512, *plan.contexts), min(plan.steps, 48)
     cached = {"max_model_len": max(context, 64) + 2 * steps + 32, "enable_prefix_caching": True}
     llm = engine(plan, das, **(cached | settings))
     runner, graphs = runner_of(llm), Counter[str]()
@@ -145,8 +166,7 @@ def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> 
     def counted(*args: Any, **kwargs: Any) -> Any:
         found = dispatch(*args, **kwargs)
         mode, size = found if isinstance(found, tuple) else (found.cg_mode, found)
-        if mode.name != "NONE":
-            graphs[f"{mode.name} {size.num_tokens}"] += 1
+        graphs["none" if mode.name == "NONE" else f"{mode.name} {size.num_tokens}"] += 1
         return found
 
     def rollout() -> None:
@@ -177,7 +197,8 @@ def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> 
             found["propose_share"] = sum(stats["propose_seconds"]) / stats["busy_seconds"]
         elif device_us:
             found["propose_share"] = sum(device_us) / (end - begin)
-        found["drafted"] = _drafted(plan, llm, batch, steps, kinds)
+        graphs.clear()
+        found["drafted"] = _drafted(plan, llm, batch, steps, kinds) | {"graphs": dict(graphs)}
     return found
 
 

@@ -17,6 +17,7 @@ from das_adapter.config import DasConfig
 from das_adapter.engine.drafters.controlled import ControlledDrafter
 from das_adapter.engine.drafters.neural import DraftWeights, KeyedDrafts, take_loaded_drafter
 from das_adapter.engine.drafters.neural_drafts import draft_when_tokens_are_known, hold_drafts
+from das_adapter.engine.drafters.timing import without_graphs
 from das_adapter.engine.sampling.keyed_sample import Keys
 from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.engine.standalone import (
@@ -86,6 +87,7 @@ class WorkerState:
             self._replay_stock_graphs()
         for step_patch in (time_steps, key_rows, count_tokens):
             step_patch.apply(self, owner=self.runner)
+        self._say_which_steps_have_no_graphs()
 
     def stand_alone(self, worker: Any, directory: str) -> None:
         """Let the engine look after its own history: no host does.
@@ -281,6 +283,13 @@ class WorkerState:
         for owner in (self.runner, self.runner.cudagraph_dispatcher):
             if hasattr(owner, "uniform_decode_query_len"):
                 owner.uniform_decode_query_len = 1
+
+    def _say_which_steps_have_no_graphs(self) -> None:
+        vllm_config = self.runner.vllm_config
+        if self.config.drafter == "none" or vllm_config.parallel_config.rank > 0:
+            return
+        if beyond := without_graphs(vllm_config, self.config.num_draft_tokens):
+            logger.info("das: %s", beyond)
 
     def _install_keyed_samplers(self) -> None:
         runner, stock = self.runner, self.runner.sampler

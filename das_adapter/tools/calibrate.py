@@ -40,6 +40,8 @@ class Sample:
     steps: int
     held_out: bool
     """Whether the fit does not see it."""
+    ragged: bool = False
+    """Whether every second request had twice as many draft tokens, and the others none; the fit never sees these."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ def measure(
     drafts: Sequence[int],
     rounds: int,
     das: DasConfig | None = None,
+    ragged: Sequence[int] = (),
     **engine: Any,
 ) -> Measured:
     """Run a real engine over the grid; draft lengths alternate from step to step, so that drift affects all equally.
@@ -70,6 +73,7 @@ def measure(
             request.
         rounds: steps of each kind.
         das: block of a drafter with a model, whose passes are measured as well; None: there is none.
+        ragged: draft tokens per request on average, where every second one drafts, in batches of two and more.
         engine: further arguments of `vllm.LLM`.
     """
     das = das or DasConfig()
@@ -82,29 +86,32 @@ def measure(
     from das_adapter.protocol.engine_args import v1_args
 
     args = v1_args(das)
-    args["speculative_config"]["num_speculative_tokens"] = max(das.model_tokens, *drafts)
+    most = max(das.model_tokens, *drafts, *(2 * mean for mean in ragged))
+    args["speculative_config"]["num_speculative_tokens"] = most
     if das.neural:
         vars(worker).update(ControlledDrafter=SweepDrafter)  # vLLM makes none for its own methods
     else:
         args["speculative_config"]["model"] = "das_adapter.engine.drafters.sweep.SweepDrafter"
     SweepDrafter.passes = (das.model_tokens,) if das.copies_policy or das.neural else ()
-    steps = rounds * (len({0, *drafts}) + sum(1 + most for most in SweepDrafter.passes)) + 4
-    most = max(das.model_tokens, *drafts)
+    steps = rounds * (len({0, *drafts}) + len(ragged) + sum(1 + most for most in SweepDrafter.passes)) + 4
     longest = max(contexts) + steps + most + 2
     settings = {**_settings(longest, max(batches)), "enable_prefix_caching": False}
     llm = LLM(model, **{**settings, **args, **engine})
     plain = tuple(d for d in (0, *drafts) if d == 0)[:1]
-    SweepDrafter.turns = (*plain, *(d for d in drafts if d))
+    SweepDrafter.turns, SweepDrafter.ragged = (*plain, *(d for d in drafts if d)), tuple(ragged)
     found, passes = list[Sample](), list[Sample]()
     for number, (requests, context) in enumerate(product(batches, contexts)):
         SweepDrafter.samples, SweepDrafter.passed = [], []
         params = SamplingParams(temperature=1.0, max_tokens=steps, ignore_eos=True, detokenize=False)
         llm.generate(_prompts(requests, context, steps), params, use_tqdm=False)
-        for place, draft in enumerate(sorted({0, *drafts})):
-            seconds = [s for b, _, d, s in SweepDrafter.samples if b == requests and d == draft][1:]
+        kinds = [(draft, False) for draft in sorted({0, *drafts})]
+        kinds += [(mean, True) for mean in ragged if requests > 1]
+        for place, (draft, uneven) in enumerate(kinds):
+            seconds = [s for b, _, d, s, of in SweepDrafter.samples if (b, d, of) == (requests, draft, uneven)][1:]
             if len(seconds) >= 3:
-                held_out = (number + place) % 3 == 2
-                found.append(Sample(requests, context, draft, float(np.median(seconds)), len(seconds), held_out))
+                held_out = uneven or (number + place) % 3 == 2
+                seen = float(np.median(seconds)), len(seconds)
+                found.append(Sample(requests, context, draft, *seen, held_out, uneven))
             else:
                 logger.warning("calibrate: too few steps to measure of %d requests with %d tokens of context and %d "
                                "draft tokens each: is the KV cache too small?", requests, context, draft)  # fmt: skip
@@ -189,7 +196,7 @@ def analyse(measured: Measured, config: dict[str, Any], stock: Sequence[Sample] 
     Raises:
         DasError: too few samples.
     """
-    samples = measured.samples
+    samples = [s for s in measured.samples if not s.ragged]
     shown, hidden = _split(samples)
     if len(shown) < 6 or not hidden:
         raise DasError(f"calibrate: found {len(shown)} kinds of step to fit and {len(hidden)} to judge by, "
@@ -207,6 +214,8 @@ def analyse(measured: Measured, config: dict[str, Any], stock: Sequence[Sample] 
         "roofline": {**asdict(roof), "hardware": asdict(roof.hardware)},
         "validation": {name: _judge(model, samples, hidden) for name, model in models.items()},
     }
+    if ragged := [s for s in measured.samples if s.ragged]:
+        result["validation"]["ragged"] = _judge(models["line"], [], ragged)
     shown, hidden = _split(measured.passes)
     if len(shown) > 1 and hidden:
         model = fit_line(shown)

@@ -61,7 +61,7 @@ class Audit:
             return found
 
         def counted(state: Any, sampled: list[list[int]], *args: Any) -> None:
-            for rows, tokens in zip(steps.popleft(), sampled, strict=True):
+            for rows, tokens in zip(steps.popleft(), sampled, strict=False):
                 self.kept.update(rows[: len(tokens)])
             count(state, sampled, *args)
 

@@ -25,12 +25,20 @@ def engine(mode: Any = CUDAGraphMode.FULL_AND_PIECEWISE, quantization: str | Non
         compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[8, 1, 2, 4]),
         model_config=SimpleNamespace(enforce_eager=False, quantization=quantization, hf_text_config=config),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
 
 
 def test_sizes_are_those_that_the_engine_captures() -> None:
     assert timing.graph_sizes(engine()) == (1, 2, 4, 8)
     assert timing.graph_sizes(engine(CUDAGraphMode.NONE)) == ()
+
+
+def test_it_is_said_which_drafted_steps_replay_no_graph() -> None:
+    for draft_tokens, begins in ((1, None), (2, "3 requests with 2 draft tokens"), (16, "1 requests with 16")):
+        found = timing.without_graphs(engine(), draft_tokens)
+        assert found is None if begins is None else found is not None and begins in found
+    assert timing.without_graphs(engine(CUDAGraphMode.NONE), 16) is None  # none of its steps does
 
 
 def test_an_engine_on_a_known_gpu_begins_with_its_roofline(monkeypatch: pytest.MonkeyPatch) -> None:

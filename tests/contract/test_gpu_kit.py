@@ -33,6 +33,7 @@ EXACT = {
     "lossless": [
         "responses that differ with batch-invariant kernels",
         "tokens drawn with the key of another position",
+        "keys with which not exactly one token was written",
         "whether there is a drafter of which no token was accepted",
     ],
     "copy": ["errors of the policy copy after sleep"],
@@ -62,33 +63,55 @@ def kit(out: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[
     return written, run.stdout + run.stderr
 
 
+WITH_ENGINES = ("gate", "replay", "trace", "lossless", "copy", "robust", "ranks", "sweep")
+
+
+def check(part: str, content: dict[str, Any], said: str) -> None:
+    """See that a part has run, has written and said its verdicts, and keeps the bars that hold on any device."""
+    assert content["provenance"]["hardware"]["cpu"]
+    verdicts = {v["bar"]: v for v in content["bars"]}
+    assert verdicts
+    assert content["state"] == "done", content
+    assert all(verdicts[bar]["verdict"] == "kept" for bar in EXACT.get(part, ())), verdicts
+    assert all(f"{part}: {bar}" in said for bar in verdicts)
+    for bar in ("tests of the distribution: exit code", "host synchronisations of a step beyond stock's",
+                "graphs that stock replays and ours does not", "contract tests: exit code",
+                "tests of two ranks: exit code"):  # fmt: skip
+        assert bar not in verdicts or verdicts[bar]["verdict"] == "not run"  # not taken for good on a CPU
+
+
 @pytest.mark.engine
-def test_every_part_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> None:
+def test_every_part_with_engines_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> None:
+    """With as few engines as show that: two of `gate` and `lossless`, no pytest; the others are below."""
+    pytest.importorskip("vllm")
+    written, said = kit(tmp_path, *WITH_ENGINES, "--few", "--traces", str(traces(tmp_path)))
+    assert set(written) == set(WITH_ENGINES), said
+    for part, content in written.items():
+        check(part, content, said)
+    assert set(written["gate"]["step_ms"]) == {"stock", "history"}
+    assert {s["ragged"] for s in written["sweep"]["samples"]} == {False, True}
+    arms = written["replay"]["arms"]
+    assert set(arms) == {"stock", "earlier", "corrupted 0.0", "corrupted 1.0"}
+    assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
+    assert arms["corrupted 1.0"]["accepted_tokens"] < 0.1 * arms["corrupted 0.0"]["accepted_tokens"]
+
+
+@pytest.mark.long
+@pytest.mark.engine
+def test_every_part_runs_with_all_of_its_engines(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     written, said = kit(tmp_path, "--traces", str(traces(tmp_path)))
-    parts = {"kernel", "index", "propose", "gate", "replay", "trace", "sweep", "lossless", "copy", "robust", "ranks"}
-    assert set(written) == parts, said
+    assert set(written) == {"kernel", "index", "propose", *WITH_ENGINES}, said
     for part, content in written.items():
-        assert content["provenance"]["hardware"]["cpu"]
-        verdicts = {v["bar"]: v for v in content["bars"]}
-        assert verdicts
-        assert content["state"] == "done", content
-        assert all(verdicts[bar]["verdict"] == "kept" for bar in EXACT.get(part, ())), verdicts
-        assert all(f"{part}: {bar}" in said for bar in verdicts)
+        check(part, content, said)
+    assert set(written["gate"]["step_ms"]) == {"stock", "none, keyed", "history", "stock, synchronous"}
+    assert "gate: stock's step without asynchronous scheduling" in said
+    assert {"propose_ms", "index_ms"} <= set(written["propose"]["rows"]["1"])
     listed = written["robust"]["contract"], written["ranks"], written["lossless"]["distribution"]
     assert all(re.fullmatch(r"\d+/\d+ tests collected .*", found["last_line"]) for found in listed), listed
     drafters = written["lossless"]["modes"]["batch-invariant"]
     assert {name: arm["asynchronous"] for name, arm in drafters.items()} == {"history": False, "draft_model": True}
-    only_there = {v["bar"]: v["verdict"] for part in ("trace", "ranks", "robust", "lossless")
-                  for v in written[part]["bars"]}  # fmt: skip
-    for bar in ("tests of the distribution: exit code",
-                "host synchronisations of a step beyond stock's", "graphs that stock replays and ours does not",
-                "contract tests: exit code", "tests of two ranks: exit code"):  # fmt: skip
-        assert only_there[bar] == "not run"  # not taken for good on a CPU
-    arms = written["replay"]["arms"]
-    assert set(arms) == {"stock", "earlier", "corrupted 0.0", "corrupted 1.0", "misleading", "after misleading"}
-    assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
-    assert arms["corrupted 1.0"]["accepted_tokens"] < 0.1 * arms["corrupted 0.0"]["accepted_tokens"]
+    assert {"misleading", "after misleading"} < set(written["replay"]["arms"])
 
 
 @pytest.mark.long
@@ -118,14 +141,14 @@ sys.meta_path.insert(0, Missing())
 """Hides what an image of PyTorch and Triton lacks, from every process."""
 
 
-@pytest.mark.parametrize(("part", "more"), [("kernel", ""), ("index", ""), ("propose", "pydantic")])
-def test_some_parts_need_no_vllm_and_next_to_no_package(tmp_path: Path, part: str, more: str) -> None:
-    needed = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"} if more else set()
+@pytest.mark.parametrize("parts", [["kernel", "index"], ["propose"]])
+def test_some_parts_need_no_vllm_and_next_to_no_package(tmp_path: Path, parts: list[str]) -> None:
+    needed = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"} if "propose" in parts else set()
     (tmp_path / "sitecustomize.py").write_text(BARE % '", "'.join(needed))
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    written, said = kit(tmp_path, part, "gate", env={"PYTHONPATH": path})
-    assert written[part]["state"] == "done", said
-    assert any(v["verdict"] == "kept" for v in written[part]["bars"]) or part == "propose"
+    written, said = kit(tmp_path, *parts, "gate", env={"PYTHONPATH": path})
+    for part in parts:
+        check(part, written[part], said)
     assert written["gate"]["why"] == "vLLM is not installed"
     assert {v["verdict"] for v in written["gate"]["bars"]} == {"not run"}
 
@@ -184,6 +207,27 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
     run.run_apart("propose", run.TINY, arguments, 0.2)  # not even imported by then
     assert run.judge("propose", run.TINY, tmp_path) == ["not run", "failed"]
     assert "not done after 0 s" in capsys.readouterr().out
+
+
+def test_stock_is_measured_with_asynchronous_scheduling_and_on_the_v1_runner_without(run: Any) -> None:
+    steps = importlib.import_module("steps")
+    arms = steps.gate_arms(replace(run.TINY, runner="V1"))
+    assert arms["stock"] == (None, {}, {})
+    assert arms["stock, synchronous"] == (None, steps.V1, {"async_scheduling": False})
+    assert set(steps.gate_arms(replace(run.TINY, runner="V2"))) == {"stock", "history", "none, keyed"}
+    assert steps.gate_points(run.Plan("7b")) == [(1, 2048), (8, 2048), (64, 2048), (256, 1024), (8, 8192)]
+
+
+def test_all_parts_are_estimated_to_end_in_time(run: Any) -> None:
+    """Alike in the program's help and in the benchmarks' README."""
+    helped = dict(re.findall(r"^    (\w+) +([\d.]+)  ", run.__doc__, re.M))
+    table = (RUN.parents[1] / "README.md").read_text()
+    assert list(helped) == list(run.PARTS)
+    assert helped == dict(re.findall(r"^\| `python benchmarks/gpu/run.py (\w+)` \|[^|]+\| ([\d.]+) \|", table, re.M))
+    minutes = list(map(float, helped.values()))
+    assert sum(minutes) < 24 < run.ALL_S / 60
+    assert f"{sum(minutes):g} minutes by the estimates" in table
+    assert max(minutes) < run.PART_S / 60
 
 
 def test_what_there_is_no_time_for_is_named(run: Any) -> None:

@@ -46,6 +46,19 @@ def test_contexts_and_captured_sizes_are_predicted_by_the_line() -> None:
     assert result["line"]["context"] == pytest.approx(3e-7, rel=0.05)
 
 
+def test_steps_whose_draft_lengths_differ_are_judged_and_not_fitted() -> None:
+    truth = StepModel(base=0.02, token=0.0004, draft=0.003)
+
+    def seconds(b: int, s: int, d: int) -> float:
+        return truth.step(b * (1 + d), b, d > 0)
+
+    alike = sweep(seconds)
+    dearer = [Sample(b, 128, 3, 1.25 * seconds(b, 128, 3), 8, True, ragged=True) for b in (4, 16)]
+    result = analyse(replace(alike, samples=alike.samples + dearer), CONFIG)
+    assert result["validation"]["ragged"]["mape"] == pytest.approx(0.2, abs=0.01)
+    assert result["line"] == analyse(alike, CONFIG)["line"]
+
+
 def test_a_machine_that_is_a_roofline_is_predicted_by_the_roofline() -> None:
     truth = Roofline.of(CONFIG, Hardware(2e10, 1.5e12), plain_us=100.0, verify_us=200.0)
     result = analyse(sweep(truth.verify), CONFIG)

@@ -93,6 +93,7 @@ class DeviceWorkerState(WorkerState):
                 step_patch.apply(self, owner=self.runner)
         elif self.config.uses_history:
             note_steps.apply(self, owner=self.runner)
+        self._say_which_steps_have_no_graphs()
 
     def begin(self, scheduled: Any) -> None:
         """Take the requests that join the batch (vLLM's `SchedulerOutput`), once the runner has them."""
