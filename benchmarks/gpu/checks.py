@@ -42,12 +42,12 @@ def lossless(plan: Plan) -> Iterator[Found]:
         arms = drafters if name == "batch-invariant" else ["history"]
         found["modes"][name] = apart(plan, _compare, plan.tiny, arms, env=environment)
         yield found
-    found["distribution"] = _pytest(plan, "test_distribution.py", CHOSEN, {})
+    found["distribution"] = _pytest(plan, ("test_distribution.py", "test_neural.py"), SOFTMAX, {})
     yield found
 
 
-CHOSEN = "default and (keyed and history and not self or neural)"
-"""Of the tests of the distribution."""
+SOFTMAX = "default and follow_the_softmax and not ngram and not self and not stock"
+"""Tests of the distribution: with drafts from the history, and with a neural drafter."""
 
 
 def _audited(found: Found, name: str) -> float:
@@ -114,7 +114,7 @@ def robust(plan: Plan) -> Iterator[Found]:
     """A crowded engine; some of the contract tests on this device."""
     found: Found = {"crowded": apart(plan, _crowded, plan, env=ENVIRONMENT)}
     yield found
-    found["contract"] = _pytest(plan, "test_losslessness.py", ROBUST, INVARIANT)
+    found["contract"] = _pytest(plan, ("test_losslessness.py",), ROBUST, INVARIANT)
     yield found
 
 
@@ -151,17 +151,17 @@ def ranks(plan: Plan) -> Iterator[Found]:
         return
     able = plan.tiny or min(capabilities) >= FP8_CAPABILITY  # half a layer is too narrow for `int4`
     chosen = "default" if able else "default and two_ranks and not self"
-    yield _pytest(plan, "test_ranks.py", chosen, INVARIANT | {"DAS_TEST_COPY": "fp8"})
+    yield _pytest(plan, ("test_ranks.py",), chosen, INVARIANT | {"DAS_TEST_COPY": "fp8"})
 
 
 RANKS_BARS = (Bar("tests of two ranks: exit code", 0, lambda f: f["code"]),)
 
 
-def _pytest(plan: Plan, file: str, chosen: str, environment: dict[str, str]) -> Found:
+def _pytest(plan: Plan, files: tuple[str, ...], chosen: str, environment: dict[str, str]) -> Found:
     """Run contract tests on the V1 runner, whose parts they break; on a CPU only list them."""
     if not plan.whole:
         return {"code": None}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", file, "-k", chosen]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", "-k", chosen, *files]
     command += ["--collect-only"] if plan.tiny else []
     env = os.environ | V1 | ({} if plan.tiny else {"DAS_TEST_DTYPE": HALF["dtype"]} | environment)
     done = subprocess.run(command, cwd=CONTRACT, capture_output=True, text=True, check=False, env=env)

@@ -11,11 +11,14 @@ import numpy as np
 from engines import SHAPES, Bar, Found, Plan, has_vllm
 
 GROUP, MOST = 8, 16
+EVERY: dict[str, Any] = {"budget": {"policy": "unlimited", "max_draft_tokens": MOST}, "toggle": {"mode": "off"}}
+"""Drafts whatever is found for every request in every step."""
 
 
 def propose(plan: Plan) -> Found:
-    """Median milliseconds of index and controller in a step, and of the whole proposer, by batch, in processor time (a
-    step waits for one thread); and of the step on an H100 (roofline)."""
+    """By batch, in processor time (a step waits for one thread), beside steps on an H100 (roofline): median
+    milliseconds of index and controller where they draft for every request; and of the whole proposer that, and as
+    its default is, over rollouts whose drafts are verified."""
     from das_adapter.core.hardware import DEVICES
     from das_adapter.core.roofline import Roofline
 
@@ -25,19 +28,28 @@ def propose(plan: Plan) -> Found:
         world = World(plan, batch, context)
         rows[str(batch)] = {
             "index_ms": 1e3 * _index_seconds(world),
-            "step_ms": 1e3 * float(roof.verify(batch, context, 0)),
+            "undrafted_step_ms": 1e3 * float(roof.verify(batch, context, 0)),
+            "verifying_step_ms": 1e3 * float(roof.verify(batch, context, MOST)),
         }
         if has_vllm():
-            rows[str(batch)]["propose_ms"] = 1e3 * _proposer_seconds(world)
+            rows[str(batch)] |= {"every draft": _rollout(world, EVERY, roof), "default": _rollout(world, {}, roof)}
     return {"context": context, "rows": rows}
 
 
-def _share(found: Found) -> float:
+def _share(found: Found, proposer: str) -> float:
+    """Return the share of its steps that a proposer takes at the largest batch."""
     row = found["rows"][max(found["rows"], key=int)]
-    return float(row.get("propose_ms", row["index_ms"]) / row["step_ms"])
+    if proposer in row:
+        return float(row[proposer]["share"])
+    if proposer == "default":
+        raise LookupError("not run without vLLM")
+    return float(row["index_ms"] / row["verifying_step_ms"])
 
 
-BARS = (Bar("proposing, share of a step at the largest batch", 0.03, _share),)
+BARS = (
+    Bar("proposing, share of a rollout's steps at the largest batch", 0.03, lambda f: _share(f, "default")),
+    Bar("proposing every draft, share of the steps that verify them", 0.03, lambda f: _share(f, "every draft")),
+)
 
 
 class World:
@@ -46,7 +58,7 @@ class World:
     def __init__(self, plan: Plan, batch: int, context: int) -> None:
         self.batch, self.context, self.steps = batch, context, plan.steps
         self.vocabulary = SHAPES[plan.shape]["vocab_size"]
-        rng, length = np.random.default_rng(batch), context + plan.steps
+        rng, length = np.random.default_rng(batch), context + GROUP * plan.steps
         poems = rng.integers(0, self.vocabulary, (-(-batch // GROUP), length), dtype=np.int32)
 
         def variation(problem: int) -> np.ndarray:
@@ -87,25 +99,24 @@ def _index_seconds(world: World) -> float:
     return float(np.median(times))
 
 
-def _proposer_seconds(world: World) -> float:
-    """Draft in every step as vLLM's V1 runner has it done, but for the runner."""
+def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
+    """Draft as vLLM's V1 runner has it done, but for the runner, in steps that take what the roofline says; drafts are
+    accepted where they are what the request writes."""
+    from das_adapter.core.latency import StepTimes
     from das_adapter.engine.drafters.controlled import ControlledDrafter
     from das_adapter.protocol.engine_args import SETTINGS_KEY
     from das_adapter.protocol.label import Label
     from das_adapter.protocol.messages import Refresh, Trajectory
 
-    block = {
-        "drafter": "history",
-        "budget": {"policy": "unlimited", "max_draft_tokens": MOST},
-        "toggle": {"mode": "off"},
-    }
-    most = world.texts.shape[1] + MOST + 1
+    longest = world.texts.shape[1]
     drafter = ControlledDrafter(SimpleNamespace(
-        additional_config={SETTINGS_KEY: block}, speculative_config=object(),
+        additional_config={SETTINGS_KEY: {"drafter": "history", **more}}, speculative_config=object(),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
-        model_config=SimpleNamespace(max_model_len=most, get_vocab_size=lambda: world.vocabulary, enforce_eager=True),
+        model_config=SimpleNamespace(max_model_len=longest, get_vocab_size=lambda: world.vocabulary,
+                                     enforce_eager=True, quantization="unknown"),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     ))  # fmt: skip
+    drafter.controller.times = StepTimes(roof.line())  # what it begins with on that GPU
     names = [str(slot) for slot in range(world.batch)]
     params = SimpleNamespace(max_tokens=None)
     requests = {name: SimpleNamespace(prompt_token_ids=text[:8].tolist(), sampling_params=params)
@@ -113,20 +124,37 @@ def _proposer_seconds(world: World) -> float:
     drafter.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=names))
     drafter.label = lambda name: Label(problem=int(name) // GROUP)
     drafter.refresh(Refresh(1, trajectories=[Trajectory(problem, text.tobytes(), 0) for problem, text in world.past]))
-    tokens, times, drafted = np.zeros((world.batch, most), dtype=np.int32), [], 0
-    tokens[:, : world.texts.shape[1]] = world.texts
-    for step in range(world.steps):
-        length = world.context + step + 1
-        sampled = world.texts[:, length - 1 : length].tolist()
+    lengths, texts = np.full(world.batch, world.context), world.texts.tolist()
+    drafts: list[list[int]] = [[] for _ in names]
+    now, times, counted = 0.0, list[float](), [0, 0, 0]
+    while len(times) <= world.steps and lengths.max() + MOST < longest:
         scheduled = SimpleNamespace(
-            num_scheduled_tokens=dict.fromkeys(names, 1), scheduled_new_reqs=[], scheduled_spec_decode_tokens={},
-            total_num_scheduled_tokens=world.batch, finished_req_ids=set(),
+            num_scheduled_tokens={name: 1 + len(draft) for name, draft in zip(names, drafts, strict=True)},
+            scheduled_new_reqs=[], finished_req_ids=set(),
+            scheduled_spec_decode_tokens={name: draft for name, draft in zip(names, drafts, strict=True) if draft},
+            total_num_scheduled_tokens=world.batch + sum(map(len, drafts)),
         )  # fmt: skip
         begin = time.process_time()
-        drafter.begin_step(scheduled, begin)
-        drafts = drafter.propose(sampled, np.full(world.batch, length), tokens)
-        times.append(time.process_time() - begin)
-        drafted += sum(map(len, drafts))
-    if drafter.counters.error or not drafted:
+        drafter.begin_step(scheduled, now)
+        took = time.process_time() - begin
+        carried = list(map(len, drafts))
+        now += float(roof.verify(world.batch, float(lengths.mean()), sum(carried) / world.batch))
+        sampled = []
+        for row, (draft, at) in enumerate(zip(drafts, lengths.tolist(), strict=True)):
+            accepted = next((i for i, token in enumerate(draft) if token != texts[row][at + i]), len(draft))
+            sampled.append(texts[row][at : at + accepted + 1])
+        lengths += [len(new) for new in sampled]
+        drafter.carried = carried if any(carried) else None
+        begin = time.process_time()
+        drafts = drafter.propose(sampled, lengths, world.texts)
+        times.append(took + time.process_time() - begin)
+        if len(times) == 1:  # in which all requests join; an engine reads their prompts meanwhile
+            opened = now
+            continue
+        counted = [a + b for a, b in zip(counted, (len(names), sum(carried), sum(map(len, sampled))), strict=True)]
+    if drafter.counters.error or (more and not counted[1]):
         raise RuntimeError(drafter.counters.error or "nothing was drafted")
-    return float(np.median(times))
+    steps, seconds = times[1:], now - opened
+    return {"propose_ms": 1e3 * float(np.median(steps)), "share": sum(steps) / seconds,
+            "step_ms": 1e3 * seconds / len(steps), "draft_tokens": counted[1] / counted[0],
+            "tokens_per_forward": counted[2] / counted[0]}  # fmt: skip

@@ -48,7 +48,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 sys.path.append(str(HERE.parents[1]))  # where das-adapter is not installed
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
 
-from engines import TINY, Bar, Found, Plan, has_vllm, in_time, runner_here  # noqa: E402, F401
+from engines import CONTRACT, TINY, Bar, Found, Plan, has_vllm, in_time, runner_here  # noqa: E402, F401
 
 PARTS = ("kernel", "index", "propose", "gate", "replay", "trace", "lossless", "copy", "robust", "ranks", "sweep")
 """In the order in which they run: what there is no time for is at the end."""
@@ -109,8 +109,8 @@ def part(name: str, plan: Plan, traces: Path | None, out: Path) -> Iterator[Foun
 
 def measure(name: str, plan: Plan, traces: Path | None, out: Path) -> None:
     """Measure one part, and write down what is known whenever more of it is."""
-    if plan.tiny and has_vllm():
-        import vllm  # noqa: F401  # its forks need not import it again
+    if plan.tiny and name not in WITHOUT_VLLM and has_vllm():
+        import_for_forks()
     content = {"state": "running"}
     try:
         for found in part(name, plan, traces, out):
@@ -122,6 +122,15 @@ def measure(name: str, plan: Plan, traces: Path | None, out: Path) -> None:
     from provenance import provenance  # asks the GPU, which the engines' processes must do first
 
     write(name, plan, out, {"provenance": provenance(), **content})
+
+
+def import_for_forks() -> None:
+    """Import what takes seconds, once for all engines of a test."""
+    sys.path.insert(0, str(CONTRACT))
+    from engine import preload
+    from vllm import LLM  # noqa: F401
+
+    preload(["vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.qwen2"])
 
 
 def path(name: str, plan: Plan, out: Path) -> Path:

@@ -106,7 +106,9 @@ def test_every_part_runs_with_all_of_its_engines(tmp_path: Path) -> None:
         check(part, content, said)
     assert set(written["gate"]["step_ms"]) == {"stock", "none, keyed", "history", "stock, synchronous"}
     assert "gate: stock's step without asynchronous scheduling" in said
-    assert {"propose_ms", "index_ms"} <= set(written["propose"]["rows"]["1"])
+    whole = written["propose"]["rows"]["4"]
+    assert whole["every draft"]["draft_tokens"] > 2 and whole["every draft"]["tokens_per_forward"] > 1.5
+    assert whole["default"]["propose_ms"] > 0
     listed = written["robust"]["contract"], written["ranks"], written["lossless"]["distribution"]
     assert all(re.fullmatch(r"\d+/\d+ tests collected .*", found["last_line"]) for found in listed), listed
     drafters = written["lossless"]["modes"]["batch-invariant"]
@@ -205,7 +207,7 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
     assert "the engine is gone" in capsys.readouterr().out
     arguments = SimpleNamespace(out=tmp_path, traces=None, shape="tiny")
     run.run_apart("propose", run.TINY, arguments, 0.2)  # not even imported by then
-    assert run.judge("propose", run.TINY, tmp_path) == ["not run", "failed"]
+    assert run.judge("propose", run.TINY, tmp_path) == ["not run", "not run", "failed"]
     assert "not done after 0 s" in capsys.readouterr().out
 
 
@@ -267,11 +269,11 @@ def test_contract_tests_run_on_the_runner_that_they_break(run: Any, monkeypatch:
         monkeypatch.setattr(checks, "gpus", lambda found=capability: [found] * 2)
         for part in (checks.lossless, checks.robust, checks.ranks):
             list(part(plan))
-        files = [command[-3] for command, _ in called]
-        assert files == ["test_distribution.py", "test_losslessness.py", "test_ranks.py"]
+        files = [[word for word in command if word.endswith(".py")] for command, _ in called]
+        assert files == [["test_distribution.py", "test_neural.py"], ["test_losslessness.py"], ["test_ranks.py"]]
         assert {env[RUNNER_VARIABLE] for _, env in called} == {"0"}
         assert {env["DAS_TEST_DTYPE"] for _, env in called} == {"bfloat16"}
         assert [env.get("VLLM_BATCH_INVARIANT") for _, env in called] == [None, "1", "1"]
         assert called[-1][1]["DAS_TEST_COPY"] == "fp8"
-        assert called[-1][0][-1] == copy
+        assert copy in called[-1][0]
         called.clear()

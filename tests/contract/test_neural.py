@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy import stats
+from test_distribution import job, law, misfit  # noqa: F401
 from test_losslessness import EVERY_PARAMETER, OFF, PLAIN, SMALL, adapter, requests, two_rounds
 from test_ranks import RANKS, ROUNDS
 
@@ -153,6 +154,14 @@ def test_a_lora_policy_writes_the_tokens_of_off(engine: Any, drafters: Path, met
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 10
     assert not any(r["stats"]["error"] for r in result)
+
+
+@pytest.mark.one_build
+def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafters: Path) -> None:  # noqa: F811
+    """With keyed noise, under which the drafter draws its own tokens with the policy's keys."""
+    result = engine(**job(block("eagle3", drafters, **ALWAYS)))
+    assert 20 < result[0]["stats"]["accepted_tokens"] < 0.9 * result[0]["stats"]["draft_tokens"]
+    assert misfit(result, law) < 3.5
 
 
 @pytest.mark.one_build
