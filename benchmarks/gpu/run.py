@@ -109,7 +109,7 @@ def part(name: str, plan: Plan, traces: Path | None, out: Path) -> Iterator[Foun
 
 def measure(name: str, plan: Plan, traces: Path | None, out: Path) -> None:
     """Measure one part, and write down what is known whenever more of it is."""
-    if plan.tiny and name not in WITHOUT_VLLM and has_vllm():
+    if plan.tiny and has_vllm():
         import_for_forks()
     content = {"state": "running"}
     try:
