@@ -153,7 +153,11 @@ class Figure:
             right = abs(error) <= tolerance and (not change or (found < 0) == (said < 0))
             rows.append(row | {"error": error, "grade": "fitted to" if own else (best if right else "not")})
         about = {key: self.content.get(key) for key in ("title", "source", "decides", "revised", "best_of")}
-        return {**result, **about, "tolerance": tolerance, "cases": rows, "pairs_in_order": self.in_order(rows)}
+        then = {one["key"]: one for one in result["inputs"]}
+        now = {key: one | {"value": _plain(one["value"])} for key, one in self.inputs.items() if "find" not in one}
+        changed = [key for key, one in now.items() if one != then.get(key)]
+        return {**result, **about, "tolerance": tolerance, "cases": rows, "pairs_in_order": self.in_order(rows),
+                "changed_inputs": changed}  # fmt: skip
 
     def in_order(self, rows: list[dict[str, Any]]) -> list[int]:
         """Return of how many pairs of cases the simulation has the published order, and how many pairs there are: cases
@@ -215,6 +219,8 @@ def markdown(result: dict[str, Any]) -> str:
         lines += ["", f"## {figure['title']}", "", f"{figure['source']}; tolerance {figure['tolerance']:.0%}.", ""]
         if figure.get("revised"):
             lines += [f"Revised: {figure['revised']}.", ""]
+        if changed := ", ".join(f"`{key}`" for key in figure["changed_inputs"]):
+            lines += [f"Simulated before {changed} was as the file has it now: the next run changes these figures.", ""]
         lines += ["| case | published | simulated | band | error | grade |", "|---|---|---|---|---|---|"]  # fmt: skip
         for c in figure["cases"]:
             band = f"{c['band'][0]:.2f} to {c['band'][1]:.2f}{', sign open' * c.get('sign_open', False)}"
@@ -246,7 +252,8 @@ def main() -> None:
         if file is not None and not Path(file["value"]).exists():
             print(f"{path.stem}: left out: needs {file['value']}")
             continue
-        result["figures"][path.stem] = figure.graded(figure.check()) | {"provenance": provenance()}
+        begun = {"provenance": provenance()}  # of the code that is loaded, whatever is checked out meanwhile
+        result["figures"][path.stem] = figure.graded(figure.check()) | begun
         result["figures"] = dict(sorted(result["figures"].items()))
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     keep_the_best(result["figures"])

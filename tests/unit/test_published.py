@@ -100,3 +100,11 @@ def test_the_band_is_that_of_the_assumed_inputs(tmp_path: Path) -> None:
     assert figure(tmp_path, mark="assumed", least=1.0)["cases"][0]["sign_open"]
     page = published.markdown({"figures": {"x": figure(tmp_path)}})
     assert "| one | 2.5 |" in page and "*reproduced*" in page
+
+
+def test_a_figure_says_which_inputs_were_changed_since_it_was_simulated(tmp_path: Path) -> None:
+    found = figure(tmp_path)
+    assert "Simulated before" not in published.markdown({"figures": {"x": found}})
+    one = published.Figure(tmp_path / "figure.yaml", None)
+    one.inputs["acceptance.length"]["value"] = 2.6
+    assert "Simulated before `acceptance.length` was" in published.markdown({"figures": {"x": one.graded(found)}})
