@@ -67,6 +67,15 @@ def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: st
     assert misfit(result, law) < 3.5
 
 
+@pytest.mark.long
+def test_vllms_own_sampling_on_v2_follows_the_softmax(v2_engine: Any, law: Any) -> None:
+    """No request has a seed, and drafts from the history are verified by the ratio of probabilities."""
+    das = {**DRAFTED, "drafter": "history", "verify": {"noise": "stock"}, "history": {"device_bytes": "2MiB"}}
+    result = v2_engine(**job(das))
+    assert result[0]["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert misfit(result, law) < 3.5
+
+
 @pytest.mark.one_build
 def test_without_our_fix_vllms_cpu_sampler_is_wrong(engine: Any, law: Any) -> None:
     """When this fails, vLLM has mended its CPU kernel: `engine/cpu.py` can do with one fix less."""
