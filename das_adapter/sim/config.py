@@ -161,7 +161,8 @@ class ArmBlock(_Block):
     acceptance: AcceptanceBlock | None = None
     """In place of the simulation's."""
     stride: Annotated[int, Field(ge=1)] = 1
-    """Steps from one question to the controller to the next; more than 1 for large fleets."""
+    """Steps from one question to the controller to the next; more than 1 for large fleets that draft from the history
+    alone."""
 
 
 class SimConfig(_Block):

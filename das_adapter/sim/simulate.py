@@ -149,8 +149,8 @@ class Simulation:
         limit = self.config.rollout.cap + self.config.rollout.prompt
         if self.rollouts is not None:
             limit = max(limit, max(len(r.prompt) + len(r.tokens) for r in self.rollouts))
-        if arm.stride > 1 and accept.history == "index":
-            raise ConfigError("arms: stride needs acceptance.history given or trace")
+        if arm.stride > 1 and (accept.history == "index" or copy is not None):
+            raise ConfigError("arms: stride needs acceptance.history given or trace, and no model that drafts")
         steps = self.steps
         if isinstance(steps, Instance):
             share = WEIGHT_BYTES[das.self.weights] / WEIGHT_BYTES[self.config.precision]

@@ -612,6 +612,8 @@ def test_a_config_is_read_and_a_wrong_key_names_itself(tmp_path: Path) -> None:
     ):
         with pytest.raises(DasError, match=message):
             Simulation(parse(content))
+    with pytest.raises(ConfigError, match=r"stride needs .* no model that drafts"):
+        small(arms={"a": {"das": {"drafter": "self"}, "stride": 2}}).run("a")
 
 
 def test_the_command_simulates_varies_and_draws(tmp_path: Path) -> None:
