@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,14 +30,27 @@ def request_seed(run_seed: int, problem: int, step: int, sample: int, row: int =
     return _number(digest) >> 1
 
 
-def prompt_identity(prompt_ids: npt.ArrayLike, row: int | None = None) -> int:
+def prompt_identity(prompt_ids: npt.ArrayLike, *beside: str | int) -> int:
     """Return the 64-bit identity of a problem: a hash of its first prompt's ids, equal in every epoch, run and host.
-    `row`: of the data set, where there is more to the problem than these ids (images, say); None: there is not."""
+    `beside`: what there is to the problem beside these ids: the hashes of its images, or its row in the data set."""
     digest = _hash()
     digest.update(_text(prompt_ids))
-    if row is not None:
-        digest.update(f"/{row}".encode())
-    return _number(digest)
+    return _with(digest, beside)
+
+
+def media_hash(item: Any) -> str:
+    """Return the hash of an image, a sound or a video: of the values, where NumPy can read them."""
+    try:
+        values = np.asarray(item)
+    except ValueError:  # parts of several shapes
+        values = np.empty(0, dtype=object)
+    digest = _hash()
+    if values.dtype.hasobject:
+        digest.update(pickle.dumps(item))
+    else:
+        digest.update(f"{values.dtype.str}{values.shape}".encode())
+        digest.update(values.tobytes())
+    return digest.hexdigest()
 
 
 class FirstTurns:
@@ -42,47 +58,56 @@ class FirstTurns:
 
     def __init__(self, remembered: int = 4096):
         self._remembered = remembered
-        self._known: OrderedDict[int, int] = OrderedDict()
-        self._lengths: Counter[int] = Counter()
+        self._known: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._sizes: Counter[tuple[int, int]] = Counter()
+        """Of the known prompts: tokens, and images."""
 
-    def problem(self, prompt: npt.NDArray[np.int32]) -> int:
+    def problem(self, prompt: npt.NDArray[np.int32], media: Sequence[str] = ()) -> int:
         """Return the 64-bit identity of the conversation's first prompt.
 
         Args:
             prompt: int32 [tokens]; in later turns it begins with the first turn's prompt.
+            media: hashes of the images in it; in later turns they begin with the first turn's.
         """
-        identity = prompt_identity(prompt)
+        identity = prompt_identity(prompt, *media)
         if identity not in self._known:
-            identity = self._prefix(prompt) or identity
+            identity = self._prefix(prompt, media) or identity
         if identity in self._known:
             self._known.move_to_end(identity)
         else:
-            self._remember(identity, len(prompt))
+            self._remember(identity, (len(prompt), len(media)))
         return identity
 
-    def _prefix(self, prompt: npt.NDArray[np.int32]) -> int | None:
+    def _prefix(self, prompt: npt.NDArray[np.int32], media: Sequence[str]) -> int | None:
         """The shortest known prompt that this one begins with."""
         digest, begin = _hash(), 0
-        for length in sorted(n for n in self._lengths if n < len(prompt)):
+        sizes = (size for size in self._sizes if size[0] < len(prompt) and size[1] <= len(media))
+        for length, images in sorted(sizes, key=lambda size: (size[0], -size[1])):
             digest.update(_text(prompt[begin:length]))
             begin = length
-            identity = _number(digest)
-            if self._known.get(identity) == length:
+            identity = _with(digest.copy(), media[:images])
+            if self._known.get(identity) == (length, images):
                 return identity
         return None
 
-    def _remember(self, identity: int, length: int) -> None:
-        self._known[identity] = length
-        self._lengths[length] += 1
+    def _remember(self, identity: int, size: tuple[int, int]) -> None:
+        self._known[identity] = size
+        self._sizes[size] += 1
         if len(self._known) > self._remembered:
             _, forgotten = self._known.popitem(last=False)
-            self._lengths[forgotten] -= 1
-            if not self._lengths[forgotten]:
-                del self._lengths[forgotten]
+            self._sizes[forgotten] -= 1
+            if not self._sizes[forgotten]:
+                del self._sizes[forgotten]
 
 
 def _hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=8)
+
+
+def _with(digest: hashlib.blake2b, beside: Sequence[str | int]) -> int:
+    for part in beside:
+        digest.update(f"/{part}".encode())
+    return _number(digest)
 
 
 def _number(digest: hashlib.blake2b) -> int:

@@ -109,12 +109,18 @@ def label(processor: Any, config: DasConfig, request: Any) -> None:
         "_das_labeller", (threading.Lock(), Labeller(config.verify.seed, _source(processor)))
     )
     with labeller[0]:
-        own = labeller[1].label(prompt, validate=not given.record)
+        own = labeller[1].label(prompt, validate=not given.record, media=media(request))
     extra = own.extra_args()
     del extra["das_seed"]
     params.extra_args = {**extra, **(params.extra_args or {})}
     if config.keyed and given.seed is None and params.seed is None:
         params.seed = own.seed
+
+
+def media(request: Any) -> list[str]:
+    """Return the hashes of the images, sound and video in a request's prompt, in their order; `request`: any of vLLM's
+    that has `mm_features`."""
+    return [feature.mm_hash or feature.identifier for feature in getattr(request, "mm_features", None) or ()]
 
 
 def _source(processor: Any) -> int:

@@ -18,6 +18,7 @@ from das_adapter.engine.drafters.controlled import ControlledDrafter
 from das_adapter.engine.drafters.neural import DraftWeights, KeyedDrafts, take_loaded_drafter
 from das_adapter.engine.drafters.neural_drafts import draft_when_tokens_are_known, hold_drafts
 from das_adapter.engine.drafters.timing import without_graphs
+from das_adapter.engine.front_end import media
 from das_adapter.engine.sampling.keyed_sample import Keys
 from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.engine.standalone import (
@@ -138,7 +139,7 @@ class WorkerState:
             return None
         label, prompt = self.label(req_id), request.prompt_token_ids
         text = np.asarray([*prompt[label.start_in(len(prompt)) :], *request.output_token_ids], dtype=np.int32)
-        return Response(label.problem_of(prompt), label.record, text)
+        return Response(label.problem_of(prompt, media(request)), label.record, text)
 
     def label(self, req_id: str) -> Label:
         """Return the label of a request."""

@@ -78,7 +78,9 @@ class EngineHooks:
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else getattr(prompt, "prompt_token_ids", None)
         if given is None and ids is None:
             return None
-        label = given or self._labeller.label(ids, self.validating)
+        hashes = prompt.get("mm_hashes") or {} if isinstance(prompt, dict) else {}  # vLLM's, by kind
+        media = [found for kind in sorted(hashes) for found in hashes[kind]]
+        label = given or self._labeller.label(ids, self.validating, media)
         return replace(label, record=label.record and not self.validating)
 
     @staticmethod

@@ -22,7 +22,7 @@ from das_adapter.core.length import Expected
 from das_adapter.core.siblings import NO_SIBLINGS
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.checkpoint import save_history
-from das_adapter.nemo_rl.identity import LABELS
+from das_adapter.nemo_rl.identity import LABELS, media_of
 from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
 from das_adapter.nemo_rl.tracking import log_waits
 from das_adapter.protocol.label import Labeller
@@ -130,7 +130,11 @@ class DasVllmGeneration(VllmGeneration):
     def _labelled(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         prompts = (row[:n].numpy() for row, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True))
         labelled = type(data)(data.data)
-        labelled[LABELS] = [self._labeller.label(prompt, self._validating) for prompt in prompts]
+        media = media_of(data, len(data["input_ids"]))
+        labelled[LABELS] = [
+            self._labeller.label(prompt, self._validating, images)
+            for prompt, images in zip(prompts, media, strict=True)
+        ]
         return labelled
 
     def _predict(self) -> Expected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,9 +53,9 @@ class Label:
         """Return the entries of `extra_args` that `of` reads back."""
         return {key: int(value) for name, key in _KEYS.items() if (value := getattr(self, name)) is not None}
 
-    def problem_of(self, prompt_ids: npt.ArrayLike) -> int:
-        """Return the problem that a request with this prompt is about."""
-        return prompt_identity(prompt_ids) if self.problem is None else self.problem
+    def problem_of(self, prompt_ids: npt.ArrayLike, media: Sequence[str] = ()) -> int:
+        """Return the problem that a request with this prompt is about; `media`: hashes of the prompt's images."""
+        return prompt_identity(prompt_ids, *media) if self.problem is None else self.problem
 
     def start_in(self, prompt_tokens: int) -> int:
         """Return `start` for a prompt of so many tokens."""
@@ -78,14 +78,15 @@ class Labeller:
         self._first_turns = FirstTurns()
         self._drawn: Counter[tuple[int, bool]] = Counter()
 
-    def label(self, prompt: Any, validate: bool) -> Label:
+    def label(self, prompt: Any, validate: bool, media: Sequence[str] = ()) -> Label:
         """Label a request.
 
         Args:
             prompt: token ids, without padding.
             validate: whether its text must stay out of the history.
+            media: hashes of the images, sound and video in the prompt.
         """
-        problem = self._first_turns.problem(np.asarray(prompt, dtype=np.int32))
+        problem = self._first_turns.problem(np.asarray(prompt, dtype=np.int32), media)
         number = self._drawn[problem, validate]
         self._drawn[problem, validate] += 1
         seed = request_seed(self._run_seed, problem, self._resumed, -1 - number if validate else number, self._source)

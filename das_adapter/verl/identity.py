@@ -88,7 +88,7 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
 def label(das: DasConfig, sample: Sample, prompt_ids: Any, media: bool = False) -> Label:
     """Label a request of a sample; `media`: whether the prompt has images, sound or video."""
     if sample.problem is None:
-        sample.problem, sample.start = prompt_identity(prompt_ids, sample.row if media else None), len(prompt_ids)
+        sample.problem, sample.start = prompt_identity(prompt_ids, *[sample.row] * media), len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
     seed = request_seed(das.verify.seed, sample.problem, sample.step, number, sample.row)
     return Label(sample.problem, seed, not sample.validate, sample.start)

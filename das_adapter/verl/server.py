@@ -8,19 +8,20 @@ import logging
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from das_adapter.core.identity import prompt_identity, request_seed
+from das_adapter.core.identity import media_hash, prompt_identity, request_seed
 from das_adapter.core.routing import start_order
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import engine_args, engine_env
 from das_adapter.protocol.label import Label
 from das_adapter.service.session import Session, for_run, of_async_engine
 from das_adapter.verl import settings
-from das_adapter.verl.identity import ABORTED
+from das_adapter.verl.identity import ABORTED, MEDIA
 
 logger = logging.getLogger("das_adapter")
 
@@ -63,7 +64,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         before it was interrupted, and what tools answered since the previous turn."""
         label = Label.of(sampling_params.get("extra_args"))
         if label.problem is None:
-            label = self._label_stranger(prompt_ids)
+            images = [media_hash(item) for name in MEDIA for item in kwargs.get(name) or ()]
+            label = self._label_stranger(prompt_ids, images)
             extra = {**(sampling_params.get("extra_args") or {}), **label.extra_args()}
             sampling_params = {**sampling_params, "extra_args": extra}
         if self._order is not None:
@@ -77,7 +79,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
             self._session.finished(label, text, begin, time.time(), int(self.global_steps or 0))
         return output
 
-    def _label_stranger(self, prompt_ids: list[int]) -> Label:
+    def _label_stranger(self, prompt_ids: list[int], images: Sequence[str]) -> Label:
         """The label of a request that did not come from veRL's agent loop."""
         if not self._strangers:
             logger.warning(
@@ -85,7 +87,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
                 "seed depends on the order of arrival"
             )
         self._strangers += 1
-        problem, version = prompt_identity(prompt_ids), int(self.global_steps or 0)
+        problem, version = prompt_identity(prompt_ids, *images), int(self.global_steps or 0)
         seed = request_seed(self._das.verify.seed, problem, version, self._seen[problem])
         self._seen[problem] += 1
         return Label(problem, seed, start=len(prompt_ids))

@@ -8,9 +8,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import pytest
 
-from das_adapter.core.identity import prompt_identity
+from das_adapter.config import DasConfig
+from das_adapter.core.identity import media_hash, prompt_identity
+from das_adapter.engine import front_end
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.verl import identity
 
@@ -62,6 +66,42 @@ def test_problems_that_differ_only_in_their_images_are_different_ones() -> None:
     one, other, next_epoch = (first.problem for first, _ in problems)
     assert one == next_epoch != other
     assert labels(requests(ON, TRAJECTORY, [[1, 2]], session_id=0))[0].problem == prompt_identity([1, 2]) != one
+
+
+def test_media_are_told_apart_by_what_they_show() -> None:
+    pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+    same = [pixels, pixels.copy(), PIL.Image.fromarray(pixels)]
+    others = [pixels + 1, pixels.reshape(4, 1, 3), pixels.astype(np.int16), (pixels, 16000), (pixels, 8000)]
+    assert len({media_hash(item) for item in same}) == 1
+    assert len({media_hash(item) for item in [pixels, *others]}) == 6
+
+
+def test_a_request_of_vllm_without_a_label_is_about_its_prompt_and_its_images() -> None:
+    """The hashes are vLLM's own, which the engine and its front end see alike."""
+    inputs = pytest.importorskip("vllm.multimodal.inputs")
+    place = inputs.PlaceholderRange(offset=1, length=2)
+
+    def request(*hashes: str) -> SimpleNamespace:
+        features = [inputs.MultiModalFeatureSpec(None, "image", f"lora:{h}", place, h) for h in hashes]
+        return SimpleNamespace(
+            prompt_token_ids=[1, 8, 8, 3],
+            mm_features=features,
+            sampling_params=SimpleNamespace(extra_args=None, seed=None),
+        )
+
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            model_config=SimpleNamespace(seed=0), parallel_config=SimpleNamespace(data_parallel_rank=0)
+        )
+    )
+    asked = [request("a"), request("b"), request("a"), request(), request("a", "b")]
+    for one in asked:
+        front_end.label(engine, DasConfig(), one)
+    found = [Label.of(one.sampling_params.extra_args).problem for one in asked]
+    assert found == [Label().problem_of(one.prompt_token_ids, front_end.media(one)) for one in asked]
+    assert found[0] == found[2]
+    assert len(set(found)) == 4
+    assert len({one.sampling_params.seed for one in asked}) == 5
 
 
 def test_the_same_sample_has_the_same_seed_in_every_run() -> None:

@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
+from das_adapter.engine.front_end import media
 from das_adapter.engine.standalone import Response
 from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.admission import SOURCE, Admission, Wanted
@@ -101,7 +102,7 @@ class DeviceWorkerState(WorkerState):
         for new in scheduled.scheduled_new_reqs:
             params, prompt = new.sampling_params, new.prompt_token_ids or []
             label = Label.of(params.extra_args if params else None)
-            problem, start = label.problem_of(prompt), label.start_in(len(prompt))
+            problem, start = label.problem_of(prompt, media(new)), label.start_in(len(prompt))
             limit = (params.max_tokens if params else None) or self._max_model_len
             end, length = min(self._max_model_len, len(prompt) + limit), len(new.prefill_token_ids or prompt)
             self._recorded[new.req_id] = label.record and self._policy.kept
