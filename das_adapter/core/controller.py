@@ -177,6 +177,8 @@ class Controller:
         """Why speculation is off until the next weight sync; None while it may go on."""
         self.planned_rounds = 0.0
         """Decode steps since the weight sync after which DAS's optimum would have ended every request."""
+        self._judged = toggle.mode == "roofline"
+        """Whether whole rollouts of the model that drafts are judged."""
         self._policy, self._min_chance = budget.policy, budget.min_chance
         self._most = budget.max_draft_tokens if most is None else most
         self._common = common
@@ -250,7 +252,10 @@ class Controller:
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
             mine = decoded.by_model > 0
             drafted = decoded.by_model[mine]
-            self.drafts.acceptance.observe(drafted, np.minimum(drafted, decoded.got[mine] - 1))
+            accepted = np.minimum(drafted, decoded.got[mine] - 1)
+            self.drafts.acceptance.observe(drafted, accepted)
+            worth = self.requests.worth_own[slots[mine]] + self.requests.worth_tail[slots[mine]]
+            self.drafts.saved_s += float(accepted @ worth)
         nothing = np.zeros(running, dtype=np.int64)
         if self.stopped or not running or not (self._always or self._consider.due(self._batch.step, running)):
             return StepPlan(nothing, nothing)
@@ -263,6 +268,11 @@ class Controller:
             chances, offsets = history(limits, self._floor)
         return self._share_out(slots, limits, chances, offsets)
 
+    def beside(self, seconds: float) -> None:
+        """Take what the model that drafts took in a step that also read prompts."""
+        if self.drafts is not None and self._judged:
+            self.drafts.took_s += seconds
+
     def missed(self, slot: int, tokens: int) -> None:
         """Take tokens that a request got, one a step, in steps in which nothing was planned."""
         self.requests.written[slot] += tokens
@@ -273,6 +283,7 @@ class Controller:
         running, drafted = len(step.slots), step.tokens > len(step.slots)
         batch = self._batch
         self.times.add(step.tokens, running, drafted, step.seconds, step.context)
+        self.beside(step.drafting_seconds)
         batch.since_plain = batch.since_plain + 1 if drafted else 0
         batch.since_draft = 0 if drafted else batch.since_draft + 1
         self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
@@ -280,6 +291,8 @@ class Controller:
         model = self.times.model
         if model is None:
             return
+        if self.drafts is not None:
+            self.drafts.plain_s += model.step(running, running, False, step.context)
         self.requests.credited[step.slots] += step.got
         got = int(step.got.sum())
         self._savings.step(step.seconds, running, got, drafted, model, step.drafting_seconds, step.context)
@@ -312,6 +325,11 @@ class Controller:
         }
 
     # Inside
+
+    @property
+    def _model_drafts(self) -> ModelDrafts | None:
+        """The model that drafts, in a rollout in which it runs."""
+        return None if self.drafts is None or self.drafts.silent else self.drafts
 
     @property
     def _always(self) -> bool:
@@ -370,7 +388,7 @@ class Controller:
             if on and wanted and probe != "plain":
                 plan, drafted = StepPlan(found.keep, found.drafted), found.total > 0
                 self._probe_wait = PROBE_STEPS if drafted else self._probe_wait
-            if probe == "drafted" and (len(chances) or self.drafts is not None):
+            if probe == "drafted" and (len(chances) or self._model_drafts is not None):
                 offered = np.diff(offsets) if len(chances) else limits
                 some = _first(slots, offered > 0, min(PROBE_REQUESTS, running / 4)).astype(np.int64)
                 history, model_drafts = (offered, nothing) if len(chances) else (nothing, offered)
@@ -381,7 +399,7 @@ class Controller:
     def _everything(self, limits: Ints, chances: Chances, offsets: Ints) -> StepPlan:
         """Verify all that there is; the model drafts for the requests for which it brings more tokens."""
         everything = np.diff(offsets)
-        if self.drafts is None:
+        if self._model_drafts is None:
             return StepPlan(everything, np.zeros_like(everything))
         one = Worth(np.ones(len(limits)), np.zeros(len(limits)), np.zeros(len(limits)))
         found = self._with_model(Allocation(everything, len(chances), 0.0), one, limits, chances, offsets, _FREE)
@@ -396,7 +414,7 @@ class Controller:
         if self._common is not None:
             return self._common_length(limits, chances, offsets, worth, model)
         found = allocate(chances, offsets, worth, model, self._policy == "optimal")
-        if self.drafts is None:
+        if self._model_drafts is None:
             return ModelPlan(np.zeros_like(limits), found.keep, found.total, found.gain, 0.0)
         return self._with_model(found, worth, limits, chances, offsets, model)
 
@@ -408,7 +426,8 @@ class Controller:
         running, found = len(limits), np.diff(offsets)
         nothing, plain = np.zeros_like(limits), model.step(running, running, False)
         best = ModelPlan(nothing, nothing, 0, 0.0, 0.0)
-        theirs, begins = (chances, offsets) if self.drafts is None else self.drafts.offer(limits)
+        drafts = self._model_drafts
+        theirs, begins = (chances, offsets) if drafts is None else drafts.offer(limits)
         there = np.maximum(found, np.diff(begins))
         needed = self._alike(np.minimum(limits, there)).max(initial=0)
         for length in self._common or ():
@@ -417,10 +436,10 @@ class Controller:
             total, alike = running * length, np.full_like(limits, length)
             verified = model.step(running + total, running, True) - plain
             saved = worth.of_kept(chances, offsets, np.minimum(found, length))
-            for by_model in (False,) if self.drafts is None else (False, True):
+            for by_model in (False,) if drafts is None else (False, True):
                 passes = 0.0
-                if self.drafts is not None:  # where somebody else drafts, it still reads what was drafted, in a pass
-                    passes = self.drafts.seconds(np.minimum(alike, self.drafts.most if by_model else 1), plain)
+                if drafts is not None:  # where somebody else drafts, it still reads what was drafted, in a pass
+                    passes = drafts.seconds(np.minimum(alike, drafts.most if by_model else 1), plain)
                 if by_model:
                     saved = np.maximum(saved, worth.of_kept(theirs, begins, np.minimum(np.diff(begins), length)))
                 gain = float(saved.sum()) - passes - verified
@@ -437,12 +456,13 @@ class Controller:
     def _with_model(
         self, found: Allocation, worth: Worth, limits: Ints, chances: Chances, offsets: Ints, model: StepModel
     ) -> ModelPlan:
-        assert self.drafts is not None
-        lengths = self.drafts.lengths(self._floor)
+        drafts = self._model_drafts
+        assert drafts is not None
+        lengths = drafts.lengths(self._floor)
         if self._policy != "optimal":  # budgets are fixed: the longest, gain or not
             lengths, found = lengths[-1:], found._replace(gain=-np.inf if not found.total else found.gain)
         theirs = worth.of_kept(chances, offsets, found.keep)
-        return self.drafts.plan(found, theirs, worth, limits, model, lengths, self._policy == "optimal")
+        return drafts.plan(found, theirs, worth, limits, model, lengths, self._policy == "optimal")
 
     def _probe(self, running: int) -> Literal["plain", "drafted", ""]:
         """Whether this step is taken the other way, to see what it costs."""

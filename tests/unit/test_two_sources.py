@@ -83,3 +83,41 @@ def test_two_sources_are_at_least_as_fast_as_the_better(
     assert both <= 1.02 * min(alone)
     if batch == 1 or (truth is MEMORY_BOUND and batch == 8):
         assert both < 0.99 * min(alone)
+
+
+def rollouts(count: int, lengths: np.ndarray, truth: StepModel, reading: float) -> tuple[str, list[float]]:
+    """Rollouts with a model that reads prompts for `reading` seconds, beside a history: in which of them it rests (s),
+    and the seconds of each."""
+    drafts = ModelDrafts(5, narrows=False)
+    controller = Controller(BudgetConfig(), ToggleConfig(), limit=2048, drafts=drafts)
+    rests, seconds = "", list[float]()
+    for version in range(count):
+        rests += "s" if drafts.silent else "-"
+        read = 0.0 if drafts.silent else reading
+        controller.beside(read)
+        seconds.append(read + rollout(controller, lengths, truth, 0.6, 0.3, version))
+        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
+    return rests, seconds
+
+
+def test_a_model_that_reads_prompts_for_longer_than_it_saves_rests_and_the_history_goes_on() -> None:
+    lengths = np.full(32, 300)
+    alone = second(lengths, COMPUTE_BOUND, 0.6, 0.3, False)
+    rests, seconds = rollouts(9, lengths, COMPUTE_BOUND, 0.05 * alone)
+    assert rests == "-s-ss-sss"
+    assert seconds[-1] == pytest.approx(alone, rel=0.01)
+    assert sum(seconds) < 1.02 * 9 * alone
+
+
+def test_a_model_that_saves_more_than_its_prompts_take_never_rests() -> None:
+    lengths = np.full(1, 300)
+    alone = second(lengths, MEMORY_BOUND, 0.6, 0.3, False)
+    assert rollouts(6, lengths, MEMORY_BOUND, 0.1 * alone)[0] == "------"
+    assert rollouts(6, np.full(32, 300), COMPUTE_BOUND, 0.005 * alone)[0] == "------"
+
+
+def test_passes_that_cannot_be_left_out_are_not_held_against_a_model() -> None:
+    drafts = ModelDrafts(5, always=1)
+    drafts.took_s, drafts.plain_s = 0.2, 1.0
+    drafts.sync()
+    assert not drafts.silent

@@ -20,6 +20,7 @@ from das_adapter.engine.drafters.model_source import ModelSource, OutOfStep
 from das_adapter.engine.drafters.neural_drafts import NeuralSource
 from das_adapter.engine.drafters.policy_copy import CopySource
 from das_adapter.engine.drafters.timing import StepTimer, before_the_first_step, graph_sizes
+from das_adapter.engine.front_end import media
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
@@ -134,7 +135,7 @@ class ControlledDrafter(Drafter):
         if source and (self.ranks > 1 or source.follows or self._counts.any()):
             begin, passes = time.perf_counter(), source.passes
             try:
-                idle = self.controller.stopped or (self.guard is not None and self.guard.idle)
+                idle = self.controller.stopped or source.drafts.silent or (self.guard is not None and self.guard.idle)
                 source.draft(self._counts, lengths, tokens, drafts, self.able and not idle)
             except OutOfStep:
                 raise
@@ -144,6 +145,7 @@ class ControlledDrafter(Drafter):
             took = time.perf_counter() - begin
             if not self.timer.drafted(took, source.passes - passes) and self.guard and not idle:
                 self.guard.beside(took)
+                self.controller.beside(took)
         return drafts
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
@@ -190,7 +192,8 @@ class ControlledDrafter(Drafter):
     def _open(self, req_id: str, request: Any, text: np.ndarray) -> LiveRequest:
         self.close([req_id])
         prompt, label = np.asarray(request.prompt_token_ids, dtype=np.int32), self.label(req_id)
-        problem, start, end = label.problem_of(prompt), label.start_in(len(prompt)), self.end(request)
+        problem, start = label.problem_of(prompt, media(request)), label.start_in(len(prompt))
+        end = self.end(request)
         slot = self.controller.open(problem, len(text) - start, end - start)
         live = LiveRequest(req_id, slot, problem, start, end, len(text), label.record)
         if self.history:

@@ -31,7 +31,11 @@ def sync(
         fitted = None if model is None else model.to_dict()
         record = decision_log.WeightSync(message.version, time.time(), fitted, saved, controller.stopped, share, news)
         log.sync(record)
+    drafts = controller.drafts
+    rested = drafts is not None and drafts.silent
     controller.sync(message.responses)
+    if drafts is not None and drafts.silent and not rested:
+        logger.warning("das: the model that drafts rests for a while: %s", drafts.silent)
 
 
 def timed(
