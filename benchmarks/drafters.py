@@ -6,13 +6,14 @@
 `modes` samples the same problems at temperature 1 with the same seeds in every arm, with a given number of requests in
 flight, after a rollout at that batch which does not count. Each problem is visited in `--epochs` rollouts, the first of
 which finds no history. The arms take turns of half a second, within a rollout, so that a machine that becomes slower
-does so for all of them; of `--repeats` the fastest counts. With one thread, seconds are those of the processor, for the
-figures and for the controllers: no engine waits for others. Behind a context of more than 256 tokens, or with
-`--forced`, responses are ended by the client, after a long tail of lengths. `stock` is vLLM without das-adapter, which
-draws other tokens; `history:idle` is told to draft what is certain alone, and so drafts nothing; `history:looks` as
-well, and looks for drafts in every step. With `--fixed` it also drafts a fixed length with the policy copy,
-and compares the speed-up with the roofline, L / (γ r + v), from the measured step times and with the batch as it
-becomes smaller.
+does so for all of them; of `--repeats` the fastest counts. With `--prefix-caching` the samples of a problem read its
+prompt once; the cache is emptied before each rollout, as at a weight sync. With one thread, seconds are those of the
+processor, for the figures and for the controllers: no engine waits for others. Behind a context of more than 256
+tokens, or with `--forced`, responses are ended by the client, after a long tail of lengths. `stock` is vLLM without
+das-adapter, which draws other tokens; `history:idle` is told to draft what is certain alone, and so drafts nothing;
+`history:looks` as well, and looks for drafts in every step. With `--fixed` it also drafts a fixed length with the
+policy copy, and compares the speed-up with the roofline, L / (γ r + v), from the measured step times and with the batch
+as it becomes smaller.
 `steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
 of the copy, and of verification. POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
 """
@@ -40,6 +41,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parents[1]
 FIXED = 4  # tokens of the fixed-length drafts
 TURN_S = 0.5
+FIRST = 128  # tokens of a response that is ended by the client, in the rollout that does not count
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
@@ -122,9 +124,10 @@ def engine(job: dict[str, Any], **more: Any) -> Any:
 
     das = parse(job["das"])
     os.environ.update(engine_env(das))
-    return LLM(job["policy"], dtype=job["dtype"], enforce_eager=True, max_model_len=2048, max_num_seqs=64, seed=0,
-               enable_chunked_prefill=False, max_num_batched_tokens=4096,
-               enable_prefix_caching=False, **engine_args(das), **more)  # fmt: skip
+    longest = max(job.get("contexts", [0])) + job.get("tokens", 0)
+    return LLM(job["policy"], dtype=job["dtype"], enforce_eager=True, max_model_len=max(2048, longest + 64), seed=0,
+               max_num_seqs=64, enable_chunked_prefill=False, max_num_batched_tokens=4096,
+               enable_prefix_caching=bool(job.get("prefix_caching")), **engine_args(das), **more)  # fmt: skip
 
 
 Work = list[tuple[list[int], dict[str, Any]]]
@@ -181,6 +184,7 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
     def rollout(batch: int, work: Work, ends: list[int] | None = None) -> Generator[None, None, Rollout]:
         core.scheduler.max_num_running_reqs = batch
         rpc("refresh", version=1)  # a weight sync: what the last rollout wrote does not count
+        llm.reset_prefix_cache()
         rpc("stats")
         number, texts = next(serial), [list[int]() for _ in work]
         begin = turn = time.perf_counter()
@@ -207,9 +211,8 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
     for context, batch in product(job["contexts"], job["batches"]):
         many = max(batch, job["least"])
         ends = stops(many, context, job["tokens"], job["forced"])
-        yield from rollout(
-            batch, requests(many, job["samples"], 7, context, 10**6), ends
-        )  # the first steps at this batch
+        few = ends and [min(end, FIRST) for end in ends]
+        yield from rollout(batch, requests(many, job["samples"], 7, context, 10**6), few)  # the first at this batch
         for _ in range(job["repeats"]):
             first += many
             for epoch in range(job["epochs"]):
@@ -421,6 +424,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=800, help="most tokens of a response")
     parser.add_argument("--epochs", type=int, default=2, help="visits of each problem; the first finds no history")
     parser.add_argument("--repeats", type=int, default=2, help="each with problems of its own")
+    parser.add_argument("--prefix-caching", action="store_true", help="samples of a problem read its prompt once")
     parser.add_argument("--fixed", action="store_true", help="drafts of fixed length as well, for the policy copy")
     parser.add_argument("--forced", action="store_true", help="lengths of responses as behind a long context")
     parser.add_argument("--threads", type=int, default=1, help="more than one needs a machine with nobody else on it")
@@ -445,6 +449,7 @@ def main() -> None:
         "repeats",
         "fixed",
         "forced",
+        "prefix_caching",
     )
     common = {"policy": str(args.policy), **{name: getattr(args, name) for name in names}}
     if args.what == "modes":

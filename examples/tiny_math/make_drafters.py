@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 POLICY = Path(__file__).resolve().parent / "policy"
 AUX = (1, 2, 3)  # layers of the policy whose outputs the EAGLE-3 head reads
+POSITIONS = 4096  # of what is written here: rotary embeddings have no end of their own
 
 
 class Eagle3(nn.Module):
@@ -87,7 +88,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
     policy = Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     shape = policy.config
-    small = Qwen2ForCausalLM(Qwen2Config(**{**shape.to_dict(), "layer_types": None, "num_hidden_layers": 2}))
+    smaller = {"layer_types": None, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
+    small = Qwen2ForCausalLM(Qwen2Config(**{**shape.to_dict(), **smaller}))
     small.load_state_dict(policy.state_dict(), strict=False)  # its first layers, embeddings, norm and head
     head = Eagle3(shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.vocab_size)
     head.lm_head.weight.data.copy_(policy.lm_head.weight)
@@ -130,7 +132,7 @@ def main() -> None:
         "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": shape.hidden_size,
         "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": shape.num_attention_heads,
         "num_key_value_heads": shape.num_key_value_heads, "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.vocab_size, "max_position_embeddings": shape.max_position_embeddings,
+        "draft_vocab_size": shape.vocab_size, "max_position_embeddings": POSITIONS,
         "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
         "eos_token_id": shape.eos_token_id, "pad_token_id": shape.pad_token_id, "torch_dtype": "float32",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUX), "use_aux_hidden_state": True},

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 POLICY = Path(__file__).resolve().parent / "policy"
+POSITIONS = 4096  # of what is written here: rotary embeddings have no end of their own
 
 
 def widen(weight: torch.Tensor, out: int, copies: int, generator: torch.Generator, keep: bool = True) -> torch.Tensor:
@@ -49,6 +50,7 @@ def widened(tiny: Qwen2ForCausalLM, width: int, layers: int, seed: int = 0) -> Q
         **old.to_dict(), "layer_types": None, "hidden_size": width * old.hidden_size,
         "intermediate_size": inner * old.intermediate_size, "num_hidden_layers": layers,
         "num_attention_heads": width * old.num_attention_heads, "num_key_value_heads": width * old.num_key_value_heads,
+        "max_position_embeddings": POSITIONS,
     })  # fmt: skip
     model = Qwen2ForCausalLM(config)
     every = layers // old.num_hidden_layers
