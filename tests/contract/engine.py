@@ -4,15 +4,15 @@ Every job runs in a fork; what the first one imported is imported before the oth
 messages), `das` (the block, or null), `engine` (further vLLM arguments), `rounds`, `sabotage` (see `sabotage`), `env`
 (environment variables; null: without this one), `standalone` (the block comes from the environment, and no host looks
 after the engine), `nemo_rl` (NeMo-RL's hooks look after it), `interpreted` (V2: run the kernels that NumPy stands in
-for, and compare). A round: `requests` with `prompt` and `params`, `copies` of them, `aborted`: so many more without an
-end, which are aborted; and, to be done after them, if given, `refit`, `perturb`: change the policy's weights by so
-much, as NeMo-RL does, or without a host; `draft_weights`: send a file as the drafter's weights, as this `host` does;
-`lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and wake up; `refresh`: sync to this weight
-version; `unrecorded`: hand over none of the texts; `refused`: labels of further requests, see `refusal`; `adapter`:
-directory of the LoRA adapter that writes them; `shared`: publish the texts in this directory, instead of handing them
-over; `lose`: remove its `generation` or the `directory` before the engine reads it; `visit`: hand over the texts in a
-file of this name, as those of problems that are at home on another node; `fresh_copy`: compare the policy copy with a
-fresh one.
+for, and compare). A round: `requests` with `prompt` and `params`, and with `image`, the seed of one, `copies` of them,
+`aborted`: so many more without an end, which are aborted; and, to be done after them, if given, `refit`, `perturb`:
+change the policy's weights by so much, as NeMo-RL does, or without a host; `draft_weights`: send a file as the
+drafter's weights, as this `host` does; `lose_drafter`: destroy the drafter's weights; `sleep`: sleep at this level and
+wake up; `refresh`: sync to this weight version; `unrecorded`: hand over none of the texts; `refused`: labels of further
+requests, see `refusal`; `adapter`: directory of the LoRA adapter that writes them; `shared`: publish the texts in this
+directory, instead of handing them over; `lose`: remove its `generation` or the `directory` before the engine reads it;
+`visit`: hand over the texts in a file of this name, as those of problems that are at home on another node;
+`fresh_copy`: compare the policy copy with a fresh one.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def any_length(stock: Any) -> Any:
     """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
 
     def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
-        self.guard = None  # it would leave out steps, and see that such drafts lose
+        self.guard = self.model_source.drafts.silent = None  # they would leave out steps, and see that such drafts lose
         drafts = stock(self, sampled, lengths, tokens)
         if not self.leads:
             return drafts
@@ -361,7 +361,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         if audit:
             audit.clear()
         outputs = llm.generate(
-            [{"prompt_token_ids": r["prompt"]} for r in asked],
+            [{"prompt_token_ids": r["prompt"], **pictured(r)} for r in asked],
             [SamplingParams(**_params(r["params"])) for r in asked],
             use_tqdm=False,
             lora_request=adapter(part["adapter"]) if "adapter" in part else None,
@@ -434,6 +434,8 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
                 payload = {"version": part["refresh"], "history": history, "lengths": lengths}
             if "draft_length" in part:
                 payload["draft_length"] = part["draft_length"]
+            if job.get("standalone"):
+                payload = {"version": part["refresh"]}
             result["refreshed"] = llm.collective_rpc("das_rpc", args=("refresh", payload))
         if "graphs" in part:
             result["graphs"], result["drafted_graphs"] = graphs(runner, part["graphs"])
@@ -476,6 +478,18 @@ def hooked(llm: Any, das: Any) -> Any:
     hooks = SyncEngineHooks.attach(llm, das, source=1)
     hooks.start()
     return hooks
+
+
+def pictured(request: dict[str, Any]) -> dict[str, Any]:
+    """The image that belongs to a request's prompt, if there is one."""
+    if "image" not in request:
+        return {}
+    import numpy as np
+    from PIL import Image
+    from tiny_models import PIXELS
+
+    noise = np.random.default_rng(request["image"]).integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8)
+    return {"multi_modal_data": {"image": Image.fromarray(noise)}}
 
 
 def send(runner: Any, weights: list[Any], host: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, SMALL, requests, two_rounds
+from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, SMALL, prompts, requests, two_rounds
 
 ARMS = {"history": HISTORY, "self": SELF, "history+self": MIXED}
 ROUNDS = two_rounds(requests([*PLAIN, {"temperature": 0.0}]))
@@ -47,3 +47,21 @@ def test_a_policy_of_experts_writes_the_tokens_of_off_and_returns_its_routing(
     rows = [prompt + len(text) - 1 for prompt, text in zip(asked, result[0]["tokens"], strict=True)]
     assert [len(routing) for routing in result[0]["routing"]] == rows
     assert len({str(row) for routing in result[0]["routing"] for row in routing}) > 50
+
+
+@pytest.mark.long
+def test_problems_that_differ_only_in_their_images_have_histories_of_their_own(engine: Any, policies: Any) -> None:
+    """Without labels and seeds, in an engine that no host looks after."""
+    (prompt,) = prompts(1)
+
+    def asked(*images: int) -> list[dict[str, Any]]:
+        params = {"max_tokens": 60, "temperature": 1.0, "n": 2}
+        return [{"prompt": prompt, "image": seed, "params": params} for seed in images]
+
+    rounds = [{"requests": asked(1), "refresh": 1}, {"requests": asked(2)}, {"requests": asked(2, 1)}]
+    job = {"standalone": True, "rounds": rounds, "engine": {"model": policies("images")}}
+    reference, result = engine(das=OFF, **job), engine(das=HISTORY, **job)
+    assert [r["samples"] for r in result] == [r["samples"] for r in reference]
+    assert result[1]["samples"] != result[0]["samples"]
+    assert [(r["stats"]["history_hits"], r["stats"]["history_requests"]) for r in result[1:]] == [(0, 2), (2, 4)]
+    assert not any(r["stats"]["error"] for r in result)

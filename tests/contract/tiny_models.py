@@ -25,6 +25,37 @@ def mixture_of_experts() -> Any:
     return transformers.Qwen3MoeForCausalLM(config)
 
 
+PIXELS = 16
+"""An image's side."""
+
+
+def images() -> Any:
+    """BLIP-2: a vision tower and a Q-Former of one layer, which make two tokens of an image, before an OPT."""
+    vision = transformers.Blip2VisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=PIXELS,
+        patch_size=PIXELS // 2,
+    )  # fmt: skip
+    between = transformers.Blip2QFormerConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, encoder_hidden_size=32,
+        cross_attention_frequency=1,
+    )  # fmt: skip
+    text = transformers.OPTConfig(
+        hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=97, word_embed_proj_dim=64,
+        eos_token_id=1, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    config = transformers.Blip2Config(
+        vision_config=vision, qformer_config=between, text_config=text, num_query_tokens=2, image_token_index=96
+    )
+    return transformers.Blip2ForConditionalGeneration(config)
+
+
+def write_image_processor(directory: Path) -> None:
+    """Write what reads images for BLIP-2, and a tokenizer with a token for them."""
+    reader = transformers.BlipImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
+    tokenizer = transformers.AutoTokenizer.from_pretrained(POLICY)
+    transformers.Blip2Processor(reader, tokenizer, num_query_tokens=2).save_pretrained(directory)
+
+
 def write(kind: str, directory: Path) -> str:
     """Write a policy of a kind, with random weights, whose next token is neither certain nor arbitrary."""
     if kind == "mtp":
@@ -38,10 +69,12 @@ def write(kind: str, directory: Path) -> str:
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(POLICY / name, directory)
+    if kind == "images":
+        write_image_processor(directory)
     return str(directory)
 
 
-KINDS = {"experts": mixture_of_experts}
+KINDS = {"experts": mixture_of_experts, "images": images}
 
 
 def write_mtp(directory: Path) -> str:
