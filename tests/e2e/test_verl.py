@@ -30,13 +30,17 @@ HISTORY = [f"{DAS}.drafter=history", f"+{DAS}.budget.policy=uniform", f"+{DAS}.t
 
 
 def train(
-    out: Path, *overrides: str, module: str = "verl.trainer.main_ppo", config: str = "grpo_tiny_math_cpu"
+    out: Path,
+    *overrides: str,
+    module: str = "verl.trainer.main_ppo",
+    config: str = "grpo_tiny_math_cpu",
+    variables: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a pipeline on a CPU example; metrics go to `out`."""
+    """Run a pipeline on a CPU example; metrics go to `out`. `variables`: more of the environment."""
     command = [sys.executable, "-m", module, "--config-path", str(ROOT / "examples/verl"),
                "--config-name", config, *overrides]  # fmt: skip
     env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1",
-           "RAY_ADDRESS": "local"}  # fmt: skip
+           "RAY_ADDRESS": "local", **(variables or {})}  # fmt: skip
     env.pop("CUDA_VISIBLE_DEVICES", None)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900)
 
@@ -169,6 +173,36 @@ def test_a_misspelt_key_stops_the_run_before_anything_starts(tmp_path: Path) -> 
     assert run.returncode != 0
     assert "das.histroy: unknown key; did you mean 'history'?" in run.stderr
     assert "Started a local Ray instance" not in run.stdout + run.stderr
+
+
+@pytest.mark.long
+def test_training_on_vllms_v2_runner_is_the_same_and_drafts_from_the_history(tmp_path: Path) -> None:
+    """Labels, harvest, weights and history reach engines on the V2 runner of the newest vLLM."""
+    newest, contract = Path(sys.prefix) / "newest", ROOT / "tests" / "contract"
+    if not newest.is_dir():
+        pytest.skip("the newest vLLM CPU build is not there: make env puts it there")
+    subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
+    variables = {
+        "PYTHONPATH": os.pathsep.join(map(str, (contract / "v2_everywhere", contract, newest))),
+        "VLLM_CACHE_ROOT": str(newest / ".cache"), "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1",
+        "DAS_TEST_V2": "1",
+    }  # fmt: skip
+    small = [*SMALL[1:], "data.max_response_length=128", "trainer.total_training_steps=3"]
+    arms = {}
+    for arm, overrides in {"off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"], "history": HISTORY}.items():
+        run = train(tmp_path / arm, *small, *overrides, variables=variables)
+        assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+        assert "'runner': 'V2'" in run.stdout + run.stderr
+        arms[arm] = steps(tmp_path / arm)
+    assert len(arms["off"]) == len(arms["history"]) == 3
+    for a, b in zip(*arms.values(), strict=True):
+        for key in ("das/token_hash", "critic/score/mean", "actor/grad_norm"):
+            assert a[key] == b[key], key
+    first, *_, last = arms["history"]
+    assert last["das/tokens_per_forward"] > 1.3 * first["das/tokens_per_forward"] > 1.3
+    assert last["das/history_tokens"] > 0
+    assert all(step["das/health"] == 1 for step in arms["history"])
+    assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in arms["history"])
 
 
 @pytest.mark.long
