@@ -222,14 +222,15 @@ def test_the_ledger_is_killed(run: Run, for_good: bool) -> None:
     run.sync()
     ray.kill(running(), no_restart=for_good)
     run.goes_on(run.write(0))  # its length, reported while there was no ledger, may be lost
-    problem, heard = run.write(1), set()
+    written, heard = set(), set()
 
     def told() -> bool:
+        written.add(run.write(1))  # again and again, as the ledger may take long to come back
         heard.update(*(message.responses["problem"].tolist() for message in run.sync()))
-        return problem in heard
+        return bool(written & heard)
 
     until(told)
-    run.goes_on(problem)
+    run.goes_on(*written)
 
 
 def limited(pid: int, size: int) -> None:
