@@ -109,7 +109,7 @@ def sabotage(kind: str) -> None:
         return drafts
 
     def failing(self: Any, run: Any, *args: Any) -> Any:
-        def broken(batch: Any) -> None:
+        def broken(*_: Any, **__: Any) -> None:
             raise RuntimeError("the drafter is broken on purpose")
 
         return propose(self, run if next(steps) % 8 else broken, *args)
