@@ -123,7 +123,7 @@ def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, drafters: Path, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["eagle3"])
+@pytest.mark.parametrize("method", [*METHODS, "mtp"])
 def test_vllms_own_sampling_keeps_the_distribution(v2_engine: Any, drafters: Path, method: str) -> None:
     """As `test_neural.py` on V1; no request has a seed. The most likely tokens are drafted: the interpreter cannot run
     vLLM's kernel that verifies by the drafter's probabilities."""
