@@ -194,7 +194,7 @@ class StockGuard:
         plain = self._seconds_by(model.at(self._usual).plain)
         for requests, (steps, _, context) in self._unasked.items():
             plain += steps * model.step(requests, requests, False, context / steps)
-        return self._passed() / (share * plain) if plain else None
+        return float(self._passed() / (share * plain)) if plain else None
 
     def sync(self) -> str | None:
         """Judge the rollout that a weight sync ends; return what has changed for the next, in words, or None."""

@@ -32,7 +32,7 @@ from das_adapter.engine.standalone import (
 from das_adapter.errors import DasError, UnsupportedHost
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import Refresh, Refreshed, Started
+from das_adapter.protocol.messages import Refresh, Refreshed, Started, plain
 from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
 
 logger = logging.getLogger("das_adapter")
@@ -121,7 +121,7 @@ class WorkerState:
         if command not in commands:
             raise DasError(f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}")
         try:
-            return commands[command](**payload)
+            return plain(commands[command](**payload))
         except Exception as error:
             self.counters.error = repr(error)
             logger.exception("das: %s failed; decoding goes on without drafts", command)

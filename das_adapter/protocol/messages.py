@@ -27,6 +27,17 @@ def responses(trajectories: Iterable[Trajectory]) -> Responses:
     return np.array([(t.problem, len(t.tokens) // 4, t.version) for t in trajectories], RESPONSE)
 
 
+def plain(value: Any) -> Any:
+    """Return a payload with Python's own numbers and lists in the place of NumPy's, which vLLM's transport refuses."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value
+
+
 _ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8")])
 
 

@@ -342,6 +342,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     audited = das is not None and das.keyed and alone and not job.get("standalone")
     audit = Audit(2 if on_v2(das) else 1) if audited else None
     from vllm import LLM, SamplingParams
+    from vllm.v1.serial_utils import MsgpackEncoder
 
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
                 "kv_cache_memory_bytes": 2**26}  # fmt: skip
@@ -389,6 +390,7 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         if das is not None:
             result["ranks"] = hooks.report() if hooks else llm.collective_rpc("das_rpc", args=("stats", {}))
             result["stats"] = result["ranks"][0]
+            MsgpackEncoder().encode(result["ranks"])  # as it crosses from process to process
             result["hello"] = llm.collective_rpc("das_rpc", args=("hello", {}))[0]
         core = llm.llm_engine.engine_core.engine_core
         driver = getattr(core.model_executor, "driver_worker", None)  # where the only rank is in this process

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from das_adapter.core.length import RESPONSE, Expected
 from das_adapter.core.returns import Returns
 from das_adapter.core.staleness import AGES, Staleness, bracket
+from das_adapter.protocol.messages import plain
 from das_adapter.protocol.metrics import Counters, RolloutClock, faults, merge
 from das_adapter.service.ledger import Ledger
 
@@ -240,3 +242,9 @@ def test_the_replicas_agree_on_the_length_of_drafts() -> None:
             ledger.report(step, {"self_counts": (100, accepted)})
             lengths.append(ledger.draft_length(rungs, step))
     assert lengths == [3, 3, 3, 3, 5, 5, 5, 5, 7, 7]
+
+
+def test_numbers_of_numpy_cross_as_pythons() -> None:
+    answer = {"of_stock": np.float64(0.5), "steps": np.int64(3), "staleness": [(np.arange(2), None)], "error": "no"}
+    crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(plain(answer)))
+    assert crossed == {"of_stock": 0.5, "steps": 3, "staleness": [[[0, 1], None]], "error": "no"}

@@ -99,6 +99,7 @@ def test_a_rollout_that_costs_what_stock_costs_has_not_lost(noise: float) -> Non
 def test_a_rollout_that_gains_goes_on_drafting_and_is_rarely_sampled() -> None:
     guard = StockGuard()
     rollout(guard, asking=1.0)  # without drafts
+    assert type(guard.take()["of_stock"]) is float
     guard.sync()
     unasked = rollout(guard, asking=1.3, pace=4, tokens=1000)[1]
     assert unasked <= 1
