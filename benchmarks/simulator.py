@@ -2,7 +2,7 @@
 
     python benchmarks/simulator.py recorded --out FILE.json       # results that lie in results/ already
     python benchmarks/simulator.py engine --out FILE.json         # measured now, in one engine, and simulated
-    python benchmarks/simulator.py demo --run DIR [--calibration FILE] --out FILE.json    # a run of the demo
+    python benchmarks/simulator.py demo --run DIR --out FILE.json     # a run of the demo
     python benchmarks/simulator.py speed --traces TRACES_DIR --out FILE.json    # a step of 65 536 rollouts, one core
     python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together, leaders first
     python benchmarks/simulator.py varied --traces TRACES_DIR --out FILE.json   # what changes the answer
@@ -12,9 +12,8 @@ fitted before they began; nothing else, and no time of an arm. The texts are ran
 policy are; histories are made from them by the benchmark's own recipe.
 
 `demo` takes a run of `python examples/verl/demo.py --out DIR '++trainer.rollout_data_dir=DIR/rollouts'
-'++actor_rollout_ref.rollout.custom.das.log_dir=DIR/das'`: the texts, and the latency model that the drafting engine had
-at its end; or the file of `das-adapter calibrate runs/tiny_math_31m`, measured in the environment of `das-adapter
-cpu-env`. No time of an arm.
+'++actor_rollout_ref.rollout.custom.das.log_dir=DIR/das'`: the texts, and the latency model of the drafting engine. No
+time of an arm but what the first epoch's rollouts take beside their decode steps.
 """
 
 from __future__ import annotations
@@ -142,29 +141,41 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
     return {"of": measured.get("provenance", {}), "latency_model": measured["latency_model"], "rollouts": found}
 
 
-def demo(run: Path, calibration: Path | None) -> dict[str, Any]:
-    """Simulate the rollouts of a run of the demo, step by step."""
+def demo(run: Path) -> dict[str, Any]:
+    """Simulate the rollouts of a run of the demo, step by step: from the latency model that its drafting engine had at
+    the end of the first epoch, and at the end of the run. The first epoch also says what a rollout takes beside its
+    decode steps; the others are judged."""
     from das_adapter.protocol import decision_log
     from das_adapter.sim.rollouts import read
 
     summary = json.loads((run / "summary.json").read_text())
     dump = read(run / "rollouts", str(Path(__file__).parents[1] / "runs" / "tiny_math_31m"))
-    steps: dict[str, Any] = {"kind": "calibration", "file": str(calibration)}
-    if calibration is None:
-        ends = [rollout.end for rollout in decision_log.read(run / "das") if rollout.end and rollout.end.model]
-        steps = {"kind": "line", "line": ends[-1].model}
-    config = parse({
-        "hardware": {"gpus": 1}, "steps": steps, "acceptance": {"history": "index"},
-        "arms": {"off": {"das": {"drafter": "none"}}, "history": {"das": {}}},
-    })  # fmt: skip
-    arms = {}
-    for arm, simulated in Simulation(config, dump).run_all().items():
-        ours, theirs = [s.rollout_s for s in simulated.steps], summary["arms"][arm]["rollout_s"]
-        arms[arm] = {"measured": theirs, "simulated": ours, "error": sum(ours) / sum(theirs) - 1,
-                     "tokens_per_forward": [s.tokens_per_forward for s in simulated.steps],
-                     "measured_tokens_per_forward": summary["arms"][arm]["tokens_per_forward"]}  # fmt: skip
-        print(arm, f"{sum(theirs):.1f} s, simulated {sum(ours):.1f} s: {arms[arm]['error']:+.0%}", flush=True)
-    return {"of": {"command": summary["command"], "steps": steps}, "arms": arms}
+    logged, measured = decision_log.read(run / "das"), summary["arms"]
+    epoch = len(logged) // summary["epochs"]
+    decoded = [sum(step.seconds for step in rollout.steps) for rollout in logged]
+    # the first rollout's log has the warm-up's steps too
+    host_s = float(np.mean(np.subtract(measured["history"]["rollout_s"], decoded)[1:epoch]))
+    found: dict[str, Any] = {
+        "command": summary["command"],
+        "host_s": host_s,
+        "measured": {
+            arm: {key: figures[key] for key in ("rollout_s", "tokens_per_forward")} for arm, figures in measured.items()
+        },
+    }
+    for name, at in (("model of the first epoch", epoch), ("model at the end", len(logged))):
+        line = logged[at - 1].end.model
+        config = parse({
+            "hardware": {"gpus": 1}, "steps": {"kind": "line", "line": line}, "acceptance": {"history": "index"},
+            "arms": {"off": {"das": {"drafter": "none"}}, "history": {"das": {}}},
+        })  # fmt: skip
+        found[name] = {"line": line}
+        for arm, simulated in Simulation(config, dump).run_all().items():
+            ours = [s.rollout_s + host_s for s in simulated.steps]
+            error = sum(ours[epoch:]) / sum(measured[arm]["rollout_s"][epoch:]) - 1
+            found[name][arm] = {"error": error, "rollout_s": ours,
+                                "tokens_per_forward": [s.tokens_per_forward for s in simulated.steps]}  # fmt: skip
+            print(name, arm, f"{error:+.0%}", flush=True)
+    return found
 
 
 def errors(result: dict[str, Any]) -> dict[str, Any]:
@@ -270,7 +281,6 @@ def main() -> None:
     parser.add_argument("what", choices=["recorded", "engine", "demo", "speed", "routing", "varied"])
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--run", type=Path, help="the demo's directory")
-    parser.add_argument("--calibration", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--longest", type=int, default=160)
     parser.add_argument("--out", type=Path, required=True)
@@ -281,7 +291,7 @@ def main() -> None:
                            for engines in ENGINES]  # fmt: skip
         print(json.dumps(result["steps"], indent=1))
     elif args.what == "demo":
-        result["demo"] = demo(args.run, args.calibration)
+        result["demo"] = demo(args.run)
     elif args.what == "varied":
         result |= varied(args.traces)
     elif args.what == "routing":

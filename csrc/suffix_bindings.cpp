@@ -16,13 +16,15 @@ namespace {
 template <class T>
 using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void check_tokens(const Array<Token>& tokens) {
-  for (size_t i = 0; i < tokens.size(); ++i)
-    if (tokens.data()[i] < 0 || tokens.data()[i] > kMaxToken)
-      throw nb::value_error(("token id " + std::to_string(tokens.data()[i]) + " at position " + std::to_string(i) +
+void check_tokens(const Token* tokens, size_t count) {
+  for (size_t i = 0; i < count; ++i)
+    if (tokens[i] < 0 || tokens[i] > kMaxToken)
+      throw nb::value_error(("token id " + std::to_string(tokens[i]) + " at position " + std::to_string(i) +
                              ": token ids are 0 to " + std::to_string(kMaxToken))
                                 .c_str());
 }
+
+void check_tokens(const Array<Token>& tokens) { check_tokens(tokens.data(), tokens.size()); }
 
 void check_handle(const SuffixIndex& index, int64_t handle) {
   if (!index.is_open(handle)) throw nb::key_error(std::to_string(handle).c_str());
@@ -43,6 +45,25 @@ void extend_many(SuffixIndex& index, const Array<int64_t>& handles, const Array<
   for (size_t i = 0; i < n; ++i) check_handle(index, h[i]);
   nb::gil_scoped_release unlocked;
   for (size_t i = 0; i < n; ++i) index.extend(h[i], tokens.data() + o[i], static_cast<size_t>(o[i + 1] - o[i]));
+}
+
+void extend_rows(SuffixIndex& index, const Array<int64_t>& handles,
+                 const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
+                 const Array<int64_t>& rows, const Array<int64_t>& begins, const Array<int64_t>& ends) {
+  const size_t n = handles.size();
+  const auto height = static_cast<int64_t>(tokens.shape(0)), width = static_cast<int64_t>(tokens.shape(1));
+  bool sound = rows.size() == n && begins.size() == n && ends.size() == n;
+  for (size_t i = 0; sound && i < n; ++i) {
+    const int64_t row = rows.data()[i], begin = begins.data()[i], end = ends.data()[i];
+    sound = 0 <= row && row < height && 0 <= begin && begin <= end && end <= width;
+  }
+  if (!sound) throw nb::value_error("rows, begins, ends: expected one per handle, and stretches of rows of tokens");
+  const auto at = [&](size_t i) { return tokens.data() + rows.data()[i] * width + begins.data()[i]; };
+  const auto count = [&](size_t i) { return static_cast<size_t>(ends.data()[i] - begins.data()[i]); };
+  for (size_t i = 0; i < n; ++i) check_tokens(at(i), count(i)), check_handle(index, handles.data()[i]);
+  nb::gil_scoped_release unlocked;
+  for (size_t i = 0; i < n; ++i)
+    if (count(i)) index.extend(handles.data()[i], at(i), count(i));
 }
 
 nb::tuple draft_flat(SuffixIndex& index, const Array<int64_t>& handles, const Array<int64_t>& budgets,
@@ -156,6 +177,7 @@ void bind_suffix_index(nb::module_& m) {
              index.extend(handle, tokens.data(), tokens.size());
            })
       .def("extend_many", &das::extend_many)
+      .def("extend_rows", &das::extend_rows)
       .def("draft_flat", &das::draft_flat)
       .def("close",
            [](SuffixIndex& index, int64_t handle, bool keep) {

@@ -3,6 +3,7 @@ sheet. Without vLLM: its index and controller alone."""
 
 from __future__ import annotations
 
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,9 @@ EVERY: dict[str, Any] = {"budget": {"policy": "unlimited", "max_draft_tokens": M
 
 
 def propose(plan: Plan) -> Found:
-    """By batch, in processor time (a step waits for one thread), beside steps on an H100 (roofline): median
-    milliseconds of index and controller where they draft for every request; and of the whole proposer that, and as
-    its default is, over rollouts whose drafts are verified."""
+    """By batch, beside steps on an H100 (roofline): median milliseconds of index and controller where they draft for
+    every request, on one thread; and of the whole proposer that, and as its default is, over rollouts whose drafts are
+    verified, on as many threads as on a GPU's host."""
     from das_adapter.core.hardware import DEVICES
     from das_adapter.core.roofline import Roofline
 
@@ -92,10 +93,10 @@ def _index_seconds(world: World) -> float:
             _, chances, at = index.draft_flat(handles, limits, floor)
             return chances, at
 
-        begin = time.process_time()
+        begin = time.perf_counter()
         controller.plan(Decoded(slots, one, None, None, room), look)
         controller.timed(TimedStep(slots, one, batch, 0.01))
-        times.append(time.process_time() - begin)
+        times.append(time.perf_counter() - begin)
     return float(np.median(times))
 
 
@@ -104,6 +105,7 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     accepted where they are what the request writes."""
     from das_adapter.core.latency import StepTimes
     from das_adapter.engine.drafters.controlled import ControlledDrafter
+    from das_adapter.engine.drafters.history import THREADS
     from das_adapter.protocol.engine_args import SETTINGS_KEY
     from das_adapter.protocol.label import Label
     from das_adapter.protocol.messages import Refresh, Trajectory
@@ -117,6 +119,7 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     ))  # fmt: skip
     drafter.controller.times = StepTimes(roof.line())  # what it begins with on that GPU
+    drafter.history.threads = min(THREADS, len(os.sched_getaffinity(0)))
     names = [str(slot) for slot in range(world.batch)]
     params = SimpleNamespace(max_tokens=None)
     requests = {name: SimpleNamespace(prompt_token_ids=text[:8].tolist(), sampling_params=params)
@@ -134,9 +137,9 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
             scheduled_spec_decode_tokens={name: draft for name, draft in zip(names, drafts, strict=True) if draft},
             total_num_scheduled_tokens=world.batch + sum(map(len, drafts)),
         )  # fmt: skip
-        begin = time.process_time()
+        begin = time.perf_counter()
         drafter.begin_step(scheduled, now)
-        took = time.process_time() - begin
+        took = time.perf_counter() - begin
         carried = list(map(len, drafts))
         now += float(roof.verify(world.batch, float(lengths.mean()), sum(carried) / world.batch))
         sampled = []
@@ -145,9 +148,9 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
             sampled.append(texts[row][at : at + accepted + 1])
         lengths += [len(new) for new in sampled]
         drafter.carried = carried if any(carried) else None
-        begin = time.process_time()
+        begin = time.perf_counter()
         drafts = drafter.propose(sampled, lengths, world.texts)
-        times.append(took + time.process_time() - begin)
+        times.append(took + time.perf_counter() - begin)
         if len(times) == 1:  # in which all requests join; an engine reads their prompts meanwhile
             opened = now
             continue

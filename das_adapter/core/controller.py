@@ -273,10 +273,10 @@ class Controller:
         if self.drafts is not None and self._judged:
             self.drafts.took_s += seconds
 
-    def missed(self, slot: int, tokens: int) -> None:
-        """Take tokens that a request got, one a step, in steps in which nothing was planned."""
-        self.requests.written[slot] += tokens
-        self._by_class.steps[int(self.requests.length_class[slot])] += tokens
+    def missed(self, slots: Ints, tokens: Ints) -> None:
+        """Take tokens that requests got, one a step, in steps in which nothing was planned, int64 [requests] each."""
+        self.requests.written[slots] += tokens
+        np.add.at(self._by_class.steps, self.requests.length_class[slots], tokens)
 
     def timed(self, step: TimedStep) -> None:
         """Take how long a decode step took."""
@@ -486,7 +486,8 @@ class Controller:
             return
         slope = model.slope(running)
         if not self.planned_rounds and not batch.arrivals:
-            curves = np.array([self._curves.of(problem) for problem in table.problem[slots].tolist()])
+            problems, which = np.unique(table.problem[slots], return_inverse=True)
+            curves = np.array([self._curves.of(problem) for problem in problems.tolist()])[which]
             remaining = expected_remaining(cdf, edges, written)
             flat = max(1e-9, model.step(running, running, False) - slope * running)
             planned = plan_rollout(remaining, curves[:, 0], curves[:, 1], flat, max(slope, 1e-9))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 AGES = ("none", "1", "2_4", "5_16", "17_64", "65_256", "older")
@@ -17,9 +15,10 @@ class Staleness:
     def __init__(self) -> None:
         self._counts = np.zeros((len(AGES), 2), dtype=np.int64)
 
-    def count(self, ages: Iterable[int], drafted: np.ndarray, accepted: np.ndarray) -> None:
+    def count(self, ages: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Add the draft tokens of some requests, and those accepted, int64 [requests] each; `ages`: see `bracket`."""
-        np.add.at(self._counts, list(ages), np.stack([drafted, accepted], axis=1))
+        for column, counts in enumerate((drafted, accepted)):
+            self._counts[:, column] += np.bincount(ages, counts, len(AGES)).astype(np.int64)
 
     def take(self) -> list[list[int]]:
         """Return [drafted, accepted] for each of `AGES`, and start again."""

@@ -102,7 +102,7 @@ class StockGuard:
         self._requests, self._context = 0, 0  # of the steps in which one was asked: requests, tokens of their context
         self._unasked: dict[int, Floats] = defaultdict(lambda: np.zeros(3))  # by requests: steps, seconds, context
         self._shares: dict[int, float] = defaultdict(float)  # steps' tokens for each request, by requests
-        self._written: dict[int, int] = defaultdict(int)  # by slot
+        self._written = np.zeros(0, dtype=np.int64)  # by slot
         self._finished: list[int] = []
         self._lost = 0.0
         """Seconds that trials took beyond plain decoding."""
@@ -161,8 +161,9 @@ class StockGuard:
         self._context += context
         self._widest = max(self._widest, requests)
         self._shares[requests] += tokens / requests
-        for slot, count in zip(slots.tolist(), got.tolist(), strict=True):
-            self._written[slot] += count
+        if slots.max() >= len(self._written):
+            self._written = np.append(self._written, np.zeros(slots.max() + 1, dtype=np.int64))
+        self._written[slots] += got
         if self._trial is not None and self.times.model is not None:
             plain = self._plain(context / requests)(np.array([requests], dtype=float))[0]
             self._trial.step(seconds, tokens / requests * plain, drafted)
@@ -175,7 +176,9 @@ class StockGuard:
 
     def close(self, slot: int) -> None:
         """Take the end of a request."""
-        self._finished.append(self._written.pop(slot, 0))
+        if slot < len(self._written):
+            self._finished.append(int(self._written[slot]))
+            self._written[slot] = 0
 
     def compare(self) -> Compared | None:
         """Compare the rollout so far with steps in which no drafter is asked; None: too little is known."""
@@ -256,7 +259,7 @@ class StockGuard:
         or at the rate of each step's batch, where they came and went; the longer of the two, in favour of drafts."""
         sizes = np.fromiter(self._shares, dtype=float, count=len(self._shares))
         rate = float(np.dot(np.fromiter(self._shares.values(), dtype=float), step(sizes))) if len(sizes) else 0.0
-        return max(rate, seconds_of([*self._finished, *self._written.values()], self._widest, step))
+        return max(rate, seconds_of([*self._finished, *self._written], self._widest, step))
 
     def _end_trial(self, trial: _Trial) -> None:
         self._trial, self._since_trial = None, 0

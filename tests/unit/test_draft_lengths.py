@@ -126,3 +126,18 @@ def test_a_batch_begins_with_the_length_that_was_chosen_first_for_the_last_one(m
     engine.lengths._paused = True
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 38)
     assert engine.next == 0
+
+
+def test_requests_come_and_go_while_the_drafter_has_failed(module: Any, tmp_path: Path) -> None:
+    engine = Engine(module, log_dir=str(tmp_path))
+    stock, engine.lengths.controller.plan = engine.lengths.controller.plan, None
+    engine.rollout(20, drafted_s=PLAIN_S, end=8 + 20)
+    assert "NoneType" in engine.lengths._counters.error
+    engine.rollout(20, drafted_s=PLAIN_S, end=8 + 40)
+    engine.sync()
+    engine.lengths.controller.plan = stock
+    assert set(engine.lengths._live) == {f"{req_id} of 2" for req_id in IDS}
+    engine.rollout(20, drafted_s=PLAIN_S, silent_steps=20, end=8 + 20)
+    engine.sync()
+    (after,) = (rollout for rollout in read(tmp_path) if rollout.version == 3)
+    assert [request.tokens for request in after.requests] == [20] * len(IDS)

@@ -169,7 +169,7 @@ def test_acceptance_is_told_by_the_age_of_the_history() -> None:
     staleness = Staleness()
     ages = [bracket(age) for age in (None, 0, 1, 3, 4, 15, 255, 256, 10**6)]
     assert [AGES[age] for age in ages] == ["none", "1", "2_4", "2_4", "5_16", "5_16", "65_256", "older", "older"]
-    staleness.count(ages[1:4], np.array([8, 4, 2]), np.array([6, 2, 1]))
+    staleness.count(np.array(ages[1:4]), np.array([8, 4, 2]), np.array([6, 2, 1]))
     figures = merge([{**Counters().take(), "staleness": staleness.take()}] * 2)
     assert figures["das/accept_rate_age_1"] == pytest.approx(6 / 8)
     assert figures["das/accept_rate_age_2_4"] == pytest.approx(3 / 6)

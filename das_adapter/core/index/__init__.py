@@ -241,6 +241,26 @@ class SuffixIndex:
                 integers(handles, np.int64, "handles"), token_ids(flat_tokens), integers(offsets, np.int64, "offsets")
             )
 
+    def extend_rows(
+        self, handles: npt.ArrayLike, tokens: Int32, rows: npt.ArrayLike, begins: npt.ArrayLike, ends: npt.ArrayLike
+    ) -> None:
+        """Append accepted token ids to a batch of requests, from where an engine keeps their texts; nothing is appended
+        when anything is wrong.
+
+        Args:
+            handles: shape (b,), int64.
+            tokens: shape (m, n), int32, contiguous.
+            rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
+
+        Raises:
+            UnknownHandle: a request is not open.
+            ValueError: as in `add`, or rows and bounds that don't fit.
+        """
+        with _known():
+            self._core.extend_rows(integers(handles, np.int64, "handles"), tokens,
+                                   *(integers(values, np.int64, name) for values, name in
+                                     ((rows, "rows"), (begins, "begins"), (ends, "ends"))))  # fmt: skip
+
     def draft(
         self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
     ) -> tuple[list[Int32], list[Float32]]:

@@ -33,8 +33,6 @@ class LiveRequest:
     """Length at which its response began."""
     end: int
     """Length at which it stops."""
-    length: int
-    """Its length when it was last drafted for, tokens."""
     record: bool
     """Whether its text may serve as history."""
     begin: float = field(default_factory=time.time)

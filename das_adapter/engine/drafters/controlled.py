@@ -64,6 +64,10 @@ class ControlledDrafter(Drafter):
         self.timer = StepTimer()
         self.guard = StockGuard.of(config.toggle, self._sizes)
         self._live: dict[str, LiveRequest] = {}
+        self._ends, self._lengths = np.zeros((2, 1), dtype=np.int64)
+        """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens."""
+        self._batch: tuple[list[str], np.ndarray] = [], np.zeros(0, dtype=np.int64)
+        """The requests of the last batch, and their slots."""
         self._counts = np.zeros(0, dtype=np.int64)
         """Tokens that the model shall draft for each request of the batch."""
         self._synced = False
@@ -78,6 +82,7 @@ class ControlledDrafter(Drafter):
         failed = self.counters.error is not None
         answer = super().refresh(message)
         self._synced = True
+        self._batch = [], np.zeros(0, dtype=np.int64)
         if failed:
             self.close(list(self._live))  # whatever state they are in; they are opened again
         self.close([req_id for req_id in self._live if req_id not in self.runner.requests])
@@ -115,6 +120,7 @@ class ControlledDrafter(Drafter):
         """Close requests."""
         for req_id in req_ids:
             if live := self._live.pop(req_id, None):
+                self._batch = [], np.zeros(0, dtype=np.int64)
                 decisions.close(self.controller, self.guard, self.log, self.history, live)
 
     def _begin_step(self, scheduled: Any, now: float) -> None:
@@ -156,12 +162,10 @@ class ControlledDrafter(Drafter):
             self.carried = None
             self.timer.unasked(len(sampled), int(lengths[: len(sampled)].sum()))
             return drafts
-        rows, live = self._decoding(sampled, lengths, tokens)
-        decoded = self._decoded(rows, live, sampled, lengths)
-        offer = functools.partial(self.history.draft, rows, live, lengths, tokens) if self.history else None
+        rows, slots, got = self._decoding(sampled, lengths, tokens)
+        decoded = self._decoded(rows, slots, got, lengths)
+        offer = functools.partial(self.history.draft, slots, rows, lengths, tokens) if self.history else None
         plan = self.controller.plan(decoded, offer)
-        for request, row in zip(live, rows, strict=True):
-            request.length = int(lengths[row])
         if self.history:
             self.history.take(rows, plan.history, drafts)
         if self.model_source:
@@ -170,58 +174,72 @@ class ControlledDrafter(Drafter):
 
     def _decoding(
         self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray
-    ) -> tuple[list[int], list[LiveRequest]]:
-        """Return the rows of the batch that decode, and their requests; close those that are gone, open new ones."""
-        requests, req_ids = self.runner.requests, self.runner.input_batch.req_ids
-        if len(self._live) > len(sampled) or any(req_id not in self._live for req_id in req_ids):
-            self.close([req_id for req_id in self._live if req_id not in requests])
-        rows, live = [], []
-        for row, (req_id, new) in enumerate(zip(req_ids, sampled, strict=False)):
-            if not new:
-                continue
-            length = int(lengths[row])
-            known = self._live.get(req_id)
-            if known is None or known.length > length:
-                known = self._open(req_id, requests[req_id], tokens[row, :length])
-            elif missed := length - len(new) - known.length:  # it went on in steps in which nobody was asked
-                self.controller.missed(known.slot, missed)
-            rows.append(row)
-            live.append(known)
-        return rows, live
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Close the requests that are gone, open new ones, and return those of the batch that decode: their rows, their
+        slots, and the tokens that each got, int64 [requests] each."""
+        everyone = self._slots_of_batch()
+        got = np.fromiter(map(len, sampled), dtype=np.int64, count=len(sampled))
+        rows = np.flatnonzero(got)
+        got, slots, now = got[rows], everyone[rows], lengths[rows].astype(np.int64)
+        for i in np.flatnonzero((slots < 0) | (self._lengths[slots] > now)).tolist():
+            row = int(rows[i])
+            req_id = self.runner.input_batch.req_ids[row]
+            slots[i] = everyone[row] = self._open(req_id, tokens[row, : now[i]], int(got[i]))
+        missed = now - got - self._lengths[slots]
+        if missed.any():  # nobody was asked in some steps
+            self.controller.missed(slots, missed)
+        self._lengths[slots] = now
+        return rows, slots, got
 
-    def _open(self, req_id: str, request: Any, text: np.ndarray) -> LiveRequest:
+    def _slots_of_batch(self) -> np.ndarray:
+        """Return the slot of each request of the batch, int64 [batch]; -1: it has none."""
+        req_ids = self.runner.input_batch.req_ids
+        if req_ids != self._batch[0]:
+            if len(self._live) > len(req_ids) or any(req_id not in self._live for req_id in req_ids):
+                self.close([req_id for req_id in self._live if req_id not in self.runner.requests])
+            known = (self._live.get(req_id) for req_id in req_ids)
+            slots = np.array([-1 if live is None else live.slot for live in known], dtype=np.int64)
+            self._batch = list(req_ids), slots
+        return self._batch[1]
+
+    def _open(self, req_id: str, text: np.ndarray, got: int) -> int:
+        """Open a request, given its text so far, int32 token ids, and how many of them are new; return its slot."""
         self.close([req_id])
+        request = self.runner.requests[req_id]
         prompt, label = np.asarray(request.prompt_token_ids, dtype=np.int32), self.label(req_id)
         problem, start = label.problem_of(prompt, media(request)), label.start_in(len(prompt))
-        end = self.end(request)
-        slot = self.controller.open(problem, len(text) - start, end - start)
-        live = LiveRequest(req_id, slot, problem, start, end, len(text), label.record)
+        end, before = self.end(request), len(text) - got
+        slot = self.controller.open(problem, before - start, end - start)
+        live = LiveRequest(req_id, slot, problem, start, end, label.record)
         if self.history:
             self.history.open(live, prompt, text)
         self._live[req_id] = live
-        return live
+        if slot >= len(self._ends):
+            more = np.zeros((2, slot + 1), dtype=np.int64)
+            self._ends, self._lengths = np.concatenate([[self._ends, self._lengths], more], axis=1)
+        self._ends[slot], self._lengths[slot] = end, before
+        return slot
 
-    def _decoded(
-        self, rows: list[int], live: list[LiveRequest], sampled: list[list[int]], lengths: np.ndarray
-    ) -> Decoded:
+    def _decoded(self, rows: np.ndarray, slots: np.ndarray, got: np.ndarray, lengths: np.ndarray) -> Decoded:
         """Describe what the step brought to the requests that decode."""
-        slots = np.array([request.slot for request in live], dtype=np.int64)
-        got = np.array([len(sampled[row]) for row in rows], dtype=np.int64)
         carried = None if self.carried is None else np.asarray(self.carried, dtype=np.int64)[rows]
         self.carried = None
         if carried is not None and not carried.any():
             carried = None
-        by_model = self.model_source.verified([request.req_id for request in live], got) if self.model_source else None
+        by_model = None
+        if self.model_source:
+            req_ids = self.runner.input_batch.req_ids
+            by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()], got)
         if carried is not None:
             theirs = carried if by_model is None else np.where(by_model > 0, 0, carried)
             if self.history:
-                self.history.verified(live, theirs, np.where(theirs > 0, got - 1, 0))
+                self.history.verified(slots, theirs, np.where(theirs > 0, got - 1, 0))
             if self.log is not None:
                 self.log.verified(self.controller.requests.written[slots], carried, np.where(carried > 0, got - 1, 0))
         context = lengths[rows].astype(np.int64)
         self.timer.sampled(slots, got, int(context.sum()))
         # The next step writes the draft and one token more: neither may pass the request's end.
-        room = np.array([request.end - 1 for request in live], dtype=np.int64) - context
+        room = self._ends[slots] - 1 - context
         return Decoded(slots, got, carried, by_model, room, context=context)
 
     def _slots(self) -> np.ndarray:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from vllm.platforms import current_platform
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
@@ -21,15 +23,14 @@ from das_adapter.protocol.messages import Published, Refresh
 logger = logging.getLogger("das_adapter")
 
 
-@dataclass(slots=True)
-class _Known:
-    """A request in the index."""
+SHARED, THREADS = 64, 4
+"""Requests for which another thread is worth beginning; most threads that draft."""
 
-    handle: int
-    length: int
-    """Tokens the index knows of, prompt included."""
-    age: int
-    """Age of its problem's history when it began, see `staleness.bracket`."""
+
+@dataclass(slots=True)
+class _Begun:
+    """What was there when a request began."""
+
     finished: int
     """Siblings that had finished when it began."""
     lacks: int | None
@@ -41,6 +42,8 @@ class HistorySource:
 
     def __init__(self, config: HistoryConfig, vocabulary: int):
         self.index = SuffixIndex()
+        self.threads = _threads()
+        """Most that draft."""
         self._policy = HistoryPolicy(config)
         self._vocabulary = vocabulary
         self._directory = ""
@@ -48,36 +51,46 @@ class HistorySource:
         self._staleness = Staleness()
         self._returns = Returns()
         self._siblings = Siblings()
-        self._known: dict[str, _Known] = {}
+        self._begun: dict[int, _Begun] = {}
+        """By slot."""
+        self._handles, self._lengths, self._ages = np.zeros((3, 0), dtype=np.int64)
+        """By slot: of the request in the index; tokens that the index knows of, prompt included; age of its problem's
+        history when it began, see `staleness.bracket`."""
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
         key = self._policy.key(live.problem)
         handle = self.index.open(key, prompt[: live.start], prefix=text[live.start :])
-        age = self.index.age(handle)
+        age, slot = self.index.age(handle), live.slot
         counted = live.record and self._policy.kept
         if counted:
             self._returns.begin(live.problem, age is not None)
         lacks = live.problem if counted and age is None else None
-        self._known[live.req_id] = _Known(handle, len(text), bracket(age), self._siblings.begin(key), lacks)
+        self._begun[slot] = _Begun(self._siblings.begin(key), lacks)
+        if slot >= len(self._handles):
+            more = np.zeros((3, slot + 1), dtype=np.int64)
+            table = np.concatenate([[self._handles, self._lengths, self._ages], more], axis=1)
+            self._handles, self._lengths, self._ages = table
+        self._handles[slot], self._lengths[slot], self._ages[slot] = handle, len(text), bracket(age)
 
     def close(self, live: LiveRequest, tokens: float = 0.0, forwards: float = 0.0) -> None:
         """Close a request, with the tokens that it got from so many forward passes; what it wrote stays available to
         its siblings, if it may be recorded."""
-        known = self._known.pop(live.req_id)
-        self.index.close(known.handle, keep=live.record and self._policy.kept)
-        counted = forwards if live.record else 0.0
-        self._siblings.end(self._policy.key(live.problem), known.finished, known.age > 0, tokens, counted)
+        begun, slot = self._begun.pop(live.slot), live.slot
+        self.index.close(int(self._handles[slot]), keep=live.record and self._policy.kept)
+        counted, known = forwards if live.record else 0.0, bool(self._ages[slot] > 0)
+        self._siblings.end(self._policy.key(live.problem), begun.finished, known, tokens, counted)
 
-    def verified(self, live: Sequence[LiveRequest], drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Count draft tokens from the history that were verified, and those accepted, int64 [requests] each."""
-        self._staleness.count((self._known[request.req_id].age for request in live), drafted, accepted)
+    def verified(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """Count draft tokens from the history that were verified, and those accepted, int64 [requests] each, as the
+        requests' slots."""
+        self._staleness.count(self._ages[slots], drafted, accepted)
 
     def draft(
         self,
-        rows: Sequence[int],
-        live: Sequence[LiveRequest],
+        slots: np.ndarray,
+        rows: np.ndarray,
         lengths: np.ndarray,
         tokens: np.ndarray,
         limits: np.ndarray,
@@ -86,28 +99,27 @@ class HistorySource:
         """Draft for some requests; see `core.controller.HistoryDrafts`.
 
         Args:
-            rows: of the batch, [requests].
-            live: the requests.
+            slots, rows: of the requests, the latter in the batch, int64 [requests].
             lengths, tokens: of the batch's rows, as in `Drafter.propose`.
             limits: most tokens for each, int64 [requests].
             floor: chance under which a draft ends.
         """
-        known = [self._known[request.req_id] for request in live]
-        self._extend(known, [tokens[row, k.length : int(lengths[row])] for row, k in zip(rows, known, strict=True)])
-        handles = np.array([k.handle for k in known], dtype=np.int64)
-        ids, chances, offsets = self.index.draft_flat(handles, limits, floor)
+        handles, written = self._handles[slots], lengths[rows].astype(np.int64)
+        self.index.extend_rows(handles, tokens, rows, self._lengths[slots], written)
+        self._lengths[slots] = written
+        threads = min(self.threads, 1 + len(slots) // SHARED)
+        ids, chances, offsets = self.index.draft_flat(handles, limits, floor, threads)
         # A node's history does not know the vocabulary; the policy must be able to read whatever was found there.
         self._found = np.minimum(ids, self._vocabulary - 1), offsets
         return chances, offsets
 
-    def take(self, rows: Sequence[int], keep: np.ndarray, drafts: list[list[int]]) -> None:
+    def take(self, rows: np.ndarray, keep: np.ndarray, drafts: list[list[int]]) -> None:
         """Put the first `keep` tokens of each draft found, int64 [requests], into the batch's `drafts`."""
-        if not keep.any():
-            return
+        kept = np.flatnonzero(keep)
         flat, offsets = self._found
-        ids = flat.tolist()
-        for row, begin, count in zip(rows, offsets.tolist(), keep.tolist(), strict=False):
-            drafts[row] = ids[begin : begin + count]
+        ids, begins = flat.tolist() if len(kept) else [], offsets[kept]
+        for row, begin, end in zip(rows[kept].tolist(), begins.tolist(), (begins + keep[kept]).tolist(), strict=True):
+            drafts[row] = ids[begin:end]
 
     def refresh(self, message: Refresh) -> int:
         """Bring the history up to date, from a service or with the message's trajectories; return the generation mapped
@@ -130,10 +142,10 @@ class HistorySource:
                 self.index.visit(file)
             except (OSError, IndexFileError) as error:
                 logger.warning("das: history: a problem's history from another node was not mapped: %r", error)
-        for known in self._known.values():
-            if known.lacks is not None and self.index.age(known.handle) is not None:
-                self._returns.arrived(known.lacks)
-                known.lacks = None
+        for slot, begun in self._begun.items():
+            if begun.lacks is not None and self.index.age(int(self._handles[slot])) is not None:
+                self._returns.arrived(begun.lacks)
+                begun.lacks = None
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the history."""
@@ -150,15 +162,6 @@ class HistorySource:
             return f"das.history.max_bytes={limit} is full: raise it"
         return "It could not be kept or mapped: lines that begin with 'das: history:' say more"
 
-    def _extend(self, known: list[_Known], written: list[np.ndarray]) -> None:
-        """Give the index what was written since it last drafted."""
-        grown = [(k, new) for k, new in zip(known, written, strict=True) if len(new)]
-        for k, new in grown:
-            k.length += len(new)
-        if grown:
-            offsets = np.cumsum([0, *(len(new) for _, new in grown)], dtype=np.int64)
-            self.index.extend_many([k.handle for k, _ in grown], np.concatenate([new for _, new in grown]), offsets)
-
     def _map(self, history: Published) -> None:
         """Map what a service has published; if that fails, what is mapped stays."""
         try:
@@ -174,3 +177,10 @@ class HistorySource:
                     self.index.refresh()
         except (OSError, IndexFileError) as error:
             logger.error("das: history: not mapped: %r; drafts come from generation %s", error, self.index.generation)
+
+
+def _threads() -> int:
+    """Return how many threads may draft: one where the policy runs on the processor, else as the cores allow."""
+    if current_platform.is_cpu():
+        return 1
+    return max(1, min(THREADS, len(os.sched_getaffinity(0)) // max(1, current_platform.device_count())))

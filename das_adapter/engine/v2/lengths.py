@@ -48,6 +48,12 @@ class Begun:
     """Tokens that end it."""
 
 
+@dataclass(slots=True)
+class _Growing(LiveRequest):
+    length: int = 0
+    """Its length, tokens."""
+
+
 @dataclass
 class Step:
     """A step as the host started it, and what came of it."""
@@ -106,7 +112,7 @@ class DraftLengths:
         self.log = DecisionLog(config.log_dir) if config.log_dir else None
         self._counters = counters
         self._lock = threading.Lock()
-        self._live: dict[str, LiveRequest] = {}
+        self._live: dict[str, _Growing] = {}
         self._stops: dict[str, frozenset[int]] = {}
         """Tokens that end a live request; without an entry it has ended, and vLLM has not said so yet."""
         self._offered: dict[str, np.ndarray] = {}
@@ -138,13 +144,16 @@ class DraftLengths:
             How many tokens each request of the next step that is not scheduled yet is to draft.
         """
         with self._lock:
-            if self._counters.error is not None:
-                return 0
             try:
-                return self._output(step, sampled, now)
+                self._begin_and_end(step)
+                if self._counters.error is None:
+                    return self._output(step, sampled, now)
+                live, got = self._follow(step, sampled)
+                self.controller.missed(np.array([request.slot for request in live], dtype=np.int64), got)
             except Exception as error:
-                self.fail(error)
-                return 0
+                if self._counters.error is None:
+                    self.fail(error)
+            return 0
 
     def fail(self, error: Exception) -> None:
         """Draft no more until the next weight sync, and say so."""
@@ -157,6 +166,8 @@ class DraftLengths:
         with self._lock:
             self._close(frozenset(self._live.keys() - self._stops.keys()), unrecorded=False)
             self._paused, self._last = False, None
+            if self._counters.error is not None:  # what was drafted before it is not known any more
+                self._pending, self._offered, self._by_model = None, {}, set()
             self._counters.error = None
             answer = Refreshed()
             if self.history is not None:
@@ -182,20 +193,27 @@ class DraftLengths:
                 stats["drafter_passes"], self._passes = self._passes, 0
             return cast(EngineStats, stats)
 
-    def _output(self, step: Step, sampled: Sequence[Sequence[int]], now: float) -> int:
+    def _begin_and_end(self, step: Step) -> None:
         self._close(step.ended, step.unrecorded)
         for begun in step.begun:
             self._open(begun)
-        if self._pending is not None:
-            self._hear(self._pending)
+
+    def _follow(self, step: Step, sampled: Sequence[Sequence[int]]) -> tuple[list[_Growing], np.ndarray]:
+        """Return the requests that a step has written for, and how many tokens each got, int64 [requests]."""
         rows = [row for row, tokens in enumerate(sampled) if tokens and step.req_ids[row] in self._stops]
         live = [self._live[step.req_ids[row]] for row in rows]
-        got = np.array([self._written(r, sampled[row]) for r, row in zip(live, rows, strict=True)], dtype=np.int64)
+        got = [self._written(request, sampled[row]) for request, row in zip(live, rows, strict=True)]
+        for request, new in zip(live, got, strict=True):
+            request.length += new
+        return live, np.array(got, dtype=np.int64)
+
+    def _output(self, step: Step, sampled: Sequence[Sequence[int]], now: float) -> int:
+        if self._pending is not None:
+            self._hear(self._pending)
+        live, got = self._follow(step, sampled)
         carried = np.array([self._carried(step, request.req_id) for request in live], dtype=np.int64)
         by_model = carried * [self._modelled(request.req_id) for request in live]
         self._count(step, live, got, carried, carried - by_model, now)
-        for request, new in zip(live, got.tolist(), strict=True):
-            request.length += new
         slots = np.array([request.slot for request in live], dtype=np.int64)
         passes, drafting = self._take(step.proposals)
         context = np.array([request.length for request in live], dtype=np.int64)
@@ -241,7 +259,7 @@ class DraftLengths:
         self._passes += passes
         return passes, sum(call.seconds for call in proposals)
 
-    def _written(self, request: LiveRequest, tokens: Sequence[int]) -> int:
+    def _written(self, request: _Growing, tokens: Sequence[int]) -> int:
         """Return how many of the tokens that a request got are its text: what lies behind its end is not."""
         count = max(1, min(len(tokens), request.end - request.length))
         stops = self._stops[request.req_id]
@@ -257,7 +275,7 @@ class DraftLengths:
             known.length = begun.length
             return
         slot = self.controller.open(begun.problem, begun.length - begun.start, begun.end - begun.start)
-        live = LiveRequest(begun.req_id, slot, begun.problem, begun.start, begun.end, begun.length, begun.record)
+        live = _Growing(begun.req_id, slot, begun.problem, begun.start, begun.end, begun.record, length=begun.length)
         if self.history is not None:
             self.history.open(live, _NO_TOKENS, _NO_TOKENS)
         self._live[begun.req_id] = live
@@ -289,7 +307,7 @@ class DraftLengths:
         """Whether the last draft of a request is a model's."""
         return self.history is None or req_id in self._by_model
 
-    def _offers(self, live: list[LiveRequest], limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
+    def _offers(self, live: list[_Growing], limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
         """Return what is drafted for some requests, see `core.controller.HistoryDrafts`."""
         chances = [self._offered.get(request.req_id, _NOTHING)[:most]
                    for request, most in zip(live, limits.tolist(), strict=True)]  # fmt: skip
@@ -297,7 +315,7 @@ class DraftLengths:
         return np.concatenate([*kept, _NOTHING]), np.cumsum([0, *map(len, kept)], dtype=np.int64)
 
     def _count(
-        self, step: Step, live: list[LiveRequest], got: np.ndarray, carried: np.ndarray, looked_up: np.ndarray,
+        self, step: Step, live: list[_Growing], got: np.ndarray, carried: np.ndarray, looked_up: np.ndarray,
         now: float,
     ) -> None:  # fmt: skip
         accepted = np.minimum(got - 1, carried)
@@ -305,10 +323,10 @@ class DraftLengths:
         if any(training):
             self._counters.step((got * training).tolist(), carried.tolist(), now - max(step.began, self._last or 0.0))
         if carried.any():
+            slots = np.array([request.slot for request in live], dtype=np.int64)
             if self.history is not None:
-                self.history.verified(live, looked_up, np.minimum(accepted, looked_up))
+                self.history.verified(slots, looked_up, np.minimum(accepted, looked_up))
             if self.log is not None:
-                slots = np.array([request.slot for request in live], dtype=np.int64)
                 self.log.verified(self.controller.requests.written[slots], carried, accepted)
 
     def _slots(self) -> np.ndarray:
