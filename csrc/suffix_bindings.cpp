@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <future>
 #include <set>
 
 #include "columns.hpp"
@@ -47,9 +48,49 @@ void extend_many(SuffixIndex& index, const Array<int64_t>& handles, const Array<
   for (size_t i = 0; i < n; ++i) index.extend(h[i], tokens.data() + o[i], static_cast<size_t>(o[i + 1] - o[i]));
 }
 
-void extend_rows(SuffixIndex& index, const Array<int64_t>& handles,
-                 const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
-                 const Array<int64_t>& rows, const Array<int64_t>& begins, const Array<int64_t>& ends) {
+nb::tuple flat(const std::vector<SuffixIndex::Draft>& drafts) {
+  std::vector<Token> tokens;
+  std::vector<float> chances;
+  std::vector<int64_t> offsets{0};
+  offsets.reserve(drafts.size() + 1);
+  for (const auto& draft : drafts) {
+    tokens.insert(tokens.end(), draft.tokens.begin(), draft.tokens.end());
+    chances.insert(chances.end(), draft.chances.begin(), draft.chances.end());
+    offsets.push_back(static_cast<int64_t>(tokens.size()));
+  }
+  return nb::make_tuple(owned(std::move(tokens)), owned(std::move(chances)), owned(std::move(offsets)));
+}
+
+void check_batch(const SuffixIndex& index, const Array<int64_t>& handles, const Array<int64_t>& budgets,
+                 size_t threads) {
+  const int64_t* h = handles.data();
+  const size_t n = handles.size();
+  if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
+  for (size_t i = 0; i < n; ++i) check_handle(index, h[i]);
+  if (threads > 1 && std::set<int64_t>(h, h + n).size() != n)
+    throw nb::value_error("handles: one occurs twice, and there are several threads");
+}
+
+// Drafts that a thread makes; few requests are drafted for when the result is taken.
+constexpr size_t kAlone = 32;
+struct Drafting {
+  std::future<std::vector<SuffixIndex::Draft>> drafts;
+
+  nb::tuple result() {
+    if (!drafts.valid()) throw nb::value_error("result: it was taken before");
+    std::vector<SuffixIndex::Draft> found;
+    {
+      nb::gil_scoped_release unlocked;
+      found = drafts.get();
+    }
+    return flat(found);
+  }
+};
+
+Drafting draft_rows(SuffixIndex& index, const Array<int64_t>& handles,
+                    const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
+                    const Array<int64_t>& rows, const Array<int64_t>& begins, const Array<int64_t>& ends,
+                    const Array<int64_t>& budgets, double min_chance, size_t threads) {
   const size_t n = handles.size();
   const auto height = static_cast<int64_t>(tokens.shape(0)), width = static_cast<int64_t>(tokens.shape(1));
   bool sound = rows.size() == n && begins.size() == n && ends.size() == n;
@@ -58,34 +99,35 @@ void extend_rows(SuffixIndex& index, const Array<int64_t>& handles,
     sound = 0 <= row && row < height && 0 <= begin && begin <= end && end <= width;
   }
   if (!sound) throw nb::value_error("rows, begins, ends: expected one per handle, and stretches of rows of tokens");
-  const auto at = [&](size_t i) { return tokens.data() + rows.data()[i] * width + begins.data()[i]; };
-  const auto count = [&](size_t i) { return static_cast<size_t>(ends.data()[i] - begins.data()[i]); };
-  for (size_t i = 0; i < n; ++i) check_tokens(at(i), count(i)), check_handle(index, handles.data()[i]);
-  nb::gil_scoped_release unlocked;
-  for (size_t i = 0; i < n; ++i)
-    if (count(i)) index.extend(handles.data()[i], at(i), count(i));
+  check_batch(index, handles, budgets, threads);
+  std::vector<Token> written;
+  std::vector<size_t> counts;
+  for (size_t i = 0; i < n; ++i) {
+    const Token* row = tokens.data() + rows.data()[i] * width;
+    counts.push_back(static_cast<size_t>(ends.data()[i] - begins.data()[i]));
+    check_tokens(row + begins.data()[i], counts.back());
+    written.insert(written.end(), row + begins.data()[i], row + ends.data()[i]);
+  }
+  const auto copied = [n](const Array<int64_t>& array) { return std::vector<int64_t>(array.data(), array.data() + n); };
+  return {std::async(n < kAlone ? std::launch::deferred : std::launch::async,
+                     [&index, written = std::move(written), counts = std::move(counts), handles = copied(handles),
+                      budgets = copied(budgets), min_chance, threads] {
+                       const Token* next = written.data();
+                       for (size_t i = 0; i < counts.size(); next += counts[i++])
+                         if (counts[i]) index.extend(handles[i], next, counts[i]);
+                       return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
+                     })};
 }
 
 nb::tuple draft_flat(SuffixIndex& index, const Array<int64_t>& handles, const Array<int64_t>& budgets,
                      double min_chance, size_t threads) {
-  const size_t n = handles.size();
-  if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
-  for (size_t i = 0; i < n; ++i) check_handle(index, handles.data()[i]);
-  if (threads > 1 && std::set<int64_t>(handles.data(), handles.data() + n).size() != n)
-    throw nb::value_error("handles: one occurs twice, and there are several threads");
-  std::vector<Token> tokens;
-  std::vector<float> chances;
-  std::vector<int64_t> offsets{0};
+  check_batch(index, handles, budgets, threads);
+  std::vector<SuffixIndex::Draft> drafts;
   {
     nb::gil_scoped_release unlocked;
-    offsets.reserve(n + 1);
-    for (const auto& draft : index.draft(handles.data(), budgets.data(), n, min_chance, threads)) {
-      tokens.insert(tokens.end(), draft.tokens.begin(), draft.tokens.end());
-      chances.insert(chances.end(), draft.chances.begin(), draft.chances.end());
-      offsets.push_back(static_cast<int64_t>(tokens.size()));
-    }
+    drafts = index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
   }
-  return nb::make_tuple(owned(std::move(tokens)), owned(std::move(chances)), owned(std::move(offsets)));
+  return flat(drafts);
 }
 
 }  // namespace
@@ -117,6 +159,7 @@ void bind_suffix_index(nb::module_& m) {
     for (size_t i = 0; i < file.header().count; ++i) found.push_back(file.entry(i).problem);
     return nb::make_tuple(owned(std::move(found)), file.header().newest);
   });
+  nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result);
   nb::class_<SuffixIndex>(m, "SuffixIndex")
       .def(nb::init<uint32_t, double>())
       .def("add",
@@ -177,7 +220,7 @@ void bind_suffix_index(nb::module_& m) {
              index.extend(handle, tokens.data(), tokens.size());
            })
       .def("extend_many", &das::extend_many)
-      .def("extend_rows", &das::extend_rows)
+      .def("draft_rows", &das::draft_rows, nb::keep_alive<0, 1>())
       .def("draft_flat", &das::draft_flat)
       .def("close",
            [](SuffixIndex& index, int64_t handle, bool keep) {

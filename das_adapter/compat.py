@@ -94,6 +94,7 @@ _VLLM = {
         "GPUModelRunner.execute_model(self, scheduler_output)": "times decode steps",
         "GPUModelRunner._sample(self, logits, spec_decode_metadata)": "row keys",
         "GPUModelRunner.sample_tokens(self, grammar_output)": "counts tokens and drafts",
+        "GPUModelRunner.take_draft_token_ids(self)": "drafts from the history",
         "GPUModelRunner.load_model(self)": "weights of neural drafters",
         "GPUModelRunner.propose_draft_token_ids(self, sampled_token_ids, sampling_metadata, hidden_states, "
         "aux_hidden_states, common_attn_metadata)": _NEURAL,

@@ -100,6 +100,15 @@ class TimedStep(NamedTuple):
     """Tokens of context that all requests have together."""
 
 
+class Search(NamedTuple):
+    """What to look for, before it is known what there is."""
+
+    limits: Ints
+    """Most tokens of each request, int64 [b]."""
+    floor: float
+    """Chance under which a draft ends."""
+
+
 class StepPlan(NamedTuple):
     """The drafts of the next step, int64 [b] each."""
 
@@ -240,12 +249,17 @@ class Controller:
     # A decode step
 
     def plan(self, decoded: Decoded, history: HistoryDrafts | None = None) -> StepPlan:
-        """Take what a decode step brought, and decide on the drafts of the next.
+        """Take what a decode step brought, and decide on the drafts of the next: `begin`, then `decide`.
 
         Args:
             decoded: see there.
             history: asked at most once for drafts from the history; None: it is not drafted from.
         """
+        search = self.begin(decoded)
+        return self.decide(decoded.slots, search, None if search is None or history is None else history(*search))
+
+    def begin(self, decoded: Decoded) -> Search | None:
+        """Take what a decode step brought, and say what to look for; None: nothing is drafted for the next."""
         slots, running = decoded.slots, len(decoded.slots)
         self._batch.step += decoded.steps
         self.requests.advance(slots, decoded.got, decoded.carried, self._by_class)
@@ -256,17 +270,25 @@ class Controller:
             self.drafts.acceptance.observe(drafted, accepted)
             worth = self.requests.worth_own[slots[mine]] + self.requests.worth_tail[slots[mine]]
             self.drafts.saved_s += float(accepted @ worth)
-        nothing = np.zeros(running, dtype=np.int64)
         if self.stopped or not running or not (self._always or self._consider.due(self._batch.step, running)):
-            return StepPlan(nothing, nothing)
+            return None
         context = np.zeros(running) if decoded.context is None else decoded.context
         self._model = self.times.model and self.times.model.at(float(context.mean()))
-        limits = self._draft_limits(slots, decoded.room, context)
-        if history is None:
-            chances, offsets = _NO_DRAFTS, np.zeros(running + 1, dtype=np.int64)
-        else:
-            chances, offsets = history(limits, self._floor)
-        return self._share_out(slots, limits, chances, offsets)
+        return Search(self._draft_limits(slots, decoded.room, context), self._floor)
+
+    def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
+        """Decide on the drafts of the next step.
+
+        Args:
+            slots: of its requests, int64 [b].
+            search: what `begin` has returned.
+            drafts: what was found in the history, see `HistoryDrafts`; None: nothing was looked for.
+        """
+        if search is None:
+            nothing = np.zeros(len(slots), dtype=np.int64)
+            return StepPlan(nothing, nothing)
+        chances, offsets = drafts or (_NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64))
+        return self._share_out(slots, search.limits, chances, offsets)
 
     def beside(self, seconds: float) -> None:
         """Take what the model that drafts took in a step that also read prompts."""

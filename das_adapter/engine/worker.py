@@ -86,7 +86,7 @@ class WorkerState:
             self._install_keyed_samplers()
         if self.config.controlled:
             self._replay_stock_graphs()
-        for step_patch in (time_steps, key_rows, count_tokens):
+        for step_patch in (time_steps, key_rows, count_tokens, settle_drafts):
             step_patch.apply(self, owner=self.runner)
         self._say_which_steps_have_no_graphs()
 
@@ -363,3 +363,16 @@ def count_tokens(stock: Any, state: WorkerState) -> Any:
         return output
 
     return sample_tokens
+
+
+@patch(f"{_RUNNER}.take_draft_token_ids", since="0.24")
+def settle_drafts(stock: Any, state: WorkerState) -> Any:
+    """Without it vLLM takes no drafts: they are looked for beside its scheduler's work."""
+
+    @functools.wraps(stock)
+    def take_draft_token_ids() -> Any:
+        if state.drafter:
+            state.drafter.settle()
+        return stock()
+
+    return take_draft_token_ids

@@ -92,7 +92,7 @@ def sabotage(kind: str) -> None:
         stock.LEAST_STEPS, stock.SAMPLE_STEPS = 24, (2, 2)
         clock = Clock()
         ControlledDrafter._begin_step = taking(clock, 0.003, ControlledDrafter._begin_step)
-        HistorySource.draft = in_every_step(taking(clock, 0.03, HistorySource.draft))
+        HistorySource.look = in_every_step(taking(clock, 0.03, HistorySource.look))
     elif kind == "replayed passes":
         from das_adapter.engine.drafters.decode_graphs import DecodePasses
 

@@ -468,31 +468,39 @@ def test_a_refused_batch_changes_nothing() -> None:
             index.extend_many([first, second], np.array([1, 2], np.int32), offsets)
     texts = np.array([[1, 2, 3], [4, -7, 6]], np.int32)
     with pytest.raises(UnknownHandle):
-        index.extend_rows([first, 99], texts, [0, 0], [0, 0], [1, 1])
+        index.draft_rows([first, 99], texts, [0, 0], [0, 0], [1, 1], [4, 4])
     with pytest.raises(ValueError, match="-7"):
-        index.extend_rows([first, second], texts, [0, 1], [0, 0], [3, 2])
+        index.draft_rows([first, second], texts, [0, 1], [0, 0], [3, 2], [4, 4])
+    with pytest.raises(ValueError, match="budgets"):
+        index.draft_rows([first, second], texts, [0, 0], [0, 0], [1, 1], [4])
     stretches = [[[0], [0], [1]], [[0, 2], [0, 0], [1, 1]], [[0, 1], [0, 2], [1, 1]], [[0, -1], [0, 0], [1, 1]],
                  [[0, 1], [-1, 0], [1, 1]], [[0, 1], [0, 0], [4, 1]]]  # fmt: skip
     for rows, begins, ends in stretches:
         with pytest.raises(ValueError, match="rows, begins, ends"):
-            index.extend_rows([first, second], texts, rows, begins, ends)
+            index.draft_rows([first, second], texts, rows, begins, ends, [4, 4])
     assert drafted(index, second) == []
 
 
-def test_stretches_of_rows_are_the_text_that_they_are() -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("requests", [3, 40])
+def test_drafts_of_a_thread_are_those_of_the_index(threads: int, requests: int) -> None:
     rng = np.random.default_rng(0)
-    texts, lengths = rng.integers(0, 9, (4, 200)).astype(np.int32), np.zeros(3, dtype=np.int64)
+    texts, lengths = rng.integers(0, 9, (50, 200)).astype(np.int32), np.zeros(requests, dtype=np.int64)
     one, other = SuffixIndex(), SuffixIndex()
-    handles = [[index.open(problem, [1, 2]) for problem in (1, 1, 2)] for index in (one, other)]
-    rows = np.array([3, 0, 2])
+    handles = [[index.open(i // 2, [1, 2]) for i in range(requests)] for index in (one, other)]
+    rows, budgets, found = rng.permutation(50)[:requests], rng.integers(0, 17, requests), 0
     while lengths.max() < 180:
-        new = rng.integers(0, 8, 3)
-        one.extend_rows(handles[0], texts, rows, lengths, lengths + new)
+        new = rng.integers(0, 8, requests)
+        looking = one.draft_rows(handles[0], texts, rows, lengths, lengths + new, budgets, 0.0, threads)
         for handle, row, at, count in zip(handles[1], rows, lengths, new, strict=True):
             other.extend(handle, texts[row, at : at + count])
         lengths += new
-        ours, theirs = (index.draft_flat(h, [6, 0, 16], 0.0) for index, h in zip((one, other), handles, strict=True))
+        ours, theirs = looking.result(), other.draft_flat(handles[1], budgets, 0.0)
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        found += len(ours[0])
+    assert found > 100
+    with pytest.raises(ValueError, match="taken before"):
+        looking.result()
 
 
 @pytest.mark.parametrize("tokens", [[1, -2], [2**23], [2**31], [2**40], [0.5], [[1, 2]], np.array([3, -1], np.int32)])

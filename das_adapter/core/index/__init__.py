@@ -32,7 +32,19 @@ from das_adapter.core.index.values import (
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
-__all__ = ["IndexFileError", "SuffixIndex", "UnknownHandle"]
+__all__ = ["Drafting", "IndexFileError", "SuffixIndex", "UnknownHandle"]
+
+
+class Drafting:
+    """Drafts that a thread of the index makes."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def result(self) -> tuple[Int32, Float32, Int64]:
+        """Wait for them, once; return what `SuffixIndex.draft_flat` does."""
+        found: tuple[Int32, Float32, Int64] = self._core.result()
+        return found
 
 
 class SuffixIndex:
@@ -241,26 +253,6 @@ class SuffixIndex:
                 integers(handles, np.int64, "handles"), token_ids(flat_tokens), integers(offsets, np.int64, "offsets")
             )
 
-    def extend_rows(
-        self, handles: npt.ArrayLike, tokens: Int32, rows: npt.ArrayLike, begins: npt.ArrayLike, ends: npt.ArrayLike
-    ) -> None:
-        """Append accepted token ids to a batch of requests, from where an engine keeps their texts; nothing is appended
-        when anything is wrong.
-
-        Args:
-            handles: shape (b,), int64.
-            tokens: shape (m, n), int32, contiguous.
-            rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
-
-        Raises:
-            UnknownHandle: a request is not open.
-            ValueError: as in `add`, or rows and bounds that don't fit.
-        """
-        with _known():
-            self._core.extend_rows(integers(handles, np.int64, "handles"), tokens,
-                                   *(integers(values, np.int64, name) for values, name in
-                                     ((rows, "rows"), (begins, "begins"), (ends, "ends"))))  # fmt: skip
-
     def draft(
         self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
     ) -> tuple[list[Int32], list[Float32]]:
@@ -297,6 +289,29 @@ class SuffixIndex:
                 integers(handles, np.int64, "handles"), integers(budgets, np.int64, "budgets"), min_chance, threads
             )
         return drafted
+
+    def draft_rows(
+        self, handles: npt.ArrayLike, tokens: Int32, rows: npt.ArrayLike, begins: npt.ArrayLike, ends: npt.ArrayLike,
+        budgets: npt.ArrayLike, min_chance: float = 0.15, threads: int = 1,
+    ) -> Drafting:  # fmt: skip
+        """Append accepted token ids to a batch of requests, from where an engine keeps their texts, and draft for them,
+        both in a thread without the GIL, or, for a few requests, when the result is taken. The index must not be used
+        before. Where anything is wrong, nothing is appended.
+
+        Args:
+            handles, budgets, min_chance, threads: as in `draft_flat`.
+            tokens: shape (m, n), int32, contiguous.
+            rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
+
+        Raises:
+            UnknownHandle: a request is not open.
+            ValueError: as in `add` and `draft_flat`, or rows and bounds that don't fit.
+        """
+        columns = {"rows": rows, "begins": begins, "ends": ends, "budgets": budgets}
+        arrays = [integers(values, np.int64, name) for name, values in columns.items()]
+        with _known():
+            return Drafting(self._core.draft_rows(integers(handles, np.int64, "handles"), tokens, *arrays, min_chance,
+                                                  threads))  # fmt: skip
 
     def close(self, handle: int, keep: bool = True) -> None:
         """End a request. `keep`: its response stays available to its siblings until `clear_live`; else it is forgotten.

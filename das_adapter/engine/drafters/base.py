@@ -65,6 +65,8 @@ class Drafter:
         self._max_model_len = vllm_config.model_config.max_model_len
         self._vocabulary = vllm_config.model_config.get_vocab_size()
         self._paused = False
+        self._undecided: Any = None
+        """What `settle` needs; None: nothing is looked for."""
 
     @property
     def able(self) -> bool:
@@ -90,14 +92,27 @@ class Drafter:
             slot_mappings: not used.
 
         Returns:
-            Per request at most `num_speculative_tokens` draft tokens; none at all where the drafter has failed since
-            the last weight sync.
+            Per request at most `num_speculative_tokens` draft tokens, once `settle` has been called; none at all where
+            the drafter has failed since the last weight sync.
         """
+        self.settle()
         begin = time.perf_counter()
         try:
             return self._drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         finally:
             self.counters.propose_seconds.append(time.perf_counter() - begin)
+
+    def settle(self) -> None:
+        """Put the drafts that are still looked for into what `propose` has returned: vLLM takes it now."""
+        if self._undecided is None:
+            return
+        begin = time.perf_counter()
+        try:
+            self._settle()
+        except Exception as error:
+            self._fail(error)
+        if self.counters.propose_seconds:
+            self.counters.propose_seconds[-1] += time.perf_counter() - begin
 
     def _drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         """Draft as `propose`; a failure is noted, and costs the drafts."""
@@ -117,6 +132,7 @@ class Drafter:
             scheduled: vLLM's `SchedulerOutput`.
             now: seconds of a monotonic clock.
         """
+        self.settle()
         if self.counters.error is None:
             try:
                 self._begin_step(scheduled, now)
@@ -145,6 +161,9 @@ class Drafter:
         raise NotImplementedError
 
     def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        raise NotImplementedError
+
+    def _settle(self) -> None:
         raise NotImplementedError
 
     def _fail(self, error: Exception) -> None:

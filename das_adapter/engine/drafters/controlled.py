@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from vllm.config import VllmConfig
 
-from das_adapter.core.controller import Controller, Decoded
+from das_adapter.core.controller import Controller, Decoded, Search
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.stock import StockGuard
 from das_adapter.engine.drafters import decisions
@@ -24,6 +24,17 @@ from das_adapter.engine.front_end import media
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
+
+
+class _Undecided(NamedTuple):
+    """Drafts that are still looked for."""
+
+    rows: np.ndarray
+    slots: np.ndarray
+    """Of the requests, like the rows, int64 [requests]."""
+    search: Search
+    drafts: list[list[int]]
+    """What vLLM has been given, a list for each row of the batch."""
 
 
 class ControlledDrafter(Drafter):
@@ -68,6 +79,7 @@ class ControlledDrafter(Drafter):
         """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens."""
         self._batch: tuple[list[str], np.ndarray] = [], np.zeros(0, dtype=np.int64)
         """The requests of the last batch, and their slots."""
+        self._undecided: _Undecided | None
         self._counts = np.zeros(0, dtype=np.int64)
         """Tokens that the model shall draft for each request of the batch."""
         self._synced = False
@@ -79,6 +91,7 @@ class ControlledDrafter(Drafter):
 
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history and the model up to date, at a weight sync (DAS, section 4.1)."""
+        self.settle()
         failed = self.counters.error is not None
         answer = super().refresh(message)
         self._synced = True
@@ -101,17 +114,20 @@ class ControlledDrafter(Drafter):
         """Take the history of problems that are at home on other nodes, see `HistorySource.visit`."""
         if self.history is None:
             return Refreshed()
+        self.settle()
         self.history.visit(files)
         return Refreshed(generation=self.history.index.generation, problems=self.history.index.problems)
 
     def stats(self) -> EngineStats:
         """Return the figures of the sources and of the controller since the last call."""
+        self.settle()
         parts = [source.stats() for source in (self.history, self.model_source) if source]
         parts += [self.guard.take()] if self.guard else []
         return cast(EngineStats, functools.reduce(dict.__or__, parts, self.controller.take(self._slots())))
 
     def restart(self, controller: Controller) -> None:
         """Start again with another controller, as a measurement does for each of its arms."""
+        self.settle()
         self.close(list(self._live))
         self.controller, self.timer, self._paused = controller, StepTimer(), False
         self.guard = StockGuard.of(self.config.toggle, self._sizes)
@@ -163,14 +179,25 @@ class ControlledDrafter(Drafter):
             self.timer.unasked(len(sampled), int(lengths[: len(sampled)].sum()))
             return drafts
         rows, slots, got = self._decoding(sampled, lengths, tokens)
-        decoded = self._decoded(rows, slots, got, lengths)
-        offer = functools.partial(self.history.draft, slots, rows, lengths, tokens) if self.history else None
-        plan = self.controller.plan(decoded, offer)
+        search = self.controller.begin(self._decoded(rows, slots, got, lengths))
+        if search is None:
+            return drafts
         if self.history:
-            self.history.take(rows, plan.history, drafts)
+            self.history.look(slots, rows, lengths, tokens, search)
+        self._undecided = _Undecided(rows, slots, search, drafts)
         if self.model_source:
-            self._counts[rows] = plan.model
+            self._settle()
         return drafts
+
+    def _settle(self) -> None:
+        step, self._undecided = self._undecided, None
+        if step is None:
+            return
+        plan = self.controller.decide(step.slots, step.search, self.history.found() if self.history else None)
+        if self.history:
+            self.history.take(step.rows, plan.history, step.drafts)
+        if self.model_source:
+            self._counts[step.rows] = plan.model
 
     def _decoding(
         self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray

@@ -12,8 +12,9 @@ import numpy as np
 from vllm.platforms import current_platform
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core.controller import Search
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.core.index import IndexFileError, SuffixIndex
+from das_adapter.core.index import Drafting, IndexFileError, SuffixIndex
 from das_adapter.core.returns import Returns
 from das_adapter.core.siblings import Siblings
 from das_adapter.core.staleness import Staleness, bracket
@@ -56,6 +57,7 @@ class HistorySource:
         self._handles, self._lengths, self._ages = np.zeros((3, 0), dtype=np.int64)
         """By slot: of the request in the index; tokens that the index knows of, prompt included; age of its problem's
         history when it began, see `staleness.bracket`."""
+        self._looking: Drafting | None = None
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
@@ -87,28 +89,26 @@ class HistorySource:
         requests' slots."""
         self._staleness.count(self._ages[slots], drafted, accepted)
 
-    def draft(
-        self,
-        slots: np.ndarray,
-        rows: np.ndarray,
-        lengths: np.ndarray,
-        tokens: np.ndarray,
-        limits: np.ndarray,
-        floor: float,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Draft for some requests; see `core.controller.HistoryDrafts`.
+    def look(
+        self, slots: np.ndarray, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, search: Search
+    ) -> None:
+        """Begin to draft for some requests.
 
         Args:
             slots, rows: of the requests, the latter in the batch, int64 [requests].
             lengths, tokens: of the batch's rows, as in `Drafter.propose`.
-            limits: most tokens for each, int64 [requests].
-            floor: chance under which a draft ends.
+            search: what to look for.
         """
         handles, written = self._handles[slots], lengths[rows].astype(np.int64)
-        self.index.extend_rows(handles, tokens, rows, self._lengths[slots], written)
-        self._lengths[slots] = written
         threads = min(self.threads, 1 + len(slots) // SHARED)
-        ids, chances, offsets = self.index.draft_flat(handles, limits, floor, threads)
+        self._looking = self.index.draft_rows(handles, tokens, rows, self._lengths[slots], written, *search, threads)
+        self._lengths[slots] = written
+
+    def found(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return what was found, see `core.controller.HistoryDrafts`."""
+        looking, self._looking = self._looking, None
+        assert looking is not None
+        ids, chances, offsets = looking.result()
         # A node's history does not know the vocabulary; the policy must be able to read whatever was found there.
         self._found = np.minimum(ids, self._vocabulary - 1), offsets
         return chances, offsets
