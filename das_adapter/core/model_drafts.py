@@ -70,9 +70,11 @@ class ModelDrafts:
         """Forget most of the acceptance at a weight sync, which changes the policy, and judge the rollout that it ends:
         after one in which the passes, those beside prompts too, took longer than the model's tokens saved, it rests for
         1, 2, 4, ... rollouts. Both are known better than step times, which scatter. A model that reads in every step
-        does not rest."""
+        does not rest. Two weight syncs without a step between them are one."""
         self.acceptance.forget()
         self.passes.fit()
+        if not self.plain_s and not self.took_s:
+            return
         lost = not self.always and self.took_s - self.saved_s > LOSS * self.plain_s
         if self.silent:
             self._silent_left -= 1

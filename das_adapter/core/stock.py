@@ -200,7 +200,10 @@ class StockGuard:
         return float(self._passed() / (share * plain)) if plain else None
 
     def sync(self) -> str | None:
-        """Judge the rollout that a weight sync ends; return what has changed for the next, in words, or None."""
+        """Judge the rollout that a weight sync ends; return what has changed for the next, in words, or None. Two
+        weight syncs without a step between them are one."""
+        if not self._passed():
+            return None
         compared, share, news = self.compare(), self.of_stock(), None
         if self.silent is not None:
             self._silent_left -= 1

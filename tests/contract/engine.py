@@ -63,6 +63,7 @@ def sabotage(kind: str) -> None:
     if V2:
         return v2_cpu.sabotage(kind)
     from das_adapter.engine.drafters.controlled import ControlledDrafter
+    from das_adapter.engine.drafters.history import HistorySource
 
     def garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
         rng = random.Random(len(sampled))
@@ -79,15 +80,19 @@ def sabotage(kind: str) -> None:
             raise RuntimeError("the drafter is broken on purpose")
         return stock(self, sampled, *args)
 
+    def lost(_: Any) -> Any:
+        raise RuntimeError("the search is broken on purpose")
+
     if kind == "garbage drafts":
         ControlledDrafter._propose = garbage
+    elif kind == "failing search":
+        HistorySource.found = lost
     elif kind == "failing drafter":
         ControlledDrafter._propose = failing
     elif kind == "drafter that fails once":
         ControlledDrafter._propose = failing_once
     elif kind == "dear drafter":
         from das_adapter.core import stock
-        from das_adapter.engine.drafters.history import HistorySource
 
         stock.LEAST_STEPS, stock.SAMPLE_STEPS = 24, (2, 2)
         clock = Clock()

@@ -160,6 +160,9 @@ def test_a_failing_drafter_is_named_and_tries_again_at_the_next_weight_sync(engi
     assert mended[1]["stats"]["error"] is None
     assert mended[1]["stats"]["accepted_tokens"] > 50
     assert [r["tokens"] for r in mended] == [r["tokens"] for r in result]
+    searched = engine(das=HISTORY, sabotage="failing search", rounds=two_rounds(requests(PLAIN)))
+    assert all("search is broken" in r["stats"]["error"] and not r["stats"]["draft_tokens"] for r in searched)
+    assert [r["tokens"] for r in searched] == [r["tokens"] for r in result]
 
 
 def test_steps_without_drafts_replay_the_graphs_of_a_stock_engine(engine: Any) -> None:

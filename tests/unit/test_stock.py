@@ -66,6 +66,7 @@ def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> N
         silent += "s" if guard.silent else "-"
         rollout(guard, asking=1.08)
         guard.sync()
+        assert guard.sync() is None  # nothing lies between them
     assert silent.startswith("-s-ss-ssss-ssssssss-" + 16 * "s" + "-")
     while guard.silent:
         rollout(guard, asking=1.08)

@@ -97,6 +97,7 @@ def rollouts(count: int, lengths: np.ndarray, truth: StepModel, reading: float) 
         controller.beside(read)
         seconds.append(read + rollout(controller, lengths, truth, 0.6, 0.3, version))
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
+        controller.sync(np.zeros(0, RESPONSE))  # nothing lies between them
     return rests, seconds
 
 
