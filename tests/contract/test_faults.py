@@ -28,6 +28,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 from das_adapter.core.homes import homes  # noqa: E402
+from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
@@ -110,6 +111,14 @@ class Run:
     def tokens(self) -> int:
         """Of the whole history."""
         return sum(self.figures(of)["tokens"] for of in range(len(self.nodes)))
+
+    def at_home(self) -> bool:
+        """Whether every history has published what is at home on its node, and nothing else."""
+        return all(
+            self.home(problem).endswith(self.nodes[of].node_id)
+            for of in range(len(self.nodes))
+            for problem in SuffixIndex.attach(self.figures(of)["directory"])._core.contents()[0].tolist()
+        )
 
     def history(self, of: int) -> Any:
         return next(actor for name, actor in node.nodes().items() if name.endswith(self.nodes[of].node_id))
@@ -201,7 +210,7 @@ def test_a_node_that_is_killed_while_it_joins_and_one_that_goes(run: Run) -> Non
     until(lambda: run.sync() and len(histories()) == 3)
     problem = run.write(0)  # while others publish, and hand over
     run.goes_on(problem, nodes=3)
-    until(lambda: run.sync() and run.was_killed() and run.tokens >= before + len(POEM))
+    until(lambda: run.sync() and run.was_killed() and run.tokens >= before + len(POEM) and run.at_home())
     assert run.tokens == before + len(POEM)
 
     gone = run.figures(2)["tokens"]
