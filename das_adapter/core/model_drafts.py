@@ -70,7 +70,7 @@ class ModelDrafts:
         """Forget most of the acceptance at a weight sync, which changes the policy, and judge the rollout that it ends:
         after one in which the passes, those beside prompts too, took longer than the model's tokens saved, it rests for
         1, 2, 4, ... rollouts. Both are known better than step times, which scatter. A model that reads in every step
-        does not rest. Two weight syncs without a step between them are one."""
+        does not rest. Two weight syncs without a timed step between them are one."""
         self.acceptance.forget()
         self.passes.fit()
         if not self.plain_s and not self.took_s:

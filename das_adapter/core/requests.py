@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,18 @@ class RequestCounts(NamedTuple):
     tokens: int
     drafted: int
     accepted: int
+
+
+Column = TypeVar("Column", bound=npt.NDArray[Any])
+
+
+def with_room(column: Column, slots: int) -> Column:
+    """Return a column [slots, ...] with at least so many slots, new ones 0; if it grows, to twice its size or more."""
+    more = slots - len(column)
+    if more <= 0:
+        return column
+    empty = np.zeros((max(more, len(column)), *column.shape[1:]), dtype=column.dtype)
+    return cast(Column, np.concatenate([column, empty]))
 
 
 @dataclass
@@ -119,7 +131,5 @@ class RequestTable:
         more = max(64, slots)
         self._free += range(slots + more - 1, slots - 1, -1)
         for column in self._columns:
-            values = getattr(self, column)
-            empty = np.zeros((more, *values.shape[1:]), dtype=values.dtype)
-            setattr(self, column, np.concatenate([values, empty]))
+            setattr(self, column, with_room(getattr(self, column), slots + more))
         self._advanced = {name: getattr(self, name) for name in _ADVANCED}

@@ -17,8 +17,7 @@ class Staleness:
 
     def count(self, ages: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Add the draft tokens of some requests, and those accepted, int64 [requests] each; `ages`: see `bracket`."""
-        for column, counts in enumerate((drafted, accepted)):
-            self._counts[:, column] += np.bincount(ages, counts, len(AGES)).astype(np.int64)
+        np.add.at(self._counts, ages, np.stack([drafted, accepted], axis=1))
 
     def take(self) -> list[list[int]]:
         """Return [drafted, accepted] for each of `AGES`, and start again."""

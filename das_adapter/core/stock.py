@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from das_adapter.config import ToggleConfig
 from das_adapter.core.latency import Floats, StepModel, StepTimes, read_calibration
+from das_adapter.core.requests import with_room
 from das_adapter.core.toggle import seconds_of
 
 Ints = npt.NDArray[np.int64]
@@ -161,8 +162,7 @@ class StockGuard:
         self._context += context
         self._widest = max(self._widest, requests)
         self._shares[requests] += tokens / requests
-        if slots.max() >= len(self._written):
-            self._written = np.append(self._written, np.zeros(slots.max() + 1, dtype=np.int64))
+        self._written = with_room(self._written, int(slots.max()) + 1)
         self._written[slots] += got
         if self._trial is not None and self.times.model is not None:
             plain = self._plain(context / requests)(np.array([requests], dtype=float))[0]

@@ -12,6 +12,7 @@ from vllm.config import VllmConfig
 
 from das_adapter.core.controller import Controller, Decoded, Search
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.stock import StockGuard
 from das_adapter.engine.drafters import decisions
 from das_adapter.engine.drafters.base import Drafter, LiveRequest
@@ -77,7 +78,7 @@ class ControlledDrafter(Drafter):
         self._live: dict[str, LiveRequest] = {}
         self._ends, self._lengths = np.zeros((2, 1), dtype=np.int64)
         """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens."""
-        self._batch: tuple[list[str], np.ndarray] = [], np.zeros(0, dtype=np.int64)
+        self._batch: tuple[list[str], np.ndarray] = [], NOBODY
         """The requests of the last batch, and their slots."""
         self._undecided: _Undecided | None
         self._counts = np.zeros(0, dtype=np.int64)
@@ -95,8 +96,8 @@ class ControlledDrafter(Drafter):
         failed = self.counters.error is not None
         answer = super().refresh(message)
         self._synced = True
-        self._batch = [], np.zeros(0, dtype=np.int64)
         if failed:
+            self._batch = [], NOBODY
             self.close(list(self._live))  # whatever state they are in; they are opened again
         self.close([req_id for req_id in self._live if req_id not in self.runner.requests])
         if self.history:
@@ -136,7 +137,7 @@ class ControlledDrafter(Drafter):
         """Close requests."""
         for req_id in req_ids:
             if live := self._live.pop(req_id, None):
-                self._batch = [], np.zeros(0, dtype=np.int64)
+                self._batch = [], NOBODY
                 decisions.close(self.controller, self.guard, self.log, self.history, live)
 
     def _begin_step(self, scheduled: Any, now: float) -> None:
@@ -179,11 +180,11 @@ class ControlledDrafter(Drafter):
             self.timer.unasked(len(sampled), int(lengths[: len(sampled)].sum()))
             return drafts
         rows, slots, got = self._decoding(sampled, lengths, tokens)
-        search = self.controller.begin(self._decoded(rows, slots, got, lengths))
+        search = self.controller.begin(self._decoded(rows, slots, got))
         if search is None:
             return drafts
         if self.history:
-            self.history.look(slots, rows, lengths, tokens, search)
+            self.history.look(slots, rows, self._lengths[slots], tokens, search)
         self._undecided = _Undecided(rows, slots, search, drafts)
         if self.model_source:
             self._settle()
@@ -191,8 +192,7 @@ class ControlledDrafter(Drafter):
 
     def _settle(self) -> None:
         step, self._undecided = self._undecided, None
-        if step is None:
-            return
+        assert step is not None
         plan = self.controller.decide(step.slots, step.search, self.history.found() if self.history else None)
         if self.history:
             self.history.take(step.rows, plan.history, step.drafts)
@@ -222,8 +222,7 @@ class ControlledDrafter(Drafter):
         """Return the slot of each request of the batch, int64 [batch]; -1: it has none."""
         req_ids = self.runner.input_batch.req_ids
         if req_ids != self._batch[0]:
-            if len(self._live) > len(req_ids) or any(req_id not in self._live for req_id in req_ids):
-                self.close([req_id for req_id in self._live if req_id not in self.runner.requests])
+            self.close([req_id for req_id in self._live if req_id not in self.runner.requests])
             known = (self._live.get(req_id) for req_id in req_ids)
             slots = np.array([-1 if live is None else live.slot for live in known], dtype=np.int64)
             self._batch = list(req_ids), slots
@@ -241,13 +240,11 @@ class ControlledDrafter(Drafter):
         if self.history:
             self.history.open(live, prompt, text)
         self._live[req_id] = live
-        if slot >= len(self._ends):
-            more = np.zeros((2, slot + 1), dtype=np.int64)
-            self._ends, self._lengths = np.concatenate([[self._ends, self._lengths], more], axis=1)
+        self._ends, self._lengths = (with_room(column, slot + 1) for column in (self._ends, self._lengths))
         self._ends[slot], self._lengths[slot] = end, before
         return slot
 
-    def _decoded(self, rows: np.ndarray, slots: np.ndarray, got: np.ndarray, lengths: np.ndarray) -> Decoded:
+    def _decoded(self, rows: np.ndarray, slots: np.ndarray, got: np.ndarray) -> Decoded:
         """Describe what the step brought to the requests that decode."""
         carried = None if self.carried is None else np.asarray(self.carried, dtype=np.int64)[rows]
         self.carried = None
@@ -263,7 +260,7 @@ class ControlledDrafter(Drafter):
                 self.history.verified(slots, theirs, np.where(theirs > 0, got - 1, 0))
             if self.log is not None:
                 self.log.verified(self.controller.requests.written[slots], carried, np.where(carried > 0, got - 1, 0))
-        context = lengths[rows].astype(np.int64)
+        context = self._lengths[slots]
         self.timer.sampled(slots, got, int(context.sum()))
         # The next step writes the draft and one token more: neither may pass the request's end.
         room = self._ends[slots] - 1 - context

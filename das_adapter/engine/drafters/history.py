@@ -15,6 +15,7 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.controller import Search
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import Drafting, IndexFileError, SuffixIndex
+from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.returns import Returns
 from das_adapter.core.siblings import Siblings
 from das_adapter.core.staleness import Staleness, bracket
@@ -54,7 +55,7 @@ class HistorySource:
         self._siblings = Siblings()
         self._begun: dict[int, _Begun] = {}
         """By slot."""
-        self._handles, self._lengths, self._ages = np.zeros((3, 0), dtype=np.int64)
+        self._handles = self._lengths = self._ages = NOBODY
         """By slot: of the request in the index; tokens that the index knows of, prompt included; age of its problem's
         history when it began, see `staleness.bracket`."""
         self._looking: Drafting | None = None
@@ -70,10 +71,8 @@ class HistorySource:
             self._returns.begin(live.problem, age is not None)
         lacks = live.problem if counted and age is None else None
         self._begun[slot] = _Begun(self._siblings.begin(key), lacks)
-        if slot >= len(self._handles):
-            more = np.zeros((3, slot + 1), dtype=np.int64)
-            table = np.concatenate([[self._handles, self._lengths, self._ages], more], axis=1)
-            self._handles, self._lengths, self._ages = table
+        columns = (self._handles, self._lengths, self._ages)
+        self._handles, self._lengths, self._ages = (with_room(column, slot + 1) for column in columns)
         self._handles[slot], self._lengths[slot], self._ages[slot] = handle, len(text), bracket(age)
 
     def close(self, live: LiveRequest, tokens: float = 0.0, forwards: float = 0.0) -> None:
@@ -90,16 +89,17 @@ class HistorySource:
         self._staleness.count(self._ages[slots], drafted, accepted)
 
     def look(
-        self, slots: np.ndarray, rows: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, search: Search
+        self, slots: np.ndarray, rows: np.ndarray, written: np.ndarray, tokens: np.ndarray, search: Search
     ) -> None:
         """Begin to draft for some requests.
 
         Args:
             slots, rows: of the requests, the latter in the batch, int64 [requests].
-            lengths, tokens: of the batch's rows, as in `Drafter.propose`.
+            written: tokens of each request's text, prompt included, int64 [requests].
+            tokens: of the batch's rows, as in `Drafter.propose`.
             search: what to look for.
         """
-        handles, written = self._handles[slots], lengths[rows].astype(np.int64)
+        handles = self._handles[slots]
         threads = min(self.threads, 1 + len(slots) // SHARED)
         self._looking = self.index.draft_rows(handles, tokens, rows, self._lengths[slots], written, *search, threads)
         self._lengths[slots] = written
@@ -115,11 +115,12 @@ class HistorySource:
 
     def take(self, rows: np.ndarray, keep: np.ndarray, drafts: list[list[int]]) -> None:
         """Put the first `keep` tokens of each draft found, int64 [requests], into the batch's `drafts`."""
-        kept = np.flatnonzero(keep)
+        if not keep.any():
+            return
         flat, offsets = self._found
-        ids, begins = flat.tolist() if len(kept) else [], offsets[kept]
-        for row, begin, end in zip(rows[kept].tolist(), begins.tolist(), (begins + keep[kept]).tolist(), strict=True):
-            drafts[row] = ids[begin:end]
+        ids = flat.tolist()
+        for row, begin, count in zip(rows.tolist(), offsets.tolist(), keep.tolist(), strict=False):
+            drafts[row] = ids[begin : begin + count]
 
     def refresh(self, message: Refresh) -> int:
         """Bring the history up to date, from a service or with the message's trajectories; return the generation mapped

@@ -148,8 +148,8 @@ class DraftLengths:
                 self._begin_and_end(step)
                 if self._counters.error is None:
                     return self._output(step, sampled, now)
-                live, got = self._follow(step, sampled)
-                self.controller.missed(np.array([request.slot for request in live], dtype=np.int64), got)
+                _, slots, got = self._follow(step, sampled)
+                self.controller.missed(slots, got)
             except Exception as error:
                 if self._counters.error is None:
                     self.fail(error)
@@ -198,23 +198,24 @@ class DraftLengths:
         for begun in step.begun:
             self._open(begun)
 
-    def _follow(self, step: Step, sampled: Sequence[Sequence[int]]) -> tuple[list[_Growing], np.ndarray]:
-        """Return the requests that a step has written for, and how many tokens each got, int64 [requests]."""
+    def _follow(self, step: Step, sampled: Sequence[Sequence[int]]) -> tuple[list[_Growing], np.ndarray, np.ndarray]:
+        """Return the requests that a step has written for, their slots, and the tokens that each got, int64
+        [requests]."""
         rows = [row for row, tokens in enumerate(sampled) if tokens and step.req_ids[row] in self._stops]
         live = [self._live[step.req_ids[row]] for row in rows]
         got = [self._written(request, sampled[row]) for request, row in zip(live, rows, strict=True)]
         for request, new in zip(live, got, strict=True):
             request.length += new
-        return live, np.array(got, dtype=np.int64)
+        slots = np.array([request.slot for request in live], dtype=np.int64)
+        return live, slots, np.array(got, dtype=np.int64)
 
     def _output(self, step: Step, sampled: Sequence[Sequence[int]], now: float) -> int:
         if self._pending is not None:
             self._hear(self._pending)
-        live, got = self._follow(step, sampled)
+        live, slots, got = self._follow(step, sampled)
         carried = np.array([self._carried(step, request.req_id) for request in live], dtype=np.int64)
         by_model = carried * [self._modelled(request.req_id) for request in live]
-        self._count(step, live, got, carried, carried - by_model, now)
-        slots = np.array([request.slot for request in live], dtype=np.int64)
+        self._count(step, live, slots, got, carried, carried - by_model, now)
         passes, drafting = self._take(step.proposals)
         context = np.array([request.length for request in live], dtype=np.int64)
         if step.decodes and self._last is not None and len(live):
@@ -315,15 +316,14 @@ class DraftLengths:
         return np.concatenate([*kept, _NOTHING]), np.cumsum([0, *map(len, kept)], dtype=np.int64)
 
     def _count(
-        self, step: Step, live: list[_Growing], got: np.ndarray, carried: np.ndarray, looked_up: np.ndarray,
-        now: float,
+        self, step: Step, live: list[_Growing], slots: np.ndarray, got: np.ndarray, carried: np.ndarray,
+        looked_up: np.ndarray, now: float,
     ) -> None:  # fmt: skip
         accepted = np.minimum(got - 1, carried)
         training = [request.record for request in live]
         if any(training):
             self._counters.step((got * training).tolist(), carried.tolist(), now - max(step.began, self._last or 0.0))
         if carried.any():
-            slots = np.array([request.slot for request in live], dtype=np.int64)
             if self.history is not None:
                 self.history.verified(slots, looked_up, np.minimum(accepted, looked_up))
             if self.log is not None:
