@@ -69,7 +69,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out.mkdir(exist_ok=True)
     with (out / "trained").open("a+") as trained:
         fcntl.flock(trained, fcntl.LOCK_EX)
-        if not trained.tell():
+        if not trained.seek(0, os.SEEK_END):  # as it is now, not as it was when it was opened
             tiny_models.write("mtp", out / "mtp")
             subprocess.run([sys.executable, DRAFTERS, out, "--steps", "40"], check=True, capture_output=True)
             trained.write("yes")
