@@ -33,17 +33,33 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0", VLLM_CPU_KVCACHE_SPACE="2",
-    VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1",
-)  # fmt: skip
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_USE_V2_MODEL_RUNNER="0",
+    VLLM_CPU_KVCACHE_SPACE="2",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="ERROR",
+    VLLM_NO_USAGE_STATS="1",
+    HF_HUB_OFFLINE="1",
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1" if "tiny" in sys.argv else "2")
 TINY = ROOT / "examples" / "tiny_math" / "policy"
 SHAPE = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
-    "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 32000,
-    "max_position_embeddings": 4096, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "tie_word_embeddings": False, "eos_token_id": 0, "bos_token_id": 0,
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+}
 MOST = 31
 FIXED = (1, 3, 7, 15)
 PROBLEMS, WINDOW = 10000, 32  # problem ids of an arm, and weight versions from one to the next: it never sees another's
@@ -55,9 +71,15 @@ class Bench:
     """One engine, its requests and their history."""
 
     def __init__(
-        self, model: str, das: dict[str, Any], rates: list[float], at_once: int = 64, group: int = 4, seed: int = 0,
+        self,
+        model: str,
+        das: dict[str, Any],
+        rates: list[float],
+        at_once: int = 64,
+        group: int = 4,
+        seed: int = 0,
         policy: Path = TINY,
-    ):  # fmt: skip
+    ):
         from vllm import LLM
 
         from das_adapter.config import parse
@@ -65,9 +87,14 @@ class Bench:
 
         self.model, self.rates, self.seed, self.turn = model, rates, seed, 0
         self.at_once, self.group = at_once, group
-        settings: dict[str, Any] = {"enforce_eager": True, "max_model_len": 1024, "max_num_seqs": at_once,
-                                    "seed": 0, "enable_prefix_caching": False,
-                                    "scheduling_policy": "priority"}  # fmt: skip
+        settings: dict[str, Any] = {
+            "enforce_eager": True,
+            "max_model_len": 1024,
+            "max_num_seqs": at_once,
+            "seed": 0,
+            "enable_prefix_caching": False,
+            "scheduling_policy": "priority",
+        }
         if model == "random":
             directory = Path(f"/tmp/das-random-{os.getpid()}")
             directory.mkdir(exist_ok=True)
@@ -93,10 +120,15 @@ class Bench:
             prompts = [p for p in tiny_prompts(-(-count // self.group)) for _ in range(self.group)][:count]
             lengths = np.full(count, longest)
         return [
-            {"prompt": prompt, "problem": i if self.model == "random" else i // self.group, "seed": 1000 + i,
-             "most": int(most), "forced": self.model == "random"}
+            {
+                "prompt": prompt,
+                "problem": i if self.model == "random" else i // self.group,
+                "seed": 1000 + i,
+                "most": int(most),
+                "forced": self.model == "random",
+            }
             for i, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
-        ]  # fmt: skip
+        ]
 
     def run(
         self, requests: list[dict[str, Any]], offset: int = 0, priority: list[int] | None = None
@@ -104,10 +136,16 @@ class Bench:
         """Seconds of a rollout and its tokens; `offset` draws others, `priority` says who starts first."""
         from vllm import SamplingParams
 
-        params = [SamplingParams(temperature=1.0, max_tokens=r["most"], ignore_eos=r["forced"], detokenize=False,
-                                 extra_args={"das_problem": r["problem"] + self.turn * PROBLEMS,
-                                             "das_seed": r["seed"] + offset})
-                  for r in requests]  # fmt: skip
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                max_tokens=r["most"],
+                ignore_eos=r["forced"],
+                detokenize=False,
+                extra_args={"das_problem": r["problem"] + self.turn * PROBLEMS, "das_seed": r["seed"] + offset},
+            )
+            for r in requests
+        ]
         prompts = [{"prompt_token_ids": r["prompt"]} for r in requests]
         begin = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False, priority=priority)
@@ -179,12 +217,14 @@ class Bench:
         if self.drafter.counters.error:
             sys.exit(f"{name}: {self.drafter.counters.error}")
         return {
-            "seconds": seconds, "steps": counters["steps"], "draft_tokens": counters["draft_tokens"],
+            "seconds": seconds,
+            "steps": counters["steps"],
+            "draft_tokens": counters["draft_tokens"],
             "accepted_tokens": counters["accepted_tokens"],
             "propose_ms_p50": float(np.median(counters["propose_seconds"]) * 1e3),
             "time_saved_s": self.drafter.stats()["time_saved_s"],
             "hash": digest(texts),
-        }  # fmt: skip
+        }
 
 
 def tiny_prompts(count: int) -> list[list[int]]:
@@ -197,10 +237,13 @@ def tiny_prompts(count: int) -> list[list[int]]:
     rng = random.Random(0)
     problems = [make_problem(rng, rng.randint(*STRATA[(5 * i + 3) % len(STRATA)])) for i in range(count)]
     return [
-        list(tokenizer.apply_chat_template([{"role": "user", "content": p}], add_generation_prompt=True,
-                                           return_dict=False))
+        list(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": p}], add_generation_prompt=True, return_dict=False
+            )
+        )
         for p in problems
-    ]  # fmt: skip
+    ]
 
 
 def digest(texts: list[list[int]]) -> str:
@@ -225,10 +268,12 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
             rows[arm].append(bench.arm(arm, requests, trajectories, times))
     found = {arm: best(r) for arm, r in rows.items()}
     return {
-        "requests": count, "longest": max(map(len, texts)), "tokens": sum(map(len, texts)),
+        "requests": count,
+        "longest": max(map(len, texts)),
+        "tokens": sum(map(len, texts)),
         "identical_tokens": len({r["hash"] for rs in rows.values() for r in rs} | {digest(texts)}) == 1,
         "arms": found,
-    }  # fmt: skip
+    }
 
 
 def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
@@ -290,9 +335,13 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
                 figures["identical_tokens"] &= same
                 figures["mean_makespan_s"] = float(np.mean([max(e) for e in figures["ends_s"]]))
     return {
-        "requests": count, "longest": max(map(len, texts)), "at_once": bench.at_once, "capacity": shown[1]._asdict(),
-        "worth": vars(Worth().fitted(shown[0])), "arms": found,
-    }  # fmt: skip
+        "requests": count,
+        "longest": max(map(len, texts)),
+        "at_once": bench.at_once,
+        "capacity": shown[1]._asdict(),
+        "worth": vars(Worth().fitted(shown[0])),
+        "arms": found,
+    }
 
 
 def warm(bench: Bench) -> Any:
@@ -341,8 +390,14 @@ def main() -> None:
             )
             print(result["rollouts"][-1], flush=True)
     else:
-        bench = Bench(args.model, {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed}, args.rates,
-                      args.at_once, args.group, policy=args.policy)  # fmt: skip
+        bench = Bench(
+            args.model,
+            {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed},
+            args.rates,
+            args.at_once,
+            args.group,
+            policy=args.policy,
+        )
         times = warm(bench)
         result = {"latency_model": times.model.to_dict(), "rollouts": []}
         print(times.model, flush=True)
@@ -359,13 +414,18 @@ def main() -> None:
             row = compare(bench, args.arms, count, args.longest, args.repeats, times)
             result["rollouts"].append(row)
             base = row["arms"][args.arms[0]]["seconds"]
-            print(f"{count} requests, {row['tokens']} tokens, longest {row['longest']}, "
-                  f"identical tokens: {row['identical_tokens']}")  # fmt: skip
+            print(
+                f"{count} requests, {row['tokens']} tokens, longest {row['longest']}, "
+                f"identical tokens: {row['identical_tokens']}"
+            )
             for arm, figures in row["arms"].items():
-                print(f"  {arm:10} {figures['seconds']:7.2f} s  {figures['seconds'] / base:5.2f}  "
-                      f"steps {figures['steps']:4}  drafted {figures['draft_tokens']:6}  "
-                      f"accepted {figures['accepted_tokens']:6}  propose {figures['propose_ms_p50']:.2f} ms  "
-                      f"saved {figures['time_saved_s']:.2f} s  {figures['all_seconds']}", flush=True)  # fmt: skip
+                print(
+                    f"  {arm:10} {figures['seconds']:7.2f} s  {figures['seconds'] / base:5.2f}  "
+                    f"steps {figures['steps']:4}  drafted {figures['draft_tokens']:6}  "
+                    f"accepted {figures['accepted_tokens']:6}  propose {figures['propose_ms_p50']:.2f} ms  "
+                    f"saved {figures['time_saved_s']:.2f} s  {figures['all_seconds']}",
+                    flush=True,
+                )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     arguments = {name: value for name, value in vars(args).items() if name not in ("out", "policy")}
     if args.policy != TINY:

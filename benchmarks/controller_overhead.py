@@ -57,9 +57,11 @@ def measure(batch: int, steps: int) -> dict[str, float]:
         drafted += int(keep.any())
     micros = np.array(seconds[steps // 10 :]) * 1e6
     return {
-        "mean_us": float(micros.mean()), "p50_us": float(np.median(micros)), "p99_us": float(np.percentile(micros, 99)),
+        "mean_us": float(micros.mean()),
+        "p50_us": float(np.median(micros)),
+        "p99_us": float(np.percentile(micros, 99)),
         "drafted_share": drafted / steps,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

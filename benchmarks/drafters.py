@@ -43,9 +43,13 @@ FIXED = 4  # tokens of the fixed-length drafts
 TURN_S = 0.5
 FIRST = 128  # tokens of a response that is ended by the client, in the rollout that does not count
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-}  # fmt: skip
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def block(arm: str, args: argparse.Namespace) -> dict[str, Any] | None:
@@ -76,8 +80,14 @@ class Child:
     def __init__(self, job: dict[str, Any]):
         self._name, self._log = job["das"], tempfile.TemporaryFile("w+")
         environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(job["threads"])}
-        self._process = subprocess.Popen([sys.executable, __file__, "child"], stdin=subprocess.PIPE, text=True,
-                                         stdout=subprocess.PIPE, stderr=self._log, env=environment)  # fmt: skip
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, "child"],
+            stdin=subprocess.PIPE,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+        )
         self._tell(json.dumps(job))
 
     def next(self) -> Any:
@@ -125,9 +135,19 @@ def engine(job: dict[str, Any], **more: Any) -> Any:
     das = parse(job["das"])
     os.environ.update(engine_env(das))
     longest = max(job.get("contexts", [0])) + job.get("tokens", 0)
-    return LLM(job["policy"], dtype=job["dtype"], enforce_eager=True, max_model_len=max(2048, longest + 64), seed=0,
-               max_num_seqs=64, enable_chunked_prefill=False, max_num_batched_tokens=4096,
-               enable_prefix_caching=bool(job.get("prefix_caching")), **engine_args(das), **more)  # fmt: skip
+    return LLM(
+        job["policy"],
+        dtype=job["dtype"],
+        enforce_eager=True,
+        max_model_len=max(2048, longest + 64),
+        seed=0,
+        max_num_seqs=64,
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=4096,
+        enable_prefix_caching=bool(job.get("prefix_caching")),
+        **engine_args(das),
+        **more,
+    )
 
 
 Work = list[tuple[list[int], dict[str, Any]]]
@@ -189,8 +209,9 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         number, texts = next(serial), [list[int]() for _ in work]
         begin = turn = time.perf_counter()
         for i, (prompt, extra) in enumerate(work):
-            params = SamplingParams(max_tokens=job["tokens"], ignore_eos=ends is not None, detokenize=False,
-                                    extra_args=extra)  # fmt: skip
+            params = SamplingParams(
+                max_tokens=job["tokens"], ignore_eos=ends is not None, detokenize=False, extra_args=extra
+            )
             vllm.add_request(f"{number}-{i}", {"prompt_token_ids": prompt}, params)
         while vllm.has_unfinished_requests():
             for output in vllm.step():
@@ -221,8 +242,10 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
                 figures = summary(seconds, stats or undrafted(texts))
                 figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
                 figures["response_tokens"] = [int(np.mean([*map(len, texts)])), max(map(len, texts))]
-                keep = [(extra["das_problem"], np.asarray(t, dtype=np.int32).tobytes(), 1)
-                        for (_, extra), t in zip(work, texts, strict=True)]  # fmt: skip
+                keep = [
+                    (extra["das_problem"], np.asarray(t, dtype=np.int32).tobytes(), 1)
+                    for (_, extra), t in zip(work, texts, strict=True)
+                ]
                 rpc("refresh", version=1, trajectories=keep)
                 yield figures
         if job["fixed"] and job["das"]["drafter"] == "self" and batch <= 4:
@@ -310,21 +333,38 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Iterator[dict
 
     lengths = np.array([len(text) for text in texts], dtype=float)
     plain = seconds_of(lengths, batch, lambda b: at(policy, b))
-    drafted = seconds_of(lengths / out[str(FIXED)]["tokens_per_forward"], batch,
-                         lambda b: FIXED * at(copy, b) + at(policy, (FIXED + 1) * b))  # fmt: skip
+    drafted = seconds_of(
+        lengths / out[str(FIXED)]["tokens_per_forward"],
+        batch,
+        lambda b: FIXED * at(copy, b) + at(policy, (FIXED + 1) * b),
+    )
     yield out | {
-        "policy_ms": at(policy, batch) * 1e3, "copy_ms": at(copy, batch) * 1e3,
-        "verify_ms": at(policy, batch * (FIXED + 1)) * 1e3, "roofline": plain / drafted,
+        "policy_ms": at(policy, batch) * 1e3,
+        "copy_ms": at(copy, batch) * 1e3,
+        "verify_ms": at(policy, batch * (FIXED + 1)) * 1e3,
+        "roofline": plain / drafted,
         "measured": out["0"]["rollout_s"] / out[str(FIXED)]["rollout_s"],
-    }  # fmt: skip
+    }
 
 
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000, "hidden_act": "silu", "torch_dtype": "bfloat16", "eos_token_id": 151645,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
 """The architecture of Qwen3-0.6B."""
 
 
@@ -342,16 +382,26 @@ def child_steps(job: dict[str, Any]) -> Any:
     for batch in job["batches"]:
         for length in (0, FIXED):
             drafter.restart(controllers[length])
-            llm.generate([{"prompt_token_ids": [5 + i] * 64} for i in range(batch)],
-                         SamplingParams(max_tokens=20 + 20 * length, ignore_eos=True, detokenize=False, temperature=0),
-                         use_tqdm=False)  # fmt: skip
+            llm.generate(
+                [{"prompt_token_ids": [5 + i] * 64} for i in range(batch)],
+                SamplingParams(max_tokens=20 + 20 * length, ignore_eos=True, detokenize=False, temperature=0),
+                use_tqdm=False,
+            )
         plain = times[(policy, batch)]
-        rows[batch] = {"policy_ms": min(plain) * 1e3, "copy_ms": min(times[(copy, batch)]) * 1e3,
-                       "policy_ms_median": median(plain) * 1e3, "copy_ms_median": median(times[(copy, batch)]) * 1e3,
-                       "verify_ms": min(times[(verify, batch * (FIXED + 1))]) * 1e3}  # fmt: skip
+        rows[batch] = {
+            "policy_ms": min(plain) * 1e3,
+            "copy_ms": min(times[(copy, batch)]) * 1e3,
+            "policy_ms_median": median(plain) * 1e3,
+            "copy_ms_median": median(times[(copy, batch)]) * 1e3,
+            "verify_ms": min(times[(verify, batch * (FIXED + 1))]) * 1e3,
+        }
     refreshed = min(drafter.model_source.refresh(None) for _ in range(3))
-    return {"batches": rows, "requantise_s": refreshed, "drafter_bytes": drafter.model_source.copy.nbytes,
-            "policy_bytes": sum(p.nbytes for p in runner.model.parameters())}  # fmt: skip
+    return {
+        "batches": rows,
+        "requantise_s": refreshed,
+        "drafter_bytes": drafter.model_source.copy.nbytes,
+        "policy_bytes": sum(p.nbytes for p in runner.model.parameters()),
+    }
 
 
 def base(results: dict[str, Any]) -> str:
@@ -361,16 +411,35 @@ def base(results: dict[str, Any]) -> str:
 
 def show_modes(results: dict[str, Any]) -> Table:
     table = Table(title=f"Rollout time of {base(results)}, fastest of the repeats")
-    for name in ("context", "batch", "epoch", "arm", "rollout s", f"of {base(results)}", "acceptance length",
-                 "tokens/forward", "drafted", "tokens", "longest", "same tokens"):  # fmt: skip
+    for name in (
+        "context",
+        "batch",
+        "epoch",
+        "arm",
+        "rollout s",
+        f"of {base(results)}",
+        "acceptance length",
+        "tokens/forward",
+        "drafted",
+        "tokens",
+        "longest",
+        "same tokens",
+    ):
         table.add_column(name, justify="left" if name == "arm" else "right")
     for cell in next(iter(results.values()))["cells"]:
         for arm, result in results.items():
             f, off = result["cells"][cell], results[base(results)]["cells"][cell]
-            table.add_row(*cell.split("/"), arm, f"{f['rollout_s']:.2f}", f"{f['rollout_s'] / off['rollout_s']:.3f}",
-                          f"{f['acceptance_length']:.2f}", f"{f['tokens_per_forward']:.2f}",
-                          f"{f['drafted_forwards']:.2f}", *map(str, f["response_tokens"]),
-                          "yes" if f["tokens_hash"] == off["tokens_hash"] else "no")  # fmt: skip
+            table.add_row(
+                *cell.split("/"),
+                arm,
+                f"{f['rollout_s']:.2f}",
+                f"{f['rollout_s'] / off['rollout_s']:.3f}",
+                f"{f['acceptance_length']:.2f}",
+                f"{f['tokens_per_forward']:.2f}",
+                f"{f['drafted_forwards']:.2f}",
+                *map(str, f["response_tokens"]),
+                "yes" if f["tokens_hash"] == off["tokens_hash"] else "no",
+            )
     return table
 
 
@@ -380,9 +449,12 @@ def markdown(results: dict[str, Any]) -> str:
     lines = []
     for context, epoch in dict.fromkeys((context, epoch) for context, _, epoch in cells):
         batches = [batch for c, batch, e in cells if (c, e) == (context, epoch)]
-        lines += [f"Context {context}, epoch {epoch}: rollout time of {base(results)}, tokens per forward", "",
-                  "| drafter | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
-                  "|---" * (len(batches) + 1) + "|"]  # fmt: skip
+        lines += [
+            f"Context {context}, epoch {epoch}: rollout time of {base(results)}, tokens per forward",
+            "",
+            "| drafter | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
+            "|---" * (len(batches) + 1) + "|",
+        ]
         for arm, result in results.items():
             row = []
             for batch in batches:
@@ -403,9 +475,15 @@ def show_steps(results: dict[str, Any]) -> Table:
         table.add_column(name, justify="right")
     for weights, result in results.items():
         for batch, f in result["batches"].items():
-            table.add_row(weights, batch, f"{f['policy_ms']:.1f}", f"{f['copy_ms']:.1f}",
-                          f"{f['copy_ms'] / f['policy_ms']:.2f}", f"{f['verify_ms'] / f['policy_ms']:.2f}",
-                          f"{result['requantise_s']:.2f}")  # fmt: skip
+            table.add_row(
+                weights,
+                batch,
+                f"{f['policy_ms']:.1f}",
+                f"{f['copy_ms']:.1f}",
+                f"{f['copy_ms'] / f['policy_ms']:.2f}",
+                f"{f['verify_ms'] / f['policy_ms']:.2f}",
+                f"{result['requantise_s']:.2f}",
+            )
     return table
 
 

@@ -78,8 +78,13 @@ def accepted(engine: Engine, found: Sequence[Group], setting: str, budget: int, 
                     engine.close([handle, *siblings])
             live = [x for x in live if at[x[1]] < len(x[0].target)]
     seconds = time.perf_counter() - begin
-    return {"accepted": right / rounds, "drafted": drafted / rounds, "tokens_per_forward": tokens / rounds,
-            "rounds": rounds, "seconds": seconds}  # fmt: skip
+    return {
+        "accepted": right / rounds,
+        "drafted": drafted / rounds,
+        "tokens_per_forward": tokens / rounds,
+        "rounds": rounds,
+        "seconds": seconds,
+    }
 
 
 def cost(engine: Engine, rollouts: Sequence[Rollout], budget: int = 8, steps: int = 100) -> dict[str, Any]:
@@ -173,12 +178,19 @@ def mapping(tokens: int = 10_000_000, problems: int = 512, versions: int = 16) -
         store.settle()
         refresh_live, _ = timed(fresh.refresh)
         return {
-            "tokens": store.tokens, "problems": problems, "versions": versions,
-            "bytes_per_token": store.nbytes / store.tokens, "file_bytes_per_token": store.file_bytes / store.tokens,
-            "seal_step_ms": seal_ms, "merge_ms": merge_ms, "refresh_step_ms": refresh_step,
-            "refresh_merged_ms": refresh_merged, "refresh_merged_all_live_ms": refresh_live,
-            "attach_ms": attach, "first_use_of_all_problems_ms": first_use,
-        }  # fmt: skip
+            "tokens": store.tokens,
+            "problems": problems,
+            "versions": versions,
+            "bytes_per_token": store.nbytes / store.tokens,
+            "file_bytes_per_token": store.file_bytes / store.tokens,
+            "seal_step_ms": seal_ms,
+            "merge_ms": merge_ms,
+            "refresh_step_ms": refresh_step,
+            "refresh_merged_ms": refresh_merged,
+            "refresh_merged_all_live_ms": refresh_live,
+            "attach_ms": attach,
+            "first_use_of_all_problems_ms": first_use,
+        }
 
 
 def resident() -> int:
@@ -235,8 +247,11 @@ def table(figures: dict[str, Any]) -> str:
         "",
     ]
     lines += [f"skipped {reason}" for reason in figures["skipped"].values()]
-    lines += ["| cost | engine | insert + seal, M tokens/s | bytes per token | batch 1, us p50 / p99 | batch 16, ms | "
-              "batch 64, ms | batch 256, ms p50 / p99 |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += [
+        "| cost | engine | insert + seal, M tokens/s | bytes per token | batch 1, us p50 / p99 | batch 16, ms | "
+        "batch 64, ms | batch 256, ms p50 / p99 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for title, entry in figures["work"].items():
         for engine, c in entry["cost"].items():
             by = {int(size): f for size, f in c["decode_step"].items()}
@@ -247,8 +262,12 @@ def table(figures: dict[str, Any]) -> str:
                 f"{by[1]['us_per_request_p50']:.1f} / {by[1]['us_per_request_p99']:.1f} | {by[16]['ms_p50']:.3f} | "
                 f"{by[64]['ms_p50']:.3f} | {by[256]['ms_p50']:.2f} / {by[256]['ms_p99']:.2f} |"
             )
-    lines += ["", "| accepted draft tokens per round | groups | ours | plain | arctic | ceiling | ours / plain | "
-              "ours / arctic | ceiling / plain |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += [
+        "",
+        "| accepted draft tokens per round | groups | ours | plain | arctic | ceiling | ours / plain | "
+        "ours / arctic | ceiling / plain |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for title, entry in figures["work"].items():
         for setting, by_engine in entry["accepted"].items():
             a = {name: f["accepted"] for name, f in by_engine.items()}

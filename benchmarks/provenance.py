@@ -18,10 +18,13 @@ def provenance() -> dict[str, Any]:
         "versions": {name: _version(name) for name in ("das-adapter", "vllm", "torch", "numpy", "arctic-inference")},
         "revision": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"],
-            capture_output=True, text=True, check=False, cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parent,
         ).stdout.strip(),
         "hardware": hardware(),
-    }  # fmt: skip
+    }
 
 
 def _arguments() -> list[str]:

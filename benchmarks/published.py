@@ -120,8 +120,12 @@ class Figure:
     def check(self) -> dict[str, Any]:
         """Simulate all cases, at the inputs' values and at the ends of their bands."""
         middle = self.settled({})
-        edges = [self.settled({key: value}) for key, one in self.inputs.items()
-                 if "band" in one and one["band"] != NO_BAND for value in one["band"]]  # fmt: skip
+        edges = [
+            self.settled({key: value})
+            for key, one in self.inputs.items()
+            if "band" in one and one["band"] != NO_BAND
+            for value in one["band"]
+        ]
         cases = []
         for case in self.content["cases"]:
             found, others = self.value(case, middle), [self.value(case, edge) for edge in edges]
@@ -129,8 +133,10 @@ class Figure:
                 {"name": case["name"], "simulated": found, "band": [min([found, *others]), max([found, *others])]}
             )
             print(self.name, case["published"], cases[-1], flush=True)
-        inputs = [{k: v for k, v in one.items() if k != "find"} | {"value": _plain(middle[one["key"]])}
-                  for one in self.inputs.values()]  # fmt: skip
+        inputs = [
+            {k: v for k, v in one.items() if k != "find"} | {"value": _plain(middle[one["key"]])}
+            for one in self.inputs.values()
+        ]
         return {"inputs": inputs, "cases": cases}
 
     def graded(self, result: dict[str, Any]) -> dict[str, Any]:
@@ -142,8 +148,13 @@ class Figure:
         for case, row in zip(self.content["cases"], result["cases"], strict=False):  # new ones come last
             found, (low, high), said = row["simulated"], row["band"], case["published"]
             change, share = (case.get("quantity") == kind for kind in ("change", "exposed"))
-            row = {"name": case["name"], "published": said, "simulated": found, "band": [low, high],
-                   "sign_open": low < (0.0 if change else 1.0) < high}  # fmt: skip
+            row = {
+                "name": case["name"],
+                "published": said,
+                "simulated": found,
+                "band": [low, high],
+                "sign_open": low < (0.0 if change else 1.0) < high,
+            }
             if said is None:  # shown beside the others
                 rows.append(row | {"error": None, "grade": "no value"})
                 continue
@@ -156,8 +167,14 @@ class Figure:
         then = {one["key"]: one for one in result["inputs"]}
         now = {key: one | {"value": _plain(one["value"])} for key, one in self.inputs.items() if "find" not in one}
         changed = [key for key, one in now.items() if one != then.get(key)]
-        return {**result, **about, "tolerance": tolerance, "cases": rows, "pairs_in_order": self.in_order(rows),
-                "changed_inputs": changed}  # fmt: skip
+        return {
+            **result,
+            **about,
+            "tolerance": tolerance,
+            "cases": rows,
+            "pairs_in_order": self.in_order(rows),
+            "changed_inputs": changed,
+        }
 
     def in_order(self, rows: list[dict[str, Any]]) -> list[int]:
         """Return of how many pairs of cases the simulation has the published order, and how many pairs there are: cases
@@ -193,19 +210,22 @@ def markdown(result: dict[str, Any]) -> str:
     grades = [case["grade"] for figure in figures.values() for case in figure["cases"] if case["error"] is not None]
     counted = ", ".join(f"{grades.count(grade)} are *{grade}*" for grade in sorted(set(grades)))
     lines = [
-        "# Published results, simulated", "",
+        "# Published results, simulated",
+        "",
         "`python benchmarks/published.py --sweeps DIR --out benchmarks/results/published.json`.",
-        f"Of {len(grades)} published values {counted}.", "",
+        f"Of {len(grades)} published values {counted}.",
+        "",
         "*reproduced*: within the tolerance, nothing fitted to a checked figure. *consistent*: within it, with one",
         "constant of the paper fitted to another of its rows (*fitted to*). *revised*: within it, after the simulation",
         "was changed because a first comparison had failed; what was changed stands with the figure, and no input was",
         "fitted, but the published values have had their say. *not*: outside. The tolerance is on the ratio of times,",
         "for exposed generation on the share. The band is that of the assumed inputs, each moved by itself to the ends",
         "of its range, with what is derived or fitted found again; *sign open*: faster at one end, slower at another.",
-        "*order*: pairs of values that differ by more than 3 % and have the published order.", "",
+        "*order*: pairs of values that differ by more than 3 % and have the published order.",
+        "",
         "| figure | cases | reproduced | consistent | revised | not | mean error | largest | order | what decides it |",
         "|---|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for figure in figures.values():
         cases = [c for c in figure["cases"] if c["grade"] not in ("fitted to", "no value")]
         errors = [abs(c["error"]) for c in cases] or [0.0]
@@ -213,15 +233,16 @@ def markdown(result: dict[str, Any]) -> str:
         mean, largest = f"{sum(errors) / len(errors):.0%}", f"{max(errors):.0%}"
         right, of = figure["pairs_in_order"]
         order = f"{right} of {of}" if of else ""
-        lines.append(f"| {figure['title']} | {len(cases)} | {counts} | {mean} | {largest} | {order} | "
-                     f"{figure['decides']} |")  # fmt: skip
+        lines.append(
+            f"| {figure['title']} | {len(cases)} | {counts} | {mean} | {largest} | {order} | {figure['decides']} |"
+        )
     for figure in figures.values():
         lines += ["", f"## {figure['title']}", "", f"{figure['source']}; tolerance {figure['tolerance']:.0%}.", ""]
         if figure.get("revised"):
             lines += [f"Revised: {figure['revised']}.", ""]
         if changed := ", ".join(f"`{key}`" for key in figure["changed_inputs"]):
             lines += [f"Simulated before {changed} was as the file has it now: the next run changes these figures.", ""]
-        lines += ["| case | published | simulated | band | error | grade |", "|---|---|---|---|---|---|"]  # fmt: skip
+        lines += ["| case | published | simulated | band | error | grade |", "|---|---|---|---|---|---|"]
         for c in figure["cases"]:
             band = f"{c['band'][0]:.2f} to {c['band'][1]:.2f}{', sign open' * c.get('sign_open', False)}"
             said, error = ("", "") if c["error"] is None else (c["published"], f"{c['error']:+.0%}")

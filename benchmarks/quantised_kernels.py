@@ -90,10 +90,15 @@ def onednn_int8(w: torch.Tensor) -> Linear:
 
 
 KERNELS = {
-    "policy: oneDNN packed": onednn, "policy: torch linear": torch_linear, "ours int8": ours("int8"),
-    "ours int4": ours("int4"), "aten int8pack": int8pack, "aten int4pack": int4pack, "oneDNN int8 x int8": onednn_int8,
+    "policy: oneDNN packed": onednn,
+    "policy: torch linear": torch_linear,
+    "ours int8": ours("int8"),
+    "ours int4": ours("int4"),
+    "aten int8pack": int8pack,
+    "aten int4pack": int4pack,
+    "oneDNN int8 x int8": onednn_int8,
     "torch _int_mm": int_mm,
-}  # fmt: skip
+}
 
 
 def measure(kernel: Callable[[torch.Tensor], Linear], dtype: torch.dtype, repeats: int) -> list[float]:
@@ -121,8 +126,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    results = {dtype: {name: measure(KERNELS[name], getattr(torch, dtype), args.repeats) for name in args.kernels}
-               for dtype in args.dtypes}  # fmt: skip
+    results = {
+        dtype: {name: measure(KERNELS[name], getattr(torch, dtype), args.repeats) for name in args.kernels}
+        for dtype in args.dtypes
+    }
     for dtype, kernels in results.items():
         table = Table(title=f"ms per layer, {dtype}, {torch.get_num_threads()} threads")
         for column in ("kernel", *map(str, TOKENS)):
@@ -134,13 +141,25 @@ def main() -> None:
         flags = [
             f for f in ("avx2", "avx512_vnni", "avx512_bf16", "amx_int8") if f in Path("/proc/cpuinfo").read_text()
         ]
-        args.out.write_text(json.dumps({
-            "command": "python benchmarks/quantised_kernels.py", "tokens": TOKENS, "layer": SHAPES,
-            "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch")},
-            "hardware": {"cpu": processor(), "flags": flags, "cores": os.cpu_count(),
-                         "threads": torch.get_num_threads()},
-            "ms_per_layer": results,
-        }, indent=1) + "\n")  # fmt: skip
+        args.out.write_text(
+            json.dumps(
+                {
+                    "command": "python benchmarks/quantised_kernels.py",
+                    "tokens": TOKENS,
+                    "layer": SHAPES,
+                    "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch")},
+                    "hardware": {
+                        "cpu": processor(),
+                        "flags": flags,
+                        "cores": os.cpu_count(),
+                        "threads": torch.get_num_threads(),
+                    },
+                    "ms_per_layer": results,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

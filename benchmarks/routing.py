@@ -45,8 +45,11 @@ class Before:
     def __init__(self, count: int) -> None:
         text = subprocess.run(
             ["git", "show", f"{BEFORE}:das_adapter/core/routing.py"],
-            capture_output=True, text=True, check=True, cwd=Path(__file__).parent,
-        ).stdout  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).parent,
+        ).stdout
         module = types.ModuleType("routing_before")
         exec(text, vars(module))
         self._count, self._spread = count, module.Spread
@@ -104,8 +107,10 @@ def tables(sets: dict[str, Any]) -> str:
     lines = []
     for waves in (1, WAVES):
         title = "all requests at once" if waves == 1 else f"{waves} waves"
-        lines += [f"\n| {title} | replicas | before: accepted, makespan | " + " | ".join(ARMS[1:]) + " |",
-                  "|---" * (len(ARMS) + 2) + "|"]  # fmt: skip
+        lines += [
+            f"\n| {title} | replicas | before: accepted, makespan | " + " | ".join(ARMS[1:]) + " |",
+            "|---" * (len(ARMS) + 2) + "|",
+        ]
         for name, found in sets.items():
             rows = [row for row in found["arms"] if row["waves"] == waves]
             for count in sorted({row["replicas"] for row in rows}):
@@ -113,8 +118,10 @@ def tables(sets: dict[str, Any]) -> str:
                 cells = [f"{arms['before']['accepted_per_round']:.3f}, {arms['before']['makespan']:.0f}"]
                 for arm in ARMS[1:]:
                     ratios = np.array(arms[arm]["makespans"]) / np.array(arms["before"]["makespans"])
-                    cells.append(f"{arms[arm]['accepted_per_round']:.3f}, {ratios.mean():.2f} "
-                                 f"({ratios.min():.2f} to {ratios.max():.2f})")  # fmt: skip
+                    cells.append(
+                        f"{arms[arm]['accepted_per_round']:.3f}, {ratios.mean():.2f} "
+                        f"({ratios.min():.2f} to {ratios.max():.2f})"
+                    )
                 lines.append(f"| {name.partition('_k')[0]} | {count} | " + " | ".join(cells) + " |")
     states = list(dict.fromkeys(state for found in sets.values() for state in found["siblings"]))
     lines += ["\n| siblings | " + " | ".join(states) + " |", "|---" * (len(states) + 1) + "|"]

@@ -51,8 +51,13 @@ def lengths(rng: np.random.Generator, version: int, problems: int) -> np.ndarray
 
 def before() -> ModuleType:
     """Return `core/length.py` of the revision `BEFORE`."""
-    found = subprocess.run(["git", "show", f"{BEFORE}:das_adapter/core/length.py"], capture_output=True, check=True,
-                           text=True, cwd=Path(__file__).parent)  # fmt: skip
+    found = subprocess.run(
+        ["git", "show", f"{BEFORE}:das_adapter/core/length.py"],
+        capture_output=True,
+        check=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
     module = ModuleType("length_before")
     exec(compile(found.stdout, "length_before.py", "exec"), module.__dict__)
     return module
@@ -67,11 +72,12 @@ def predict(steps: int, problems: int, repeats: int) -> dict[str, Any]:
     for step in rows:
         old.add(map(tuple, step.tolist()))
     return {
-        "responses": steps * problems * GROUP, "problems": steps * problems,
+        "responses": steps * problems * GROUP,
+        "problems": steps * problems,
         "predictions": spread([timed(log.predictions) for _ in range(repeats)]),
         "predictions_before": spread([timed(old.predictions) for _ in range(repeats)]),
         "arrival_of_a_step": spread(added),
-    }  # fmt: skip
+    }
 
 
 def texts(rng: np.random.Generator, tokens: int) -> list[np.ndarray]:
@@ -127,28 +133,47 @@ def sync(problems: int, tokens: int, known: int, syncs: int, ahead: bool) -> dic
             mapped.append(timed(lambda: engine.refresh(generation, rows)))  # noqa: B023
             store.settle()
         assert engine.index.problems >= known
-    return {"rollouts": problems * GROUP, "tokens": tokens, "problems_before": known, "syncs": syncs,
-            "publish": spread(published), "refresh": spread(mapped)}  # fmt: skip
+    return {
+        "rollouts": problems * GROUP,
+        "tokens": tokens,
+        "problems_before": known,
+        "syncs": syncs,
+        "publish": spread(published),
+        "refresh": spread(mapped),
+    }
 
 
 def table(found: dict[str, Any]) -> str:
     """Write the results as a table."""
     p, new, old = found["predictions"], found["weight_sync"], found["weight_sync_sealed_at_the_end"]
     rows = [
-        ("predictions for {responses:,} responses of {problems:,} problems".format(**p),
-         p["predictions_before"], p["predictions"]),
-        ("publishing {rollouts:,} rollouts of {tokens:,} tokens, {problems_before:,} problems before".format(**new),
-         old["publish"], new["publish"]),
+        (
+            "predictions for {responses:,} responses of {problems:,} problems".format(**p),
+            p["predictions_before"],
+            p["predictions"],
+        ),
+        (
+            "publishing {rollouts:,} rollouts of {tokens:,} tokens, {problems_before:,} problems before".format(**new),
+            old["publish"],
+            new["publish"],
+        ),
         ("one rank's refresh after it", old["refresh"], new["refresh"]),
-    ]  # fmt: skip
-    return "\n".join([
-        "| processor time, ms (median, highest) | before | now |",
-        "|---|---|---|",
-        *(f"| {name} | {a['p50_ms']:.1f}, {a['max_ms']:.1f} | {b['p50_ms']:.1f}, {b['max_ms']:.1f} |"
-          for name, a, b in rows),
-        "",
-        f"Before: predictions of revision {BEFORE}; publishing and refresh if all text is sealed at the weight sync.",
-    ]) + "\n"  # fmt: skip
+    ]
+    return (
+        "\n".join(
+            [
+                "| processor time, ms (median, highest) | before | now |",
+                "|---|---|---|",
+                *(
+                    f"| {name} | {a['p50_ms']:.1f}, {a['max_ms']:.1f} | {b['p50_ms']:.1f}, {b['max_ms']:.1f} |"
+                    for name, a, b in rows
+                ),
+                "",
+                f"Before: predictions of revision {BEFORE}; publishing and refresh if all is sealed at the sync.",
+            ]
+        )
+        + "\n"
+    )
 
 
 @click.command()

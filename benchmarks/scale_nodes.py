@@ -211,16 +211,29 @@ def one_node(problems: int, tokens: int, steps: int, seconds: float) -> dict[str
     finally:
         run.close()
     assert figures["tokens"] == steps * problems * GROUP * tokens
-    return {"engines": 8, "rollouts": problems * GROUP, "tokens": tokens, "rollout_s": seconds, "steps": steps,
-            "sync_ms": spread(with_text), "sync_without_text_ms": spread(without)}  # fmt: skip
+    return {
+        "engines": 8,
+        "rollouts": problems * GROUP,
+        "tokens": tokens,
+        "rollout_s": seconds,
+        "steps": steps,
+        "sync_ms": spread(with_text),
+        "sync_without_text_ms": spread(without),
+    }
 
 
 def eight_nodes(problems: int, tokens: int, seconds: float, at_home: float) -> dict[str, Any]:
     """Measure what each of eight nodes sends, and how much they hold together; then a ninth joins."""
     run = Run(8, 8)
     try:
-        found: dict[str, Any] = {"nodes": 8, "engines_each": 8, "at_home": at_home, "problems": problems,
-                                 "rollouts": problems * GROUP, "tokens": tokens}  # fmt: skip
+        found: dict[str, Any] = {
+            "nodes": 8,
+            "engines_each": 8,
+            "at_home": at_home,
+            "problems": problems,
+            "rollouts": problems * GROUP,
+            "tokens": tokens,
+        }
         for history in run.histories():
             ray.get(history.__ray_call__.remote(count_traffic))
         for visit in ("first_visit", "second_visit"):
@@ -269,9 +282,14 @@ def joined(run: Run) -> dict[str, Any]:
             break
         assert time.monotonic() < begin + 120, "the join did not end"
         time.sleep(0.3)
-    return {"seconds": seconds, "share_of_the_ninth": share, "bytes_moved": figures[-1]["bytes"],
-            "peers_sync_before_ms": spread(before), "peers_sync_during_ms": spread(during),
-            "peers_sync_after_ms": spread(syncs(8))}  # fmt: skip
+    return {
+        "seconds": seconds,
+        "share_of_the_ninth": share,
+        "bytes_moved": figures[-1]["bytes"],
+        "peers_sync_before_ms": spread(before),
+        "peers_sync_during_ms": spread(during),
+        "peers_sync_after_ms": spread(syncs(8)),
+    }
 
 
 def table(found: dict[str, Any]) -> str:
@@ -283,16 +301,22 @@ def table(found: dict[str, Any]) -> str:
     calls = max(part["calls_per_node_two_syncs"]["max"] for part in (first, second)) / 2
     syncs = [join[f"peers_sync_{when}_ms"] for when in ("before", "during", "after")]
     rows = [
-        (f"weight sync of a node with 8 engines after {one['rollouts']:,} rollouts of {one['tokens']:,} tokens: added",
-         f"{added:.0f} ms (p99; p50 {one['sync_ms']['p50']:.0f} ms)"),
-        ("bytes sent per node and step, 8 nodes, over the node's own text",
-         f"{share:.2f}; {again:.2f} where problems come back"),
+        (
+            f"weight sync of a node, 8 engines, {one['rollouts']:,} rollouts of {one['tokens']:,} tokens: added",
+            f"{added:.0f} ms (p99; p50 {one['sync_ms']['p50']:.0f} ms)",
+        ),
+        (
+            "bytes sent per node and step, 8 nodes, over the node's own text",
+            f"{share:.2f}; {again:.2f} where problems come back",
+        ),
         ("calls to other nodes and the ledger per node and weight sync, 8 nodes x 8 engines", f"{calls:.0f} at most"),
         ("history that 8 nodes hold, over what the fullest holds", f"{many['held_over_fullest_node']:.1f}"),
-        (f"a ninth node joins: {join['bytes_moved'] / 2**20:.0f} MiB move in {join['seconds']:.0f} s; "
-         "weight sync of the others before, meanwhile and after, p50 and highest",
-         "; ".join(f"{sync['p50']:.0f}, {sync['max']:.0f} ms" for sync in syncs)),
-    ]  # fmt: skip
+        (
+            f"a ninth node joins: {join['bytes_moved'] / 2**20:.0f} MiB move in {join['seconds']:.0f} s; "
+            "weight sync of the others before, meanwhile and after, p50 and highest",
+            "; ".join(f"{sync['p50']:.0f}, {sync['max']:.0f} ms" for sync in syncs),
+        ),
+    ]
     lines = [f"| {what} | {value} |" for what, value in rows]
     return "\n".join(["| | measured |", "|---|---|", *lines]) + "\n"
 

@@ -68,39 +68,60 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
     from controller import MOST, POLICIES
 
     requests, n = Requests(), len(wanted)
-    rollouts = [Rollout(q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text)
-                for q, text in zip(wanted, texts, strict=True)]  # fmt: skip
-    rows = requests.add(*(np.array(column, dtype=np.int64) for column in (
-        [r.problem for r in rollouts], [1] * n, range(n), [len(q["prompt"]) for q in wanted],
-        [len(t) for t in texts], [q["most"] for q in wanted])))  # fmt: skip
+    rollouts = [
+        Rollout(q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text)
+        for q, text in zip(wanted, texts, strict=True)
+    ]
+    rows = requests.add(
+        *(
+            np.array(column, dtype=np.int64)
+            for column in (
+                [r.problem for r in rollouts],
+                [1] * n,
+                range(n),
+                [len(q["prompt"]) for q in wanted],
+                [len(t) for t in texts],
+                [q["most"] for q in wanted],
+            )
+        )
+    )
     steps = Line(model)
     drafting: Any = Nobody()
     if arm != "idle":
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
-        block = {"budget": {"policy": policy, "max_draft_tokens": most},
-                 "toggle": {"mode": "roofline" if arm == "optimal" else "off"}}  # fmt: skip
+        block = {
+            "budget": {"policy": policy, "max_draft_tokens": most},
+            "toggle": {"mode": "roofline" if arm == "optimal" else "off"},
+        }
         das = parse_das(block)
         assert das is not None
         source = Indexed(requests, Texts(rollouts), 1, das.history)
         (index,) = source._indices
         bench.drafter = SimpleNamespace(history=SimpleNamespace(index=index))
         bench.practise()
-        history = [(problem + 10**6, np.frombuffer(ids, dtype=np.int32), version + 2)
-                   for problem, ids, version in bench.history(wanted, [text.tolist() for text in texts])]  # fmt: skip
+        history = [
+            (problem + 10**6, np.frombuffer(ids, dtype=np.int32), version + 2)
+            for problem, ids, version in bench.history(wanted, [text.tolist() for text in texts])
+        ]
         for one in history:
             index.add(*one)
         index.seal(8)
         drafting = Controlled(das, requests, 1, steps, 1024, source)
-        controller = Controller(BudgetConfig(policy=policy, max_draft_tokens=most),
-                                ToggleConfig(mode=block["toggle"]["mode"]), 1024)  # fmt: skip
+        controller = Controller(
+            BudgetConfig(policy=policy, max_draft_tokens=most), ToggleConfig(mode=block["toggle"]["mode"]), 1024
+        )
         controller.times = StepTimes(model)
         controller.sync(np.array([(problem, len(ids), version) for problem, ids, version in history], RESPONSE))
         drafting.controllers[0] = controller
     engine = Fleet(1, requests, Settings(64), steps, drafting)
     engine.submit(rows, rows * 0, rows * 0, 0.0)
     engine.run()
-    return {"seconds": float(engine.clock[0]), "steps": int(engine.step_count[0]),
-            "draft_tokens": int(requests.drafted.sum()), "accepted_tokens": int(requests.accepted.sum())}  # fmt: skip
+    return {
+        "seconds": float(engine.clock[0]),
+        "steps": int(engine.step_count[0]),
+        "draft_tokens": int(requests.drafted.sum()),
+        "accepted_tokens": int(requests.accepted.sum()),
+    }
 
 
 def compare(measured: dict[str, Any]) -> dict[str, Any]:
@@ -125,17 +146,26 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
         for arm, theirs in row["arms"].items():
             ours = arm_seconds(arm, wanted, texts, model, bench)
             seconds = float(np.mean(theirs["all_seconds"]))  # the model is fitted to medians, not to the fastest
-            arms[arm] = {"measured": seconds, "repeats": theirs["all_seconds"], "simulated": ours["seconds"],
-                         "error": ours["seconds"] / seconds - 1,
-                         "steps": [theirs["steps"], ours["steps"]],
-                         "draft_tokens": [theirs["draft_tokens"], ours["draft_tokens"]],
-                         "accepted_tokens": [theirs["accepted_tokens"], ours["accepted_tokens"]]}  # fmt: skip
+            arms[arm] = {
+                "measured": seconds,
+                "repeats": theirs["all_seconds"],
+                "simulated": ours["seconds"],
+                "error": ours["seconds"] / seconds - 1,
+                "steps": [theirs["steps"], ours["steps"]],
+                "draft_tokens": [theirs["draft_tokens"], ours["draft_tokens"]],
+                "accepted_tokens": [theirs["accepted_tokens"], ours["accepted_tokens"]],
+            }
         order = [sorted(arms, key=lambda a: arms[a][kind]) for kind in ("measured", "simulated")]
         pairs = [(a, b) for a in arms for b in arms if arms[a]["measured"] < 0.97 * arms[b]["measured"]]
-        found.append({
-            "requests": row["requests"], "same_requests": same, "arms": arms, "order": order,
-            "pairs_in_order": [sum(arms[a]["simulated"] < arms[b]["simulated"] for a, b in pairs), len(pairs)],
-        })  # fmt: skip
+        found.append(
+            {
+                "requests": row["requests"],
+                "same_requests": same,
+                "arms": arms,
+                "order": order,
+                "pairs_in_order": [sum(arms[a]["simulated"] < arms[b]["simulated"] for a, b in pairs), len(pairs)],
+            }
+        )
         errors = {a: f"{x['error']:+.0%}" for a, x in arms.items()}
         print(row["requests"], f"same requests: {same}", errors, found[-1]["pairs_in_order"], flush=True)
     return {"of": measured.get("provenance", {}), "latency_model": measured["latency_model"], "rollouts": found}
@@ -164,28 +194,43 @@ def demo(run: Path) -> dict[str, Any]:
     }
     for name, at in (("model of the first epoch", epoch), ("model at the end", len(logged))):
         line = logged[at - 1].end.model
-        config = parse({
-            "hardware": {"gpus": 1}, "steps": {"kind": "line", "line": line}, "acceptance": {"history": "index"},
-            "arms": {"off": {"das": {"drafter": "none"}}, "history": {"das": {}}},
-        })  # fmt: skip
+        config = parse(
+            {
+                "hardware": {"gpus": 1},
+                "steps": {"kind": "line", "line": line},
+                "acceptance": {"history": "index"},
+                "arms": {"off": {"das": {"drafter": "none"}}, "history": {"das": {}}},
+            }
+        )
         found[name] = {"line": line}
         for arm, simulated in Simulation(config, dump).run_all().items():
             ours = [s.rollout_s + host_s for s in simulated.steps]
             error = sum(ours[epoch:]) / sum(measured[arm]["rollout_s"][epoch:]) - 1
-            found[name][arm] = {"error": error, "rollout_s": ours,
-                                "tokens_per_forward": [s.tokens_per_forward for s in simulated.steps]}  # fmt: skip
+            found[name][arm] = {
+                "error": error,
+                "rollout_s": ours,
+                "tokens_per_forward": [s.tokens_per_forward for s in simulated.steps],
+            }
             print(name, arm, f"{error:+.0%}", flush=True)
     return found
 
 
 def errors(result: dict[str, Any]) -> dict[str, Any]:
     """Sum up all comparisons."""
-    values = [abs(arm["error"]) for one in result["comparisons"].values() for row in one["rollouts"]
-              for arm in row["arms"].values()]  # fmt: skip
+    values = [
+        abs(arm["error"])
+        for one in result["comparisons"].values()
+        for row in one["rollouts"]
+        for arm in row["arms"].values()
+    ]
     pairs = np.array([row["pairs_in_order"] for one in result["comparisons"].values() for row in one["rollouts"]])
-    return {"arms": len(values), "mean_error": float(np.mean(values)), "largest_error": float(max(values)),
-            "within_10_percent": float(np.mean(np.array(values) <= 0.1)),
-            "pairs_in_order": pairs.sum(axis=0).tolist()}  # fmt: skip
+    return {
+        "arms": len(values),
+        "mean_error": float(np.mean(values)),
+        "largest_error": float(max(values)),
+        "within_10_percent": float(np.mean(np.array(values) <= 0.1)),
+        "pairs_in_order": pairs.sum(axis=0).tolist(),
+    }
 
 
 def speed(traces: Path, name: str, engines: int, stride: int) -> dict[str, Any]:
@@ -202,19 +247,27 @@ def speed(traces: Path, name: str, engines: int, stride: int) -> dict[str, Any]:
             chosen.append(Rollout(r.problem, 0, 0, r.prompt, r.tokens[:16384]))
     chosen, _ = sample(chosen, 1_000_000)
     copies = -(-4096 * 16 // len(chosen))
-    config = parse({
-        "model": "Qwen/Qwen2.5-7B", "hardware": {"gpu": "h100", "gpus": 2048, "per_engine": 2048 // engines},
-        "rollout": {"copies": copies, "cap": 16384}, "acceptance": {"history": "trace"},
-        "arms": {"off": {"das": {"drafter": "none"}}, "history": {"stride": stride}},
-    })  # fmt: skip
+    config = parse(
+        {
+            "model": "Qwen/Qwen2.5-7B",
+            "hardware": {"gpu": "h100", "gpus": 2048, "per_engine": 2048 // engines},
+            "rollout": {"copies": copies, "cap": 16384},
+            "acceptance": {"history": "trace"},
+            "arms": {"off": {"das": {"drafter": "none"}}, "history": {"stride": stride}},
+        }
+    )
     found: dict[str, Any] = {"engines": engines, "stride": stride, "set": name, "requests": len(chosen) * copies}
     begin = time.process_time()
     simulation = Simulation(config, chosen)
     for arm in config.arms:
         start = time.process_time()
         run = simulation.run(arm)
-        found[arm] = {"processor_s": time.process_time() - start, "rollout_s": run.steps[0].rollout_s,
-                      "tokens": run.steps[0].tokens, "tokens_per_forward": run.steps[0].tokens_per_forward}  # fmt: skip
+        found[arm] = {
+            "processor_s": time.process_time() - start,
+            "rollout_s": run.steps[0].rollout_s,
+            "tokens": run.steps[0].tokens,
+            "tokens_per_forward": run.steps[0].tokens_per_forward,
+        }
         print(arm, found[arm], flush=True)
     found["processor_s"] = time.process_time() - begin
     found["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -229,16 +282,20 @@ def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: 
     for seed, gpus, waves in itertools.product(range(seeds), (8, 64), (1, 2, 4)):
         dump = read(traces / f"{name}.npz", *shape, seed)
         size = max(Counter((r.step, r.run) for r in dump).values())
-        config = parse({
-            "model": "Qwen/Qwen2.5-3B", "hardware": {"gpu": "h100", "gpus": gpus},
-            "engine": {"max_num_seqs": -(-size // (gpus * waves))}, "rollout": {"seed": seed},
-            "acceptance": {"history": "index"},
-            "arms": {
-                "scattered": {"das": {"routing": {"policy": "least_loaded"}}},
-                "together": {"das": {"routing": {"leaders": "off"}}},
-                "leaders": {"das": {}},
-            },
-        })  # fmt: skip
+        config = parse(
+            {
+                "model": "Qwen/Qwen2.5-3B",
+                "hardware": {"gpu": "h100", "gpus": gpus},
+                "engine": {"max_num_seqs": -(-size // (gpus * waves))},
+                "rollout": {"seed": seed},
+                "acceptance": {"history": "index"},
+                "arms": {
+                    "scattered": {"das": {"routing": {"policy": "least_loaded"}}},
+                    "together": {"das": {"routing": {"leaders": "off"}}},
+                    "leaders": {"das": {}},
+                },
+            }
+        )
         row: dict[str, Any] = {"set": name, "seed": seed, "gpus": gpus, "waves": waves, "requests": size}
         for arm, run in Simulation(config, dump).run_all().items():
             row[arm] = {
@@ -267,10 +324,15 @@ def varied(traces: Path) -> dict[str, Any]:
                 for key, setting in keys.items():
                     put(settings, key, setting)
                 arms = summary(Simulation(parse(settings), dump).run_all())
-                row = {"rollout_of_off": arms["history"]["rollout_of_first"], "off_s": arms["off"]["rollout_s"],
-                       "tokens_per_forward": arms["history"]["tokens_per_forward"],
-                       "by_step": [ours["rollout_s"] / max(off["rollout_s"], 1e-12) for ours, off in
-                                   zip(arms["history"]["by_step"], arms["off"]["by_step"], strict=True)]}  # fmt: skip
+                row = {
+                    "rollout_of_off": arms["history"]["rollout_of_first"],
+                    "off_s": arms["off"]["rollout_s"],
+                    "tokens_per_forward": arms["history"]["tokens_per_forward"],
+                    "by_step": [
+                        ours["rollout_s"] / max(off["rollout_s"], 1e-12)
+                        for ours, off in zip(arms["history"]["by_step"], arms["off"]["by_step"], strict=True)
+                    ],
+                }
                 found.setdefault(part, {}).setdefault(what, {})[str(value)] = row
                 print(part, what, value, f"{row['rollout_of_off']:.2f}", flush=True)
     return found
@@ -287,24 +349,48 @@ def main() -> None:
     args = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance()}
     if args.what == "speed":
-        result["steps"] = [speed(args.traces, name, engines, stride) for name, stride in SETS.items()
-                           for engines in ENGINES]  # fmt: skip
+        result["steps"] = [
+            speed(args.traces, name, engines, stride) for name, stride in SETS.items() for engines in ENGINES
+        ]
         print(json.dumps(result["steps"], indent=1))
     elif args.what == "demo":
         result["demo"] = demo(args.run)
     elif args.what == "varied":
         result |= varied(args.traces)
     elif args.what == "routing":
-        result["rows"] = [row for name, (shape, seeds) in ROUTED.items()
-                          for row in routing(args.traces, name, shape, seeds)]  # fmt: skip
+        result["rows"] = [
+            row for name, (shape, seeds) in ROUTED.items() for row in routing(args.traces, name, shape, seeds)
+        ]
     else:
         result["comparisons"] = {}
         if args.what == "engine":
             measured = args.out.with_suffix(".measured.json")
-            subprocess.run([sys.executable, Path(__file__).with_name("controller.py"), "batches", "--model", "random",
-                            "--longest", str(args.longest), "--repeats", "1", "--arms", "idle", "optimal", "classes",
-                            "uniform", "unlimited", "k3", "k7", "--batches", *map(str, args.batches),
-                            "--out", measured], check=True)  # fmt: skip
+            subprocess.run(
+                [
+                    sys.executable,
+                    Path(__file__).with_name("controller.py"),
+                    "batches",
+                    "--model",
+                    "random",
+                    "--longest",
+                    str(args.longest),
+                    "--repeats",
+                    "1",
+                    "--arms",
+                    "idle",
+                    "optimal",
+                    "classes",
+                    "uniform",
+                    "unlimited",
+                    "k3",
+                    "k7",
+                    "--batches",
+                    *map(str, args.batches),
+                    "--out",
+                    measured,
+                ],
+                check=True,
+            )
             result["comparisons"]["engine"] = compare(json.loads(measured.read_text()))
             measured.unlink()
         else:

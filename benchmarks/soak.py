@@ -39,8 +39,12 @@ POLICY = ROOT / "examples" / "tiny_math" / "policy"
 PROBLEMS, GROUPS, SAMPLES, LENGTH = 24, 4, 2, 32
 """Prompts of an epoch; of a step and engine, samples of each; most tokens of a response."""
 OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
-DAS = {"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}, "toggle": {"mode": "off"},
-       "budget": {"policy": "uniform", "min_chance": 0.02}}  # fmt: skip
+DAS = {
+    "drafter": "history",
+    "history": {"window": 4, "max_bytes": "64MiB"},
+    "toggle": {"mode": "off"},
+    "budget": {"policy": "uniform", "min_chance": 0.02},
+}
 
 
 class Replica:
@@ -48,10 +52,16 @@ class Replica:
 
     def __init__(self, block: dict[str, Any]):
         os.environ.update(
-            VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_LOGGING_LEVEL="ERROR",
-            VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", MKL_CBWR="AUTO,STRICT",
-            TORCHDYNAMO_DISABLE="1", DAS_CPU_WEIGHT_SYNC="1",
-        )  # fmt: skip
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_CPU_OMP_THREADS_BIND="nobind",
+            VLLM_LOGGING_LEVEL="ERROR",
+            VLLM_NO_USAGE_STATS="1",
+            HF_HUB_OFFLINE="1",
+            OMP_NUM_THREADS="1",
+            MKL_CBWR="AUTO,STRICT",
+            TORCHDYNAMO_DISABLE="1",
+            DAS_CPU_WEIGHT_SYNC="1",
+        )
         from das_adapter.config import parse
         from das_adapter.protocol.engine_args import engine_args, engine_env
         from das_adapter.service.session import Session
@@ -62,8 +72,14 @@ class Replica:
         from safetensors.torch import load_file
         from vllm import LLM
 
-        settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8, "seed": 0,
-                    "kv_cache_memory_bytes": 2**25}  # fmt: skip
+        settings = {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_model_len": 256,
+            "max_num_seqs": 8,
+            "seed": 0,
+            "kv_cache_memory_bytes": 2**25,
+        }
         self._llm = LLM(str(POLICY), **settings, **engine_args(das))
         self._weights = load_file(POLICY / "model.safetensors")
         self._session = Session(das, self._rpc)
@@ -133,8 +149,10 @@ class Run:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False,
-                                                                     "object_store_memory": 80_000_000})  # fmt: skip
+        self.cluster = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80_000_000},
+        )
         ray.init(self.cluster.address, log_to_driver=False)
         ray.cloudpickle.register_pickle_by_value(sys.modules[Replica.__module__])
         self.nodes = [self.cluster.head_node, self.cluster.add_node(num_cpus=1, object_store_memory=80_000_000)]
@@ -215,9 +233,15 @@ class Run:
 
 
 FAULTS: list[Callable[[Run], None]] = [
-    Run.history_killed, Run.ledger_killed, Run.memory_full, Run.memory_free, Run.history_ended, Run.files_removed,
-    Run.disk_full, Run.node_joins,
-]  # fmt: skip
+    Run.history_killed,
+    Run.ledger_killed,
+    Run.memory_full,
+    Run.memory_free,
+    Run.history_ended,
+    Run.files_removed,
+    Run.disk_full,
+    Run.node_joins,
+]
 
 
 def memory() -> dict[str, int]:
@@ -238,8 +262,10 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
     """The result so far: memory and acceptance of the second quarter of the steps compared with the last quarter."""
     quarter = len(steps) // 4
     parts = {"second_quarter": steps[quarter : 2 * quarter], "last_quarter": steps[-quarter:]}
-    peak = {when: {kind: max(s["memory"].get(kind, 0) for s in part) / 2**20 for kind in part[-1]["memory"]}
-            for when, part in parts.items()}  # fmt: skip
+    peak = {
+        when: {kind: max(s["memory"].get(kind, 0) for s in part) / 2**20 for kind in part[-1]["memory"]}
+        for when, part in parts.items()
+    }
     before, after = peak.values()
     syncs = [s["sync_seconds"] for s in steps]
     return {
@@ -248,15 +274,17 @@ def summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
         "responses": len(steps) * 2 * GROUPS * SAMPLES,
         "faults": [s["fault"] for s in steps if s["fault"]],
         "steps_whose_tokens_differ": [i for i, s in enumerate(steps) if not s["same"]],
-        "acceptance": {when: sum(s["accepted"] for s in part) / max(1, sum(s["drafted"] for s in part))
-                       for when, part in parts.items()},
+        "acceptance": {
+            when: sum(s["accepted"] for s in part) / max(1, sum(s["drafted"] for s in part))
+            for when, part in parts.items()
+        },
         "accepted_in_steps_after_a_fault": [b["accepted"] for a, b in itertools.pairwise(steps) if a["fault"]],
         "accepted_in_a_step_p50": float(np.median([s["accepted"] for s in steps])),
         "sync_seconds_p50": float(np.median(syncs)),
         "sync_seconds_most": max(syncs),
         "memory_mib": peak,
         "largest_growth_mib": max(after[kind] - before[kind] for kind in after if kind in before),
-    }  # fmt: skip
+    }
 
 
 @click.command()
@@ -281,18 +309,20 @@ def main(steps: int, every: int, out: Path) -> None:
                 fault(run)
             same = ray.get(writing) == ray.get(reference)
             *synced, plain = ray.get([replica.sync.remote(step + 1) for replica in (*replicas, undisturbed)])
-            done.append({
-                "fault": fault.__name__ if fault else None,
-                "same": same,
-                "drafted": sum(s["drafted"] for s in synced),
-                "accepted": sum(s["accepted"] for s in synced),
-                "sync_seconds": max(s["seconds"] for s in synced),
-                "memory": {
-                    **memory(),
-                    "drafting engine": max(s["memory"] for s in synced),
-                    "undisturbed engine": plain["memory"],
-                },
-            })  # fmt: skip
+            done.append(
+                {
+                    "fault": fault.__name__ if fault else None,
+                    "same": same,
+                    "drafted": sum(s["drafted"] for s in synced),
+                    "accepted": sum(s["accepted"] for s in synced),
+                    "sync_seconds": max(s["seconds"] for s in synced),
+                    "memory": {
+                        **memory(),
+                        "drafting engine": max(s["memory"] for s in synced),
+                        "undisturbed engine": plain["memory"],
+                    },
+                }
+            )
             if fault and len(done) >= 4:
                 result = summary(done)
                 out.write_text(json.dumps(result, indent=1) + "\n")

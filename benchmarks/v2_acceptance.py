@@ -40,12 +40,23 @@ def rounds(count: int, visits: int, tokens: int) -> list[dict[str, Any]]:
     """Groups of samples for each of the problems, visit after visit."""
     asked = [prompt for prompt in prompts(-(-count // SAMPLES)) for _ in range(SAMPLES)][:count]
     return [
-        {"requests": [{"prompt": prompt, "params": {
-            "temperature": 1.0, "max_tokens": tokens,
-            "extra_args": {"das_problem": i // SAMPLES, "das_seed": 100_000 * visit + i}}}
-            for i, prompt in enumerate(asked)], "refresh": visit, "brief": True}
+        {
+            "requests": [
+                {
+                    "prompt": prompt,
+                    "params": {
+                        "temperature": 1.0,
+                        "max_tokens": tokens,
+                        "extra_args": {"das_problem": i // SAMPLES, "das_seed": 100_000 * visit + i},
+                    },
+                }
+                for i, prompt in enumerate(asked)
+            ],
+            "refresh": visit,
+            "brief": True,
+        }
         for visit in range(1, visits + 1)
-    ]  # fmt: skip
+    ]
 
 
 def run(jobs: list[dict[str, Any]], environment: dict[str, str]) -> list[list[dict[str, Any]]]:
@@ -53,8 +64,15 @@ def run(jobs: list[dict[str, Any]], environment: dict[str, str]) -> list[list[di
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log"
         lines = "".join(json.dumps({**job, "log": str(log)}) + "\n" for job in jobs)
-        done = subprocess.run([sys.executable, CONTRACT / "engine.py"], input=lines, stdout=subprocess.PIPE, text=True,
-                              check=True, env={**os.environ, **environment}, stderr=subprocess.DEVNULL)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, CONTRACT / "engine.py"],
+            input=lines,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            env={**os.environ, **environment},
+            stderr=subprocess.DEVNULL,
+        )
         found = [line for line in done.stdout.splitlines() if line.startswith(("RESULT ", "FAILED "))]
         if len(found) < len(jobs) or any(line.startswith("FAILED") for line in found):
             raise click.ClickException(f"an engine failed: {log.read_text()[-4000:]}")
@@ -68,8 +86,9 @@ def figures(visits: list[dict[str, Any]]) -> list[dict[str, float]]:
     for visit in visits:
         tokens, forwards = sum(map(len, visit["tokens"])), visit["stats"]["request_forwards"]
         accepted = {"accepted_tokens": tokens - forwards, "accepted_per_forward": tokens / forwards - 1}
-        found.append({"tokens": tokens, "request_forwards": forwards, "draft_tokens": visit["stats"]["draft_tokens"]}
-                     | accepted)  # fmt: skip
+        found.append(
+            {"tokens": tokens, "request_forwards": forwards, "draft_tokens": visit["stats"]["draft_tokens"]} | accepted
+        )
     return found
 
 
@@ -82,8 +101,9 @@ def compare(arms: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         raise click.ClickException("an engine has another runner than it should")
     counted = {name: figures(arm) for name, arm in arms.items()}
     accepted = [[v["accepted_per_forward"] for v in counted[name]] for name in ("V1", "V2")]
-    total = [sum(v["accepted_tokens"] for v in arm) / sum(v["request_forwards"] for v in arm)
-             for arm in counted.values()]  # fmt: skip
+    total = [
+        sum(v["accepted_tokens"] for v in arm) / sum(v["request_forwards"] for v in arm) for arm in counted.values()
+    ]
     by_visit = [b / a for a, b in zip(*accepted, strict=True)]
     return {**counted, "ratio_by_visit": by_visit, "ratio": total[1] / total[0]}
 
@@ -110,8 +130,9 @@ def main(newest: Path, count: int, visits: int, tokens: int, out: Path | None) -
         click.echo(f"{setting}: V2 accepts {found['ratio']:.3f} of V1 per forward pass of a request ({visit} by visit)")
     if out:
         made = provenance()
-        made["versions"]["vllm"] = next(d.version for d in importlib.metadata.distributions(path=[path])
-                                        if d.metadata["Name"].startswith("vllm"))  # fmt: skip
+        made["versions"]["vllm"] = next(
+            d.version for d in importlib.metadata.distributions(path=[path]) if d.metadata["Name"].startswith("vllm")
+        )
         work = {"requests": count, "visits": visits, "tokens": tokens, "samples": SAMPLES, "slots": SLOTS}
         out.write_text(json.dumps({"provenance": made, "work": work, "settings": result}, indent=1) + "\n")
 

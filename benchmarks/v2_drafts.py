@@ -63,8 +63,9 @@ class Device:
         self.device.open([(slot, problem, len(prompt))])
         before = self.device.arena.used, self.device.arena.sealed_tokens
         self.device.bring(self.index)
-        used, tokens = (a - b for a, b in zip((self.device.arena.used, self.device.arena.sealed_tokens), before,
-                                              strict=True))  # fmt: skip
+        used, tokens = (
+            a - b for a, b in zip((self.device.arena.used, self.device.arena.sealed_tokens), before, strict=True)
+        )
         if tokens:
             self.sealed_bytes.append(4 * used / (used - tokens))
         return slot
@@ -131,8 +132,13 @@ def main(traces: Path, most: int, longest: int, settings: tuple[str, ...], out: 
             device = Device(room)
             mine = accepted(device, some, setting, BUDGET, at_once=8)
             host = accepted(FirstRound(), some, setting, BUDGET, at_once=8)
-            figures = {"groups": len(some), "host": host["accepted"], "device": mine["accepted"],
-                       "ratio": mine["accepted"] / host["accepted"], "rounds": mine["rounds"]}  # fmt: skip
+            figures = {
+                "groups": len(some),
+                "host": host["accepted"],
+                "device": mine["accepted"],
+                "ratio": mine["accepted"] / host["accepted"],
+                "rounds": mine["rounds"],
+            }
             figures["sealed_bytes_per_token"] = float(np.mean(device.sealed_bytes)) if device.sealed_bytes else None
             work.setdefault(file.stem, {})[setting] = figures
             click.echo(f"{file.stem} {setting}: {json.dumps(figures)}")
@@ -144,9 +150,12 @@ def main(traces: Path, most: int, longest: int, settings: tuple[str, ...], out: 
 
 def table(made: dict[str, Any], work: dict[str, Any]) -> str:
     """Write the figures as a page."""
-    rows = [f"| {name} | {setting} | {x['groups']} | {x['rounds']} | {x['host']:.3f} | {x['device']:.3f} | "
-            f"{x['ratio']:.3f} | {x['sealed_bytes_per_token'] or 0:.2f} |".replace(" 0.00 |", " |")
-            for name, settings in work.items() for setting, x in settings.items()]  # fmt: skip
+    rows = [
+        f"| {name} | {setting} | {x['groups']} | {x['rounds']} | {x['host']:.3f} | {x['device']:.3f} | "
+        f"{x['ratio']:.3f} | {x['sealed_bytes_per_token'] or 0:.2f} |".replace(" 0.00 |", " |")
+        for name, settings in work.items()
+        for setting, x in settings.items()
+    ]
     return (
         f"""# Drafts of the device index
 

@@ -97,8 +97,12 @@ def cpu_env() -> None:
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Where the plots go; default: RUN_DIR/report.")
 @click.option("--version", type=int, help="Show the rollout before this weight version over time; default: the last.")
-@click.option("--rollouts", "dump", type=click.Path(exists=True, path_type=Path),
-              help="The run's dumped rollouts, as for replay: shows how similar epochs are.")  # fmt: skip
+@click.option(
+    "--rollouts",
+    "dump",
+    type=click.Path(exists=True, path_type=Path),
+    help="The run's dumped rollouts, as for replay: shows how similar epochs are.",
+)
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where they hold text.")
 def report(run_dir: Path, out: Path | None, version: int | None, dump: Path | None, tokenizer: str | None) -> None:
     """Turn the decision logs of a run (das.log_dir) into a page to look at, report.html, and plots."""
@@ -161,8 +165,9 @@ def calibrate(model: str, out: Path, rounds: int, drafter: str | None, engine: s
     try:
         config = AutoConfig.from_pretrained(model).to_dict()
     except (OSError, ValueError) as error:
-        raise click.BadParameter(f"found {model!r}, expected a directory or name with a Hugging Face config: {error}",
-                                 param_hint="MODEL") from None  # fmt: skip
+        raise click.BadParameter(
+            f"found {model!r}, expected a directory or name with a Hugging Face config: {error}", param_hint="MODEL"
+        ) from None
     try:
         arguments, das = given["--engine"], parse(given["--drafter"])
         stock = sweep.measure_stock(model, grid["batches"], grid["contexts"], 4 * rounds, **arguments)
@@ -262,10 +267,17 @@ def replay(
         if policy is None:
             raise click.BadParameter("needed with --hardware", param_hint="--model")
         history = {"window": window, "max_bytes": max_bytes}
-        cluster = {"gpu": hardware, "model": policy, "gpus": gpus, "per_engine": per_engine, "precision": precision,
-                   "other_s": other_s, "budget": budget if "budget" in given else None,
-                   "history": {key: value for key, value in history.items() if key in given},
-                   "engine": {"max_num_seqs": max_num_seqs} if max_num_seqs else None}  # fmt: skip
+        cluster = {
+            "gpu": hardware,
+            "model": policy,
+            "gpus": gpus,
+            "per_engine": per_engine,
+            "precision": precision,
+            "other_s": other_s,
+            "budget": budget if "budget" in given else None,
+            "history": {key: value for key, value in history.items() if key in given},
+            "engine": {"max_num_seqs": max_num_seqs} if max_num_seqs else None,
+        }
         return _pays(path, tokenizer, tokens, cluster, target, picture)
     if min(replicas, default=1) < 1:
         raise click.BadParameter(f"found {min(replicas)}, allowed: 1 or more", param_hint="--replicas")
@@ -352,8 +364,9 @@ def _varied(options: tuple[str, ...]) -> dict[str, list[Any]]:
     for option in options:
         key, equals, values = option.partition("=")
         if not equals or not values:
-            raise click.BadParameter(f"found {option!r}, expected KEY=V1,V2, such as hardware.gpus=8,64",
-                                     param_hint="--vary")  # fmt: skip
+            raise click.BadParameter(
+                f"found {option!r}, expected KEY=V1,V2, such as hardware.gpus=8,64", param_hint="--vary"
+            )
         found[key] = [yaml.safe_load(value) for value in values.split(",")]
     return found
 
@@ -363,9 +376,16 @@ def _arms_table(figures: dict[str, Any]) -> Table:
     for column in ("arm", "rollout s", "ratio", "step s", "ratio", "tok/fwd", "drafted", "preempted"):
         table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
     for name, f in figures.items():
-        table.add_row(name, f"{f['rollout_s']:.1f}", f"{f['rollout_of_first']:.2f}", f"{f['step_s']:.1f}",
-                      f"{f['step_of_first']:.2f}", f"{f['tokens_per_forward']:.2f}", str(f["drafted"]),
-                      str(f["preempted"]))  # fmt: skip
+        table.add_row(
+            name,
+            f"{f['rollout_s']:.1f}",
+            f"{f['rollout_of_first']:.2f}",
+            f"{f['step_s']:.1f}",
+            f"{f['step_of_first']:.2f}",
+            f"{f['tokens_per_forward']:.2f}",
+            str(f["drafted"]),
+            str(f["preempted"]),
+        )
     return table
 
 
@@ -378,8 +398,11 @@ def _refuse_without_effect(hardware: bool) -> set[str]:
     """Return the options of `replay` that were given; one without effect is an error."""
     context = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT
-    given = {p.name: p.opts[0] for p in context.command.params
-             if p.name and context.get_parameter_source(p.name) is not default}  # fmt: skip
+    given = {
+        p.name: p.opts[0]
+        for p in context.command.params
+        if p.name and context.get_parameter_source(p.name) is not default
+    }
     if wrong := [given[name] for name in (_NO_SECONDS if hardware else _ONLY_SECONDS) if name in given]:
         raise click.UsageError(f"{', '.join(wrong)}: no effect with{'' if hardware else 'out'} --hardware")
     return set(given)
@@ -409,14 +432,18 @@ def _pays(
         table.add_row(str(e.number), str(e.steps), *(f"{x:.2f}" for x in shown), f"{e.tokens_per_forward:.2f}")
     Console().print(table)
     settings = answer.settings
-    click.echo(f"{settings['engines']} engines, {settings['kv_tokens']} tokens of KV cache each; beside the rollout "
-               f"{settings['other_s']:.1f} s a step{' (estimated)' if settings['other_s_estimated'] else ''}; drafts "
-               f"{settings['drafts']}")  # fmt: skip
+    click.echo(
+        f"{settings['engines']} engines, {settings['kv_tokens']} tokens of KV cache each; beside the rollout "
+        f"{settings['other_s']:.1f} s a step{' (estimated)' if settings['other_s_estimated'] else ''}; drafts "
+        f"{settings['drafts']}"
+    )
     for name, share in answer.arms.items():
         click.echo(f"  {name}: {share:.2f} of off")
     for name, share in answer.assumed.items():
-        click.echo(f"  {name}: {share:.2f} of off, if {settings['copy_rate']:.0%} of the policy copy's tokens survive "
-                   "(assumed)")  # fmt: skip
+        click.echo(
+            f"  {name}: {share:.2f} of off, if {settings['copy_rate']:.0%} of the policy copy's tokens survive "
+            "(assumed)"
+        )
     if warning := pays.check(dump):
         click.echo(f"Note: {warning}.")
     click.echo("Recommended:\n" + yaml.safe_dump({"das": answer.block}, sort_keys=False).rstrip())
@@ -430,8 +457,14 @@ def _routing_table(figures: dict[str, Any]) -> Table:
         table.add_column(column, justify="left" if column == "routing" else "right", no_wrap=True)
     for count, arms in figures["replicas"].items():
         for name, f in arms.items():
-            table.add_row(count, name, f"{f['accepted_per_round']:.2f}", f"{f['longest']:.0f}", f"{f['makespan']:.0f}",
-                          f"{f['parts']:.2f}")  # fmt: skip
+            table.add_row(
+                count,
+                name,
+                f"{f['accepted_per_round']:.2f}",
+                f"{f['longest']:.0f}",
+                f"{f['makespan']:.0f}",
+                f"{f['parts']:.2f}",
+            )
     return table
 
 

@@ -165,8 +165,8 @@ _VLLM_V2 = {
         "AdaptiveVerificationManager.get_num_tokens(self, num_tokens_per_req, draft_tokens)": _DRAFTS,
         "AdaptiveVerificationManager.reallocate_drafts(self, req_ids, idx_mapping)": _DRAFTS,
         "AdaptiveVerificationManager.record_confidences(self, confidence_probs, input_batch)": _DRAFTS,
-        "maybe_create_adaptive_verification_manager(req_states, query_start_loc, num_bonus_tokens, max_total_logits)":
-        _DRAFTS,
+        "maybe_create_adaptive_verification_manager(req_states, query_start_loc, "
+        "num_bonus_tokens, max_total_logits)": _DRAFTS,
     },
     f"{_GPU}.spec_decode.rejection_sampler": {"rejection_sample": "verification"},
     f"{_GPU}.spec_decode.rejection_sampler_utils": {
@@ -174,8 +174,8 @@ _VLLM_V2 = {
         "temperature, seed, num_speculative_steps)": "verification"
     },
     f"{_GPU}.sample.gumbel": {
-        "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, use_fp64)":
-        "verification"
+        "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, "
+        "apply_temperature, is_drafting, use_fp64)": "verification"
     },
     f"{_GPU}.states": {
         "RequestState.all_token_ids": _DRAFTS,
@@ -192,7 +192,7 @@ _VLLM_V2 = {
         "SchedulerOutput.preempted_req_ids": "whose text is where",
         "SchedulerOutput.num_spec_tokens_to_schedule": "draft lengths",
     },
-}  # fmt: skip
+}
 _VERL = {
     "verl.utils.config": {"validate_config(config)": "checks the das: block at start"},
     "verl.trainer.main_ppo": {"run_ppo(config)": "checks the das: block at start"},
@@ -231,13 +231,13 @@ _VLLM_V2_NEURAL = {
     f"{_GPU}.spec_decode.speculator": {
         "BaseSpeculator.propose(self, num_speculative_tokens)": _DRAFTS,
         "BaseSpeculator.capture(self)": _DRAFTS,
-        "DraftModelSpeculator.sample_draft(self, hidden_states, sample_src_positions, idx_mapping, temperature, seeds)":
-        _DRAFTS,
+        "DraftModelSpeculator.sample_draft(self, hidden_states, sample_src_positions, "
+        "idx_mapping, temperature, seeds)": _DRAFTS,
         "DraftModelSpeculator.draft_tokens": _DRAFTS,
     },
     f"{_GPU}.spec_decode.standalone_ar.speculator": {"StandaloneARSpeculator": _DRAFTS},
     f"{_GPU}.input_batch": {"InputBatch.has_prefill": _DRAFTS, "InputBatch.query_start_loc_np": _DRAFTS},
-}  # fmt: skip
+}
 _VERL_TRAINERS = {
     "verl.trainer.ppo.v1.trainer_base": {
         "PPOTrainer._save_checkpoint(self)": _CHECKPOINT,

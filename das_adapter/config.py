@@ -63,9 +63,18 @@ def _accept_yaml_off(mode: Any) -> Any:
 
 
 Drafter = Literal[
-    "none", "history", "self", "history+self", "eagle3", "mtp", "draft_model", "history+eagle3", "history+mtp",
-    "history+draft_model", "ngram",
-]  # fmt: skip
+    "none",
+    "history",
+    "self",
+    "history+self",
+    "eagle3",
+    "mtp",
+    "draft_model",
+    "history+eagle3",
+    "history+mtp",
+    "history+draft_model",
+    "ngram",
+]
 Size = Annotated[int, BeforeValidator(_read_size)]
 """Bytes; reads 512MiB and the like."""
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
@@ -385,8 +394,10 @@ def block_of(parent: Any, where: str) -> Any:
             if len(word) > 2 and difflib.get_close_matches(word, ["das"], cutoff=0.8):
                 raise ConfigError(f"{where}.{key}: unknown key; did you mean 'das'?")
     elif parent["das"] is None:
-        raise ConfigError(f"{where}.das: found an empty block: to turn das-adapter off, remove the key or write "
-                          "`drafter: none` under it; for the defaults, write `das: {}`")  # fmt: skip
+        raise ConfigError(
+            f"{where}.das: found an empty block: to turn das-adapter off, remove the key or write "
+            "`drafter: none` under it; for the defaults, write `das: {}`"
+        )
     return parent.get("das")
 
 
@@ -402,16 +413,20 @@ def check_files(config: DasConfig) -> None:
         try:
             json.loads(Path(calibration).read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"das.toggle.calibration: found {calibration!r}, expected a file that das-adapter "
-                              f"calibrate wrote: {error}") from None  # fmt: skip
+            raise ConfigError(
+                f"das.toggle.calibration: found {calibration!r}, expected a file that das-adapter "
+                f"calibrate wrote: {error}"
+            ) from None
     if (persist := config.history.persist) is not None and not os.path.isdir(persist):
         raise ConfigError(f"das.history.persist: found {persist!r}, expected a directory that exists")
     if config.log_dir is not None:
         path = Path(config.log_dir).absolute()
         there = next(p for p in (path, *path.parents) if os.path.exists(p))
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"das.log_dir: found {config.log_dir!r}, expected a directory that can be written to; "
-                              f"{str(there)!r} can't")  # fmt: skip
+            raise ConfigError(
+                f"das.log_dir: found {config.log_dir!r}, expected a directory that can be written to; "
+                f"{str(there)!r} can't"
+            )
 
 
 def bounds(field: FieldInfo) -> str:
@@ -432,8 +447,10 @@ def _check_effects(config: DasConfig) -> None:
             remedy = "remove it"
             if key == "budget.max_draft_tokens":
                 remedy = f"use das.{_model_tokens(config)}"
-            raise ConfigError(f"das.{key}={value!r} has an effect only with das.{setting}={_either(values)} "
-                              f"(found {found!r}): {remedy}")  # fmt: skip
+            raise ConfigError(
+                f"das.{key}={value!r} has an effect only with das.{setting}={_either(values)} "
+                f"(found {found!r}): {remedy}"
+            )
 
 
 def _given(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -450,26 +467,37 @@ def _check_draft(config: DasConfig) -> None:
     if config.method in ("eagle3", "draft_model") and config.draft.model is None:
         raise ConfigError(f"das.draft.model: found None, das.drafter={config.drafter!r} needs the drafter's checkpoint")
     if (config.copies_policy or config.neural) and config.model_tokens > config.num_draft_tokens:
-        raise ConfigError(f"das.{_model_tokens(config)}: found {config.model_tokens}, allowed: at most "
-                          f"das.budget.max_draft_tokens={config.num_draft_tokens}")  # fmt: skip
+        raise ConfigError(
+            f"das.{_model_tokens(config)}: found {config.model_tokens}, allowed: at most "
+            f"das.budget.max_draft_tokens={config.num_draft_tokens}"
+        )
     if config.in_every_step and config.log_dir is not None:
-        raise ConfigError(f"das.log_dir: found {config.log_dir!r}, allowed: null, because nothing is decided with "
-                          "das.budget.policy='unlimited' and das.toggle.mode='off'")  # fmt: skip
+        raise ConfigError(
+            f"das.log_dir: found {config.log_dir!r}, allowed: null, because nothing is decided with "
+            "das.budget.policy='unlimited' and das.toggle.mode='off'"
+        )
     for key, value in config.draft.options.items():
         if key in ("method", "model", "num_speculative_tokens"):
-            raise ConfigError(f"das.draft.options.{key}: found {value!r}; das.drafter, das.draft.model and "
-                              "das.draft.tokens set it: remove it")  # fmt: skip
+            raise ConfigError(
+                f"das.draft.options.{key}: found {value!r}; das.drafter, das.draft.model and "
+                "das.draft.tokens set it: remove it"
+            )
         if value and key in IN_EVERY_STEP and not config.in_every_step:
-            raise ConfigError(f"das.draft.options.{key}: found {value!r}, allowed only with das.drafter="
-                              f"{config.method!r}, das.budget.policy='unlimited' and das.toggle.mode='off': "
-                              "remove it")  # fmt: skip
+            raise ConfigError(
+                f"das.draft.options.{key}: found {value!r}, allowed only with das.drafter="
+                f"{config.method!r}, das.budget.policy='unlimited' and das.toggle.mode='off': "
+                "remove it"
+            )
         lossy = value not in LOSSY[key] if key in LOSSY else bool(re.search("synthetic|lenien|typical|posterior", key))
         if lossy and not config.verify.allow_lossy:
-            raise ConfigError(f"das.draft.options.{key}: found {value!r}, with which tokens lose the policy's "
-                              "distribution: remove it, or set das.verify.allow_lossy=true")  # fmt: skip
+            raise ConfigError(
+                f"das.draft.options.{key}: found {value!r}, with which tokens lose the policy's "
+                "distribution: remove it, or set das.verify.allow_lossy=true"
+            )
         if lossy and config.keyed:
-            raise ConfigError(f"das.draft.options.{key}: found {value!r}, which needs das.verify.noise='stock' "
-                              "(found 'keyed')")  # fmt: skip
+            raise ConfigError(
+                f"das.draft.options.{key}: found {value!r}, which needs das.verify.noise='stock' (found 'keyed')"
+            )
 
 
 def _model_tokens(config: DasConfig) -> str:

@@ -59,14 +59,20 @@ def _audited(found: Found, name: str) -> float:
 
 
 LOSSLESS_BARS = (
-    Bar("responses that differ with batch-invariant kernels", 0,
-        lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: arm["different"])),
+    Bar(
+        "responses that differ with batch-invariant kernels",
+        0,
+        lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: arm["different"]),
+    ),
     Bar("tokens drawn with the key of another position", 0, lambda f: _audited(f, "misplaced")),
     Bar("keys with which not exactly one token was written", 0, lambda f: _audited(f, "reused")),
-    Bar("whether there is a drafter of which no token was accepted", 0,
-        lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: float(not arm["accepted_tokens"]))),
+    Bar(
+        "whether there is a drafter of which no token was accepted",
+        0,
+        lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: float(not arm["accepted_tokens"])),
+    ),
     Bar("tests of the distribution: exit code", 0, lambda f: f["distribution"]["code"]),
-)  # fmt: skip
+)
 
 
 def _compare(tiny: bool, drafters: list[str]) -> Found:
@@ -98,11 +104,15 @@ def _difference(off: list[dict[str, Any]], on: list[dict[str, Any]]) -> dict[str
             if x != y:
                 at = next(i for i, (s, t) in enumerate(zip(x, y, strict=False)) if s != t)
                 parted.append([at, p[at], q[at]])
-    return {"responses": sum(len(r["tokens"]) for r in off), "different": len(parted), "parted": parted[:20],
-            "audited": min(r["audited"] for r in (*off, *on)),
-            **{name: sum(r[name] for r in (*off, *on)) for name in ("misplaced", "reused")},
-            "asynchronous": all(r["asynchronous"] for r in on),
-            "accepted_tokens": sum(r["stats"]["accepted_tokens"] for r in on)}  # fmt: skip
+    return {
+        "responses": sum(len(r["tokens"]) for r in off),
+        "different": len(parted),
+        "parted": parted[:20],
+        "audited": min(r["audited"] for r in (*off, *on)),
+        **{name: sum(r[name] for r in (*off, *on)) for name in ("misplaced", "reused")},
+        "asynchronous": all(r["asynchronous"] for r in on),
+        "accepted_tokens": sum(r["stats"]["accepted_tokens"] for r in on),
+    }
 
 
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
@@ -139,8 +149,12 @@ def _crowded(plan: Plan) -> dict[str, Any]:
     replay.rollout(llm, rollouts)
     stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-    return {"error": stats["error"], "accepted_tokens": stats["accepted_tokens"], "peak_bytes": peak,
-            "seconds": time.perf_counter() - begin}  # fmt: skip
+    return {
+        "error": stats["error"],
+        "accepted_tokens": stats["accepted_tokens"],
+        "peak_bytes": peak,
+        "seconds": time.perf_counter() - begin,
+    }
 
 
 def ranks(plan: Plan) -> Iterator[Found]:
@@ -166,5 +180,8 @@ def _pytest(plan: Plan, files: tuple[str, ...], chosen: str, environment: dict[s
     env = os.environ | V1 | ({} if plan.tiny else {"DAS_TEST_DTYPE": HALF["dtype"]} | environment)
     done = subprocess.run(command, cwd=CONTRACT, capture_output=True, text=True, check=False, env=env)
     lines = done.stdout.strip().splitlines()
-    return {"code": None if plan.tiny else done.returncode, "last_line": lines[-1] if lines else "",
-            "said": lines[-30:]}  # fmt: skip
+    return {
+        "code": None if plan.tiny else done.returncode,
+        "last_line": lines[-1] if lines else "",
+        "said": lines[-30:],
+    }

@@ -44,20 +44,30 @@ def _rows(found: Found) -> list[Found]:
 
 BARS = (
     Bar("batches whose passes replay no graph", 0, lambda f: every(_rows(f), lambda r: r["graphs"] == 0)),
-    Bar("a pass of the copy, of the policy's step, at worst", 0.5,
-        lambda f: every(_rows(f), lambda r: r["pass_ms"] / r["step_ms"])),
-    Bar("seconds to quantise the policy, at worst", 1.0,
-        lambda f: every(f["formats"].values(), lambda x: x["requantise_s"])),
+    Bar(
+        "a pass of the copy, of the policy's step, at worst",
+        0.5,
+        lambda f: every(_rows(f), lambda r: r["pass_ms"] / r["step_ms"]),
+    ),
+    Bar(
+        "seconds to quantise the policy, at worst",
+        1.0,
+        lambda f: every(f["formats"].values(), lambda x: x["requantise_s"]),
+    ),
     Bar("errors of the policy copy after sleep", 0, lambda f: every(f["formats"].values(), lambda x: bool(x["error"]))),
-)  # fmt: skip
+)
 
 
 def _measure(plan: Plan, weights: str) -> Found:
     import torch
 
     sleeps = {"enable_sleep_mode": True} if torch.cuda.is_available() else {}
-    das = {"drafter": "self", "self": {"weights": weights, "max_tokens": 4}, "budget": {"policy": "unlimited"},
-           "toggle": {"mode": "off"}}  # fmt: skip
+    das = {
+        "drafter": "self",
+        "self": {"weights": weights, "max_tokens": 4},
+        "budget": {"policy": "unlimited"},
+        "toggle": {"mode": "off"},
+    }
     context, vocabulary = min(512, *plan.contexts), SHAPES[plan.shape]["vocab_size"]
     llm = engine(plan, das, max_model_len=context + 4 * plan.steps + 16, enable_prefix_caching=True, **sleeps)
     source = runner_of(llm).drafter.model_source
@@ -79,8 +89,12 @@ def _measure(plan: Plan, weights: str) -> Found:
             llm.wake_up()
         seconds.append(llm.collective_rpc("das_rpc", args=("refresh", {"version": turn + 1}))[0].get("requantise_s"))
     stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-    return found | {"requantise_s": max(s or 1e9 for s in seconds), "error": stats["error"],
-            "drafter_bytes": stats["drafter_bytes"], "full_bytes": stats["drafter_full_bytes"]}  # fmt: skip
+    return found | {
+        "requantise_s": max(s or 1e9 for s in seconds),
+        "error": stats["error"],
+        "drafter_bytes": stats["drafter_bytes"],
+        "full_bytes": stats["drafter_full_bytes"],
+    }
 
 
 def _pass_seconds(llm: Any, source: Any, batch: int, context: int, steps: int, vocabulary: int) -> float:

@@ -82,10 +82,13 @@ def index(plan: Plan) -> dict[str, Any]:
 
 BARS = (
     Bar("requests whose drafts differ from the reference's", 0, lambda f: sum(r["wrong"] for r in f["rows"].values())),
-    Bar("microseconds of a proposal for 256 requests of 4096 tokens", 150,
-        lambda f: f["rows"]["256 x 4096"]["proposal_us"]),
+    Bar(
+        "microseconds of a proposal for 256 requests of 4096 tokens",
+        150,
+        lambda f: f["rows"]["256 x 4096"]["proposal_us"],
+    ),
     Bar("bytes per sealed token", 8.5, lambda f: every(f["rows"].values(), lambda r: r["bytes_per_token"])),
-)  # fmt: skip
+)
 
 
 def _wrong(plan: Plan, batch: int, length: int, drafts: torch.Tensor) -> int:

@@ -18,20 +18,49 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 _QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "max_position_embeddings": 32768, "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6, "hidden_act": "silu", "eos_token_id": 0, "bos_token_id": 0, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "max_position_embeddings": 32768,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+    "torch_dtype": "bfloat16",
+}
 SHAPES: dict[str, dict[str, Any]] = {
-    "7b": _QWEN2 | {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-                    "tie_word_embeddings": False},
-    "1.5b": _QWEN2 | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-                      "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
-                      "tie_word_embeddings": True},
-    "tiny": _QWEN2 | {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-                      "num_key_value_heads": 1, "vocab_size": 997, "tie_word_embeddings": True,
-                      "torch_dtype": "float32"},
-}  # fmt: skip
+    "7b": _QWEN2
+    | {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+    "1.5b": _QWEN2
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "tiny": _QWEN2
+    | {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 997,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+    },
+}
 """Qwen2.5's; `tiny` only tests this program."""
 
 
@@ -172,8 +201,14 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     from das_adapter.protocol.engine_args import engine_args
 
     shape = SHAPES[plan.shape]
-    args = {"load_format": "dummy", "skip_tokenizer_init": True, "enable_prefix_caching": False, "seed": 0,
-            "dtype": shape["torch_dtype"], "max_num_seqs": max((*plan.batches, plan.replayed))}  # fmt: skip
+    args = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "dtype": shape["torch_dtype"],
+        "max_num_seqs": max((*plan.batches, plan.replayed)),
+    }
     if plan.tiny:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
     _STARTED.append(LLM(str(directory(plan)), **{**args, **engine_args(parse(das)), **settings}))
@@ -231,8 +266,10 @@ def _report(told: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
 
 def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int]]]:
     """Make prompts that have nothing in common."""
-    return [{"prompt_token_ids": [(i * 7919 + j * (31 + i)) % (vocabulary - 2) + 1 for j in range(tokens)]}
-            for i in range(count)]  # fmt: skip
+    return [
+        {"prompt_token_ids": [(i * 7919 + j * (31 + i)) % (vocabulary - 2) + 1 for j in range(tokens)]}
+        for i in range(count)
+    ]
 
 
 def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int) -> float:
@@ -241,9 +278,17 @@ def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int
     from vllm import SamplingParams
 
     def rollout(tokens: int) -> float:
-        params = [SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0,
-                                 extra_args={"das_problem": i, "das_seed": i})
-                  for i in range(batch)]  # fmt: skip
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                logprobs=0,
+                extra_args={"das_problem": i, "das_seed": i},
+            )
+            for i in range(batch)
+        ]
         begin = time.perf_counter()
         llm.generate(prompts(batch, context, vocabulary), params, use_tqdm=False)
         return time.perf_counter() - begin

@@ -85,8 +85,12 @@ def _index_seconds(world: World) -> float:
     for problem, text in world.past:
         index.add(problem, text, 0)
     index.seal()
-    handles = np.array([index.open(i // GROUP, text[:8], prefix=text[8:begin])
-                        for i, (text, begin) in enumerate(zip(world.texts, begins, strict=True))])  # fmt: skip
+    handles = np.array(
+        [
+            index.open(i // GROUP, text[:8], prefix=text[8:begin])
+            for i, (text, begin) in enumerate(zip(world.texts, begins, strict=True))
+        ]
+    )
     controller = Controller(BudgetConfig(policy="unlimited", max_draft_tokens=MOST), ToggleConfig(mode="off"), 2**15)
     slots = np.array([controller.open(i // GROUP, begin, 2**15) for i, begin in enumerate(begins)])
     one, room, times = np.ones(batch, dtype=np.int64), np.full(batch, 10**6), []
@@ -117,19 +121,28 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     from das_adapter.protocol.messages import Refresh, Trajectory
 
     longest = world.texts.shape[1]
-    drafter = ControlledDrafter(SimpleNamespace(
-        additional_config={SETTINGS_KEY: {"drafter": "history", **more}}, speculative_config=object(),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
-        model_config=SimpleNamespace(max_model_len=longest, get_vocab_size=lambda: world.vocabulary,
-                                     enforce_eager=True, quantization="unknown"),
-        compilation_config=SimpleNamespace(cudagraph_mode=None),
-    ))  # fmt: skip
+    drafter = ControlledDrafter(
+        SimpleNamespace(
+            additional_config={SETTINGS_KEY: {"drafter": "history", **more}},
+            speculative_config=object(),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
+            model_config=SimpleNamespace(
+                max_model_len=longest,
+                get_vocab_size=lambda: world.vocabulary,
+                enforce_eager=True,
+                quantization="unknown",
+            ),
+            compilation_config=SimpleNamespace(cudagraph_mode=None),
+        )
+    )
     drafter.controller.times = StepTimes(roof.line())  # what it begins with on that GPU
     drafter.history.threads = min(THREADS, len(os.sched_getaffinity(0)))
     names = [str(slot) for slot in range(world.batch)]
     params = SimpleNamespace(max_tokens=None)
-    requests = {name: SimpleNamespace(prompt_token_ids=text[:8].tolist(), sampling_params=params)
-                for name, text in zip(names, world.texts, strict=True)}  # fmt: skip
+    requests = {
+        name: SimpleNamespace(prompt_token_ids=text[:8].tolist(), sampling_params=params)
+        for name, text in zip(names, world.texts, strict=True)
+    }
     drafter.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=names))
     drafter.label = lambda name: Label(problem=int(name) // GROUP)
     drafter.refresh(Refresh(1, trajectories=[Trajectory(problem, text.tobytes(), 0) for problem, text in world.past]))
@@ -139,10 +152,11 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     while len(times) <= world.steps and lengths.max() + MOST < longest:
         scheduled = SimpleNamespace(
             num_scheduled_tokens={name: 1 + len(draft) for name, draft in zip(names, drafts, strict=True)},
-            scheduled_new_reqs=[], finished_req_ids=set(),
+            scheduled_new_reqs=[],
+            finished_req_ids=set(),
             scheduled_spec_decode_tokens={name: draft for name, draft in zip(names, drafts, strict=True) if draft},
             total_num_scheduled_tokens=world.batch + sum(map(len, drafts)),
-        )  # fmt: skip
+        )
         begin = time.perf_counter()
         drafter.begin_step(scheduled, now)
         took = time.perf_counter() - begin
@@ -170,6 +184,10 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     if drafter.counters.error or (more and not counted[1]):
         raise RuntimeError(drafter.counters.error or "nothing was drafted")
     steps, seconds = times[1:], now - opened
-    return {"propose_ms": 1e3 * float(np.median(steps)), "share": sum(steps) / seconds,
-            "step_ms": 1e3 * seconds / len(steps), "draft_tokens": counted[1] / counted[0],
-            "tokens_per_forward": counted[2] / counted[0]}  # fmt: skip
+    return {
+        "propose_ms": 1e3 * float(np.median(steps)),
+        "share": sum(steps) / seconds,
+        "step_ms": 1e3 * seconds / len(steps),
+        "draft_tokens": counted[1] / counted[0],
+        "tokens_per_forward": counted[2] / counted[0],
+    }

@@ -62,14 +62,17 @@ def _still_drafted(found: Found) -> float:
 
 
 BARS = (
-    Bar("forced tokens that were not written", 0,
-        lambda f: every((arm for name, arm in f["arms"].items() if name != "stock"), lambda arm: arm["unforced"])),
+    Bar(
+        "forced tokens that were not written",
+        0,
+        lambda f: every((arm for name, arm in f["arms"].items() if name != "stock"), lambda arm: arm["unforced"]),
+    ),
     Bar("rollout with what the traces have of its problems, of stock's time", 0.6, lambda f: _of_stock(f, "earlier")),
     Bar("rollout with a recorded history, of stock's time", 0.6, lambda f: _of_stock(f, "corrupted 0.3")),
     Bar("rollout with nothing accepted, of stock's time", 1.02, lambda f: _of_stock(f, "corrupted 1.0")),
     Bar("rollout with a history that misleads, of stock's time", 1.02, lambda f: _of_stock(f, MISLED)),
     Bar("draft tokens after a rollout that was misled, of those in it", 0.1, _still_drafted),
-)  # fmt: skip
+)
 
 
 def generated(plan: Plan) -> Rollouts:
@@ -114,15 +117,19 @@ def recorded(path: Path, plan: Plan) -> tuple[Rollouts, Rollouts]:
 def corrupted(rollouts: Rollouts, share: float, vocabulary: int) -> Rollouts:
     """Exchange a share of the tokens."""
     rng = np.random.default_rng(1)
-    return [(problem, np.where(rng.random(len(t)) < share, rng.integers(1, vocabulary, len(t)), t).astype(np.int32))
-            for problem, t in rollouts]  # fmt: skip
+    return [
+        (problem, np.where(rng.random(len(t)) < share, rng.integers(1, vocabulary, len(t)), t).astype(np.int32))
+        for problem, t in rollouts
+    ]
 
 
 def misled(rollouts: Rollouts, vocabulary: int) -> Rollouts:
     """Exchange every second token: what is looked up is found, and goes on otherwise."""
     rng = np.random.default_rng(1)
-    return [(problem, np.where(np.arange(len(t)) % 2, rng.integers(1, vocabulary, len(t)), t).astype(np.int32))
-            for problem, t in rollouts]  # fmt: skip
+    return [
+        (problem, np.where(np.arange(len(t)) % 2, rng.integers(1, vocabulary, len(t)), t).astype(np.int32))
+        for problem, t in rollouts
+    ]
 
 
 def sent(rollouts: Rollouts, problems: int, version: int) -> list[tuple[int, bytes, int]]:
@@ -134,9 +141,16 @@ def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, lis
     """Seconds and tokens of the batch; each request writes as many tokens as its recording has."""
     from vllm import SamplingParams
 
-    params = [SamplingParams(temperature=1.0, max_tokens=len(text), ignore_eos=True, detokenize=False,
-                             extra_args={"das_problem": problem + problems, "das_seed": i})
-              for i, (problem, text) in enumerate(rollouts)]  # fmt: skip
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=len(text),
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"das_problem": problem + problems, "das_seed": i},
+        )
+        for i, (problem, text) in enumerate(rollouts)
+    ]
     asked = [{"prompt_token_ids": [1 + i % 50, *range(1, 64)]} for i in range(len(rollouts))]
     begin = time.perf_counter()
     outputs = llm.generate(asked, params, use_tqdm=False)
@@ -168,10 +182,11 @@ def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dic
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
         wrong = sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True))
         arms[name] = {
-            "seconds": seconds, "unforced": wrong,
+            "seconds": seconds,
+            "unforced": wrong,
             "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
             **{name: stats[name] for name in ("stopped", "silent", "error", "draft_tokens", "accepted_tokens")},
-        }  # fmt: skip
+        }
     return found
 
 

@@ -71,10 +71,18 @@ def bars(name: str) -> tuple[Bar, ...]:
     import steps
 
     found: dict[str, tuple[Bar, ...]] = {
-        "kernel": sampling.BARS, "index": device_index.BARS, "propose": proposing.BARS, "gate": steps.GATE_BARS,
-        "replay": replay.BARS, "trace": steps.TRACE_BARS, "lossless": checks.LOSSLESS_BARS, "copy": copies.BARS,
-        "robust": checks.ROBUST_BARS, "ranks": checks.RANKS_BARS, "sweep": steps.SWEEP_BARS,
-    }  # fmt: skip
+        "kernel": sampling.BARS,
+        "index": device_index.BARS,
+        "propose": proposing.BARS,
+        "gate": steps.GATE_BARS,
+        "replay": replay.BARS,
+        "trace": steps.TRACE_BARS,
+        "lossless": checks.LOSSLESS_BARS,
+        "copy": copies.BARS,
+        "robust": checks.ROBUST_BARS,
+        "ranks": checks.RANKS_BARS,
+        "sweep": steps.SWEEP_BARS,
+    }
     return found[name]
 
 

@@ -79,12 +79,18 @@ BARS = (
     Bar("draws that differ from the definition, near-ties apart", 0, lambda f: sum(r["draws"] for r in _judged(f))),
     Bar("ranks that differ from the definition", 0, lambda f: sum(r["ranks"] for r in _judged(f))),
     Bar("largest error of a log-probability", 1e-3, lambda f: every(_judged(f), lambda r: r["logprob_error"])),
-    Bar("keyed sampling, of the time of stock vLLM's sampler", 1.0,
-        lambda f: every(f["rows"].values(), lambda r: r["fused_us"] / r["stock_us"])),
-    Bar("keyed sampling, of the time of the same steps in PyTorch", 1.0,
-        lambda f: every(f["rows"].values(), lambda r: r["fused_us"] / r["torch_us"])),
+    Bar(
+        "keyed sampling, of the time of stock vLLM's sampler",
+        1.0,
+        lambda f: every(f["rows"].values(), lambda r: r["fused_us"] / r["stock_us"]),
+    ),
+    Bar(
+        "keyed sampling, of the time of the same steps in PyTorch",
+        1.0,
+        lambda f: every(f["rows"].values(), lambda r: r["fused_us"] / r["torch_us"]),
+    ),
     Bar("1e-4 over the p-value of the draws", 1, lambda f: 1e-4 / max(f["chi_square_p"], 1e-12)),
-)  # fmt: skip
+)
 
 
 def chi_square_p(device: str, draws: int = 120_000) -> float:
@@ -112,8 +118,13 @@ def _wrong(logits: torch.Tensor, temperature: torch.Tensor, keys: Any, drawn: An
     with np.errstate(invalid="ignore"):  # where all tokens are excluded
         near = (points[at, best] - points[at, tokens] <= NEAR) & (heat[:, 0] > 0)
     wrong = (tokens != best) & ~near
-    found = {"draws": int(wrong.sum()), "near_ties": int((tokens != best).sum() - wrong.sum()), "compared": len(x),
-             "ranks": 0, "logprob_error": 0.0}  # fmt: skip
+    found = {
+        "draws": int(wrong.sum()),
+        "near_ties": int((tokens != best).sum() - wrong.sum()),
+        "compared": len(x),
+        "ranks": 0,
+        "logprob_error": 0.0,
+    }
     if scores is None:
         return found
     there, chosen = x.max(axis=1) > -np.inf, x[at, tokens][:, None]
@@ -134,11 +145,23 @@ def _stock(device: str) -> tuple[Any, Any]:
     def metadata(rows: int) -> Any:
         none = torch.zeros(0, device=device)
         return SamplingMetadata(
-            temperature=torch.ones(rows, device=device), all_greedy=False, all_random=True, top_p=None, top_k=None,
-            generators={}, max_num_logprobs=0, no_penalties=True, prompt_token_ids=None, frequency_penalties=none,
-            presence_penalties=none, repetition_penalties=none, output_token_ids=[], allowed_token_ids_mask=None,
-            bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
-        )  # fmt: skip
+            temperature=torch.ones(rows, device=device),
+            all_greedy=False,
+            all_random=True,
+            top_p=None,
+            top_k=None,
+            generators={},
+            max_num_logprobs=0,
+            no_penalties=True,
+            prompt_token_ids=None,
+            frequency_penalties=none,
+            presence_penalties=none,
+            repetition_penalties=none,
+            output_token_ids=[],
+            allowed_token_ids_mask=None,
+            bad_words_token_ids={},
+            logitsprocs=LogitsProcessors(),
+        )
 
     return Sampler(), metadata
 

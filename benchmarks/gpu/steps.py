@@ -43,8 +43,11 @@ def gate_arms(plan: Plan) -> dict[str, Arm]:
     `history`. With random weights no text comes twice: `history` looks for drafts at every step and finds none. On the
     V1 runner `history` schedules synchronously: there is an arm of stock that does, too."""
     ours = V2 if plan.runner == "V2" else V1
-    arms: dict[str, Arm] = {"stock": (None, {} if not ON_CPU else ours, {}), "history": (HISTORY, ours, {}),
-                            "none, keyed": (KEYED, ours, {})}  # fmt: skip
+    arms: dict[str, Arm] = {
+        "stock": (None, {} if not ON_CPU else ours, {}),
+        "history": (HISTORY, ours, {}),
+        "none, keyed": (KEYED, ours, {}),
+    }
     if ours is V1:
         arms[SYNCHRONOUS] = None, V1, {"async_scheduling": False}
     return arms if plan.whole else {name: arms[name] for name in ("stock", "history")}
@@ -118,10 +121,13 @@ def _sweep(plan: Plan) -> dict[str, Any]:
 
 
 SWEEP_BARS = (
-    Bar("error of the better step-time model on kinds of step that it did not see", 0.1,
-        lambda f: min(f["validation"][model]["mape"] for model in ("line", "roofline"))),
+    Bar(
+        "error of the better step-time model on kinds of step that it did not see",
+        0.1,
+        lambda f: min(f["validation"][model]["mape"] for model in ("line", "roofline")),
+    ),
     Bar("error of the step-time model where draft lengths differ", 0.1, lambda f: f["validation"]["ragged"]["mape"]),
-)  # fmt: skip
+)
 
 
 def trace(plan: Plan) -> Iterator[Found]:
@@ -140,13 +146,19 @@ def _missing_graphs(found: Found) -> float | None:
 
 
 TRACE_BARS = (
-    Bar("host synchronisations of a step beyond stock's", 0.05,
-        lambda f: f["history"]["syncs_a_step"] - f["stock"]["syncs_a_step"]),
-    Bar("host synchronisations of a step with drafts beyond stock's", 0.05,
-        lambda f: f["history"]["drafted"]["syncs_a_step"] - f["stock"]["syncs_a_step"]),
+    Bar(
+        "host synchronisations of a step beyond stock's",
+        0.05,
+        lambda f: f["history"]["syncs_a_step"] - f["stock"]["syncs_a_step"],
+    ),
+    Bar(
+        "host synchronisations of a step with drafts beyond stock's",
+        0.05,
+        lambda f: f["history"]["drafted"]["syncs_a_step"] - f["stock"]["syncs_a_step"],
+    ),
     Bar("share of a step that proposing takes", 0.03, lambda f: f["history"]["propose_share"]),
     Bar("graphs that stock replays and ours does not", 0, _missing_graphs),
-)  # fmt: skip
+)
 PROPOSING = ("learn", "estimate", "search_sealed", "scan_live", "merge_live", "vote")
 """Kernels that draft on the device."""
 
@@ -185,8 +197,13 @@ def _trace(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any]) -> 
     events = profiled.events()
     begin, end = min(e.time_range.start for e in events), max(e.time_range.end for e in events)
     on_device = [e for e in events if "CUDA" in str(e.device_type)]
-    found: Found = {"step_ms": (end - begin) / steps / 1e3, "graphs": dict(graphs), "syncs_a_step": None,
-                    "gpu_busy": None, "propose_share": None}  # fmt: skip
+    found: Found = {
+        "step_ms": (end - begin) / steps / 1e3,
+        "graphs": dict(graphs),
+        "syncs_a_step": None,
+        "gpu_busy": None,
+        "propose_share": None,
+    }
     if on_gpu:  # a CPU waits for nothing
         found["syncs_a_step"] = _waits(profiled) / steps
         found["gpu_busy"] = min(1.0, sum(e.time_range.elapsed_us() for e in on_device) / (end - begin))

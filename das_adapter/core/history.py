@@ -79,14 +79,23 @@ class HistoryPolicy:
             except (TypeError, ValueError) as error:
                 refused.append(repr(error))
         if refused:
-            logger.error("das: history: %d trajectories are no text of the policy and left out, the first because of "
-                         "%s", len(refused), refused[0])  # fmt: skip
+            logger.error(
+                "das: history: %d trajectories are no text of the policy and left out, the first because of %s",
+                len(refused),
+                refused[0],
+            )
 
     def tidy(self, store: Store) -> None:
         """Thin out what exceeds the byte budget, and say so in the log."""
         before = store.tokens
         shrunk = store.shrink(self.config.max_bytes)
         if shrunk.tokens:
-            logger.warning("das: history: above das.history.max_bytes=%d: %d of %d tokens were dropped; "
-                           "%d problems were thinned out, %d forgotten",
-                           self.config.max_bytes, shrunk.tokens, before, shrunk.thinned, shrunk.dropped)  # fmt: skip
+            logger.warning(
+                "das: history: above das.history.max_bytes=%d: %d of %d tokens were dropped; "
+                "%d problems were thinned out, %d forgotten",
+                self.config.max_bytes,
+                shrunk.tokens,
+                before,
+                shrunk.thinned,
+                shrunk.dropped,
+            )

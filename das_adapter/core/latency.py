@@ -353,5 +353,4 @@ def read_calibration(path: str, key: str = "das.toggle.calibration") -> Calibrat
             StepModel.of(content["line"]), passes and StepModel.of(passes), stock and StepModel.of(stock["line"])
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DasError(f"{key}={path!r}: found {error!r}, expected a file that "
-                       "das-adapter calibrate wrote") from None  # fmt: skip
+        raise DasError(f"{key}={path!r}: found {error!r}, expected a file that das-adapter calibrate wrote") from None

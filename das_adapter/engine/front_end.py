@@ -64,8 +64,10 @@ def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
         ConfigError: names the key.
     """
     if config.shares_history and config.history.persist is not None:
-        raise ConfigError(f"das.history.persist: found {config.history.persist!r}, allowed: null, because this engine "
-                          f"has no host: set {RUN_VARIABLE} to hand a history on to the next server")  # fmt: skip
+        raise ConfigError(
+            f"das.history.persist: found {config.history.persist!r}, allowed: null, because this engine "
+            f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"
+        )
     if run := os.environ.get(RUN_VARIABLE):
         engine_args.additional_config = {**engine_args.additional_config, RUN_KEY: run}
 
@@ -80,8 +82,10 @@ def choose_v1(why: str) -> None:
         ConfigError: the environment says otherwise.
     """
     if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
-        raise ConfigError(f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "
-                          f"model runner ({why}): unset it")  # fmt: skip
+        raise ConfigError(
+            f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "
+            f"model runner ({why}): unset it"
+        )
 
 
 def history_name(vllm_config: Any) -> str:
@@ -127,8 +131,12 @@ def _source(processor: Any) -> int:
     """Return what distinguishes this front end from others of the run, which count the same prompts: their samples must
     differ."""
     config = processor.vllm_config
-    parts = (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES", ""), config.model_config.seed,
-             config.parallel_config.data_parallel_rank)  # fmt: skip
+    parts = (
+        socket.gethostname(),
+        os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        config.model_config.seed,
+        config.parallel_config.data_parallel_rank,
+    )
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "little")
 
 
@@ -164,10 +172,17 @@ def _publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
         _set_gauges(engine, figures)
         logger.info(
             "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
-            *(figures.get(f"das/{name}", 0.0) * scale for name, scale in (
-                ("tokens_per_forward", 1), ("acceptance_length", 1), ("draft_coverage", 100), ("history_tokens", 1),
-                ("health", 1))),
-        )  # fmt: skip
+            *(
+                figures.get(f"das/{name}", 0.0) * scale
+                for name, scale in (
+                    ("tokens_per_forward", 1),
+                    ("acceptance_length", 1),
+                    ("draft_coverage", 100),
+                    ("history_tokens", 1),
+                    ("health", 1),
+                )
+            ),
+        )
 
 
 def _set_gauges(engine: Any, figures: dict[str, float]) -> None:
@@ -177,8 +192,9 @@ def _set_gauges(engine: Any, figures: dict[str, float]) -> None:
     for key, value in figures.items():
         name = "vllm:das_" + key.removeprefix("das/").replace("/", "_")
         if name not in known:
-            gauge = Gauge(name, f"{key} of das-adapter, since it was last logged", ["model_name"],
-                          multiprocess_mode="mostrecent")  # fmt: skip
+            gauge = Gauge(
+                name, f"{key} of das-adapter, since it was last logged", ["model_name"], multiprocess_mode="mostrecent"
+            )
             known[name] = gauge.labels(engine.vllm_config.model_config.served_model_name or "")
         known[name].set(value)
 

@@ -181,6 +181,10 @@ def _root(name: str, size: int) -> Path:
     with contextlib.suppress(OSError):
         if shutil.disk_usage(_SHARED_MEMORY).free >= size:
             return _SHARED_MEMORY
-    logger.warning("das: history: %s has no room for das.history.max_bytes=%s; the history lies in %s",
-                   _SHARED_MEMORY, size, tempfile.gettempdir())  # fmt: skip
+    logger.warning(
+        "das: history: %s has no room for das.history.max_bytes=%s; the history lies in %s",
+        _SHARED_MEMORY,
+        size,
+        tempfile.gettempdir(),
+    )
     return Path(tempfile.gettempdir())

@@ -211,8 +211,11 @@ def _refuse(config: DasConfig, vllm_config: Any) -> None:
         }
     for found, wrong in refused.items():
         if wrong:
-            ways = ("" if not config.neural or config.uses_history or parallel.pipeline_parallel_size > 1
-                    else "; das.budget.policy=unlimited with das.toggle.mode=off does")  # fmt: skip
+            ways = (
+                ""
+                if not config.neural or config.uses_history or parallel.pipeline_parallel_size > 1
+                else "; das.budget.policy=unlimited with das.toggle.mode=off does"
+            )
             raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}{ways}")
     if model.is_hybrid and vllm_config.device_config.device_type == "cpu":
         raise ConfigError(
@@ -317,8 +320,9 @@ def build_row_processors(stock: Any) -> Any:
             return stock(vllm_config, device, pin_memory, is_pooling_model, custom)
         from das_adapter.engine.sampling.verification import MinTokens
 
-        kinds = [MinTokens if config.keyed and issubclass(MinTokens, kind) else kind
-                 for kind in BUILTIN_LOGITS_PROCESSORS]  # fmt: skip
+        kinds = [
+            MinTokens if config.keyed and issubclass(MinTokens, kind) else kind for kind in BUILTIN_LOGITS_PROCESSORS
+        ]
         return LogitsProcessors(kind(vllm_config, device, pin_memory) for kind in kinds)
 
     return build

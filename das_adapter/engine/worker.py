@@ -73,9 +73,11 @@ class WorkerState:
         """
         runner = type(self.runner)
         if not hasattr(runner, "_sample"):
-            raise UnsupportedHost("das: found vLLM's second model runner, allowed: the first (V1): set "
-                                  "VLLM_USE_V2_MODEL_RUNNER=0 in the engine's environment "
-                                  f"(found {runner.__module__}.{runner.__name__})")  # fmt: skip
+            raise UnsupportedHost(
+                "das: found vLLM's second model runner, allowed: the first (V1): set "
+                "VLLM_USE_V2_MODEL_RUNNER=0 in the engine's environment "
+                f"(found {runner.__module__}.{runner.__name__})"
+            )
         if self.drafter:
             self.drafter.runner, self.drafter.seed, self.drafter.label = self.runner, self.seed, self.label
         if self.draft_weights:
@@ -116,8 +118,11 @@ class WorkerState:
         """Run a command of the host: `hello`, `refresh`, `visit` or `stats`. Raises only for an unknown command: a
         worker that raises during a weight sync would leave the trainer waiting for ever."""
         commands: dict[str, Callable[..., Any]] = {
-            "hello": self._hello, "refresh": self._refresh, "visit": self._visit, "stats": self._stats,
-        }  # fmt: skip
+            "hello": self._hello,
+            "refresh": self._refresh,
+            "visit": self._visit,
+            "stats": self._stats,
+        }
         if command not in commands:
             raise DasError(f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}")
         try:

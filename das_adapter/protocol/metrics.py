@@ -262,6 +262,7 @@ def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     lost, requests = total["history_lost"], total["history_requests"]
     if lost >= max(LOST_REQUESTS, LOST_SHARE * requests):
         because = next(part["lost_because"] for part in parts if part.get("history_lost"))
-        found["history"] = (f"{lost} of {requests} requests found no history of their problem, which the run has met "
-                            f"before. {because}")  # fmt: skip
+        found["history"] = (
+            f"{lost} of {requests} requests found no history of their problem, which the run has met before. {because}"
+        )
     return found

@@ -99,12 +99,15 @@ def check(directory: Path, facts: Facts, key: str) -> None:
         for part in parts:
             SuffixIndex.check(part)
     except (OSError, AttributeError, KeyError, TypeError, ValueError, IndexFileError) as error:
-        raise DasError(f"{key}: found no history in {str(directory)!r} ({error}); allowed: a directory "
-                       f"{NAME!r} of a checkpoint") from None  # fmt: skip
+        raise DasError(
+            f"{key}: found no history in {str(directory)!r} ({error}); allowed: a directory {NAME!r} of a checkpoint"
+        ) from None
     for name, mine in asdict(facts).items():
         if (theirs := getattr(found, name)) != mine:
-            raise DasError(f"{key}: the history in {str(directory)!r} was written with {name} {theirs!r}, "
-                           f"this run has {mine!r}; both must be equal")  # fmt: skip
+            raise DasError(
+                f"{key}: the history in {str(directory)!r} was written with {name} {theirs!r}, "
+                f"this run has {mine!r}; both must be equal"
+            )
 
 
 def parts(directory: Path) -> list[Path]:

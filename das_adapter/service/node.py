@@ -222,8 +222,15 @@ class NodeHistory:
         """Return tokens, problems, bytes, tokens not yet sealed, bytes in the spool and directory of the history, and
         this process's id."""
         store = self._store
-        return {"tokens": store.tokens, "problems": store.problems, "bytes": store.nbytes, "staged": store.staged,
-                "spool": self._spool.nbytes, "directory": str(store.directory), "pid": os.getpid()}  # fmt: skip
+        return {
+            "tokens": store.tokens,
+            "problems": store.problems,
+            "bytes": store.nbytes,
+            "staged": store.staged,
+            "spool": self._spool.nbytes,
+            "directory": str(store.directory),
+            "pid": os.getpid(),
+        }
 
     def tick(self) -> None:
         """Do what waits for no weight sync: take what has arrived, send what is for others, apply the byte budget."""
@@ -477,8 +484,12 @@ def _roomy(name: str, size: int) -> Path:
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= size:
         return _SHARED_MEMORY
     temporary = Path(tempfile.gettempdir())
-    logger.warning("das: history: %s has no room for das.history.max_bytes=%s; the history lies in %s",
-                   _SHARED_MEMORY, size, temporary)  # fmt: skip
+    logger.warning(
+        "das: history: %s has no room for das.history.max_bytes=%s; the history lies in %s",
+        _SHARED_MEMORY,
+        size,
+        temporary,
+    )
     return temporary
 
 

@@ -224,8 +224,9 @@ class Session:
         """Let the ranks draft from no history where those of one engine would draft from different ones."""
         drafting = [[rank for rank in ranks if rank and ("generation" in rank or "error" in rank)] for ranks in answers]
         if any(len({(rank.get("generation"), rank.get("problems")) for rank in ranks}) > 1 for ranks in drafting):
-            logger.error("das: weight sync %s: the ranks of an engine see different histories: they draft without",
-                         self._version)  # fmt: skip
+            logger.error(
+                "das: weight sync %s: the ranks of an engine see different histories: they draft without", self._version
+            )
             self._rpc("refresh", Refresh(self._version, Published("", 0)).payload(), left())
 
     def _find(self) -> None:

@@ -138,8 +138,13 @@ class Fixed:
         walker = self.source.walker()
         if walker is None:
             return None
-        return Walk(walker, np.full(len(requests), 2**30), np.full(len(rows), -np.inf),
-                    np.full(len(rows), self.tokens), self._passes)  # fmt: skip
+        return Walk(
+            walker,
+            np.full(len(requests), 2**30),
+            np.full(len(rows), -np.inf),
+            np.full(len(rows), self.tokens),
+            self._passes,
+        )
 
     def walked(self, steps: Ints) -> None:
         """See `Drafting`."""
@@ -213,11 +218,18 @@ class Controlled:
     def __post_init__(self) -> None:
         das = self.das
         self.controllers = [
-            Controller(das.budget, das.toggle, self.limit, das.history.window, self.prior and self.prior.steps,
-                       ModelDrafts(das.model_tokens, narrows=not das.neural) if self.copy else None,
-                       das.num_draft_tokens, sizes=self.graphs)
+            Controller(
+                das.budget,
+                das.toggle,
+                self.limit,
+                das.history.window,
+                self.prior and self.prior.steps,
+                ModelDrafts(das.model_tokens, narrows=not das.neural) if self.copy else None,
+                das.num_draft_tokens,
+                sizes=self.graphs,
+            )
             for _ in range(self.engines)
-        ]  # fmt: skip
+        ]
         for controller in self.controllers:
             if controller.drafts is not None and self.prior is not None:
                 controller.drafts.expect(self.prior.passes)
@@ -288,8 +300,13 @@ class Controlled:
         if walker is None:
             return None
         own = self.overhead
-        return Walk(walker, self._until_asked(), self._least_of(rows), self._limit[rows],
-                    lambda requests, context: own.step + own.request * requests)  # fmt: skip
+        return Walk(
+            walker,
+            self._until_asked(),
+            self._least_of(rows),
+            self._limit[rows],
+            lambda requests, context: own.step + own.request * requests,
+        )
 
     def walked(self, steps: Ints) -> None:
         """See `Drafting`."""

@@ -75,8 +75,10 @@ class Fleet:
         r = self.requests
         needed = int(((r.prompt[rows] + r.length[rows]) // self.settings.block + 1).max(initial=0))
         if needed > self.settings.kv_blocks:
-            raise DasError(f"engine: a request needs {needed} blocks of KV cache, an engine has "
-                           f"{self.settings.kv_blocks}: more devices an engine, or shorter responses")  # fmt: skip
+            raise DasError(
+                f"engine: a request needs {needed} blocks of KV cache, an engine has "
+                f"{self.settings.kv_blocks}: more devices an engine, or shorter responses"
+            )
         r.engine[rows], r.sent[rows] = engines, at
         for row, engine, priority in zip(rows.tolist(), engines.tolist(), priorities.tolist(), strict=True):
             heapq.heappush(self._waiting[engine], (priority, self._arrived, row))
@@ -153,10 +155,17 @@ class Fleet:
         tokens, context = np.zeros((2, len(chosen), width))
         columns = ("length", "most", "prompt", "written", "forwards", "drafted", "accepted", "draft", "hits")
         getattr(native(), f"walk_{walk.walker.kind}")(
-            rows, offsets_of(counts.astype(np.int64)), steps[chosen], walk.least[mine], walk.limit[mine],
-            **{name: getattr(r, name) for name in columns}, taken=taken, tokens=tokens, context=context,
+            rows,
+            offsets_of(counts.astype(np.int64)),
+            steps[chosen],
+            walk.least[mine],
+            walk.limit[mine],
+            **{name: getattr(r, name) for name in columns},
+            taken=taken,
+            tokens=tokens,
+            context=context,
             **walk.walker.arguments,
-        )  # fmt: skip
+        )
         there = np.arange(width) < taken[:, None]
         which = np.repeat(np.arange(len(chosen)), taken)
         each = self.steps.decode(counts[which], tokens[there], context[there])
@@ -256,10 +265,18 @@ class Fleet:
         engine, copied = r.engine[rows], r.copied[rows]
         bounds = np.flatnonzero(np.r_[True, engine[1:] != engine[:-1], True]).tolist()
         ticks = [
-            Ticked(int(engine[a]), rows[a:b], got[a:b], drafted[a:b], copied[a:b], int(tokens[engine[a]]),
-                   float(seconds[engine[a]]), bool(timed[engine[a]]))
+            Ticked(
+                int(engine[a]),
+                rows[a:b],
+                got[a:b],
+                drafted[a:b],
+                copied[a:b],
+                int(tokens[engine[a]]),
+                float(seconds[engine[a]]),
+                bool(timed[engine[a]]),
+            )
             for a, b in itertools.pairwise(bounds)
-        ]  # fmt: skip
+        ]
         extra[[tick.engine for tick in ticks]] = self.drafting.step(ticks)
         return extra
 

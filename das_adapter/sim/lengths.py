@@ -39,8 +39,10 @@ class Tail:
 
     def __post_init__(self) -> None:
         if not 1 <= self.mean < self.cap or not 0 <= self.within <= 1 or self.sigma <= 0:
-            raise DasError(f"rollout.lengths: found mean {self.mean}, cap {self.cap}, sigma {self.sigma}, within "
-                           f"{self.within}, allowed: 1 <= mean < cap, sigma > 0, 0 <= within <= 1")  # fmt: skip
+            raise DasError(
+                f"rollout.lengths: found mean {self.mean}, cap {self.cap}, sigma {self.sigma}, within "
+                f"{self.within}, allowed: 1 <= mean < cap, sigma > 0, 0 <= within <= 1"
+            )
 
     @property
     def location(self) -> float:
@@ -78,8 +80,10 @@ class Curve:
         """See `Lengths`."""
         time, left = np.array(self.running, dtype=float).T
         if (np.diff(time) <= 0).any() or (np.diff(left) > 0).any() or left[0] <= 0:
-            raise DasError(f"rollout.lengths.running: found {list(self.running)!r}, allowed: rising times and falling "
-                           "numbers of requests")  # fmt: skip
+            raise DasError(
+                f"rollout.lengths.running: found {list(self.running)!r}, allowed: rising times and falling "
+                "numbers of requests"
+            )
         z = _correlated(problems, samples, self.within, self.seed, rng)
         ended = 1.0 - left / left[0]
         order = np.argsort(np.argsort(z, axis=None)).reshape(z.shape)

@@ -9,8 +9,16 @@ from typing import Any
 
 from das_adapter.errors import DasError
 
-_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-         "head_dim", "vocab_size", "tie_word_embeddings")  # fmt: skip
+_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 _DENSE: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "Qwen/Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151936, True),
     "Qwen/Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 128, 151936, True),
@@ -37,13 +45,17 @@ MODELS: dict[str, dict[str, Any]] = {name: dict(zip(_KEYS, sizes, strict=True)) 
 MODELS |= {
     "Qwen/Qwen3-30B-A3B": {
         **dict(zip(_KEYS, (2048, 6144, 48, 32, 4, 128, 151936, False), strict=True)),
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
     },
     "Qwen/Qwen3-235B-A22B": {
         **dict(zip(_KEYS, (4096, 12288, 94, 64, 4, 128, 151936, False), strict=True)),
-        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
     },
-}  # fmt: skip
+}
 _SAME = ("-Instruct", "-Base", "-Math")
 
 

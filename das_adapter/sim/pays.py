@@ -78,8 +78,13 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain containers, without the runs."""
-        return {"epochs": [epoch.to_dict() for epoch in self.epochs], "das": self.block, "arms": self.arms,
-                "assumed": self.assumed, "settings": self.settings}  # fmt: skip
+        return {
+            "epochs": [epoch.to_dict() for epoch in self.epochs],
+            "das": self.block,
+            "arms": self.arms,
+            "assumed": self.assumed,
+            "settings": self.settings,
+        }
 
 
 def would_it_pay(
@@ -127,15 +132,19 @@ def would_it_pay(
         if budget is not None:
             candidates = {name: das for name, das in candidates.items() if "budget" not in das}
     blocks = {name: _given(das, history, budget) for name, das in (candidates | assumed).items()}
-    config = parse({
-        "model": model, "precision": precision,
-        "hardware": {"gpu": gpu, "gpus": gpus, "per_engine": per_engine},
-        "engine": engine or {},
-        "rollout": {"cap": max(2, max(len(r.tokens) for r in rollouts)), "copies": copies},
-        "acceptance": {"history": "index" if exact else "trace"},
-        "pipeline": {"train_s": other_s},
-        "arms": {"off": {"das": {"drafter": "none"}}, **{name: {"das": das} for name, das in blocks.items()}},
-    }, "replay")  # fmt: skip
+    config = parse(
+        {
+            "model": model,
+            "precision": precision,
+            "hardware": {"gpu": gpu, "gpus": gpus, "per_engine": per_engine},
+            "engine": engine or {},
+            "rollout": {"cap": max(2, max(len(r.tokens) for r in rollouts)), "copies": copies},
+            "acceptance": {"history": "index" if exact else "trace"},
+            "pipeline": {"train_s": other_s},
+            "arms": {"off": {"das": {"drafter": "none"}}, **{name: {"das": das} for name, das in blocks.items()}},
+        },
+        "replay",
+    )
     simulation = Simulation(config, rollouts)
     runs = simulation.run_all(progress)
     off = runs["off"]
@@ -178,10 +187,17 @@ def _epochs(off: Run, on: Run) -> list[Epoch]:
         return float(np.mean([getattr(run.steps[i], name) for i in numbers]))
 
     return [
-        Epoch(visit + 1, len(of), mean(off, of, "rollout_s"), mean(on, of, "rollout_s"), mean(off, of, "step_s"),
-              mean(on, of, "step_s"), sum(on.steps[i].tokens for i in of) / sum(on.steps[i].forwards for i in of))
+        Epoch(
+            visit + 1,
+            len(of),
+            mean(off, of, "rollout_s"),
+            mean(on, of, "rollout_s"),
+            mean(off, of, "step_s"),
+            mean(on, of, "step_s"),
+            sum(on.steps[i].tokens for i in of) / sum(on.steps[i].forwards for i in of),
+        )
         for visit, of in sorted(steps.items())
-    ]  # fmt: skip
+    ]
 
 
 def _settings(
@@ -189,12 +205,20 @@ def _settings(
 ) -> dict[str, Any]:
     hardware = config.hardware
     return {
-        "model": config.model, "gpu": hardware.gpu, "gpus": hardware.gpus, "engines": simulation.engines,
-        "kv_tokens": simulation.settings.kv_blocks * simulation.settings.block, "tokens": tokens, "steps": steps,
-        "copies": config.rollout.copies, "other_s": other_s, "other_s_estimated": estimated,
-        "copy_rate": config.acceptance.copy_rate, "max_num_seqs": config.engine.max_num_seqs,
+        "model": config.model,
+        "gpu": hardware.gpu,
+        "gpus": hardware.gpus,
+        "engines": simulation.engines,
+        "kv_tokens": simulation.settings.kv_blocks * simulation.settings.block,
+        "tokens": tokens,
+        "steps": steps,
+        "copies": config.rollout.copies,
+        "other_s": other_s,
+        "other_s_estimated": estimated,
+        "copy_rate": config.acceptance.copy_rate,
+        "max_num_seqs": config.engine.max_num_seqs,
         "drafts": "searched at every step" if exact else "from a trace",
-    }  # fmt: skip
+    }
 
 
 def check(rollouts: Sequence[Rollout]) -> str | None:

@@ -116,9 +116,14 @@ def run(
 
 
 def _in_turns(
-    fleet: Fleet, workload: Workload, router: Router, kind: Kind, timing: Timing, lag: int,
+    fleet: Fleet,
+    workload: Workload,
+    router: Router,
+    kind: Kind,
+    timing: Timing,
+    lag: int,
     progress: Callable[[int], None],
-) -> Run:  # fmt: skip
+) -> Run:
     requests, found, spans = fleet.requests, list[StepResult](), list[tuple[float, float]]()
     trained = [0.0, 0.0]  # when training on the step before, and on the one before that, ends
     now = 0.0
@@ -146,9 +151,14 @@ def _in_turns(
 
 
 def _continuous(
-    fleet: Fleet, workload: Workload, router: Router, kind: Kind, timing: Timing, lag: int,
+    fleet: Fleet,
+    workload: Workload,
+    router: Router,
+    kind: Kind,
+    timing: Timing,
+    lag: int,
     progress: Callable[[int], None],
-) -> Run:  # fmt: skip
+) -> Run:
     requests, found, spans = fleet.requests, list[StepResult](), list[tuple[float, float]]()
     batches: list[Ints] = []  # of rows, as they were sent
     groups: dict[int, list[int]] = {}  # rows of each group, by its number
@@ -255,10 +265,17 @@ def _sync(fleet: Fleet, router: Router, version: int, rows: Ints) -> None:
 def _result(requests: Requests, rows: Ints, rollout_s: float, step_s: float, exposed_s: float) -> StepResult:
     r = requests
     return StepResult(
-        rollout_s, step_s, exposed_s, len(rows), int(r.written[rows].sum()), int(r.forwards[rows].sum()),
-        int(r.drafted[rows].sum()), int(r.accepted[rows].sum()), int(r.preempted[rows].sum()),
+        rollout_s,
+        step_s,
+        exposed_s,
+        len(rows),
+        int(r.written[rows].sum()),
+        int(r.forwards[rows].sum()),
+        int(r.drafted[rows].sum()),
+        int(r.accepted[rows].sum()),
+        int(r.preempted[rows].sum()),
         float(r.visit[rows].mean()),
-    )  # fmt: skip
+    )
 
 
 def _busy(fleet: Fleet, spans: list[tuple[float, float]]) -> float:

@@ -65,8 +65,10 @@ class Simulation:
         self.steps = step_times(config)
         self.engines, rest = divmod(config.hardware.gpus, config.hardware.per_engine)
         if rest or not self.engines:
-            raise ConfigError(f"hardware: found gpus {config.hardware.gpus}, per_engine {config.hardware.per_engine}: "
-                              "the first must be a multiple of the second")  # fmt: skip
+            raise ConfigError(
+                f"hardware: found gpus {config.hardware.gpus}, per_engine {config.hardware.per_engine}: "
+                "the first must be a multiple of the second"
+            )
         self.settings = Settings(
             config.engine.max_num_seqs,
             kv_blocks(config, self.steps),
@@ -156,8 +158,9 @@ class Simulation:
             share = WEIGHT_BYTES[das.self.weights] / WEIGHT_BYTES[self.config.precision]
             steps = replace(steps, copy_share=share)
         graphs = steps.model.sizes if isinstance(steps, Line) else ()
-        return Controlled(das, requests, self.engines, steps, limit, source, copy, passes, self._prior(das), graphs,
-                          stride=arm.stride)  # fmt: skip
+        return Controlled(
+            das, requests, self.engines, steps, limit, source, copy, passes, self._prior(das), graphs, stride=arm.stride
+        )
 
     def _prior(self, das: DasConfig) -> Calibration | None:
         """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
@@ -206,8 +209,10 @@ def step_times(config: SimConfig) -> Steps:
         try:
             return Line(StepModel.of(block.line))
         except TypeError:
-            raise ConfigError(f"steps.line: found {block.line}, allowed: base, token, bend, knee, request, draft, "
-                              "context, attention; needed: base and token") from None  # fmt: skip
+            raise ConfigError(
+                f"steps.line: found {block.line}, allowed: base, token, bend, knee, request, draft, "
+                "context, attention; needed: base and token"
+            ) from None
     if block.kind in ("calibration", "sweep"):
         if block.file is None:
             raise ConfigError(f"steps.file: needed with `kind: {block.kind}`")
@@ -219,9 +224,18 @@ def step_times(config: SimConfig) -> Steps:
     if block.compute_share is not None:
         speed = Hardware(speed.bandwidth, speed.flops / COMPUTE * block.compute_share)
     try:
-        return instance(sizes(config.model), replace(found, speed=speed), hardware.per_engine, config.precision,
-                        block.overhead_ms * 1e-3, block.draft_overhead_ms * 1e-3, block.pass_overhead_ms * 1e-3,
-                        hardware.attention == "data", hardware.overlap, **block.fitted)  # fmt: skip
+        return instance(
+            sizes(config.model),
+            replace(found, speed=speed),
+            hardware.per_engine,
+            config.precision,
+            block.overhead_ms * 1e-3,
+            block.draft_overhead_ms * 1e-3,
+            block.pass_overhead_ms * 1e-3,
+            hardware.attention == "data",
+            hardware.overlap,
+            **block.fitted,
+        )
     except TypeError as error:
         raise ConfigError(f"steps.fitted: {error}") from None
 
@@ -240,8 +254,10 @@ def kv_blocks(config: SimConfig, steps: Steps, block: int = 16) -> int:
     weights = roof.weight_bytes + roof.table_bytes + roof.expert_bytes
     blocks = int((room - weights) / (roof.kv_bytes * block))
     if blocks < 64:
-        raise DasError(f"hardware: the weights take {weights / 1e9:.0f} of {room / 1e9:.0f} GB on each device: "
-                       "raise hardware.per_engine")  # fmt: skip
+        raise DasError(
+            f"hardware: the weights take {weights / 1e9:.0f} of {room / 1e9:.0f} GB on each device: "
+            "raise hardware.per_engine"
+        )
     return blocks
 
 
@@ -272,14 +288,19 @@ def summary(runs: dict[str, Run]) -> dict[str, Any]:
         drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
         rollout, whole = sum(s.rollout_s for s in steps), sum(s.step_s for s in steps)
         found[name] = {
-            "rollout_s": rollout / len(steps), "step_s": whole / len(steps),
+            "rollout_s": rollout / len(steps),
+            "step_s": whole / len(steps),
             "exposed_s": sum(s.exposed_s for s in steps) / len(steps),
             "rollout_of_first": rollout / max(sum(s.rollout_s for s in first), 1e-12),
             "step_of_first": whole / max(sum(s.step_s for s in first), 1e-12),
-            "tokens": tokens, "tokens_per_forward": tokens / max(forwards, 1), "drafted": drafted,
-            "accepted": accepted, "preempted": sum(s.preempted for s in steps), "busy_share": one.busy_share,
+            "tokens": tokens,
+            "tokens_per_forward": tokens / max(forwards, 1),
+            "drafted": drafted,
+            "accepted": accepted,
+            "preempted": sum(s.preempted for s in steps),
+            "busy_share": one.busy_share,
             "by_step": [vars(s) | {"tokens_per_forward": s.tokens_per_forward} for s in steps],
-        }  # fmt: skip
+        }
     return found
 
 

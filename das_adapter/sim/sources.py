@@ -117,8 +117,9 @@ class Given:
 
     def walker(self) -> Walker:
         """See `Source`."""
-        return Walker("given", {"visit": self._kind(), "survival": self._survival,
-                                     "coverage": self.coverage, "seed": self.seed})  # fmt: skip
+        return Walker(
+            "given", {"visit": self._kind(), "survival": self._survival, "coverage": self.coverage, "seed": self.seed}
+        )
 
     def begin(self, rows: Ints) -> None:
         """See `Source`."""
@@ -171,9 +172,17 @@ class Traced:
     def walker(self) -> Walker:
         """See `Source`."""
         trace = self.trace
-        return Walker("traced", {"text": self.requests.text, "ends": self.texts.ends, "log_first": self._log_first,
-                                      "log_ratio": self._log_ratio, "trace_drafted": trace.drafted,
-                                      "trace_hits": trace.hits})  # fmt: skip
+        return Walker(
+            "traced",
+            {
+                "text": self.requests.text,
+                "ends": self.texts.ends,
+                "log_first": self._log_first,
+                "log_ratio": self._log_ratio,
+                "trace_drafted": trace.drafted,
+                "trace_hits": trace.hits,
+            },
+        )
 
     def begin(self, rows: Ints) -> None:
         """See `Source`."""
@@ -303,8 +312,9 @@ def record(
     for number, step in enumerate(steps_of(rollouts), 1):
         text = np.arange(len(requests), len(requests) + len(step))
         assert all(rollouts[i] is r for i, r in zip(text.tolist(), step, strict=True)), "not in the order of steps"
-        problem, prompt = (np.array(x, dtype=np.int64) for x in
-                           ([r.problem for r in step], [len(r.prompt) for r in step]))  # fmt: skip
+        problem, prompt = (
+            np.array(x, dtype=np.int64) for x in ([r.problem for r in step], [len(r.prompt) for r in step])
+        )
         lengths = texts.lengths(text)
         rows = requests.add(problem, np.zeros_like(text), text, prompt, lengths, lengths)
         requests.engine[rows] = 0

@@ -151,8 +151,18 @@ def instance(
     if data_parallel and not roof.expert_bytes:
         raise DasError("hardware.attention: found 'data', allowed for a model without experts: 'tensor'")
     sent = sizes["num_experts_per_tok"] * sizes["hidden_size"] * (one + 2.0) if data_parallel else 0.0
-    return Instance(roof, device, devices, sizes["hidden_size"], sizes["num_hidden_layers"], overhead_s,
-                    draft_overhead_s, pass_overhead_s=pass_overhead_s, sent_bytes=sent, overlap=overlap)  # fmt: skip
+    return Instance(
+        roof,
+        device,
+        devices,
+        sizes["hidden_size"],
+        sizes["num_hidden_layers"],
+        overhead_s,
+        draft_overhead_s,
+        pass_overhead_s=pass_overhead_s,
+        sent_bytes=sent,
+        overlap=overlap,
+    )
 
 
 @dataclass(frozen=True)
@@ -187,8 +197,10 @@ class Sweep:
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         """See `Steps`."""
         if self.passes is None:
-            raise DasError("steps: found no passes of the model that drafts in the sweep or calibration, which the "
-                           "drafter needs (das-adapter calibrate --drafter)")  # fmt: skip
+            raise DasError(
+                "steps: found no passes of the model that drafts in the sweep or calibration, which the "
+                "drafter needs (das-adapter calibrate --drafter)"
+            )
         b = np.maximum(requests, 1e-9)
         return _interpolate([self.requests, self.context], self.passes, np.stack([requests, context / b]))
 
@@ -226,8 +238,9 @@ def read_calibration(path: str) -> Line | Sweep:
         rows = json.loads(Path(path).read_text())["samples"]
         cells = {(r["requests"], r["context"], r["drafts"]): r["seconds"] for r in rows}
     except (ValueError, KeyError, TypeError) as error:
-        raise DasError(f"steps.file={path!r}: found {error!r}, expected a file that das-adapter calibrate wrote"
-                       ) from None  # fmt: skip
+        raise DasError(
+            f"steps.file={path!r}: found {error!r}, expected a file that das-adapter calibrate wrote"
+        ) from None
     sweep = _sweep(cells)
     if sweep is None:
         return Line(found.steps, found.passes)
@@ -261,8 +274,9 @@ def read_sweep(path: str) -> Sweep:
                 elif "draft" in row["mode"]:
                     passes.setdefault((batch, seq), []).append(seconds)
     except (OSError, KeyError, ValueError) as error:
-        raise DasError(f"steps.sweep: found {path!r}, expected a CSV with batch, seq, gamma, mode, mean_ms: "
-                       f"{error!r}") from None  # fmt: skip
+        raise DasError(
+            f"steps.sweep: found {path!r}, expected a CSV with batch, seq, gamma, mode, mean_ms: {error!r}"
+        ) from None
     sweep = _sweep(cells)
     if sweep is None:
         raise DasError(f"steps.sweep: found {path!r}, whose cells do not fill a grid")

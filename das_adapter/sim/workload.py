@@ -79,9 +79,16 @@ class Drawn:
     """Lengths that are drawn; an epoch visits each problem of a data set once, in another order each time."""
 
     def __init__(
-        self, lengths: Lengths, dataset: int, problems: int, samples: int, prompt: int, cap: int, steps: int,
+        self,
+        lengths: Lengths,
+        dataset: int,
+        problems: int,
+        samples: int,
+        prompt: int,
+        cap: int,
+        steps: int,
         seed: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """
         Args:
             lengths: draws them.

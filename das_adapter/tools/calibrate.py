@@ -113,8 +113,13 @@ def measure(
                 seen = float(np.median(seconds)), len(seconds)
                 found.append(Sample(requests, context, draft, *seen, held_out, uneven))
             else:
-                logger.warning("calibrate: too few steps to measure of %d requests with %d tokens of context and %d "
-                               "draft tokens each: is the KV cache too small?", requests, context, draft)  # fmt: skip
+                logger.warning(
+                    "calibrate: too few steps to measure of %d requests with %d tokens of context and %d "
+                    "draft tokens each: is the KV cache too small?",
+                    requests,
+                    context,
+                    draft,
+                )
         seconds = [s for b, _, s in SweepDrafter.passed if b == requests][1:]
         if len(seconds) >= 3:
             passes.append(Sample(requests, context, 0, float(np.median(seconds)), len(seconds), number % 3 == 2))
@@ -174,8 +179,13 @@ def _settings(longest: int, requests: int) -> dict[str, Any]:
     """Return the arguments of both engines; on a CPU vLLM would take nearly all memory that there is."""
     from vllm.platforms import current_platform
 
-    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": requests, "seed": 0,
-                "max_model_len": longest}  # fmt: skip
+    settings = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": requests,
+        "seed": 0,
+        "max_model_len": longest,
+    }
     return settings | ({"gpu_memory_utilization": 0.4} if current_platform.is_cpu() else {})
 
 
@@ -199,8 +209,10 @@ def analyse(measured: Measured, config: dict[str, Any], stock: Sequence[Sample] 
     samples = [s for s in measured.samples if not s.ragged]
     shown, hidden = _split(samples)
     if len(shown) < 6 or not hidden:
-        raise DasError(f"calibrate: found {len(shown)} kinds of step to fit and {len(hidden)} to judge by, "
-                       "needed: 6 and 1; measure more batches, contexts or draft lengths")  # fmt: skip
+        raise DasError(
+            f"calibrate: found {len(shown)} kinds of step to fit and {len(hidden)} to judge by, "
+            "needed: 6 and 1; measure more batches, contexts or draft lengths"
+        )
     line = fit_line(shown, measured.sizes)
     roof = fit_roofline(Roofline.of(config, Hardware(1e11, 1e12)), shown)
     models: dict[str, Callable[[int, int, int], float]] = {
@@ -231,15 +243,17 @@ def _split(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 def fit_line(samples: Sequence[Sample], sizes: tuple[int, ...] = ()) -> StepModel:
     """Fit a step model to the samples; see `core.latency.fit`."""
-    b, s, d, t = (np.array([getattr(x, n) for x in samples], dtype=float) for n in
-                  ("requests", "context", "drafts", "seconds"))  # fmt: skip
+    b, s, d, t = (
+        np.array([getattr(x, n) for x in samples], dtype=float) for n in ("requests", "context", "drafts", "seconds")
+    )
     return fit(b * (1 + d), b, d > 0, t, b * s, sizes=sizes)
 
 
 def fit_roofline(start: Roofline, samples: Sequence[Sample]) -> Roofline:
     """Fit bandwidth, FLOP/s, bytes per KV token and host times, by relative error (coordinate descent)."""
-    b, s, d, t = (np.array([getattr(x, n) for x in samples], dtype=float) for n in
-                  ("requests", "context", "drafts", "seconds"))  # fmt: skip
+    b, s, d, t = (
+        np.array([getattr(x, n) for x in samples], dtype=float) for n in ("requests", "context", "drafts", "seconds")
+    )
 
     def built(log: np.ndarray) -> Roofline:
         bandwidth, flops, kv, plain, verify = np.exp(log)
@@ -277,20 +291,30 @@ def _judge(model: Callable[[int, int, int], float], samples: Sequence[Sample], h
         for share in _ACCEPTED:
             length = 1 + share * s.drafts
             right.append((length * predicted >= 1.05) == (length * measured >= 1.05))
-    return {"mape": float(np.mean(errors)), "held_out": len(errors),
-            "right_decisions": float(np.mean(right)) if right else None, "decisions": len(right)}  # fmt: skip
+    return {
+        "mape": float(np.mean(errors)),
+        "held_out": len(errors),
+        "right_decisions": float(np.mean(right)) if right else None,
+        "decisions": len(right),
+    }
 
 
 def write(out: Path, model: str, measured: Measured, result: dict[str, Any], command: str) -> None:
     """Write the calibration with its provenance (`toggle.calibration` reads it), and a plot beside it."""
     provenance = {
-        "command": command, "model": model, "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "command": command,
+        "model": model,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch", "numpy")},
         "hardware": hardware(),
-    }  # fmt: skip
+    }
     out.parent.mkdir(parents=True, exist_ok=True)
-    content = {"provenance": provenance, **result, "samples": [asdict(s) for s in measured.samples],
-               "pass_samples": [asdict(s) for s in measured.passes]}  # fmt: skip
+    content = {
+        "provenance": provenance,
+        **result,
+        "samples": [asdict(s) for s in measured.samples],
+        "pass_samples": [asdict(s) for s in measured.passes],
+    }
     out.write_text(json.dumps(content, indent=2) + "\n")
     _plot(out.with_suffix(".png"), measured.samples, StepModel.of(result["line"]))
 
@@ -306,8 +330,10 @@ def _plot(path: Path, samples: Sequence[Sample], line: StepModel) -> None:
         chosen = [s for s in samples if s.held_out == held_out]
         measured = [s.seconds * 1e3 for s in chosen]
         tokens = [s.requests * (1 + s.drafts) for s in chosen]
-        predicted = [line.step(n, s.requests, s.drafts > 0, s.requests * s.context) * 1e3
-                     for n, s in zip(tokens, chosen, strict=True)]  # fmt: skip
+        predicted = [
+            line.step(n, s.requests, s.drafts > 0, s.requests * s.context) * 1e3
+            for n, s in zip(tokens, chosen, strict=True)
+        ]
         axis.loglog(measured, predicted, marker, label="held out" if held_out else "fitted", markersize=4)
     ends = [min(s.seconds for s in samples) * 900, max(s.seconds for s in samples) * 1100]
     axis.loglog(ends, ends, color="grey", linewidth=1)

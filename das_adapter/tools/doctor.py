@@ -56,10 +56,16 @@ def changes() -> list[dict[str, str]]:
     hosts = (*compat.HOSTS.values(), compat.V2_NEURAL)
     signatures = {f"{s.module}:{s.name}": s.parameters for host in hosts for s in host.symbols}
     return [
-        {"patch": p.name, "target": p.target, "parameters": ", ".join(signatures.get(p.target, ())), "why": p.why,
-         "since": p.since, "upstream": p.upstream}
+        {
+            "patch": p.name,
+            "target": p.target,
+            "parameters": ", ".join(signatures.get(p.target, ())),
+            "why": p.why,
+            "since": p.since,
+            "upstream": p.upstream,
+        }
         for p in patching.PATCHES
-    ]  # fmt: skip
+    ]
 
 
 def examine() -> Iterator[Finding]:
@@ -146,10 +152,14 @@ def equality(gpu: str, environment: Mapping[str, str]) -> str:
             return f"CPU, {setting}: a float32 policy writes the same tokens with and without drafts"
         return f"CPU: a float32 policy writes the same tokens with and without drafts once {setting} is set"
     if environment.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
-        return (f"{gpu}, VLLM_BATCH_INVARIANT=1: the same tokens with and without drafts, where vLLM has "
-                "batch-invariant kernels for the policy's layers and attention")  # fmt: skip
-    return (f"{gpu}: the same distribution with and without drafts; near-ties may fall the other way. For the "
-            "same tokens set VLLM_BATCH_INVARIANT=1, which is slower")  # fmt: skip
+        return (
+            f"{gpu}, VLLM_BATCH_INVARIANT=1: the same tokens with and without drafts, where vLLM has "
+            "batch-invariant kernels for the policy's layers and attention"
+        )
+    return (
+        f"{gpu}: the same distribution with and without drafts; near-ties may fall the other way. For the "
+        "same tokens set VLLM_BATCH_INVARIANT=1, which is slower"
+    )
 
 
 def _runner() -> Finding:
@@ -157,9 +167,13 @@ def _runner() -> Finding:
     if why := needs_v1(DasConfig()):
         return Finding("model runner", "ok", f"V1: {why}; the history is drafted from on the host")
     drafters = ", ".join(V2_DRAFTERS)
-    return Finding("model runner", "ok", f"V2 for {drafters} where vLLM can run it, which needs Triton and a device: "
-                                         "drafts are made there, and scheduling stays asynchronous; V1 for every "
-                                         "other das.drafter")  # fmt: skip
+    return Finding(
+        "model runner",
+        "ok",
+        f"V2 for {drafters} where vLLM can run it, which needs Triton and a device: "
+        "drafts are made there, and scheduling stays asynchronous; V1 for every "
+        "other das.drafter",
+    )
 
 
 _ENGINE_START = """

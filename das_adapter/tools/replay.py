@@ -137,8 +137,12 @@ def replay(
                 r = waiting.pop()
                 name = CLASSES[int(np.searchsorted((medium, long), len(r.tokens)))]
                 handle = index.open(next(unique) if sources == "own" else policy.key(r.problem), r.prompt)
-                tallies = (outcome.total, outcome.by_step[step], outcome.by_length[name],
-                           outcome.by_visit[visits[r.problem]])  # fmt: skip
+                tallies = (
+                    outcome.total,
+                    outcome.by_step[step],
+                    outcome.by_length[name],
+                    outcome.by_visit[visits[r.problem]],
+                )
                 for tally in tallies:
                     tally.requests += 1
                     tally.hits += index.age(handle) is not None
@@ -212,12 +216,17 @@ def report(
         "rollouts": len(rollouts),
         "problems": len({r.problem for r in rollouts}),
         "steps": len({r.step for r in rollouts}),
-        "settings": {"budget": budget, "min_chance": min_chance, "window": history.window,
-                     "max_bytes": history.max_bytes, "batch": batch},
+        "settings": {
+            "budget": budget,
+            "min_chance": min_chance,
+            "window": history.window,
+            "max_bytes": history.max_bytes,
+            "batch": batch,
+        },
         **whole.figures(),
         "by_source": {s: o.total.figures() for s, o in outcomes.items()},
         "by_budget": by_budget,
-    }  # fmt: skip
+    }
 
 
 def plot(figures: dict[str, Any], path: str | Path) -> None:

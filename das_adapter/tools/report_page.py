@@ -246,12 +246,26 @@ def _timeline(rollouts: list[Rollout]) -> Any:
             )
     over = series.timeline(rollouts)
     width = np.diff(over.bins)
-    figure.add_scatter(x=_rounded(over.at), y=over.running.tolist(), line={"shape": "hv", "color": BLUE, "width": 2},
-                       name="running requests", showlegend=False, row=2, col=1)  # fmt: skip
+    figure.add_scatter(
+        x=_rounded(over.at),
+        y=over.running.tolist(),
+        line={"shape": "hv", "color": BLUE, "width": 2},
+        name="running requests",
+        showlegend=False,
+        row=2,
+        col=1,
+    )
     for name, values, colour in (("accepted", over.accepted, ORANGE), ("rejected", over.rejected, GREY)):
-        figure.add_bar(x=_rounded(over.bins[:-1] + width / 2), y=_rounded(values), width=_rounded(width),
-                       marker={"color": colour, "line_width": 0}, name=f"draft tokens {name}",
-                       base=None if name == "accepted" else _rounded(over.accepted), row=3, col=1)  # fmt: skip
+        figure.add_bar(
+            x=_rounded(over.bins[:-1] + width / 2),
+            y=_rounded(values),
+            width=_rounded(width),
+            marker={"color": colour, "line_width": 0},
+            name=f"draft tokens {name}",
+            base=None if name == "accepted" else _rounded(over.accepted),
+            row=3,
+            col=1,
+        )
     end, late = requests[-1].end - start, requests[max(0, int(np.ceil(0.8 * len(requests))) - 1)].end - start
     top = len(requests) - 0.5
     views = {
@@ -259,18 +273,32 @@ def _timeline(rollouts: list[Rollout]) -> Any:
         "tail: after 80 % have ended": ([late * 0.98, end * 1.02], [max(first, 0.8 * len(requests)) - 0.5, top]),
     }
     buttons = [
-        {"label": label, "method": "relayout", "args": [{"xaxis.range": x, "xaxis2.range": x, "xaxis3.range": x,
-                                                         "yaxis.range": y}]}
+        {
+            "label": label,
+            "method": "relayout",
+            "args": [{"xaxis.range": x, "xaxis2.range": x, "xaxis3.range": x, "yaxis.range": y}],
+        }
         for label, (x, y) in views.items()
-    ]  # fmt: skip
+    ]
     figure.update_layout(
         barmode="overlay",
         bargap=0.1,
-        updatemenus=[{"type": "buttons", "direction": "right", "buttons": buttons, "x": 0, "xanchor": "left", "y": 1.09,
-                      "yanchor": "bottom", "showactive": True, "pad": {"t": 0}}],
+        updatemenus=[
+            {
+                "type": "buttons",
+                "direction": "right",
+                "buttons": buttons,
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.09,
+                "yanchor": "bottom",
+                "showactive": True,
+                "pad": {"t": 0},
+            }
+        ],
         legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.01, "yanchor": "bottom"},
         margin={"t": 110},
-    )  # fmt: skip
+    )
     more = f" (the last {MAX_BARS:,} of {len(requests):,})" if first else ""
     figure.update_yaxes(title_text=f"requests by end{more}", range=views["whole rollout"][1], row=1, col=1)
     figure.update_yaxes(title_text="running<br>requests", rangemode="tozero", row=2, col=1)
@@ -290,8 +318,14 @@ def _acceptance(rollouts: list[Rollout], steps: Sequence[TrainingStep]) -> Any:
     panels = [panel for panel in panels if panel[2]]
     columns = 2
     rows = -(-max(1, len(panels)) // columns)
-    figure = _figure(rows, columns, 60 + 310 * rows, subplot_titles=[title for title, _, _ in panels],
-                     vertical_spacing=0.36 / rows, horizontal_spacing=0.1)  # fmt: skip
+    figure = _figure(
+        rows,
+        columns,
+        60 + 310 * rows,
+        subplot_titles=[title for title, _, _ in panels],
+        vertical_spacing=0.36 / rows,
+        horizontal_spacing=0.1,
+    )
     for number, (title, axis, rates) in enumerate(panels):
         at = {"row": number // columns + 1, "col": number % columns + 1}
         kinds = [rate.kind for rate in rates]
@@ -299,8 +333,14 @@ def _acceptance(rollouts: list[Rollout], steps: Sequence[TrainingStep]) -> Any:
         shares = [_round(100 * rate.share) for rate in rates]
         common = {"y": shares, "hovertext": hover, "name": title, "showlegend": False}
         if title == "by training step":
-            figure.add_scatter(x=[int(kind) for kind in kinds], mode="lines+markers",
-                               line={"color": ORANGE, "width": 2}, marker={"size": 5}, **common, **at)  # fmt: skip
+            figure.add_scatter(
+                x=[int(kind) for kind in kinds],
+                mode="lines+markers",
+                line={"color": ORANGE, "width": 2},
+                marker={"size": 5},
+                **common,
+                **at,
+            )
         else:
             figure.add_bar(x=kinds, marker_color=ORANGE, **common, **at)
             figure.update_xaxes(type="category", **at)
@@ -317,16 +357,27 @@ def _ages(rollouts: list[Rollout]) -> list[Rate]:
 def _saved(steps: Sequence[TrainingStep]) -> Any:
     figure = _figure(1, 2, 410, subplot_titles=("tokens per forward pass", "time of decoding"), horizontal_spacing=0.1)
     versions = [step.version for step in steps]
-    figure.add_scatter(x=versions, y=[_round(step.tokens_per_forward) for step in steps], mode="lines+markers",
-                       line={"color": ORANGE, "width": 2}, marker={"size": 5}, name="tokens per forward pass",
-                       showlegend=False, row=1, col=1)  # fmt: skip
+    figure.add_scatter(
+        x=versions,
+        y=[_round(step.tokens_per_forward) for step in steps],
+        mode="lines+markers",
+        line={"color": ORANGE, "width": 2},
+        marker={"size": 5},
+        name="tokens per forward pass",
+        showlegend=False,
+        row=1,
+        col=1,
+    )
     for name, colour, values in (
         ("spent", BLUE, [step.decode_seconds for step in steps]),
         ("saved", ORANGE, [step.saved_seconds for step in steps]),
     ):
         figure.add_bar(x=versions, y=[_round(value) for value in values], marker_color=colour, name=name, row=1, col=2)
-    figure.update_layout(barmode="relative", legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.12,
-                         "yanchor": "bottom"}, margin={"t": 80})  # fmt: skip
+    figure.update_layout(
+        barmode="relative",
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.12, "yanchor": "bottom"},
+        margin={"t": 80},
+    )
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(title_text="tokens of a request per pass", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title_text="seconds, all engines", row=1, col=2)
@@ -335,9 +386,15 @@ def _saved(steps: Sequence[TrainingStep]) -> Any:
 
 def _waits(waits: Mapping[int, float]) -> Any:
     figure = _figure(1, 1, 340)
-    figure.add_scatter(x=list(waits), y=[_round(seconds) for seconds in waits.values()], mode="lines+markers",
-                       line={"color": BLUE, "width": 2}, marker={"size": 5}, name="exposed generation",
-                       showlegend=False)  # fmt: skip
+    figure.add_scatter(
+        x=list(waits),
+        y=[_round(seconds) for seconds in waits.values()],
+        mode="lines+markers",
+        line={"color": BLUE, "width": 2},
+        marker={"size": 5},
+        name="exposed generation",
+        showlegend=False,
+    )
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(title_text="seconds", rangemode="tozero")
     return figure
@@ -348,9 +405,17 @@ def _history(steps: Sequence[TrainingStep]) -> Any:
     hits = [(step.version, _round(100 * step.history_hits)) for step in steps if step.history_hits is not None]
     sizes = [(step.version, step.history_tokens) for step in steps if step.history_tokens is not None]
     for column, (name, points) in enumerate((("history hits", hits), ("tokens", sizes)), 1):
-        figure.add_scatter(x=[x for x, _ in points], y=[y for _, y in points], mode="lines+markers", name=name,
-                           line={"color": BLUE, "width": 2}, marker={"size": 5}, showlegend=False, row=1,
-                           col=column)  # fmt: skip
+        figure.add_scatter(
+            x=[x for x, _ in points],
+            y=[y for _, y in points],
+            mode="lines+markers",
+            name=name,
+            line={"color": BLUE, "width": 2},
+            marker={"size": 5},
+            showlegend=False,
+            row=1,
+            col=column,
+        )
     figure.update_xaxes(title_text="training step")
     figure.update_yaxes(title_text="requests with history, %", range=[0, 105], row=1, col=1)
     figure.update_yaxes(title_text="tokens", rangemode="tozero", row=1, col=2)
@@ -372,8 +437,9 @@ def _latency(rollouts: list[Rollout]) -> Any:
                 marker={"color": colour, "size": 5, "opacity": 0.5},
                 name=name,
             )
-    figure.add_scatter(x=[0, top], y=[0, top], mode="lines", line={"color": INK, "width": 1}, name="exact",
-                       hoverinfo="skip")  # fmt: skip
+    figure.add_scatter(
+        x=[0, top], y=[0, top], mode="lines", line={"color": INK, "width": 1}, name="exact", hoverinfo="skip"
+    )
     figure.update_xaxes(title_text="measured step time, ms", range=[0, top])
     figure.update_yaxes(title_text="predicted step time, ms", range=[0, top])
     figure.update_layout(legend={"x": 0.02, "y": 0.98})
@@ -384,9 +450,16 @@ def _similarity(shares: npt.NDArray[np.float64]) -> Any:
     figure = _figure(1, 1, 560)
     names = [str(epoch) for epoch in range(1, len(shares) + 1)]
     cells = [[None if np.isnan(cell) else _round(100 * float(cell)) for cell in row] for row in shares]
-    figure.add_heatmap(z=cells, x=names, y=names, colorscale="Blues", colorbar={"title": "shared, %"},
-                       name="similarity", texttemplate="%{z:.0f}" if len(names) <= 12 else None,
-                       hovertemplate="%{z:.1f} % of epoch %{y}'s text is in epoch %{x}<extra></extra>")  # fmt: skip
+    figure.add_heatmap(
+        z=cells,
+        x=names,
+        y=names,
+        colorscale="Blues",
+        colorbar={"title": "shared, %"},
+        name="similarity",
+        texttemplate="%{z:.0f}" if len(names) <= 12 else None,
+        hovertemplate="%{z:.1f} % of epoch %{y}'s text is in epoch %{x}<extra></extra>",
+    )
     figure.update_xaxes(title_text="is in epoch", type="category")
     figure.update_yaxes(title_text="text of epoch", type="category", autorange="reversed", scaleanchor="x")
     figure.update_layout(width=680)

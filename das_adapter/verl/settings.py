@@ -39,8 +39,10 @@ def check(config: Any) -> DasConfig | None:
     if rollout.name != "vllm":
         raise ConfigError(f"{BLOCK}: found {ROLLOUT}.name={rollout.name!r}, allowed: 'vllm'")
     if _get(_get(rollout, "disaggregation"), "enabled"):
-        raise ConfigError(f"{BLOCK}: found {ROLLOUT}.disaggregation.enabled=True, whose replicas take the place of "
-                          "das-adapter's; allowed: False")  # fmt: skip
+        raise ConfigError(
+            f"{BLOCK}: found {ROLLOUT}.disaggregation.enabled=True, whose replicas take the place of "
+            "das-adapter's; allowed: False"
+        )
     engine = _get(_get(rollout, "engine_kwargs"), "vllm")
     additional = _get(engine, "additional_config")
     if additional is not None and not isinstance(additional, Mapping):

@@ -31,10 +31,17 @@ def run(name: str, overrides: list[str], out: Path) -> Steps:
     lines = out / f"{name}.jsonl"
     lines.unlink(missing_ok=True)
     environment = {
-        **os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0",
-        "MKL_CBWR": "AUTO,STRICT", "TOKENIZERS_PARALLELISM": "false", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "NRL_VLLM_ASYNC_TIMEOUT_SECONDS": "300",
-    }  # fmt: skip
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "MKL_CBWR": "AUTO,STRICT",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "NRL_VLLM_ASYNC_TIMEOUT_SECONDS": "300",
+    }
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     command = [sys.executable, str(Path(__file__).parent / "tiny_run.py"), "--out", str(lines), *overrides]
     log = out / f"{name}.log"
@@ -63,9 +70,14 @@ def show(arms: dict[str, Steps], epoch: int) -> None:
         epoch: steps after which every problem has been seen once.
     """
     table = Table(title="Each step")
-    columns = {"das/rollout_s": "rollout s", "das/acceptance_length": "acceptance length",
-               "das/draft_coverage": "coverage", "vllm/spec_num_accepted_tokens": "accepted",
-               "das/weight_version": "weights", "reward": "reward"}  # fmt: skip
+    columns = {
+        "das/rollout_s": "rollout s",
+        "das/acceptance_length": "acceptance length",
+        "das/draft_coverage": "coverage",
+        "vllm/spec_num_accepted_tokens": "accepted",
+        "das/weight_version": "weights",
+        "reward": "reward",
+    }
     for column in ("arm", "step", *columns.values(), "token hash"):
         table.add_column(column, justify="left" if column == "arm" else "right")
     for arm, figures in arms.items():

@@ -92,8 +92,12 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        metrics |= {"global_valid_seqs": [sequences.item()], "global_valid_toks": [tokens.item()],
-                    "lr": [self.optimizer.param_groups[0]["lr"]], "wd": [0.0]}  # fmt: skip
+        metrics |= {
+            "global_valid_seqs": [sequences.item()],
+            "global_valid_toks": [tokens.item()],
+            "lr": [self.optimizer.param_groups[0]["lr"]],
+            "wd": [0.0],
+        }
         return {"loss": total[None], "grad_norm": norm[None], "all_mb_metrics": metrics}
 
 

@@ -107,8 +107,14 @@ def main() -> None:
     config = grpo.MasterConfig(**config)
 
     os.environ["PYTHONHASHSEED"] = "0"
-    ray.init("local", num_cpus=8, num_gpus=4, include_dashboard=False, object_store_memory=500_000_000,
-             runtime_env={"worker_process_setup_hook": prepare})  # fmt: skip
+    ray.init(
+        "local",
+        num_cpus=8,
+        num_gpus=4,
+        include_dashboard=False,
+        object_store_memory=500_000_000,
+        runtime_env={"worker_process_setup_hook": prepare},
+    )
     os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address  # NeMo-RL looks for it; others may run Ray here
     tokenizer = get_tokenizer(config.policy["tokenizer"])
     config.policy["generation"] = configure_generation_config(config.policy["generation"], tokenizer)
@@ -131,8 +137,21 @@ def main() -> None:
     record(logger, args.out)
     loop = grpo.async_grpo_train if asynchronous else grpo.grpo_train
     extra = {"max_trajectory_age_steps": config.grpo.async_grpo.max_trajectory_age_steps} if asynchronous else {}
-    loop(policy, generation, loader, val_loader, tokenizer, loss_fn, environments, environments,
-         logger, checkpointer, state, config, **extra)  # fmt: skip
+    loop(
+        policy,
+        generation,
+        loader,
+        val_loader,
+        tokenizer,
+        loss_fn,
+        environments,
+        environments,
+        logger,
+        checkpointer,
+        state,
+        config,
+        **extra,
+    )
 
 
 def record(logger: Any, out: Path) -> None:

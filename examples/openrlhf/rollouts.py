@@ -58,13 +58,29 @@ def engines(block: dict[str, Any], weights: Path) -> Iterator[list[Any]]:
     }
     ray.init("local", num_cpus=4, num_gpus=1, include_dashboard=False, runtime_env={"env_vars": environment})
     try:  # the arguments of OpenRLHF's create_vllm_engines, but for dtype, cache, length and the worker extension
-        actor = ray.remote(Rollouts).options(num_cpus=1, num_gpus=1).remote(
-            model=str(POLICY), enforce_eager=True, worker_extension_cls="cpu_weights.FilesWorkerWrap",
-            tensor_parallel_size=1, seed=42, distributed_executor_backend="uni", max_model_len=MAX_LEN,
-            enable_prefix_caching=False, dtype="float32", trust_remote_code=True, full_determinism=False,
-            bundle_indices=None, num_gpus=1, enable_sleep_mode=False, agent_func_path=None,
-            remote_rm_url=str(HERE / "reward.py"), kv_cache_memory_bytes=2**26,
-        )  # fmt: skip
+        actor = (
+            ray.remote(Rollouts)
+            .options(num_cpus=1, num_gpus=1)
+            .remote(
+                model=str(POLICY),
+                enforce_eager=True,
+                worker_extension_cls="cpu_weights.FilesWorkerWrap",
+                tensor_parallel_size=1,
+                seed=42,
+                distributed_executor_backend="uni",
+                max_model_len=MAX_LEN,
+                enable_prefix_caching=False,
+                dtype="float32",
+                trust_remote_code=True,
+                full_determinism=False,
+                bundle_indices=None,
+                num_gpus=1,
+                enable_sleep_mode=False,
+                agent_func_path=None,
+                remote_rm_url=str(HERE / "reward.py"),
+                kv_cache_memory_bytes=2**26,
+            )
+        )
         ray.get(actor.get_num_unfinished_requests.remote())
         yield [actor]
     finally:
@@ -95,9 +111,10 @@ def run(block: dict[str, Any], steps: int, out: Path) -> list[dict[str, Any]]:
         vllm=SimpleNamespace(enable_sleep=False),
         rollout=SimpleNamespace(batch_size=PROBLEMS, n_samples_per_prompt=SAMPLES),
         algo=SimpleNamespace(
-            dynamic_filtering_enable=False, advantage=SimpleNamespace(is_correction_level="off"),
+            dynamic_filtering_enable=False,
+            advantage=SimpleNamespace(is_correction_level="off"),
         ),
-    )  # fmt: skip
+    )
     loader = [(None, prompts, problems, [None] * PROBLEMS)] * steps
     found = []
     with engines(block, weights) as actors:
@@ -108,11 +125,14 @@ def run(block: dict[str, Any], steps: int, out: Path) -> list[dict[str, Any]]:
             seconds = time.perf_counter() - begin
             samples.sort(key=lambda sample: (sample.labels, sample.sequences.tolist()))  # they came as they ended
             (figures,) = ray.get([actor.figures.remote() for actor in actors])
-            found.append({
-                "tokens": [sample.sequences[0].tolist() for sample in samples],
-                "rewards": [sample.rewards.item() for sample in samples],
-                "seconds": seconds, "figures": {k: v for k, v in figures.items() if isinstance(v, int | float)},
-            })  # fmt: skip
+            found.append(
+                {
+                    "tokens": [sample.sequences[0].tolist() for sample in samples],
+                    "rewards": [sample.rewards.item() for sample in samples],
+                    "seconds": seconds,
+                    "figures": {k: v for k, v in figures.items() if isinstance(v, int | float)},
+                }
+            )
             train(model, optimizer, samples)
             save_file({name: weight.detach().clone() for name, weight in model.named_parameters()}, weights)
             for name, weight in model.named_parameters():
@@ -152,10 +172,12 @@ def main() -> None:
         same = off["tokens"] == on["tokens"] and off["rewards"] == on["rewards"]
         equal &= same
         figures = on["figures"]
-        print(f"step {step}: reward {sum(on['rewards']) / len(on['rewards']):.2f}, "
-              f"{figures['tokens'] / max(1, figures['request_forwards']):.2f} tokens per forward, "
-              f"drafted from a history of {figures['history_tokens']} tokens, "
-              f"tokens {'equal' if same else 'DIFFERENT'}")  # fmt: skip
+        print(
+            f"step {step}: reward {sum(on['rewards']) / len(on['rewards']):.2f}, "
+            f"{figures['tokens'] / max(1, figures['request_forwards']):.2f} tokens per forward, "
+            f"drafted from a history of {figures['history_tokens']} tokens, "
+            f"tokens {'equal' if same else 'DIFFERENT'}"
+        )
     sys.exit(not equal)
 
 

@@ -36,16 +36,21 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(len(AUX) * hidden, hidden, bias=False)
         norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
         self.midlayer = nn.ModuleDict({name: nn.RMSNorm(hidden, eps=1e-6) for name in norms})
-        self.midlayer["self_attn"] = nn.ModuleDict({
-            "q_proj": nn.Linear(2 * hidden, heads * self.size, bias=False),
-            "k_proj": nn.Linear(2 * hidden, kv_heads * self.size, bias=False),
-            "v_proj": nn.Linear(2 * hidden, kv_heads * self.size, bias=False),
-            "o_proj": nn.Linear(heads * self.size, hidden, bias=False),
-        })  # fmt: skip
-        self.midlayer["mlp"] = nn.ModuleDict({
-            "gate_proj": nn.Linear(hidden, inner, bias=False), "up_proj": nn.Linear(hidden, inner, bias=False),
-            "down_proj": nn.Linear(inner, hidden, bias=False),
-        })  # fmt: skip
+        self.midlayer["self_attn"] = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(2 * hidden, heads * self.size, bias=False),
+                "k_proj": nn.Linear(2 * hidden, kv_heads * self.size, bias=False),
+                "v_proj": nn.Linear(2 * hidden, kv_heads * self.size, bias=False),
+                "o_proj": nn.Linear(heads * self.size, hidden, bias=False),
+            }
+        )
+        self.midlayer["mlp"] = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(hidden, inner, bias=False),
+                "up_proj": nn.Linear(hidden, inner, bias=False),
+                "down_proj": nn.Linear(inner, hidden, bias=False),
+            }
+        )
         self.norm = nn.RMSNorm(hidden, eps=1e-6)
         self.lm_head = nn.Linear(hidden, vocab, bias=False)
 
@@ -129,15 +134,26 @@ def main() -> None:
     (args.out / "eagle3").mkdir(parents=True, exist_ok=True)
     save_file({k: v.contiguous() for k, v in head.state_dict().items()}, args.out / "eagle3" / "model.safetensors")
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": shape.hidden_size,
-        "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads, "vocab_size": shape.vocab_size,
-        "draft_vocab_size": shape.vocab_size, "max_position_embeddings": POSITIONS,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False,
-        "eos_token_id": shape.eos_token_id, "pad_token_id": shape.pad_token_id, "torch_dtype": "float32",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "vocab_size": shape.vocab_size,
+        "draft_vocab_size": shape.vocab_size,
+        "max_position_embeddings": POSITIONS,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "eos_token_id": shape.eos_token_id,
+        "pad_token_id": shape.pad_token_id,
+        "torch_dtype": "float32",
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(AUX), "use_aux_hidden_state": True},
         "eagle_aux_hidden_state_layer_ids": list(AUX),
-    }  # fmt: skip
+    }
     (args.out / "eagle3" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 

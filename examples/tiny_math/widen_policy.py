@@ -46,12 +46,18 @@ def widened(tiny: Qwen2ForCausalLM, width: int, layers: int, seed: int = 0) -> Q
     """The larger policy, float32: `width` times the hidden size and heads, `layers` layers."""
     old, generator = tiny.config, torch.Generator().manual_seed(seed)
     inner = width + 1  # copies of the MLP's intermediate activations
-    config = Qwen2Config(**{
-        **old.to_dict(), "layer_types": None, "hidden_size": width * old.hidden_size,
-        "intermediate_size": inner * old.intermediate_size, "num_hidden_layers": layers,
-        "num_attention_heads": width * old.num_attention_heads, "num_key_value_heads": width * old.num_key_value_heads,
-        "max_position_embeddings": POSITIONS,
-    })  # fmt: skip
+    config = Qwen2Config(
+        **{
+            **old.to_dict(),
+            "layer_types": None,
+            "hidden_size": width * old.hidden_size,
+            "intermediate_size": inner * old.intermediate_size,
+            "num_hidden_layers": layers,
+            "num_attention_heads": width * old.num_attention_heads,
+            "num_key_value_heads": width * old.num_key_value_heads,
+            "max_position_embeddings": POSITIONS,
+        }
+    )
     model = Qwen2ForCausalLM(config)
     every = layers // old.num_hidden_layers
     state = {}

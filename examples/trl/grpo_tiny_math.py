@@ -28,8 +28,10 @@ sys.path += [str(EXAMPLES / "vllm"), str(EXAMPLES / "tiny_math")]
 import task  # noqa: E402
 from serving import ARMS, POLICY, Server, compare, served  # noqa: E402
 
-SERVER = ("--dtype float32 --enforce_eager true --max_model_len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
-          "--worker-extension-cls cpu_weights.Extension").split()  # fmt: skip
+SERVER = (
+    "--dtype float32 --enforce_eager true --max_model_len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
+    "--worker-extension-cls cpu_weights.Extension"
+).split()
 BATCH, GROUP = 4, 8
 """Problems of a step, and samples of each."""
 
@@ -75,10 +77,14 @@ def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection)
             turn.recv()
             begin, processor_s = time.perf_counter(), server.processor_s()
             answer = super().generate(*args, **kwargs)
-            rollouts.append({
-                "seconds": time.perf_counter() - begin, "processor_s": server.processor_s() - processor_s,
-                "tokens": answer["completion_ids"], "logprobs": answer["logprobs"],
-            })  # fmt: skip
+            rollouts.append(
+                {
+                    "seconds": time.perf_counter() - begin,
+                    "processor_s": server.processor_s() - processor_s,
+                    "tokens": answer["completion_ids"],
+                    "logprobs": answer["logprobs"],
+                }
+            )
             return answer
 
     vllm_generation.VLLMClient = Client
@@ -94,11 +100,26 @@ def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection)
     problems = [task.make_problem(rng, (5, 7, 9, 12)[i % 4]) for i in range(args.problems)]
     rows = [{"prompt": [{"role": "user", "content": p}], "problem": p, "answer": task.answer(p)} for p in problems]
     config = GRPOConfig(
-        output_dir=str(out / "trainer"), use_cpu=True, bf16=False, max_steps=steps(args), seed=0, learning_rate=1e-4,
-        per_device_train_batch_size=BATCH * GROUP, gradient_accumulation_steps=1, num_generations=GROUP,
-        max_completion_length=200, temperature=1.0, use_vllm=True, vllm_mode="server", vllm_server_timeout=600.0,
-        vllm_server_base_url=server.address, save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True,
-    )  # fmt: skip
+        output_dir=str(out / "trainer"),
+        use_cpu=True,
+        bf16=False,
+        max_steps=steps(args),
+        seed=0,
+        learning_rate=1e-4,
+        per_device_train_batch_size=BATCH * GROUP,
+        gradient_accumulation_steps=1,
+        num_generations=GROUP,
+        max_completion_length=200,
+        temperature=1.0,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_server_timeout=600.0,
+        vllm_server_base_url=server.address,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
     trainer = GRPOTrainer(str(args.policy), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows))
     trainer.train()
     logged = [{k: entry[k] for k in ("reward", "loss") if k in entry} for entry in trainer.state.log_history]
@@ -163,10 +184,12 @@ def figures(result: dict[str, Any]) -> dict[str, Any]:
 def by_epoch(off: dict[str, Any], on: dict[str, Any], length: int) -> list[dict[str, float]]:
     """Return, for each epoch of so many steps, what rollouts with speculation on took of those with it off."""
     return [
-        {name: sum(on[name][begin : begin + length]) / sum(off[name][begin : begin + length])
-         for name in ("rollout_s", "processor_s")}
+        {
+            name: sum(on[name][begin : begin + length]) / sum(off[name][begin : begin + length])
+            for name in ("rollout_s", "processor_s")
+        }
         for begin in range(0, len(off["rollout_s"]), length)
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
@@ -195,8 +218,9 @@ def main() -> None:
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     for number, epoch in enumerate(summary["epochs_of_off"], start=1):
-        print(f"epoch {number}: rollout {epoch['rollout_s']:.2f} of off, "
-              f"processor time {epoch['processor_s']:.2f} of off")  # fmt: skip
+        print(
+            f"epoch {number}: rollout {epoch['rollout_s']:.2f} of off, processor time {epoch['processor_s']:.2f} of off"
+        )
     sys.exit(not equal)
 
 

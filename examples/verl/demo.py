@@ -124,11 +124,17 @@ class Arm:
         self.gate.unlink(missing_ok=True)
         self.metrics.unlink(missing_ok=True)
         environment = {
-            **os.environ, **cpu_env(), "DEMO_GATE": str(self.gate),
-            "VERL_FILE_LOGGER_PATH": str(self.metrics), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1",
-            "RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false",
+            **os.environ,
+            **cpu_env(),
+            "DEMO_GATE": str(self.gate),
+            "VERL_FILE_LOGGER_PATH": str(self.metrics),
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "VLLM_NO_USAGE_STATS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
             "RAY_ADDRESS": "local",
-        }  # fmt: skip
+        }
         for variable in ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE"):  # the config sizes the KV cache
             environment.pop(variable, None)
         command = [
@@ -174,9 +180,14 @@ def train(arms: list[Arm], total: int, console: Console) -> dict[str, dict[str, 
     """
     figures: dict[str, dict[str, list[Any]]] = {arm.name: {name: [] for name in COLUMNS} for arm in arms}
     with Progress(
-        TextColumn("{task.description:8}"), BarColumn(), TextColumn("step {task.completed}/{task.total}"),
-        TextColumn("{task.fields[note]}"), TimeElapsedColumn(), console=console, disable=not console.is_terminal,
-    ) as progress:  # fmt: skip
+        TextColumn("{task.description:8}"),
+        BarColumn(),
+        TextColumn("step {task.completed}/{task.total}"),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
         tasks = {arm: progress.add_task(arm.name, total=total, note="starting Ray, veRL and vLLM") for arm in arms}
         for step in range(total + 1):  # step 0 is the warm-up
             for arm in arms:
@@ -260,8 +271,11 @@ def plot(summary: dict[str, Any], out: Path) -> None:
     from matplotlib import pyplot
 
     epochs = summary["epochs"]
-    for name, label in (("rollout_s", "rollout, seconds per step"), ("reward", "mean reward"),
-                        ("tokens_per_forward", "tokens per forward pass")):  # fmt: skip
+    for name, label in (
+        ("rollout_s", "rollout, seconds per step"),
+        ("reward", "mean reward"),
+        ("tokens_per_forward", "tokens per forward pass"),
+    ):
         figure, axis = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
         for style, (arm, figures) in zip(("-", "--", ":", "-."), summary["arms"].items(), strict=False):
             paced = name == "tokens_per_forward"

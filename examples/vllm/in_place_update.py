@@ -26,10 +26,15 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        str(POLICY), dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=32,
-        kv_cache_memory_bytes=2**26, disable_log_stats=False,
+        str(POLICY),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=32,
+        kv_cache_memory_bytes=2**26,
+        disable_log_stats=False,
         worker_extension_cls="weights_from_disk.WeightsFromDisk",
-    )  # fmt: skip
+    )
     prompts = [{"prompt_token_ids": ids} for ids in problems(4)]
     for step in range(3):
         begin = time.perf_counter()
@@ -38,9 +43,12 @@ def main() -> None:
         tokens = sum(len(sample.token_ids) for request in written for sample in request.outputs)
         gauges = [metric for metric in llm.get_metrics() if metric.name.startswith(PREFIX)]
         das = {gauge.name.removeprefix(PREFIX): gauge.value for gauge in gauges}
-        print(f"step {step + 1}: {tokens} tokens in {seconds:.1f} s, "
-              f"{das.get('tokens_per_forward', 1.0):.2f} tokens per forward, "
-              f"drafted from a history of {das.get('history_tokens', 0.0):.0f} tokens", flush=True)  # fmt: skip
+        print(
+            f"step {step + 1}: {tokens} tokens in {seconds:.1f} s, "
+            f"{das.get('tokens_per_forward', 1.0):.2f} tokens per forward, "
+            f"drafted from a history of {das.get('history_tokens', 0.0):.0f} tokens",
+            flush=True,
+        )
         with tempfile.TemporaryDirectory() as directory:
             llm.collective_rpc("update_weights_from_path", args=(str(train(Path(directory), step + 1)),))
 

@@ -104,7 +104,9 @@ def compare(off: Sequence[Rollout], on: Sequence[Rollout], notes: Sequence[str] 
     for step, (a, b, same) in enumerate(zip(off, on, equal, strict=True)):
         (slow, fast), (slow_cpu, fast_cpu) = ([r[of] for r in (a, b)] for of in ("seconds", "processor_s"))
         note = f", {notes[step]}" if notes else ""
-        print(f"step {step + 1}: off {slow:.2f} s, history {fast:.2f} s ({fast / slow:.2f}), "
-              f"processor time {fast_cpu / slow_cpu:.2f}, "
-              f"tokens {'equal' if same else 'DIFFERENT'}{note}")  # fmt: skip
+        print(
+            f"step {step + 1}: off {slow:.2f} s, history {fast:.2f} s ({fast / slow:.2f}), "
+            f"processor time {fast_cpu / slow_cpu:.2f}, "
+            f"tokens {'equal' if same else 'DIFFERENT'}{note}"
+        )
     return all(equal)

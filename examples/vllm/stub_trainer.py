@@ -25,8 +25,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from serving import ARMS, POLICY, Server, compare, served
 
-SERVER = ("--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
-          "--no-enable-prefix-caching --worker-extension-cls weights_from_disk.WeightsFromDisk")  # fmt: skip
+SERVER = (
+    "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
+    "--no-enable-prefix-caching --worker-extension-cls weights_from_disk.WeightsFromDisk"
+)
 
 
 def policy_served(block: dict[str, Any], log: Path, **env: str) -> contextlib.AbstractContextManager[Server]:
@@ -85,10 +87,13 @@ def run(block: dict[str, Any], directory: Path, steps: int, samples: int = 8) ->
             with ThreadPoolExecutor(samples * len(asked)) as pool:
                 groups = [[pool.submit(sample, address, prompt) for _ in range(samples)] for prompt in asked]
                 texts = [sorted(one.result() for one in group) for group in groups]
-            result["rollouts"].append({
-                "seconds": time.perf_counter() - begin, "processor_s": server.processor_s() - processor_s,
-                "tokens": texts,
-            })  # fmt: skip
+            result["rollouts"].append(
+                {
+                    "seconds": time.perf_counter() - begin,
+                    "processor_s": server.processor_s() - processor_s,
+                    "tokens": texts,
+                }
+            )
             sample(address, asked[0], vllm_xargs={"das_record": 0})  # a validation: it stays out of the history
             checkpoint = train(directory, step + 1)
             call = {"method": "update_weights_from_path", "args": [str(checkpoint)]}

@@ -98,9 +98,12 @@ def _engines(
     logs = tmp_path_factory.mktemp("engines")
     with subprocess.Popen(
         [sys.executable, str(Path(__file__).parent / "engine.py")],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
         env={**os.environ, **env},
-    ) as process:  # fmt: skip
+    ) as process:
 
         def run(**job: Any) -> list[dict[str, Any]]:
             if dtype := os.environ.get("DAS_TEST_DTYPE"):  # what a GPU's kernels compute in

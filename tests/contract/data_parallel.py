@@ -10,9 +10,12 @@ from typing import Any
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
 ENV = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-}  # fmt: skip
+}
 
 
 async def main() -> None:
@@ -23,8 +26,13 @@ async def main() -> None:
     from das_adapter.protocol.engine_args import engine_args
     from das_adapter.protocol.engine_calls import call_workers
 
-    settings = {"data_parallel_size": 2, "dtype": "float32", "max_model_len": 256, "enforce_eager": True,
-                "kv_cache_memory_bytes": 2**26}  # fmt: skip
+    settings = {
+        "data_parallel_size": 2,
+        "dtype": "float32",
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 2**26,
+    }
     llm = AsyncLLM.from_engine_args(
         AsyncEngineArgs(str(POLICY), **settings, **engine_args(parse({"drafter": "history"})))
     )

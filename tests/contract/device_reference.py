@@ -180,8 +180,18 @@ def _live(
         all_texts.append(np.concatenate([[START], text]))
         found += _scan(all_texts[-1], context, m, 1)
     kept = sorted(found, key=lambda x: (-x[0], -x[1], -x[2]))[:PLACES]
-    return [_candidate(all_texts[m], context, rank, place + 1, OWN if numbers[m] == slot else SIBLING,
-                       numbers[m] == slot, numbers[m] == slot) for rank, place, m in kept]  # fmt: skip
+    return [
+        _candidate(
+            all_texts[m],
+            context,
+            rank,
+            place + 1,
+            OWN if numbers[m] == slot else SIBLING,
+            numbers[m] == slot,
+            numbers[m] == slot,
+        )
+        for rank, place, m in kept
+    ]
 
 
 def _prompt(prompt: np.ndarray, own: np.ndarray) -> list[Candidate]:

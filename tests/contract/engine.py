@@ -234,8 +234,15 @@ def captured_first(stock: Any) -> Any:
             context = get_forward_context()
             if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
                 attention = next(iter(context.attn_metadata.values()))
-                read = (ids, positions, *context.slot_mapping.values(), attention.block_table, attention.seq_lens,
-                        attention.query_start_loc, attention.slot_mapping)  # fmt: skip
+                read = (
+                    ids,
+                    positions,
+                    *context.slot_mapping.values(),
+                    attention.block_table,
+                    attention.seq_lens,
+                    attention.query_start_loc,
+                    attention.slot_mapping,
+                )
                 at = [tensor.data_ptr() for tensor in read]
                 assert addresses.setdefault(len(ids), at) == at
                 assert context.batch_descriptor.num_tokens == len(ids) in (1, 4, 16)
@@ -349,8 +356,14 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
     from vllm import LLM, SamplingParams
     from vllm.v1.serial_utils import MsgpackEncoder
 
-    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 512, "max_num_seqs": 16, "seed": 0,
-                "kv_cache_memory_bytes": 2**26}  # fmt: skip
+    settings = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+        "seed": 0,
+        "kv_cache_memory_bytes": 2**26,
+    }
     if job.get("nemo_rl"):
         settings["worker_extension_cls"] = "engine.Trained"
     llm = LLM(**{"model": str(POLICY), **settings, **arguments, **job.get("engine", {})})
@@ -374,8 +387,10 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         )
         refused = [refusal(llm, requests[0], label) for label in part.get("refused", ())]
         texts = [list(o.outputs[0].token_ids) for o in outputs]
-        logprobs = [[step[t].logprob for t, step in zip(text, o.outputs[0].logprobs or [], strict=False)]
-                    for text, o in zip(texts, outputs, strict=True)]  # fmt: skip
+        logprobs = [
+            [step[t].logprob for t, step in zip(text, o.outputs[0].logprobs or [], strict=False)]
+            for text, o in zip(texts, outputs, strict=True)
+        ]
         result = {
             "tokens": texts,
             "routing": [getattr(o.outputs[0].routed_experts, "tolist", list)() for o in outputs],
@@ -616,8 +631,10 @@ def graphs(runner: Any, most: int) -> tuple[list[str], list[str]]:
     dispatcher.initialize_cudagraph_keys(mode, length)
 
     def replayed(each: int) -> list[str]:
-        found = [dispatcher.dispatch(n * each, uniform_decode=runner._is_uniform_decode(each, length, n * each, n))
-                 for n in range(1, most + 1)]  # fmt: skip
+        found = [
+            dispatcher.dispatch(n * each, uniform_decode=runner._is_uniform_decode(each, length, n * each, n))
+            for n in range(1, most + 1)
+        ]
         return [f"{kind.name} {batch.num_tokens}" for kind, batch in found]
 
     return replayed(1), replayed(5)
@@ -690,10 +707,15 @@ def perturb(policy: Any, size: float) -> None:
 
     generator = torch.Generator().manual_seed(0)
     weights = load_file(POLICY / "model.safetensors")
-    policy.load_weights([
-        (name, w.float() + (size * w.float().std() * torch.randn(w.shape, generator=generator) if w.ndim == 2 else 0))
-        for name, w in weights.items()
-    ])  # fmt: skip
+    policy.load_weights(
+        [
+            (
+                name,
+                w.float() + (size * w.float().std() * torch.randn(w.shape, generator=generator) if w.ndim == 2 else 0),
+            )
+            for name, w in weights.items()
+        ]
+    )
 
 
 def lose(runner: Any) -> None:
@@ -737,8 +759,11 @@ def copy_is_fresh(runner: Any) -> bool:
 
     drafter = runner.drafter
     fresh = PolicyCopy(runner.model, drafter.config.self.weights)
-    return all(torch.equal(a, b) for (_, x), (_, y) in zip(drafter.model_source.copy.layers, fresh.layers, strict=True)
-               for a, b in zip(x.tensors(), y.tensors(), strict=True))  # fmt: skip
+    return all(
+        torch.equal(a, b)
+        for (_, x), (_, y) in zip(drafter.model_source.copy.layers, fresh.layers, strict=True)
+        for a, b in zip(x.tensors(), y.tensors(), strict=True)
+    )
 
 
 def memory() -> int:

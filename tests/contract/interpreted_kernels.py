@@ -47,8 +47,9 @@ class World:
                     self.sealed.add(problem, self._variation(problem), version)
             self.sealed.seal()
         longest = 40 if written else 12
-        self.prompts = [self.rng.integers(0, vocabulary, self.rng.integers(1, longest)).astype(np.int32)
-                        for _ in range(SLOTS)]  # fmt: skip
+        self.prompts = [
+            self.rng.integers(0, vocabulary, self.rng.integers(1, longest)).astype(np.int32) for _ in range(SLOTS)
+        ]
         self.full = [self._variation(slot % 2) for slot in range(SLOTS)]
         self.written = [0] * SLOTS
         self.total = torch.tensor([len(p) for p in self.prompts], dtype=torch.int32)
@@ -97,9 +98,14 @@ LONG = pytest.mark.long
 
 @pytest.mark.parametrize(
     ("seed", "vocabulary", "periodic", "written", "gpu"),
-    [(0, 8, False, 0, False), (2, 5, True, 90, True), pytest.param(1, 6, True, 0, False, marks=LONG),
-     pytest.param(4, 6, True, 0, True, marks=LONG), pytest.param(3, 6, False, 140, True, marks=LONG)],
-)  # fmt: skip
+    [
+        (0, 8, False, 0, False),
+        (2, 5, True, 90, True),
+        pytest.param(1, 6, True, 0, False, marks=LONG),
+        pytest.param(4, 6, True, 0, True, marks=LONG),
+        pytest.param(3, 6, False, 140, True, marks=LONG),
+    ],
+)
 def test_kernels_draft_count_and_learn_as_the_reference_does(
     seed: int, vocabulary: int, periodic: bool, written: int, gpu: bool
 ) -> None:

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_doctor_finds_nothing_broken() -> None:
     pytest.importorskip("vllm")
-    done = subprocess.run([sys.executable, "-m", "das_adapter.cli", "doctor", "--json"], capture_output=True, text=True,
-                          check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "das_adapter.cli", "doctor", "--json"], capture_output=True, text=True, check=False
+    )
     report = json.loads(done.stdout)
     assert done.returncode == 0, report["findings"]
     assert {"das-adapter", "vllm", "verl"} <= {finding["name"] for finding in report["findings"]}
@@ -29,8 +30,9 @@ def test_doctor_finds_nothing_broken() -> None:
 def test_doctor_lists_what_is_changed_in_the_v2_runner(newest_env: dict[str, str]) -> None:
     pytest.importorskip("triton")
     code = "import json; from das_adapter.tools import doctor; print(json.dumps(doctor.changes()))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env={**os.environ, **newest_env})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **newest_env}
+    )
     changes = {change["patch"]: change for change in json.loads(done.stdout.splitlines()[-1])}
     assert changes["verify_by_equality"]["target"].endswith(":rejection_sample")
     assert {"choose_lengths", "run_speculator", "admit_what_is_worth_it", "build_speculator"} <= changes.keys()

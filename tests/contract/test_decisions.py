@@ -45,11 +45,36 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
 @pytest.mark.one_build
 def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
-    command = [sys.executable, "-m", "das_adapter.cli", "calibrate", str(POLICY), "--out", str(out), "--rounds", "4",
-               "--batches", "1,4,16", "--contexts", "16,64", "--drafts", "0,3,15", "--drafter", '{"drafter": "self"}',
-               "--engine", '{"dtype": "float32", "enforce_eager": true}']  # fmt: skip
-    env = {**os.environ, **vllm_env, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-           "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "das_adapter.cli",
+        "calibrate",
+        str(POLICY),
+        "--out",
+        str(out),
+        "--rounds",
+        "4",
+        "--batches",
+        "1,4,16",
+        "--contexts",
+        "16,64",
+        "--drafts",
+        "0,3,15",
+        "--drafter",
+        '{"drafter": "self"}',
+        "--engine",
+        '{"dtype": "float32", "enforce_eager": true}',
+    ]
+    env = {
+        **os.environ,
+        **vllm_env,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stderr[-4000:]
     content = json.loads(out.read_text())

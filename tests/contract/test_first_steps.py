@@ -15,8 +15,15 @@ from das_adapter.core.hardware import DEVICES
 from das_adapter.core.roofline import Roofline
 from das_adapter.engine.drafters import timing
 
-SHAPE = dict(model_type="qwen2", hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-             intermediate_size=18944, vocab_size=152064)  # fmt: skip
+SHAPE = dict(
+    model_type="qwen2",
+    hidden_size=3584,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    intermediate_size=18944,
+    vocab_size=152064,
+)
 
 
 def engine(mode: Any = CUDAGraphMode.FULL_AND_PIECEWISE, quantization: str | None = None, **shape: Any) -> Any:

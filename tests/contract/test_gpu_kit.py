@@ -20,8 +20,12 @@ import v2_cpu
 from das_adapter.protocol.engine_args import RUNNER_VARIABLE
 
 RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "run.py"
-CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1",
-       "MKL_CBWR": "AUTO,STRICT"}  # fmt: skip
+CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "MKL_CBWR": "AUTO,STRICT",
+}
 EXACT = {
     "kernel": [
         "draws that differ from the definition, near-ties apart",
@@ -74,9 +78,13 @@ def check(part: str, content: dict[str, Any], said: str) -> None:
     assert content["state"] == "done", content
     assert all(verdicts[bar]["verdict"] == "kept" for bar in EXACT.get(part, ())), verdicts
     assert all(f"{part}: {bar}" in said for bar in verdicts)
-    for bar in ("tests of the distribution: exit code", "host synchronisations of a step beyond stock's",
-                "graphs that stock replays and ours does not", "contract tests: exit code",
-                "tests of two ranks: exit code"):  # fmt: skip
+    for bar in (
+        "tests of the distribution: exit code",
+        "host synchronisations of a step beyond stock's",
+        "graphs that stock replays and ours does not",
+        "contract tests: exit code",
+        "tests of two ranks: exit code",
+    ):
         assert bar not in verdicts or verdicts[bar]["verdict"] == "not run"  # not taken for good on a CPU
 
 

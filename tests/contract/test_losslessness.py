@@ -39,10 +39,16 @@ def prompts(count: int) -> list[list[int]]:
 def requests(params: list[dict[str, Any]], count: int = 12) -> list[dict[str, Any]]:
     """Groups of three samples a prompt, with seeds and problems as the hosts send them."""
     return [
-        {"prompt": prompt, "params": {"max_tokens": 80, **params[i % len(params)],
-                                      "extra_args": {"das_problem": i // 3, "das_seed": 1000 + i}}}
+        {
+            "prompt": prompt,
+            "params": {
+                "max_tokens": 80,
+                **params[i % len(params)],
+                "extra_args": {"das_problem": i // 3, "das_seed": 1000 + i},
+            },
+        }
         for i, prompt in enumerate(p for p in prompts(count // 3) for _ in range(3))
-    ]  # fmt: skip
+    ]
 
 
 PLAIN = [{"temperature": 1.0}]
@@ -72,8 +78,10 @@ ARMS = {
 
 def two_rounds(requested: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same problems twice, with a weight sync in between, so that the history is warm in the second round."""
-    again = [{**r, "params": {**r["params"], "extra_args": {**r["params"]["extra_args"], "das_seed": 5000 + i}}}
-             for i, r in enumerate(requested)]  # fmt: skip
+    again = [
+        {**r, "params": {**r["params"], "extra_args": {**r["params"]["extra_args"], "das_seed": 5000 + i}}}
+        for i, r in enumerate(requested)
+    ]
     return [{"requests": requested, "refresh": 1}, {"requests": again}]
 
 
@@ -89,8 +97,15 @@ def adapter(directory: Path) -> str:
         weights[f"{stem}.lora_A.weight"] = torch.randn(8, 256, generator=generator) * 0.1
         weights[f"{stem}.lora_B.weight"] = torch.randn(rows, 8, generator=generator) * 0.1
     save_file(weights, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "bias": "none",
-              "base_model_name_or_path": "policy", "task_type": "CAUSAL_LM"}  # fmt: skip
+    config = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj"],
+        "bias": "none",
+        "base_model_name_or_path": "policy",
+        "task_type": "CAUSAL_LM",
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return str(directory)
 
@@ -259,10 +274,12 @@ def test_an_engine_that_comes_late_or_finds_nothing_drafts_from_what_it_has(engi
 
 def test_the_engine_counts_who_begins_with_history_and_says_when_it_was_lost(engine: Any, tmp_path: Path) -> None:
     first, second = two_rounds(requests(PLAIN))
-    validation = [{**r, "params": {**r["params"], "extra_args": {"das_problem": 99, "das_record": 0}}}
-                  for r in requests(PLAIN)]  # fmt: skip
-    fresh = [{**r, "params": {**r["params"], "extra_args": {"das_problem": 50 + i}}}
-             for i, r in enumerate(requests(PLAIN))]  # fmt: skip
+    validation = [
+        {**r, "params": {**r["params"], "extra_args": {"das_problem": 99, "das_record": 0}}} for r in requests(PLAIN)
+    ]
+    fresh = [
+        {**r, "params": {**r["params"], "extra_args": {"das_problem": 50 + i}}} for i, r in enumerate(requests(PLAIN))
+    ]
     counted = engine(das=HISTORY, rounds=[first, {"requests": second["requests"] + validation + fresh}])
     assert [(r["stats"]["history_requests"], r["stats"]["history_hits"]) for r in counted] == [(12, 0), (24, 12)]
     assert [r["stats"]["history_lost"] for r in counted] == [0, 0]
@@ -280,8 +297,9 @@ def test_a_history_that_is_too_small_is_named(engine: Any) -> None:
     """More problems than the history has room for: those of the first round have gone when they come back."""
     first, second = two_rounds(requests(PLAIN))
     params = {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40}
-    others = [{"prompt": prompts(1)[0], "params": {**params, "extra_args": {"das_problem": 100 + i}}}
-              for i in range(300)]  # fmt: skip
+    others = [
+        {"prompt": prompts(1)[0], "params": {**params, "extra_args": {"das_problem": 100 + i}}} for i in range(300)
+    ]
     between = [{"requests": others, "refresh": 2}]
     das = {**HISTORY, "history": {"max_bytes": "64KiB"}}
     result = engine(das=das, rounds=[first, *between, second])
@@ -319,8 +337,10 @@ def test_validation_text_does_not_stay(engine: Any) -> None:
 @pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
 def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine: Any, das: dict[str, Any]) -> None:
     long, short = prompts(2)
-    near = [{"prompt": (long * 10)[:100], "params": {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}},
-            {"prompt": short, "params": {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}}]  # fmt: skip
+    near = [
+        {"prompt": (long * 10)[:100], "params": {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}},
+        {"prompt": short, "params": {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}},
+    ]
     rounds = [{"requests": near, "refresh": 1}, {"requests": near}]
     small = {"max_model_len": 128}
     reference = engine(das=OFF, engine=small, rounds=rounds)

@@ -13,8 +13,12 @@ ROUNDS = two_rounds(requests([*PLAIN, {"temperature": 0.0}]))
 
 def model_drafts(policy: str) -> dict[str, Any]:
     """The block of a draft model that is the policy itself, and drafts in every step."""
-    return {"drafter": "draft_model", "draft": {"model": policy}, "budget": {"policy": "unlimited"},
-            "toggle": {"mode": "off"}}  # fmt: skip
+    return {
+        "drafter": "draft_model",
+        "draft": {"model": policy},
+        "budget": {"policy": "unlimited"},
+        "toggle": {"mode": "off"},
+    }
 
 
 @pytest.mark.parametrize("drafter", [*ARMS, "draft_model"])

@@ -128,9 +128,13 @@ def history_of(folder: Path, tokenizer: Any) -> Path:
 
 @pytest.mark.parametrize(
     ("module", "name"),
-    [("grpo", "setup"), ("ppo", "setup"), ("distillation", "setup"),
-     ("single_controller_utils.setup", "setup_single_controller")],
-)  # fmt: skip
+    [
+        ("grpo", "setup"),
+        ("ppo", "setup"),
+        ("distillation", "setup"),
+        ("single_controller_utils.setup", "setup_single_controller"),
+    ],
+)
 def test_every_algorithm_refuses_another_tokenizers_history_before_it_launches_anything(
     config: Make, tmp_path: Path, module: str, name: str
 ) -> None:

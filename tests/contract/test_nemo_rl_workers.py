@@ -380,12 +380,31 @@ def test_nemo_rls_own_tests_pass_with_the_adapter_installed() -> None:
     here = Path(__file__).parent
     paths = [str(here), str(CHECKOUT), str(CHECKOUT / "tests"), str(tests)]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "nemo_rl_installed", "--noconftest", "-c", os.devnull,
-         "--rootdir", str(tests), "-p", "no:cacheprovider", "--asyncio-mode=auto", "--deselect", DOWNLOADS_A_MODEL,
-         *(f"test_{name}.py" for name in UPSTREAM)],
-        cwd=tests, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "nemo_rl_installed",
+            "--noconftest",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(tests),
+            "-p",
+            "no:cacheprovider",
+            "--asyncio-mode=auto",
+            "--deselect",
+            DOWNLOADS_A_MODEL,
+            *(f"test_{name}.py" for name in UPSTREAM),
+        ],
+        cwd=tests,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stdout[-4000:]
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed and int(passed[1]) > 200, run.stdout[-2000:]

@@ -56,9 +56,15 @@ class Engine:
             pass_hidden_states_to_model=hidden, max_num_tokens=batched_tokens, propose=self.propose
         )
         self.runner: Any = SimpleNamespace(
-            input_batch=batch, drafter=drafter, device=torch.device("cpu"), max_model_len=LONGEST, num_spec_tokens=MOST,
-            effective_drafter_max_model_len=LONGEST, query_start_loc=SimpleNamespace(), get_model=lambda: None,
-        )  # fmt: skip
+            input_batch=batch,
+            drafter=drafter,
+            device=torch.device("cpu"),
+            max_model_len=LONGEST,
+            num_spec_tokens=MOST,
+            effective_drafter_max_model_len=LONGEST,
+            query_start_loc=SimpleNamespace(),
+            get_model=lambda: None,
+        )
         host: Any = SimpleNamespace(runner=self.runner, ranks=1, label=None)
         self.source = NeuralSource(host, ModelDrafts(MOST, narrows=False))
         self.source._limit = LONGEST
@@ -109,8 +115,10 @@ class Engine:
             tokens[row, : len(self.texts[i])] = self.texts[i]
         wanted = np.array([counts.get(i, 0) if self.computed[i] == len(self.texts[i]) - 1 else 0 for i in ids])
         self.source.held = {
-            "hidden_states": torch.tensor(hidden), "common_attn_metadata": Metadata(), "sampling_metadata": Sampling()
-        }  # fmt: skip
+            "hidden_states": torch.tensor(hidden),
+            "common_attn_metadata": Metadata(),
+            "sampling_metadata": Sampling(),
+        }
         drafts: list[list[int]] = [[] for _ in ids]
         self.source.draft(wanted, np.array([len(self.texts[i]) for i in ids]), tokens, drafts)
         self.drafted = {i: len(draft) for i, draft in zip(ids, drafts, strict=True)}

@@ -32,8 +32,11 @@ def test_kernels_equal_their_reference_in_the_interpreter(newest_env: dict[str, 
     interpreted = str(HERE / "interpreted_kernels.py")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, interpreted],
-        env={**os.environ, **newest_env, **v2_cpu.ENV}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, **newest_env, **v2_cpu.ENV},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert run.returncode == 0, run.stdout[-4000:]
     assert f"{passed} passed" in run.stdout
 
@@ -150,13 +153,26 @@ def test_an_arena_that_is_too_small_is_said_once() -> None:
 
 POINTERS = {
     "*i32": "offers kinds offered then text_len arena outcomes cells fading found_info found_left seen_info seen_left "
-            "num_sampled real",
+    "num_sampled real",
     "*i64": "text_at slots row_of_slot sealed_texts sealed_places sealed_count found_at begin members member_count "
-            "drafts targets rooms closed seen_at seen_key",
-    "*fp32": "confidence", "*fp64": "sources start chance", "i32": "requests vocabulary", "fp32": "min_chance",
-}  # fmt: skip
-CONSTANTS = {"WIDTH": 17, "PADDED": 32, "ROWS": 32, "LANES": 256, "CANDIDATES": 64, "MEMBERS": 64, "SPLITS": 8,
-             "BLOCK": 1024, "STEPS": 16, "COLUMNS": 32}  # fmt: skip
+    "drafts targets rooms closed seen_at seen_key",
+    "*fp32": "confidence",
+    "*fp64": "sources start chance",
+    "i32": "requests vocabulary",
+    "fp32": "min_chance",
+}
+CONSTANTS = {
+    "WIDTH": 17,
+    "PADDED": 32,
+    "ROWS": 32,
+    "LANES": 256,
+    "CANDIDATES": 64,
+    "MEMBERS": 64,
+    "SPLITS": 8,
+    "BLOCK": 1024,
+    "STEPS": 16,
+    "COLUMNS": 32,
+}
 COMPILE = f"""
 import triton
 from triton.backends.compiler import GPUTarget

@@ -64,10 +64,16 @@ def synced(*parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def stock(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rounds for an engine without das-adapter: the label's seed is vLLM's own, and nothing is handed over."""
-    return [{"requests": [{**r, "params": {**r["params"], "seed": r["params"]["extra_args"]["das_seed"]}}
-                          for r in part["requests"]],
-             **{name: part[name] for name in ("brief", "aborted", "perturb", "sleep", "adapter") if name in part}}
-            for part in rounds]  # fmt: skip
+    return [
+        {
+            "requests": [
+                {**r, "params": {**r["params"], "seed": r["params"]["extra_args"]["das_seed"]}}
+                for r in part["requests"]
+            ],
+            **{name: part[name] for name in ("brief", "aborted", "perturb", "sleep", "adapter") if name in part},
+        }
+        for part in rounds
+    ]
 
 
 ROUNDS = synced(two_rounds(requests(shortened(PLAIN, 60))), two_rounds(requests(shortened(EVERY_PARAMETER, 30))))
@@ -243,8 +249,11 @@ def test_nemo_rls_hooks_label_harvest_and_refresh(v2_engine: Any) -> None:
 
     asked = [{"prompt": p, "params": {"temperature": 1.0, "max_tokens": 40}} for p in prompts(4) for _ in range(3)]
     rounds = [{"requests": asked, "refit": 0.1}, {"requests": asked, "refit": 0.1}, {"requests": asked}]
-    plain = [{"requests": labelled(), "perturb": 0.1}, {"requests": labelled(), "perturb": 0.1},
-             {"requests": labelled()}]  # fmt: skip
+    plain = [
+        {"requests": labelled(), "perturb": 0.1},
+        {"requests": labelled(), "perturb": 0.1},
+        {"requests": labelled()},
+    ]
     reference = v2_engine(das=None, rounds=plain)
     result = v2_engine(das=HISTORY, rounds=rounds, nemo_rl=True)
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
@@ -284,9 +293,11 @@ def test_samples_of_one_request_and_resumed_requests_draw_stock_vllms_tokens(v2_
     texts = v2_engine(das=None, rounds=[{"requests": alone}])[0]["tokens"]
     label = {"das_problem": 3, "das_seed": 70}
     resumed = asked({**label, "das_start": len(prompt)}, [*prompt, *texts[0][:20]], max_tokens=1)
-    rounds = [{"requests": together, "refresh": 1, "unrecorded": True},
-              {"requests": [resumed], "unrecorded": True},
-              {"requests": [asked(label)], "refresh": 2, "unrecorded": True}]  # fmt: skip
+    rounds = [
+        {"requests": together, "refresh": 1, "unrecorded": True},
+        {"requests": [resumed], "unrecorded": True},
+        {"requests": [asked(label)], "refresh": 2, "unrecorded": True},
+    ]
     many, again, sibling = v2_engine(das=HISTORY, rounds=rounds)
     assert many["samples"][:2] == [texts[:3], texts[3:]]
     assert many["tokens"][2] != many["tokens"][3]  # without a seed each has its own
@@ -318,8 +329,11 @@ def test_a_nodes_history_is_drafted_from_and_that_of_other_nodes_when_it_comes(v
     first, second = two_rounds(requests(shortened(PLAIN, 40)))
     for request in first["requests"]:
         request["params"]["extra_args"]["das_record"] = 0  # nor may the second find its text live
-    rounds = [{"requests": first["requests"], "visit": str(tmp_path / "guests")},
-              {**second, "refresh": 1, "shared": str(tmp_path / "own")}, second]  # fmt: skip
+    rounds = [
+        {"requests": first["requests"], "visit": str(tmp_path / "guests")},
+        {**second, "refresh": 1, "shared": str(tmp_path / "own")},
+        second,
+    ]
     reference = v2_engine(das=None, rounds=stock(rounds))
     result = v2_engine(das=HISTORY, rounds=rounds)
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]

@@ -99,8 +99,11 @@ def test_each_request_has_the_better_draft_of_the_history_and_a_model(
 def test_the_controller_chooses_the_lengths(v2_engine: Any, drafters: Path) -> None:
     reference = v2_engine(das=None, rounds=stock(ROUNDS))
     useful = v2_engine(das=block("eagle3", drafters), rounds=ROUNDS, sabotage="slow policy")
-    useless = v2_engine(das=block("draft_model", drafters, draft={"weights": "trainer"}), rounds=ROUNDS,
-                        sabotage="drafter without weights")  # fmt: skip
+    useless = v2_engine(
+        das=block("draft_model", drafters, draft={"weights": "trainer"}),
+        rounds=ROUNDS,
+        sabotage="drafter without weights",
+    )
     for result in (useful, useless):
         assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
     for good, bad in zip(useful, useless, strict=True):

@@ -62,8 +62,13 @@ def run(script: str, environment: dict[str, str], *arguments: str) -> str:
     """Run a script under Triton's interpreter; return what it prints."""
     pytest.importorskip("triton")
     environment = {**os.environ, **environment, "TRITON_INTERPRET": "1", "VLLM_PLUGINS": ""}
-    done = subprocess.run([sys.executable, "-c", _STAND_IN + script, *arguments],
-                          env=environment, capture_output=True, text=True, check=False)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", _STAND_IN + script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -92,9 +97,12 @@ print("RESULT " + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 def test_stock_v2_writes_the_same_tokens(engine: Any, newest_env: dict[str, str]) -> None:
     """The newest vLLM's second runner without das-adapter, and our samplers in a first runner."""
     params = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"temperature": 1.3}]
-    asked = [{"prompt": prompt, "params": {"max_tokens": 24, "seed": 2**40 * i + 11, **params[i]}}
-             for i, prompt in enumerate(prompts(4))]  # fmt: skip
-    printed = run(_ENGINE, {**newest_env, "VLLM_USE_V2_MODEL_RUNNER": "1"},
-                  json.dumps({"policy": str(POLICY), "requests": asked}))  # fmt: skip
+    asked = [
+        {"prompt": prompt, "params": {"max_tokens": 24, "seed": 2**40 * i + 11, **params[i]}}
+        for i, prompt in enumerate(prompts(4))
+    ]
+    printed = run(
+        _ENGINE, {**newest_env, "VLLM_USE_V2_MODEL_RUNNER": "1"}, json.dumps({"policy": str(POLICY), "requests": asked})
+    )
     line = next(x for x in printed.splitlines() if x.startswith("RESULT "))
     assert engine(das=OFF, rounds=[{"requests": asked}])[0]["tokens"] == json.loads(line.removeprefix("RESULT "))

@@ -40,9 +40,11 @@ def test_a_copy_that_is_not_quantised_anew_drafts_for_the_old_policy(engine: Any
     rounds = [{**first, "perturb": 1.0}, second]
     rate = [
         r[1]["stats"]["accepted_tokens"] / r[1]["stats"]["draft_tokens"]
-        for r in (engine(das=SELF, rounds=rounds, env=HOST),
-                  engine(das=SELF, rounds=rounds, env=HOST, sabotage="stale copy"))
-    ]  # fmt: skip
+        for r in (
+            engine(das=SELF, rounds=rounds, env=HOST),
+            engine(das=SELF, rounds=rounds, env=HOST, sabotage="stale copy"),
+        )
+    ]
     assert rate[0] > rate[1] + 0.1
 
 

@@ -12,9 +12,20 @@ import transformers
 from engine import POLICY
 from safetensors.torch import load_file, save_file
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-         "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 96, "max_position_embeddings": 2048,
-         "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, "tie_word_embeddings": False}  # fmt: skip
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 96,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "tie_word_embeddings": False,
+}
 
 
 def mixture_of_experts() -> Any:
@@ -32,17 +43,32 @@ PIXELS = 16
 def images() -> Any:
     """BLIP-2: a vision tower and a Q-Former of one layer, which make two tokens of an image, before an OPT."""
     vision = transformers.Blip2VisionConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=PIXELS,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=PIXELS,
         patch_size=PIXELS // 2,
-    )  # fmt: skip
+    )
     between = transformers.Blip2QFormerConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, encoder_hidden_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        encoder_hidden_size=32,
         cross_attention_frequency=1,
-    )  # fmt: skip
+    )
     text = transformers.OPTConfig(
-        hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=97, word_embed_proj_dim=64,
-        eos_token_id=1, pad_token_id=0, bos_token_id=None,
-    )  # fmt: skip
+        hidden_size=64,
+        ffn_dim=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=97,
+        word_embed_proj_dim=64,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
     config = transformers.Blip2Config(
         vision_config=vision, qformer_config=between, text_config=text, num_query_tokens=2, image_token_index=96
     )
@@ -88,8 +114,9 @@ def write_mtp(directory: Path) -> str:
     hidden, embeds = [], []
     with torch.no_grad():
         for prompt in prompts(6):
-            text = policy.generate(torch.tensor([prompt] * 12), max_new_tokens=60, min_new_tokens=60, do_sample=True,
-                                   top_k=0)  # fmt: skip
+            text = policy.generate(
+                torch.tensor([prompt] * 12), max_new_tokens=60, min_new_tokens=60, do_sample=True, top_k=0
+            )
             states: list[torch.Tensor] = []
             hook = policy.model.layers[-1].register_forward_hook(lambda *call, to=states: to.append(call[2]))
             policy(text)
@@ -100,18 +127,26 @@ def write_mtp(directory: Path) -> str:
     def unit(x: torch.Tensor) -> torch.Tensor:
         return x * x.square().mean(-1, keepdim=True).add(shape.rms_norm_eps).rsqrt()
 
-    read = torch.cat([torch.cat([unit(h[:, :-1]), unit(e[:, 1:])], -1).flatten(0, 1)
-                      for h, e in zip(hidden, embeds, strict=True)])  # fmt: skip
+    read = torch.cat(
+        [torch.cat([unit(h[:, :-1]), unit(e[:, 1:])], -1).flatten(0, 1) for h, e in zip(hidden, embeds, strict=True)]
+    )
     target = torch.cat([unit(h[:, 1:]).flatten(0, 1) for h in hidden])
     gram = read.T @ read + 10.0 * torch.eye(read.shape[1])
     size, inner, kv = shape.hidden_size, shape.intermediate_size, shape.hidden_size // 2
-    rows = {"self_attn.q_proj": (size, size), "self_attn.k_proj": (kv, size), "self_attn.v_proj": (kv, size),
-            "self_attn.o_proj": (size, size), "mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size),
-            "mlp.down_proj": (size, inner)}  # fmt: skip
+    rows = {
+        "self_attn.q_proj": (size, size),
+        "self_attn.k_proj": (kv, size),
+        "self_attn.v_proj": (kv, size),
+        "self_attn.o_proj": (size, size),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
     layer = {f"{name}.weight": torch.randn(of, generator=generator) * 0.02 for name, of in rows.items()}
     layer |= {f"self_attn.{name}_proj.bias": torch.zeros(n) for name, n in (("q", size), ("k", kv), ("v", kv))}
-    layer |= {f"{name}layernorm.weight": torch.ones(size)
-              for name in ("token_", "hidden_", "input_", "post_attention_")}  # fmt: skip
+    layer |= {
+        f"{name}layernorm.weight": torch.ones(size) for name in ("token_", "hidden_", "input_", "post_attention_")
+    }
     layer["final_layernorm.weight"] = policy.model.norm.weight.detach()
     layer["input_proj.weight"] = torch.linalg.solve(gram, read.T @ target).T.contiguous()
     shutil.copytree(POLICY, directory)

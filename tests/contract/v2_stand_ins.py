@@ -115,9 +115,13 @@ def gather_block_tables(
 
 
 def compute_slot_mappings(
-    self: Any, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, positions: torch.Tensor,
-    num_tokens_padded: int, out: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
+    self: Any,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    num_tokens_padded: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """`BlockTables.compute_slot_mappings`."""
     target = self.slot_mappings if out is None else out
     starts = query_start_loc[: len(idx_mapping) + 1].numpy()
@@ -131,9 +135,15 @@ def compute_slot_mappings(
 
 
 def read_prompts(
-    input_ids: torch.Tensor, following: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, texts: torch.Tensor,
-    prefill: torch.Tensor, computed: torch.Tensor, **_: int,
-) -> None:  # fmt: skip
+    input_ids: torch.Tensor,
+    following: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    texts: torch.Tensor,
+    prefill: torch.Tensor,
+    computed: torch.Tensor,
+    **_: int,
+) -> None:
     """`_prepare_prefill_inputs_kernel`."""
     for row, slot in enumerate(slots.tolist()):
         done, whole, (begin, end) = int(computed[slot]), int(prefill[slot]), starts[row : row + 2].tolist()
@@ -145,9 +155,13 @@ def read_prompts(
 
 
 def place(
-    pos: torch.Tensor, seq_lens: torch.Tensor, slots: torch.Tensor, starts: torch.Tensor, computed: torch.Tensor,
+    pos: torch.Tensor,
+    seq_lens: torch.Tensor,
+    slots: torch.Tensor,
+    starts: torch.Tensor,
+    computed: torch.Tensor,
     **_: int,
-) -> None:  # fmt: skip
+) -> None:
     """`_prepare_pos_seq_lens_kernel`."""
     seq_lens[len(slots) :] = 0
     for row, done in enumerate(computed[slots].tolist()):
@@ -157,10 +171,18 @@ def place(
 
 
 def read_drafts(
-    input_ids: torch.Tensor, slots: torch.Tensor, last: torch.Tensor, starts: torch.Tensor, seq_lens: torch.Tensor,
-    prefill: torch.Tensor, drafts: torch.Tensor, cu_num_logits: torch.Tensor, logits_indices: torch.Tensor,
-    NUM_NEW_SAMPLED_TOKENS: int = 1, **_: int,
-) -> None:  # fmt: skip
+    input_ids: torch.Tensor,
+    slots: torch.Tensor,
+    last: torch.Tensor,
+    starts: torch.Tensor,
+    seq_lens: torch.Tensor,
+    prefill: torch.Tensor,
+    drafts: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    logits_indices: torch.Tensor,
+    NUM_NEW_SAMPLED_TOKENS: int = 1,
+    **_: int,
+) -> None:
     """`_combine_sampled_and_draft_tokens_kernel`."""
     assert NUM_NEW_SAMPLED_TOKENS == 1
     for row, slot in enumerate(slots.tolist()):
@@ -184,9 +206,13 @@ def expand(
 
 
 def count(
-    num_sampled: torch.Tensor, num_rejected: torch.Tensor, seq_lens: torch.Tensor, cu_num_logits: torch.Tensor,
-    slots: torch.Tensor, prefill: torch.Tensor,
-) -> None:  # fmt: skip
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    slots: torch.Tensor,
+    prefill: torch.Tensor,
+) -> None:
     """`_get_num_sampled_and_rejected_kernel`."""
     reading = seq_lens[: len(slots)] < prefill[slots]
     num_sampled[reading] = 0
@@ -194,10 +220,20 @@ def count(
 
 
 def append(
-    slots: torch.Tensor, computed: torch.Tensor, last: torch.Tensor, written: torch.Tensor | None,
-    sampled: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor, starts: torch.Tensor | None,
-    texts: torch.Tensor, total_len: torch.Tensor, drafts: torch.Tensor | None = None, *_: Any, **__: int,
-) -> None:  # fmt: skip
+    slots: torch.Tensor,
+    computed: torch.Tensor,
+    last: torch.Tensor,
+    written: torch.Tensor | None,
+    sampled: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    starts: torch.Tensor | None,
+    texts: torch.Tensor,
+    total_len: torch.Tensor,
+    drafts: torch.Tensor | None = None,
+    *_: Any,
+    **__: int,
+) -> None:
     """`_post_update_kernel`, of the last pipeline rank."""
     assert written is not None and starts is not None and drafts is None
     for row, slot in enumerate(slots.tolist()):
@@ -238,9 +274,16 @@ def flatten(
 
 
 def gumbel_sample(
-    logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor, seed: torch.Tensor, pos: torch.Tensor,
-    apply_temperature: bool, is_drafting: bool = False, use_fp64: bool = False, **others: Any,
-) -> torch.Tensor:  # fmt: skip
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    seed: torch.Tensor,
+    pos: torch.Tensor,
+    apply_temperature: bool,
+    is_drafting: bool = False,
+    use_fp64: bool = False,
+    **others: Any,
+) -> torch.Tensor:
     """Draw one token a row, as vLLM's `gumbel_sample` does."""
     assert not (is_drafting or use_fp64 or others)
     rows, at = logits.float().numpy(), slots.numpy()
@@ -311,9 +354,17 @@ def rank(output: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, **_: 
 
 
 def penalise(
-    logits: torch.Tensor, slots: torch.Tensor, fed: torch.Tensor, local: torch.Tensor, repetition: torch.Tensor,
-    frequency: torch.Tensor, presence: torch.Tensor, in_prompt: torch.Tensor, written: torch.Tensor, **_: int,
-) -> None:  # fmt: skip
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    fed: torch.Tensor,
+    local: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    in_prompt: torch.Tensor,
+    written: torch.Tensor,
+    **_: int,
+) -> None:
     """`_penalties_kernel`."""
     rows, places = logits.numpy(), local.tolist()
     for row, slot in enumerate(slots.tolist()):
@@ -331,10 +382,21 @@ def penalise(
 
 
 def bias_logits(
-    logits: torch.Tensor, slots: torch.Tensor, allowed: torch.Tensor, allowed_ids: torch.Tensor, biased: torch.Tensor,
-    biased_ids: torch.Tensor, bias: torch.Tensor, pos: torch.Tensor, least: torch.Tensor, stops: torch.Tensor,
-    restored: torch.Tensor, stop_ids: torch.Tensor, CHECK_ALL_MASKED_ROWS: bool, **_: int,
-) -> None:  # fmt: skip
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    allowed: torch.Tensor,
+    allowed_ids: torch.Tensor,
+    biased: torch.Tensor,
+    biased_ids: torch.Tensor,
+    bias: torch.Tensor,
+    pos: torch.Tensor,
+    least: torch.Tensor,
+    stops: torch.Tensor,
+    restored: torch.Tensor,
+    stop_ids: torch.Tensor,
+    CHECK_ALL_MASKED_ROWS: bool,
+    **_: int,
+) -> None:
     """`_bias_kernel`: allowed tokens, bias, and no stop before `min_tokens`."""
     for row, slot, place in zip(logits.numpy(), slots.tolist(), pos.tolist(), strict=True):
         if count := int(allowed[slot]):
@@ -354,9 +416,17 @@ def bias_logits(
 
 
 def forbid_words(
-    logits: torch.Tensor, slots: torch.Tensor, words: torch.Tensor, offsets: torch.Tensor, number: torch.Tensor,
-    texts: torch.Tensor, prompt_len: torch.Tensor, total_len: torch.Tensor, fed: torch.Tensor, local: torch.Tensor,
-) -> None:  # fmt: skip
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    words: torch.Tensor,
+    offsets: torch.Tensor,
+    number: torch.Tensor,
+    texts: torch.Tensor,
+    prompt_len: torch.Tensor,
+    total_len: torch.Tensor,
+    fed: torch.Tensor,
+    local: torch.Tensor,
+) -> None:
     """`_bad_words_kernel`."""
     rows, places = logits.numpy(), local.tolist()
     for row, slot in enumerate(slots.tolist()):

@@ -21,8 +21,15 @@ import cpu_async  # noqa: E402
 pytestmark = pytest.mark.e2e
 
 # Four problems in two steps an epoch; one response in some steps runs into the end of the context.
-SMALL = ["grpo.max_num_steps=4", "--problems", "4", "grpo.num_prompts_per_step=2", "policy.train_global_batch_size=8",
-         "policy.max_total_sequence_length=80", "grpo.val_period=2"]  # fmt: skip
+SMALL = [
+    "grpo.max_num_steps=4",
+    "--problems",
+    "4",
+    "grpo.num_prompts_per_step=2",
+    "policy.train_global_batch_size=8",
+    "policy.max_total_sequence_length=80",
+    "grpo.val_period=2",
+]
 PER_STEP = 8
 
 
@@ -112,8 +119,12 @@ def test_by_yaml_alone_a_stock_driver_speculates(tmp_path: Path) -> None:
     assert all("das/health" not in step for step in steps)
 
 
-KEPT = ["checkpointing.enabled=true", "checkpointing.metric_name=null", "checkpointing.save_period=3",
-        "grpo.max_num_steps=3"]  # fmt: skip
+KEPT = [
+    "checkpointing.enabled=true",
+    "checkpointing.metric_name=null",
+    "checkpointing.save_period=3",
+    "grpo.max_num_steps=3",
+]
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,20 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
 
 DAS = "actor_rollout_ref.rollout.custom.das"
-SMALL = ["data.max_response_length=256", "data.train_batch_size=4", "data.train_max_samples=4",
-         "data.val_max_samples=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]  # fmt: skip
+SMALL = [
+    "data.max_response_length=256",
+    "data.train_batch_size=4",
+    "data.train_max_samples=4",
+    "data.val_max_samples=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+]
 # Without the controller, whose decisions depend on how long steps take.
-HISTORY = [f"{DAS}.drafter=history", f"+{DAS}.budget.policy=uniform", f"+{DAS}.toggle.mode=off",
-           f"+{DAS}.routing.policy=least_loaded"]  # fmt: skip
+HISTORY = [
+    f"{DAS}.drafter=history",
+    f"+{DAS}.budget.policy=uniform",
+    f"+{DAS}.toggle.mode=off",
+    f"+{DAS}.routing.policy=least_loaded",
+]
 
 
 def train(
@@ -37,10 +46,25 @@ def train(
     variables: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a pipeline on a CPU example; metrics go to `out`. `variables`: more of the environment."""
-    command = [sys.executable, "-m", module, "--config-path", str(ROOT / "examples/verl"),
-               "--config-name", config, *overrides]  # fmt: skip
-    env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1",
-           "RAY_ADDRESS": "local", **(variables or {})}  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        module,
+        "--config-path",
+        str(ROOT / "examples/verl"),
+        "--config-name",
+        config,
+        *overrides,
+    ]
+    env = {
+        **os.environ,
+        **cpu_env(),
+        "VERL_FILE_LOGGER_PATH": str(out),
+        "HF_HUB_OFFLINE": "1",
+        "HYDRA_FULL_ERROR": "1",
+        "RAY_ADDRESS": "local",
+        **(variables or {}),
+    }
     env.pop("CUDA_VISIBLE_DEVICES", None)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900)
 
@@ -184,9 +208,11 @@ def test_training_on_vllms_v2_runner_is_the_same_and_drafts_from_the_history(tmp
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
     variables = {
         "PYTHONPATH": os.pathsep.join(map(str, (contract / "v2_everywhere", contract, newest))),
-        "VLLM_CACHE_ROOT": str(newest / ".cache"), "TRITON_INTERPRET": "1", "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CACHE_ROOT": str(newest / ".cache"),
+        "TRITON_INTERPRET": "1",
+        "TORCH_COMPILE_DISABLE": "1",
         "DAS_TEST_V2": "1",
-    }  # fmt: skip
+    }
     small = [*SMALL[1:], "data.max_response_length=128", "trainer.total_training_steps=3"]
     arms = {}
     for arm, overrides in {"off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"], "history": HISTORY}.items():

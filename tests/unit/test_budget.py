@@ -42,8 +42,9 @@ def simulate(length: float, per_round: float, alpha: float, k: float) -> int:
     return rounds
 
 
-@pytest.mark.parametrize(("length", "rounds", "alpha", "k"), [(16000, 4805, 1.0, 0.7), (900, 500, 0.6, 0.5),
-                                                              (3000, 2999, 0.9, 0.9)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("length", "rounds", "alpha", "k"), [(16000, 4805, 1.0, 0.7), (900, 500, 0.6, 0.5), (3000, 2999, 0.9, 0.9)]
+)
 def test_the_budget_reaches_the_rounds_it_promises(length: int, rounds: int, alpha: float, k: float) -> None:
     arrays = [np.array([float(x)]) for x in (length, alpha, k)]
     drafts = drafts_needed(rounds, *arrays)
@@ -108,8 +109,10 @@ def test_the_split_of_a_step_is_the_best_of_all_splits(
 ) -> None:
     drafts = [sorted(c, reverse=True) for c in chances]
     requests = len(drafts)
-    values = [[c * (own + tail * np.exp(-fade * j)) for j, c in enumerate(draft)]
-              for draft, (own, tail, fade) in zip(drafts, worth, strict=False)]  # fmt: skip
+    values = [
+        [c * (own + tail * np.exp(-fade * j)) for j, c in enumerate(draft)]
+        for draft, (own, tail, fade) in zip(drafts, worth, strict=False)
+    ]
 
     def gain(keep: tuple[int, ...]) -> float:
         total = requests + sum(keep)
@@ -140,8 +143,10 @@ def test_makespan_weights_are_the_chances_to_end_last() -> None:
     assert found.sum() == pytest.approx(1.0)
     others = np.sort(left, axis=0)[-2]
     for i in np.flatnonzero(chance > 0.1):
-        before, after = ((left[i] - ahead > np.where(left[i] == left.max(axis=0), others, left.max(axis=0))).mean()
-                         for ahead in (0.0, AHEAD))  # fmt: skip
+        before, after = (
+            (left[i] - ahead > np.where(left[i] == left.max(axis=0), others, left.max(axis=0))).mean()
+            for ahead in (0.0, AHEAD)
+        )
         assert np.exp(-fade[i] * AHEAD) == pytest.approx(after / before, abs=0.05)
 
 

@@ -17,8 +17,14 @@ from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.tools.calibrate import Measured, Sample, analyse, write
 
-CONFIG = dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
-              intermediate_size=4864, vocab_size=32000)  # fmt: skip
+CONFIG = dict(
+    hidden_size=896,
+    num_hidden_layers=24,
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    intermediate_size=4864,
+    vocab_size=32000,
+)
 
 
 def sweep(seconds: object, passes: object = None) -> Measured:

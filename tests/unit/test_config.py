@@ -130,8 +130,11 @@ def test_lossy_settings_pass_where_they_are_allowed() -> None:
     verify = {"noise": "stock", "allow_lossy": True}
     config = parse({"drafter": "draft_model", "draft": {"model": "x", "options": lossy}, "verify": verify})
     assert engine_args(config)["speculative_config"] == {
-        "method": "draft_model", "model": "x", "num_speculative_tokens": 3, **lossy
-    }  # fmt: skip
+        "method": "draft_model",
+        "model": "x",
+        "num_speculative_tokens": 3,
+        **lossy,
+    }
     assert parse({"drafter": "mtp", "draft": {"options": {"rejection_sample_method": "block"}}}) is not None
 
 
@@ -271,10 +274,23 @@ EVERYTHING = {
     "verify.allow_lossy": True,
     "log_dir": "x",
 }
-HISTORY = {"history.scope", "history.window", "history.max_bytes", "history.persist", "budget.max_draft_tokens",
-           "routing.leaders"}  # fmt: skip
-CONTROLLED = {"budget.policy", "budget.min_chance", "toggle.mode", "toggle.margin", "toggle.threshold", "log_dir",
-              "toggle.calibration"}  # fmt: skip
+HISTORY = {
+    "history.scope",
+    "history.window",
+    "history.max_bytes",
+    "history.persist",
+    "budget.max_draft_tokens",
+    "routing.leaders",
+}
+CONTROLLED = {
+    "budget.policy",
+    "budget.min_chance",
+    "toggle.mode",
+    "toggle.margin",
+    "toggle.threshold",
+    "log_dir",
+    "toggle.calibration",
+}
 COPY = {"self.weights", "self.max_tokens", "self.ladder"}
 NEURAL = {"draft.model", "draft.tokens", "draft.weights", "draft.options", "verify.allow_lossy"}
 ANY = {"routing.policy", "verify.noise", "verify.seed"}
@@ -394,8 +410,23 @@ def test_an_empty_block_is_no_way_to_say_off_or_on() -> None:
         block_of(OmegaConf.create({"das": None}), "custom")
 
 
-HOSTS_OWN_KEYS = ["backend", "colocated", "data", "max_new_tokens", "quant_cfg", "sglang_cfg", "stop_token_ids",
-                  "temperature", "top_k", "vllm_cfg", "vllm_kwargs", "ds", "dataset", "dp_size", "tas"]  # fmt: skip
+HOSTS_OWN_KEYS = [
+    "backend",
+    "colocated",
+    "data",
+    "max_new_tokens",
+    "quant_cfg",
+    "sglang_cfg",
+    "stop_token_ids",
+    "temperature",
+    "top_k",
+    "vllm_cfg",
+    "vllm_kwargs",
+    "ds",
+    "dataset",
+    "dp_size",
+    "tas",
+]
 
 
 def test_a_misspelt_block_is_refused_and_the_hosts_own_keys_are_not() -> None:
@@ -540,8 +571,10 @@ def test_shipped_blocks_are_right_and_off_in_one_line(path: Path, found: dict[st
 
 def test_there_are_shipped_blocks_of_both_hosts() -> None:
     assert {path.parts[:2] for path, _ in SHIPPED} == {
-        ("configs", "nemo_rl"), ("examples", "nemo_rl"), ("examples", "verl")
-    }  # fmt: skip
+        ("configs", "nemo_rl"),
+        ("examples", "nemo_rl"),
+        ("examples", "verl"),
+    }
 
 
 def test_the_readme_has_the_table_of_keys_that_the_models_give() -> None:

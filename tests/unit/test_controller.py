@@ -306,8 +306,12 @@ def test_one_length_for_all_is_never_much_slower_than_off(truth: StepModel, chan
 @pytest.mark.parametrize("mode", ["off", "roofline"])
 def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: str, mode: str) -> None:
     common = (1, 2, 4, 8)
-    controller = Controller(BudgetConfig(policy=policy, max_draft_tokens=8), ToggleConfig(mode=mode), 2048,  # type: ignore[arg-type]
-                            common=common)  # fmt: skip
+    controller = Controller(
+        BudgetConfig(policy=policy, max_draft_tokens=8),
+        ToggleConfig(mode=mode),
+        2048,  # type: ignore[arg-type]
+        common=common,
+    )
     slots = np.array([controller.open(i, 5, 400) for i in range(5)])
     lengths = set()
     for _ in range(100):

@@ -147,11 +147,23 @@ def test_every_metric_is_documented_and_no_other() -> None:
     report = {
         **Counters(request_forwards=1, drafted_forwards=1, draft_tokens=1, tokens=2, propose_seconds=[0.1]).take(),
         **RolloutClock().take(),
-        "class_steps": [1, 1, 1], "class_drafts": [1, 1, 1], "time_saved_s": 0.0, "planned_rounds": 1.0,
-        "latency_model_error": 0.1, "history_requests": 1, "history_hits": 1, "staleness": [[1, 1]] * len(AGES),
-        "requantise_s": 0.1, "drafter_bytes": 1, "drafter_passes": 1, "self_acceptance": 0.5, "live_bytes": 1,
-        "staged_bytes": 1, "of_stock": 1.0, "model_runner": 2,
-    }  # fmt: skip
+        "class_steps": [1, 1, 1],
+        "class_drafts": [1, 1, 1],
+        "time_saved_s": 0.0,
+        "planned_rounds": 1.0,
+        "latency_model_error": 0.1,
+        "history_requests": 1,
+        "history_hits": 1,
+        "staleness": [[1, 1]] * len(AGES),
+        "requantise_s": 0.1,
+        "drafter_bytes": 1,
+        "drafter_passes": 1,
+        "self_acceptance": 0.5,
+        "live_bytes": 1,
+        "staged_bytes": 1,
+        "of_stock": 1.0,
+        "model_runner": 2,
+    }
     logged = set(figures([report])) | {"das/weight_version", "das/exposed_generation_s"}
     rows = re.findall(r"^\| (`das/.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
     documented = [name for row in rows for name in re.findall(r"`(das/[\w/]+)`", row)]

@@ -43,8 +43,11 @@ def test_it_says_which_model_runner_an_engine_gets_and_why(monkeypatch: pytest.M
 
 def test_every_module_that_changes_a_host_is_listed_and_documented() -> None:
     """Those for hosts on a CPU aside."""
-    sources = [path.relative_to(ROOT / "das_adapter") for path in (ROOT / "das_adapter").rglob("*.py")
-               if "\n@patch(" in path.read_text()]  # fmt: skip
+    sources = [
+        path.relative_to(ROOT / "das_adapter")
+        for path in (ROOT / "das_adapter").rglob("*.py")
+        if "\n@patch(" in path.read_text()
+    ]
     page = (ROOT / "docs" / "architecture.md").read_text()
     assert len(sources) > 12
     assert [source for source in sources if f"`{source}`" not in page and source.parts[1] != "cpu"] == []

@@ -58,8 +58,11 @@ def test_sampling_is_compiled_once_whatever_the_number_of_rows(monkeypatch: pyte
         keyed_sample.triton_sample(logits, temperature, keys, "raw")
         keyed_sample.triton_divide(logits, temperature)
     assert {name: len(noted[name]) for name in ("_draw_blocks", "_best_of_blocks", "_count_likelier", "_divide")} == {
-        "_draw_blocks": 1, "_best_of_blocks": 1, "_count_likelier": 1, "_divide": 1,
-    }  # fmt: skip
+        "_draw_blocks": 1,
+        "_best_of_blocks": 1,
+        "_count_likelier": 1,
+        "_divide": 1,
+    }
 
 
 def test_drafting_on_the_device_compiles_nothing_after_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,9 +114,18 @@ def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(gumbel, "gumbel_sample", lambda logits, *_, **__: empty(torch.int64, len(logits)))
     long, short = torch.int64, torch.int32
     sampled, counts = accept_drawn(
-        empty(torch.float32, 10, 100), None, empty(long, 10), empty(short, 5), empty(long, 10), empty(long, 4),
-        empty(long, 10), empty(short, 10), empty(torch.float32, slots), empty(long, slots), 4,
-    )  # fmt: skip
+        empty(torch.float32, 10, 100),
+        None,
+        empty(long, 10),
+        empty(short, 5),
+        empty(long, 10),
+        empty(long, 4),
+        empty(long, 10),
+        empty(short, 10),
+        empty(torch.float32, slots),
+        empty(long, slots),
+        4,
+    )
     assert (tuple(sampled.shape), tuple(counts.shape)) == ((4, 5), (4,))
 
 
@@ -133,11 +145,23 @@ def test_a_dummy_run_compiles_what_rollouts_draw_with(monkeypatch: pytest.Monkey
     monkeypatch.setattr(verification, "keyed_sample", noting)
     none, ones = torch.zeros(2), torch.ones(2)
     dummy = SamplingMetadata(
-        temperature=ones, all_greedy=False, all_random=False, top_p=ones * 0.9, top_k=torch.tensor([5, 5]),
-        generators={}, max_num_logprobs=None, no_penalties=True, prompt_token_ids=None, frequency_penalties=none,
-        presence_penalties=none, repetition_penalties=none, output_token_ids=[[], []], allowed_token_ids_mask=None,
-        bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
-    )  # fmt: skip
+        temperature=ones,
+        all_greedy=False,
+        all_random=False,
+        top_p=ones * 0.9,
+        top_k=torch.tensor([5, 5]),
+        generators={},
+        max_num_logprobs=None,
+        no_penalties=True,
+        prompt_token_ids=None,
+        frequency_penalties=none,
+        presence_penalties=none,
+        repetition_penalties=none,
+        output_token_ids=[[], []],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
     verification.KeyedSampler()(torch.from_numpy(np.eye(2, 9, dtype=np.float32)).bfloat16(), dummy)
     assert drawn >= set(product((torch.bfloat16, torch.float32), (None, "raw", "processed")))
 
@@ -162,8 +186,9 @@ def test_sampling_compiles_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     for kernel, kind, score in forms:
         given = {"SCORES": score, "BLOCK": keyed_sample._BLOCK, "BLOCKS": 64}
         constants = {(i,): given[name] for i, name in enumerate(kernel.arg_names) if name.isupper()}
-        signature = {name: "constexpr" if name.isupper() else (TYPES | {"logits": kind})[name]
-                     for name in kernel.arg_names}  # fmt: skip
+        signature = {
+            name: "constexpr" if name.isupper() else (TYPES | {"logits": kind})[name] for name in kernel.arg_names
+        }
         compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32))
         assert compiled.asm["cubin"]
         assert ".f64" not in compiled.asm["ptx"]  # twenty and more times slower on many GPUs

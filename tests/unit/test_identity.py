@@ -152,10 +152,19 @@ def test_a_label_is_read_back_and_has_its_defaults() -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"das_problem": -1}, {"das_problem": 2**64}, {"das_seed": "x"}, {"das_seed": 1.5}, {"das_seed": None},
-     {"das_record": 2}, {"das_start": -1}, {"das_start": [1]}, {"das_start": 2**31}],
+    [
+        {"das_problem": -1},
+        {"das_problem": 2**64},
+        {"das_seed": "x"},
+        {"das_seed": 1.5},
+        {"das_seed": None},
+        {"das_record": 2},
+        {"das_start": -1},
+        {"das_start": [1]},
+        {"das_start": 2**31},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_label_that_no_host_has_written_is_refused(given: dict) -> None:
     (key,) = given
     with pytest.raises(BadLabel, match=rf"{key}: found .*, allowed: an integer from 0 to \d+"):

@@ -473,8 +473,14 @@ def test_a_refused_batch_changes_nothing() -> None:
         index.draft_rows([first, second], texts, [0, 1], [0, 0], [3, 2], [4, 4])
     with pytest.raises(ValueError, match="budgets"):
         index.draft_rows([first, second], texts, [0, 0], [0, 0], [1, 1], [4])
-    stretches = [[[0], [0], [1]], [[0, 2], [0, 0], [1, 1]], [[0, 1], [0, 2], [1, 1]], [[0, -1], [0, 0], [1, 1]],
-                 [[0, 1], [-1, 0], [1, 1]], [[0, 1], [0, 0], [4, 1]]]  # fmt: skip
+    stretches = [
+        [[0], [0], [1]],
+        [[0, 2], [0, 0], [1, 1]],
+        [[0, 1], [0, 2], [1, 1]],
+        [[0, -1], [0, 0], [1, 1]],
+        [[0, 1], [-1, 0], [1, 1]],
+        [[0, 1], [0, 0], [4, 1]],
+    ]
     for rows, begins, ends in stretches:
         with pytest.raises(ValueError, match="rows, begins, ends"):
             index.draft_rows([first, second], texts, rows, begins, ends, [4, 4])

@@ -42,7 +42,11 @@ def test_a_loaded_index_drafts_as_the_saved_one(tmp_path: Path) -> None:
     index.save(tmp_path / "history.idx")
     loaded = SuffixIndex.load(tmp_path / "history.idx")
     assert (loaded.nbytes, loaded.tokens, loaded.problems, loaded.max_depth) == (
-        index.nbytes, index.tokens, index.problems, 32)  # fmt: skip
+        index.nbytes,
+        index.tokens,
+        index.problems,
+        32,
+    )
     assert drafts(loaded) == drafts(index)
     assert any(drafts(loaded))
     SuffixIndex.check(tmp_path / "history.idx")

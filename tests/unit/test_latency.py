@@ -154,12 +154,30 @@ def test_step_times_are_predicted_over_contexts_and_captured_sizes(seed: int) ->
 
 
 # Fitted constants of EfficientRollout's code for an A100, and Hugging Face configs.
-QWEN_7B = dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-               intermediate_size=18944, vocab_size=152064)  # fmt: skip
-LLAMA_8B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-                intermediate_size=14336, vocab_size=128256)  # fmt: skip
-QWEN_14B = dict(hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8,
-                intermediate_size=13824, vocab_size=152064)  # fmt: skip
+QWEN_7B = dict(
+    hidden_size=3584,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    intermediate_size=18944,
+    vocab_size=152064,
+)
+LLAMA_8B = dict(
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=14336,
+    vocab_size=128256,
+)
+QWEN_14B = dict(
+    hidden_size=5120,
+    num_hidden_layers=48,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    intermediate_size=13824,
+    vocab_size=152064,
+)
 
 
 def speedup(roof: Roofline, requests: int, drafts: int, length: float) -> float:
@@ -214,9 +232,18 @@ def test_kv_heads_are_copied_where_devices_outnumber_them() -> None:
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_before_the_first_step_experts_that_more_tokens_choose_are_not_free(devices: int) -> None:
-    moe = dict(hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
-               intermediate_size=6144, vocab_size=151936, num_experts=128, num_experts_per_tok=8,
-               moe_intermediate_size=768)  # fmt: skip
+    moe = dict(
+        hidden_size=2048,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        intermediate_size=6144,
+        vocab_size=151936,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+    )
     roof = Roofline.of(moe, DEVICES["h100"].speed, devices)
     line = roof.line(context=1000)
     for requests, drafts in ((1, 0), (1, 7), (4, 0), (4, 3), (16, 0), (16, 3), (64, 0), (64, 7), (256, 3)):
@@ -230,11 +257,18 @@ def test_before_the_first_step_experts_that_more_tokens_choose_are_not_free(devi
 @pytest.mark.parametrize(
     ("name", "device"),
     [
-        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"), ("NVIDIA GB200", "gb200"), ("NVIDIA L40S", "l40s"), ("AMD Instinct MI300X", "mi300x"),
-        ("NVIDIA H20", "h20"), ("NVIDIA GeForce RTX 4090", None), ("cpu", None),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA L40S", "l40s"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("cpu", None),
     ],
-)  # fmt: skip
+)
 def test_a_driver_s_name_is_recognised(name: str, device: str | None) -> None:
     found = recognise(name)
     assert (found and found.name) == device

@@ -93,8 +93,10 @@ def test_the_log_says_once_why_health_is_0(caplog: pytest.LogCaptureFixture) -> 
     ledger.report(4, {**sound, "error": "KeyError(1)", "stopped": "it cost 7 s"})
     ledger.report(5, sound)
     assert ledger.metrics(5)["das/health"] == 1.0
-    assert caplog.messages == ["das: das/health is 0: speculation cost 9 s",
-                               "das: das/health is 0: a drafter failed: KeyError(1)"]  # fmt: skip
+    assert caplog.messages == [
+        "das: das/health is 0: speculation cost 9 s",
+        "das: das/health is 0: a drafter failed: KeyError(1)",
+    ]
 
 
 def test_every_fault_has_a_reason() -> None:
@@ -105,8 +107,13 @@ def test_every_fault_has_a_reason() -> None:
 
 
 def lost(requests: int, lost: int) -> dict:
-    return {**report(0.0, [1.0]), "history_requests": requests, "history_hits": 0, "history_lost": lost,
-            "lost_because": "das.history.max_bytes=1 is full: raise it"}  # fmt: skip
+    return {
+        **report(0.0, [1.0]),
+        "history_requests": requests,
+        "history_hits": 0,
+        "history_lost": lost,
+        "lost_because": "das.history.max_bytes=1 is full: raise it",
+    }
 
 
 def test_problems_that_come_back_and_find_nothing_are_a_fault_over_all_replicas(
@@ -149,9 +156,15 @@ def test_the_token_hash_depends_on_tokens_and_seeds_but_not_on_order() -> None:
 
 
 def decided(rounds: list[float], drafts: list[float], saved: float, error: float, stopped: str | None = None) -> dict:
-    return {**Counters(request_forwards=10, draft_tokens=6, accepted_tokens=2, drafted_forwards=3).take(),
-            "class_steps": rounds, "class_drafts": drafts, "time_saved_s": saved, "latency_model_error": error,
-            "stopped": stopped, "planned_rounds": 100.0 + saved}  # fmt: skip
+    return {
+        **Counters(request_forwards=10, draft_tokens=6, accepted_tokens=2, drafted_forwards=3).take(),
+        "class_steps": rounds,
+        "class_drafts": drafts,
+        "time_saved_s": saved,
+        "latency_model_error": error,
+        "stopped": stopped,
+        "planned_rounds": 100.0 + saved,
+    }
 
 
 def test_decisions_of_the_replicas_come_together() -> None:

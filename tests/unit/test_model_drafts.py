@@ -51,8 +51,10 @@ def gain(
     st.lists(
         st.tuples(st.floats(0, 3), st.integers(0, 4), st.integers(0, 4), st.floats(0.1, 2)), min_size=1, max_size=3
     ),
-    st.floats(0.05, 0.99), st.floats(0.0, 2.0), st.floats(0.0, 0.2),
-)  # fmt: skip
+    st.floats(0.05, 0.99),
+    st.floats(0.0, 2.0),
+    st.floats(0.0, 0.2),
+)
 def test_no_other_lengths_gain_more(
     rows: list[tuple[float, int, int, float]], rate: float, seconds: float, token: float
 ) -> None:
@@ -89,8 +91,9 @@ def test_one_request_alone_gets_the_best_length_of_all() -> None:
 
 def test_a_sure_match_beats_the_copy_and_no_match_leaves_it_to_the_copy() -> None:
     found = Allocation(np.array([8, 0]), 8, 7.0)
-    plan = copy(0.9, 0.05).plan(found, np.array([7.5, 0.0]), worth([1.0, 1.0]), np.array([20, 20]),
-                                StepModel(base=1.0, token=0.01), range(1, 6))  # fmt: skip
+    plan = copy(0.9, 0.05).plan(
+        found, np.array([7.5, 0.0]), worth([1.0, 1.0]), np.array([20, 20]), StepModel(base=1.0, token=0.01), range(1, 6)
+    )
     assert plan.drafted[0] == 0 < plan.drafted[1]
     assert plan.keep.tolist() == [8, 0]
 
@@ -156,10 +159,12 @@ def rollout(controller: Controller, lengths: np.ndarray, truth: StepModel, rate:
     while slots:
         live = list(slots)
         carried = np.array([copied[i] for i in live])
-        got = np.array([
-            min(int(np.argmin(np.append(right[i][done[i] : done[i] + c], False))) + 1, lengths[i] - done[i])
-            for i, c in zip(live, carried, strict=True)
-        ])  # fmt: skip
+        got = np.array(
+            [
+                min(int(np.argmin(np.append(right[i][done[i] : done[i] + c], False))) + 1, lengths[i] - done[i])
+                for i, c in zip(live, carried, strict=True)
+            ]
+        )
         done[live] += got
         at, drafted = np.array([slots[i] for i in live]), carried if carried.any() else None
         room = np.maximum(lengths[live] - done[live] - 1, 0)
@@ -229,9 +234,14 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
     drafts, running = ModelDrafts(5, narrows=False), 8
     drafts.passes.model = StepModel(base=pass_s, token=0.0)
     controller = Controller(
-        BudgetConfig(), ToggleConfig(), 2048, prior=StepModel(base=0.05, token=0.0001), drafts=drafts, most=8,
+        BudgetConfig(),
+        ToggleConfig(),
+        2048,
+        prior=StepModel(base=0.05, token=0.0001),
+        drafts=drafts,
+        most=8,
         common=(1, 2, 4, 5, 8),
-    )  # fmt: skip
+    )
     slots = np.array([controller.open(i, 0, 500) for i in range(running)])
 
     def history(limits: Any, floor: float) -> Any:

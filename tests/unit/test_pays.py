@@ -32,8 +32,10 @@ def test_history_pays_when_problems_come_back() -> None:
 
 
 def test_drafts_that_save_little_are_not_recommended() -> None:
-    unlike = [Rollout(i, 0, 0, r.prompt, workload.np.random.default_rng(i).integers(0, 10**6, 60, dtype="int32"))
-              for i, r in enumerate(GROUPS)]  # fmt: skip
+    unlike = [
+        Rollout(i, 0, 0, r.prompt, workload.np.random.default_rng(i).integers(0, 10**6, 60, dtype="int32"))
+        for i, r in enumerate(GROUPS)
+    ]
     answer = pays.would_it_pay(unlike, "h100", "Qwen/Qwen2.5-7B", gpus=1, candidates={"history": {}})
     assert answer.block == {"drafter": "none"} and answer.settings["other_s_estimated"]
     assert "one step" in str(pays.check(unlike)) and pays.check(DUMP) is None
@@ -60,8 +62,15 @@ def test_a_sample_of_problems_stands_for_all() -> None:
 
 
 def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None:
-    rows = [{"problem_id": str(r.problem), "token_ids": [[1, *r.tokens.tolist()]], "step": r.step,
-             "token_loss_mask": [[0, *[1] * len(r.tokens)]]} for r in DUMP]  # fmt: skip
+    rows = [
+        {
+            "problem_id": str(r.problem),
+            "token_ids": [[1, *r.tokens.tolist()]],
+            "step": r.step,
+            "token_loss_mask": [[0, *[1] * len(r.tokens)]],
+        }
+        for r in DUMP
+    ]
     path, out, picture = tmp_path / "dump.jsonl", tmp_path / "out.json", tmp_path / "running.svg"
     path.write_text("\n".join(map(json.dumps, rows)))
     command = ["replay", str(path), "--hardware", "H100", "--gpus", "2", "--json", str(out), "--plot", str(picture)]

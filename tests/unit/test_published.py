@@ -23,20 +23,40 @@ def figure(
     **case: Any,
 ) -> dict[str, Any]:
     """Check a figure whose drafts of three tokens bring 2.5 tokens a step."""
-    inputs = {"steps.kind": "line", "steps.line": LINE, "hardware.gpus": 1, "rollout.problems": 1, "rollout.samples": 1,
-              "rollout.cap": 4000, "rollout.lengths.mean": 3900, "rollout.lengths.sigma": 0.01,
-              "acceptance.length": 2.5}  # fmt: skip
+    inputs = {
+        "steps.kind": "line",
+        "steps.line": LINE,
+        "hardware.gpus": 1,
+        "rollout.problems": 1,
+        "rollout.samples": 1,
+        "rollout.cap": 4000,
+        "rollout.lengths.mean": 3900,
+        "rollout.lengths.sigma": 0.01,
+        "acceptance.length": 2.5,
+    }
     rows: list[dict[str, Any]] = [{"key": k, "value": v, "mark": "given", "source": "test"} for k, v in inputs.items()]
     rows[-1] |= {"mark": mark, "band": [least, 3.0]} if mark == "assumed" else {"mark": mark}
     if rest is not None:
         rows.append({"key": "other_of_base", "value": rest, "mark": "assumed", "source": "test", "band": [0.0]})
-    drafts = {"das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3},
-                      "toggle": {"mode": "off"}}}  # fmt: skip
+    drafts = {
+        "das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3}, "toggle": {"mode": "off"}}
+    }
     cases = [{"name": "one", "arm": "drafts", "published": 2.5, **case}]
     path = tmp_path / "figure.yaml"
-    path.write_text(yaml.safe_dump({"title": "t", "source": "s", "decides": "d", "inputs": rows, "cases": cases,
-                                    "revised": revised, "best_of": best_of,
-                                    "arms": {"base": {"das": {"drafter": "none"}}, "drafts": drafts}}))  # fmt: skip
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "title": "t",
+                "source": "s",
+                "decides": "d",
+                "inputs": rows,
+                "cases": cases,
+                "revised": revised,
+                "best_of": best_of,
+                "arms": {"base": {"das": {"drafter": "none"}}, "drafts": drafts},
+            }
+        )
+    )
     found = published.Figure(path, None)
     return found.graded(found.check())
 
@@ -80,8 +100,9 @@ def test_what_was_changed_after_a_comparison_is_graded_so(tmp_path: Path) -> Non
 
 
 def test_only_the_best_of_several_is_held_against_their_one_value(tmp_path: Path) -> None:
-    one, best = (figure(tmp_path, best_of="them", quantity="change", published=-0.6, arm=arm)
-                 for arm in ("base", "drafts"))  # fmt: skip
+    one, best = (
+        figure(tmp_path, best_of="them", quantity="change", published=-0.6, arm=arm) for arm in ("base", "drafts")
+    )
     figures = {"one": one, "best": best}
     published.keep_the_best(figures)
     assert [f["cases"][0]["grade"] for f in figures.values()] == ["no value", "reproduced"]

@@ -50,8 +50,13 @@ def test_verl_s_dump_is_read_step_by_step(tmp_path: Path) -> None:
 
 
 def test_nemo_rl_s_dump_needs_no_tokenizer(tmp_path: Path) -> None:
-    row = {"content": [["a", "b"]], "token_ids": [[5, 6, 7, 8, 0, 0]], "token_loss_mask": [[0, 0, 1, 1, 0, 0]],
-           "input_lengths": [4], "idx": 0}  # fmt: skip
+    row = {
+        "content": [["a", "b"]],
+        "token_ids": [[5, 6, 7, 8, 0, 0]],
+        "token_loss_mask": [[0, 0, 1, 1, 0, 0]],
+        "input_lengths": [4],
+        "idx": 0,
+    }
     (one,) = read(write(tmp_path / "train_data_step7.jsonl", row))
     assert (one.step, one.prompt.tolist(), one.tokens.tolist()) == (7, [5, 6], [7, 8])
 
@@ -64,8 +69,15 @@ def test_nemo_rl_s_older_dump_holds_messages(tmp_path: Path) -> None:
 
 def test_arrays_are_read(tmp_path: Path) -> None:
     path = tmp_path / "r.npz"
-    np.savez(path, ids=np.arange(6), offsets=[0, 2, 2, 6], problem=[0, 0, 1], step=[0, 0, 1],
-             prompt_ids=[9, 8, 7], prompt_offsets=[0, 1, 3])  # fmt: skip
+    np.savez(
+        path,
+        ids=np.arange(6),
+        offsets=[0, 2, 2, 6],
+        problem=[0, 0, 1],
+        step=[0, 0, 1],
+        prompt_ids=[9, 8, 7],
+        prompt_offsets=[0, 1, 3],
+    )
     found = [(r.problem, r.step, r.prompt.tolist(), r.tokens.tolist()) for r in read(path)]
     assert found == [(0, 0, [9], [0, 1]), (1, 1, [8, 7], [2, 3, 4, 5])]
 
@@ -89,8 +101,10 @@ def test_what_is_no_rollout_is_named_with_its_line(tmp_path: Path, text: str) ->
         read(path, str(TOKENIZER))
 
 
-@pytest.mark.parametrize(("name", "content"), [("gone.jsonl", None), ("r.npz", b"no archive"), ("r.npz", b"PK\x03\x04"),
-                                                ("1.jsonl", b"\xff\xfe\x00")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("gone.jsonl", None), ("r.npz", b"no archive"), ("r.npz", b"PK\x03\x04"), ("1.jsonl", b"\xff\xfe\x00")],
+)
 def test_a_file_that_can_t_be_read_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)

@@ -16,8 +16,14 @@ from das_adapter.tools.replicas import Figures, Router, replay, report, siblings
 ROLLOUTS = workload.synthetic(problems=12, samples=6, mean_tokens=80, seed=3)
 
 
-def run(count: int, together: bool = True, leaders: bool = False, slots: int | None = None, shared: bool = False,
-        rollouts: list[Rollout] = ROLLOUTS) -> Figures:  # fmt: skip
+def run(
+    count: int,
+    together: bool = True,
+    leaders: bool = False,
+    slots: int | None = None,
+    shared: bool = False,
+    rollouts: list[Rollout] = ROLLOUTS,
+) -> Figures:
     return replay(rollouts, count, Router(count, 6, 64, together), leaders, slots, shared=shared)
 
 
@@ -62,8 +68,14 @@ def test_the_report_names_every_routing() -> None:
 
 def test_the_command_replays_over_replicas(tmp_path: Path) -> None:
     dump = tmp_path / "dump.jsonl"
-    rows = [{"token_ids": [1, 2, *r.tokens.tolist()], "token_loss_mask": [0, 0] + [1] * len(r.tokens),
-             "problem_id": r.problem} for r in ROLLOUTS[:18]]  # fmt: skip
+    rows = [
+        {
+            "token_ids": [1, 2, *r.tokens.tolist()],
+            "token_loss_mask": [0, 0] + [1] * len(r.tokens),
+            "problem_id": r.problem,
+        }
+        for r in ROLLOUTS[:18]
+    ]
     dump.write_text("\n".join(map(json.dumps, rows)))
     out = CliRunner().invoke(
         main, ["replay", str(dump), "--replicas", "2", "--slots", "4", "--json", str(tmp_path / "f")]

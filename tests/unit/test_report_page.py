@@ -56,13 +56,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
             for i in range(4):
                 log.add(Request(problem, i % 3, begin, begin + 10 * (i + 1), 100, 80, 10 * kept))
             stats = {
-                "request_forwards": 160, "drafted_forwards": 160, "tokens": 160 + 40 * kept, "draft_tokens": 320,
-                "accepted_tokens": 40 * kept, "busy_seconds": 20.0, "propose_seconds": [0.1],
-                "history_requests": 4, "history_hits": 4 if version > 2 else 0, "history_lost": 0,
-                "history_tokens": 800 * version, "lost_because": "",
+                "request_forwards": 160,
+                "drafted_forwards": 160,
+                "tokens": 160 + 40 * kept,
+                "draft_tokens": 320,
+                "accepted_tokens": 40 * kept,
+                "busy_seconds": 20.0,
+                "propose_seconds": [0.1],
+                "history_requests": 4,
+                "history_hits": 4 if version > 2 else 0,
+                "history_lost": 0,
+                "history_tokens": 800 * version,
+                "lost_because": "",
                 "staleness": [[320, 40 * kept] if a == (2 if version > 2 else 0) else [0, 0] for a in range(len(AGES))],
                 "neural_counts": (100, 60),
-            }  # fmt: skip
+            }
             log.counts(stats)
             stopped = "speculation cost 1.00 s in 2.00 s of drafted steps" if version == 3 else None
             log.sync(WeightSync(version, begin + 50, None, saved=2.5, stopped=stopped))
@@ -72,8 +80,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
 def test_acceptance_is_told_apart_by_step_epoch_age_and_source(run: list[Rollout]) -> None:
     steps = run_series.by_training_step(run)
     assert [(s.version, s.acceptance.share, s.history_hits) for s in steps] == [
-        (1, 0.25, 0.0), (2, 0.25, 0.0), (3, 0.75, 1.0), (4, 0.75, 1.0)
-    ]  # fmt: skip
+        (1, 0.25, 0.0),
+        (2, 0.25, 0.0),
+        (3, 0.75, 1.0),
+        (4, 0.75, 1.0),
+    ]
     assert [s.tokens_per_forward for s in steps] == [1.5, 1.5, 2.5, 2.5]
     assert [(s.decode_seconds, s.saved_seconds) for s in steps] == [(40.0, 5.0)] * 4
     assert run_series.by_epoch(run) == [("1", 1280, 320), ("2", 1280, 960)]
@@ -88,8 +99,14 @@ def test_acceptance_is_told_apart_by_step_epoch_age_and_source(run: list[Rollout
 
 def test_an_alarm_says_in_words_why_and_when(run: list[Rollout]) -> None:
     assert run_series.alarms(run) == [([3], "speculation cost 1.00 s in 2.00 s of drafted steps")]
-    lost = {"history_requests": 20, "history_hits": 2, "history_lost": 18, "lost_because": "Raise it.",
-            "draft_tokens": 0, "accepted_tokens": 0}  # fmt: skip
+    lost = {
+        "history_requests": 20,
+        "history_hits": 2,
+        "history_lost": 18,
+        "lost_because": "Raise it.",
+        "draft_tokens": 0,
+        "accepted_tokens": 0,
+    }
     (alarm,) = run_series.alarms([Rollout("a", counts=[lost]), Rollout("b", counts=[lost])])
     assert alarm.reason.startswith("36 of 40 requests found no history")
 
@@ -104,8 +121,12 @@ def test_running_requests_are_those_between_begin_and_end(run: list[Rollout]) ->
 
 def test_similarity_is_the_share_of_ngrams_that_another_epoch_has() -> None:
     random = np.random.default_rng(0)
-    texts = [Text(problem, step, 0, np.zeros(0, np.int32), random.integers(0, 2, 40).astype(np.int32))
-             for problem in range(3) for step in range(3) for _ in range(2)]  # fmt: skip
+    texts = [
+        Text(problem, step, 0, np.zeros(0, np.int32), random.integers(0, 2, 40).astype(np.int32))
+        for problem in range(3)
+        for step in range(3)
+        for _ in range(2)
+    ]
 
     def grams(text: Text) -> list[tuple[int, ...]]:
         ids = text.tokens.tolist()
@@ -118,8 +139,11 @@ def test_similarity_is_the_share_of_ngrams_that_another_epoch_has() -> None:
             for problem in range(3):
                 first = [t for t in texts if (t.problem, t.step) == (problem, a)]
                 second = [t for t in texts if (t.problem, t.step) == (problem, b)]
-                found = [any(gram in grams(other) for other in second if other is not text)
-                         for text in first for gram in grams(text)]  # fmt: skip
+                found = [
+                    any(gram in grams(other) for other in second if other is not text)
+                    for text in first
+                    for gram in grams(text)
+                ]
                 shares.append(np.mean(found))
             expected[a, b] = np.mean(shares)
     assert np.allclose(run_series.similarity(texts), expected)
@@ -143,8 +167,16 @@ def test_a_browser_draws_the_figures_of_the_run(run: list[Rollout], tmp_path: Pa
     report.write(run, tmp_path, version=3, written=texts)
     page = tmp_path / "report.html"
     page.write_text(page.read_text().replace("</body>", READ_BACK + "</body>"))
-    command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-               "--virtual-time-budget=20000", "--dump-dom", page.as_uri()]  # fmt: skip
+    command = [
+        str(BROWSER),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--virtual-time-budget=20000",
+        "--dump-dom",
+        page.as_uri(),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     answer = re.search(r'<pre id="read-back">(.*?)</pre>', done.stdout, re.DOTALL)
     assert answer, done.stderr[-2000:]
@@ -167,7 +199,11 @@ def test_a_browser_draws_the_figures_of_the_run(run: list[Rollout], tmp_path: Pa
     assert len([y for t in drawn["timeline"]["traces"] if t["name"] == "predicted short" for y in t["y"]]) == 2 * 4
     assert trace("similarity", "similarity")["z"] == [[None, 100], [100, None]]
     assert drawn["timeline"]["buttons"] == ["whole rollout", "tail: after 80 % have ended"]
-    for figure, axis in (("timeline", "seconds since the rollout began"), ("latency", "predicted step time, ms"),
-                         ("saved", "seconds, all engines"), ("acceptance", "accepted, %")):  # fmt: skip
+    for figure, axis in (
+        ("timeline", "seconds since the rollout began"),
+        ("latency", "predicted step time, ms"),
+        ("saved", "seconds, all engines"),
+        ("acceptance", "accepted, %"),
+    ):
         assert axis in drawn[figure]["axes"]
     assert "Training step 3:</b> speculation cost 1.00 s in 2.00 s of drafted steps" in done.stdout

@@ -67,8 +67,9 @@ def drafting_of(simulation: Simulation, arm: str) -> Controlled:
 
 def fleet(lengths: list[int], slots: int = 256, blocks: int = 2**40, prompt: int = 5) -> Fleet:
     requests, n = Requests(), len(lengths)
-    rows = requests.add(np.arange(n), np.zeros(n), np.full(n, -1), np.full(n, prompt), np.array(lengths),
-                        np.full(n, 1000))  # fmt: skip
+    rows = requests.add(
+        np.arange(n), np.zeros(n), np.full(n, -1), np.full(n, prompt), np.array(lengths), np.full(n, 1000)
+    )
     found = Fleet(1, requests, Settings(slots, blocks), Line(StepModel(**LINE), prefill_share=0.0), Nobody())
     found.submit(rows, np.zeros(n, np.int64), np.zeros(n, np.int64), 0.0)
     return found
@@ -148,9 +149,15 @@ def test_engines_that_step_together_and_in_turns_agree() -> None:
 def test_one_draft_length_takes_the_rounds_that_its_acceptance_gives() -> None:
     ngram = {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3}, "toggle": {"mode": "off"}}
     simulation = small(
-        hardware__gpus=1, rollout__problems=1, rollout__samples=1, rollout__cap=4000, rollout__lengths__mean=3999,
-        rollout__lengths__sigma=0.01, arms={"off": OFF, "k3": {"das": ngram}}, acceptance__length=2.5,
-    )  # fmt: skip
+        hardware__gpus=1,
+        rollout__problems=1,
+        rollout__samples=1,
+        rollout__cap=4000,
+        rollout__lengths__mean=3999,
+        rollout__lengths__sigma=0.01,
+        arms={"off": OFF, "k3": {"das": ngram}},
+        acceptance__length=2.5,
+    )
     runs = simulation.run_all()
     assert runs["k3"].steps[0].tokens_per_forward == pytest.approx(2.5, rel=0.05)
     rounds = runs["k3"].steps[0].forwards
@@ -162,8 +169,12 @@ def test_neural_drafters_draft_where_they_pay() -> None:
     """Under the controller, as in a run; in every step only where the block says so."""
     eagle: dict[str, Any] = {"drafter": "eagle3", "draft": {"model": "eagle", "tokens": 3}}
     always = {**eagle, "budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
-    arms = {"off": OFF, "eagle3": {"das": eagle}, "always": {"das": always},
-            "both": {"das": {**eagle, "drafter": "history+eagle3"}}}  # fmt: skip
+    arms = {
+        "off": OFF,
+        "eagle3": {"das": eagle},
+        "always": {"das": always},
+        "both": {"das": {**eagle, "drafter": "history+eagle3"}},
+    }
     for line, length, pays in ((LINE, 3.0, True), ({"base": 1e-2, "token": 2e-2}, 1.3, False)):
         runs = small(rollout__steps=3, steps__line=line, acceptance__length=length, arms=arms).run_all()
         off, eagle3, every, both = (sum(step.rollout_s for step in runs[name].steps) for name in arms)
@@ -176,11 +187,17 @@ def test_neural_drafters_draft_where_they_pay() -> None:
 
 
 def test_the_index_drafts_as_in_a_replay() -> None:
-    config = parse(SMALL | {
-        "hardware": {"gpus": 1}, "engine": {"max_num_seqs": 4096},
-        "acceptance": {"history": "index"},
-        "arms": {"k8": {"das": {"budget": {"policy": "unlimited", "max_draft_tokens": 8}, "toggle": {"mode": "off"}}}},
-    })  # fmt: skip
+    config = parse(
+        SMALL
+        | {
+            "hardware": {"gpus": 1},
+            "engine": {"max_num_seqs": 4096},
+            "acceptance": {"history": "index"},
+            "arms": {
+                "k8": {"das": {"budget": {"policy": "unlimited", "max_draft_tokens": 8}, "toggle": {"mode": "off"}}}
+            },
+        }
+    )
     (run,) = Simulation(config, ROLLOUTS).run_all().values()
     theirs = replay(ROLLOUTS, budget=8, batch=4096).total
     (step,) = run.steps
@@ -331,8 +348,9 @@ def test_a_trace_takes_what_several_runs_wrote_in_one_step_as_steps_of_their_own
 @pytest.mark.parametrize("source", ["given", "trace", "controller"])
 def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a drafter of fixed length, whose drafts depend on a request's position alone, and with a controller."""
-    fixed = {"das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 4},
-                     "toggle": {"mode": "off"}}}  # fmt: skip
+    fixed = {
+        "das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 4}, "toggle": {"mode": "off"}}
+    }
     content = SMALL | {"acceptance": {"length": 2.2}, "engine": {"kv_tokens": 1600}, "arms": {"fixed": fixed}}
 
     def made(self: Simulation, das: Any, arm: Any, requests: Requests, work: Any, history: Any) -> Fixed:
@@ -342,8 +360,11 @@ def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str, m
     if source == "trace":
         monkeypatch.setattr(Simulation, "_drafting", made)
     if source == "controller":
-        content = SMALL | {"rollout": SMALL["rollout"] | {"steps": 3, "cap": 2000, "lengths": {"mean": 300}},
-                           "engine": {"kv_tokens": 3200}, "arms": {"fixed": {"stride": 8}}}  # fmt: skip
+        content = SMALL | {
+            "rollout": SMALL["rollout"] | {"steps": 3, "cap": 2000, "lengths": {"mean": 300}},
+            "engine": {"kv_tokens": 3200},
+            "arms": {"fixed": {"stride": 8}},
+        }
     runs, walked = [], []
     walk = Fleet._walk
     for natively in (True, False):
@@ -403,8 +424,14 @@ def test_chances_differ_from_problem_to_problem_and_stay_from_visit_to_visit() -
     always = {"budget": {"policy": "unlimited", "max_draft_tokens": 4}, "toggle": {"mode": "off"}}
 
     def accepted(spread: float) -> np.ndarray:
-        run = small(rollout__steps=8, rollout__dataset=24, rollout__samples=16, acceptance__spread=spread,
-                    arms={"a": {"das": always}}, acceptance__rates=[[0.5]]).run("a")  # fmt: skip
+        run = small(
+            rollout__steps=8,
+            rollout__dataset=24,
+            rollout__samples=16,
+            acceptance__spread=spread,
+            arms={"a": {"das": always}},
+            acceptance__rates=[[0.5]],
+        ).run("a")
         r, found = run.requests, np.zeros((2, 24))
         for visit, problem in np.ndindex(found.shape):
             mine = (r.visit == visit) & (r.problem == problem)
@@ -515,9 +542,10 @@ def test_a_measured_sweep_is_what_was_measured_and_a_line_between(tmp_path: Path
     path = tmp_path / "sweep.csv"
     rows = [
         f"m,{b},{s},{g},{mode},{1 + 0.1 * b + 0.001 * s + 0.2 * g * b if mode != 'drafter_decode' else 0.5 + b}"
-        for b in (1, 2, 8) for s in (100, 400) for g, mode in ((0, "target_decode"), (3, "target_verify"),
-                                                               (3, "drafter_decode"))
-    ]  # fmt: skip
+        for b in (1, 2, 8)
+        for s in (100, 400)
+        for g, mode in ((0, "target_decode"), (3, "target_verify"), (3, "drafter_decode"))
+    ]
     path.write_text("model,batch,seq,gamma,mode,mean_ms\n" + "\n".join(rows))
     sweep = read_sweep(str(path))
     b, d, s = np.array([2.0, 8.0, 16.0]), np.array([0.0, 3.0, 1.0]), np.array([100.0, 250.0, 400.0])
@@ -532,8 +560,12 @@ def test_a_calibration_is_simulated_with_what_it_measured(
     grid: bool, passes: dict[str, float] | None, tmp_path: Path
 ) -> None:
     model = StepModel(base=0.01, token=1e-4, context=1e-7)
-    samples = [{"requests": b, "context": s, "drafts": d, "seconds": model.step(b * (1 + d), b, d > 0, b * s)}
-               for b in (1, 4, 16) for s in (64, 256) for d in (0, 3, 7)]  # fmt: skip
+    samples = [
+        {"requests": b, "context": s, "drafts": d, "seconds": model.step(b * (1 + d), b, d > 0, b * s)}
+        for b in (1, 4, 16)
+        for s in (64, 256)
+        for d in (0, 3, 7)
+    ]
     line = model.to_dict() | {"sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"line": line, "samples": samples if grid else samples[1:], "passes": passes}))
@@ -582,8 +614,9 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
     assert drafting_of(padded, "a").controllers[0].times._empty.sizes == (8, 16)
 
 
-@pytest.mark.parametrize(("weights", "precision", "share"), [("int4", "bf16", 0.25), ("int8", "bf16", 0.5),
-                                                             ("fp8", "fp8", 1.0)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("weights", "precision", "share"), [("int4", "bf16", 0.25), ("int8", "bf16", 0.5), ("fp8", "fp8", 1.0)]
+)
 def test_a_policy_copy_has_the_bytes_of_its_format(weights: str, precision: str, share: float) -> None:
     das = {"drafter": "self", "self": {"weights": weights}}
     simulation = small(steps={"kind": "roofline"}, precision=precision, arms={"a": {"das": das}})

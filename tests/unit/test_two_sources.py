@@ -32,8 +32,10 @@ def rollout(
     while slots:
         live = list(slots)
         carried, by_model = np.array([history[i] or model[i] for i in live]), np.array([model[i] for i in live])
-        right = [(model_right if model[i] else history_right)[i, done[i] : done[i] + n]
-                 for i, n in zip(live, carried, strict=True)]  # fmt: skip
+        right = [
+            (model_right if model[i] else history_right)[i, done[i] : done[i] + n]
+            for i, n in zip(live, carried, strict=True)
+        ]
         accepted = np.array([int(np.argmin([*hits, False])) for hits in right])
         got = np.minimum(accepted + 1, lengths[live] - done[live])
         done[live] += got

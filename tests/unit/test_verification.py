@@ -29,8 +29,9 @@ CONFIG = SimpleNamespace(
 
 def processors(device: str, params: SamplingParams, output: list[int]) -> LogitsProcessors:
     """vLLM's, and ours, with the same request in every place of the batch."""
-    made = [kind(CONFIG, torch.device(device), False)
-            for kind in (MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokens)]  # fmt: skip
+    made = [
+        kind(CONFIG, torch.device(device), False) for kind in (MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokens)
+    ]
     added = [(row, params, [1] * PROMPT, output) for row in range(len(DRAFTED))]
     for processor in made:
         processor.update_state(BatchUpdate(batch_size=len(DRAFTED), removed=[], added=added, moved=[]))
@@ -40,12 +41,27 @@ def processors(device: str, params: SamplingParams, output: list[int]) -> Logits
 def verified(device: str, asked: LogitsProcessors, **changed: Any) -> Any:
     """Verify drafts of zeros, for requests that have written eleven tokens; return vLLM's output."""
     ones, none = torch.ones(len(DRAFTED), device=device), torch.zeros(0, device=device)
-    sampling = SamplingMetadata(**{
-        "temperature": ones, "all_greedy": False, "all_random": True, "top_p": None, "top_k": None, "generators": {},
-        "max_num_logprobs": None, "no_penalties": True, "prompt_token_ids": None, "frequency_penalties": none,
-        "presence_penalties": none, "repetition_penalties": none, "output_token_ids": [],
-        "allowed_token_ids_mask": None, "bad_words_token_ids": {}, "logitsprocs": asked, **changed,
-    })  # fmt: skip
+    sampling = SamplingMetadata(
+        **{
+            "temperature": ones,
+            "all_greedy": False,
+            "all_random": True,
+            "top_p": None,
+            "top_k": None,
+            "generators": {},
+            "max_num_logprobs": None,
+            "no_penalties": True,
+            "prompt_token_ids": None,
+            "frequency_penalties": none,
+            "presence_penalties": none,
+            "repetition_penalties": none,
+            "output_token_ids": [],
+            "allowed_token_ids_mask": None,
+            "bad_words_token_ids": {},
+            "logitsprocs": asked,
+            **changed,
+        }
+    )
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(ROWS, VOCABULARY, generator=generator).to(device)
     drafts = SpecDecodeMetadata.make_dummy([[0] * count for count in DRAFTED], torch.device(device))

@@ -79,8 +79,13 @@ def prefix_with(wheel: Path, at: Path) -> Path:
 def run(bin_: Path, *command: str, **env: str) -> str:
     """Run a command of an environment, without a compiler and without the source tree; return what it printed."""
     kept = ("HOME", "LANG", "LD_LIBRARY_PATH")
-    bare = {"PATH": str(bin_), "CC": "/none", "CXX": "/none", **env,
-            **{name: os.environ[name] for name in kept if name in os.environ}}  # fmt: skip
+    bare = {
+        "PATH": str(bin_),
+        "CC": "/none",
+        "CXX": "/none",
+        **env,
+        **{name: os.environ[name] for name in kept if name in os.environ},
+    }
     done = subprocess.run(command, capture_output=True, text=True, env=bare, cwd=bin_.parent, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout

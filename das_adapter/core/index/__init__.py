@@ -291,9 +291,16 @@ class SuffixIndex:
         return drafted
 
     def draft_rows(
-        self, handles: npt.ArrayLike, tokens: Int32, rows: npt.ArrayLike, begins: npt.ArrayLike, ends: npt.ArrayLike,
-        budgets: npt.ArrayLike, min_chance: float = 0.15, threads: int = 1,
-    ) -> Drafting:  # fmt: skip
+        self,
+        handles: npt.ArrayLike,
+        tokens: Int32,
+        rows: npt.ArrayLike,
+        begins: npt.ArrayLike,
+        ends: npt.ArrayLike,
+        budgets: npt.ArrayLike,
+        min_chance: float = 0.15,
+        threads: int = 1,
+    ) -> Drafting:
         """Append accepted token ids to a batch of requests, from where an engine keeps their texts, and draft for them,
         both in a thread without the GIL, or, for a few requests, when the result is taken. The index must not be used
         before. Where anything is wrong, nothing is appended.
@@ -310,8 +317,9 @@ class SuffixIndex:
         columns = {"rows": rows, "begins": begins, "ends": ends, "budgets": budgets}
         arrays = [integers(values, np.int64, name) for name, values in columns.items()]
         with _known():
-            return Drafting(self._core.draft_rows(integers(handles, np.int64, "handles"), tokens, *arrays, min_chance,
-                                                  threads))  # fmt: skip
+            return Drafting(
+                self._core.draft_rows(integers(handles, np.int64, "handles"), tokens, *arrays, min_chance, threads)
+            )
 
     def close(self, handle: int, keep: bool = True) -> None:
         """End a request. `keep`: its response stays available to its siblings until `clear_live`; else it is forgotten.

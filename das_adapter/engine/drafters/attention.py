@@ -38,12 +38,20 @@ def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.
         return torch.from_numpy(values.astype(np.int32))  # vLLM counts some of them on, each by itself
 
     metadata = {
-        "query_start_loc": on_host(starts).to(device, non_blocking=True), "query_start_loc_cpu": on_host(starts),
-        "seq_lens": on_host(ends).to(device, non_blocking=True), "_seq_lens_cpu": on_host(ends),
+        "query_start_loc": on_host(starts).to(device, non_blocking=True),
+        "query_start_loc_cpu": on_host(starts),
+        "seq_lens": on_host(ends).to(device, non_blocking=True),
+        "_seq_lens_cpu": on_host(ends),
         "seq_lens_cpu_upper_bound": on_host(ends),
-        "_num_computed_tokens_cpu": on_host(begins), "positions": at, "num_reqs": n,
+        "_num_computed_tokens_cpu": on_host(begins),
+        "positions": at,
+        "num_reqs": n,
         "num_actual_tokens": len(positions),
-        "max_query_len": int(counts.max()), "max_seq_len": int(ends.max()), "causal": True,
-        "is_prefilling": torch.zeros(n, dtype=torch.bool), "block_table_tensor": blocks, "slot_mapping": slots,
-    }  # fmt: skip
+        "max_query_len": int(counts.max()),
+        "max_seq_len": int(ends.max()),
+        "causal": True,
+        "is_prefilling": torch.zeros(n, dtype=torch.bool),
+        "block_table_tensor": blocks,
+        "slot_mapping": slots,
+    }
     return Queries(at, slots, metadata)

@@ -116,8 +116,10 @@ class DecodePasses:
 
     def _keep(self, gid: int, asked: Queries, longest: int | None) -> Queries:
         """Put what is on the device into the buffers from which the graphs read."""
-        metadata = {name: self._buffer(f"{gid}.{name}", value) if on_device(name, value) else value
-                    for name, value in asked.metadata.items()}  # fmt: skip
+        metadata = {
+            name: self._buffer(f"{gid}.{name}", value) if on_device(name, value) else value
+            for name, value in asked.metadata.items()
+        }
         metadata["max_seq_len"] = longest or metadata["max_seq_len"]
         positions = metadata["positions"] = self._buffer("positions", asked.positions)
         return Queries(positions, metadata["slot_mapping"], metadata)
@@ -137,8 +139,15 @@ class DecodePasses:
             for group in groups:
                 metadata.update(dict.fromkeys(group.layer_names, group.get_metadata_builder().build(0, cam)))
                 slots.update(dict.fromkeys(group.layer_names, of_group.slots))
-        return set_forward_context(metadata, self.config, num_tokens=size, cudagraph_runtime_mode=mode,
-                                   batch_descriptor=descriptor, slot_mapping=slots, skip_compiled=True)  # fmt: skip
+        return set_forward_context(
+            metadata,
+            self.config,
+            num_tokens=size,
+            cudagraph_runtime_mode=mode,
+            batch_descriptor=descriptor,
+            slot_mapping=slots,
+            skip_compiled=True,
+        )
 
 
 def on_device(name: str, value: Any) -> bool:

@@ -151,10 +151,17 @@ class HistorySource:
     def stats(self) -> dict[str, Any]:
         """Return the figures of the history."""
         requests, hits, lost = self._returns.take()
-        return {"history_tokens": self.index.tokens, "history_bytes": self.index.nbytes,
-                "live_bytes": self.index.live_bytes,
-                "history_requests": requests, "history_hits": hits, "history_lost": lost, "lost_because": self._cause(),
-                "staleness": self._staleness.take(), "siblings": self._siblings.take()}  # fmt: skip
+        return {
+            "history_tokens": self.index.tokens,
+            "history_bytes": self.index.nbytes,
+            "live_bytes": self.index.live_bytes,
+            "history_requests": requests,
+            "history_hits": hits,
+            "history_lost": lost,
+            "lost_because": self._cause(),
+            "staleness": self._staleness.take(),
+            "siblings": self._siblings.take(),
+        }
 
     def _cause(self) -> str:
         """Say why a problem that comes back probably finds no history, and what to do."""

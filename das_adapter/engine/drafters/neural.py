@@ -59,8 +59,10 @@ class DraftWeights:
         result = stock(self._split(weights, kept), *args, **kwargs)
         if kept:
             rows = self._runner.speculative_config.draft_model_config.get_vocab_size()
-            trimmed = [(name, weight[:rows] if "embed_tokens" in name or "lm_head" in name else weight)
-                       for name, weight in kept]  # fmt: skip
+            trimmed = [
+                (name, weight[:rows] if "embed_tokens" in name or "lm_head" in name else weight)
+                for name, weight in kept
+            ]
             self.drafter.load_weights(trimmed)  # trainers pad the vocabulary
         self.loaded()
         return result
@@ -70,8 +72,10 @@ class DraftWeights:
         arrived, self._arrived = self._arrived, 0
         if self._config.draft.weights == "trainer":
             if not arrived:
-                return (f"das.draft.weights: found 'trainer', but this weight sync brought no weight of the drafter "
-                        f"(names with {PREFIX!r} in front): it drafts for an older policy")  # fmt: skip
+                return (
+                    f"das.draft.weights: found 'trainer', but this weight sync brought no weight of the drafter "
+                    f"(names with {PREFIX!r} in front): it drafts for an older policy"
+                )
         elif self._fingerprint() != self._mark:  # after sleep at level 2, or when they were overwritten
             logger.warning("das: the drafter's weights were lost; reading its checkpoint again")
             self._read_checkpoint()
@@ -97,8 +101,10 @@ class DraftWeights:
         if self._config.draft.weights == "trainer":
             return stock(self._counted(weights), *args, **kwargs)
         for name, _ in weights:  # raising here would leave the trainer waiting for ever
-            self._refused = (f"das.draft.weights: found 'checkpoint', but the trainer sends the drafter's weights too "
-                             f"({PREFIX}{name}, ...): set it to 'trainer'")  # fmt: skip
+            self._refused = (
+                f"das.draft.weights: found 'checkpoint', but the trainer sends the drafter's weights too "
+                f"({PREFIX}{name}, ...): set it to 'trainer'"
+            )
         return set()
 
     def _counted(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:

@@ -68,8 +68,10 @@ class NeuralSource(ModelSource):
         """
         runner, kind = self._drafter.runner, type(self._drafter.runner.drafter).__name__
         if kind not in _PROPOSERS:
-            raise ConfigError(f"das.drafter={self._drafter.config.drafter!r}: found vLLM's {kind}, which has to draft "
-                              "in every step: das.budget.policy=unlimited with das.toggle.mode=off")  # fmt: skip
+            raise ConfigError(
+                f"das.drafter={self._drafter.config.drafter!r}: found vLLM's {kind}, which has to draft "
+                "in every step: das.budget.policy=unlimited with das.toggle.mode=off"
+            )
         self._limit = runner.effective_drafter_max_model_len
         # vLLM would give the whole batch junk drafts when one request comes near it.
         runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
@@ -204,8 +206,11 @@ class NeuralSource(ModelSource):
         fields = {field.name for field in dataclasses.fields(metadata)}
         text = np.concatenate([tokens[row, b:e] for row, b, e in zip(rows, begins, ends, strict=True)])
         sampling = held["sampling_metadata"]
-        of_rows = {name: value[which] for name in ("temperature", "top_k", "top_p")
-                   if (value := getattr(sampling, name)) is not None}  # fmt: skip
+        of_rows = {
+            name: value[which]
+            for name in ("temperature", "top_k", "top_p")
+            if (value := getattr(sampling, name)) is not None
+        }
         if self.noise:
             self.noise.rows = which
         found: torch.Tensor = proposer.propose(
@@ -251,9 +256,13 @@ class NeuralSource(ModelSource):
         order = np.argsort(places, kind="stable")  # step by step, so that no more is copied than is read
         parts = np.split(places[order], np.searchsorted(places[order], offsets[1:-1]))
         device = self._kept[0].hidden.device
-        read = torch.cat([kept.hidden[torch.from_numpy(part - offset).to(device)]
-                          for kept, part, offset in zip(self._kept, parts, offsets.tolist(), strict=False)
-                          if len(part)])  # fmt: skip
+        read = torch.cat(
+            [
+                kept.hidden[torch.from_numpy(part - offset).to(device)]
+                for kept, part, offset in zip(self._kept, parts, offsets.tolist(), strict=False)
+                if len(part)
+            ]
+        )
         return read[torch.from_numpy(np.argsort(order)).to(device)], at
 
 

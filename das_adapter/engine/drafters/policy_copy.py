@@ -38,8 +38,10 @@ class PolicyCopy:
         self.layers: list[tuple[Any, QuantisedWeight]] = []
         self.model: Any = self._copy(policy, weights)
         if not self.layers:
-            raise DasError("das.drafter: `self` needs linear layers with unquantised weights, found none in "
-                           f"{type(policy).__name__}; the policy may be quantised already")  # fmt: skip
+            raise DasError(
+                "das.drafter: `self` needs linear layers with unquantised weights, found none in "
+                f"{type(policy).__name__}; the policy may be quantised already"
+            )
 
     def _copy(self, module: torch.nn.Module, weights: str) -> torch.nn.Module:
         if isinstance(module, LinearBase):
@@ -104,8 +106,11 @@ class CopySource(ModelSource):
         self._policy = policy
         self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
         if self.copy.full_bytes:
-            logger.warning("das: the policy copy shares the policy's experts, %.2f GiB, which are not quantised: of a "
-                           "pass it reads only the other layers faster", self.copy.full_bytes / 2**30)  # fmt: skip
+            logger.warning(
+                "das: the policy copy shares the policy's experts, %.2f GiB, which are not quantised: of a "
+                "pass it reads only the other layers faster",
+                self.copy.full_bytes / 2**30,
+            )
         self.decode = DecodePasses(self._drafter.runner, self._vllm_config, self.copy.model)
         capture_with_policy.apply(self.decode, owner=self._drafter.runner)
 
@@ -123,9 +128,14 @@ class CopySource(ModelSource):
     def stats(self) -> dict[str, Any]:
         """Return the figures of the copy."""
         counts, self._counts = self._counts, (0, 0)
-        own = {"requantise_s": self._requantise_s, "drafter_bytes": self.copy.nbytes,
-               "drafter_full_bytes": self.copy.full_bytes, "drafter_graphs": len(self.decode.sizes),
-               "self_acceptance": self.drafts.acceptance.rate, "self_counts": counts}  # fmt: skip
+        own = {
+            "requantise_s": self._requantise_s,
+            "drafter_bytes": self.copy.nbytes,
+            "drafter_full_bytes": self.copy.full_bytes,
+            "drafter_graphs": len(self.decode.sizes),
+            "self_acceptance": self.drafts.acceptance.rate,
+            "self_counts": counts,
+        }
         return super().stats() | own
 
     @torch.inference_mode()

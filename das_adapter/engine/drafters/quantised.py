@@ -64,8 +64,10 @@ class _CpuWeight:
 
     def __init__(self, weight: torch.Tensor):
         if weight.dtype not in (torch.float32, torch.bfloat16):
-            raise ConfigError(f"das.drafter: for a policy copy, found a policy in {weight.dtype}, allowed on a CPU: "
-                              "torch.float32, torch.bfloat16")  # fmt: skip
+            raise ConfigError(
+                f"das.drafter: for a policy copy, found a policy in {weight.dtype}, allowed on a CPU: "
+                "torch.float32, torch.bfloat16"
+            )
         self.rows, self.inputs = weight.shape
         blocks, groups = -(-self.rows // ROWS), -(-self.inputs // GROUP)
         self.codes = torch.empty(blocks, groups, ROWS * GROUP * self.bits // 8, dtype=torch.uint8)
@@ -75,14 +77,30 @@ class _CpuWeight:
 
     def quantise(self, weight: torch.Tensor) -> None:
         weight = weight.detach().contiguous()
-        native().quantise(weight.data_ptr(), weight.dtype == torch.bfloat16, self.rows, self.inputs, self.bits,
-                         *self._copy, torch.get_num_threads())  # fmt: skip
+        native().quantise(
+            weight.data_ptr(),
+            weight.dtype == torch.bfloat16,
+            self.rows,
+            self.inputs,
+            self.bits,
+            *self._copy,
+            torch.get_num_threads(),
+        )
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.inputs).contiguous()
         out = torch.empty(*x.shape[:-1], self.rows, dtype=x.dtype)
-        native().quantised_linear(flat.data_ptr(), x.dtype == torch.bfloat16, len(flat), self.rows, self.inputs,
-                                 self.bits, *self._copy, out.data_ptr(), torch.get_num_threads())  # fmt: skip
+        native().quantised_linear(
+            flat.data_ptr(),
+            x.dtype == torch.bfloat16,
+            len(flat),
+            self.rows,
+            self.inputs,
+            self.bits,
+            *self._copy,
+            out.data_ptr(),
+            torch.get_num_threads(),
+        )
         return out
 
     def tensors(self) -> list[torch.Tensor]:

@@ -82,8 +82,10 @@ class Int4:
     def __init__(self, weight: torch.Tensor):
         rows, inputs = weight.shape
         if rows % 64 or inputs % GROUP:
-            raise ConfigError(f"das.self.weights: found 'int4' and a weight of {rows} x {inputs}, allowed on a GPU: "
-                              "rows divisible by 64 and inputs by 128 (else 'fp8')")  # fmt: skip
+            raise ConfigError(
+                f"das.self.weights: found 'int4' and a weight of {rows} x {inputs}, allowed on a GPU: "
+                "rows divisible by 64 and inputs by 128 (else 'fp8')"
+            )
         self.rows, self.inputs = rows, inputs
         self.kept: list[torch.Tensor] = []
         self._workspace = marlin_make_workspace_new(weight.device)
@@ -113,10 +115,22 @@ class Int4:
         flat = x.reshape(-1, self.inputs)
         codes, scales, zeros = self.kept
         y = ops.marlin_gemm(
-            a=flat, c=None, b_q_weight=codes, b_bias=None, b_scales=scales, a_scales=None, global_scale=None,
-            b_zeros=zeros, workspace=self._workspace, b_q_type=scalar_types.uint4, size_m=len(flat), size_n=self.rows,
-            size_k=self.inputs, use_fp32_reduce=True, **self._unordered,
-        )  # fmt: skip
+            a=flat,
+            c=None,
+            b_q_weight=codes,
+            b_bias=None,
+            b_scales=scales,
+            a_scales=None,
+            global_scale=None,
+            b_zeros=zeros,
+            workspace=self._workspace,
+            b_q_type=scalar_types.uint4,
+            size_m=len(flat),
+            size_n=self.rows,
+            size_k=self.inputs,
+            use_fp32_reduce=True,
+            **self._unordered,
+        )
         return y.reshape(*x.shape[:-1], self.rows)
 
     def tensors(self) -> list[torch.Tensor]:

@@ -25,8 +25,9 @@ def draw(logits: torch.Tensor, keys: Keys, sampling: Any, rows: torch.Tensor | N
     """
     if sampling.all_greedy:
         return logits.argmax(dim=-1)
-    temperature, top_k, top_p = (x if x is None or rows is None else x[rows] for x in
-                                 (sampling.temperature, sampling.top_k, sampling.top_p))  # fmt: skip
+    temperature, top_k, top_p = (
+        x if x is None or rows is None else x[rows] for x in (sampling.temperature, sampling.top_k, sampling.top_p)
+    )
     if top_k is None and top_p is None:
         return keyed_sample(logits, temperature, keys).tokens
     greedy = temperature < _SAMPLING_EPS

@@ -143,9 +143,20 @@ if triton is not None:
 
     @triton.jit(do_not_specialize_on_alignment=_ANY_PLACE)
     def _draw_blocks(  # type: ignore[no-untyped-def]
-        logits, stride, temperatures, seeds, positions, best, winners, tops, sums, vocab, blocks,
-        SCORES: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
+        logits,
+        stride,
+        temperatures,
+        seeds,
+        positions,
+        best,
+        winners,
+        tops,
+        sums,
+        vocab,
+        blocks,
+        SCORES: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
         """Each block's best token, and the sum of its exponentials (relative to its largest logit)."""
         row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
         token = block * BLOCK + tl.arange(0, BLOCK)
@@ -174,9 +185,20 @@ if triton is not None:
 
     @triton.jit(do_not_specialize_on_alignment=["temperatures"])
     def _best_of_blocks(  # type: ignore[no-untyped-def]
-        logits, stride, temperatures, best, winners, tops, sums, tokens, logprobs, chosen, blocks,
-        SCORES: tl.constexpr, BLOCKS: tl.constexpr,
-    ):  # fmt: skip
+        logits,
+        stride,
+        temperatures,
+        best,
+        winners,
+        tops,
+        sums,
+        tokens,
+        logprobs,
+        chosen,
+        blocks,
+        SCORES: tl.constexpr,
+        BLOCKS: tl.constexpr,
+    ):
         """Each row's token, its logit and its log-probability."""
         row = tl.program_id(0).to(tl.int64)
         block = tl.arange(0, BLOCKS)
@@ -231,13 +253,35 @@ if triton is not None:
             return Drawn(tokens) if scores is None else Drawn(tokens, logprobs, ranks)
         stride, seeds, positions = logits.stride(0), *(key.contiguous() for key in keys)
         _draw_blocks[(rows, blocks)](
-            logits, stride, temperature.contiguous(), seeds, positions, best, winners, tops, sums, vocab, blocks,
-            SCORES=kind, BLOCK=_BLOCK,
-        )  # fmt: skip
+            logits,
+            stride,
+            temperature.contiguous(),
+            seeds,
+            positions,
+            best,
+            winners,
+            tops,
+            sums,
+            vocab,
+            blocks,
+            SCORES=kind,
+            BLOCK=_BLOCK,
+        )
         _best_of_blocks[(rows,)](
-            logits, stride, temperature.contiguous(), best, winners, tops, sums, tokens, logprobs, chosen, blocks,
-            SCORES=kind, BLOCKS=triton.next_power_of_2(blocks),
-        )  # fmt: skip
+            logits,
+            stride,
+            temperature.contiguous(),
+            best,
+            winners,
+            tops,
+            sums,
+            tokens,
+            logprobs,
+            chosen,
+            blocks,
+            SCORES=kind,
+            BLOCKS=triton.next_power_of_2(blocks),
+        )
         if scores is None:
             return Drawn(tokens)
         _count_likelier[(rows, blocks)](logits, stride, chosen, ranks, vocab, BLOCK=_BLOCK)

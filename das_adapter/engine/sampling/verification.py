@@ -67,8 +67,11 @@ class KeyedSampler(Sampler):
                     processor.positions = self._keys_of(logits).positions
             return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
         asked = sampling_metadata.max_num_logprobs is not None
-        temperature = logits.new_zeros(len(logits), dtype=torch.float32) if sampling_metadata.all_greedy else (
-            sampling_metadata.temperature)  # fmt: skip
+        temperature = (
+            logits.new_zeros(len(logits), dtype=torch.float32)
+            if sampling_metadata.all_greedy
+            else (sampling_metadata.temperature)
+        )
         scores = _SCORES[logprobs_mode_override or self.logprobs_mode] if asked else None
         drawn = keyed_sample(logits, temperature, self._keys_of(logits), scores)
         tokens, logprobs = drawn.tokens.to(torch.int32)[:, None], None
@@ -200,8 +203,10 @@ def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
     logprobs = [part.logprobs_tensors for part in parts]
     if logprobs[0] is None:
         return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
-    joined = (torch.cat([getattr(x, name) for x in logprobs])
-              for name in ("logprob_token_ids", "logprobs", "selected_token_ranks"))  # fmt: skip
+    joined = (
+        torch.cat([getattr(x, name) for x in logprobs])
+        for name in ("logprob_token_ids", "logprobs", "selected_token_ranks")
+    )
     return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=LogprobsTensors(*joined))
 
 
@@ -266,17 +271,24 @@ def _only_temperature(sampling: SamplingMetadata) -> bool:
 
 def _acts(processor: Any) -> bool:
     """Return whether a logits processor changes the logits of any request of the batch."""
-    for kind, state in ((MinPLogitsProcessor, "min_p_count"), (LogitBiasLogitsProcessor, "biases"),
-                        (MinTokensLogitsProcessor, "min_toks")):  # fmt: skip
+    for kind, state in (
+        (MinPLogitsProcessor, "min_p_count"),
+        (LogitBiasLogitsProcessor, "biases"),
+        (MinTokensLogitsProcessor, "min_toks"),
+    ):
         if isinstance(processor, kind):
             return bool(getattr(processor, state))
     return True
 
 
 def _row_metadata(
-    per_request: SamplingMetadata, metadata: SpecDecodeMetadata, at: torch.Tensor, first: int, last: int,
+    per_request: SamplingMetadata,
+    metadata: SpecDecodeMetadata,
+    at: torch.Tensor,
+    first: int,
+    last: int,
     positions: torch.Tensor | None,
-) -> SamplingMetadata:  # fmt: skip
+) -> SamplingMetadata:
     """Return the sampling metadata of the requests from `first` to before `last`, with one entry per row instead of one
     per request; `at`: int64 [rows], the request of each row; `positions`: as in `Keys`."""
     counts = metadata.num_draft_tokens[first:last]
@@ -295,10 +307,17 @@ def _row_metadata(
         before = sum(metadata.num_draft_tokens[:first])
         ids = metadata.draft_token_ids[before : before + sum(counts)].cpu().numpy()
         drafts = np.split(ids, np.cumsum(counts)[:-1])
-        texts = [out + drafts[i][:j].tolist() for i, out in enumerate(per_request.output_token_ids[first:last])
-                 for j in range(counts[i] + 1)]  # fmt: skip
-        bad_words = {int(starts[i - first]) + j: words for i, words in per_request.bad_words_token_ids.items()
-                     if first <= i < last for j in range(counts[i - first] + 1)}  # fmt: skip
+        texts = [
+            out + drafts[i][:j].tolist()
+            for i, out in enumerate(per_request.output_token_ids[first:last])
+            for j in range(counts[i] + 1)
+        ]
+        bad_words = {
+            int(starts[i - first]) + j: words
+            for i, words in per_request.bad_words_token_ids.items()
+            if first <= i < last
+            for j in range(counts[i - first] + 1)
+        }
         spread |= {"output_token_ids": texts, "bad_words_token_ids": bad_words}
     return replace(
         per_request,

@@ -73,9 +73,16 @@ class Tables:
 
     def __init__(self, slots: int, texts: int, width: int) -> None:
         self.width = width
-        self._sizes = {"row_of_slot": slots, "begin": slots, "text_at": texts, "sealed_texts": slots,
-                       "sealed_places": slots, "sealed_count": slots, "member_count": slots,
-                       "members": slots * width}  # fmt: skip
+        self._sizes = {
+            "row_of_slot": slots,
+            "begin": slots,
+            "text_at": texts,
+            "sealed_texts": slots,
+            "sealed_places": slots,
+            "sealed_count": slots,
+            "member_count": slots,
+            "members": slots * width,
+        }
         self.all: Ints = np.zeros(sum(self._sizes.values()), dtype=np.int64)
         vars(self).update(self.parts(self.all))
 

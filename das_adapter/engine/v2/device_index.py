@@ -111,8 +111,10 @@ class DeviceIndex:
         if self._complained or not self.arena.short:
             return None
         self._complained = True
-        return (f"das.history.device_bytes={self.words.nbytes} is full: {self.arena.short} texts found no room on the "
-                "device and are not drafted from: raise it")  # fmt: skip
+        return (
+            f"das.history.device_bytes={self.words.nbytes} is full: {self.arena.short} texts found no room on the "
+            "device and are not drafted from: raise it"
+        )
 
     # Requests
 
@@ -213,25 +215,61 @@ class DeviceIndex:
         columns = _power_of_two(width)
         rows = 32
         kernels.learn[(-(-requests // rows),)](
-            self._offers, self._kinds, self._offered, self._then, **text, arena=self.words, slots=self._slots,
-            outcomes=self._outcomes, requests=requests, WIDTH=width, PADDED=columns, ROWS=rows,
-        )  # fmt: skip
+            self._offers,
+            self._kinds,
+            self._offered,
+            self._then,
+            **text,
+            arena=self.words,
+            slots=self._slots,
+            outcomes=self._outcomes,
+            requests=requests,
+            WIDTH=width,
+            PADDED=columns,
+            ROWS=rows,
+        )
         kernels.estimate[(1,)](self._outcomes, self._cells, self._sources, self._start, self._chance, LANES=256)
         kernels.search_sealed[(requests, 2)](
-            **mine, sealed_texts=tables["sealed_texts"], sealed_places=tables["sealed_places"],
-            sealed_count=tables["sealed_count"], fading=self._fading, **found, CANDIDATES=CANDIDATES,
-        )  # fmt: skip
+            **mine,
+            sealed_texts=tables["sealed_texts"],
+            sealed_places=tables["sealed_places"],
+            sealed_count=tables["sealed_count"],
+            fading=self._fading,
+            **found,
+            CANDIDATES=CANDIDATES,
+        )
         kernels.scan_live[(requests, self._splits + 1)](
-            **mine, begin=tables["begin"], members=tables["members"], member_count=tables["member_count"],
-            **self._seen, MEMBERS=MEMBERS, SPLITS=self._splits, BLOCK=self._block,
-        )  # fmt: skip
+            **mine,
+            begin=tables["begin"],
+            members=tables["members"],
+            member_count=tables["member_count"],
+            **self._seen,
+            MEMBERS=MEMBERS,
+            SPLITS=self._splits,
+            BLOCK=self._block,
+        )
         kernels.merge_live[(requests,)](**self._seen, **found, SPLITS=self._splits, CANDIDATES=CANDIDATES)
         kernels.vote[(requests,)](
-            self.words, self._slots, self._num_sampled, **text, **found, chance=self._chance, offers=self._offers,
-            kinds=self._kinds, offered=self._offered, then=self._then, drafts=self.drafts, confidence=self.confidence,
-            real=self.real, vocabulary=self._vocabulary, min_chance=self._min_chance, STEPS=self._steps, WIDTH=width,
-            COLUMNS=columns, CANDIDATES=CANDIDATES,
-        )  # fmt: skip
+            self.words,
+            self._slots,
+            self._num_sampled,
+            **text,
+            **found,
+            chance=self._chance,
+            offers=self._offers,
+            kinds=self._kinds,
+            offered=self._offered,
+            then=self._then,
+            drafts=self.drafts,
+            confidence=self.confidence,
+            real=self.real,
+            vocabulary=self._vocabulary,
+            min_chance=self._min_chance,
+            STEPS=self._steps,
+            WIDTH=width,
+            COLUMNS=columns,
+            CANDIDATES=CANDIDATES,
+        )
 
     def _keep(self, kept: Sequence[Kept]) -> None:
         rows = self._to_device(np.array([(k.slot, k.at, k.room, k.text) for k in kept], dtype=np.int64).T.copy())

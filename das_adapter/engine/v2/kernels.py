@@ -56,8 +56,21 @@ def _context(arena, own, n, index, lowest):
 
 
 @triton.jit(do_not_specialize=["requests"])
-def learn(offers, kinds, offered, then, text_at, text_len, arena, slots, outcomes, requests,
-          WIDTH: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def learn(
+    offers,
+    kinds,
+    offered,
+    then,
+    text_at,
+    text_len,
+    arena,
+    slots,
+    outcomes,
+    requests,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Compare what was offered to each request with what it has written since, and count by kind.
 
     `outcomes`: int32 [2 * KINDS, 2], tried and accepted; zero before.
@@ -155,8 +168,21 @@ def _compare(arena, texts, position, own, n, LANES: tl.constexpr):
 
 
 @triton.jit
-def search_sealed(arena, slots, row_of_slot, text_at, text_len, sealed_texts, sealed_places, sealed_count, fading,
-                  found_at, found_info, found_left, CANDIDATES: tl.constexpr):  # fmt: skip
+def search_sealed(
+    arena,
+    slots,
+    row_of_slot,
+    text_at,
+    text_len,
+    sealed_texts,
+    sealed_places,
+    sealed_count,
+    fading,
+    found_at,
+    found_info,
+    found_left,
+    CANDIDATES: tl.constexpr,
+):
     """Find the places of sealed text that match a request's text longest, for its whole text (program_id(1) = 0) and
     for its text without the last token (1).
 
@@ -242,8 +268,23 @@ def _beyond(arena, at, own, n, place, length, lowest):
 
 
 @triton.jit
-def scan_live(arena, slots, row_of_slot, text_at, text_len, begin, members, member_count, seen_at, seen_info,
-              seen_left, seen_key, MEMBERS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def scan_live(
+    arena,
+    slots,
+    row_of_slot,
+    text_at,
+    text_len,
+    begin,
+    members,
+    member_count,
+    seen_at,
+    seen_info,
+    seen_left,
+    seen_key,
+    MEMBERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Find the places in the live text of a request's problem that match its own text longest; of equal lengths the
     latest. The tiles of these texts are shared out over SPLITS programs; one more does the request's prompt.
 
@@ -322,8 +363,17 @@ def scan_live(arena, slots, row_of_slot, text_at, text_len, begin, members, memb
 
 
 @triton.jit
-def merge_live(seen_at, seen_info, seen_left, seen_key, found_at, found_info, found_left, SPLITS: tl.constexpr,
-               CANDIDATES: tl.constexpr):  # fmt: skip
+def merge_live(
+    seen_at,
+    seen_info,
+    seen_left,
+    seen_key,
+    found_at,
+    found_info,
+    found_left,
+    SPLITS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
     """Take the best places of all programs that scanned live text, and those of the prompt."""
     request = tl.program_id(0)
     lane = tl.arange(0, SPLITS * PLACES)
@@ -346,9 +396,30 @@ def merge_live(seen_at, seen_info, seen_left, seen_key, found_at, found_info, fo
 
 
 @triton.jit
-def vote(arena, slots, num_sampled, text_at, text_len, found_at, found_info, found_left, chance, offers,
-         kinds, offered, then, drafts, confidence, real, vocabulary, min_chance, STEPS: tl.constexpr,
-         WIDTH: tl.constexpr, COLUMNS: tl.constexpr, CANDIDATES: tl.constexpr):  # fmt: skip
+def vote(
+    arena,
+    slots,
+    num_sampled,
+    text_at,
+    text_len,
+    found_at,
+    found_info,
+    found_left,
+    chance,
+    offers,
+    kinds,
+    offered,
+    then,
+    drafts,
+    confidence,
+    real,
+    vocabulary,
+    min_chance,
+    STEPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):
     """Draft token by token what most candidates vote for; see `SuffixIndex::draft` in `csrc/suffix_index.cpp`.
 
     `drafts`: int64 [requests, STEPS], beyond the draft the request's last token; `confidence`: float32, the chance of
@@ -425,8 +496,9 @@ def vote(arena, slots, num_sampled, text_at, text_len, found_at, found_info, fou
                     step = step + 1
         filled = (column < STEPS) & (column >= count)
         tl.store(confidence + request * STEPS + column, tl.zeros([COLUMNS], tl.float32), mask=filled)
-        tl.store(drafts + request * STEPS + column, tl.where(column < count, draft, last).to(tl.int64),
-                 mask=column < STEPS)  # fmt: skip
+        tl.store(
+            drafts + request * STEPS + column, tl.where(column < count, draft, last).to(tl.int64), mask=column < STEPS
+        )
         tl.store(real + request, count)
         tl.store(offered + slot, asked)
         tl.store(then + slot, n)

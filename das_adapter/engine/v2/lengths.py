@@ -104,10 +104,16 @@ class DraftLengths:
             self.drafts = ModelDrafts(config.model_tokens, narrows=False, always=always)
             self.drafts.expect(known and known.passes)
         self.controller = Controller(
-            config.budget, config.toggle, vllm_config.model_config.max_model_len, config.history.window,
-            known and known.steps, self.drafts, config.num_draft_tokens, None if self._by_request else self.lengths,
+            config.budget,
+            config.toggle,
+            vllm_config.model_config.max_model_len,
+            config.history.window,
+            known and known.steps,
+            self.drafts,
+            config.num_draft_tokens,
+            None if self._by_request else self.lengths,
             sizes,
-        )  # fmt: skip
+        )
         self.guard = StockGuard.of(config.toggle, sizes)
         self.log = DecisionLog(config.log_dir) if config.log_dir else None
         self._counters = counters
@@ -158,8 +164,9 @@ class DraftLengths:
     def fail(self, error: Exception) -> None:
         """Draft no more until the next weight sync, and say so."""
         self._counters.error = repr(error)
-        logger.error("das: the %s drafter failed; no drafts until the next weight sync",
-                     self._config.drafter, exc_info=error)  # fmt: skip
+        logger.error(
+            "das: the %s drafter failed; no drafts until the next weight sync", self._config.drafter, exc_info=error
+        )
 
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history up to date and start again, at a weight sync."""
@@ -236,8 +243,11 @@ class DraftLengths:
         plan = self.controller.plan(Decoded(slots, got, carriers, by_model, room, context=context), offers)
         if collapsed(vars(self._counters)) and not self._paused:
             self._paused = True
-            logger.error("das: acceptance collapsed (%d of %d draft tokens); no drafts until the next weight sync",
-                         self._counters.accepted_tokens, self._counters.draft_tokens)  # fmt: skip
+            logger.error(
+                "das: acceptance collapsed (%d of %d draft tokens); no drafts until the next weight sync",
+                self._counters.accepted_tokens,
+                self._counters.draft_tokens,
+            )
         silent = self.guard is not None and self.guard.idle and not self.guard.ask(len(live), bool(carried.any()))
         wanted = 0 if self._paused or silent else int(max(plan.history.max(initial=0), plan.model.max(initial=0)))
         if self._by_request:
@@ -310,15 +320,23 @@ class DraftLengths:
 
     def _offers(self, live: list[_Growing], limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
         """Return what is drafted for some requests, see `core.controller.HistoryDrafts`."""
-        chances = [self._offered.get(request.req_id, _NOTHING)[:most]
-                   for request, most in zip(live, limits.tolist(), strict=True)]  # fmt: skip
+        chances = [
+            self._offered.get(request.req_id, _NOTHING)[:most]
+            for request, most in zip(live, limits.tolist(), strict=True)
+        ]
         kept = [c[: int((c >= floor).sum())] for c in chances]
         return np.concatenate([*kept, _NOTHING]), np.cumsum([0, *map(len, kept)], dtype=np.int64)
 
     def _count(
-        self, step: Step, live: list[_Growing], slots: np.ndarray, got: np.ndarray, carried: np.ndarray,
-        looked_up: np.ndarray, now: float,
-    ) -> None:  # fmt: skip
+        self,
+        step: Step,
+        live: list[_Growing],
+        slots: np.ndarray,
+        got: np.ndarray,
+        carried: np.ndarray,
+        looked_up: np.ndarray,
+        now: float,
+    ) -> None:
         accepted = np.minimum(got - 1, carried)
         training = [request.record for request in live]
         if any(training):

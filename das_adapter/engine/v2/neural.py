@@ -199,16 +199,29 @@ def draw_as_the_policy(stock: Any, speculator: Any) -> Any:
 
     @functools.wraps(stock)
     def sample_draft(
-        hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor,
-        seeds: torch.Tensor, step: torch.Tensor, logits_cache: Any, spec_step_idx: int = 0, **_: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        step: torch.Tensor,
+        logits_cache: Any,
+        spec_step_idx: int = 0,
+        **_: Any,
+    ) -> torch.Tensor:
         from vllm.v1.worker.gpu.sample import gumbel
 
         logits = speculator.compute_draft_logits(hidden, spec_step_idx)
         drawn: torch.Tensor = gumbel.gumbel_sample(
-            logits, slots, temperature, seeds, positions, apply_temperature=True, is_drafting=False,
+            logits,
+            slots,
+            temperature,
+            seeds,
+            positions,
+            apply_temperature=True,
+            is_drafting=False,
             use_fp64=speculator.use_fp64_gumbel,
-        )  # fmt: skip
+        )
         return drawn
 
     return sample_draft

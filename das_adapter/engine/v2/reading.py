@@ -135,9 +135,13 @@ class MissedText:
         )
         plain = BatchExecutionDescriptor(cg_mode=CUDAGraphMode.NONE, num_tokens=tokens, num_reqs=requests)
         attention = speculator._build_attn_metadata(
-            num_reqs=requests, batch_desc=plain, query_start_loc_np=batch.query_start_loc_np,
-            seq_lens_cpu_upper_bound=bound, step=0, slot_mappings=slots,
-        )  # fmt: skip
+            num_reqs=requests,
+            batch_desc=plain,
+            query_start_loc_np=batch.query_start_loc_np,
+            seq_lens_cpu_upper_bound=bound,
+            step=0,
+            slot_mappings=slots,
+        )
         return attention, build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
 
 

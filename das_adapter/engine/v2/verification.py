@@ -82,9 +82,15 @@ def accept_drawn(
     from vllm.v1.worker.gpu.sample import gumbel
 
     drawn = gumbel.gumbel_sample(
-        logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature=False, is_drafting=False,
+        logits,
+        expanded_idx_mapping,
+        temperature,
+        seed,
+        pos,
+        apply_temperature=False,
+        is_drafting=False,
         use_fp64=use_fp64,
-    )  # fmt: skip
+    )
     requests, width = cu_num_logits.shape[0] - 1, num_speculative_steps + 1
     local = expanded_local_pos.to(torch.int64)
     request = (local == 0).cumsum(0) - 1

@@ -159,8 +159,15 @@ class DeviceWorkerState(WorkerState):
         drafts = {req_id: len(tokens) for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()}
         counts = scheduled.num_scheduled_tokens
         decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(counts) + sum(drafts.values())
-        self._step = Step(tuple(self._begun), frozenset(self._ended), self._unrecorded, dict(counts), drafts, decodes,
-                          time.perf_counter())  # fmt: skip
+        self._step = Step(
+            tuple(self._begun),
+            frozenset(self._ended),
+            self._unrecorded,
+            dict(counts),
+            drafts,
+            decodes,
+            time.perf_counter(),
+        )
         self._begun, self._ended = [], set()
 
     def watch(self, output: Any) -> Any:
