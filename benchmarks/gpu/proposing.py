@@ -114,8 +114,8 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     """Draft as vLLM's V1 runner has it done, but for the runner, in steps that take what the roofline says; drafts are
     accepted where they are what the request writes."""
     from das_adapter.core.latency import StepTimes
-    from das_adapter.engine.drafters.controlled import ControlledDrafter
-    from das_adapter.engine.drafters.history import THREADS
+    from das_adapter.engine.history import THREADS
+    from das_adapter.engine.v1.controlled import ControlledDrafter
     from das_adapter.protocol.engine_args import SETTINGS_KEY
     from das_adapter.protocol.label import Label
     from das_adapter.protocol.messages import Refresh, Trajectory

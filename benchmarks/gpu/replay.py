@@ -195,7 +195,7 @@ def force(rollouts: Rollouts) -> None:
     replaced, on the device, by the recording's at that position."""
     import torch
 
-    from das_adapter.engine.sampling import verification
+    from das_adapter.engine.v1 import verification
 
     stock, table = verification.keyed_sample, None
     longest = max(len(text) for _, text in rollouts)

@@ -19,7 +19,7 @@ COMPARED = 96
 
 def kernel(plan: Plan) -> dict[str, Any]:
     """Compare tokens, log-probabilities and ranks, and time both samplers, by number of rows."""
-    from das_adapter.engine.sampling.keyed_sample import keyed_sample
+    from das_adapter.engine.v1.keyed_sample import keyed_sample
 
     vocabulary, device = SHAPES[plan.shape]["vocab_size"], "cuda" if torch.cuda.is_available() else "cpu"
     kind = torch.bfloat16 if device == "cuda" else torch.float32
@@ -49,7 +49,7 @@ def _logits(count: int, vocabulary: int, device: str) -> torch.Tensor:
 
 
 def _keys(count: int, device: str) -> Any:
-    from das_adapter.engine.sampling.keyed_sample import Keys
+    from das_adapter.engine.v1.keyed_sample import Keys
 
     seeds = torch.arange(count, device=device) * 2**33 + 5
     return Keys(seeds, seeds % 4099)
@@ -57,7 +57,7 @@ def _keys(count: int, device: str) -> Any:
 
 def _compared(vocabulary: int, device: str) -> Found:
     """Compare draws at three temperatures in every form that there is: what is wrong, by dtype and kind of scores."""
-    from das_adapter.engine.sampling.keyed_sample import Scores, keyed_sample
+    from das_adapter.engine.v1.keyed_sample import Scores, keyed_sample
 
     found: Found = {}
     dtypes = {"float32": torch.float32} | ({"bfloat16": torch.bfloat16} if device == "cuda" else {})
@@ -95,7 +95,7 @@ BARS = (
 
 def chi_square_p(device: str, draws: int = 120_000) -> float:
     """Return how probable draws are that are as far from the softmax as those of the kernel (chi-square)."""
-    from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample
+    from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 
     logits = torch.randn(16, generator=torch.Generator().manual_seed(3)) * 1.5
     positions = torch.arange(draws, device=device)

@@ -6,7 +6,7 @@ equals that token, which happens with probability ``p(draft token)``, as in reje
 
 This is the noise of vLLM's V2 sampler since 0.31: a request with a seed gets the same tokens from it. All arithmetic
 is in float32; equal scores go to the lowest token. ``csrc/keyed_noise.cpp`` and
-``das_adapter/engine/sampling/keyed_sample.py`` compute the same, apart from the last bit of a device's logarithm.
+``das_adapter/engine/v1/keyed_sample.py`` compute the same, apart from the last bit of a device's logarithm.
 """
 
 from __future__ import annotations

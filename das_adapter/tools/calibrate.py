@@ -80,9 +80,9 @@ def measure(
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
     from vllm import LLM, SamplingParams
 
-    from das_adapter.engine import worker
-    from das_adapter.engine.drafters.sweep import SweepDrafter
-    from das_adapter.engine.drafters.timing import graph_sizes
+    from das_adapter.engine.timing import graph_sizes
+    from das_adapter.engine.v1 import worker
+    from das_adapter.engine.v1.sweep import SweepDrafter
     from das_adapter.protocol.engine_args import v1_args
 
     args = v1_args(das)
@@ -91,7 +91,7 @@ def measure(
     if das.neural:
         vars(worker).update(ControlledDrafter=SweepDrafter)  # vLLM makes none for its own methods
     else:
-        args["speculative_config"]["model"] = "das_adapter.engine.drafters.sweep.SweepDrafter"
+        args["speculative_config"]["model"] = "das_adapter.engine.v1.sweep.SweepDrafter"
     SweepDrafter.passes = (das.model_tokens,) if das.copies_policy or das.neural else ()
     steps = rounds * (len({0, *drafts}) + len(ragged) + sum(1 + most for most in SweepDrafter.passes)) + 4
     longest = max(contexts) + steps + most + 2

@@ -21,11 +21,11 @@ PATCHES = {
     "vllm": (
         "engine.patches",
         "engine.cpu_patches",
-        "engine.worker",
+        "engine.v1.worker",
         "engine.standalone",
-        "engine.drafters.neural",
-        "engine.drafters.neural_drafts",
-        "engine.drafters.decode_graphs",
+        "engine.v1.neural",
+        "engine.v1.neural_drafts",
+        "engine.v1.decode_graphs",
     ),
     "verl": ("verl.hooks",),
     "nemo_rl": ("nemo_rl.install", "nemo_rl.checkpoint", "nemo_rl.tracking", "nemo_rl.engine_hooks"),
@@ -181,7 +181,7 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.worker.worker_base import WorkerBase
 assert hasattr(WorkerBase, "das_rpc"), "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
-import das_adapter.engine.drafters.controlled, das_adapter.engine.worker
+import das_adapter.engine.v1.controlled, das_adapter.engine.v1.worker
 """
 
 

@@ -40,8 +40,8 @@ class Audit:
         return sum(self.kept[key] != 1 for key in _keys(request, text))
 
     def _watch_v1(self) -> None:
-        from das_adapter.engine.sampling import verification
-        from das_adapter.engine.worker import WorkerState
+        from das_adapter.engine.v1 import verification
+        from das_adapter.engine.v1.worker import WorkerState
 
         draw, key, count = verification.keyed_sample, WorkerState.keys, WorkerState.count
         steps = deque[list[list[Key]]]()  # keys of each request's rows, of steps whose tokens are not on the host yet

@@ -62,8 +62,8 @@ def sabotage(kind: str) -> None:
         return lose_loaded()
     if V2:
         return v2_cpu.sabotage(kind)
-    from das_adapter.engine.drafters.controlled import ControlledDrafter
-    from das_adapter.engine.drafters.history import HistorySource
+    from das_adapter.engine.history import HistorySource
+    from das_adapter.engine.v1.controlled import ControlledDrafter
 
     def garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
         rng = random.Random(len(sampled))
@@ -99,35 +99,35 @@ def sabotage(kind: str) -> None:
         ControlledDrafter._begin_step = taking(clock, 0.003, ControlledDrafter._begin_step)
         HistorySource.look = in_every_step(taking(clock, 0.03, HistorySource.look))
     elif kind == "replayed passes":
-        from das_adapter.engine.drafters.decode_graphs import DecodePasses
+        from das_adapter.engine.v1.decode_graphs import DecodePasses
 
         DecodePasses.__call__ = captured_first(DecodePasses.__call__)
     elif kind == "a rank fails":
         ControlledDrafter._propose = failing_rank(ControlledDrafter._propose)
     elif kind == "a rank fails in the passes":
-        from das_adapter.engine.drafters.policy_copy import CopySource
+        from das_adapter.engine.v1.policy_copy import CopySource
 
         CopySource._draft = failing_pass(CopySource._draft)
     elif kind == "small chunks":
-        from das_adapter.engine.sampling import verification
+        from das_adapter.engine.v1 import verification
 
         verification._CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
         verification._joined = counted_parts(verification._joined)
     elif kind == "no CPU fix":
         cpu_patches.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
     elif kind in ("any draft length", "any draft length, reading along"):
-        from das_adapter.engine.drafters import neural_drafts
+        from das_adapter.engine.v1 import neural_drafts
 
         ControlledDrafter._propose = any_length(ControlledDrafter._propose)
         neural_drafts.KEPT_BYTES = -1 if "along" in kind else 300_000
     elif kind == "slow policy":
         ControlledDrafter._begin_step = taking(Clock(), 0.03, ControlledDrafter._begin_step)
     elif kind == "stale copy":
-        from das_adapter.engine.drafters.policy_copy import PolicyCopy
+        from das_adapter.engine.v1.policy_copy import PolicyCopy
 
         PolicyCopy.quantise = lambda self: None
     elif kind == "no room near max_model_len":
-        from das_adapter.engine.worker import WorkerState
+        from das_adapter.engine.v1.worker import WorkerState
 
         WorkerState._draft_up_to_the_end = lambda self: None
     else:
@@ -158,7 +158,7 @@ def failing_pass(stock: Any) -> Any:
 
 def lose_loaded() -> None:
     """Let neural drafters start with noise for weights."""
-    from das_adapter.engine.drafters.neural import DraftWeights
+    from das_adapter.engine.v1.neural import DraftWeights
 
     stock = DraftWeights.take_loaded
 
@@ -193,7 +193,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        for module in ("worker", "drafters.base", "drafters.controlled", "drafters.neural_drafts"):
+        for module in ("v1.worker", "v1.base", "v1.controlled", "v1.neural_drafts"):
             told = SimpleNamespace(perf_counter=self.perf_counter, time=time.time)
             importlib.import_module(f"das_adapter.engine.{module}").time = told  # type: ignore[attr-defined]
 
@@ -271,7 +271,7 @@ def failing_rank(stock: Any) -> Any:
         self._synced_once = True
         return stock(self, message)
 
-    from das_adapter.engine.drafters.controlled import ControlledDrafter
+    from das_adapter.engine.v1.controlled import ControlledDrafter
 
     ControlledDrafter._synced_once = False
     ControlledDrafter.refresh = functools.partialmethod(refresh, stock=ControlledDrafter.refresh)
@@ -755,7 +755,7 @@ def copy_is_fresh(runner: Any) -> bool:
     """Return whether the policy copy equals one made from the policy's present weights, bit for bit."""
     import torch
 
-    from das_adapter.engine.drafters.policy_copy import PolicyCopy
+    from das_adapter.engine.v1.policy_copy import PolicyCopy
 
     drafter = runner.drafter
     fresh = PolicyCopy(runner.model, drafter.config.self.weights)

@@ -13,7 +13,7 @@ from vllm.config import CUDAGraphMode
 from das_adapter.config import ToggleConfig
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.roofline import Roofline
-from das_adapter.engine.drafters import timing
+from das_adapter.engine import timing
 
 SHAPE = dict(
     model_type="qwen2",

@@ -16,8 +16,8 @@ import torch
 
 pytest.importorskip("vllm")
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.engine.drafters import neural_drafts
-from das_adapter.engine.drafters.neural_drafts import NeuralSource
+from das_adapter.engine.v1 import neural_drafts
+from das_adapter.engine.v1.neural_drafts import NeuralSource
 
 MOST, BLOCK, LONGEST = 3, 16, 512
 

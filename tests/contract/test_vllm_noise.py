@@ -27,7 +27,7 @@ _SCRIPT = """
 import numpy as np, torch, triton, triton.language as tl
 from vllm.v1.worker.gpu.sample import gumbel as theirs
 from das_adapter.core.noise import gumbel, hashed
-from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample, triton_sample
+from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample, triton_sample
 
 @triton.jit
 def noise(seeds, positions, hashes, out, vocab, BLOCK: tl.constexpr):

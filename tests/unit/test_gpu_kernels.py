@@ -13,8 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")
 from das_adapter.core.index import SuffixIndex  # noqa: E402
-from das_adapter.engine.sampling import keyed_sample  # noqa: E402
-from das_adapter.engine.sampling.keyed_sample import Keys  # noqa: E402
+from das_adapter.engine.v1 import keyed_sample  # noqa: E402
+from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
 from das_adapter.engine.v2 import kernels  # noqa: E402
 from das_adapter.engine.v2.device_index import DeviceIndex  # noqa: E402
 
@@ -134,7 +134,7 @@ def test_a_dummy_run_compiles_what_rollouts_draw_with(monkeypatch: pytest.Monkey
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.metadata import SamplingMetadata
 
-    from das_adapter.engine.sampling import verification
+    from das_adapter.engine.v1 import verification
 
     drawn, stock = set(), verification.keyed_sample
 

@@ -17,7 +17,7 @@ from das_adapter.core.identity import prompt_identity, request_seed
 from das_adapter.core.noise import gumbel, hashed, uniform
 
 torch = pytest.importorskip("torch")
-from das_adapter.engine.sampling.keyed_sample import Keys, keyed_sample  # noqa: E402
+from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample  # noqa: E402
 
 DRAWS = 120_000
 HASHES = [[2167721464, 1065631903], [3370070123, 1192055257], [3797045379, 831593000]]
@@ -72,7 +72,7 @@ def test_the_noise_never_changes() -> None:
 _INTERPRETED = """
 import numpy as np, torch
 from das_adapter.core.noise import gumbel
-from das_adapter.engine.sampling.keyed_sample import Keys, divide, keyed_sample, triton_divide, triton_sample
+from das_adapter.engine.v1.keyed_sample import Keys, divide, keyed_sample, triton_divide, triton_sample
 rng = np.random.default_rng(0)
 seeds = rng.choice([-(2**63), -1, 0, 1, 2**40 + 5, 2**63 - 1], 12)
 positions, temperature = rng.integers(0, 2**20, 12), rng.choice([0.0, 0.7, 1.0], 12).astype(np.float32)

@@ -16,9 +16,9 @@ from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, Mi
 from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 
-from das_adapter.engine.sampling import verification  # noqa: E402
-from das_adapter.engine.sampling.keyed_sample import Drawn, Keys  # noqa: E402
-from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler, MinTokens  # noqa: E402
+from das_adapter.engine.v1 import verification  # noqa: E402
+from das_adapter.engine.v1.keyed_sample import Drawn, Keys  # noqa: E402
+from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler, MinTokens  # noqa: E402
 
 VOCABULARY, PROMPT, DRAFTED = 50, 4, [3, 0, 7, 2, 1, 5]
 ROWS = sum(DRAFTED) + len(DRAFTED)

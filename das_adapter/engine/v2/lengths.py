@@ -15,10 +15,10 @@ from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller, Decoded, TimedStep
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.stock import StockGuard, UnaskedStep
-from das_adapter.engine.drafters import decisions
-from das_adapter.engine.drafters.base import LiveRequest
-from das_adapter.engine.drafters.history import HistorySource
-from das_adapter.engine.drafters.timing import before_the_first_step, graph_sizes
+from das_adapter.engine import controller as decisions
+from das_adapter.engine.history import HistorySource
+from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.timing import before_the_first_step, graph_sizes
 from das_adapter.engine.v2.admission import Wanted, wants_of
 from das_adapter.engine.v2.neural import Proposal
 from das_adapter.protocol.decision_log import DecisionLog

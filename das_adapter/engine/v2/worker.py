@@ -14,6 +14,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.front_end import media
 from das_adapter.engine.standalone import Response
+from das_adapter.engine.v1.worker import WorkerState
 from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.admission import SOURCE, Admission, Wanted
 from das_adapter.engine.v2.device_index import DeviceIndex
@@ -22,7 +23,6 @@ from das_adapter.engine.v2.lengths import Begun, DraftLengths, Step
 from das_adapter.engine.v2.neural import Beside, Speculation, take_loaded_speculator
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
-from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed

@@ -8,7 +8,7 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from das_adapter.core.controller import TimedStep
-from das_adapter.engine.drafters.controlled import ControlledDrafter
+from das_adapter.engine.v1.controlled import ControlledDrafter
 
 
 class SweepDrafter(ControlledDrafter):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.engine.drafters.base import Drafter
+from das_adapter.engine.v1.base import Drafter
 from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from das_adapter.config import DasConfig
-from das_adapter.engine.sampling.draft_sample import draw
-from das_adapter.engine.sampling.keyed_sample import Keys
+from das_adapter.engine.v1.draft_sample import draw
+from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.patching import patch
 
 logger = logging.getLogger("das_adapter")

@@ -14,14 +14,15 @@ from das_adapter.core.controller import Controller, Decoded, Search
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.stock import StockGuard
-from das_adapter.engine.drafters import decisions
-from das_adapter.engine.drafters.base import Drafter, LiveRequest
-from das_adapter.engine.drafters.history import HistorySource
-from das_adapter.engine.drafters.model_source import ModelSource, OutOfStep
-from das_adapter.engine.drafters.neural_drafts import NeuralSource
-from das_adapter.engine.drafters.policy_copy import CopySource
-from das_adapter.engine.drafters.timing import StepTimer, before_the_first_step, graph_sizes
+from das_adapter.engine import controller as decisions
 from das_adapter.engine.front_end import media
+from das_adapter.engine.history import HistorySource
+from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.timing import StepTimer, before_the_first_step, graph_sizes
+from das_adapter.engine.v1.base import Drafter
+from das_adapter.engine.v1.model_source import ModelSource, OutOfStep
+from das_adapter.engine.v1.neural_drafts import NeuralSource
+from das_adapter.engine.v1.policy_copy import CopySource
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats

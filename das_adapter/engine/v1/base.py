@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,28 +20,11 @@ from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
 logger = logging.getLogger("das_adapter")
 
 
-@dataclass(slots=True)
-class LiveRequest:
-    """A request that is drafted for."""
-
-    req_id: str
-    slot: int
-    """Its slot in the controller."""
-    problem: int
-    start: int
-    """Length at which its response began."""
-    end: int
-    """Length at which it stops."""
-    record: bool
-    """Whether its text may serve as history."""
-    begin: float = field(default_factory=time.time)
-
-
 class Drafter:
     """A drafter that can fail, or draft nothing useful, without harming the rollout.
 
     `runner` (vLLM's model runner), `seed` (the noise seed of a request id) and `label` (of a request id) are bound by
-    `engine.worker` before the first step. The class has no attribute `model`, by which vLLM and the hosts would take it
+    `WorkerState` before the first step. The class has no attribute `model`, by which vLLM and the hosts would take it
     for a drafter with weights.
     """
 

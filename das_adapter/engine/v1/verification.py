@@ -25,8 +25,8 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from das_adapter.engine.sampling.keyed_sample import Keys, Scores, divide, keyed_sample
-from das_adapter.engine.sampling.truncation import truncate
+from das_adapter.engine.v1.keyed_sample import Keys, Scores, divide, keyed_sample
+from das_adapter.engine.v1.truncation import truncate
 from das_adapter.errors import UnsupportedHost
 
 _SCORES: dict[str, Scores] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}

@@ -19,7 +19,7 @@ from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.returns import Returns
 from das_adapter.core.siblings import Siblings
 from das_adapter.core.staleness import Staleness, bracket
-from das_adapter.engine.drafters.base import LiveRequest
+from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Published, Refresh
 
 logger = logging.getLogger("das_adapter")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from vllm.v1.sample.sampler import _SAMPLING_EPS
 
-from das_adapter.engine.sampling.keyed_sample import Keys, divide, keyed_sample
-from das_adapter.engine.sampling.truncation import truncate
+from das_adapter.engine.v1.keyed_sample import Keys, divide, keyed_sample
+from das_adapter.engine.v1.truncation import truncate
 
 
 def draw(logits: torch.Tensor, keys: Keys, sampling: Any, rows: torch.Tensor | None = None) -> torch.Tensor:

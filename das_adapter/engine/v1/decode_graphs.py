@@ -14,7 +14,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from das_adapter.engine.drafters.attention import Queries, queries
+from das_adapter.engine.v1.attention import Queries, queries
 from das_adapter.patching import patch
 
 logger = logging.getLogger("das_adapter")

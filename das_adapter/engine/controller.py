@@ -9,8 +9,8 @@ import numpy as np
 
 from das_adapter.core.controller import Controller, TimedStep
 from das_adapter.core.stock import StockGuard, UnaskedStep
-from das_adapter.engine.drafters.base import LiveRequest
-from das_adapter.engine.drafters.history import HistorySource
+from das_adapter.engine.history import HistorySource
+from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.messages import Refresh

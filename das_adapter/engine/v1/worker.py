@@ -14,13 +14,7 @@ import torch
 
 from das_adapter import __version__
 from das_adapter.config import DasConfig
-from das_adapter.engine.drafters.controlled import ControlledDrafter
-from das_adapter.engine.drafters.neural import DraftWeights, KeyedDrafts, take_loaded_drafter
-from das_adapter.engine.drafters.neural_drafts import draft_when_tokens_are_known, hold_drafts
-from das_adapter.engine.drafters.timing import without_graphs
 from das_adapter.engine.front_end import media
-from das_adapter.engine.sampling.keyed_sample import Keys
-from das_adapter.engine.sampling.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.engine.standalone import (
     Response,
     Standalone,
@@ -29,6 +23,12 @@ from das_adapter.engine.standalone import (
     see_loaded_weights,
     see_reloaded_weights,
 )
+from das_adapter.engine.timing import without_graphs
+from das_adapter.engine.v1.controlled import ControlledDrafter
+from das_adapter.engine.v1.keyed_sample import Keys
+from das_adapter.engine.v1.neural import DraftWeights, KeyedDrafts, take_loaded_drafter
+from das_adapter.engine.v1.neural_drafts import draft_when_tokens_are_known, hold_drafts
+from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.errors import DasError, UnsupportedHost
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
