@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_losslessness import OFF, PLAIN, requests, two_rounds
+from jobs import POLICY
+from requested import OFF, PLAIN, requests, tokens, two_rounds
 
 from das_adapter.protocol.decision_log import read
 from das_adapter.tools import report, run_series
-
-POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
 
 
 @pytest.mark.one_build
@@ -28,14 +27,14 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
         {"budget": {"policy": "classes"}, "toggle": {"mode": "threshold", "threshold": 4}},
     ):
         result = engine(das=das, rounds=rounds)
-        assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+        assert tokens(result) == tokens(reference)
         assert not any(r["stats"]["error"] for r in result)
         for r in result:
             assert sum(r["stats"]["class_steps"]) == r["stats"]["request_forwards"]
             assert sum(r["stats"]["class_drafts"]) == r["stats"]["draft_tokens"]
     rollouts = read(logs)
     figures = report.summary(rollouts)
-    assert figures["requests"] > 0
+    assert figures.requests > 0
     assert figures["decode_steps"] > 50
     assert figures["latency_model_error"] is not None
     counted = sum(counts["draft_tokens"] for rollout in rollouts for counts in rollout.counts)
@@ -78,12 +77,12 @@ def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Pat
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stderr[-4000:]
     content = json.loads(out.read_text())
-    assert {(s["requests"], s["context"], s["drafts"]) for s in content["samples"]} == {
+    assert {(s.requests, s["context"], s["drafts"]) for s in content["samples"]} == {
         (b, c, d) for b in (1, 4, 16) for c in (16, 64) for d in (0, 3, 15)
     }
     assert content["validation"]["line"]["held_out"] == 6
     assert content["line"]["base"] > 0
-    assert {(s["requests"], s["context"]) for s in content["pass_samples"]} == {
+    assert {(s.requests, s["context"]) for s in content["pass_samples"]} == {
         (b, c) for b in (1, 4, 16) for c in (16, 64)
     }
     assert content["passes"]["base"] > 0

@@ -9,8 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-from engine import POLICY
-from test_losslessness import OFF, prompts
+from jobs import POLICY, Request, Round
+from requested import OFF, prompts
 
 _STAND_IN = """
 import triton.backends
@@ -87,8 +87,8 @@ llm = LLM(job["policy"], dtype="float32", enforce_eager=True, max_model_len=512,
           kv_cache_memory_bytes=2**26)
 runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner", type(runner)  # the second, on a CPU
-outputs = llm.generate([{"prompt_token_ids": r["prompt"]} for r in job["requests"]],
-                       [SamplingParams(**r["params"]) for r in job["requests"]], use_tqdm=False)
+outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]],
+                       [SamplingParams(**params) for params in job["params"]], use_tqdm=False)
 print("RESULT " + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 """
 
@@ -97,12 +97,9 @@ print("RESULT " + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
 def test_stock_v2_writes_the_same_tokens(engine: Any, newest_env: dict[str, str]) -> None:
     """The newest vLLM's second runner without das-adapter, and our samplers in a first runner."""
     params = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"temperature": 1.3}]
-    asked = [
-        {"prompt": prompt, "params": {"max_tokens": 24, "seed": 2**40 * i + 11, **params[i]}}
-        for i, prompt in enumerate(prompts(4))
-    ]
-    printed = run(
-        _ENGINE, {**newest_env, "VLLM_USE_V2_MODEL_RUNNER": "1"}, json.dumps({"policy": str(POLICY), "requests": asked})
-    )
+    params = [{"max_tokens": 24, "seed": 2**40 * i + 11, **p} for i, p in enumerate(params)]
+    asked = {"policy": str(POLICY), "prompts": prompts(4), "params": params}
+    printed = run(_ENGINE, {**newest_env, "VLLM_USE_V2_MODEL_RUNNER": "1"}, json.dumps(asked))
     line = next(x for x in printed.splitlines() if x.startswith("RESULT "))
-    assert engine(das=OFF, rounds=[{"requests": asked}])[0]["tokens"] == json.loads(line.removeprefix("RESULT "))
+    requests = [Request(prompt, p) for prompt, p in zip(prompts(4), params, strict=True)]
+    assert engine(das=OFF, rounds=[Round(requests)])[0]["tokens"] == json.loads(line.removeprefix("RESULT "))

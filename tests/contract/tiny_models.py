@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from engine import POLICY
+from jobs import POLICY
 from safetensors.torch import load_file, save_file
 
 SHAPE = {
@@ -106,7 +106,7 @@ KINDS = {"experts": mixture_of_experts, "images": images}
 def write_mtp(directory: Path) -> str:
     """Write the tiny policy with a layer for multi-token prediction (MiMo's), fitted to the policy's own text by least
     squares; its attention is random and weak."""
-    from test_losslessness import prompts
+    from requested import prompts
 
     policy = transformers.Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     shape, generator = policy.config, torch.Generator().manual_seed(0)
