@@ -34,7 +34,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from provenance import provenance
+from provenance import provenance, save
 from rich.console import Console
 from rich.table import Table
 
@@ -543,7 +543,7 @@ def main() -> None:
         take_turns(children, results, args)
     if args.out:
         content = {"provenance": provenance(), "results": results}
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        save(args.out, content)
         if args.what == "modes":
             args.out.with_suffix(".md").write_text(markdown(results))
     Console(width=140).print((show_modes if args.what == "modes" else show_steps)(results))

@@ -7,7 +7,6 @@ The files lie in memory once, and the writer maps them from the start; all beyon
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 import click
 import numpy as np
 import ray
-from provenance import provenance
+from provenance import provenance, save, written
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
@@ -143,10 +142,10 @@ def main(tokens: int, rounds: int, out: Path | None) -> None:
         result["tokens_per_sync"] = PROBLEMS_A_STEP * SAMPLES * TOKENS
     del keep
     ray.shutdown()
-    text = json.dumps({**result, "provenance": provenance()}, indent=1)
-    click.echo(text)
+    result["provenance"] = provenance()
+    click.echo(written(result))
     if out:
-        out.write_text(text + "\n")
+        save(out, result)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 import yaml
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.sim.config import parse
 from das_adapter.sim.pipeline import Run
@@ -276,9 +276,9 @@ def main() -> None:
         begun = {"provenance": provenance()}  # of the code that is loaded, whatever is checked out meanwhile
         result["figures"][path.stem] = figure.graded(figure.check()) | begun
         result["figures"] = dict(sorted(result["figures"].items()))
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.out, result)
     keep_the_best(result["figures"])
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(args.out, result)
     args.out.with_suffix(".md").write_text(markdown(result))
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.core.length import Expected, LengthModel
 from das_adapter.sim import rollouts
@@ -143,7 +143,7 @@ def main() -> None:
     result |= provenance() | {"before": BEFORE}
     for name in args.sets:
         result["sets"][name] = measure(args.traces / f"{name}.npz", SETS[name], args.replicas, args.orders)
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.out, result)
     print(tables(result["sets"]))
 
 

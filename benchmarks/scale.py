@@ -5,7 +5,6 @@ python benchmarks/scale.py --json FILE.json --md FILE.md
 
 from __future__ import annotations
 
-import json
 import subprocess
 import tempfile
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import click
 import numpy as np
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
@@ -190,7 +189,7 @@ def main(json_file: Path, md_file: Path, problems: int, tokens: int, known: int,
         "weight_sync": sync(problems, tokens, known, syncs, ahead=True),
         "weight_sync_sealed_at_the_end": sync(problems, tokens, known, max(1, syncs // 3), ahead=False),
     }
-    json_file.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
+    save(json_file, found | {"provenance": provenance()})
     md_file.write_text(table(found))
     print(table(found))
 

@@ -148,9 +148,10 @@ def path(name: str, plan: Plan, out: Path) -> Path:
 
 def write(name: str, plan: Plan, out: Path, content: Found) -> None:
     """Write down a part's figures."""
+    from provenance import save
+
     head = {key: content[key] for key in ("provenance",) if key in content}
-    text = json.dumps(head | {"part": name, "shape": plan.shape} | content, indent=2)
-    path(name, plan, out).write_text(text + "\n")
+    save(path(name, plan, out), head | {"part": name, "shape": plan.shape} | content)
 
 
 def judge(name: str, plan: Plan, out: Path) -> list[str]:
