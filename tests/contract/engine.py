@@ -21,16 +21,7 @@ from asking import abort_last, adapter, pictured, refusal, sampling
 from audit import Audit
 from jobs import POLICY, Job, Request, Round
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="ERROR",
-    VLLM_NO_USAGE_STATS="1",
-    HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS="1",
-    MKL_CBWR="AUTO,STRICT",
-    TORCHDYNAMO_DISABLE="1",  # compiling vLLM's helpers takes longer than a test
-)
+os.environ.update(jobs.ON_CPU, VLLM_ENABLE_V1_MULTIPROCESSING="0")
 V2 = bool(os.environ.get("DAS_TEST_V2"))
 """Whether engines run vLLM's V2 model runner; see `v2_cpu.py`."""
 SETTINGS = {

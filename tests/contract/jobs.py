@@ -16,6 +16,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
+ON_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_CBWR": "AUTO,STRICT",
+    "TORCHDYNAMO_DISABLE": "1",  # compiling vLLM's helpers takes longer than a test
+}
+"""Environment of engines on a CPU that others use, too: one thread, whose sums do not depend on the batch."""
 
 
 @dataclass(frozen=True)

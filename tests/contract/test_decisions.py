@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import POLICY
+from jobs import ON_CPU, POLICY
 from requested import OFF, PLAIN, requests, tokens, two_rounds
 
 from das_adapter.protocol.decision_log import read
@@ -44,45 +44,19 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
 @pytest.mark.one_build
 def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
-    command = [
-        sys.executable,
-        "-m",
-        "das_adapter.cli",
-        "calibrate",
-        str(POLICY),
-        "--out",
-        str(out),
-        "--rounds",
-        "4",
-        "--batches",
-        "1,4,16",
-        "--contexts",
-        "16,64",
-        "--drafts",
-        "0,3,15",
-        "--drafter",
-        '{"drafter": "self"}',
-        "--engine",
-        '{"dtype": "float32", "enforce_eager": true}',
-    ]
-    env = {
-        **os.environ,
-        **vllm_env,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    sizes = "--rounds 4 --batches 1,4,16 --contexts 16,64 --drafts 0,3,15".split()
+    how = ["--drafter", '{"drafter": "self"}', "--engine", '{"dtype": "float32", "enforce_eager": true}']
+    command = [sys.executable, "-m", "das_adapter.cli", "calibrate", POLICY, "--out", out, *sizes, *how]
+    env = {**os.environ, **vllm_env, **ON_CPU, "VLLM_CPU_KVCACHE_SPACE": "1"}
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stderr[-4000:]
     content = json.loads(out.read_text())
-    assert {(s.requests, s["context"], s["drafts"]) for s in content["samples"]} == {
+    assert {(s["requests"], s["context"], s["drafts"]) for s in content["samples"]} == {
         (b, c, d) for b in (1, 4, 16) for c in (16, 64) for d in (0, 3, 15)
     }
     assert content["validation"]["line"]["held_out"] == 6
     assert content["line"]["base"] > 0
-    assert {(s.requests, s["context"]) for s in content["pass_samples"]} == {
+    assert {(s["requests"], s["context"]) for s in content["pass_samples"]} == {
         (b, c) for b in (1, 4, 16) for c in (16, 64)
     }
     assert content["passes"]["base"] > 0
