@@ -111,10 +111,14 @@ def wants_of(req_ids: Iterable[str], tokens: np.ndarray, worth: np.ndarray) -> d
     return {req_id: Wanted(*pair) for req_id, *pair in zip(req_ids, tokens.tolist(), worth.tolist(), strict=True)}
 
 
-@patch("vllm.v1.worker.gpu.model_runner:maybe_create_adaptive_verification_manager", since="0.31")
+@patch(
+    "vllm.v1.worker.gpu.model_runner:maybe_create_adaptive_verification_manager",
+    since="0.31",
+    needs="req_states, query_start_loc, num_bonus_tokens, max_total_logits",
+)
 def admit_what_is_worth_it(stock: Any) -> Any:
     """Without it vLLM trims drafts by its own estimate, for which every request's tokens are worth the same (V2
-    runner)."""
+    runner). Remove this patch when vLLM takes a plug-in's worth for each request's draft tokens."""
 
     @functools.wraps(stock)
     def create(**kwargs: Any) -> Any:
