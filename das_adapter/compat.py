@@ -161,13 +161,6 @@ _VLLM_V2 = {
     },
     f"{_GPU}.spec_decode": {"init_speculator(vllm_config, device)": _DRAFTS},
     f"{_GPU}.spec_decode.speculator": {"BaseSpeculator.propose(self, input_batch, num_sampled, dummy_run)": _DRAFTS},
-    f"{_GPU}.spec_decode.adaptive_verification": {
-        "AdaptiveVerificationManager.get_num_tokens(self, num_tokens_per_req, draft_tokens)": _DRAFTS,
-        "AdaptiveVerificationManager.reallocate_drafts(self, req_ids, idx_mapping)": _DRAFTS,
-        "AdaptiveVerificationManager.record_confidences(self, confidence_probs, input_batch)": _DRAFTS,
-        "maybe_create_adaptive_verification_manager(req_states, query_start_loc, "
-        "num_bonus_tokens, max_total_logits)": _DRAFTS,
-    },
     f"{_GPU}.spec_decode.rejection_sampler": {"rejection_sample": "verification"},
     f"{_GPU}.spec_decode.rejection_sampler_utils": {
         "rejection_sample(target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, "

@@ -31,7 +31,7 @@ PATCHES = {
     "nemo_rl": ("nemo_rl.install", "nemo_rl.checkpoint", "nemo_rl.tracking", "nemo_rl.engine_hooks"),
 }
 """Modules that hold patches, in the order in which they are applied."""
-PATCHES_OF_V2 = ("engine.v2.worker", "engine.v2.neural", "engine.v2.admission", "engine.v2.verification")
+PATCHES_OF_V2 = ("engine.v2.worker", "engine.v2.neural", "engine.v2.verification")
 """Those of vLLM's V2 model runner, which import Triton."""
 
 

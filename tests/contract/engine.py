@@ -340,8 +340,6 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         os.environ.update(engine_env(das))
     if V2:
         v2_cpu.stand_in(bool(job.get("interpreted")))
-        if das is not None and das.budget.admission == "request":
-            v2_cpu.lift_graph_limits()
     if job.get("sabotage"):
         sabotage(job["sabotage"])
     if job.get("asynchronous"):

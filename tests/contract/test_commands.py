@@ -35,7 +35,7 @@ def test_doctor_lists_what_is_changed_in_the_v2_runner(newest_env: dict[str, str
     )
     changes = {change["patch"]: change for change in json.loads(done.stdout.splitlines()[-1])}
     assert changes["verify_by_equality"]["target"].endswith(":rejection_sample")
-    assert {"choose_lengths", "run_speculator", "admit_what_is_worth_it", "build_speculator"} <= changes.keys()
+    assert {"choose_lengths", "run_speculator", "build_speculator"} <= changes.keys()
     assert all(change["why"].startswith(("Without it", "As `")) for change in changes.values())
 
 
