@@ -129,12 +129,6 @@ _DRAFTS = "drafts on the V2 runner"
 _VLLM_V2 = {
     "vllm.config.vllm": ("which runner there is", "VllmConfig.use_v2_model_runner"),
     f"{_GPU}.spec_decode.speculator": (_DRAFTS, "BaseSpeculator.propose(input_batch, num_sampled, dummy_run)"),
-    f"{_GPU}.spec_decode.adaptive_verification": (
-        _DRAFTS,
-        "AdaptiveVerificationManager.get_num_tokens(num_tokens_per_req, draft_tokens) "
-        "AdaptiveVerificationManager.reallocate_drafts(req_ids, idx_mapping) "
-        "AdaptiveVerificationManager.record_confidences(confidence_probs, input_batch)",
-    ),
     f"{_GPU}.sample.gumbel": (
         "verification",
         "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, use_fp64)",

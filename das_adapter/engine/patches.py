@@ -82,12 +82,10 @@ def _prepare_v2(vllm_config: Any) -> None:
     """Change the V2 runner's module before a runner is built."""
     if vllm_config.device_config.device_type == "cpu":
         import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before the runner is imported
-    from das_adapter.engine.v2.admission import admit_what_is_worth_it
     from das_adapter.engine.v2.verification import verify_by_equality
 
     build_speculator.apply()
     verify_by_equality.apply()
-    admit_what_is_worth_it.apply()
 
 
 def _worker_state(runner: Any, config: DasConfig, v2: bool) -> Any:
@@ -197,9 +195,6 @@ def _refuse(config: DasConfig, vllm_config: Any) -> None:
     """Refuse what a drafter can't do with this model or this number of ranks."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refused = {f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1}
-    if runs_v2(vllm_config) and config.budget.admission == "request":
-        ranks = parallel.tensor_parallel_size
-        refused |= {f"das.budget.admission='request' and tensor_parallel_size={ranks}": ranks > 1}
     if config.copies_policy:
         refused |= {
             "a policy with recurrent state": model.is_hybrid,

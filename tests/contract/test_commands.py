@@ -26,7 +26,7 @@ def test_doctor_finds_nothing_broken() -> None:
     assert {"das-adapter", "vllm", "verl"} <= {finding["name"] for finding in report["findings"]}
     changes = {change["patch"]: change for change in report["changes"]}
     assert changes["verify_by_equality"]["target"].endswith(":rejection_sample")
-    assert {"choose_lengths", "run_speculator", "admit_what_is_worth_it", "label_requests"} <= changes.keys()
+    assert {"choose_lengths", "run_speculator", "label_requests"} <= changes.keys()
 
 
 def test_cpu_env_prints_variables() -> None:

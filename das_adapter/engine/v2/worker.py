@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
@@ -16,7 +15,6 @@ from das_adapter.engine.front_end import media
 from das_adapter.engine.standalone import Response
 from das_adapter.engine.v1.worker import WorkerState
 from das_adapter.engine.v2 import verification
-from das_adapter.engine.v2.admission import SOURCE, Admission, Wanted
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.harvest import Harvest, Writing
 from das_adapter.engine.v2.lengths import Begun, DraftLengths, Step
@@ -63,8 +61,6 @@ class DeviceWorkerState(WorkerState):
         self._complete = True
         """Whether all sealed text that is drafted from is on the device."""
         self._step: Step | None = None
-        self.wants: Mapping[str, Wanted] = {}
-        """What the controller wanted of each request's draft when the last step began, at whose end they were made."""
         self._harvest: Harvest | None = None
         """Of an engine without a host."""
 
@@ -177,15 +173,11 @@ class DeviceWorkerState(WorkerState):
             return output
         if self.source is not None:
             step.offer = self.source.take_offer()
-        manager = self.runner.adaptive_verification
-        admitted = manager.take_admitted() if isinstance(manager, Admission) else None
         stock, lengths = output.get_output, self.lengths
 
         def get_output() -> Any:
             result = stock()
             step.req_ids = result.req_ids
-            if admitted is not None:
-                step.admit(admitted[0], admitted[1].tolist())
             if self._harvest is not None:
                 self._harvest.output(result.req_ids, result.sampled_token_ids)
             if self.speculation is not None:
@@ -244,12 +236,8 @@ class DeviceWorkerState(WorkerState):
         self.index = speculator.index
         self.index.weigh(self.lengths.history.index.fading)
         speculator.on_failure = self.lengths.fail
-        outputs = None
         if self.runner.device.type == "cuda":
-            outputs = self.runner.output_copy_stream
-            speculator.streams = self.runner.main_stream, outputs
-        if self.config.budget.admission == "request":
-            setattr(self.runner.req_states, SOURCE, (lambda: self.wants, outputs))
+            speculator.streams = self.runner.main_stream, self.runner.output_copy_stream
 
     def _take_loaded_drafter(self) -> None:
         """Take over a neural drafter, once vLLM has loaded it."""
@@ -341,11 +329,9 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
         if state.lengths is None:
             return stock(scheduler_output, *args, **kwargs)
         state.begin_step(scheduler_output)
-        wants = state.lengths.wants
         output = stock(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
             state.start_step(scheduler_output)
-            state.wants = wants
         return output
 
     return execute_model
