@@ -95,8 +95,6 @@ def prepare(job: Job) -> Any:
     os.environ.update({"DAS_CONFIG": json.dumps(job.das)} if job.standalone else engine_env(das))
     if V2:
         v2_cpu.stand_in(job.interpreted)
-        if das is not None and das.budget.admission == "request":
-            v2_cpu.lift_graph_limits()
     if job.sabotage:
         importlib.import_module("v2_sabotage" if V2 else "sabotage").SABOTAGE[job.sabotage]()
     if job.asynchronous:
