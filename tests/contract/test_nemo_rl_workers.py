@@ -379,25 +379,21 @@ def test_nemo_rls_own_tests_pass_with_the_adapter_installed() -> None:
         pytest.skip(f"{CHECKOUT} is not a whole checkout: it has no tests")
     here = Path(__file__).parent
     paths = [str(here), str(CHECKOUT), str(CHECKOUT / "tests"), str(tests)]
+    options = "-p nemo_rl_installed -p no:cacheprovider --noconftest --asyncio-mode=auto --deselect".split()
+    files = [f"test_{name}.py" for name in UPSTREAM]
     run = subprocess.run(
         [
             sys.executable,
             "-m",
             "pytest",
             "-q",
-            "-p",
-            "nemo_rl_installed",
-            "--noconftest",
             "-c",
             os.devnull,
             "--rootdir",
-            str(tests),
-            "-p",
-            "no:cacheprovider",
-            "--asyncio-mode=auto",
-            "--deselect",
+            tests,
+            *options,
             DOWNLOADS_A_MODEL,
-            *(f"test_{name}.py" for name in UPSTREAM),
+            *files,
         ],
         cwd=tests,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"},
