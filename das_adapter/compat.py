@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from das_adapter import patching
 from das_adapter.errors import UnsupportedHost
@@ -64,7 +64,7 @@ def _patched(package: str, version: str) -> tuple[Symbol, ...]:
     found = []
     for change in patching.changes():
         module, _, name = change.target.replace(".__ray_metadata__.modified_class", "").partition(":")
-        if module.split(".")[0] != package or "cpu" in change.source:
+        if module.split(".")[0] != package or change.source.startswith("cpu."):
             continue
         if numbers(change.since) <= numbers(version):
             name = name.rpartition(".")[0] if change.adds else name
@@ -280,6 +280,18 @@ def require(host: str) -> None:
             f"{host} {version(host)} lacks {names}; das-adapter needs {host} >= {HOSTS[host].oldest}, "
             f"tried with {', '.join(HOSTS[host].tried)}"
         )
+
+
+def for_cpu(host: str) -> Any:
+    """Return what the room `cpu` has for a host; its entry points name it, so that no other room imports that one.
+
+    Raises:
+        UnsupportedHost: this installation has no such entry point.
+    """
+    found = importlib.metadata.entry_points(group="das_adapter.cpu", name=host)
+    if not found:
+        raise UnsupportedHost(f"{host} on a CPU: das-adapter has no entry point for it here; install das-adapter anew")
+    return found[host].load()
 
 
 def _there(body: list[ast.stmt], name: str) -> bool:
