@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import SelfConfig
-from das_adapter.core.hardware import COMPUTE
+from das_adapter.core.hardware import COMPUTE, device
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim.config import SimConfig, parse
-from das_adapter.sim.hardware import device
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.rollouts import Rollout

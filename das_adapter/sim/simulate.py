@@ -9,7 +9,7 @@ from typing import Any
 
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
-from das_adapter.core.hardware import COMPUTE, READ, Hardware
+from das_adapter.core.hardware import COMPUTE, READ, Hardware, device
 from das_adapter.core.latency import Calibration, StepModel
 from das_adapter.core.latency import read_calibration as read_steps
 from das_adapter.core.roofline import Roofline
@@ -18,7 +18,6 @@ from das_adapter.sim.config import ArmBlock, SimConfig
 from das_adapter.sim.controlled import Controlled, Drafters
 from das_adapter.sim.drafting import Drafting, DraftingSeconds, Fixed, no_drafts
 from das_adapter.sim.fleet import UNLIMITED, Fleet, Settings
-from das_adapter.sim.hardware import device
 from das_adapter.sim.lengths import Curve, Tail
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run, run

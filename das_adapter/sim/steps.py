@@ -18,7 +18,7 @@ from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
-from das_adapter.sim.hardware import all_reduce_seconds, all_to_all_seconds
+from das_adapter.sim.links import all_reduce_seconds, all_to_all_seconds
 
 Floats = npt.NDArray[np.float64]
 PASS_SHARE = 0.05

@@ -25,7 +25,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from das_adapter.cpu.environment import variables
-from das_adapter.tools.hardware import hardware
+from das_adapter.tools.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "actor_rollout_ref.rollout.custom.das"

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from das_adapter.cli import main
-from das_adapter.core.hardware import DEVICES
+from das_adapter.core.hardware import DEVICES, device
 from das_adapter.core.latency import StepModel
 from das_adapter.core.roofline import Roofline, cold_start
 from das_adapter.core.toggle import seconds_of
@@ -23,8 +23,8 @@ from das_adapter.sim.config import parse, read
 from das_adapter.sim.controlled import Controlled
 from das_adapter.sim.drafting import Fixed, no_drafts
 from das_adapter.sim.fleet import Fleet, Settings
-from das_adapter.sim.hardware import all_reduce_seconds, device
 from das_adapter.sim.lengths import Curve, Tail
+from das_adapter.sim.links import all_reduce_seconds
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.requests import Requests

@@ -1,9 +1,8 @@
-"""Devices by name, and what an exchange over the links between them takes."""
+"""How long an exchange over the links between devices takes."""
 
 from __future__ import annotations
 
-from das_adapter.core.hardware import DEVICES, Device
-from das_adapter.errors import DasError
+from das_adapter.core.hardware import Device
 
 NETWORK = 50e9
 """Bytes per second of a device between NVLink domains: 400 Gb/s, NVIDIA's reference design for HGX systems."""
@@ -11,18 +10,6 @@ HOP_S = 8e-6
 """Seconds before the first byte of an all-reduce inside a domain arrives (NCCL's tree over NVLink, small messages)."""
 HOP_NETWORK_S = 25e-6
 """The same between domains."""
-
-
-def device(name: str) -> Device:
-    """Return a device by its name, in any case.
-
-    Raises:
-        DasError: the table lacks it.
-    """
-    found = DEVICES.get(name.lower())
-    if found is None:
-        raise DasError(f"hardware.gpu: found {name!r}, allowed: {', '.join(DEVICES)}")
-    return found
 
 
 def all_reduce_seconds(device: Device, devices: int, size: float) -> float:
