@@ -86,15 +86,11 @@ def write(
 
 
 def _figure(path: Path, draw: Any, rollouts: list[Rollout]) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    draw(axis, rollouts)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    draw(figure.subplots(), rollouts)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _timeline(axis: Any, rollouts: list[Rollout]) -> None:
