@@ -14,7 +14,7 @@ from between_rounds import drafter_without_weights
 
 from das_adapter.core import stock as stock_guard
 from das_adapter.core.controller import Controller
-from das_adapter.engine import cpu_patches
+from das_adapter.cpu import vllm_fixes
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.v1 import neural_drafts, verification
 from das_adapter.engine.v1.controlled import ControlledDrafter
@@ -224,7 +224,7 @@ def no_room_at_the_end() -> None:
 
 def no_cpu_fix() -> None:
     """Leave vLLM's CPU sampler as it is."""
-    cpu_patches.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
+    vllm_fixes.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
 
 
 SABOTAGE = {

@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
-from das_adapter.verl.cpu.env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
@@ -50,7 +49,7 @@ def train(
     command = [sys.executable, "-m", module, *where, *overrides]
     env = {
         **os.environ,
-        **cpu_env(),
+        **variables(),
         "VERL_FILE_LOGGER_PATH": str(out),
         "HF_HUB_OFFLINE": "1",
         "HYDRA_FULL_ERROR": "1",
