@@ -27,7 +27,7 @@ def written(value: Any, indent: int = 0) -> str:
     texts = [written(part, indent + 1) for part in parts]
     if isinstance(value, list):
         return "[" + inner + ("," + inner).join(texts) + inner[:-1] + "]"
-    rows = [f"{json.dumps(name)}: {text}" for name, text in zip(value, texts, strict=True)]
+    rows = [f"{json.dumps(str(name))}: {text}" for name, text in zip(value, texts, strict=True)]
     return "{" + inner + ("," + inner).join(rows) + inner[:-1] + "}"
 
 
