@@ -4,7 +4,7 @@
     python benchmarks/simulator.py engine --out FILE.json         # measured now, in one engine, and simulated
     python benchmarks/simulator.py demo --run DIR --out FILE.json     # a run of the demo
     python benchmarks/simulator.py speed --traces TRACES_DIR --out FILE.json    # a step of 65 536 rollouts, one core
-    python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together, leaders first
+    python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together or scattered
     python benchmarks/simulator.py varied --traces TRACES_DIR --out FILE.json   # what changes the answer
 
 `recorded` and `engine` take from the measured run its requests, its arms and the latency model that its engine had
@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 from provenance import provenance
 
-from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.config import parse as parse_das
 from das_adapter.core.controller import Controller
+from das_adapter.core.history import WINDOW
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import RESPONSE
 from das_adapter.sim.config import parse
@@ -90,8 +90,9 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
     if arm != "idle":
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
         block = {
-            "budget": {"policy": policy, "max_draft_tokens": most},
-            "toggle": {"mode": "roofline" if arm == "optimal" else "off"},
+            "budget": policy,
+            "max_draft_tokens": most,
+            "speculate": "auto" if arm == "optimal" else "always",
         }
         das = parse_das(block)
         assert das is not None
@@ -105,11 +106,9 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         ]
         for one in history:
             index.add(*one)
-        index.seal(8)
+        index.seal(WINDOW)
         drafting = Controlled(das, requests, 1, steps, 1024, source)
-        controller = Controller(
-            BudgetConfig(policy=policy, max_draft_tokens=most), ToggleConfig(mode=block["toggle"]["mode"]), 1024
-        )
+        controller = Controller(das, 1024)
         controller.times = StepTimes(model)
         controller.sync(np.array([(problem, len(ids), version) for problem, ids, version in history], RESPONSE))
         drafting.controllers[0] = controller
@@ -275,7 +274,7 @@ def speed(traces: Path, name: str, engines: int, stride: int) -> dict[str, Any]:
 
 
 def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: int) -> list[dict[str, Any]]:
-    """Groups together or scattered, leaders first or not: seconds of recorded rollouts on 8 and 64 H100."""
+    """Groups together and longest first, or scattered: seconds of recorded rollouts on 8 and 64 H100."""
     from routing import read
 
     found = []
@@ -290,9 +289,8 @@ def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: 
                 "rollout": {"seed": seed},
                 "acceptance": {"history": "index"},
                 "arms": {
-                    "scattered": {"das": {"routing": {"policy": "least_loaded"}}},
-                    "together": {"das": {"routing": {"leaders": "off"}}},
-                    "leaders": {"das": {}},
+                    "scattered": {"das": {"routing": "least_loaded"}},
+                    "longest first": {"das": {}},
                 },
             }
         )
@@ -379,7 +377,7 @@ def main() -> None:
                     "--arms",
                     "idle",
                     "optimal",
-                    "classes",
+                    "das",
                     "uniform",
                     "unlimited",
                     "k3",

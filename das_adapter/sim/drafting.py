@@ -219,13 +219,10 @@ class Controlled:
         das = self.das
         self.controllers = [
             Controller(
-                das.budget,
-                das.toggle,
+                das,
                 self.limit,
-                das.history.window,
                 self.prior and self.prior.steps,
                 ModelDrafts(das.model_tokens, narrows=not das.neural) if self.copy else None,
-                das.num_draft_tokens,
                 sizes=self.graphs,
             )
             for _ in range(self.engines)

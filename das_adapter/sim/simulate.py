@@ -123,14 +123,14 @@ class Simulation:
         if not das.uses_history:
             return None
         if accept.history == "given":
-            longest, seed = das.budget.max_draft_tokens, self.config.rollout.seed
+            longest, seed = das.num_draft_tokens, self.config.rollout.seed
             return Given(requests, accept.rates, accept.coverage, longest, seed, accept.spread)
         if accept.history == "index":
             return Indexed(requests, work.texts, self.engines, das.history)
-        key = das.history.model_dump_json() + str(das.budget.max_draft_tokens)
+        key = das.history.model_dump_json() + str(das.num_draft_tokens)
         if key not in self._traces:
             told = (lambda share: progress(f"what the index offers: {share:.0%}")) if progress else None
-            self._traces[key] = record(work.texts.rollouts, das.budget.max_draft_tokens, das.history, progress=told)
+            self._traces[key] = record(work.texts.rollouts, das.num_draft_tokens, das.history, progress=told)
         return Traced(requests, work.texts, self._traces[key])
 
     def _drafting(
@@ -145,7 +145,7 @@ class Simulation:
             tokens = das.model_tokens if das.neural else das.num_draft_tokens
             given = Given(requests, [[rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)]], longest=tokens, seed=seed)
             passes = self._pass(accept.pass_share, das.drafter) if das.neural else None
-            if not das.uses_history and das.toggle.mode == "off" and das.budget.policy == "unlimited":
+            if not das.uses_history and das.speculate == "always" and das.budget == "unlimited":
                 return Fixed(requests, given, tokens, passes)
             source, copy = (source, given) if das.neural else (given, None)
         limit = self.config.rollout.cap + self.config.rollout.prompt
@@ -164,9 +164,9 @@ class Simulation:
 
     def _prior(self, das: DasConfig) -> Calibration | None:
         """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
-        if das.toggle.calibration:
-            return read_steps(das.toggle.calibration)
-        if das.toggle.mode != "roofline" or not isinstance(self.steps, Instance):
+        if das.calibration:
+            return read_steps(das.calibration)
+        if das.speculate != "auto" or not isinstance(self.steps, Instance):
             return None
         config = self.config
         speed, bytes_per_weight = device(config.hardware.gpu).speed, WEIGHT_BYTES[config.precision]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.config import HistoryConfig
+from das_adapter.core.history import WINDOW
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.length import RESPONSE, Expected, LengthLog
 from das_adapter.core.routing import CAPACITY, Replicas, StartOrder
@@ -86,8 +86,7 @@ def replay(
     """
     rng = np.random.default_rng(seed)
     indices = [SuffixIndex() for _ in range(1 if shared else count)]
-    window = HistoryConfig().window
-    lengths, group = LengthLog(window), max(map(len, _groups(rollouts)))
+    lengths, group = LengthLog(), max(map(len, _groups(rollouts)))
     figures, outcome = Figures(), _outcome(budget)
     steps = steps_of(rollouts)
     for number, step in enumerate(steps):
@@ -126,7 +125,7 @@ def replay(
         for index in indices:
             for r in step:
                 index.add(r.problem, r.tokens, number)
-            index.seal(window)
+            index.seal(WINDOW)
             index.clear_live()
         lengths.add(np.array([(r.problem, len(r.tokens), number) for r in step], RESPONSE))
     figures.parts /= len(steps)

@@ -64,7 +64,7 @@ def refuse_other_replicas(stock: Any) -> Any:
 
 @patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1")
 def route_requests(stock: Any) -> Any:
-    """Without it the `routing:` policy does nothing."""
+    """Without it `routing` does nothing."""
     from das_adapter.verl import router
 
     return wrapt.FunctionWrapper(stock, router.around_init_load_balancer)

@@ -181,7 +181,7 @@ def any_length(stock: Any) -> Any:
         rng = random.Random(self.proposed)
         for row, (req_id, new) in enumerate(zip(self.runner.input_batch.req_ids, sampled, strict=True)):
             room = self._live[req_id].end - 1 - int(lengths[row]) if new else 0
-            wanted = rng.randrange(self.config.draft.tokens + 1) if self.proposed % 16 < 6 else 0
+            wanted = rng.randrange(self.config.model_tokens + 1) if self.proposed % 16 < 6 else 0
             self._counts[row] = max(0, min(room, wanted))
         return drafts
 
@@ -340,8 +340,6 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         os.environ.update(engine_env(das))
     if V2:
         v2_cpu.stand_in(bool(job.get("interpreted")))
-        if das is not None and das.budget.admission == "request":
-            v2_cpu.lift_graph_limits()
     if job.get("sabotage"):
         sabotage(job["sabotage"])
     if job.get("asynchronous"):

@@ -147,7 +147,7 @@ def test_engines_that_step_together_and_in_turns_agree() -> None:
 
 
 def test_one_draft_length_takes_the_rounds_that_its_acceptance_gives() -> None:
-    ngram = {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3}, "toggle": {"mode": "off"}}
+    ngram = {"drafter": "ngram", "budget": "unlimited", "max_draft_tokens": 3, "speculate": "always"}
     simulation = small(
         hardware__gpus=1,
         rollout__problems=1,
@@ -167,8 +167,8 @@ def test_one_draft_length_takes_the_rounds_that_its_acceptance_gives() -> None:
 
 def test_neural_drafters_draft_where_they_pay() -> None:
     """Under the controller, as in a run; in every step only where the block says so."""
-    eagle: dict[str, Any] = {"drafter": "eagle3", "draft": {"model": "eagle", "tokens": 3}}
-    always = {**eagle, "budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+    eagle: dict[str, Any] = {"drafter": "eagle3", "draft": {"model": "eagle"}}
+    always = {**eagle, "budget": "unlimited", "speculate": "always"}
     arms = {
         "off": OFF,
         "eagle3": {"das": eagle},
@@ -193,9 +193,7 @@ def test_the_index_drafts_as_in_a_replay() -> None:
             "hardware": {"gpus": 1},
             "engine": {"max_num_seqs": 4096},
             "acceptance": {"history": "index"},
-            "arms": {
-                "k8": {"das": {"budget": {"policy": "unlimited", "max_draft_tokens": 8}, "toggle": {"mode": "off"}}}
-            },
+            "arms": {"k8": {"das": {"budget": "unlimited", "max_draft_tokens": 8, "speculate": "always"}}},
         }
     )
     (run,) = Simulation(config, ROLLOUTS).run_all().values()
@@ -348,9 +346,7 @@ def test_a_trace_takes_what_several_runs_wrote_in_one_step_as_steps_of_their_own
 @pytest.mark.parametrize("source", ["given", "trace", "controller"])
 def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a drafter of fixed length, whose drafts depend on a request's position alone, and with a controller."""
-    fixed = {
-        "das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 4}, "toggle": {"mode": "off"}}
-    }
+    fixed = {"das": {"drafter": "ngram", "budget": "unlimited", "max_draft_tokens": 4, "speculate": "always"}}
     content = SMALL | {"acceptance": {"length": 2.2}, "engine": {"kv_tokens": 1600}, "arms": {"fixed": fixed}}
 
     def made(self: Simulation, das: Any, arm: Any, requests: Requests, work: Any, history: Any) -> Fixed:
@@ -421,7 +417,7 @@ def test_a_batch_curve_is_simulated_from_a_config() -> None:
 
 
 def test_chances_differ_from_problem_to_problem_and_stay_from_visit_to_visit() -> None:
-    always = {"budget": {"policy": "unlimited", "max_draft_tokens": 4}, "toggle": {"mode": "off"}}
+    always = {"budget": "unlimited", "max_draft_tokens": 4, "speculate": "always"}
 
     def accepted(spread: float) -> np.ndarray:
         run = small(
@@ -596,13 +592,13 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"line": LINE, "samples": [], "passes": {"base": 1e-3, "token": 0.0}}))
     assert controlled().controllers[0].times.model is None  # steps that belong to no GPU
-    known = controlled(toggle={"calibration": str(path)}).controllers[0]
+    known = controlled(calibration=str(path)).controllers[0]
     assert known.times.model == StepModel(**LINE)
     assert known.drafts is not None and known.drafts.passes.model == StepModel(1e-3, 0.0)
     of_gpu = small(
         steps={"kind": "roofline"},
         model="Qwen/Qwen2.5-7B",
-        arms={"a": {}, "b": {"das": {"toggle": {"mode": "threshold"}}}},
+        arms={"a": {}, "b": {"das": {"speculate": 32}}},
     )
     config = {**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}
     begin = cold_start(config, "NVIDIA H100 80GB HBM3")
@@ -684,9 +680,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_key_of_an_arm_that_is_there_by_default_is_varied() -> None:
     config = parse({key: value for key, value in SMALL.items() if key != "arms"})
-    (_, one), (_, other) = variants(config, {"arms.history.das.history.window": [1, 2]})
+    (_, one), (_, other) = variants(config, {"arms.history.das.max_draft_tokens": [1, 2]})
     assert list(one.arms) == list(other.arms) == list(config.arms)
-    assert one.arms["off"] == config.arms["off"] and other.arms["history"].das["history"]["window"] == 2
+    assert one.arms["off"] == config.arms["off"] and other.arms["history"].das["max_draft_tokens"] == 2
 
 
 def test_a_sweep_gives_what_single_runs_give() -> None:

@@ -16,7 +16,7 @@ from das_adapter.engine.front_end import media
 from das_adapter.engine.standalone import Response
 from das_adapter.engine.v1.worker import WorkerState
 from das_adapter.engine.v2 import verification
-from das_adapter.engine.v2.admission import SOURCE, Admission, Wanted
+from das_adapter.engine.v2.admission import Admission, Wanted
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.harvest import Harvest, Writing
 from das_adapter.engine.v2.lengths import Begun, DraftLengths, Step
@@ -248,8 +248,6 @@ class DeviceWorkerState(WorkerState):
         if self.runner.device.type == "cuda":
             outputs = self.runner.output_copy_stream
             speculator.streams = self.runner.main_stream, outputs
-        if self.config.budget.admission == "request":
-            setattr(self.runner.req_states, SOURCE, (lambda: self.wants, outputs))
 
     def _take_loaded_drafter(self) -> None:
         """Take over a neural drafter, once vLLM has loaded it."""
