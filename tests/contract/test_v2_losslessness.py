@@ -27,10 +27,14 @@ ARMS: dict[str, dict[str, Any]] = {
         "sabotage": "small chunks",
     },
     "controlled": {"das": SMALL},
+    "drafted": {"das": SMALL, "sabotage": "slow policy"},
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
     "off": {"das": {"drafter": "none", "verify": {"noise": "keyed"}}},
 }
+
+
+CONTROLLED = ("controlled", "drafted")
 
 
 def assert_logged(rollouts: list[Rollout], result: list[dict[str, Any]]) -> None:
@@ -79,12 +83,12 @@ CHANGED = [{**part, "perturb": 0.3} if number == 2 else part for number, part in
 
 
 @pytest.mark.parametrize(
-    "arm", [a if a in ("history", "crowded") else pytest.param(a, marks=pytest.mark.long) for a in ARMS]
+    "arm", [a if a in ("history", "crowded", "drafted") else pytest.param(a, marks=pytest.mark.long) for a in ARMS]
 )
 def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path: Path) -> None:
     reference = v2_engine(das=None, rounds=stock(CHANGED))
     job = ARMS[arm]
-    if arm == "controlled":
+    if arm in CONTROLLED:
         job = {**job, "das": {**job["das"], "log_dir": str(tmp_path)}}
     result = v2_engine(**job, rounds=CHANGED)
     for expected, found in zip(reference, result, strict=True):
@@ -96,9 +100,9 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path:
         for tokens, a, b in zip(found["tokens"], expected["logprobs"], found["logprobs"], strict=True):
             assert len(b) == len(tokens) > 0
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
-    if arm in ("history", "crowded", "garbage"):
+    if arm in ("history", "crowded", "drafted", "garbage"):
         assert sum(r["stats"]["draft_tokens"] for r in result) > 300
-    if arm == "controlled":
+    if arm in CONTROLLED:
         assert_logged(read(tmp_path), result)
     if arm == "crowded":
         assert result[-1]["preemptions"] > 0 == reference[-1]["preemptions"]
