@@ -64,9 +64,9 @@ def test_the_launch_script_needs_nothing_but_overrides() -> None:
     ("overrides", "words"),
     [
         (["+{das}.histroy.scope=global"], "histroy: unknown key; did you mean 'history'"),
-        (["+{das}.max_draft_tokens=0"], "max_draft_tokens: found 0, allowed: 1 to 128"),
+        (["{das}.max_draft_tokens=0"], "max_draft_tokens: found 0, allowed: 1 to 128"),
         (
-            ["+{das}.max_draft_tokens=8"],
+            ["+{das}.budget.max_draft_tokens=8"],
             "budget.max_draft_tokens: found 8; the key is retired: write",
         ),
         (["{das}.drafter=suffix"], "drafter: found 'suffix'"),
