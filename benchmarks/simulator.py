@@ -4,7 +4,7 @@
     python benchmarks/simulator.py engine --out FILE.json         # measured now, in one engine, and simulated
     python benchmarks/simulator.py demo --run DIR --out FILE.json     # a run of the demo
     python benchmarks/simulator.py speed --traces TRACES_DIR --out FILE.json    # a step of 65 536 rollouts, one core
-    python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together, leaders first
+    python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together or scattered
     python benchmarks/simulator.py varied --traces TRACES_DIR --out FILE.json   # what changes the answer
 
 `recorded` and `engine` take from the measured run its requests, its arms and the latency model that its engine had
@@ -91,8 +91,9 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
     if arm != "idle":
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
         block = {
-            "budget": {"policy": policy, "max_draft_tokens": most},
-            "toggle": {"mode": "roofline" if arm == "optimal" else "off"},
+            "budget": policy,
+            "max_draft_tokens": most,
+            "speculate": "auto" if arm == "optimal" else "always",
         }
         das = parse_das(block)
         assert das is not None
@@ -290,7 +291,7 @@ def dealt(path: Path, problems: int, group: int, steps: int | None, seed: int) -
 
 
 def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: int) -> list[dict[str, Any]]:
-    """Groups together or scattered, leaders first or not: seconds of recorded rollouts on 8 and 64 H100."""
+    """Groups together and longest first, or scattered: seconds of recorded rollouts on 8 and 64 H100."""
     found = []
     for seed, gpus, waves in itertools.product(range(seeds), (8, 64), (1, 2, 4)):
         dump = dealt(traces / f"{name}.npz", *shape, seed)
@@ -303,9 +304,8 @@ def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: 
                 "rollout": {"seed": seed},
                 "acceptance": {"history": "index"},
                 "arms": {
-                    "scattered": {"das": {"routing": {"policy": "least_loaded"}}},
-                    "together": {"das": {"routing": {"leaders": "off"}}},
-                    "leaders": {"das": {}},
+                    "scattered": {"das": {"routing": "least_loaded"}},
+                    "longest first": {"das": {}},
                 },
             }
         )

@@ -247,7 +247,6 @@ def plan(
     workers: int,
     worth: Worth = Worth(),
     slots: float = math.inf,
-    leaders: bool = True,
     nodes: Sequence[str] = (),
     node_of: Mapping[int, str] = MappingProxyType({}),
 ) -> list[list[int]]:
@@ -259,7 +258,6 @@ def plan(
         workers: how many.
         worth: of siblings, as it is taken to be before.
         slots: requests that a worker runs at once.
-        leaders: whether the first sample of each group starts first on a worker that has more rows than slots.
         nodes, node_of: see `Replicas.settle`.
 
     Returns:
@@ -286,7 +284,7 @@ def plan(
         plans.append(shares)
 
     def ordered(rows: list[int]) -> list[int]:
-        order = StartOrder(worth if leaders and len(rows) > slots else NO_SIBLINGS, max(map(len, rows_of.values())))
+        order = StartOrder(worth if len(rows) > slots else NO_SIBLINGS, max(map(len, rows_of.values())))
         order.refresh(expected, 0)
         priorities = {row: order.priority(problems[row]) for row in rows}
         return sorted(rows, key=priorities.__getitem__)
@@ -333,6 +331,4 @@ class StartOrder:
 
 def start_order(das: DasConfig, group: int = 1) -> StartOrder | None:
     """Return the order of an engine's requests that the block asks for; None: that of their arrival."""
-    if das.routing.policy != "longest_first":
-        return None
-    return StartOrder(worth_of(das) if das.routing.leaders == "auto" else NO_SIBLINGS, group)
+    return StartOrder(worth_of(das), group) if das.routing == "longest_first" else None

@@ -75,7 +75,7 @@ class LocalHistory:
         logger.addHandler(self._told)
         self._policy = HistoryPolicy(config)
         self._store = HistoryStore(directory)
-        self._lengths = LengthLog(config.window)
+        self._lengths = LengthLog()
         self._lock = threading.Lock()
         self._offsets: dict[str, int] = {}
         self._last: dict[str, int] = {}
@@ -93,7 +93,7 @@ class LocalHistory:
             offset = self._offset(source, trajectories[0].version)
             self._policy.take(self._store, trajectories, offset=offset)
             self._lengths.add(responses(Trajectory(t.problem, t.tokens, t.version + offset) for t in trajectories))
-            self._store.seal_ahead(self._policy.config.window)
+            self._store.seal_ahead(self._policy.window)
             if not self._tidied:
                 self._tidied = True
                 self._policy.tidy(self._store)
@@ -101,7 +101,7 @@ class LocalHistory:
     def sync(self, source: str, cursor: int) -> Answer:
         """Publish what has arrived, at a weight sync of an engine."""
         with self._lock:
-            generation = self._store.seal(self._policy.config.window)
+            generation = self._store.seal(self._policy.window)
             self._tidied = False
             lengths = self._lengths.since(cursor).tobytes()
             return Answer(generation, self._last.get(source, 0), self._lengths.count, lengths, self._told.take())

@@ -238,7 +238,7 @@ class NodeHistory:
         if self._offset is not None:
             self._distribute()
         if self._unpublished:
-            self._store.seal_ahead(self._policy.config.window)
+            self._store.seal_ahead(self._policy.window)
         if self._lengths and time.monotonic() > self._synced + self._told:
             self._told *= 2
             self._send_lengths()
@@ -327,7 +327,7 @@ class NodeHistory:
             if tokens <= 0 or not (self._unpublished or self._changed or self._trouble):
                 return 0
             staged = self._store.staged
-            self._store.seal(self._policy.config.window, tokens)
+            self._store.seal(self._policy.window, tokens)
             self._changed = False
             if not self._store.staged:
                 self._spool.done(self._unpublished, self._node)

@@ -23,7 +23,7 @@ _PATIENCE_S = 600.0
 
 def begin(config: HistoryConfig, facts: checkpoint.Facts, block: str, resumed: Path | None, version: int) -> None:
     """Choose what the run's history starts with, before the first weight sync: the history of the checkpoint from which
-    the trainer resumes, else that of `history.persist`, else nothing. A checkpoint whose history can't be used is
+    the trainer resumes, else that of `history.load`, else nothing. A checkpoint whose history can't be used is
     resumed without, and a line in the log says so.
 
     Args:
@@ -34,7 +34,7 @@ def begin(config: HistoryConfig, facts: checkpoint.Facts, block: str, resumed: P
         version: the run's weight version; what is loaded counts as no newer.
 
     Raises:
-        DasError: what `history.persist` names is no history, is damaged, or has another scope, vocabulary or tokenizer.
+        DasError: what `history.load` names is no history, is damaged, or has another scope, vocabulary or tokenizer.
     """
     chosen = None
     if resumed is not None:
@@ -42,12 +42,12 @@ def begin(config: HistoryConfig, facts: checkpoint.Facts, block: str, resumed: P
             chosen = _readable(resumed / checkpoint.NAME, facts, "checkpoint", version)
         except DasError as error:
             logger.error("das: the checkpoint %s has no history to resume from: %s", resumed, error)
-    if chosen is None and config.persist is not None:
-        chosen = _readable(Path(config.persist), facts, f"{block}.history.persist", version)
+    if chosen is None and config.load is not None:
+        chosen = _readable(Path(config.load), facts, f"{block}.history.load", version)
     if chosen is None:
         return
     directory, lengths = chosen
-    service = ledger(config.window)
+    service = ledger()
     try:
         newest = max((newest_in(part) for part in checkpoint.parts(directory)), default=version)
         start = service.start_from.remote(str(directory), max(0, newest - version))
@@ -78,7 +78,7 @@ def save(folder: Path, facts: checkpoint.Facts, config: HistoryConfig) -> None:
         if not (histories := list(node.nodes().values())):
             raise DasError("no node's history is running")
         ray.get([history.flush.remote() for history in histories], timeout=_PATIENCE_S)
-        lengths = ray.get(ledger(config.window).since.remote(0), timeout=_PATIENCE_S)
+        lengths = ray.get(ledger().since.remote(0), timeout=_PATIENCE_S)
 
         def save_parts(index: Path) -> int:
             saved = [history.save.remote(str(index / str(part))) for part, history in enumerate(histories)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.config import SelfConfig
 from das_adapter.core.hardware import COMPUTE, device
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
@@ -29,10 +28,10 @@ WORTH = 0.03
 """Share of the rollout's time that must be saved before drafts are recommended."""
 CANDIDATES: dict[str, dict[str, Any]] = {
     "history": {"drafter": "history"},
-    "history, at most 8": {"drafter": "history", "budget": {"max_draft_tokens": 8}},
+    "history, at most 8": {"drafter": "history", "max_draft_tokens": 8},
 }
 SCATTERED: dict[str, dict[str, Any]] = {
-    "history, least_loaded": {"drafter": "history", "routing": {"policy": "least_loaded"}},
+    "history, least_loaded": {"drafter": "history", "routing": "least_loaded"},
 }
 """A further candidate where the index is searched; a trace has all siblings on one engine."""
 ASSUMED: dict[str, dict[str, Any]] = {
@@ -123,7 +122,7 @@ def would_it_pay(
     if candidates is None:
         candidates, assumed = CANDIDATES | (SCATTERED if exact else {}), ASSUMED
         if budget is not None:
-            candidates = {name: das for name, das in candidates.items() if "budget" not in das}
+            candidates = {name: das for name, das in candidates.items() if "max_draft_tokens" not in das}
     blocks = {name: _given(das, history, budget) for name, das in (candidates | assumed).items()}
     content = {
         "model": model,
@@ -161,9 +160,7 @@ def _given(das: dict[str, Any], history: dict[str, Any] | None, budget: int | No
         if history:
             found["history"] = {**das.get("history", {}), **history}
         if budget is not None:
-            found["budget"] = {**das.get("budget", {}), "max_draft_tokens": budget}
-            if "self" in das.get("drafter", ""):
-                found["self"] = {"max_tokens": min(budget, SelfConfig().max_tokens)}
+            found["max_draft_tokens"] = budget
     return found
 
 

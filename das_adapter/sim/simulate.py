@@ -119,7 +119,7 @@ class Simulation:
             tokens = das.model_tokens if das.neural else das.num_draft_tokens
             given = Given(requests, [[rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)]], longest=tokens, seed=seed)
             passes = self.steps.neural_pass(accept.pass_share, das.drafter) if das.neural else None
-            if not das.uses_history and das.toggle.mode == "off" and das.budget.policy == "unlimited":
+            if not das.uses_history and das.speculate == "always" and das.budget == "unlimited":
                 return Fixed(requests, given, tokens, passes)
             source, copy = (source, given) if das.neural else (given, None)
         if arm.stride > 1 and (copy is not None or source is None or not source.walks):
@@ -136,7 +136,7 @@ class Simulation:
     ) -> Source | None:
         if not das.uses_history:
             return None
-        accept, longest = arm.acceptance or self.config.acceptance, das.budget.max_draft_tokens
+        accept, longest = arm.acceptance or self.config.acceptance, das.num_draft_tokens
         if accept.history == "given":
             return Given(requests, accept.rates, longest, self.config.rollout.seed, accept.spread)
         if accept.history == "index":
@@ -149,9 +149,9 @@ class Simulation:
 
     def _prior(self, das: DasConfig) -> Calibration | None:
         """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
-        if das.toggle.calibration:
-            return read_steps(das.toggle.calibration)
-        if das.toggle.mode != "roofline" or not isinstance(self.steps, Instance):
+        if das.calibration:
+            return read_steps(das.calibration)
+        if das.speculate != "auto" or not isinstance(self.steps, Instance):
             return None
         config = self.config
         speed, bytes_per_weight = device(config.hardware.gpu).speed, WEIGHT_BYTES[config.precision]

@@ -300,7 +300,7 @@ def _judge(model: Callable[[int, int, int], float], samples: Sequence[Sample], h
 
 
 def write(out: Path, model: str, measured: Measured, result: dict[str, Any], command: str) -> None:
-    """Write the calibration with its provenance (`toggle.calibration` reads it), and a plot beside it."""
+    """Write the calibration with its provenance (`calibration` reads it), and a plot beside it."""
     provenance = {
         "command": command,
         "model": model,

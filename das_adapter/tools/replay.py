@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import WINDOW, HistoryPolicy
 from das_adapter.core.index import SuffixIndex
 from das_adapter.sim.rollouts import Rollout, steps_of
 
@@ -109,6 +109,7 @@ def replay(
     history: HistoryConfig | None = None,
     batch: int = 256,
     index: SuffixIndex | None = None,
+    window: int = WINDOW,
 ) -> Outcome:
     """Write the rollouts again, drafting as an engine with this index would have.
 
@@ -120,10 +121,11 @@ def replay(
         history: what is kept of earlier steps; None: the defaults.
         batch: requests that are live at once, at least 1.
         index: drafts and keeps the history; None: a new one.
+        window: visits of a problem that are kept.
     """
     index = SuffixIndex() if index is None else index
     outcome = Outcome(tried=np.zeros(budget), right=np.zeros(budget))
-    policy, with_history = HistoryPolicy(history or HistoryConfig()), sources.endswith("history")
+    policy, with_history = HistoryPolicy(history or HistoryConfig(), window), sources.endswith("history")
     medium, long = np.quantile([len(r.tokens) for r in rollouts], (0.5, 0.9))
     unique, visits = itertools.count(2**32), defaultdict[int, int](int)
     for written in steps_of(sorted(rollouts, key=lambda r: r.problem)):
@@ -219,7 +221,6 @@ def report(
         "settings": {
             "budget": budget,
             "min_chance": min_chance,
-            "window": history.window,
             "max_bytes": history.max_bytes,
             "batch": batch,
         },

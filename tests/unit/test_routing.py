@@ -133,7 +133,7 @@ def test_without_siblings_worth_anything_only_the_end_counts() -> None:
 
 def test_unknown_problems_count_as_the_mean_of_the_known() -> None:
     assert Expected({1: 100.0, 2: 300.0})[3] == 200.0
-    (rows,) = plan([1, 3, 2], Expected({1: 100.0, 2: 300.0}), 1, leaders=False)
+    (rows,) = plan([1, 3, 2], Expected({1: 100.0, 2: 300.0}), 1)
     assert rows == [2, 1, 0]
 
 
@@ -204,14 +204,13 @@ def test_a_batch_that_fits_in_one_wave_starts_longest_first(
     for rows in shares:
         tokens = [expected[problems[row]] for row in rows]
         assert tokens == sorted(tokens, reverse=True)
-    assert shares == plan(problems, Expected(lengths), workers, slots=len(problems), leaders=False)
 
 
 def test_one_sample_of_each_new_problem_leads() -> None:
     problems = [p for p in range(6) for _ in range(4)]
     (rows,) = plan(problems, Expected(), 1, slots=6)
     assert [problems[row] for row in rows[:6]] == list(range(6))
-    (rows_off,) = plan(problems, Expected(), 1, slots=6, leaders=False)
+    (rows_off,) = plan(problems, Expected(), 1, NO_SIBLINGS, slots=6)
     assert rows_off == list(range(24))
     assert end_of(rows, problems, {}, 6) < end_of(rows_off, problems, {}, 6)
 
@@ -238,13 +237,11 @@ def test_the_block_says_who_leads() -> None:
         assert das is not None
         return start_order(das, group=4)
 
-    on, off = made(), made(routing={"leaders": "off"})
-    assert on is not None and off is not None
-    assert on.priority(1) < on.priority(1)
-    assert off.priority(1) == off.priority(1)
+    on = made()
+    assert on is not None and on.priority(1) < on.priority(1)
     other = made(drafter="ngram")
     assert other is not None and other.priority(1) == other.priority(1)
-    assert made(routing={"policy": "host"}) is None
+    assert made(routing="host") is None
 
 
 def test_siblings_are_worth_nothing_to_a_drafter_that_does_not_read_them() -> None:
