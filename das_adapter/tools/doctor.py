@@ -22,7 +22,7 @@ PATCHES = {
         "engine.patches",
         "engine.cpu_patches",
         "engine.v1.worker",
-        "engine.standalone",
+        "engine.standalone.weights",
         "engine.v1.neural",
         "engine.v1.neural_drafts",
         "engine.v1.decode_graphs",

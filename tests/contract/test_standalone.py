@@ -16,9 +16,8 @@ from test_losslessness import HISTORY, OFF, prompts
 from das_adapter.config import HistoryConfig
 from das_adapter.core.identity import prompt_identity
 from das_adapter.engine.front_end import history_name
-from das_adapter.engine.history_link import HistoryLink
+from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.engine_args import RUN_KEY
-from das_adapter.protocol.messages import Trajectory
 
 ENV = {"DAS_CPU_WEIGHT_SYNC": "1"}
 """Weights are written into the live model."""
@@ -70,9 +69,10 @@ def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str
     first = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env=ENV)[0]
     run = f"test {os.getpid()} {vllm_env}"
     config = SimpleNamespace(additional_config={RUN_KEY: run})
-    other = HistoryLink(history_name(config), HistoryConfig(), grace_s=0.1)
+    other = SharedHistory(history_name(config), HistoryConfig(), grace_s=0.1)
     texts = zip([p for p in prompts(4) for _ in range(2)], written(first), strict=True)
-    other.push([Trajectory(prompt_identity(p), np.array(t, dtype=np.int32).tobytes(), 0) for p, t in texts])
+    for i, (prompt, text) in enumerate(texts):
+        other.add(prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0, str(i))
     other.sync()
     result = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**ENV, "DAS_RUN": run})[0]
     assert written(result) == written(first)
