@@ -284,7 +284,7 @@ def test_a_killed_service_comes_back_with_all_it_had(job: Cluster, restarted: bo
     engine.write(1, POEM, 0)
     first = engine.sync(1).history
     all_of_it = tokens(first) + 30
-    engine.write(2, POEM, 1)
+    engine.write(20 + restarted, POEM, 1)
     engine.session.flush()
     before = ray.get(engine.session._here.figures.remote())
     if restarted:
