@@ -34,9 +34,11 @@ def sweep(root: Path, besides: str) -> None:
         with contextlib.suppress(OSError):  # it is gone, or in use
             found = directory.lstat()
             if directory.name != besides and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                with (directory / "janitor").open("r+") as own, (directory / "writer").open("r+") as writer:
-                    for lock in (own, writer):
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                with contextlib.ExitStack() as locks:
+                    for path in (directory / "janitor", directory / "writer"):
+                        if path.exists() or not (directory / "users").exists():
+                            lock = locks.enter_context(path.open("r+"))
+                            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     _remove_unused(directory)
 
 

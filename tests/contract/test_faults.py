@@ -423,12 +423,15 @@ def test_only_what_nobody_uses_is_swept(tmp_path: Path) -> None:
         return file.close
 
     stale, written, watched, own = (directory(name) for name in ("stale", "written", "watched", "own"))
+    for name in ("left", "used"):  # by engines whose writer did not start
+        (tmp_path / f"das-history-{name}").mkdir()
+        (tmp_path / f"das-history-{name}" / "users").touch()
     (tmp_path / "das-history-link").symlink_to(stale)
     (tmp_path / "das-history-new").mkdir()  # its writer is about to lock it
-    release = [locked(written / "writer"), locked(watched / "janitor")]
+    release = [locked(path) for path in (written / "writer", watched / "janitor", tmp_path / "das-history-used/users")]
     janitor.sweep(tmp_path, besides=own.name)
     left = {path.name.removeprefix("das-history-") for path in tmp_path.iterdir()}
-    assert left == {"written", "watched", "own", "link", "new"}
+    assert left == {"written", "watched", "used", "own", "link", "new"}
     for close in release:
         close()
     janitor.sweep(tmp_path, besides="")

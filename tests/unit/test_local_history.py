@@ -22,7 +22,7 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.core.length import RESPONSE
 from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.messages import Published
-from das_adapter.protocol.spool import ANSWER, FOLDER, Answer
+from das_adapter.protocol.spool import ANSWER, FOLDER, GATHER_S, Answer
 from das_adapter.service import janitor
 
 CONFIG = HistoryConfig(max_bytes=2**24)
@@ -171,6 +171,7 @@ def test_a_history_that_cannot_be_kept_is_told_and_done_without(name: str, caplo
         for version in range(3):
             engine.write(1, TEXT, version)
             published, lengths = engine.sync()
+        time.sleep(2 * GATHER_S)
     finally:
         os.unlink(f"/dev/shm/{name}")
     assert published is None
