@@ -241,6 +241,11 @@ void bind_suffix_index(nb::module_& m) {
              }
              return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.places)));
            })
+      .def("texts",
+           [](const SuffixIndex& index, uint64_t problem) {
+             auto texts = index.texts(problem);
+             return nb::make_tuple(owned(std::move(texts.tokens)), owned(std::move(texts.versions)));
+           })
       .def_prop_ro("fading", [](const SuffixIndex& index) { return owned(std::vector(index.fading())); })
       .def("clear_live", &SuffixIndex::clear_live)
       .def_prop_ro("max_depth", &SuffixIndex::max_depth)

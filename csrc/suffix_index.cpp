@@ -255,6 +255,21 @@ SuffixIndex::Flat SuffixIndex::flat(uint64_t id, uint64_t most) const {
   return out;
 }
 
+SuffixIndex::Texts SuffixIndex::texts(uint64_t id) const {
+  Texts out;
+  const auto it = problems_.find(id);
+  if (it == problems_.end()) return out;
+  Problem problem;
+  problem.history = it->second.history;
+  problem.look();
+  for (const Segment& segment : problem.history)
+    for (const Segment::Run& run : segment.runs) {
+      out.tokens.insert(out.tokens.end(), &segment.tokens[run.start], &segment.tokens[segment.end(run)]);
+      out.versions.resize(out.tokens.size(), run.version);
+    }
+  return out;
+}
+
 int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count) {
   Problem& problem = problems_[id];
   problem.look();

@@ -183,6 +183,15 @@ class HistoryStore:
             found: tuple[UInt64, UInt64] = self._core.contents()
             return found
 
+    def texts(self, problem: int) -> set[tuple[bytes, int]]:
+        """Return the sealed texts of a problem, as the bytes of int32 token ids, each with the weight version that
+        wrote it; of a problem that was thinned out, what is left of them."""
+        with self._lock:
+            tokens, versions = self._core.texts(problem_id(problem))
+        begins = np.flatnonzero(tokens < 0)
+        pieces = np.split(tokens, begins[1:])
+        return {(text[1:].tobytes(), int(versions[begin])) for text, begin in zip(pieces, begins, strict=False)}
+
     def give(self, path: str | os.PathLike[str], problems: npt.ArrayLike) -> None:
         """Write the sealed history of some problems, uint64 [n], to a file for this user alone: for `absorb` of another
         store, and for `SuffixIndex.visit`."""
