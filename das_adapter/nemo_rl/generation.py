@@ -77,8 +77,7 @@ class DasVllmGeneration(VllmGeneration):
         if self.das.routing.policy == "host":
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
-        leaders = self.das.routing.leaders == "auto"
-        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, leaders, *self._homes())
+        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, *self._homes())
         result = super().generate(_Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
