@@ -131,8 +131,8 @@ class SuffixIndex:
     def attach(cls, directory: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
         """Return an index whose history is what a `HistoryStore` has published in `directory`, mapped and not copied.
 
-        `max_depth` is the store's. A directory in which nothing is published yet gives an empty history. Raises as `map`.
-        """
+        `max_depth` is the store's. A directory in which nothing is published yet gives an empty history;
+        raises as `map`."""
         index = cls(half_life=half_life)
         index.map(directory)
         return index
