@@ -81,8 +81,6 @@ def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
     if not config.in_every_step:
         lengths = enumerate((*reversed(draft_lengths(config)), 0), 1)
         speculative["num_speculative_tokens_per_batch_size"] = [(i, i, length) for i, length in lengths]
-    if config.budget.admission == "request":
-        speculative["enable_adaptive_verification"] = True
     return speculative
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +23,8 @@ IDS = [f"request {i}" for i in range(4)]
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`engine.v2.lengths`, which a vLLM without that runner can import but for one class that it does not need."""
-    manager = SimpleNamespace(AdaptiveVerificationManager=object)
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.spec_decode.adaptive_verification", manager)
-    yield importlib.import_module("das_adapter.engine.v2.lengths")
-    for name in ("lengths", "admission"):
-        sys.modules.pop(f"das_adapter.engine.v2.{name}", None)
+def module() -> Any:
+    return importlib.import_module("das_adapter.engine.v2.lengths")
 
 
 class Offer:

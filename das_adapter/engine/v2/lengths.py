@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,7 +19,6 @@ from das_adapter.engine import controller as decisions
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import before_the_first_step, graph_sizes
-from das_adapter.engine.v2.admission import Wanted, wants_of
 from das_adapter.engine.v2.neural import Proposal
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.engine_args import DraftTokens, draft_lengths
@@ -78,12 +77,6 @@ class Step:
     req_ids: list[str] = field(default_factory=list)
     """Its requests in batch order."""
 
-    def admit(self, req_ids: Sequence[str], admitted: Sequence[int]) -> None:
-        """Take how many of the scheduled draft tokens of each request the device has admitted."""
-        for req_id, count in zip(req_ids, admitted, strict=True):
-            self.scheduled[req_id] -= self.drafts.get(req_id, 0) - count
-            self.drafts[req_id] = count
-
 
 class DraftLengths:
     """The controller of an engine on the V2 runner. Outputs come in one thread, messages of the host in another."""
@@ -91,10 +84,6 @@ class DraftLengths:
     def __init__(self, config: DasConfig, vllm_config: Any, counters: Counters, always: int = 0) -> None:
         """`always`: passes of a neural drafter in every step, with drafts or without."""
         self._config = config
-        self.lengths = draft_lengths(config)
-        self.wants: Mapping[str, Wanted] = {}
-        """What the controller wants of each request's next draft, where the device admits drafts request by request."""
-        self._by_request = config.budget.admission == "request"
         self.history: HistorySource | None = None
         self.drafts: ModelDrafts | None = None
         known, sizes = before_the_first_step(config.toggle, vllm_config), graph_sizes(vllm_config)
@@ -111,7 +100,7 @@ class DraftLengths:
             known and known.steps,
             self.drafts,
             config.num_draft_tokens,
-            None if self._by_request else self.lengths,
+            draft_lengths(config),
             sizes,
         )
         self.guard = StockGuard.of(config.toggle, sizes)
@@ -250,11 +239,6 @@ class DraftLengths:
             )
         silent = self.guard is not None and self.guard.idle and not self.guard.ask(len(live), bool(carried.any()))
         wanted = 0 if self._paused or silent else int(max(plan.history.max(initial=0), plan.model.max(initial=0)))
-        if self._by_request:
-            table = self.controller.requests
-            worth = table.worth_own[slots] + table.worth_tail[slots]
-            self.wants = wants_of((request.req_id for request in live), plan.history * (wanted > 0), worth)
-            wanted = next((length for length in self.lengths if length >= wanted), 0) if wanted else 0
         chosen = DraftTokens(wanted, bool(plan.model.any()))
         if self._over and live:
             self._first = chosen
