@@ -305,4 +305,4 @@ def start_order(das: DasConfig, group: int = 1) -> StartOrder | None:
     """Return the order of an engine's requests that the block asks for; None: that of their arrival."""
     if das.routing.policy != "longest_first":
         return None
-    return StartOrder(worth_of(das), group)
+    return StartOrder(worth_of(das) if das.routing.leaders == "auto" else NO_SIBLINGS, group)
