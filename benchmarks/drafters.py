@@ -53,16 +53,15 @@ def block(arm: str, args: argparse.Namespace) -> dict[str, Any] | None:
         return {"drafter": "none", "verify": {"noise": "keyed"}}
     das: dict[str, Any] = {"drafter": drafter}
     if variant in ("idle", "looks"):
-        toggle = {"toggle": {"mode": "off"}} if variant == "looks" else {}
-        return das | {"budget": {"policy": "uniform", "min_chance": 1.0}} | toggle
+        return das | {"budget": "uniform", "speculate": "always" if variant == "looks" else "auto"}
     if variant == "always":
-        das |= {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+        das |= {"budget": "unlimited", "speculate": "always"}
     elif variant:
         das["self"] = {"weights": variant}
     if drafter.endswith(("draft_model", "eagle3")):
         das["draft"] = {"model": str(args.draft if drafter.endswith("draft_model") else args.eagle)}
     if drafter == "ngram":
-        das["budget"] = {"max_draft_tokens": 4}
+        das["max_draft_tokens"] = 4
     return das
 
 
@@ -122,8 +121,11 @@ def engine(job: dict[str, Any]) -> Any:
     from vllm import LLM
 
     from das_adapter.config import parse
+    from das_adapter.core import controller
     from das_adapter.protocol.engine_args import engine_args, engine_env
 
+    if job.get("never"):
+        controller.FIXED_CHANCE = 1.0
     das = parse(job["das"])
     os.environ.update(engine_env(das))
     longest = max(job.get("contexts", [0])) + job.get("tokens", 0)
@@ -329,6 +331,8 @@ def main() -> None:
         os._exit(0)
     common = {name: value for name, value in vars(args).items() if name not in ("arms", "draft", "eagle", "out")}
     jobs = {arm: common | {"policy": str(args.policy), "das": block(arm, args)} for arm in args.arms}
+    for arm, job in jobs.items():
+        job["never"] = arm.endswith((":idle", ":looks"))
     children = {arm: Child(job) for arm, job in jobs.items()}
     results = {arm: children[arm].next() for arm in jobs}  # one engine starts after the other
     take_turns(children, results, args)

@@ -21,12 +21,12 @@ from provenance import provenance, save
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "contract"))
 import v2_cpu
 from jobs import Request, Round, engines
-from requested import UNIFORM, prompts
+from requested import ALWAYS, prompts
 
 SAMPLES, SLOTS = 4, 16
 SMALL = {"drafter": "history", "history": {"device_bytes": "8MiB"}}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "every draft": {"das": {**SMALL, **UNIFORM}},
+    "every draft": {"das": {**SMALL, **ALWAYS}},
     "controller": {"das": SMALL, "sabotage": "slow policy"},
 }
 """Without the controller; and with it, where it is told that a step takes the same time whatever it carries."""

@@ -13,11 +13,10 @@ from jobs import Engine, Request, Round
 
 OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
 # Without the controller, whose decisions depend on how long steps take.
-UNIFORM = {"budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}}
-ALWAYS = {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
-HISTORY = {"drafter": "history", **UNIFORM}
+ALWAYS = {"budget": "unlimited", "speculate": "always"}
+HISTORY = {"drafter": "history", **ALWAYS}
 SELF = {"drafter": "self", **ALWAYS}
-MIXED = {"drafter": "history+self", **UNIFORM}
+MIXED = {"drafter": "history+self", **ALWAYS}
 
 SMALL = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 20}
 """Engine arguments with which prompts are read in chunks, and requests wait or are preempted."""

@@ -34,7 +34,7 @@ METHODS = ["draft_model", "eagle3", "mtp"]
 
 def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
     model = {} if "mtp" in method else {"model": str(drafters / method.removeprefix("history+"))}
-    return {"drafter": method, "draft": {"tokens": 3, **model, **more.pop("draft", {})}, **more}
+    return {"drafter": method, "draft": {**model, **more.pop("draft", {})}, **more}
 
 
 def policy(method: str, drafters: Path) -> dict[str, str]:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from jobs import Request, Round
 from requested import (
+    ALWAYS,
     EVERY_PARAMETER,
     LORA,
     OFF,
     PLAIN,
     TWO_RANKS,
-    UNIFORM,
     lora,
     lossless_v2,
     prompts,
@@ -31,7 +31,7 @@ from das_adapter.protocol.decision_log import Rollout, read
 from das_adapter.protocol.label import Labeller
 
 SMALL = {"history": {"device_bytes": "2MiB"}}
-HISTORY = {"drafter": "history", **UNIFORM, **SMALL}
+HISTORY = {"drafter": "history", **ALWAYS, **SMALL}
 ARMS: dict[str, dict[str, Any]] = {
     "history": {"das": HISTORY},
     "crowded": {
@@ -113,7 +113,7 @@ def test_history_of_the_last_round_is_drafted_and_accepted(v2_engine: Any) -> No
 
 def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(v2_engine: Any) -> None:
     reference = v2_engine(das=None, rounds=stock(CHANGED))[2:]
-    das = {**HISTORY, "budget": {**HISTORY["budget"], "max_draft_tokens": 2}}
+    das = {**HISTORY, "max_draft_tokens": 2}
     first, second = synced(two_rounds(requests(shortened(EVERY_PARAMETER, 4), 9)))
     rounds = [replace(first, perturb=CHANGED[2].perturb), second]
     result = v2_engine(das=das, rounds=rounds, interpreted=True)
@@ -310,7 +310,7 @@ def test_two_ranks_write_the_tokens_of_one(v2_engine: Any) -> None:
 def test_many_weight_syncs_leave_nothing_behind(v2_engine: Any) -> None:
     asked = requests([{"temperature": 1.0, "max_tokens": 12}], 6)
     rounds = [Round(asked, refresh=version, brief=True) for version in range(1, 52)]
-    result = v2_engine(das={**HISTORY, "history": {"window": 2, "device_bytes": "1MiB"}}, rounds=rounds)
+    result = v2_engine(das={**HISTORY, "history": {"device_bytes": "1MiB"}}, rounds=rounds)
     assert result[-1]["memory"] - result[8]["memory"] < 4 * 2**20
     assert result[-1]["stats"]["live_bytes"] == result[0]["stats"]["live_bytes"]
     assert result[-1]["stats"]["accepted_tokens"] > 20
