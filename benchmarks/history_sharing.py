@@ -104,7 +104,7 @@ def resident(history: NodeHistory, problems: int, engines: int) -> int:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="JSON file for the result")
 def main(tokens: int, out: Path | None) -> None:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    keep = ledger(HistoryConfig().window)
+    keep = ledger()
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="das-benchmark-") as root:
         history, version = filled(tokens, root)
         figures = history.figures()
