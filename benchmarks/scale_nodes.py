@@ -112,7 +112,7 @@ def count_traffic(history: Any) -> None:
         setattr(owner, name, call)
 
     counted(outbox, "pack", "texts", len)
-    counted(history, "_given", "segments", len)
+    counted(history._peers, "given", "segments", len)
 
     class Ledger:
         """The ledger, with its calls counted."""

@@ -73,19 +73,15 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         Rollout(q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text)
         for q, text in zip(wanted, texts, strict=True)
     ]
-    rows = requests.add(
-        *(
-            np.array(column, dtype=np.int64)
-            for column in (
-                [r.problem for r in rollouts],
-                [1] * n,
-                range(n),
-                [len(q["prompt"]) for q in wanted],
-                [len(t) for t in texts],
-                [q["most"] for q in wanted],
-            )
-        )
-    )
+    columns = {
+        "problem": [r.problem for r in rollouts],
+        "visit": [1] * n,
+        "text": range(n),
+        "prompt": [len(q["prompt"]) for q in wanted],
+        "length": [len(t) for t in texts],
+        "most": [q["most"] for q in wanted],
+    }
+    rows = requests.add(**{name: np.array(column, dtype=np.int64) for name, column in columns.items()})
     steps = Line(model)
     drafting: Drafting = no_drafts(requests)
     if arm != "idle":
@@ -377,32 +373,11 @@ def main() -> None:
         result["comparisons"] = {}
         if args.what == "engine":
             measured = args.out.with_suffix(".measured.json")
-            subprocess.run(
-                [
-                    sys.executable,
-                    Path(__file__).with_name("controller.py"),
-                    "batches",
-                    "--model",
-                    "random",
-                    "--longest",
-                    str(args.longest),
-                    "--repeats",
-                    "1",
-                    "--arms",
-                    "idle",
-                    "optimal",
-                    "classes",
-                    "uniform",
-                    "unlimited",
-                    "k3",
-                    "k7",
-                    "--batches",
-                    *map(str, args.batches),
-                    "--out",
-                    measured,
-                ],
-                check=True,
-            )
+            options = f"batches --model random --longest {args.longest} --repeats 1 --out {measured}".split()
+            arms = ["--arms", "idle", "optimal", "classes", "uniform", "unlimited", "k3", "k7"]
+            batches = ["--batches", *map(str, args.batches)]
+            program = Path(__file__).with_name("controller.py")
+            subprocess.run([sys.executable, program, *options, *arms, *batches], check=True)
             result["comparisons"]["engine"] = compare(json.loads(measured.read_text()))
             measured.unlink()
         else:

@@ -179,11 +179,11 @@ class Run:
         """Save a checkpoint; return what is wrong with it, empty: nothing."""
         from das_adapter.config import HistoryConfig
         from das_adapter.errors import DasError
-        from das_adapter.service import checkpoint, warm_start
+        from das_adapter.service import checkpoint
 
         facts = checkpoint.Facts("problem", 96, "tiny")
         shutil.rmtree(self.folder / name, ignore_errors=True)
-        warm_start.save(self.folder / name, facts, HistoryConfig())
+        checkpoint.save(self.folder / name, facts, HistoryConfig())
         try:
             checkpoint.check(self.folder / name / checkpoint.NAME, facts, "soak")
         except DasError as error:

@@ -54,17 +54,13 @@ class HistoryPolicy:
             return next(self._alone)
         return 0 if self.config.scope == "global" else problem
 
-    def remember(
-        self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31, offset: int = 0
-    ) -> None:
+    def remember(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31) -> None:
         """Take finished trajectories, and seal them: the visits of their problems beyond the window are dropped.
         Arguments as in `take`."""
-        self.take(store, trajectories, vocabulary, offset)
+        self.take(store, trajectories, vocabulary)
         store.seal(self.window)
 
-    def take(
-        self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31, offset: int = 0
-    ) -> None:
+    def take(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31) -> None:
         """Add finished trajectories.
 
         One that is no text of the policy is left out, and a line in the log says so.
@@ -73,7 +69,6 @@ class HistoryPolicy:
             store: takes them in.
             trajectories: (problem, int32 token ids of the response, weight version that wrote it).
             vocabulary: of the policy.
-            offset: added to the weight versions.
         """
         refused: list[str] = []
         for trajectory in trajectories:
@@ -82,7 +77,7 @@ class HistoryPolicy:
                 tokens = np.frombuffer(text, dtype=np.int32)
                 if tokens.max(initial=0) >= vocabulary:
                     raise ValueError(f"found token {tokens.max()}, the policy's vocabulary has {vocabulary}")
-                store.add(self.key(problem), tokens, version + offset)
+                store.add(self.key(problem), tokens, version)
             except (TypeError, ValueError) as error:
                 refused.append(repr(error))
         if refused:

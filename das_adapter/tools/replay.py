@@ -70,6 +70,14 @@ class Outcome:
     extend_seconds: float = 0.0
     seal_seconds: float = 0.0
 
+    def tallies(self, step: int, length: str, visit: int, known: bool) -> tuple[Tally, ...]:
+        """Count a request, which has history or not; return the tallies that it belongs to."""
+        found = (self.total, self.by_step[step], self.by_length[length], self.by_visit[visit])
+        for tally in found:
+            tally.requests += 1
+            tally.hits += known
+        return found
+
     def figures(self) -> dict[str, Any]:
         count = self.bins[:, 0]
         return {
@@ -116,7 +124,7 @@ def replay(
     Args:
         rollouts: of any steps; a step's rollouts are written together, `batch` at a time, whole groups first.
         sources: one of `SOURCES`: a request's own text, its siblings' live text, earlier steps' rollouts.
-        budget: most draft tokens of a request in a round.
+        budget: maximum draft tokens of a request in a round.
         min_chance: as in `SuffixIndex.draft_flat`.
         history: what is kept of earlier steps; None: the defaults.
         batch: requests that are live at once, at least 1.
@@ -137,17 +145,9 @@ def replay(
         while waiting or live:
             while waiting and len(live) < batch:
                 r = waiting.pop()
-                name = CLASSES[int(np.searchsorted((medium, long), len(r.tokens)))]
                 handle = index.open(next(unique) if sources == "own" else policy.key(r.problem), r.prompt)
-                tallies = (
-                    outcome.total,
-                    outcome.by_step[step],
-                    outcome.by_length[name],
-                    outcome.by_visit[visits[r.problem]],
-                )
-                for tally in tallies:
-                    tally.requests += 1
-                    tally.hits += index.age(handle) is not None
+                name = CLASSES[int(np.searchsorted((medium, long), len(r.tokens)))]
+                tallies = outcome.tallies(step, name, visits[r.problem], known=index.age(handle) is not None)
                 live.append(Live(r, handle, tallies))
             advance(index, live, outcome, budget, min_chance)
             for done in [x for x in live if x.at >= len(x.rollout.tokens)]:
@@ -175,8 +175,7 @@ def advance(index: SuffixIndex, live: list[Live], out: Outcome, budget: int, min
     bounds = offsets.tolist()
     for x, begin, end in zip(live, bounds, bounds[1:], strict=False):
         text = x.rollout.tokens
-        wrong = np.flatnonzero(text[x.at : x.at + end - begin] != tokens[begin:end])
-        kept = int(wrong[0]) if len(wrong) else end - begin
+        kept = int(np.argmin(np.append(text[x.at : x.at + end - begin] == tokens[begin:end], False)))
         survived[begin : begin + kept] = True
         out.right[:kept] += 1
         out.tried[: min(kept + 1, end - begin)] += 1
