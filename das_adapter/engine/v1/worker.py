@@ -24,10 +24,10 @@ from das_adapter.engine.standalone import (
     see_reloaded_weights,
 )
 from das_adapter.engine.timing import without_graphs
-from das_adapter.engine.v1.controlled import ControlledDrafter
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.neural import DraftWeights, KeyedDrafts, take_loaded_drafter
 from das_adapter.engine.v1.neural_drafts import draft_when_tokens_are_known, hold_drafts
+from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.errors import DasError, UnsupportedHost
 from das_adapter.patching import patch
@@ -50,7 +50,7 @@ class WorkerState:
         self.config = config
         self.runner = runner
         self.drafter = self._drafter()
-        self.counters: Counters = self.drafter.counters if self.drafter else Counters()
+        self.counters: Counters = self.drafter.engine.counters if self.drafter else Counters()
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
         """Draft tokens that each request carried into the step that is going on; None: nobody had any."""
@@ -222,9 +222,7 @@ class WorkerState:
         """Return the drafter that the controller decides for, where there is one."""
         if not self.config.controlled:
             return None
-        return (
-            ControlledDrafter(self.runner.vllm_config) if self.config.neural else getattr(self.runner, "drafter", None)
-        )
+        return Proposer(self.runner.vllm_config) if self.config.neural else getattr(self.runner, "drafter", None)
 
     def check_draft_weights(self) -> None:
         """See whether a weight sync has left a neural drafter with the right weights, and say so if not."""
@@ -256,8 +254,8 @@ class WorkerState:
         stats = counters.take() | EngineStats(model_runner=self.model_runner)
         if self.drafter:
             stats |= self.drafter.stats()
-            if self.drafter.log:
-                self.drafter.log.counts(stats)
+            if self.drafter.engine.log:
+                self.drafter.engine.log.counts(stats)
         return stats
 
     def _take_loaded_drafter(self) -> None:

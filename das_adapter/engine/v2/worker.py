@@ -12,12 +12,13 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.front_end import media
+from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.standalone import Response
 from das_adapter.engine.v1.worker import WorkerState
 from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.harvest import Harvest, Writing
-from das_adapter.engine.v2.lengths import Begun, DraftLengths, Step
+from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.neural import Beside, Speculation, take_loaded_speculator
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
@@ -44,7 +45,8 @@ class DeviceWorkerState(WorkerState):
         """None: another rank chooses, or nobody drafts."""
         if config.drafter != "none" and get_tp_group().rank_in_group == 0:
             always = int(config.neural and not may_miss_steps(runner.speculator))
-            self.lengths = DraftLengths(config, runner.vllm_config, self.counters, always)
+            self.lengths = DraftLengths(config, runner.vllm_config, always)
+            self.counters = self.lengths.engine.counters
         self.index: DeviceIndex | None = None
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
@@ -55,7 +57,7 @@ class DeviceWorkerState(WorkerState):
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
         self._recorded: dict[str, bool] = {}
-        self._begun: list[Begun] = []
+        self._begun: list[LiveRequest] = []
         self._ended: set[str] = set()
         self._synced = self._unrecorded = False
         self._complete = True
@@ -107,7 +109,8 @@ class DeviceWorkerState(WorkerState):
             if self._harvest is not None:
                 text = list((new.prefill_token_ids or prompt)[start:])
                 self._harvest.begin(new.req_id, Writing(problem, label.record, end - start, stops, text))
-            self._begun.append(Begun(new.req_id, problem, start, end, length, label.record, stops))
+            begun = LiveRequest(new.req_id, problem, start, end, label.record, length=length, stops=stops)
+            self._begun.append(begun)
         if self.index is None:
             return
         self._complete = not self._policy.kept
@@ -122,10 +125,10 @@ class DeviceWorkerState(WorkerState):
 
     def bring_history(self) -> None:
         """Bring more of the sealed text that is drafted from to the device, before a step."""
-        if self._complete or self.index is None or self.lengths is None or self.lengths.history is None:
+        if self._complete or self.index is None or self.lengths is None or self.lengths.engine.history is None:
             return
         try:
-            self._complete = self.index.bring(self.lengths.history.index)
+            self._complete = self.index.bring(self.lengths.engine.history.index)
         except Exception as error:
             self._complete = True
             self._fail(error)
@@ -220,8 +223,8 @@ class DeviceWorkerState(WorkerState):
             stats |= EngineStats(live_bytes=self.index.nbytes)
             if shortage := self.index.shortage():
                 logger.warning("das: %s", shortage)
-        if self.lengths is not None and self.lengths.log:
-            self.lengths.log.counts(stats)
+        if self.lengths is not None and self.lengths.engine.log:
+            self.lengths.engine.log.counts(stats)
         return stats
 
     def _drafter(self) -> Any:
@@ -231,11 +234,11 @@ class DeviceWorkerState(WorkerState):
         """Take over the history's speculator."""
         self.source = speculator
         speculator.read(self.runner.req_states)
-        if self.lengths is None or self.lengths.history is None or speculator.index is None:
+        if self.lengths is None or self.lengths.engine.history is None or speculator.index is None:
             return
         self.index = speculator.index
-        self.index.weigh(self.lengths.history.index.fading)
-        speculator.on_failure = self.lengths.fail
+        self.index.weigh(self.lengths.engine.history.index.fading)
+        speculator.on_failure = self.lengths.engine.fail
         if self.runner.device.type == "cuda":
             speculator.streams = self.runner.main_stream, self.runner.output_copy_stream
 
@@ -254,10 +257,10 @@ class DeviceWorkerState(WorkerState):
             self.runner.speculator, self._decodes, config.keyed, texts, config.model_tokens, beside
         )
         if self.lengths is not None:
-            self.speculation.on_failure = self.lengths.fail
+            self.speculation.on_failure = self.lengths.engine.fail
 
     def _model_worth(self, tokens: int) -> float:
-        drafts = self.lengths and self.lengths.drafts
+        drafts = self.lengths and self.lengths.engine.drafts
         return float(drafts.acceptance.chances(tokens).sum()) if drafts else 0.0
 
     def _decodes(self) -> bool:
