@@ -305,9 +305,10 @@ class WorkerState:
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 
-@patch(f"{_RUNNER}.execute_model", since="0.24")
+@patch(f"{_RUNNER}.execute_model", since="0.24", needs="scheduler_output")
 def time_steps(stock: Any, state: WorkerState) -> Any:
-    """Without it nobody knows how long decode steps take."""
+    """Without it nobody knows how long decode steps take. Remove this patch when vLLM reports the time of each decode
+    step to plug-ins."""
 
     @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -317,9 +318,10 @@ def time_steps(stock: Any, state: WorkerState) -> Any:
     return execute_model
 
 
-@patch(f"{_RUNNER}._sample", since="0.24")
+@patch(f"{_RUNNER}._sample", since="0.24", needs="logits, spec_decode_metadata")
 def key_rows(stock: Any, state: WorkerState) -> Any:
-    """Without it the samplers have no keys, and nobody knows who carried a draft."""
+    """Without it the samplers have no keys, and nobody knows who carried a draft. Remove this patch when vLLM's V1
+    samplers draw with noise keyed by seed and position."""
 
     @functools.wraps(stock)
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
@@ -342,7 +344,8 @@ def key_rows(stock: Any, state: WorkerState) -> Any:
 @patch(f"{_RUNNER}.sample_tokens", since="0.24")
 def count_tokens(stock: Any, state: WorkerState) -> Any:
     """Without it no figures of the rollouts are logged. It ends a step, and drafts as well. Under asynchronous
-    scheduling the tokens are still on the device: they are counted when vLLM has them on the host."""
+    scheduling the tokens are still on the device: they are counted when vLLM has them on the host. Remove this patch
+    when vLLM reports the tokens of each decode step to plug-ins."""
 
     @functools.wraps(stock)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -370,7 +373,8 @@ def count_tokens(stock: Any, state: WorkerState) -> Any:
 
 @patch(f"{_RUNNER}.take_draft_token_ids", since="0.24")
 def settle_drafts(stock: Any, state: WorkerState) -> Any:
-    """Without it vLLM takes no drafts: they are looked for beside its scheduler's work."""
+    """Without it vLLM takes no drafts: they are looked for beside its scheduler's work. Remove this patch when vLLM
+    asks a `custom_class` drafter for its drafts after the step."""
 
     @functools.wraps(stock)
     def take_draft_token_ids() -> Any:

@@ -279,7 +279,8 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 @patch(f"{_RUNNER}.sample", since="0.31")
 def sample_keyed(stock: Any) -> Any:
-    """Without it drafts are verified as another engine of this process wants it (V2 runner)."""
+    """Without it drafts are verified as another engine of this process wants it (V2 runner). Remove this patch when
+    `verify_by_equality` is removed."""
 
     @functools.wraps(stock)
     def sample(*args: Any, **kwargs: Any) -> Any:
@@ -289,9 +290,10 @@ def sample_keyed(stock: Any) -> Any:
     return sample
 
 
-@patch(f"{_RUNNER}.add_requests", since="0.31")
+@patch(f"{_RUNNER}.add_requests", since="0.31", needs="scheduler_output")
 def take_requests(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it nobody knows which problem a request is about, and where it writes (V2 runner)."""
+    """Without it nobody knows which problem a request is about, and where it writes (V2 runner). Remove this patch when
+    vLLM hands speculators the requests of a step."""
 
     @functools.wraps(stock)
     def add_requests(scheduler_output: Any) -> None:
@@ -303,10 +305,10 @@ def take_requests(stock: Any, state: DeviceWorkerState) -> Any:
     return add_requests
 
 
-@patch(f"{_RUNNER}.finish_requests", since="0.31")
+@patch(f"{_RUNNER}.finish_requests", since="0.31", needs="scheduler_output")
 def drop_requests(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it the text of a request that ended is overwritten before its siblings have drafted from it (V2
-    runner)."""
+    """Without it the text of a request that ended is overwritten before its siblings have drafted from it (V2 runner).
+    Remove this patch when vLLM tells speculators which requests have ended."""
 
     @functools.wraps(stock)
     def finish_requests(scheduler_output: Any) -> None:
@@ -316,9 +318,10 @@ def drop_requests(stock: Any, state: DeviceWorkerState) -> Any:
     return finish_requests
 
 
-@patch(f"{_RUNNER}.execute_model", since="0.31")
+@patch(f"{_RUNNER}.execute_model", since="0.31", needs="scheduler_output")
 def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it nobody knows how long decode steps take, and who carried drafts into them (V2 runner)."""
+    """Without it nobody knows how long decode steps take, and who carried drafts into them (V2 runner). Remove this
+    patch when vLLM reports the time of each decode step to plug-ins."""
 
     @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -339,7 +342,8 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
 
 @patch(f"{_RUNNER}.sample_tokens", since="0.31")
 def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner)."""
+    """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner). Remove this patch
+    when vLLM reports the tokens of each decode step to plug-ins and lets a worker choose the draft length."""
 
     @functools.wraps(stock)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
