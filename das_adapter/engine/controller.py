@@ -59,21 +59,18 @@ class EngineController:
         self.drafts = drafts
         self.log = DecisionLog(config.log_dir) if config.log_dir and logs else None
         self._sizes = captured_tokens(vllm_config)
-        known = before_the_first_step(config.toggle, vllm_config)
+        known = before_the_first_step(config, vllm_config)
         if known and drafts is not None:
             drafts.expect(known.passes)
         self.controller = Controller(
-            config.budget,
-            config.toggle,
+            config,
             vllm_config.model_config.max_model_len,
-            config.history.window,
             known and known.steps,
             drafts,
-            config.num_draft_tokens,
             lengths,
             self._sizes,
         )
-        self.guard = StockGuard.of(config.toggle, self._sizes)
+        self.guard = StockGuard.of(config, self._sizes)
         self._takes_baselines = lengths is None
         self._collapsed = False
 
@@ -245,7 +242,7 @@ class EngineController:
         """Start again with another controller, as a measurement does for each of its arms."""
         self.close(list(self.live))
         self.controller, self._collapsed = controller, False
-        self.guard = StockGuard.of(self.config.toggle, self._sizes)
+        self.guard = StockGuard.of(self.config, self._sizes)
 
     # Inside
 
