@@ -38,7 +38,7 @@ def lose(runner: Any) -> None:
 
 def drafter_without_weights() -> None:
     """Let neural drafters start with noise for weights."""
-    from das_adapter.engine.v1.neural import DraftWeights
+    from das_adapter.engine.draft_weights import DraftWeights
 
     stock = DraftWeights.take_loaded
 

@@ -17,10 +17,10 @@ from das_adapter.core.controller import Controller
 from das_adapter.cpu import vllm_fixes
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.v1 import neural_drafts, verification
-from das_adapter.engine.v1.controlled import ControlledDrafter
 from das_adapter.engine.v1.decode_graphs import DecodePasses
 from das_adapter.engine.v1.policy_copy import CopySource, PolicyCopy
-from das_adapter.engine.v1.worker import WorkerState
+from das_adapter.engine.v1.proposer import Proposer
+from das_adapter.engine.v1.worker import HostWorkerState
 
 NOTED: dict[str, int] = {}
 """What a sabotage has to tell."""
@@ -28,7 +28,7 @@ NOTED: dict[str, int] = {}
 
 def garbage_drafts() -> None:
     """Draft arbitrary tokens."""
-    ControlledDrafter._propose = _garbage
+    Proposer.begin_drafts = _garbage
 
 
 def _garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
@@ -40,24 +40,24 @@ def failing_drafter() -> None:
     """Draft arbitrary tokens, and fail once there is a history or a long text."""
 
     def propose(self: Any, sampled: list[list[int]], *args: Any) -> list[list[int]]:
-        if self.history.index.tokens or max(args[0][: len(sampled)]) > 60:
+        if self.engine.history.index.tokens or max(args[0][: len(sampled)]) > 60:
             raise RuntimeError("the drafter is broken on purpose")
         return _garbage(self, sampled)
 
-    ControlledDrafter._propose = propose
+    Proposer.begin_drafts = propose
 
 
 def failing_once() -> None:
     """Fail at a long text while there is no history."""
-    stock = ControlledDrafter._propose
+    stock = Proposer.begin_drafts
 
     def propose(self: Any, sampled: list[list[int]], *args: Any) -> Any:
-        if max(args[0][: len(sampled)]) > 60 and not self.history.index.tokens:
-            self._live.clear()  # whatever state it is in
+        if max(args[0][: len(sampled)]) > 60 and not self.engine.history.index.tokens:
+            self.engine.live.clear()  # whatever state it is in
             raise RuntimeError("the drafter is broken on purpose")
         return stock(self, sampled, *args)
 
-    ControlledDrafter._propose = propose
+    Proposer.begin_drafts = propose
 
 
 def failing_search() -> None:
@@ -73,14 +73,14 @@ def dear_drafter() -> None:
     """Let a look for drafts take ten times as long as a step, and look in every step."""
     stock_guard.LEAST_STEPS, stock_guard.SAMPLE_STEPS = 24, (2, 2)
     clock = Clock()
-    ControlledDrafter._begin_step = taking(clock, 0.003, ControlledDrafter._begin_step)
+    Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
     HistorySource.look = taking(clock, 0.03, HistorySource.look)
     Controller._consider = SimpleNamespace(due=lambda *_: True, done=lambda *_, **__: None, restart=lambda: None)
 
 
 def slow_policy() -> None:
     """Let a step of the policy take so long that every draft pays."""
-    ControlledDrafter._begin_step = taking(Clock(), 0.03, ControlledDrafter._begin_step)
+    Proposer.time_step = taking(Clock(), 0.03, Proposer.time_step)
 
 
 def failing_pass() -> None:
@@ -110,28 +110,29 @@ def small_chunks() -> None:
 
 def any_length(kept_bytes: int) -> None:
     """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
-    stock = ControlledDrafter._propose
+    stock = Proposer.begin_drafts
 
     def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
-        self.guard = self.model_source.drafts.silent = None  # they would leave out steps, and see that such drafts lose
+        # They would leave out steps, and see that such drafts lose.
+        self.engine.guard = self.model_source.drafts.silent = None
         drafts = stock(self, sampled, lengths, tokens)
         if not self.leads:
             return drafts
         self.proposed = getattr(self, "proposed", 0) + 1
         rng = random.Random(self.proposed)
         for row, (req_id, new) in enumerate(zip(self.runner.input_batch.req_ids, sampled, strict=True)):
-            room = self._live[req_id].end - 1 - int(lengths[row]) if new else 0
+            room = self.engine.live[req_id].end - 1 - int(lengths[row]) if new else 0
             wanted = rng.randrange(self.config.model_tokens + 1) if self.proposed % 16 < 6 else 0
-            self._counts[row] = max(0, min(room, wanted))
+            self.model_tokens[row] = max(0, min(room, wanted))
         return drafts
 
-    ControlledDrafter._propose = propose
+    Proposer.begin_drafts = propose
     neural_drafts.KEPT_BYTES = kept_bytes
 
 
 def failing_rank() -> None:
     """Let the first rank fail until the first weight sync, the second one from then on."""
-    stock, stock_refresh = ControlledDrafter._propose, ControlledDrafter.refresh
+    stock, stock_refresh = Proposer.begin_drafts, Proposer.refresh
 
     def propose(self: Any, sampled: list[list[int]], *args: Any) -> Any:
         self.proposed = getattr(self, "proposed", 0) + 1
@@ -143,8 +144,8 @@ def failing_rank() -> None:
         self._synced_once = True
         return stock_refresh(self, message)
 
-    ControlledDrafter._synced_once = False
-    ControlledDrafter._propose, ControlledDrafter.refresh = propose, refresh
+    Proposer._synced_once = False
+    Proposer.begin_drafts, Proposer.refresh = propose, refresh
 
 
 class Clock:
@@ -219,7 +220,7 @@ def stale_copy() -> None:
 
 def no_room_at_the_end() -> None:
     """Draft nothing near max_model_len but what vLLM makes of it."""
-    WorkerState._draft_up_to_the_end = lambda self: None
+    HostWorkerState.draft_up_to_the_end = lambda self: None
 
 
 def no_cpu_fix() -> None:
