@@ -1,5 +1,5 @@
 """What das-adapter changes in vLLM's own classes, in the order in which it is done. `worker.py` and
-`drafters/neural.py` change one model runner each, `cpu_patches.py` vLLM's CPU backend."""
+`drafters/neural.py` change one model runner each."""
 
 from __future__ import annotations
 
@@ -52,9 +52,7 @@ def bind_worker(stock: Any) -> Any:
     def init_device(self: Any) -> None:
         config = settings(self.vllm_config)
         if self.vllm_config.device_config.device_type == "cpu":
-            from das_adapter.engine import cpu_patches
-
-            cpu_patches.apply_to(config)
+            compat.for_cpu("vllm")(config)
         if config is None:
             return stock(self)
         compat.require("vllm")
