@@ -123,7 +123,7 @@ def syncs(history: NodeHistory, version: int, count: int) -> Iterator[float]:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="JSON file for the result")
 def main(tokens: int, rounds: int, out: Path | None) -> None:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    keep = ledger(HistoryConfig().window)
+    keep = ledger()
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="das-benchmark-") as root:
         (large, version), (small, _) = filled(tokens, root), filled(0, root)

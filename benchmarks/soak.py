@@ -41,9 +41,9 @@ PROBLEMS, GROUPS, SAMPLES, LENGTH = 24, 4, 2, 32
 OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
 DAS = {
     "drafter": "history",
-    "history": {"window": 4, "max_bytes": "64MiB"},
-    "toggle": {"mode": "off"},
-    "budget": {"policy": "uniform", "min_chance": 0.02},
+    "history": {"max_bytes": "64MiB"},
+    "speculate": "always",
+    "budget": "unlimited",
 }
 
 
@@ -158,7 +158,7 @@ class Run:
         self.nodes = [self.cluster.head_node, self.cluster.add_node(num_cpus=1, object_store_memory=80_000_000)]
         from das_adapter.service.ledger import ledger
 
-        ledger(4)
+        ledger()
 
     def replica(self, of: int, block: dict[str, Any]) -> Any:
         """Start an engine on a node."""

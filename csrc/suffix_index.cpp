@@ -17,9 +17,7 @@ namespace das {
 
 namespace {
 
-constexpr uint32_t kSure = 8;  // places that differ in the last token are searched only below this strength
-constexpr uint64_t kLeast = 256;   // bytes that a problem keeps before whole problems are dropped
-constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;  // weights; the newest history has a sibling's
+constexpr uint64_t kLeast = 256;  // bytes that a problem keeps before whole problems are dropped
 
 // Collects the votes on the next token, `step` tokens after the places at which the candidates were found.
 void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<Vote>& votes) {

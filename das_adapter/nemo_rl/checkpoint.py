@@ -55,7 +55,7 @@ def begin(master_config: Any, tokenizer: Any) -> None:
 
     Raises:
         ConfigError, UnsupportedHost: see `settings.check`.
-        DasError: what `history.persist` names can't be used (see `checkpoint.begin`).
+        DasError: what `history.load` names can't be used (see `checkpoint.begin`).
     """
     generation = _generation(master_config)
     das = settings.check(generation)

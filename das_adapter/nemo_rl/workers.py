@@ -79,7 +79,7 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         das = prepare_engine(self.cfg, llm_kwargs)
-        if das.routing.policy == "longest_first":
+        if das.routing == "longest_first":
             llm_kwargs.setdefault("scheduling_policy", "priority")
         super()._create_engine(llm_kwargs)
         owner = getattr(self, "_engine_owner_loop", None)  # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on

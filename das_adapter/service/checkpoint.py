@@ -154,7 +154,7 @@ def _sync_directory(directory: Path) -> None:
 
 def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None, version: int) -> None:
     """Choose what the run's history starts with, before the first weight sync: the history of the checkpoint from which
-    the trainer resumes, else that of `history.persist`, else nothing. A checkpoint whose history can't be used is
+    the trainer resumes, else that of `history.load`, else nothing. A checkpoint whose history can't be used is
     resumed without, and a line in the log says so.
 
     Args:
@@ -165,7 +165,7 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
         version: the run's weight version; what is loaded counts as no newer.
 
     Raises:
-        DasError: what `history.persist` names is no history, is damaged, or has another scope, vocabulary or tokenizer.
+        DasError: what `history.load` names is no history, is damaged, or has another scope, vocabulary or tokenizer.
     """
     chosen = None
     if resumed is not None:
@@ -173,12 +173,12 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
             chosen = _readable(resumed / NAME, facts, "checkpoint", version)
         except DasError as error:
             logger.error("das: the checkpoint %s has no history to resume from: %s", resumed, error)
-    if chosen is None and config.persist is not None:
-        chosen = _readable(Path(config.persist), facts, f"{block}.history.persist", version)
+    if chosen is None and config.load is not None:
+        chosen = _readable(Path(config.load), facts, f"{block}.history.load", version)
     if chosen is None:
         return
     directory, found = chosen
-    service = ledger(config.window)
+    service = ledger()
     try:
         newest = max((newest_in(part) for part in parts(directory)), default=version)
         start = service.start_from.remote(str(directory), max(0, newest - version))
@@ -209,7 +209,7 @@ def save(folder: Path, facts: Facts, config: HistoryConfig) -> None:
         if not (histories := list(history_actors().values())):
             raise DasError("no node's history is running")
         ray.get([history.flush.remote() for history in histories], timeout=_PATIENCE_S)
-        known = ray.get(ledger(config.window).since.remote(0), timeout=_PATIENCE_S)
+        known = ray.get(ledger().since.remote(0), timeout=_PATIENCE_S)
 
         def save_parts(index: Path) -> int:
             saved = [history.save.remote(str(index / str(part))) for part, history in enumerate(histories)]

@@ -50,8 +50,8 @@ class Synced(NamedTuple):
 class Ledger(LengthLog):
     """Keeps the lengths of the last responses and the figures of recent steps."""
 
-    def __init__(self, window: int):
-        super().__init__(window)
+    def __init__(self) -> None:
+        super().__init__()
         self._name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self._reports: dict[int, list[dict[str, Any]]] = {}
         self._told: set[str] = set()
@@ -218,9 +218,9 @@ def histories_of(actors: Mapping[Any, Any]) -> dict[Any, str]:
         return {}
 
 
-def ledger(window: int) -> Any:
+def ledger() -> Any:
     """Return the run's ledger, started if need be. It lives as long as the process that started it."""
-    return named(name_of("das_ledger"), Ledger, window)
+    return named(name_of("das_ledger"), Ledger)
 
 
 def running() -> Any:

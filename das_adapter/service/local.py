@@ -55,7 +55,7 @@ class LocalHistory:
         self._told = Told()
         logger.addHandler(self._told)
         self._writer = Writer(config, directory.name, str(directory.parent), grace_s)
-        self._lengths = LengthLog(config.window)
+        self._lengths = LengthLog()
         self._offsets: dict[str, int] = {}
         """By engine: from its weight versions to the history's."""
         self._tidy = False

@@ -224,7 +224,7 @@ class Session:
 
     def _find(self) -> None:
         """Find the actors of the run, and start those again that are gone."""
-        self._ledger = ledger(self._das.history.window)
+        self._ledger = ledger()
         if self._shared:
             self._here = node.here(self._das.history)
 
@@ -269,5 +269,5 @@ def for_run(das: DasConfig) -> DasConfig:
     """Return the block with this run's own directory under `log_dir`."""
     if das.log_dir is None:
         return das
-    name = ask(ledger(das.history.window).run.remote(), timeout=PATIENCE_S)
+    name = ask(ledger().run.remote(), timeout=PATIENCE_S)
     return das.model_copy(update={"log_dir": f"{das.log_dir}/{name}"})

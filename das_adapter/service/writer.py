@@ -107,7 +107,7 @@ class Writer:
     def seal_ahead(self) -> None:
         """Let what was kept be sealed in the background."""
         if self._unpublished:
-            self.store.seal_ahead(self.policy.config.window)
+            self.store.seal_ahead(self.policy.window)
 
     def publish(self, tokens: int = 2**62) -> int:
         """Publish what was kept, of what is not sealed yet about so many tokens at most; return how many it sealed."""
@@ -115,7 +115,7 @@ class Writer:
             if tokens <= 0 or not (self._unpublished or self.altered or self._trouble):
                 return 0
             staged = self.store.staged
-            self.store.seal(self.policy.config.window, tokens)
+            self.store.seal(self.policy.window, tokens)
             self.altered = False
             if not self.store.staged:
                 self.spool.done(self._unpublished, HERE)

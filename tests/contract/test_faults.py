@@ -153,7 +153,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         ray.init(cluster.address, namespace=NAMESPACE, runtime_env={"env_vars": env}, log_to_driver=False)
         for module in (sys.modules[__name__], test_history):  # Ray's workers can't import a test
             ray.cloudpickle.register_pickle_by_value(module)
-        ledger(4)
+        ledger()
         run = Run(cluster, folder / "trap")
         run.goes_on(run.write(0), run.write(1))
         yield run
@@ -291,8 +291,8 @@ def test_a_checkpoint_is_half_written(
     assert caplog.text.count(f"the checkpoint {tmp_path} has no history to resume from") == 1
     assert ray.get(running().start.remote())[0] is None
     assert np.array_equal(ray.get(running().since.remote(0)), before)
-    with pytest.raises(DasError, match=r"das\.history\.persist|damaged lengths"):
-        checkpoint.begin(CONFIG.model_copy(update={"persist": str(history)}), FACTS, "das", None, 0)
+    with pytest.raises(DasError, match=r"das\.history\.load|damaged lengths"):
+        checkpoint.begin(CONFIG.model_copy(update={"load": str(history)}), FACTS, "das", None, 0)
 
 
 JOB = """
@@ -305,7 +305,7 @@ from das_adapter.service import checkpoint
 from das_adapter.service.session import Session
 address, namespace, folder, facts = sys.argv[1:5]
 ray.init(address=address, namespace=namespace, log_to_driver=False)
-das = parse({"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}})
+das = parse({"drafter": "history", "history": {"max_bytes": "64MiB"}})
 checkpoint.begin(das.history, checkpoint.Facts(**json.loads(facts)), "das", Path(folder), 0)
 heard = []
 session = Session(das, lambda command, payload, timeout: heard.append(payload) or [[{"generation": 1}]])

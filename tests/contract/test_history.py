@@ -25,6 +25,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 from das_adapter.config import HistoryConfig, parse  # noqa: E402
+from das_adapter.core.history import WINDOW  # noqa: E402
 from das_adapter.core.homes import homes  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.core.index.store import problems_in  # noqa: E402
@@ -42,8 +43,8 @@ from das_adapter.service.node import NodeHistory  # noqa: E402
 from das_adapter.service.session import Session  # noqa: E402
 from das_adapter.verl import checkpoint  # noqa: E402
 
-DAS = {"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}}
-CONFIG = HistoryConfig(window=4, max_bytes=2**26)
+DAS = {"drafter": "history", "history": {"max_bytes": "64MiB"}}
+CONFIG = HistoryConfig(max_bytes=2**26)
 POEM = np.arange(11, 41, dtype=np.int32)
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 
@@ -88,7 +89,7 @@ def job() -> Iterator[Cluster]:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     ray.init(address=cluster.address, log_to_driver=False)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can't import a test
-    ledger(4)
+    ledger()
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -187,8 +188,8 @@ def test_a_sync_reports_first_and_then_refreshes(job: Cluster) -> None:
     engine.write(5, POEM, 1)
     engine.session.sync(2, report=True)
     assert [command for command, _ in engine.heard] == ["stats", "refresh"]
-    until(lambda: ray.get(ledger(4).metrics.remote(2)))  # with the counts of the node's other engines, or without
-    figures = ray.get(ledger(4).metrics.remote(2))
+    until(lambda: ray.get(ledger().metrics.remote(2)))  # with the counts of the node's other engines, or without
+    figures = ray.get(ledger().metrics.remote(2))
     assert (figures["das/tokens_per_forward"], figures["das/rollout_s"]) == (7.0, 1.0)
 
 
@@ -353,16 +354,16 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
     old.push("a", Trajectory(2, POEM.tobytes(), 51))  # since the weight sync
     save(old, tmp_path / "saved", [(1, 30, 50), (2, 30, 51)])
 
-    ray.get(ledger(4).start_from.remote(str(tmp_path / "saved")))
+    ray.get(ledger().start_from.remote(str(tmp_path / "saved")))
     fresh = Alone(tmp_path, "new")
     assert tokens(fresh.published(0)) == 60
-    ray.get(ledger(4).start_from.remote(None))
+    ray.get(ledger().start_from.remote(None))
     fresh.push("a", Trajectory(3, POEM.tobytes(), 0))
     assert tokens(fresh.published(1)) == 90
-    for version in range(1, 5):
+    for version in range(1, WINDOW + 1):
         fresh.push("b", Trajectory(1, POEM.tobytes(), version))
         published = fresh.published(version + 1)
-    assert tokens(published) == 60 + 4 * 30  # of problem 1 the old run's visit has left the window
+    assert tokens(published) == 60 + WINDOW * 30  # of problem 1 the old run's visit has left the window
     assert saved.lengths(tmp_path / "saved", 0).tolist() == [(1, 30, -1), (2, 30, 0)]
     assert saved.lengths(tmp_path / "saved", 52).tolist() == [(1, 30, 50), (2, 30, 51)]
 
@@ -389,18 +390,18 @@ def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (step - 1)
         save(writer, target, [(1, 30, 0)])
-    saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.persist")
+    saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.load")
     assert saved.lengths(target, 0).tolist() == [(1, 30, 0)]
 
 
 def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: Alone, caplog: Any) -> None:
-    ray.get(ledger(4).start_from.remote("/nowhere"))
+    ray.get(ledger().start_from.remote("/nowhere"))
     try:
         for version in (1, 2):
             writer.push("a", Trajectory(1, POEM.tobytes(), version))
             published = writer.published(version)
     finally:
-        ray.get(ledger(4).start_from.remote(None))
+        ray.get(ledger().start_from.remote(None))
     assert tokens(published) == 60
     assert len([r for r in caplog.records if r.message.startswith("das: history: ")]) == 1
 
@@ -408,20 +409,20 @@ def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: Alone, 
 def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     mine, other = ({"a": 0, "b": 1}, {"b": 0, "a": 1})
     facts, theirs = (saved.Facts.of("problem", SimpleNamespace(get_vocab=lambda v=v: v)) for v in (mine, other))
-    with pytest.raises(DasError, match=r"das.history.persist: found no history in"):
-        saved.check(tmp_path, facts, "das.history.persist")
+    with pytest.raises(DasError, match=r"das.history.load: found no history in"):
+        saved.check(tmp_path, facts, "das.history.load")
     target = tmp_path / "saved"
     saved.write(target, theirs, np.array([], RESPONSE), lambda index: SuffixIndex().save(index / "0") or 1)
-    saved.check(target, theirs, "das.history.persist")
-    with pytest.raises(DasError, match=r"das.history.persist: .* written with tokenizer '\w+', this run has '\w+'"):
-        saved.check(target, facts, "das.history.persist")
+    saved.check(target, theirs, "das.history.load")
+    with pytest.raises(DasError, match=r"das.history.load: .* written with tokenizer '\w+', this run has '\w+'"):
+        saved.check(target, facts, "das.history.load")
     with pytest.raises(DasError, match="with scope 'problem', this run has 'global'"):
-        saved.check(target, saved.Facts("global", theirs.vocabulary, theirs.tokenizer), "das.history.persist")
+        saved.check(target, saved.Facts("global", theirs.vocabulary, theirs.tokenizer), "das.history.load")
 
 
 def trainer(path: Path, step: int, **changes: Any) -> SimpleNamespace:
     """The parts of veRL's trainers that checkpoints of the history touch."""
-    das = {"drafter": "history", "history": {"persist": changes.pop("persist", None)}}
+    das = {"drafter": "history", "history": {"load": changes.pop("load", None)}}
     keys = {"default_local_dir": str(path), "resume_mode": "auto", "resume_from_path": None, **changes}
     config = OmegaConf.create({"trainer": keys, "actor_rollout_ref": {"rollout": {"custom": {"das": das}}}})
     return SimpleNamespace(config=config, global_steps=step, tokenizer=TOKENIZER)
@@ -446,14 +447,14 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: Cluster, tmp
 
     try:
         assert asyncio.run(checkpoint.after_load(load)(trainer(tmp_path, 6))) == 6
-        assert ray.get(ledger(4).start.remote())[0] == str(tmp_path / "global_step_6" / saved.NAME)
+        assert ray.get(ledger().start.remote())[0] == str(tmp_path / "global_step_6" / saved.NAME)
         warm = str(tmp_path / "global_step_4" / saved.NAME)
-        checkpoint.after_load(lambda self: None)(trainer(tmp_path / "fresh", 0, persist=warm))
-        assert ray.get(ledger(4).start.remote())[0] == warm
+        checkpoint.after_load(lambda self: None)(trainer(tmp_path / "fresh", 0, load=warm))
+        assert ray.get(ledger().start.remote())[0] == warm
     finally:
-        ray.get(ledger(4).start_from.remote(None))
-    with pytest.raises(DasError, match=r"custom.das.history.persist: found no history in '/nowhere'"):
-        checkpoint.after_load(lambda self: None)(trainer(tmp_path, 0, persist="/nowhere"))
+        ray.get(ledger().start_from.remote(None))
+    with pytest.raises(DasError, match=r"custom.das.history.load: found no history in '/nowhere'"):
+        checkpoint.after_load(lambda self: None)(trainer(tmp_path, 0, load="/nowhere"))
 
 
 def test_each_text_goes_to_its_home_and_comes_from_there(job: Cluster) -> None:
@@ -510,7 +511,7 @@ import os, ray, signal, sys
 from das_adapter.config import HistoryConfig
 from das_adapter.service import ledger, node
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-ledger.ledger(4)
+ledger.ledger()
 here = node.here(HistoryConfig(max_bytes=2**26), grace_s=1.0)
 print(ray.get(here.sync.remote(1, "a", 0, ()))[0].directory, flush=True)
 if sys.argv[1] == "killed":
