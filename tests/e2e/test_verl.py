@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
+from das_adapter.cpu.environment import cpu_env
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
 
@@ -57,7 +59,7 @@ def train(
     ]
     env = {
         **os.environ,
-        **variables(),
+        **cpu_env(),
         "VERL_FILE_LOGGER_PATH": str(out),
         "HF_HUB_OFFLINE": "1",
         "HYDRA_FULL_ERROR": "1",
