@@ -64,9 +64,10 @@ def _measure(plan: Plan, weights: str) -> Found:
     sleeps = {"enable_sleep_mode": True} if torch.cuda.is_available() else {}
     das = {
         "drafter": "self",
-        "self": {"weights": weights, "max_tokens": 4},
-        "budget": {"policy": "unlimited"},
-        "toggle": {"mode": "off"},
+        "self": {"weights": weights},
+        "max_draft_tokens": 4,
+        "budget": "unlimited",
+        "speculate": "always",
     }
     context, vocabulary = min(512, *plan.contexts), SHAPES[plan.shape]["vocab_size"]
     llm = engine(plan, das, max_model_len=context + 4 * plan.steps + 16, enable_prefix_caching=True, **sleeps)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.config import Budget, DasConfig
 from das_adapter.core.acceptance import AcceptanceCurves
 from das_adapter.core.budget import Allocation, Worth, allocate, class_budgets, makespan_weights, plan_rollout
 from das_adapter.core.latency import StepModel, StepTimes
@@ -28,7 +28,7 @@ from das_adapter.core.length import LengthModel, Responses, classes, expected_re
 from das_adapter.core.model_drafts import ModelDrafts, ModelPlan
 from das_adapter.core.pacing import Backoff
 from das_adapter.core.requests import PACE_STEPS, ClassCounts, RequestTable
-from das_adapter.core.toggle import Savings, Toggle
+from das_adapter.core.toggle import MARGIN, Savings, Toggle
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -57,10 +57,18 @@ LEAST_GAIN = 0.02
 """Predicted gain under which a step is not drafted in, as a share of its time: less than step times vary."""
 LEAST_CHANCE = 0.005
 """Chance under which no draft token is considered."""
+FIXED_CHANCE = 0.15
+"""The same where the budgets are fixed and costs are not asked (`das`, `uniform`): a token that is rejected six times
+out of seven is not worth its place in the step."""
 _NEVER, _LAST = -(2**30), 2**30
 _NO_DRAFTS: Chances = np.zeros(0, dtype=np.float32)
 _FREE = StepModel(base=0.0, token=0.0)
 """Costs where nothing is asked but the fixed budgets."""
+
+
+def least_chance(budget: Budget) -> float:
+    """Return the chance under which a draft ends, as far as that never changes."""
+    return {"optimal": LEAST_CHANCE, "unlimited": 0.0}.get(budget, FIXED_CHANCE)
 
 
 class Decoded(NamedTuple):
@@ -155,41 +163,35 @@ class Controller:
 
     def __init__(
         self,
-        budget: BudgetConfig,
-        toggle: ToggleConfig,
+        config: DasConfig,
         limit: int,
-        window: int = 8,
         prior: StepModel | None = None,
         drafts: ModelDrafts | None = None,
-        most: int | None = None,
         common: Sequence[int] | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None:
         """
         Args:
-            budget, toggle: the blocks of the config.
+            config: says when and how far to draft.
             limit: longest response there can be, tokens.
-            window: visits of a problem whose lengths are remembered.
             prior: latency model until the engine's own steps give one.
             drafts: of the model that drafts (the policy copy, a neural drafter), where there is one.
-            most: draft tokens of a request in a step; None: `budget.max_draft_tokens`.
             common: lengths of which all requests of a step have the same, rising, whatever there is to draft for each;
                 None: each has its own.
             sizes: tokens for which the engine has captured CUDA graphs, rising, see `StepModel`.
         """
         self.times = StepTimes(prior, sizes=sizes)
-        self.lengths = LengthModel(limit, window)
-        self.toggle = Toggle(toggle.mode, toggle.margin, toggle.threshold)
+        self.lengths = LengthModel(limit)
+        self.toggle = Toggle(config.speculate)
         self.drafts = drafts
         self.requests = RequestTable()
         self.stopped: str | None = None
         """Why speculation is off until the next weight sync; None while it may go on."""
         self.planned_rounds = 0.0
         """Decode steps since the weight sync after which DAS's optimum would have ended every request."""
-        self._judged = toggle.mode == "roofline"
+        self._judged = config.speculate == "auto"
         """Whether whole rollouts of the model that drafts are judged."""
-        self._policy, self._min_chance = budget.policy, budget.min_chance
-        self._most = budget.max_draft_tokens if most is None else most
+        self._policy, self._most = config.budget, config.num_draft_tokens
         self._common = common
         self._curves = AcceptanceCurves()
         self._batch = Batch()
@@ -323,7 +325,7 @@ class Controller:
             batch.drafted_seconds += step.seconds + step.drafting_seconds
         if batch.refilling:
             self._savings.refilled()
-        if drafted and batch.drafted_steps % GUARD_STEPS == 0 and self.toggle.mode != "off":
+        if drafted and batch.drafted_steps % GUARD_STEPS == 0 and self.toggle.speculate != "always":
             self._guard(step.slots, model)
 
     # Figures
@@ -356,14 +358,14 @@ class Controller:
     @property
     def _always(self) -> bool:
         """Whether nothing is asked but the fixed budgets: then no decision depends on a step time."""
-        return self.toggle.mode == "off" and self._policy != "optimal"
+        return self.toggle.speculate == "always" and self._policy != "optimal"
 
     @property
     def _floor(self) -> float:
         """Chance under which the drafter need not go on."""
         if self._policy == "optimal":
             return LEAST_CHANCE if self._batch.since_draft >= self._probe_wait else self._least_chance
-        return 0.0 if self._policy == "unlimited" else self._min_chance
+        return least_chance(self._policy)
 
     def _draft_limits(self, slots: Ints, room: Ints, context: Floats | Ints) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft; `context`: tokens
@@ -373,7 +375,7 @@ class Controller:
             self._replan.done(batch.step, running, again_soon=batch.arrivals > 0)
             self._value_requests(slots, context)
         most: Ints = np.minimum(room, self._most)
-        if self._policy == "classes":
+        if self._policy == "das":
             np.minimum(most, class_budgets(self.requests.length_class[slots], self._most), out=most)
         elif self._policy == "optimal":
             model = self._model
@@ -399,7 +401,7 @@ class Controller:
         nothing = np.zeros(running, dtype=np.int64)
         plan, drafted = StepPlan(nothing, nothing), False
         if model is None:
-            on = self.toggle.update(running, 1.0 + self.toggle.margin, arrived)
+            on = self.toggle.update(running, 1.0 + MARGIN, arrived)
             if on and batch.step % (2 if self._policy == "optimal" else 4):
                 plan = self._everything(limits, chances, offsets)
         else:
@@ -493,7 +495,7 @@ class Controller:
         if batch.since_plain >= (24 if unknown else PROBE_STEPS):
             batch.since_plain = 0
             return "plain"
-        if batch.since_draft >= self._probe_wait and self.toggle.mode != "threshold":
+        if batch.since_draft >= self._probe_wait and not isinstance(self.toggle.speculate, int):
             batch.since_draft, self._probe_wait = 0, min(2 * self._probe_wait, RARE_STEPS)
             return "drafted"
         return ""

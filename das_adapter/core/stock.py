@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.config import ToggleConfig
+from das_adapter.config import DasConfig
 from das_adapter.core.latency import Floats, StepModel, StepTimes, read_calibration
 from das_adapter.core.requests import with_room
 from das_adapter.core.toggle import seconds_of
@@ -88,15 +88,15 @@ class StockGuard:
         self._restart()
 
     @classmethod
-    def of(cls, toggle: ToggleConfig, sizes: tuple[int, ...] = ()) -> StockGuard | None:
+    def of(cls, config: DasConfig, sizes: tuple[int, ...] = ()) -> StockGuard | None:
         """Make one for an engine; None where the user decides when to draft. `sizes`: see `StepModel`.
 
         Raises:
-            DasError: `toggle.calibration` can't be read.
+            DasError: `calibration` can't be read.
         """
-        if toggle.mode != "roofline":
+        if config.speculate != "auto":
             return None
-        return cls(read_calibration(toggle.calibration).stock if toggle.calibration else None, sizes)
+        return cls(read_calibration(config.calibration).stock if config.calibration else None, sizes)
 
     def _restart(self) -> None:
         self._seconds, self._steps, self._widest = 0.0, 0, 1

@@ -9,15 +9,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.config import Speculate
 from das_adapter.core.latency import Floats, StepModel
+
+MARGIN = 0.05
+"""Predicted speed-up above 1 at which drafting turns on; it turns off at 1. The latency model errs by some percent: a
+smaller gain would switch it to and fro."""
 
 
 class Toggle:
     """Whether drafts are worth their cost in the batch as it is, with hysteresis.
 
-    It turns on at a speed-up of 1 + margin (`roofline`) or at `threshold` running requests (`threshold`). While no
-    request arrives after that, the batch only becomes smaller and drafting keeps paying: it stays on until `reset`.
-    Where requests still arrive, it turns off again under a speed-up of 1, or a quarter above the threshold.
+    It turns on at a speed-up of 1 + `MARGIN` (`auto`), or at the number of running requests that `speculate` is. While
+    no request arrives after that, the batch only becomes smaller and drafting keeps paying: it stays on until `reset`.
+    Where requests still arrive, it turns off again under a speed-up of 1, or a quarter above that number.
 
     At the start of a rollout the batch is small only because requests are still arriving (ramp guard): it is not held
     on before `RAMP` steps without an arrival.
@@ -25,14 +30,14 @@ class Toggle:
 
     RAMP = 8
 
-    def __init__(self, mode: str, margin: float, threshold: int) -> None:
-        """`mode`: `off` (never switches: always on), `threshold` or `roofline`."""
-        self.mode, self.margin, self.threshold = mode, margin, threshold
+    def __init__(self, speculate: Speculate) -> None:
+        """`speculate`: the key of the block."""
+        self.speculate = speculate
         self.reset()
 
     def reset(self) -> None:
-        """Start off again, at a weight sync (with mode `off`: on)."""
-        self.on = self.mode == "off"
+        """Start off again, at a weight sync (with `always`: on)."""
+        self.on = self.speculate == "always"
         self._held = False
         self._quiet = 0
 
@@ -47,16 +52,15 @@ class Toggle:
         Returns:
             Whether to speculate.
         """
-        if self.mode == "off":
+        if self.speculate == "always":
             return True
         self._quiet = 0 if arrived else self._quiet + 1
         if arrived:
             self._held = False
-        if self.mode == "threshold":
-            limit = self.threshold * (1.25 if self.on else 1.0)
-            wanted = running <= limit
+        if isinstance(self.speculate, int):
+            wanted = running <= self.speculate * (1.25 if self.on else 1.0)
         else:
-            wanted = speedup >= (1.0 if self.on else 1.0 + self.margin)
+            wanted = speedup >= (1.0 if self.on else 1.0 + MARGIN)
         self.on = wanted or self._held
         if wanted and self._quiet >= self.RAMP:
             self._held = True

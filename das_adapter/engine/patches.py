@@ -211,7 +211,7 @@ def _refuse(config: DasConfig, vllm_config: Any) -> None:
             ways = (
                 ""
                 if not config.neural or config.uses_history or parallel.pipeline_parallel_size > 1
-                else "; das.budget.policy=unlimited with das.toggle.mode=off does"
+                else "; das.budget=unlimited with das.speculate=always does"
             )
             raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}{ways}")
     if model.is_hybrid and vllm_config.device_config.device_type == "cpu":
@@ -317,7 +317,7 @@ def build_row_processors(stock: Any) -> Any:
         config = settings(vllm_config)
         if is_pooling_model or custom or not vllm_config.speculative_config or not config:
             return stock(vllm_config, device, pin_memory, is_pooling_model, custom)
-        from das_adapter.engine.v1.verification import MinTokens
+        from das_adapter.engine.v1.processors import MinTokens
 
         kinds = [
             MinTokens if config.keyed and issubclass(MinTokens, kind) else kind for kind in BUILTIN_LOGITS_PROCESSORS
@@ -338,7 +338,7 @@ def reserve_draft_slots(stock: Any) -> Any:
         stock(self, *args, **kwargs)
         config = settings(self.vllm_config)
         if config is not None and config.copies_policy:
-            self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.self.max_tokens)
+            self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.model_tokens)
         if config is not None and config.drafter != "none" and runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
             self.dynamic_sd_lookup = DraftLength(0)
 

@@ -20,7 +20,7 @@ HOST = {"DAS_CPU_WEIGHT_SYNC": "1"}
 
 def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
     model = {} if "mtp" in method else {"model": str(drafters / method.removeprefix("history+"))}
-    return {"drafter": method, "draft": {"tokens": 3, **model, **more.pop("draft", {})}, **more}
+    return {"drafter": method, "draft": {**model, **more.pop("draft", {})}, **more}
 
 
 def policy(method: str, drafters: Path) -> dict[str, str]:
@@ -46,7 +46,7 @@ def trained_drafter(drafters: Path, method: str, host: str | None) -> list[dict[
 
 AT_LEAST = [{"temperature": 1.0, "min_tokens": tokens} for tokens in range(30, 66, 3)]
 """Their texts would end before."""
-ALWAYS = {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+ALWAYS = {"budget": "unlimited", "speculate": "always"}
 
 
 @pytest.mark.one_build

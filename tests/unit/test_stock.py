@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from das_adapter.config import ToggleConfig
+from das_adapter.config import DasConfig
 from das_adapter.core.latency import StepModel
 from das_adapter.core.stock import LEAST_STEPS, TRIAL_SHARE, TRIAL_STEPS, StockGuard, UnaskedStep
 
@@ -193,7 +194,7 @@ def test_a_synchronous_rollout_is_credited_with_the_rounds_of_its_longest_reques
 def test_stock_is_what_a_calibration_says(tmp_path: Path) -> None:
     file = tmp_path / "calibration.json"
     file.write_text(json.dumps({"line": PLAIN.to_dict(), "stock": {"line": {"base": 0.008, "token": 0.0}}}))
-    guard = StockGuard.of(ToggleConfig(calibration=str(file)))
+    guard = StockGuard.of(DasConfig(calibration=str(file)))
     assert guard is not None
     rollout(guard, asking=1.0)
     assert guard.of_stock() == pytest.approx(PLAIN.step(8, 8, False) / 0.008, abs=0.01)
@@ -204,6 +205,6 @@ def test_stock_is_what_a_calibration_says(tmp_path: Path) -> None:
     assert guard.slow is None
 
 
-@pytest.mark.parametrize("mode", ["off", "threshold"])
-def test_the_user_decides_with_other_toggles(mode: str) -> None:
-    assert StockGuard.of(ToggleConfig(mode=mode)) is None
+@pytest.mark.parametrize("speculate", ["always", 32])
+def test_the_user_decides_where_the_block_says_when(speculate: Any) -> None:
+    assert StockGuard.of(DasConfig(speculate=speculate)) is None

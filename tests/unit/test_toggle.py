@@ -13,19 +13,19 @@ def run(toggle: Toggle, *steps: tuple[int, float, bool]) -> list[bool]:
     return [toggle.update(*step) for step in steps]
 
 
-def test_mode_off_never_switches() -> None:
-    toggle = Toggle("off", 0.05, 32)
+def test_always_never_switches() -> None:
+    toggle = Toggle("always")
     assert run(toggle, (500, 0.1, True), (1, 0.1, False)) == [True, True]
 
 
-def test_roofline_turns_on_at_the_margin_and_off_below_one_while_batches_refill() -> None:
-    toggle = Toggle("roofline", 0.05, 32)
+def test_it_turns_on_at_the_margin_and_off_below_one_while_batches_refill() -> None:
+    toggle = Toggle("auto")
     refilling = [(8, s, True) for s in (1.04, 1.05, 1.01, 0.99, 1.04, 1.2)]
     assert run(toggle, *refilling) == [False, True, True, False, False, True]
 
 
 def test_a_batch_that_only_drains_stays_on_once_it_paid() -> None:
-    toggle = Toggle("roofline", 0.05, 32)
+    toggle = Toggle("auto")
     run(toggle, *[(64, 1.2, False)] * (Toggle.RAMP + 1))
     assert run(toggle, (60, 0.9, False), (59, 0.5, False)) == [True, True]
     toggle.reset()
@@ -33,13 +33,13 @@ def test_a_batch_that_only_drains_stays_on_once_it_paid() -> None:
 
 
 def test_a_ramp_of_arrivals_does_not_hold_it_on() -> None:
-    toggle = Toggle("roofline", 0.05, 32)
+    toggle = Toggle("auto")
     assert run(toggle, *((n, 1.5, True) for n in range(1, 8))) == [True] * 7  # few are running yet
     assert run(toggle, *((n, 0.8, True) for n in range(8, 64))) == [False] * 56
 
 
-def test_threshold_counts_running_requests_with_hysteresis() -> None:
-    toggle = Toggle("threshold", 0.05, 32)
+def test_a_number_counts_running_requests_with_hysteresis() -> None:
+    toggle = Toggle(32)
     assert run(toggle, *((n, 0.0, True) for n in (33, 32, 40, 41, 33))) == [False, True, True, False, False]
 
 

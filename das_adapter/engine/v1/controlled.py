@@ -58,24 +58,21 @@ class ControlledDrafter(Drafter):
         elif config.neural:
             self.model_source = NeuralSource(self, ModelDrafts(config.model_tokens, narrows=False))
         self._sizes = graph_sizes(vllm_config)
-        known = before_the_first_step(config.toggle, vllm_config)
+        known = before_the_first_step(config, vllm_config)
         if known and self.model_source:
             self.model_source.drafts.expect(known.passes)
         self.controller = Controller(
-            config.budget,
-            config.toggle,
+            config,
             self._max_model_len,
-            config.history.window,
             known and known.steps,
             self.model_source.drafts if self.model_source else None,
-            config.num_draft_tokens,
             sizes=self._sizes,
         )
         first = vllm_config.parallel_config.rank == 0
         if config.log_dir and first:
             self.log = DecisionLog(config.log_dir)
         self.timer = StepTimer()
-        self.guard = StockGuard.of(config.toggle, self._sizes)
+        self.guard = StockGuard.of(config, self._sizes)
         self._live: dict[str, LiveRequest] = {}
         self._ends, self._lengths = np.zeros((2, 1), dtype=np.int64)
         """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens."""
@@ -132,7 +129,7 @@ class ControlledDrafter(Drafter):
         self.settle()
         self.close(list(self._live))
         self.controller, self.timer, self._paused = controller, StepTimer(), False
-        self.guard = StockGuard.of(self.config.toggle, self._sizes)
+        self.guard = StockGuard.of(self.config, self._sizes)
 
     def close(self, req_ids: Iterable[str]) -> None:
         """Close requests."""

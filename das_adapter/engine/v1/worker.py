@@ -15,14 +15,13 @@ import torch
 from das_adapter import __version__
 from das_adapter.config import DasConfig
 from das_adapter.engine.front_end import media
-from das_adapter.engine.standalone import (
-    Response,
-    Standalone,
+from das_adapter.engine.standalone.weights import (
     follow_loaded_policy,
     see_finished_update,
     see_loaded_weights,
     see_reloaded_weights,
 )
+from das_adapter.engine.standalone.worker import Response, Standalone
 from das_adapter.engine.timing import without_graphs
 from das_adapter.engine.v1.controlled import ControlledDrafter
 from das_adapter.engine.v1.keyed_sample import Keys

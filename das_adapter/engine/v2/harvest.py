@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from das_adapter.engine.standalone import Response
+from das_adapter.engine.standalone.worker import Response
 
 
 @dataclass

@@ -86,24 +86,21 @@ class DraftLengths:
         self._config = config
         self.history: HistorySource | None = None
         self.drafts: ModelDrafts | None = None
-        known, sizes = before_the_first_step(config.toggle, vllm_config), graph_sizes(vllm_config)
+        known, sizes = before_the_first_step(config, vllm_config), graph_sizes(vllm_config)
         if config.uses_history:
             self.history = HistorySource(config.history, vllm_config.model_config.get_vocab_size())
         if config.neural:
             self.drafts = ModelDrafts(config.model_tokens, narrows=False, always=always)
             self.drafts.expect(known and known.passes)
         self.controller = Controller(
-            config.budget,
-            config.toggle,
+            config,
             vllm_config.model_config.max_model_len,
-            config.history.window,
             known and known.steps,
             self.drafts,
-            config.num_draft_tokens,
             draft_lengths(config),
             sizes,
         )
-        self.guard = StockGuard.of(config.toggle, sizes)
+        self.guard = StockGuard.of(config, sizes)
         self.log = DecisionLog(config.log_dir) if config.log_dir else None
         self._counters = counters
         self._lock = threading.Lock()
