@@ -85,7 +85,7 @@ def measure(
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
     from vllm import LLM, SamplingParams
 
-    from das_adapter.engine.timing import graph_sizes
+    from das_adapter.engine.timing import captured_tokens
     from das_adapter.engine.v1 import worker
     from das_adapter.engine.v1.sweep import SweepDrafter
     from das_adapter.protocol.engine_args import v1_args
@@ -94,7 +94,7 @@ def measure(
     most = max(das.model_tokens, *drafts, *(2 * mean for mean in ragged))
     args["speculative_config"]["num_speculative_tokens"] = most
     if das.neural:
-        vars(worker).update(ControlledDrafter=SweepDrafter)  # vLLM makes none for its own methods
+        vars(worker).update(Proposer=SweepDrafter)  # vLLM makes none for its own methods
     else:
         args["speculative_config"]["model"] = "das_adapter.engine.v1.sweep.SweepDrafter"
     SweepDrafter.passes = (das.model_tokens,) if das.copies_policy or das.neural else ()
@@ -105,7 +105,7 @@ def measure(
     plain = tuple(d for d in (0, *drafts) if d == 0)[:1]
     SweepDrafter.turns, SweepDrafter.ragged = (*plain, *(d for d in drafts if d)), tuple(ragged)
     kinds = [(draft, False) for draft in sorted({0, *drafts})] + [(mean, True) for mean in ragged]
-    measured = Measured([], [], graph_sizes(llm.llm_engine.vllm_config))
+    measured = Measured([], [], captured_tokens(llm.llm_engine.vllm_config))
     for number, (requests, context) in enumerate(product(batches, contexts)):
         SweepDrafter.samples, SweepDrafter.passed = [], []
         params = SamplingParams(temperature=1.0, max_tokens=steps, ignore_eos=True, detokenize=False)

@@ -144,7 +144,7 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.worker.worker_base import WorkerBase
 assert hasattr(WorkerBase, "das_rpc"), "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
-import das_adapter.engine.v1.controlled, das_adapter.engine.v1.worker
+import das_adapter.engine.v1.proposer, das_adapter.engine.v1.worker
 """
 
 

@@ -19,8 +19,7 @@ import torch
 
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine.v1.attention import queries
-from das_adapter.engine.v1.base import Drafter
-from das_adapter.engine.v1.model_source import ModelSource
+from das_adapter.engine.v1.model_source import Drafter, ModelSource
 from das_adapter.engine.v1.neural import KeyedDrafts
 from das_adapter.errors import ConfigError
 from das_adapter.patching import patch

@@ -19,11 +19,10 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.engine.v1.base import Drafter
 from das_adapter.engine.v1.decode_graphs import DecodePasses, capture_with_policy
 from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.model_source import ModelSource
+from das_adapter.engine.v1.model_source import Drafter, ModelSource
 from das_adapter.engine.v1.quantised import QuantisedWeight, quantised
 from das_adapter.errors import DasError
 
@@ -148,7 +147,8 @@ class CopySource(ModelSource):
         drafts: list[list[int]] = [[] for _ in rows]
         at = np.arange(len(rows))
         ids = tokens[rows, lengths[rows] - 1]
-        seeds = np.fromiter((self._drafter.seed(runner.input_batch.req_ids[row]) for row in rows), np.int64, len(rows))
+        req_ids = [runner.input_batch.req_ids[row] for row in rows]
+        seeds = np.array([self._drafter.seed(req_id) for req_id in req_ids] if keyed else [], dtype=np.int64)
         for step in range(counts.max(initial=0)):
             left = counts[at] > step
             at, ids = at[left], ids[left]

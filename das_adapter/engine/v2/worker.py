@@ -11,25 +11,23 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.engine.front_end import media
+from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.standalone.worker import Response
-from das_adapter.engine.v1.worker import WorkerState
 from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.device_index import DeviceIndex
-from das_adapter.engine.v2.harvest import Harvest, Writing
-from das_adapter.engine.v2.lengths import Begun, DraftLengths, Step
+from das_adapter.engine.v2.harvest import Harvest
+from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.neural import Beside, Speculation, take_loaded_speculator
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
+from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
+from das_adapter.protocol.engine_args import DRAFT_LENGTH
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
 logger = logging.getLogger("das_adapter")
-
-DRAFT_LENGTH = "das_draft_length"
-"""Attribute of vLLM's `ModelRunnerOutput`: draft tokens of each request of the next step that is not scheduled yet."""
 
 
 class DeviceWorkerState(WorkerState):
@@ -39,12 +37,12 @@ class DeviceWorkerState(WorkerState):
     model_runner = 2
 
     def __init__(self, runner: Any, config: DasConfig):
-        super().__init__(runner, config)
         self.lengths: DraftLengths | None = None
         """None: another rank chooses, or nobody drafts."""
         if config.drafter != "none" and get_tp_group().rank_in_group == 0:
             always = int(config.neural and not may_miss_steps(runner.speculator))
-            self.lengths = DraftLengths(config, runner.vllm_config, self.counters, always)
+            self.lengths = DraftLengths(config, runner.vllm_config, always)
+        super().__init__(runner, config, self.lengths, harvests=self.lengths is not None)
         self.index: DeviceIndex | None = None
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
@@ -55,7 +53,7 @@ class DeviceWorkerState(WorkerState):
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
         self._recorded: dict[str, bool] = {}
-        self._begun: list[Begun] = []
+        self._begun: list[LiveRequest] = []
         self._ended: set[str] = set()
         self._synced = self._unrecorded = False
         self._complete = True
@@ -64,14 +62,9 @@ class DeviceWorkerState(WorkerState):
         self._harvest: Harvest | None = None
         """Of an engine without a host."""
 
-    @property
-    def drafts_here(self) -> bool:
-        """Whether this rank drafts."""
-        return self.lengths is not None
-
     def stand_alone(self, worker: Any, directory: str) -> None:
-        """Let the engine look after its own history, as `WorkerState.stand_alone`."""
-        if self.drafts_here:
+        """As `WorkerState.stand_alone`, with the responses that outputs bring to the host."""
+        if self.lengths is not None:
             self._harvest = Harvest()
         super().stand_alone(worker, directory)
 
@@ -90,24 +83,21 @@ class DeviceWorkerState(WorkerState):
                 step_patch.apply(self, owner=self.runner)
         elif self.config.uses_history:
             note_steps.apply(self, owner=self.runner)
-        self._say_which_steps_have_no_graphs()
+        self.say_which_steps_have_no_graphs()
 
     def begin(self, scheduled: Any) -> None:
         """Take the requests that join the batch (vLLM's `SchedulerOutput`), once the runner has them."""
         slots, opened = self.runner.req_states.req_id_to_index, []
         for new in scheduled.scheduled_new_reqs:
-            params, prompt = new.sampling_params, new.prompt_token_ids or []
+            params, text = new.sampling_params, new.prefill_token_ids or new.prompt_token_ids or []
             label = Label.of(params.extra_args if params else None)
-            problem, start = label.problem_of(prompt, media(new)), label.start_in(len(prompt))
-            limit = (params.max_tokens if params else None) or self._max_model_len
-            end, length = min(self._max_model_len, len(prompt) + limit), len(new.prefill_token_ids or prompt)
-            self._recorded[new.req_id] = label.record and self._policy.kept
-            opened.append((slots[new.req_id], self._policy.key(problem), start))
-            stops = stop_tokens(params) if params else frozenset()
+            begun = LiveRequest.of(new.req_id, new, label, self._max_model_len)
+            begun.length, begun.stops = len(text), stop_tokens(params) if params else frozenset()
+            self._recorded[new.req_id] = begun.record and self._policy.kept
+            opened.append((slots[new.req_id], self._policy.key(begun.problem), begun.start))
             if self._harvest is not None:
-                text = list((new.prefill_token_ids or prompt)[start:])
-                self._harvest.begin(new.req_id, Writing(problem, label.record, end - start, stops, text))
-            self._begun.append(Begun(new.req_id, problem, start, end, length, label.record, stops))
+                self._harvest.begin(begun, list(text[begun.start :]))
+            self._begun.append(begun)
         if self.index is None:
             return
         self._complete = not self._policy.kept
@@ -122,10 +112,10 @@ class DeviceWorkerState(WorkerState):
 
     def bring_history(self) -> None:
         """Bring more of the sealed text that is drafted from to the device, before a step."""
-        if self._complete or self.index is None or self.lengths is None or self.lengths.history is None:
+        if self._complete or self.index is None or self.lengths is None or self.lengths.engine.history is None:
             return
         try:
-            self._complete = self.index.bring(self.lengths.history.index)
+            self._complete = self.index.bring(self.lengths.engine.history.index)
         except Exception as error:
             self._complete = True
             self._fail(error)
@@ -188,14 +178,10 @@ class DeviceWorkerState(WorkerState):
         output.get_output = get_output
         return output
 
-    def label(self, req_id: str) -> Label:
-        raise NotImplementedError("the V2 runner's requests are known by what joins the batch")
-
     def refresh(self, message: Refresh) -> Refreshed:
-        """Bring everything up to date that depends on the weights or on the history."""
-        answer = self.lengths.refresh(message) if self.lengths is not None else Refreshed()
+        """As `WorkerState.refresh`, with what is on the device."""
+        answer = super().refresh(message)
         self._synced = True
-        self.check_draft_weights()
         if self.speculation is not None:
             self.speculation.resume()
         if self.index is not None and self.source is not None:
@@ -205,37 +191,31 @@ class DeviceWorkerState(WorkerState):
             self._complete = False
         return answer
 
-    def _visit(self, files: list[str]) -> Refreshed:
-        answer = self.lengths.visit(files) if self.lengths is not None else Refreshed()
+    def visit(self, files: list[str]) -> Refreshed:
+        """As `WorkerState.visit`; what arrived is brought to the device before the next steps."""
+        answer = super().visit(files)
         if self.index is not None:
             self.index.arena.look_again()
             self._complete = False
         return answer
 
-    def _stats(self) -> EngineStats:
-        stats = super()._stats()
-        if self.lengths is not None:
-            stats |= self.lengths.stats()
-        if self.index is not None:
-            stats |= EngineStats(live_bytes=self.index.nbytes)
-            if shortage := self.index.shortage():
-                logger.warning("das: %s", shortage)
-        if self.lengths is not None and self.lengths.log:
-            self.lengths.log.counts(stats)
-        return stats
-
-    def _drafter(self) -> Any:
-        """Drafts are made on the device."""
+    def own_stats(self) -> EngineStats:
+        """Return the figures of the device's memory."""
+        if self.index is None:
+            return EngineStats()
+        if shortage := self.index.shortage():
+            logger.warning("das: %s", shortage)
+        return EngineStats(live_bytes=self.index.nbytes)
 
     def _bind_history(self, speculator: HistorySpeculator) -> None:
         """Take over the history's speculator."""
         self.source = speculator
         speculator.read(self.runner.req_states)
-        if self.lengths is None or self.lengths.history is None or speculator.index is None:
+        if self.lengths is None or self.lengths.engine.history is None or speculator.index is None:
             return
         self.index = speculator.index
-        self.index.weigh(self.lengths.history.index.fading)
-        speculator.on_failure = self.lengths.fail
+        self.index.weigh(self.lengths.engine.history.index.fading)
+        speculator.on_failure = self.lengths.engine.fail
         if self.runner.device.type == "cuda":
             speculator.streams = self.runner.main_stream, self.runner.output_copy_stream
 
@@ -254,10 +234,10 @@ class DeviceWorkerState(WorkerState):
             self.runner.speculator, self._decodes, config.keyed, texts, config.model_tokens, beside
         )
         if self.lengths is not None:
-            self.speculation.on_failure = self.lengths.fail
+            self.speculation.on_failure = self.lengths.engine.fail
 
     def _model_worth(self, tokens: int) -> float:
-        drafts = self.lengths and self.lengths.drafts
+        drafts = self.lengths and self.lengths.engine.drafts
         return float(drafts.acceptance.chances(tokens).sum()) if drafts else 0.0
 
     def _decodes(self) -> bool:
@@ -328,7 +308,7 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
             state.source.wanted = scheduler_output.num_spec_tokens_to_schedule
         if state.lengths is None:
             return stock(scheduler_output, *args, **kwargs)
-        state.begin_step(scheduler_output)
+        state.begin_standalone(scheduler_output)
         output = stock(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
             state.start_step(scheduler_output)
