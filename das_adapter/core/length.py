@@ -73,6 +73,8 @@ class LengthModel:
         """Lengths at which the distribution functions are tabulated, shape (GRID,)."""
         self.bounds = (0.0, float(self.limit))
         """Longest short and longest medium response; everything is medium before there is history."""
+        self.class_lengths: Floats = np.array([0.0, 0.0, float(self.limit)])
+        """Expected length by class, of those that are not short: the mean of all that are at least so long."""
         self._log = np.log(self.edges)
         self._lengths: OrderedDict[int, Visits] = OrderedDict()
         self._visits = 0
@@ -107,6 +109,8 @@ class LengthModel:
             lengths = np.concatenate(list(self._everyone.values()))
             self.bounds = (float(np.quantile(lengths, self.SHORT)), float(np.quantile(lengths, self.LONG)))
             self._population = self._smooth(np.exp(np.round(np.log(lengths), 2)))
+            everyone = np.broadcast_to(self._population, (2, self.GRID))
+            self.class_lengths = np.append(0.0, _mean_beyond(everyone, self.edges, np.array(self.bounds)))
 
     def cdf(self, problem: int) -> Floats:
         """Return the chance that a response of the problem is at most `edges` long, shape (GRID,); 1 at the last."""
