@@ -110,7 +110,7 @@ class HistoryConfig(_Block):
 class BudgetConfig(_Block):
     """How many draft tokens a request gets."""
 
-    policy: Literal["optimal", "das", "uniform", "unlimited"] = "optimal"
+    policy: Literal["optimal", "classes", "uniform", "unlimited"] = "optimal"
     """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `classes`:
     the maximum for long requests, a third of it for medium ones, none for short ones; `uniform`: the maximum for all;
     `unlimited`: as far as the drafter goes."""

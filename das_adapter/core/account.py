@@ -271,13 +271,11 @@ class Account:
 
     def figures(self) -> dict[str, Any]:
         """Return the figures since the last weight sync, as plain numbers."""
-        stopped = self.state in (State.STOPPED, State.FAILED)
         return {
             "time_saved_s": self.time.saved(),
             "of_stock": self.time.of_stock() if self._speculate == "auto" else None,
             "state": self.state.value,
-            "stopped": self.reason if stopped else None,
-            "silent": None if stopped else self._rest.reason,
+            "reason": None if self.state is State.FAILED else self.reason,
             "slow": self.slow,
         }
 

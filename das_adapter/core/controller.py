@@ -160,7 +160,8 @@ class Controller:
         self.requests = RequestTable()
         self.planned_rounds = 0.0
         """With DAS's budgets: the decode step in which the last request of the batch is planned to end."""
-        self._policy, self._min_chance = budget.policy, budget.min_chance
+        self._policy = "das" if budget.policy == "classes" else budget.policy
+        self._min_chance = budget.min_chance
         self._always = speculate == "always" and budget.policy != "optimal"
         """Whether nothing is asked but the fixed budgets."""
         self._most = budget.max_draft_tokens if most is None else most

@@ -382,7 +382,7 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(speculate: 
     assert "no drafts until the next weight sync" in (account.take_news() or "")
     assert account.take_news() is None
     assert not account.ask(8, False)
-    assert account.figures()["stopped"] == account.reason
+    assert account.figures()["reason"] == account.reason
     account.sync()
     assert account.ask(8, True)
 

@@ -144,7 +144,7 @@ def test_what_is_saved_is_what_is_reported() -> None:
 
 def test_the_planned_rounds_are_about_those_it_takes() -> None:
     lengths = long_tail()
-    controller, steps = make("das"), 0
+    controller, steps = make("classes"), 0
     for version in range(1, 4):
         before, result = steps, rollout(lengths, MEMORY_BOUND, controller)
         planned, steps = controller.planned_rounds - before, steps + result.steps
@@ -269,7 +269,7 @@ def test_equal_inputs_give_equal_decisions() -> None:
     assert (a.seconds, a.drafted, a.accepted) == (b.seconds, b.drafted, b.accepted)
 
 
-@pytest.mark.parametrize("policy", ["optimal", "das", "uniform", "unlimited"])
+@pytest.mark.parametrize("policy", ["optimal", "classes", "uniform", "unlimited"])
 def test_drafts_keep_to_the_room_and_the_maximum(policy: str) -> None:
     controller = make(policy, most=8)
     slots = np.array([controller.open(i, 5, 100) for i in range(5)])
@@ -302,7 +302,7 @@ def test_one_length_for_all_is_never_much_slower_than_off(truth: StepModel, chan
         assert on < 0.7 * off
 
 
-@pytest.mark.parametrize("policy", ["optimal", "das", "uniform", "unlimited"])
+@pytest.mark.parametrize("policy", ["optimal", "classes", "uniform", "unlimited"])
 @pytest.mark.parametrize("mode", ["off", "roofline"])
 def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: str, mode: str) -> None:
     common = (1, 2, 4, 8)

@@ -150,7 +150,6 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "class_steps": [1, 1, 1],
         "class_drafts": [1, 1, 1],
         "time_saved_s": 0.0,
-        "planned_rounds": 1.0,
         "latency_model_error": 0.1,
         "history_requests": 1,
         "history_hits": 1,
@@ -185,7 +184,7 @@ def alarms(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.FunctionDef) and node.name in ("faults", "_cause"):
             said = [part for part in ast.walk(node) if isinstance(part, (ast.Assign, ast.Return))]
         elif isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Attribute) and t.attr in ("alarm", "stopped", "silent", "slow", "_refused")
+            isinstance(t, ast.Attribute) and t.attr in ("alarm", "reason", "slow", "_refused")
             for t in node.targets
         ):
             said = [node]
