@@ -172,7 +172,7 @@ class Bench:
 
     def practise(self, count: int = 300) -> None:
         """Draft for `count` other problems of the same kind without the engine: what a run has learned before."""
-        rng, index = np.random.default_rng(self.seed + 2), self.drafter.history.index
+        rng, index = np.random.default_rng(self.seed + 2), self.drafter.engine.history.index
         texts = [rng.integers(1, 32000, 200, dtype=np.int32) for _ in range(count)]
         problems = [{"problem": i} for i in range(count)]  # those of turn 0
         for problem, ids, version in self.history(problems, [text.tolist() for text in texts]):
@@ -201,7 +201,7 @@ class Bench:
         if times is not None:
             controller.times = copy.deepcopy(times)
         drafter.restart(controller)
-        drafter.counters.take()
+        drafter.engine.counters.take()
         self.turn += 1
         shift, version = self.turn * PROBLEMS, self.turn * WINDOW
         kept = [Trajectory(problem + shift, text, version + age - 2) for problem, text, age in trajectories]
@@ -213,9 +213,9 @@ class Bench:
         """Run one arm's rollout."""
         self.prepare(name, trajectories, times)
         seconds, texts = self.run(requests)
-        counters = vars(self.drafter.counters)
-        if self.drafter.counters.error:
-            sys.exit(f"{name}: {self.drafter.counters.error}")
+        counters = vars(self.drafter.engine.counters)
+        if self.drafter.engine.counters.error:
+            sys.exit(f"{name}: {self.drafter.engine.counters.error}")
         return {
             "seconds": seconds,
             "steps": counters["steps"],

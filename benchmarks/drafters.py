@@ -314,12 +314,12 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Iterator[dict
     from das_adapter.core.plain_time import seconds_of
 
     drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
-    usual, times = drafter.controller, record_step_times()
+    usual, times = drafter.engine.controller, record_step_times()
     out: dict[str, Any] = {}
     policies = []
     for length in (0, FIXED):
         drafter.restart(fixed(drafter, length))
-        policies.append(id(drafter.controller.times))
+        policies.append(id(drafter.engine.controller.times))
         seconds, texts, stats = yield from rollout(batch, work)
         out[str(length)] = summary(seconds, stats)
     drafter.restart(usual)

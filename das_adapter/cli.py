@@ -47,9 +47,9 @@ def doctor(as_json: bool) -> None:
         for f in findings:
             table.add_row(f.name, f"[{colours[f.state]}]{f.state}[/]", f.detail)
         Console().print(table)
-        click.echo("\nChanged in these packages, in this order, and the parameters that this relies on:")
+        click.echo("\nChanged in these packages, the parameters that this relies on, and until when:")
         for c in changes:
-            click.echo(f"  {c['patch']:32} {c['target']}({c['parameters']})")
+            click.echo(f"  {c['patch']:32} {c['target']}({c['needs']}), until {c['until']}")
         if broken:
             Console(stderr=True).print(f"das-adapter does not work here: {broken[0].name}: {broken[0].detail}")
     sys.exit(1 if broken else 0)

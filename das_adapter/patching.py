@@ -1,16 +1,19 @@
-"""The form in which das-adapter changes other packages.
+"""The form in which das-adapter changes other packages, and the list of what it changes.
 
 A patch is a function that gets what stands at its target and returns what stands there from then on. Its docstring says
-what fails without it. Nothing happens before `apply`, and importing a module of patches imports none of their targets.
+what fails without it, and ends with "Remove this patch when ...". Nothing happens before `apply`, and importing a
+module of patches imports none of their targets.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
 import importlib
-import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import wrapt
@@ -19,40 +22,25 @@ from das_adapter.errors import DasError, UnsupportedHost
 
 logger = logging.getLogger("das_adapter")
 
-PATCHES: list[Patch] = []
-"""All that there are, in the order in which they are written down."""
 _MARK = "__das_patch__"
+_REMOVE = "Remove this patch when "
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One attribute of another package that is replaced or added."""
+    """Attributes of another package that are replaced or added."""
 
-    target: str
-    """`package.module:Class.attribute`."""
+    targets: tuple[str, ...]
+    """`package.module:Class.attribute` each."""
     replacement: Callable[..., Any]
     """Called with what stands there, None where nothing does, and what `apply` was given."""
-    since: str
-    """First version of the package that needs it."""
-    upstream: str
-    """Issue or pull request that would make it superfluous; empty: none."""
-    adds: bool
+    adds: bool = False
     """Whether nothing stands there in the package itself."""
 
     @property
     def name(self) -> str:
         """What messages call it."""
         return self.replacement.__name__
-
-    @property
-    def why(self) -> str:
-        """What fails without it."""
-        return inspect.getdoc(self.replacement) or ""
-
-    @property
-    def module(self) -> str:
-        """Where the target is."""
-        return self.target.partition(":")[0]
 
     def apply(self, *context: Any, owner: Any = None) -> None:
         """Put the replacement in its place; a second time changes nothing.
@@ -65,9 +53,14 @@ class Patch:
             DasError: another patch of ours is there.
             UnsupportedHost: nothing is there.
         """
-        *path, attribute = self.target.partition(":")[2].split(".")
+        for target in self.targets:
+            self._apply_to(target, owner, context)
+
+    def _apply_to(self, target: str, owner: Any = None, context: tuple[Any, ...] = ()) -> None:
+        module, _, dotted = target.partition(":")
+        *path, attribute = dotted.split(".")
         if owner is None:
-            owner = importlib.import_module(self.module)
+            owner = importlib.import_module(module)
             for part in path:
                 owner = getattr(owner, part, None)
         stock = getattr(owner, attribute, None)
@@ -75,9 +68,9 @@ class Patch:
         if first == self.name:
             return
         if first is not None:
-            raise DasError(f"patch {self.name}: {self.target} is patched already, by {first}")
+            raise DasError(f"patch {self.name}: {target} is patched already, by {first}")
         if (stock is None and not self.adds) or owner is None:
-            raise UnsupportedHost(f"patch {self.name}: found no {self.target}")
+            raise UnsupportedHost(f"patch {self.name}: found no {target}")
         replaced = self.replacement(stock, *context)
         if replaced is not stock:
             setattr(replaced, _MARK, self.name)
@@ -89,8 +82,10 @@ class Patch:
         _try(self.apply)
 
     def when_imported(self) -> None:
-        """Apply it when its module is imported."""
-        when_imported(self.module, lambda _: self.apply())
+        """Apply it to each target when the target's module is imported."""
+        for target in self.targets:
+            act = functools.partial(self._apply_to, target)
+            when_imported(target.partition(":")[0], lambda _, act=act: act())  # type: ignore[misc]
 
 
 def when_imported(module: str, act: Callable[[Any], None]) -> None:
@@ -105,12 +100,62 @@ def _try(act: Callable[[], None]) -> None:
         logger.debug("das: %s", error)
 
 
-def patch(target: str, *, since: str, upstream: str = "", adds: bool = False) -> Callable[[Callable[..., Any]], Patch]:
-    """Make a function the patch of a target; see `Patch` for the arguments."""
+def patch(
+    *targets: str, since: str, needs: str = "", upstream: str = "", adds: bool = False, optional: bool = False
+) -> Callable[[Callable[..., Any]], Patch]:
+    """Make a function the patch of its targets; see `Change` for the arguments that `changes` reads."""
+    return lambda replacement: Patch(targets, replacement, adds)
 
-    def make(replacement: Callable[..., Any]) -> Patch:
-        made = Patch(target, replacement, since, upstream, adds)
-        PATCHES.append(made)
-        return made
 
-    return make
+@dataclass(frozen=True)
+class Change:
+    """One attribute of another package that a patch replaces or adds, as written in the patch's source."""
+
+    patch: str
+    source: str
+    """Module of the patch, below `das_adapter`."""
+    target: str
+    why: str
+    """What fails without the patch."""
+    until: str
+    """When the patch can be removed."""
+    since: str
+    """First version of the package that needs the patch."""
+    needs: str = ""
+    """Parameters of the target that the patch relies on, separated by commas."""
+    upstream: str = ""
+    """Issue or pull request that would make the patch superfluous."""
+    adds: bool = False
+    optional: bool = False
+    """Whether the package may lack the target's class or function, so that the patch does nothing."""
+
+
+@functools.cache
+def changes() -> tuple[Change, ...]:
+    """List what das-adapter changes in other packages, read from the sources of its patches; nothing is imported."""
+    root = Path(__file__).parent
+    found: list[Change] = []
+    for path in sorted(root.rglob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "\n@patch(" in text:
+            found += _written(ast.parse(text), ".".join(path.relative_to(root).with_suffix("").parts))
+    return tuple(found)
+
+
+def _written(module: ast.Module, source: str) -> Iterator[Change]:
+    """Read the patches of a module's source, whose targets may name the module's constants."""
+    names: dict[str, Any] = {
+        node.targets[0].id: node.value.value
+        for node in module.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    names["patch"] = lambda *targets, **described: (targets, described)
+    for node in (node for node in module.body if isinstance(node, ast.FunctionDef)):
+        for call in node.decorator_list:
+            if ast.unparse(call).startswith("patch("):
+                targets, described = eval(compile(ast.Expression(call), source, "eval"), names)
+                why, _, until = " ".join((ast.get_docstring(node) or "").split()).partition(_REMOVE)
+                for target in targets:
+                    yield Change(node.name, source, target, why.strip(), until.rstrip("."), **described)

@@ -115,13 +115,13 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     accepted where they are what the request writes."""
     from das_adapter.core.latency import StepTimes
     from das_adapter.engine.history import THREADS
-    from das_adapter.engine.v1.controlled import ControlledDrafter
+    from das_adapter.engine.v1.proposer import Proposer
     from das_adapter.protocol.engine_args import SETTINGS_KEY
     from das_adapter.protocol.label import Label
     from das_adapter.protocol.messages import Refresh, Trajectory
 
     longest = world.texts.shape[1]
-    drafter = ControlledDrafter(
+    drafter = Proposer(
         SimpleNamespace(
             additional_config={SETTINGS_KEY: {"drafter": "history", **more}},
             speculative_config=object(),
@@ -135,8 +135,8 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
             compilation_config=SimpleNamespace(cudagraph_mode=None),
         )
     )
-    drafter.controller.times = StepTimes(roof.line())  # what it begins with on that GPU
-    drafter.history.threads = min(THREADS, len(os.sched_getaffinity(0)))
+    drafter.engine.controller.times = StepTimes(roof.line())  # what it begins with on that GPU
+    drafter.engine.history.threads = min(THREADS, len(os.sched_getaffinity(0)))
     names = [str(slot) for slot in range(world.batch)]
     params = SimpleNamespace(max_tokens=None)
     requests = {
@@ -181,8 +181,8 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
             opened = now
             continue
         counted = [a + b for a, b in zip(counted, (len(names), sum(carried), sum(map(len, sampled))), strict=True)]
-    if drafter.counters.error or (more and not counted[1]):
-        raise RuntimeError(drafter.counters.error or "nothing was drafted")
+    if drafter.engine.counters.error or (more and not counted[1]):
+        raise RuntimeError(drafter.engine.counters.error or "nothing was drafted")
     steps, seconds = times[1:], now - opened
     return {
         "propose_ms": 1e3 * float(np.median(steps)),

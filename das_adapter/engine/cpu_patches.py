@@ -36,10 +36,16 @@ def apply(weight_sync: bool, copied: bool = False) -> None:
         keep_linear_weights.apply(not weight_sync)
 
 
-@patch("vllm.v1.sample.rejection_sampler:expand_batch_to_tokens", since="0.24", upstream="vllm#55005")
+@patch(
+    "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
+    since="0.24",
+    needs="x, cu_num_tokens, num_tokens, replace_from, replace_to",
+    upstream="vllm#55005",
+)
 def expand_draft_parameters(stock: Any) -> Any:
     """Without it temperature, top-k and top-p of every draft position are uninitialised memory: the CPU stand-in of the
-    Triton kernel fills a copy of its output and drops it. All versions up to 0.32.0."""
+    Triton kernel fills a copy of its output and drops it. All versions up to 0.32.0. Remove this patch when vllm#55005
+    is fixed in the oldest supported vLLM."""
 
     def expand(
         x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
@@ -54,7 +60,8 @@ def expand_draft_parameters(stock: Any) -> Any:
 @patch("vllm.utils.cpu_triton_utils:sample_recovered_tokens_kernel", since="0.24", adds=True)
 def accept_fp64_keyword(stock: Any) -> Any:
     """Without it every speculative engine of vLLM 0.24.0 dies in its start-up dummy run: the CPU stand-in of the kernel
-    does not know the keyword `USE_FP64_GUMBEL` that it is called with. Later versions know it and are left alone."""
+    does not know the keyword `USE_FP64_GUMBEL` that it is called with. Later versions know it and are left alone.
+    Remove this patch when 0.25 is the oldest supported vLLM."""
     import vllm.utils.cpu_triton_utils as kernels
 
     kernel, wrapper = (
@@ -68,12 +75,13 @@ def accept_fp64_keyword(stock: Any) -> Any:
     return wrapper(lambda *args, USE_FP64_GUMBEL=False, **kwargs: kernel(*args, **kwargs))
 
 
-@patch("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", since="0.24")
+@patch("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", since="0.24", needs="layer, remove_weight")
 def keep_linear_weights(stock: Any, packed: bool) -> Any:
     """Without it the CPU backend repacks every linear layer and empties `layer.weight`: `load_weights` on a live engine
     fails, and a trainer that pushes weights waits for ever; a policy copy would be quantised from nothing.
 
-    `packed`: compute with the packed weights, which are faster, and keep the others beside them (see `repack`)."""
+    `packed`: compute with the packed weights, which are faster, and keep the others beside them (see `repack`). Remove
+    this patch when vLLM's CPU backend keeps `layer.weight` of the layers that it packs."""
 
     @functools.wraps(stock)
     def keep(layer: Any, remove_weight: bool = False) -> None:

@@ -30,7 +30,8 @@ KEYED = "_das_keyed"
 
 @patch("vllm.v1.worker.worker_base:WorkerBase.das_rpc", since="0.24", adds=True)
 def reach_workers(stock: Any) -> Any:
-    """Without it `collective_rpc` does not find das-adapter in the workers."""
+    """Without it `collective_rpc` does not find das-adapter in the workers. Remove this patch when vLLM lets a plug-in
+    add methods to its workers beside a host's worker extension."""
 
     def das_rpc(self: Any, command: str, payload: dict[str, Any]) -> Any:
         state = getattr(self, STATE, None)
@@ -44,7 +45,8 @@ def reach_workers(stock: Any) -> Any:
 @patch("vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", since="0.24")
 def bind_worker(stock: Any) -> Any:
     """Without it a worker knows nothing of das-adapter. Model runner, samplers and drafter are built by `init_device`;
-    the model is loaded after it. An engine without a block is left alone."""
+    the model is loaded after it. An engine without a block is left alone. Remove this patch when vLLM tells plug-ins
+    that a worker has built its model runner."""
 
     @functools.wraps(stock)
     def init_device(self: Any) -> None:
@@ -80,12 +82,10 @@ def _prepare_v2(vllm_config: Any) -> None:
     """Change the V2 runner's module before a runner is built."""
     if vllm_config.device_config.device_type == "cpu":
         import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before the runner is imported
-    from das_adapter.engine.v2.admission import admit_what_is_worth_it
     from das_adapter.engine.v2.verification import verify_by_equality
 
     build_speculator.apply()
     verify_by_equality.apply()
-    admit_what_is_worth_it.apply()
 
 
 def _worker_state(runner: Any, config: DasConfig, v2: bool) -> Any:
@@ -100,7 +100,8 @@ def _worker_state(runner: Any, config: DasConfig, v2: bool) -> Any:
 
 @patch("vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", since="0.31")
 def allow_look_up(stock: Any) -> Any:
-    """Without it vLLM 0.31 takes V1 for the look-up drafter, in whose place the history drafts (front end)."""
+    """Without it vLLM 0.31 takes V1 for the look-up drafter, in whose place the history drafts (front end). Remove this
+    patch when 0.32 is the oldest vLLM with a V2 runner that is supported."""
 
     @functools.wraps(stock)
     def unsupported(self: Any) -> Any:
@@ -112,9 +113,10 @@ def allow_look_up(stock: Any) -> Any:
     return unsupported
 
 
-@patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.31")
+@patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.31", needs="vllm_config, device")
 def build_speculator(stock: Any) -> Any:
-    """Without it the V2 runner builds vLLM's own look-up drafter in the place of the history's (worker)."""
+    """Without it the V2 runner builds vLLM's own look-up drafter in the place of the history's (worker). Remove this
+    patch when vLLM's V2 runner loads speculators of plug-ins."""
 
     @functools.wraps(stock)
     def init_speculator(vllm_config: Any, device: Any, *states: Any) -> Any:
@@ -135,7 +137,7 @@ def choose_drafter(stock: Any) -> Any:
 
     On V1 a drafter with weights reads up to a draft and one token past a request's end: without a host `max_model_len`
     is raised by that much. And it needs its weights, where the engine starts with dummies, to be filled by the first
-    weight update."""
+    weight update. Remove this patch when vLLM lets plug-ins complete its engine arguments."""
 
     @functools.wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -193,9 +195,6 @@ def _refuse(config: DasConfig, vllm_config: Any) -> None:
     """Refuse what a drafter can't do with this model or this number of ranks."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refused = {f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1}
-    if runs_v2(vllm_config) and config.budget.admission == "request":
-        ranks = parallel.tensor_parallel_size
-        refused |= {f"das.budget.admission='request' and tensor_parallel_size={ranks}": ranks > 1}
     if config.copies_policy:
         refused |= {
             "a policy with recurrent state": model.is_hybrid,
@@ -257,10 +256,11 @@ def _keyed(made: Any, config: DasConfig) -> None:
         setattr(made.speculative_config, KEYED, config.keyed and made.speculative_config.method in ours)
 
 
-@patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24")
+@patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24", needs="speculative_config")
 def allow_row_processors(stock: Any) -> Any:
     """Without it vLLM refuses min_p and logit_bias beside any drafter, because its rejection sampler does not apply
-    them to drafted positions. Keyed verification does (front end)."""
+    them to drafted positions. Keyed verification does (front end). Remove this patch when vLLM's rejection sampler
+    applies min_p and logit_bias to drafted positions."""
 
     @functools.wraps(stock)
     def validate(self: Any, speculative_config: Any) -> None:
@@ -270,12 +270,12 @@ def allow_row_processors(stock: Any) -> Any:
     return validate
 
 
-@patch("vllm.v1.engine.input_processor:InputProcessor.process_inputs", since="0.24")
+@patch("vllm.v1.engine.input_processor:InputProcessor.process_inputs", since="0.24", needs="request_id, prompt, params")
 def read_labels(stock: Any) -> Any:
     """Without it a label that came over HTTP and is wrong would be found in the worker, in the middle of a step of all
     requests; here it is the error of its own request. And the `n` samples of one request would all draw with the
-    label's seed: as `SamplingParams.seed`, vLLM counts it on for each of them. Requests to an engine without a host
-    are labelled here (front end)."""
+    label's seed: as `SamplingParams.seed`, vLLM counts it on for each of them. Requests to an engine without a host are
+    labelled here (front end). Remove this patch when vLLM lets plug-ins check and change requests."""
 
     @functools.wraps(stock)
     def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
@@ -310,7 +310,8 @@ def signed_seed(seed: int | None, req_id: str) -> int:
 @patch("vllm.v1.worker.gpu_model_runner:build_logitsprocs", since="0.24")
 def build_row_processors(stock: Any) -> Any:
     """Without it vLLM does not even build the processors of min_p and logit_bias beside a drafter, and that of
-    min_tokens counts draft tokens that may be rejected (worker)."""
+    min_tokens counts draft tokens that may be rejected (worker). Remove this patch when vLLM's own processors apply to
+    drafted positions."""
     from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
     @functools.wraps(stock)
@@ -328,10 +329,11 @@ def build_row_processors(stock: Any) -> Any:
     return build
 
 
-@patch("vllm.v1.core.sched.scheduler:Scheduler.__init__", since="0.24")
+@patch("vllm.v1.core.sched.scheduler:Scheduler.__init__", since="0.24", needs="vllm_config")
 def reserve_draft_slots(stock: Any) -> Any:
     """Without it a `custom_class` drafter that writes keys and values would write into another request's block: vLLM's
-    scheduler reserves slots for the draft tokens of its own drafters alone."""
+    scheduler reserves slots for the draft tokens of its own drafters alone. Remove this patch when vLLM reserves slots
+    for `custom_class` drafters (docs/upstream/vllm/0003) and lets a worker choose the draft length."""
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -348,7 +350,7 @@ def reserve_draft_slots(stock: Any) -> Any:
 @patch("vllm.v1.engine.async_llm:AsyncLLM.do_log_stats", since="0.24")
 def log_figures(stock: Any) -> Any:
     """Without it das-adapter's figures of an engine without a host reach neither the log nor the Prometheus endpoint
-    (front end)."""
+    (front end). Remove this patch when vLLM lets plug-ins add figures to its loggers."""
 
     @functools.wraps(stock)
     async def do_log_stats(self: Any) -> None:
@@ -361,7 +363,7 @@ def log_figures(stock: Any) -> Any:
 
 @patch("vllm.v1.engine.llm_engine:LLMEngine.do_log_stats", since="0.24")
 def log_figures_offline(stock: Any) -> Any:
-    """As `log_figures`, for `LLM(disable_log_stats=False)`."""
+    """As `log_figures`, for `LLM(disable_log_stats=False)`. Remove this patch when `log_figures` is removed."""
 
     @functools.wraps(stock)
     def do_log_stats(self: Any) -> None:
@@ -374,7 +376,8 @@ def log_figures_offline(stock: Any) -> Any:
 
 @patch("vllm.v1.engine.llm_engine:LLMEngine.get_metrics", since="0.24")
 def read_figures_offline(stock: Any) -> Any:
-    """Without it `LLM.get_metrics` returns das-adapter's figures as they were logged last."""
+    """Without it `LLM.get_metrics` returns das-adapter's figures as they were logged last. Remove this patch when
+    `log_figures` is removed."""
 
     @functools.wraps(stock)
     def get_metrics(self: Any) -> Any:
@@ -390,10 +393,11 @@ def _has_figures(engine: Any) -> bool:
     return bool(engine.log_stats) and settings(config) is not None and not hosted(config)
 
 
-@patch("vllm.entrypoints.serve:register_vllm_serve_api_routers", since="0.24")
+@patch("vllm.entrypoints.serve:register_vllm_serve_api_routers", since="0.24", needs="app")
 def serve_refresh(stock: Any) -> Any:
     """Without it a trainer that writes weights where das-adapter cannot see it has to call `collective_rpc`, which vLLM
-    serves in its development mode alone (front end)."""
+    serves in its development mode alone (front end). Remove this patch when vLLM lets plug-ins add routes to its
+    server."""
 
     @functools.wraps(stock)
     def register(app: Any) -> None:
@@ -407,10 +411,10 @@ _WEIGHT_CALL = re.compile(r"(update|load|receive|sync|refit|broadcast)\w*(weight
 """Names under which trainers' worker extensions take new weights."""
 
 
-@patch("vllm.v1.engine.core:EngineCore.collective_rpc", since="0.24")
+@patch("vllm.v1.engine.core:EngineCore.collective_rpc", since="0.24", needs="method")
 def see_weight_calls(stock: Any) -> Any:
     """Without it an engine without a host does not see that a trainer's worker extension has copied weights into the
-    parameters (engine core)."""
+    parameters (engine core). Remove this patch when vLLM tells plug-ins that its weights were updated."""
 
     @functools.wraps(stock)
     def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
@@ -433,9 +437,14 @@ class DraftLength:
         return self.tokens
 
 
-@patch("vllm.v1.core.sched.scheduler:Scheduler.update_from_output", since="0.24")
+@patch(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    since="0.24",
+    needs="scheduler_output, model_runner_output",
+)
 def hear_draft_length(stock: Any) -> Any:
-    """Without it the scheduler of an engine on the V2 runner does not hear which draft length its worker has chosen."""
+    """Without it the scheduler of an engine on the V2 runner does not hear which draft length its worker has chosen.
+    Remove this patch when vLLM lets a worker choose the draft length."""
 
     @functools.wraps(stock)
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:

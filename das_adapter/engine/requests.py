@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request that is drafted for."""
+    """A request that is drafted for: what the engine knows of it."""
 
     req_id: str
-    slot: int
-    """Its slot in the controller."""
     problem: int
     start: int
     """Length at which its response began."""
@@ -20,4 +20,25 @@ class LiveRequest:
     """Length at which it stops."""
     record: bool
     """Whether its text may serve as history."""
-    begin: float = field(default_factory=time.time)
+    slot: int = -1
+    """Its slot in the controller."""
+    began: float = field(default_factory=time.time)
+    length: int = 0
+    """Its length, tokens. This and what follows: on the V2 runner alone."""
+    stops: frozenset[int] = frozenset()
+    """Tokens that end it."""
+    ended: bool = False
+    """Whether it has written its last token; vLLM says so a step later."""
+    chances: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """Chance of each token of its last draft to be reached and accepted, float32."""
+    by_model: bool = False
+    """Whether its last draft is a model's, where others have theirs from the history."""
+
+    def take(self, tokens: list[int]) -> int:
+        """Take the tokens that it got in a step, and return how many of them are its text: those behind its end are
+        not."""
+        count = max(1, min(len(tokens), self.end - self.length))
+        count = next((i + 1 for i, token in enumerate(tokens[:count]) if token in self.stops), count)
+        self.ended = tokens[count - 1] in self.stops or self.length + count >= self.end
+        self.length += count
+        return count

@@ -125,7 +125,8 @@ class Standalone:
 
 @patch("vllm.v1.worker.gpu_worker:Worker.load_model", since="0.24")
 def follow_loaded_policy(stock: Any, loaded: Callable[[], None]) -> Any:
-    """Without it nobody sees the weights that a trainer loads into the policy."""
+    """Without it nobody sees the weights that a trainer loads into the policy. Remove this patch when vLLM tells
+    plug-ins that its weights were updated."""
 
     @functools.wraps(stock)
     def load_model(*args: Any, **kwargs: Any) -> Any:
@@ -146,20 +147,22 @@ def _then(stock: Any, changed: Callable[[], None]) -> Any:
     return update
 
 
-@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24")
+@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
 def see_loaded_weights(stock: Any, changed: Callable[[], None]) -> Any:
     """Without it an engine without a host does not know that its weights were updated: trainers' own worker extensions
-    call nothing else."""
+    call nothing else. Remove this patch when vLLM tells plug-ins that its weights were updated."""
     return _then(stock, changed)
 
 
 @patch("vllm.v1.worker.gpu_worker:Worker.reload_weights", since="0.24")
 def see_reloaded_weights(stock: Any, changed: Callable[[], None]) -> Any:
-    """As `see_loaded_weights`, for weights in the kernels' format, which the model's loader does not see."""
+    """As `see_loaded_weights`, for weights in the kernels' format, which the model's loader does not see. Remove this
+    patch when vLLM tells plug-ins that its weights were updated."""
     return _then(stock, changed)
 
 
 @patch("vllm.v1.worker.gpu_worker:Worker.finish_weight_update", since="0.24", adds=True)
 def see_finished_update(stock: Any, changed: Callable[[], None]) -> Any:
-    """As `see_reloaded_weights`, for vLLM's own weight transfer."""
+    """As `see_reloaded_weights`, for vLLM's own weight transfer. Remove this patch when vLLM tells plug-ins that its
+    weights were updated."""
     return stock if stock is None else _then(stock, changed)

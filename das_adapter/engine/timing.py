@@ -87,7 +87,7 @@ class StepTimer:
         return True
 
 
-def graph_sizes(vllm_config: VllmConfig) -> tuple[int, ...]:
+def captured_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
     """Return the tokens for which the engine captures CUDA graphs, rising; none where it runs without."""
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
@@ -99,7 +99,7 @@ def graph_sizes(vllm_config: VllmConfig) -> tuple[int, ...]:
 def without_graphs(vllm_config: VllmConfig, draft_tokens: int) -> str | None:
     """Say from how many requests on drafted steps replay no CUDA graph, where each has so many draft tokens; None: all
     replay one, or none does."""
-    sizes = graph_sizes(vllm_config)
+    sizes = captured_tokens(vllm_config)
     if not sizes or vllm_config.scheduler_config.max_num_seqs * (1 + draft_tokens) <= sizes[-1]:
         return None
     requests = sizes[-1] // (1 + draft_tokens) + 1

@@ -11,8 +11,17 @@ from das_adapter.nemo_rl import settings
 from das_adapter.patching import patch
 
 
+@patch(
+    "nemo_rl.algorithms.grpo:setup",
+    "nemo_rl.algorithms.ppo:setup",
+    "nemo_rl.algorithms.distillation:setup",
+    "nemo_rl.algorithms.single_controller_utils.setup:setup_single_controller",
+    since="0.6.0",
+    needs="master_config, tokenizer",
+)
 def begin_history(stock: Any) -> Any:
-    """Without it a run that resumes, or that is given another run's history, starts without history."""
+    """Without it a run that resumes, or that is given another run's history, starts without history. Remove this patch
+    when NeMo-RL tells plug-ins that a run begins."""
 
     @functools.wraps(stock)
     def setup(master_config: Any, tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -22,9 +31,14 @@ def begin_history(stock: Any) -> Any:
     return setup
 
 
-@patch("nemo_rl.utils.checkpoint:CheckpointManager.init_tmp_checkpoint", since="0.6.0")
+@patch(
+    "nemo_rl.utils.checkpoint:CheckpointManager.init_tmp_checkpoint",
+    since="0.6.0",
+    needs="step, training_info, run_config",
+)
 def save_history(stock: Any) -> Any:
-    """Without it checkpoints have no history. NeMo-RL renames the directory when the checkpoint is complete."""
+    """Without it checkpoints have no history. NeMo-RL renames the directory when the checkpoint is complete. Remove
+    this patch when NeMo-RL tells plug-ins that it saves a checkpoint."""
 
     @functools.wraps(stock)
     def init_tmp_checkpoint(self: Any, step: int, training_info: Any, run_config: Any = None, *args: Any) -> Any:

@@ -218,13 +218,15 @@ class AsyncEngineHooks(EngineHooks):
 @patch("vllm.entrypoints.llm:LLM.generate", since="0.24")
 def see_requests(stock: Any, generate: Any) -> Any:
     """Without it requests of NeMo-RL have no label, and what they wrote does not reach the history. It is applied to
-    the worker's own engine, synchronous (`LLM`) or asynchronous (`AsyncLLM`)."""
+    the worker's own engine, synchronous (`LLM`) or asynchronous (`AsyncLLM`). Remove this patch when NeMo-RL lets a
+    plug-in label its requests."""
     return _function(generate)
 
 
 @patch("vllm.entrypoints.llm:LLM.collective_rpc", since="0.24")
 def see_refits(stock: Any, collective_rpc: Any) -> Any:
-    """Without it nothing says when a refit is over. It is applied to the worker's own engine, as `see_requests`."""
+    """Without it nothing says when a refit is over. It is applied to the worker's own engine, as `see_requests`. Remove
+    this patch when NeMo-RL tells plug-ins that a refit is over."""
     return _function(collective_rpc)
 
 

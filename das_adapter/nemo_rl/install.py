@@ -18,10 +18,12 @@ from das_adapter.patching import patch
     "nemo_rl.models.generation.vllm.vllm_generation:resolve_generation_worker_cls",
     since="0.6.0",
     upstream="NVIDIA-NeMo/RL#3809",
+    optional=True,
 )
 def choose_workers(stock: Any) -> Any:
     """Without it generations with an active block get the stock workers. Needed up to NeMo-RL 0.6.0; later versions
-    have a key for it, which `DasVllmGeneration` sets."""
+    have a key for it, which `DasVllmGeneration` sets. Remove this patch when the oldest supported NeMo-RL has the key
+    of NVIDIA-NeMo/RL#3809."""
     from nemo_rl.models.generation.vllm.vllm_generation import VllmConfig
 
     from das_adapter.nemo_rl.settings import of_generation
@@ -37,15 +39,34 @@ def choose_workers(stock: Any) -> Any:
     return resolve
 
 
-def _use_our_generation(stock: Any) -> Any:
-    """Without it the trainer generates without labels, length-aware dispatch and das-adapter's figures."""
+@patch(
+    "nemo_rl.algorithms.grpo:VllmGeneration",
+    "nemo_rl.algorithms.ppo:VllmGeneration",
+    "nemo_rl.algorithms.distillation:VllmGeneration",
+    "nemo_rl.algorithms.single_controller:VllmGeneration",
+    "nemo_rl.algorithms.single_controller_utils.setup:VllmGeneration",
+    since="0.6.0",
+    optional=True,
+)
+def use_our_generation(stock: Any) -> Any:
+    """Without it the trainer generates without labels, length-aware dispatch and das-adapter's figures. Remove this
+    patch when NeMo-RL lets the config name the generation class."""
     from das_adapter.nemo_rl.generation import DasVllmGeneration
 
     return DasVllmGeneration
 
 
-def _mark_validation(stock: Any) -> Any:
-    """Without it validation rollouts enter the history."""
+@patch(
+    "nemo_rl.algorithms.grpo:validate",
+    "nemo_rl.algorithms.grpo_sync:validate_sync",
+    "nemo_rl.algorithms.ppo:validate",
+    "nemo_rl.algorithms.distillation:validate",
+    since="0.6.0",
+    optional=True,
+)
+def mark_validation(stock: Any) -> Any:
+    """Without it validation rollouts enter the history. Remove this patch when NeMo-RL marks requests of a
+    validation."""
     from das_adapter.nemo_rl.generation import validation
 
     @functools.wraps(stock)
@@ -56,29 +77,7 @@ def _mark_validation(stock: Any) -> Any:
     return validate
 
 
-_ACTS = {
-    "VllmGeneration": _use_our_generation,
-    "validate": _mark_validation,
-    "validate_sync": _mark_validation,
-    "setup": begin_history,
-    "setup_single_controller": begin_history,
-}
-HOOKS = (
-    choose_workers,
-    save_history,
-    *(
-        patch(f"nemo_rl.algorithms.{module}:{name}", since="0.6.0")(_ACTS[name])
-        for module, names in {
-            "grpo": ("VllmGeneration", "validate", "setup"),
-            "grpo_sync": ("validate_sync",),
-            "ppo": ("VllmGeneration", "validate", "setup"),
-            "distillation": ("VllmGeneration", "validate", "setup"),
-            "single_controller": ("VllmGeneration",),
-            "single_controller_utils.setup": ("VllmGeneration", "setup_single_controller"),
-        }.items()
-        for name in names
-    ),
-)
+HOOKS = (choose_workers, save_history, use_our_generation, mark_validation, begin_history)
 """Applied in the driver, each when its module is imported."""
 
 

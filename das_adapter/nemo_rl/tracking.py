@@ -22,10 +22,10 @@ def log_waits(das: DasConfig) -> None:
     log_exposed_generation.apply()
 
 
-@patch("nemo_rl.utils.logger:Logger.log_metrics", since="0.6.0")
+@patch("nemo_rl.utils.logger:Logger.log_metrics", since="0.6.0", needs="metrics, step, prefix")
 def log_exposed_generation(stock: Any) -> Any:
     """Without it `das/exposed_generation_s` (NeMo-RL's paper, section 3.3) is missing. The step's times are what
-    trainers log last: it comes before them."""
+    trainers log last: it comes before them. Remove this patch when NeMo-RL logs the exposed generation time itself."""
 
     @functools.wraps(stock)
     def log_metrics(self: Any, metrics: Any, step: int, prefix: str | None = "", *args: Any, **kwargs: Any) -> None:

@@ -19,7 +19,7 @@ CONFIG_VARIABLE = "DAS_CONFIG"
 """Environment variable: the `das:` block of engines whose `additional_config` has none, see `config.read`."""
 RUN_VARIABLE = "DAS_RUN"
 """Environment variable: engines of a node that have no host share a history where this names the same run."""
-DRAFTER = "das_adapter.engine.v1.controlled.ControlledDrafter"
+DRAFTER = "das_adapter.engine.v1.proposer.Proposer"
 """The class that vLLM's V1 runner loads as proposer where none of vLLM's drafts."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's environment variable that chooses its model runner."""
@@ -81,8 +81,6 @@ def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
     if not config.in_every_step:
         lengths = enumerate((*reversed(draft_lengths(config)), 0), 1)
         speculative["num_speculative_tokens_per_batch_size"] = [(i, i, length) for i, length in lengths]
-    if config.budget.admission == "request":
-        speculative["enable_adaptive_verification"] = True
     return speculative
 
 

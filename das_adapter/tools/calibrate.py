@@ -80,7 +80,7 @@ def measure(
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
     from vllm import LLM, SamplingParams
 
-    from das_adapter.engine.timing import graph_sizes
+    from das_adapter.engine.timing import captured_tokens
     from das_adapter.engine.v1 import worker
     from das_adapter.engine.v1.sweep import SweepDrafter
     from das_adapter.protocol.engine_args import v1_args
@@ -89,7 +89,7 @@ def measure(
     most = max(das.model_tokens, *drafts, *(2 * mean for mean in ragged))
     args["speculative_config"]["num_speculative_tokens"] = most
     if das.neural:
-        vars(worker).update(ControlledDrafter=SweepDrafter)  # vLLM makes none for its own methods
+        vars(worker).update(Proposer=SweepDrafter)  # vLLM makes none for its own methods
     else:
         args["speculative_config"]["model"] = "das_adapter.engine.v1.sweep.SweepDrafter"
     SweepDrafter.passes = (das.model_tokens,) if das.copies_policy or das.neural else ()
@@ -123,7 +123,7 @@ def measure(
         seconds = [s for b, _, s in SweepDrafter.passed if b == requests][1:]
         if len(seconds) >= 3:
             passes.append(Sample(requests, context, 0, float(np.median(seconds)), len(seconds), number % 3 == 2))
-    return Measured(found, passes, graph_sizes(llm.llm_engine.vllm_config))
+    return Measured(found, passes, captured_tokens(llm.llm_engine.vllm_config))
 
 
 def measure_stock(

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from das_adapter import __version__, compat, patching
 from das_adapter.config import DasConfig
 from das_adapter.errors import UnsupportedHost
 from das_adapter.protocol.engine_args import V2_DRAFTERS, needs_v1
-
-PATCHES = {
-    "vllm": (
-        "engine.patches",
-        "engine.cpu_patches",
-        "engine.v1.worker",
-        "engine.standalone",
-        "engine.v1.neural",
-        "engine.v1.neural_drafts",
-        "engine.v1.decode_graphs",
-    ),
-    "verl": ("verl.hooks",),
-    "nemo_rl": ("nemo_rl.install", "nemo_rl.checkpoint", "nemo_rl.tracking", "nemo_rl.engine_hooks"),
-}
-"""Modules that hold patches, in the order in which they are applied."""
-PATCHES_OF_V2 = ("engine.v2.worker", "engine.v2.neural", "engine.v2.admission", "engine.v2.verification")
-"""Those of vLLM's V2 model runner, which import Triton."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +26,9 @@ class Finding:
     detail: str
 
 
-def changes() -> list[dict[str, str]]:
-    """List the attributes that are replaced in or added to the installed packages, in order: patch, target, the
-    parameters that are relied on (as checked; empty: only the name is), why, since and upstream (see `Patch`)."""
-    there = [name for name in PATCHES if compat.version(name) is not None and not compat.missing(name)]
-    modules = [module for host in there for module in PATCHES[host]]
-    if "vllm" in there and not compat.missing_on_v2(compat.V2_RUNNER) and importlib.util.find_spec("triton"):
-        modules += PATCHES_OF_V2
-    for module in modules:
-        importlib.import_module(f"das_adapter.{module}")
-    hosts = (*compat.HOSTS.values(), compat.V2_NEURAL)
-    signatures = {f"{s.module}:{s.name}": s.parameters for host in hosts for s in host.symbols}
-    return [
-        {
-            "patch": p.name,
-            "target": p.target,
-            "parameters": ", ".join(signatures.get(p.target, ())),
-            "why": p.why,
-            "since": p.since,
-            "upstream": p.upstream,
-        }
-        for p in patching.PATCHES
-    ]
+def changes() -> list[dict[str, Any]]:
+    """List the attributes that are replaced in or added to the installed packages (see `patching.Change`)."""
+    return [asdict(change) for change in patching.changes() if importlib.util.find_spec(change.target.split(".")[0])]
 
 
 def examine() -> Iterator[Finding]:
@@ -181,7 +144,7 @@ from vllm.plugins import load_general_plugins
 load_general_plugins()
 from vllm.v1.worker.worker_base import WorkerBase
 assert hasattr(WorkerBase, "das_rpc"), "vLLM did not load the plug-in das_adapter (is VLLM_PLUGINS set without it?)"
-import das_adapter.engine.v1.controlled, das_adapter.engine.v1.worker
+import das_adapter.engine.v1.proposer, das_adapter.engine.v1.worker
 """
 
 

@@ -13,33 +13,50 @@ import wrapt
 
 from das_adapter.patching import patch, when_imported
 
+_FULLY_ASYNC = (
+    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.__ray_metadata__.modified_class"
+)
+"""The class inside a Ray actor."""
+
 # Wrappers of what Ray ships are plain functions: it pickles the methods of actor classes and task runners, and pickle
 # strips a wrapt proxy off.
 
 
-@patch("verl.utils.config:validate_config", since="0.9.1")
+@patch("verl.utils.config:validate_config", since="0.9.1", needs="config")
 def check_at_start(stock: Any) -> Any:
-    """Without it a wrong `das:` block is found when engines start, or never."""
+    """Without it a wrong `das:` block is found when engines start, or never. Remove this patch when veRL lets plug-ins
+    check the config."""
     return _checked(stock)
 
 
-@patch("verl.trainer.main_ppo:run_ppo", since="0.9.1")
+@patch("verl.trainer.main_ppo:run_ppo", since="0.9.1", needs="config")
 def check_at_start_of_every_pipeline(stock: Any) -> Any:
-    """Without it `fully_async_main`, which starts without `validate_config`, finds a wrong block late or never."""
+    """Without it `fully_async_main`, which starts without `validate_config`, finds a wrong block late or never. Remove
+    this patch when veRL lets plug-ins check the config of every pipeline."""
     return _checked(stock)
 
 
-@patch("verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop", since="0.9.1")
+@patch(
+    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop",
+    since="0.9.1",
+    needs="sampling_params, trajectory",
+)
 def follow_samples(stock: Any) -> Any:
-    """Without it requests have no identity. Every agent loop, also the user's own, runs under that of its sample."""
+    """Without it requests have no identity. Every agent loop, also the user's own, runs under that of its sample.
+    Remove this patch when veRL passes a sample's identity with its requests."""
     from das_adapter.verl import identity
 
     return identity.around_agent_loop(stock)
 
 
-@patch("verl.workers.rollout.llm_server:LLMServerClient.generate", since="0.9.1")
+@patch(
+    "verl.workers.rollout.llm_server:LLMServerClient.generate",
+    since="0.9.1",
+    needs="request_id, prompt_ids, sampling_params",
+)
 def label_requests(stock: Any) -> Any:
-    """Without it the identity of a sample does not reach the engine."""
+    """Without it the identity of a sample does not reach the engine. Remove this patch when veRL passes a sample's
+    identity with its requests."""
     from das_adapter.verl import identity
 
     return wrapt.FunctionWrapper(stock, identity.around_generate)
@@ -47,7 +64,8 @@ def label_requests(stock: Any) -> Any:
 
 @patch("verl.workers.rollout.llm_server:LLMServerManager._initialize_llm_servers", since="0.9.1")
 def refuse_other_replicas(stock: Any) -> Any:
-    """Without it a recipe's own `rollout_replica_class` passes das-adapter by, and the run is stock without a word."""
+    """Without it a recipe's own `rollout_replica_class` passes das-adapter by, and the run is stock without a word.
+    Remove this patch when every `rollout_replica_class` comes from veRL's registry."""
 
     @functools.wraps(stock)
     async def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -64,53 +82,58 @@ def refuse_other_replicas(stock: Any) -> Any:
 
 @patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1")
 def route_requests(stock: Any) -> Any:
-    """Without it the `routing:` policy does nothing."""
+    """Without it the `routing:` policy does nothing. Remove this patch when veRL lets the config choose the load
+    balancer."""
     from das_adapter.verl import router
 
     return wrapt.FunctionWrapper(stock, router.around_init_load_balancer)
 
 
+@patch(
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer._save_checkpoint",
+    f"{_FULLY_ASYNC}._save_checkpoint",
+    since="0.9.1",
+    optional=True,
+)
 def save_history(stock: Any) -> Any:
-    """Without it checkpoints have no history."""
+    """Without it checkpoints have no history. Remove this patch when veRL tells plug-ins that it saves a checkpoint."""
     from das_adapter.verl import checkpoint
 
     return checkpoint.after_save(stock)
 
 
+@patch(
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._load_checkpoint",
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer._load_checkpoint",
+    f"{_FULLY_ASYNC}.load_checkpoint",
+    since="0.9.1",
+    optional=True,
+)
 def load_history(stock: Any) -> Any:
-    """Without it a resumed run starts cold."""
+    """Without it a resumed run starts cold. Remove this patch when veRL tells plug-ins that it loads a checkpoint."""
     from das_adapter.verl import checkpoint
 
     return checkpoint.after_load(stock)
 
 
-_TRAINERS = {
-    "verl.trainer.ppo.v1.trainer_base:PPOTrainer": "_load_checkpoint",
-    # trainer.use_v1: false, and the pipelines that build on it
-    "verl.trainer.ppo.ray_trainer:RayPPOTrainer": "_load_checkpoint",
-    # a Ray actor; its class is inside
-    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.__ray_metadata__.modified_class": (
-        "load_checkpoint"
-    ),
-}
-CHECKPOINTS = [
-    patch(f"{trainer}.{method}", since="0.9.1")(act)
-    for trainer, load in _TRAINERS.items()
-    for method, act in (("_save_checkpoint", save_history), (load, load_history))
-]
-
-
-@patch("verl.utils.tracking:Tracking.__init__", since="0.9.1")
+@patch(
+    "verl.utils.tracking:Tracking.__init__",
+    since="0.9.1",
+    needs="project_name, experiment_name, default_backend, config",
+)
 def know_the_block(stock: Any) -> Any:
-    """Without it the logger does not know whether there are figures to log."""
+    """Without it the logger does not know whether there are figures to log. Remove this patch when veRL lets plug-ins
+    add metrics to a step."""
     from das_adapter.verl import tracking
 
     return wrapt.FunctionWrapper(stock, tracking.around_init)
 
 
-@patch("verl.utils.tracking:Tracking.log", since="0.9.1")
+@patch("verl.utils.tracking:Tracking.log", since="0.9.1", needs="data, step, backend")
 def log_figures(stock: Any) -> Any:
-    """Without it the trainer's logger does not get the rollouts' figures."""
+    """Without it the trainer's logger does not get the rollouts' figures. Remove this patch when veRL lets plug-ins add
+    metrics to a step."""
     from das_adapter.verl import tracking
 
     return wrapt.FunctionWrapper(stock, tracking.around_log)
@@ -119,8 +142,7 @@ def log_figures(stock: Any) -> Any:
 HOOKS = (
     *(check_at_start, check_at_start_of_every_pipeline, refuse_other_replicas),
     *(follow_samples, label_requests, route_requests),
-    *CHECKPOINTS,
-    *(know_the_block, log_figures),
+    *(save_history, load_history, know_the_block, log_figures),
 )
 """Applied in every process that imports veRL, each when its module is imported."""
 

@@ -63,20 +63,20 @@ def sabotage(kind: str) -> None:
     if V2:
         return v2_cpu.sabotage(kind)
     from das_adapter.engine.history import HistorySource
-    from das_adapter.engine.v1.controlled import ControlledDrafter
+    from das_adapter.engine.v1.proposer import Proposer
 
     def garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
         rng = random.Random(len(sampled))
         return [[rng.randrange(90) for _ in range(rng.randrange(17))] if tokens else [] for tokens in sampled]
 
     def failing(self: Any, sampled: list[list[int]], *args: Any) -> list[list[int]]:
-        if self.history.index.tokens or max(args[0][: len(sampled)]) > 60:
+        if self.engine.history.index.tokens or max(args[0][: len(sampled)]) > 60:
             raise RuntimeError("the drafter is broken on purpose")
         return garbage(self, sampled)
 
-    def failing_once(self: Any, sampled: list[list[int]], *args: Any, stock: Any = ControlledDrafter._propose) -> Any:
-        if max(args[0][: len(sampled)]) > 60 and not self.history.index.tokens:
-            self._live.clear()  # whatever state it is in
+    def failing_once(self: Any, sampled: list[list[int]], *args: Any, stock: Any = Proposer.begin_drafts) -> Any:
+        if max(args[0][: len(sampled)]) > 60 and not self.engine.history.index.tokens:
+            self.engine.live.clear()  # whatever state it is in
             raise RuntimeError("the drafter is broken on purpose")
         return stock(self, sampled, *args)
 
@@ -84,26 +84,26 @@ def sabotage(kind: str) -> None:
         raise RuntimeError("the search is broken on purpose")
 
     if kind == "garbage drafts":
-        ControlledDrafter._propose = garbage
+        Proposer.begin_drafts = garbage
     elif kind == "failing search":
         HistorySource.found = lost
     elif kind == "failing drafter":
-        ControlledDrafter._propose = failing
+        Proposer.begin_drafts = failing
     elif kind == "drafter that fails once":
-        ControlledDrafter._propose = failing_once
+        Proposer.begin_drafts = failing_once
     elif kind == "dear drafter":
         from das_adapter.core import stock
 
         stock.LEAST_STEPS, stock.SAMPLE_STEPS = 24, (2, 2)
         clock = Clock()
-        ControlledDrafter._begin_step = taking(clock, 0.003, ControlledDrafter._begin_step)
+        Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
         HistorySource.look = in_every_step(taking(clock, 0.03, HistorySource.look))
     elif kind == "replayed passes":
         from das_adapter.engine.v1.decode_graphs import DecodePasses
 
         DecodePasses.__call__ = captured_first(DecodePasses.__call__)
     elif kind == "a rank fails":
-        ControlledDrafter._propose = failing_rank(ControlledDrafter._propose)
+        Proposer.begin_drafts = failing_rank(Proposer.begin_drafts)
     elif kind == "a rank fails in the passes":
         from das_adapter.engine.v1.policy_copy import CopySource
 
@@ -118,10 +118,10 @@ def sabotage(kind: str) -> None:
     elif kind in ("any draft length", "any draft length, reading along"):
         from das_adapter.engine.v1 import neural_drafts
 
-        ControlledDrafter._propose = any_length(ControlledDrafter._propose)
+        Proposer.begin_drafts = any_length(Proposer.begin_drafts)
         neural_drafts.KEPT_BYTES = -1 if "along" in kind else 300_000
     elif kind == "slow policy":
-        ControlledDrafter._begin_step = taking(Clock(), 0.03, ControlledDrafter._begin_step)
+        Proposer.time_step = taking(Clock(), 0.03, Proposer.time_step)
     elif kind == "stale copy":
         from das_adapter.engine.v1.policy_copy import PolicyCopy
 
@@ -173,16 +173,18 @@ def any_length(stock: Any) -> Any:
     """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
 
     def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
-        self.guard = self.model_source.drafts.silent = None  # they would leave out steps, and see that such drafts lose
+        self.engine.guard = self.model_source.drafts.silent = (
+            None  # they would leave out steps, and see that such drafts lose
+        )
         drafts = stock(self, sampled, lengths, tokens)
         if not self.leads:
             return drafts
         self.proposed = getattr(self, "proposed", 0) + 1
         rng = random.Random(self.proposed)
         for row, (req_id, new) in enumerate(zip(self.runner.input_batch.req_ids, sampled, strict=True)):
-            room = self._live[req_id].end - 1 - int(lengths[row]) if new else 0
+            room = self.engine.live[req_id].end - 1 - int(lengths[row]) if new else 0
             wanted = rng.randrange(self.config.draft.tokens + 1) if self.proposed % 16 < 6 else 0
-            self._counts[row] = max(0, min(room, wanted))
+            self.model_tokens[row] = max(0, min(room, wanted))
         return drafts
 
     return propose
@@ -192,14 +194,15 @@ class Clock:
     """Tells das-adapter the time, so that what it decides does not depend on the machine: every look takes 0.1 ms."""
 
     def __init__(self) -> None:
-        self.now = 0.0
-        for module in ("v1.worker", "v1.base", "v1.controlled", "v1.neural_drafts"):
-            told = SimpleNamespace(perf_counter=self.perf_counter, time=time.time)
-            importlib.import_module(f"das_adapter.engine.{module}").time = told  # type: ignore[attr-defined]
+        self.now, real = 0.0, time.perf_counter
 
-    def perf_counter(self) -> float:
-        self.now += 1e-4
-        return self.now
+        def perf_counter() -> float:
+            if not sys._getframe(1).f_globals["__name__"].startswith("das_adapter.engine."):
+                return real()
+            self.now += 1e-4
+            return self.now
+
+        time.perf_counter = perf_counter
 
 
 def taking(clock: Clock, seconds: float, stock: Any) -> Any:
@@ -271,10 +274,10 @@ def failing_rank(stock: Any) -> Any:
         self._synced_once = True
         return stock(self, message)
 
-    from das_adapter.engine.v1.controlled import ControlledDrafter
+    from das_adapter.engine.v1.proposer import Proposer
 
-    ControlledDrafter._synced_once = False
-    ControlledDrafter.refresh = functools.partialmethod(refresh, stock=ControlledDrafter.refresh)
+    Proposer._synced_once = False
+    Proposer.refresh = functools.partialmethod(refresh, stock=Proposer.refresh)
     return propose
 
 
@@ -340,8 +343,6 @@ def run(job: dict[str, Any]) -> list[dict[str, Any]]:
         os.environ.update(engine_env(das))
     if V2:
         v2_cpu.stand_in(bool(job.get("interpreted")))
-        if das is not None and das.budget.admission == "request":
-            v2_cpu.lift_graph_limits()
     if job.get("sabotage"):
         sabotage(job["sabotage"])
     if job.get("asynchronous"):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 
 import device_reference
 import numpy as np
@@ -12,11 +11,9 @@ import pytest
 import torch
 import v2_cpu  # noqa: F401  # before vLLM: it has Triton take the CPU for a device
 import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch
-from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2 import kernels as k
-from das_adapter.engine.v2.admission import Admission, Wanted
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.speculator import looks
 
@@ -131,21 +128,6 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(
     if written:
         strongest = int((kernels._found["found_info"] & 0xFF).max())
         assert strongest == 2 * int(k.DEPTH.value)
-
-
-def test_drafts_are_ranked_by_what_their_requests_tokens_are_worth() -> None:
-    """A request that decides when the rollout ends has its tokens admitted before likelier ones of another."""
-    manager = object.__new__(Admission)
-    manager.req_states = SimpleNamespace(req_id_to_index={"long": 2, "short": 0})
-    manager._weights, manager._confidence_probs = torch.ones(4), torch.ones(4, 3)
-    batch = SimpleNamespace(num_reqs=2, idx_mapping=torch.tensor([2, 0]))
-    chances = torch.tensor([[0.5, 0.5, 0.5], [0.8, 0.8, 0.8]])
-    for worth, admitted in (({}, [0, 3]), ({"long": 4.0, "short": 1.0}, [2, 1]), ({"long": 4.0, "gone": 9.0}, [0, 3])):
-        manager._weigh({req_id: Wanted(3, seconds) for req_id, seconds in worth.items()})
-        manager.record_confidences(chances, batch)
-        capacities = torch.tensor([3, 3], dtype=torch.int32)
-        _assign_draft_token_budget(manager._confidence_probs, batch.idx_mapping, capacities, 3, 3)
-        assert capacities.tolist() == admitted
 
 
 def test_one_looks_often_at_first_and_seldom_later_where_no_drafts_are_wanted() -> None:

@@ -24,19 +24,9 @@ def test_doctor_finds_nothing_broken() -> None:
     report = json.loads(done.stdout)
     assert done.returncode == 0, report["findings"]
     assert {"das-adapter", "vllm", "verl"} <= {finding["name"] for finding in report["findings"]}
-    assert len(report["changes"]) > 10
-
-
-def test_doctor_lists_what_is_changed_in_the_v2_runner(newest_env: dict[str, str]) -> None:
-    pytest.importorskip("triton")
-    code = "import json; from das_adapter.tools import doctor; print(json.dumps(doctor.changes()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, **newest_env}
-    )
-    changes = {change["patch"]: change for change in json.loads(done.stdout.splitlines()[-1])}
+    changes = {change["patch"]: change for change in report["changes"]}
     assert changes["verify_by_equality"]["target"].endswith(":rejection_sample")
-    assert {"choose_lengths", "run_speculator", "admit_what_is_worth_it", "build_speculator"} <= changes.keys()
-    assert all(change["why"].startswith(("Without it", "As `")) for change in changes.values())
+    assert {"choose_lengths", "run_speculator", "label_requests"} <= changes.keys()
 
 
 def test_cpu_env_prints_variables() -> None:

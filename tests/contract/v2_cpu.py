@@ -53,18 +53,6 @@ def lift_limits() -> None:
     CpuPlatform.check_and_update_config = classmethod(check)
 
 
-def lift_graph_limits() -> None:
-    """Let draft tokens be admitted request by request although there are no CUDA graphs."""
-    import vllm.v1.worker.gpu.model_runner as runner
-    from vllm.config import VllmConfig
-    from vllm.v1.worker.gpu.spec_decode import adaptive_verification
-
-    VllmConfig._validate_adaptive_verification = lambda self: None
-    adaptive_verification.get_varlen_cudagraph_unsupported_backend = lambda *_, **__: None
-    adaptive_verification._assign_draft_token_budget_compiled = adaptive_verification._assign_draft_token_budget
-    runner.resolve_adaptive_cudagraph_mode = lambda mode, **_: mode
-
-
 def stand_in(interpreted: bool) -> None:
     """Put NumPy in the place of kernels of vLLM and of the history; `interpreted`: run them all, and hold vLLM's
     against what stands in for them elsewhere."""

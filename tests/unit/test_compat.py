@@ -23,9 +23,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     root = tmp_path / "hostpkg"
     root.mkdir()
     (root / "__init__.py").write_text("")
+    (root / "other.py").write_text("def moved(one, *, two):\n    pass\n")
     (root / "part.py").write_text(
         "try:\n    from x import Imported\nexcept ImportError:\n    Imported = None\n"
         "LEVEL: int = 3\n"
+        "from hostpkg.other import moved as here\n"
         "class Thing:\n    field: int\n    def method(self):\n        self.later = 1\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -44,6 +46,16 @@ def test_every_kind_of_definition_is_found_without_importing(
 @pytest.mark.parametrize("name", ["Other", "Thing.other", "LEVEL.x"])
 def test_what_is_not_there_is_missing(package: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lacks(monkeypatch, package, name)
+
+
+@pytest.mark.parametrize(("parameters", "missing"), [(("one", "two"), False), (("one", "three"), True)])
+def test_parameters_are_looked_for_where_the_function_is_defined(
+    package: str, parameters: tuple[str, ...], missing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compat.missing.cache_clear()
+    host = compat.Host(("hostpkg",), "2.0", ("2.1",), (compat.Symbol(package, "here", "", parameters),))
+    monkeypatch.setitem(compat.HOSTS, "hostpkg", host)
+    assert bool(compat.missing("hostpkg")) is missing
 
 
 def test_a_missing_symbol_names_itself_and_the_oldest_version(package: str, monkeypatch: pytest.MonkeyPatch) -> None:

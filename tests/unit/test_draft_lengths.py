@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,22 +13,13 @@ pytest.importorskip("torch")
 pytest.importorskip("vllm")
 from das_adapter.config import parse
 from das_adapter.core.stock import TRIAL_STEPS
+from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.messages import Refresh
-from das_adapter.protocol.metrics import Counters
 
 DRAFTED, PLAIN_S = 3, 0.01
 IDS = [f"request {i}" for i in range(4)]
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`engine.v2.lengths`, which a vLLM without that runner can import but for one class that it does not need."""
-    manager = SimpleNamespace(AdaptiveVerificationManager=object)
-    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu.spec_decode.adaptive_verification", manager)
-    yield importlib.import_module("das_adapter.engine.v2.lengths")
-    for name in ("lengths", "admission"):
-        sys.modules.pop(f"das_adapter.engine.v2.{name}", None)
 
 
 class Offer:
@@ -49,23 +37,22 @@ class Offer:
 class Engine:
     """Takes ten milliseconds for a step, and what the test says for one with drafts, of which one is accepted."""
 
-    def __init__(self, module: Any, **das: Any) -> None:
-        self._module = module
+    def __init__(self, **das: Any) -> None:
         model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
         config = parse({"drafter": "history", **das})
         assert config is not None
         vllm_config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None))
-        self.lengths = module.DraftLengths(config, vllm_config, Counters())
+        self.lengths = DraftLengths(config, vllm_config)
         self.wanting, self.now, self._rollouts = False, 0.0, 0
         self.next = 0
         """Draft tokens of the next rollout's first step."""
-        stock = self.lengths.controller.plan
+        stock = self.lengths.engine.plan
 
         def plan(*args: Any) -> Any:
             found = stock(*args)
             return SimpleNamespace(history=np.full(len(found.history), DRAFTED * self.wanting), model=found.model)
 
-        self.lengths.controller.plan = plan
+        self.lengths.engine.plan = plan
 
     def rollout(self, steps: int, drafted_s: float, silent_steps: int = 0, end: int = 4000) -> list[bool]:
         """Return which steps carried drafts; none is wanted in the first few. `end`: length at which requests stop."""
@@ -74,15 +61,11 @@ class Engine:
         carried, wanted = [], 0
         for number in range(steps):
             self.wanting = number >= silent_steps
-            begun = (
-                [self._module.Begun(req_id, i, 8, end, 8, True) for i, req_id in enumerate(ids)] if number == 0 else []
-            )
+            begun = [LiveRequest(req_id, i, 8, end, True, length=8) for i, req_id in enumerate(ids) if number == 0]
             drafts = DRAFTED if wanted else 0
             offer = Offer() if wanted or self.wanting else None
             scheduled, drafted = (dict.fromkeys(ids, count) for count in (1 + drafts, drafts))
-            step = self._module.Step(
-                begun, frozenset(), False, scheduled, drafted, number > 0, self.now, offer, req_ids=ids
-            )
+            step = Step(begun, frozenset(), False, scheduled, drafted, number > 0, self.now, offer, req_ids=ids)
             self.now += drafted_s if drafts else PLAIN_S
             carried.append(bool(drafts))
             wanted = self.lengths.output(step, [[1] * (2 if drafts else 1)] * len(ids), self.now)
@@ -95,9 +78,9 @@ class Engine:
         return silent
 
 
-def test_a_rollout_that_lost_is_followed_by_silence_until_a_trial_gains(module: Any) -> None:
-    engine = Engine(module)
-    first = engine.rollout(160, drafted_s=4 * PLAIN_S, silent_steps=40)
+def test_a_rollout_that_lost_is_followed_by_silence_until_a_trial_gains() -> None:
+    engine = Engine()
+    first = engine.rollout(160, drafted_s=2.15 * PLAIN_S, silent_steps=40)
     assert engine.sync() is None and sum(first) > 100
     assert "drafting lost a whole rollout" in engine.lengths.stats()["silent"]
     gaining = engine.rollout(6 * TRIAL_STEPS, drafted_s=1.1 * PLAIN_S)
@@ -105,9 +88,9 @@ def test_a_rollout_that_lost_is_followed_by_silence_until_a_trial_gains(module: 
     assert engine.sync() is None
 
 
-def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(module: Any, tmp_path: Path) -> None:
+def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(tmp_path: Path) -> None:
     """vLLM says that they have ended when the next step begins, after it."""
-    engine = Engine(module, log_dir=str(tmp_path))
+    engine = Engine(log_dir=str(tmp_path))
     for _ in range(2):
         engine.rollout(20, drafted_s=PLAIN_S, silent_steps=20, end=8 + 20)
         engine.sync()
@@ -116,27 +99,27 @@ def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(
     assert [request.tokens for request in second.requests] == [20] * len(IDS)
 
 
-def test_a_batch_begins_with_the_length_that_was_chosen_first_for_the_last_one(module: Any) -> None:
+def test_a_batch_begins_with_the_length_that_was_chosen_first_for_the_last_one() -> None:
     """Else its first two steps would carry no drafts: they are scheduled before their drafts are known."""
-    engine = Engine(module)
+    engine = Engine()
     engine.rollout(19, drafted_s=PLAIN_S, silent_steps=20, end=8 + 19)
     assert engine.next == 0
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 38)
     assert engine.next == DRAFTED
-    engine.lengths._paused = True
+    engine.lengths.engine.counters.draft_tokens = 10**6  # of which none was accepted
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 38)
     assert engine.next == 0
 
 
-def test_requests_come_and_go_while_the_drafter_has_failed(module: Any, tmp_path: Path) -> None:
-    engine = Engine(module, log_dir=str(tmp_path))
-    stock, engine.lengths.controller.plan = engine.lengths.controller.plan, None
+def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> None:
+    engine = Engine(log_dir=str(tmp_path))
+    stock, engine.lengths.engine.plan = engine.lengths.engine.plan, None
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 20)
-    assert "NoneType" in engine.lengths._counters.error
+    assert "NoneType" in engine.lengths.engine.counters.error
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 40)
     engine.sync()
-    engine.lengths.controller.plan = stock
-    assert set(engine.lengths._live) == {f"{req_id} of 2" for req_id in IDS}
+    engine.lengths.engine.plan = stock
+    assert set(engine.lengths.engine.live) == {f"{req_id} of 2" for req_id in IDS}
     engine.rollout(20, drafted_s=PLAIN_S, silent_steps=20, end=8 + 20)
     engine.sync()
     (after,) = (rollout for rollout in read(tmp_path) if rollout.version == 3)

@@ -12,7 +12,7 @@ import pytest
 
 from das_adapter import compat, patching
 from das_adapter.errors import DasError, UnsupportedHost
-from das_adapter.patching import PATCHES, Patch
+from das_adapter.patching import Patch
 
 
 @pytest.fixture
@@ -25,11 +25,10 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def make(target: str, name: str = "enlarge", adds: bool = False) -> Patch:
     def replacement(stock: Any, by: int = 1) -> Any:
-        """Without it things are small."""
         return lambda self: (stock(self) if stock else 0) + by
 
     replacement.__name__ = name
-    return Patch(target, replacement, since="1.0", upstream="", adds=adds)
+    return Patch((target,), replacement, adds)
 
 
 def test_a_patch_is_applied_once(host: str) -> None:
@@ -37,7 +36,6 @@ def test_a_patch_is_applied_once(host: str) -> None:
     patch.apply()
     patch.apply()
     assert importlib.import_module(host).Thing().size() == 2
-    assert patch.why == "Without it things are small."
 
 
 def test_another_patch_of_the_same_target_is_refused_with_the_first_ones_name(host: str) -> None:
@@ -52,6 +50,12 @@ def test_one_instance_can_be_patched(host: str) -> None:
     make(f"{host}:Thing.size").apply(10, owner=one)
     assert one.size(one) == 15
     assert module.Thing().size() == 1
+
+
+def test_a_patch_may_have_several_targets(host: str) -> None:
+    Patch((f"{host}:Thing.size", f"{host}:Thing.weight"), make("").replacement, adds=True).when_imported()
+    thing = importlib.import_module(host).Thing()
+    assert (thing.size(), thing.weight()) == (2, 1)
 
 
 def test_an_attribute_can_be_added(host: str) -> None:
@@ -73,18 +77,39 @@ def test_a_changed_host_does_not_fail_its_own_import(host: str) -> None:
     assert importlib.import_module(host).Thing().size() == 2
 
 
-def test_every_patched_symbol_is_checked_at_start() -> None:
-    """Those of veRL and NeMo-RL, and what is patched in vLLM at its start; the CPU's are checked by their own tests."""
+def test_every_patch_says_what_fails_without_it_since_when_and_until_when() -> None:
+    changes = patching.changes()
+    assert len(changes) > 60
+    assert [c.patch for c in changes if not (c.why.startswith(("Without it", "As `")) and c.until and c.since)] == []
+
+
+def test_the_list_of_changes_is_that_of_the_patches_that_are_applied() -> None:
     from das_adapter.engine import patches
     from das_adapter.nemo_rl import install
     from das_adapter.verl import hooks
 
-    checked = {f"{s.module}:{s.name}" for host in compat.HOSTS.values() for s in host.symbols}
-    relied = [
-        p for p in (*patches.AT_START, *patches.IN_FRONT_ENDS, patches.build_row_processors, *hooks.HOOKS) if not p.adds
-    ]
-    targets = {p.target.replace(".__ray_metadata__.modified_class", "") for p in relied}
-    assert targets <= checked
-    assert install.choose_workers.target in checked
-    assert len({id(p) for p in PATCHES}) == len(PATCHES)
-    assert all(p.why and p.since for p in PATCHES)
+    for module, source, package in ((patches, "engine.patches", "vllm"), (hooks, "verl.hooks", "verl")):
+        written = [vars(module)[c.patch] for c in patching.changes() if c.source == source]
+        assert written and all(isinstance(one, Patch) for one in written)
+        assert {t.split(".")[0] for one in written for t in one.targets} == {package}
+    listed = {c.target for c in patching.changes()}
+    assert {t for one in (*patches.AT_START, *hooks.HOOKS, *install.HOOKS) for t in one.targets} <= listed
+
+
+@pytest.mark.parametrize(
+    ("host", "symbol"),
+    [
+        ("vllm", "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample(logits, spec_decode_metadata)"),
+        ("vllm", "vllm.v1.worker.worker_base.WorkerBase"),  # to which a method is added
+        ("verl", "verl.utils.tracking.Tracking.log(data, step, backend)"),
+        ("verl", "verl.experimental.fully_async_policy.fully_async_trainer.FullyAsyncTrainer.load_checkpoint"),
+        ("nemo_rl", "nemo_rl.algorithms.ppo.setup(master_config, tokenizer)"),
+    ],
+)
+def test_what_is_patched_is_checked_at_start(host: str, symbol: str) -> None:
+    assert symbol in map(str, compat.HOSTS[host].symbols)
+
+
+def test_what_only_a_cpu_or_a_newer_model_runner_needs_is_not_asked_of_every_vllm() -> None:
+    asked = {change.split("(")[0] for change in map(str, compat.HOSTS["vllm"].symbols)}
+    assert not any(".worker.gpu." in name or "dispatch_cpu" in name for name in asked)

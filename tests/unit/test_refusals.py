@@ -55,19 +55,6 @@ def test_what_a_drafter_cannot_do_is_named(
         _refuse(config, engine(model, **parallel))
 
 
-def test_admission_by_request_is_refused_on_several_ranks_of_v2() -> None:
-    config = parse({"budget": {"admission": "request"}})
-    assert config is not None
-    for ranks in (1, 2):
-        found = engine({}, tensor_parallel_size=ranks)
-        found.use_v2_model_runner = True
-        if ranks == 1:
-            _refuse(config, found)
-            continue
-        with pytest.raises(ConfigError, match=r"das\.budget\.admission='request' and tensor_parallel_size=2"):
-            _refuse(config, found)
-
-
 def test_what_it_can_do_is_allowed_and_what_it_costs_is_said(caplog: pytest.LogCaptureFixture) -> None:
     config = parse({"budget": {"max_draft_tokens": 4}})
     assert config is not None

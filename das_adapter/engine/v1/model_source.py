@@ -5,21 +5,33 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from das_adapter.config import DasConfig
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.engine.v1.base import Drafter
 from das_adapter.errors import DasError
+from das_adapter.protocol.label import Label
 
 logger = logging.getLogger("das_adapter")
 
 
 class OutOfStep(DasError):
     """A rank failed where the others wait for it: the engine must stop, because it can't go on."""
+
+
+class Drafter(Protocol):
+    """What a source needs of the proposer that it is a part of."""
+
+    config: DasConfig
+    ranks: int
+    runner: Any
+    """vLLM's model runner."""
+    seed: Callable[[str], int]
+    label: Callable[[str], Label]
 
 
 class ModelSource:

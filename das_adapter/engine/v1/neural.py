@@ -161,7 +161,8 @@ class KeyedDrafts:
 
 @patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")
 def take_loaded_drafter(stock: Any, loaded: Callable[[], None]) -> Any:
-    """Without it the drafter's weights are neither synced nor checked. vLLM loads the drafter after the policy."""
+    """Without it the drafter's weights are neither synced nor checked. vLLM loads the drafter after the policy. Remove
+    this patch when vLLM loads and checks a drafter's weights at a weight sync."""
 
     @functools.wraps(stock)
     def load_model(*args: Any, **kwargs: Any) -> None:
@@ -171,22 +172,24 @@ def take_loaded_drafter(stock: Any, loaded: Callable[[], None]) -> Any:
     return load_model
 
 
-@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24")
+@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
 def split_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
-    """Without it the policy refuses the drafter's weights in the trainer's stream, and the drafter never gets them."""
+    """Without it the policy refuses the drafter's weights in the trainer's stream, and the drafter never gets them.
+    Remove this patch when vLLM's weight updates reach the drafter."""
     return functools.wraps(stock)(functools.partial(load, stock))
 
 
-@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24")
+@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
 def take_drafter_weights(stock: Any, take: Callable[..., Any]) -> Any:
     """Without it a weight sync that brought the drafter nothing goes unnoticed, and so do weights that it was not to
-    have."""
+    have. Remove this patch when vLLM's weight updates report which of the drafter's weights they brought."""
     return functools.wraps(stock)(functools.partial(take, stock))
 
 
 @patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.set_inputs_first_pass", since="0.24")
 def follow_positions(stock: Any, noise: KeyedDrafts) -> Any:
-    """Without it `draw_with_keyed_noise` does not know for which positions it draws."""
+    """Without it `draw_with_keyed_noise` does not know for which positions it draws. Remove this patch when vLLM's V1
+    drafters draw with noise keyed by position."""
 
     @functools.wraps(stock)
     def set_inputs_first_pass(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +202,8 @@ def follow_positions(stock: Any, noise: KeyedDrafts) -> Any:
 
 @patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._sample_draft_tokens", since="0.24")
 def draw_with_keyed_noise(stock: Any, noise: KeyedDrafts) -> Any:
-    """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn."""
+    """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn.
+    Remove this patch when vLLM's V1 drafters draw with noise keyed by position."""
 
     @functools.wraps(stock)
     def sample(hidden: torch.Tensor, sampling: Any) -> tuple[torch.Tensor, None]:

@@ -19,8 +19,7 @@ import torch
 
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine.v1.attention import queries
-from das_adapter.engine.v1.base import Drafter
-from das_adapter.engine.v1.model_source import ModelSource
+from das_adapter.engine.v1.model_source import Drafter, ModelSource
 from das_adapter.engine.v1.neural import KeyedDrafts
 from das_adapter.errors import ConfigError
 from das_adapter.patching import patch
@@ -272,9 +271,14 @@ def _stretches(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) + np.repeat(begins - before, counts)
 
 
-@patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids", since="0.24")
+@patch(
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.propose_draft_token_ids",
+    since="0.24",
+    needs="sampled_token_ids, sampling_metadata, hidden_states, aux_hidden_states, common_attn_metadata",
+)
 def hold_drafts(stock: Any, source: NeuralSource) -> Any:
-    """Without it a neural drafter drafts in every step, before the host knows the step's tokens."""
+    """Without it a neural drafter drafts in every step, before the host knows the step's tokens. Remove this patch when
+    vLLM's V1 runner lets each step choose whether to draft."""
     signature = inspect.signature(stock)
 
     def propose(*args: Any, **kwargs: Any) -> list[list[int]]:
@@ -286,7 +290,8 @@ def hold_drafts(stock: Any, source: NeuralSource) -> Any:
 
 @patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync", since="0.24")
 def draft_when_tokens_are_known(stock: Any, runner: Any, propose: Callable[..., list[list[int]]]) -> Any:
-    """Without it nobody would draft in the place of a drafter that `hold_drafts` keeps waiting."""
+    """Without it nobody would draft in the place of a drafter that `hold_drafts` keeps waiting. Remove this patch when
+    `hold_drafts` is removed."""
 
     def bookkeeping(*args: Any, **kwargs: Any) -> Any:
         batch = runner.input_batch

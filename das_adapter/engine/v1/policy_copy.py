@@ -20,11 +20,10 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine import cpu_patches
-from das_adapter.engine.v1.base import Drafter
 from das_adapter.engine.v1.decode_graphs import DecodePasses, capture_with_policy
 from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.model_source import ModelSource
+from das_adapter.engine.v1.model_source import Drafter, ModelSource
 from das_adapter.engine.v1.quantised import QuantisedWeight, quantised
 from das_adapter.errors import DasError
 

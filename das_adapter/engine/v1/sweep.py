@@ -8,10 +8,10 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from das_adapter.core.controller import TimedStep
-from das_adapter.engine.v1.controlled import ControlledDrafter
+from das_adapter.engine.v1.proposer import Proposer
 
 
-class SweepDrafter(ControlledDrafter):
+class SweepDrafter(Proposer):
     """Drafts token 1: verification costs the same whether a draft is accepted or not, so the tokens don't matter. Where
     there is a model that drafts, it takes a turn of its own."""
 
@@ -31,10 +31,12 @@ class SweepDrafter(ControlledDrafter):
         super().__init__(vllm_config)
         self._proposed = self._carried = False
         """Whether the drafts that were proposed last, and those of the step that is going on, are ragged."""
+        self.engine.stop_if_collapsed = lambda: None  # type: ignore[method-assign]  # here it is no fault
         if self.model_source:
             self.model_source.drafts.timed_pass = self._note_pass  # type: ignore[method-assign]
 
-    def _begin_step(self, scheduled: Any, now: float) -> None:
+    def time_step(self, scheduled: Any, now: float) -> None:
+        """Take a sample."""
         step = self.timer.begin(scheduled, now)
         ragged, self._carried = self._carried, self._proposed
         if isinstance(step, TimedStep):
@@ -43,23 +45,21 @@ class SweepDrafter(ControlledDrafter):
             if not rest:
                 self.samples.append((requests, step.context / requests, drafted, step.seconds, ragged))
 
-    def _propose(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+    def begin_drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        """Draft as many tokens as this step's turn says."""
         known = lengths[: len(sampled)].astype(np.int64)
         got = np.array([len(new) for new in sampled], dtype=np.int64)
         self.timer.sampled(known, got, int(known.sum()))
         turns = self.turns + self.ragged + self.passes
-        turn = self.counters.steps % len(turns)
+        turn = self.engine.counters.steps % len(turns)
         passes = turn >= len(self.turns + self.ragged)
         self._proposed = not passes and turn >= len(self.turns)
         wanted = turns[turn] * (np.arange(len(sampled)) % 2 * 2 if self._proposed else 1)
         room = np.where(got > 0, np.clip(self._max_model_len - known - 1, 0, wanted), 0)
         if passes:
-            self._counts = room
+            self.model_tokens = room
             return [[] for _ in sampled]
         return [[1] * count for count in room.tolist()]
-
-    def _pause_if_collapsed(self) -> None:
-        """Go on: that nothing is accepted is no fault here."""
 
     def _note_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
         self.passed.append((requests, context / requests, seconds))

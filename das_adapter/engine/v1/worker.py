@@ -24,10 +24,10 @@ from das_adapter.engine.standalone import (
     see_reloaded_weights,
 )
 from das_adapter.engine.timing import without_graphs
-from das_adapter.engine.v1.controlled import ControlledDrafter
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.neural import DraftWeights, KeyedDrafts, take_loaded_drafter
 from das_adapter.engine.v1.neural_drafts import draft_when_tokens_are_known, hold_drafts
+from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.errors import DasError, UnsupportedHost
 from das_adapter.patching import patch
@@ -50,7 +50,7 @@ class WorkerState:
         self.config = config
         self.runner = runner
         self.drafter = self._drafter()
-        self.counters: Counters = self.drafter.counters if self.drafter else Counters()
+        self.counters: Counters = self.drafter.engine.counters if self.drafter else Counters()
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
         """Draft tokens that each request carried into the step that is going on; None: nobody had any."""
@@ -222,9 +222,7 @@ class WorkerState:
         """Return the drafter that the controller decides for, where there is one."""
         if not self.config.controlled:
             return None
-        return (
-            ControlledDrafter(self.runner.vllm_config) if self.config.neural else getattr(self.runner, "drafter", None)
-        )
+        return Proposer(self.runner.vllm_config) if self.config.neural else getattr(self.runner, "drafter", None)
 
     def check_draft_weights(self) -> None:
         """See whether a weight sync has left a neural drafter with the right weights, and say so if not."""
@@ -256,8 +254,8 @@ class WorkerState:
         stats = counters.take() | EngineStats(model_runner=self.model_runner)
         if self.drafter:
             stats |= self.drafter.stats()
-            if self.drafter.log:
-                self.drafter.log.counts(stats)
+            if self.drafter.engine.log:
+                self.drafter.engine.log.counts(stats)
         return stats
 
     def _take_loaded_drafter(self) -> None:
@@ -307,9 +305,10 @@ class WorkerState:
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 
-@patch(f"{_RUNNER}.execute_model", since="0.24")
+@patch(f"{_RUNNER}.execute_model", since="0.24", needs="scheduler_output")
 def time_steps(stock: Any, state: WorkerState) -> Any:
-    """Without it nobody knows how long decode steps take."""
+    """Without it nobody knows how long decode steps take. Remove this patch when vLLM reports the time of each decode
+    step to plug-ins."""
 
     @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -319,9 +318,10 @@ def time_steps(stock: Any, state: WorkerState) -> Any:
     return execute_model
 
 
-@patch(f"{_RUNNER}._sample", since="0.24")
+@patch(f"{_RUNNER}._sample", since="0.24", needs="logits, spec_decode_metadata")
 def key_rows(stock: Any, state: WorkerState) -> Any:
-    """Without it the samplers have no keys, and nobody knows who carried a draft."""
+    """Without it the samplers have no keys, and nobody knows who carried a draft. Remove this patch when vLLM's V1
+    samplers draw with noise keyed by seed and position."""
 
     @functools.wraps(stock)
     def sample(logits: torch.Tensor, spec_decode_metadata: Any) -> Any:
@@ -344,7 +344,8 @@ def key_rows(stock: Any, state: WorkerState) -> Any:
 @patch(f"{_RUNNER}.sample_tokens", since="0.24")
 def count_tokens(stock: Any, state: WorkerState) -> Any:
     """Without it no figures of the rollouts are logged. It ends a step, and drafts as well. Under asynchronous
-    scheduling the tokens are still on the device: they are counted when vLLM has them on the host."""
+    scheduling the tokens are still on the device: they are counted when vLLM has them on the host. Remove this patch
+    when vLLM reports the tokens of each decode step to plug-ins."""
 
     @functools.wraps(stock)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
@@ -372,7 +373,8 @@ def count_tokens(stock: Any, state: WorkerState) -> Any:
 
 @patch(f"{_RUNNER}.take_draft_token_ids", since="0.24")
 def settle_drafts(stock: Any, state: WorkerState) -> Any:
-    """Without it vLLM takes no drafts: they are looked for beside its scheduler's work."""
+    """Without it vLLM takes no drafts: they are looked for beside its scheduler's work. Remove this patch when vLLM
+    asks a `custom_class` drafter for its drafts after the step."""
 
     @functools.wraps(stock)
     def take_draft_token_ids() -> Any:

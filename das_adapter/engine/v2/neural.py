@@ -160,10 +160,15 @@ class Speculation:
 _SPECULATOR = "vllm.v1.worker.gpu.spec_decode.speculator"
 
 
-@patch(f"{_SPECULATOR}:BaseSpeculator.propose", since="0.32")
+@patch(
+    f"{_SPECULATOR}:BaseSpeculator.propose",
+    since="0.32",
+    needs="input_batch, num_sampled, num_speculative_tokens, dummy_run",
+)
 def run_speculator(stock: Any, speculation: Speculation) -> Any:
     """Without it a drafter runs in steps that want no drafts, nobody knows what its passes cost, and its failure ends
-    the engine (V2 runner)."""
+    the engine (V2 runner). Remove this patch when vLLM lets a step ask for no drafts and survives a drafter's
+    failure."""
 
     @functools.wraps(stock)
     def propose(*args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -182,7 +187,8 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
 
 @patch(f"{_SPECULATOR}:BaseSpeculator.capture", since="0.32")
 def capture_beside(stock: Any, beside: Beside) -> Any:
-    """Without it the look-up of drafts beside the model's is not captured as a CUDA graph (V2 runner)."""
+    """Without it the look-up of drafts beside the model's is not captured as a CUDA graph (V2 runner). Remove this
+    patch when vLLM captures the speculators of plug-ins."""
 
     @functools.wraps(stock)
     def capture(*args: Any, **kwargs: Any) -> Any:
@@ -192,10 +198,14 @@ def capture_beside(stock: Any, beside: Beside) -> Any:
     return capture
 
 
-@patch(f"{_SPECULATOR}:DraftModelSpeculator.sample_draft", since="0.32")
+@patch(
+    f"{_SPECULATOR}:DraftModelSpeculator.sample_draft",
+    since="0.32",
+    needs="hidden_states, sample_src_positions, idx_mapping, temperature, seeds",
+)
 def draw_as_the_policy(stock: Any, speculator: Any) -> Any:
     """Without it drafters draft the most likely token, which at temperature 1 is often not the one that is drawn (V2
-    runner)."""
+    runner). Remove this patch when vLLM's V2 drafters draw with the policy's noise."""
 
     @functools.wraps(stock)
     def sample_draft(
@@ -230,7 +240,7 @@ def draw_as_the_policy(stock: Any, speculator: Any) -> Any:
 @patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model", since="0.32")
 def take_loaded_speculator(stock: Any, loaded: Callable[[], None]) -> Any:
     """Without it the drafter's weights are neither synced nor checked. vLLM loads the drafter after the policy (V2
-    runner)."""
+    runner). Remove this patch when vLLM loads and checks a drafter's weights at a weight sync."""
 
     @functools.wraps(stock)
     def load_model(*args: Any, **kwargs: Any) -> None:

@@ -118,7 +118,6 @@ class HistorySpeculator(BaseSpeculator):
         """Tokens of each draft of the present step; None: as many as there can be."""
         self._drafts = torch.zeros(slots, steps, dtype=torch.int64, device=device)
         self.draft_token_confidence_probs = torch.zeros(slots, steps, dtype=torch.float32, device=device)
-        self.enable_adaptive_verification = config.budget.admission == "request"
         self.on_failure: Callable[[Exception], None] | None = None
         """Told why drafting failed; it drafts no more until `resume`."""
         self.streams: tuple[Any, Any] | None = None

@@ -32,9 +32,15 @@ def keyed() -> Iterator[None]:
         _sampling.keyed = before
 
 
-@patch("vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", since="0.31")
+@patch(
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample",
+    since="0.31",
+    needs="target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, temperature, "
+    "seed, num_speculative_steps",
+)
 def verify_by_equality(stock: Any) -> Any:
-    """Without it vLLM accepts drafts by the ratio of probabilities, and tokens depend on the drafter (V2 runner)."""
+    """Without it vLLM accepts drafts by the ratio of probabilities, and tokens depend on the drafter (V2 runner).
+    Remove this patch when vLLM verifies drafts by the token that it would have drawn."""
 
     @functools.wraps(stock)
     def rejection_sample(*args: Any, **kwargs: Any) -> Any:

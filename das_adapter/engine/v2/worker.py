@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
@@ -13,13 +12,13 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.front_end import media
+from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.standalone import Response
 from das_adapter.engine.v1.worker import WorkerState
 from das_adapter.engine.v2 import verification
-from das_adapter.engine.v2.admission import SOURCE, Admission, Wanted
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.harvest import Harvest, Writing
-from das_adapter.engine.v2.lengths import Begun, DraftLengths, Step
+from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.neural import Beside, Speculation, take_loaded_speculator
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
@@ -46,7 +45,8 @@ class DeviceWorkerState(WorkerState):
         """None: another rank chooses, or nobody drafts."""
         if config.drafter != "none" and get_tp_group().rank_in_group == 0:
             always = int(config.neural and not may_miss_steps(runner.speculator))
-            self.lengths = DraftLengths(config, runner.vllm_config, self.counters, always)
+            self.lengths = DraftLengths(config, runner.vllm_config, always)
+            self.counters = self.lengths.engine.counters
         self.index: DeviceIndex | None = None
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
@@ -57,14 +57,12 @@ class DeviceWorkerState(WorkerState):
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
         self._recorded: dict[str, bool] = {}
-        self._begun: list[Begun] = []
+        self._begun: list[LiveRequest] = []
         self._ended: set[str] = set()
         self._synced = self._unrecorded = False
         self._complete = True
         """Whether all sealed text that is drafted from is on the device."""
         self._step: Step | None = None
-        self.wants: Mapping[str, Wanted] = {}
-        """What the controller wanted of each request's draft when the last step began, at whose end they were made."""
         self._harvest: Harvest | None = None
         """Of an engine without a host."""
 
@@ -111,7 +109,8 @@ class DeviceWorkerState(WorkerState):
             if self._harvest is not None:
                 text = list((new.prefill_token_ids or prompt)[start:])
                 self._harvest.begin(new.req_id, Writing(problem, label.record, end - start, stops, text))
-            self._begun.append(Begun(new.req_id, problem, start, end, length, label.record, stops))
+            begun = LiveRequest(new.req_id, problem, start, end, label.record, length=length, stops=stops)
+            self._begun.append(begun)
         if self.index is None:
             return
         self._complete = not self._policy.kept
@@ -126,10 +125,10 @@ class DeviceWorkerState(WorkerState):
 
     def bring_history(self) -> None:
         """Bring more of the sealed text that is drafted from to the device, before a step."""
-        if self._complete or self.index is None or self.lengths is None or self.lengths.history is None:
+        if self._complete or self.index is None or self.lengths is None or self.lengths.engine.history is None:
             return
         try:
-            self._complete = self.index.bring(self.lengths.history.index)
+            self._complete = self.index.bring(self.lengths.engine.history.index)
         except Exception as error:
             self._complete = True
             self._fail(error)
@@ -177,15 +176,11 @@ class DeviceWorkerState(WorkerState):
             return output
         if self.source is not None:
             step.offer = self.source.take_offer()
-        manager = self.runner.adaptive_verification
-        admitted = manager.take_admitted() if isinstance(manager, Admission) else None
         stock, lengths = output.get_output, self.lengths
 
         def get_output() -> Any:
             result = stock()
             step.req_ids = result.req_ids
-            if admitted is not None:
-                step.admit(admitted[0], admitted[1].tolist())
             if self._harvest is not None:
                 self._harvest.output(result.req_ids, result.sampled_token_ids)
             if self.speculation is not None:
@@ -228,8 +223,8 @@ class DeviceWorkerState(WorkerState):
             stats |= EngineStats(live_bytes=self.index.nbytes)
             if shortage := self.index.shortage():
                 logger.warning("das: %s", shortage)
-        if self.lengths is not None and self.lengths.log:
-            self.lengths.log.counts(stats)
+        if self.lengths is not None and self.lengths.engine.log:
+            self.lengths.engine.log.counts(stats)
         return stats
 
     def _drafter(self) -> Any:
@@ -239,17 +234,13 @@ class DeviceWorkerState(WorkerState):
         """Take over the history's speculator."""
         self.source = speculator
         speculator.read(self.runner.req_states)
-        if self.lengths is None or self.lengths.history is None or speculator.index is None:
+        if self.lengths is None or self.lengths.engine.history is None or speculator.index is None:
             return
         self.index = speculator.index
-        self.index.weigh(self.lengths.history.index.fading)
-        speculator.on_failure = self.lengths.fail
-        outputs = None
+        self.index.weigh(self.lengths.engine.history.index.fading)
+        speculator.on_failure = self.lengths.engine.fail
         if self.runner.device.type == "cuda":
-            outputs = self.runner.output_copy_stream
-            speculator.streams = self.runner.main_stream, outputs
-        if self.config.budget.admission == "request":
-            setattr(self.runner.req_states, SOURCE, (lambda: self.wants, outputs))
+            speculator.streams = self.runner.main_stream, self.runner.output_copy_stream
 
     def _take_loaded_drafter(self) -> None:
         """Take over a neural drafter, once vLLM has loaded it."""
@@ -266,10 +257,10 @@ class DeviceWorkerState(WorkerState):
             self.runner.speculator, self._decodes, config.keyed, texts, config.model_tokens, beside
         )
         if self.lengths is not None:
-            self.speculation.on_failure = self.lengths.fail
+            self.speculation.on_failure = self.lengths.engine.fail
 
     def _model_worth(self, tokens: int) -> float:
-        drafts = self.lengths and self.lengths.drafts
+        drafts = self.lengths and self.lengths.engine.drafts
         return float(drafts.acceptance.chances(tokens).sum()) if drafts else 0.0
 
     def _decodes(self) -> bool:
@@ -288,7 +279,8 @@ _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 @patch(f"{_RUNNER}.sample", since="0.31")
 def sample_keyed(stock: Any) -> Any:
-    """Without it drafts are verified as another engine of this process wants it (V2 runner)."""
+    """Without it drafts are verified as another engine of this process wants it (V2 runner). Remove this patch when
+    `verify_by_equality` is removed."""
 
     @functools.wraps(stock)
     def sample(*args: Any, **kwargs: Any) -> Any:
@@ -298,9 +290,10 @@ def sample_keyed(stock: Any) -> Any:
     return sample
 
 
-@patch(f"{_RUNNER}.add_requests", since="0.31")
+@patch(f"{_RUNNER}.add_requests", since="0.31", needs="scheduler_output")
 def take_requests(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it nobody knows which problem a request is about, and where it writes (V2 runner)."""
+    """Without it nobody knows which problem a request is about, and where it writes (V2 runner). Remove this patch when
+    vLLM hands speculators the requests of a step."""
 
     @functools.wraps(stock)
     def add_requests(scheduler_output: Any) -> None:
@@ -312,10 +305,10 @@ def take_requests(stock: Any, state: DeviceWorkerState) -> Any:
     return add_requests
 
 
-@patch(f"{_RUNNER}.finish_requests", since="0.31")
+@patch(f"{_RUNNER}.finish_requests", since="0.31", needs="scheduler_output")
 def drop_requests(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it the text of a request that ended is overwritten before its siblings have drafted from it (V2
-    runner)."""
+    """Without it the text of a request that ended is overwritten before its siblings have drafted from it (V2 runner).
+    Remove this patch when vLLM tells speculators which requests have ended."""
 
     @functools.wraps(stock)
     def finish_requests(scheduler_output: Any) -> None:
@@ -325,9 +318,10 @@ def drop_requests(stock: Any, state: DeviceWorkerState) -> Any:
     return finish_requests
 
 
-@patch(f"{_RUNNER}.execute_model", since="0.31")
+@patch(f"{_RUNNER}.execute_model", since="0.31", needs="scheduler_output")
 def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it nobody knows how long decode steps take, and who carried drafts into them (V2 runner)."""
+    """Without it nobody knows how long decode steps take, and who carried drafts into them (V2 runner). Remove this
+    patch when vLLM reports the time of each decode step to plug-ins."""
 
     @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -338,11 +332,9 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
         if state.lengths is None:
             return stock(scheduler_output, *args, **kwargs)
         state.begin_step(scheduler_output)
-        wants = state.lengths.wants
         output = stock(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
             state.start_step(scheduler_output)
-            state.wants = wants
         return output
 
     return execute_model
@@ -350,7 +342,8 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
 
 @patch(f"{_RUNNER}.sample_tokens", since="0.31")
 def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
-    """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner)."""
+    """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner). Remove this patch
+    when vLLM reports the tokens of each decode step to plug-ins and lets a worker choose the draft length."""
 
     @functools.wraps(stock)
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:

@@ -19,23 +19,22 @@ def prepare() -> None:
     """Adapt this process; a second call changes nothing. A `worker_process_setup_hook` for `ray.init`."""
     if sys.version_info < (3, 12):  # pydantic refuses NeMo-RL's config classes: it wants typing_extensions' TypedDict
         typing.TypedDict = typing_extensions.TypedDict
-    for fix in (*NVTX, leave_sleep_mode_off, leave_vllm_alone):
+    for fix in (ignore_ranges, leave_sleep_mode_off, leave_vllm_alone):
         fix.when_imported()
     when_imported("nemo_rl.distributed.ray_actor_environment_registry", _one_environment)
 
 
+@patch("torch.cuda.nvtx:range_push", "torch.cuda.nvtx:range_pop", since="2.0")
 def ignore_ranges(stock: Any) -> Any:
-    """Without it a CPU build of torch raises: NeMo-RL marks ranges for the CUDA profiler."""
+    """Without it a CPU build of torch raises: NeMo-RL marks ranges for the CUDA profiler. Remove this patch when
+    NeMo-RL marks ranges on CUDA alone."""
     return lambda *_: None
-
-
-NVTX = [patch(f"torch.cuda.nvtx:{name}", since="2.0")(ignore_ranges) for name in ("range_push", "range_pop")]
 
 
 @patch("vllm.engine.arg_utils:EngineArgs.create_model_config", since="0.24")
 def leave_sleep_mode_off(stock: Any) -> Any:
-    """Without it the CPU platform refuses to start: NeMo-RL switches vLLM's sleep mode on. `sleep` itself does
-    nothing."""
+    """Without it the CPU platform refuses to start: NeMo-RL switches vLLM's sleep mode on. `sleep` itself does nothing.
+    Remove this patch when NeMo-RL leaves vLLM's sleep mode off where the platform has none."""
 
     @functools.wraps(stock)
     def create_model_config(self: Any) -> Any:
@@ -48,7 +47,8 @@ def leave_sleep_mode_off(stock: Any) -> Any:
 @patch("nemo_rl.models.generation.vllm.vllm_worker:_apply_vllm_patches", since="0.6.0")
 def leave_vllm_alone(stock: Any) -> Any:
     """Without it NeMo-RL's workers rewrite source files of the vLLM they find installed, for engines over several GPUs;
-    here that may be a vLLM that others use as well."""
+    here that may be a vLLM that others use as well. Remove this patch when NeMo-RL no longer rewrites vLLM's source
+    files."""
     return lambda *_, **__: None
 
 

@@ -52,7 +52,8 @@ def _complete_torch_cpu() -> None:
 @patch("torch.distributed:init_process_group", since="2.0")
 def start_gloo(stock: Any) -> Any:
     """Without it torch refuses what veRL asks for: "cpu:gloo,<device>:<backend>", which on this platform names the CPU
-    twice; and a process that is alone fails where others have taken the port that veRL chose when it began to start."""
+    twice; and a process that is alone fails where others have taken the port that veRL chose when it began to start.
+    Remove this patch when veRL lets a platform name its process groups' backend."""
 
     @functools.wraps(stock)
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,8 @@ def job() -> str:
 @patch("verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.__init__", since="0.9")
 def send_in_private(stock: Any) -> Any:
     """Without it two runs on one machine take one socket for their weights, which veRL names by Ray's job alone: an
-    engine gets the other run's weights, or waits for ever (trainer; `receive_in_private` is the other end)."""
+    engine gets the other run's weights, or waits for ever (trainer; `receive_in_private` is the other end). Remove this
+    patch when veRL names its weight sockets by the cluster as well as by the job."""
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -84,7 +86,8 @@ def send_in_private(stock: Any) -> Any:
 
 @patch("verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.__init__", since="0.9")
 def receive_in_private(stock: Any) -> Any:
-    """Without it engines look for their weights at another socket than `send_in_private` has (server)."""
+    """Without it engines look for their weights at another socket than `send_in_private` has (server). Remove this
+    patch when `send_in_private` is removed."""
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
