@@ -5,9 +5,9 @@
    smaller by a tenth.
 3. It probes: now and then a step is taken the other way (plain while it drafts, without asking a drafter while nothing
    is drafted, with a few drafts while it rests), so that both kinds stay known.
-4. A rollout that took longer than 1.02 of plain decoding beyond doubt is followed by 1, 2, 4, ... 16 that begin at rest,
-   until a trial of a few steps gains time; trials lose at most 1 % of a rollout. A model that drafts beside the history
-   rests by the same rule, while the history goes on.
+4. A rollout that took longer than 1.02 of plain decoding beyond doubt is followed by 1, 2, 4, ... 16 that begin at
+   rest, until a trial of a few steps gains time; trials lose at most 1 % of a rollout. A model that drafts beside the
+   history rests by the same rule, while the history goes on.
 5. A loss within a rollout, or collapsed acceptance, stops it until the next weight sync; a drafter that raises has
    failed until then.
 """
@@ -137,7 +137,7 @@ class Account:
             requests: in the batch.
             drafted: whether the step has verified drafts.
         """
-        if self.state in (State.STOPPED, State.FAILED):
+        if self.stopped:
             return False
         if self._speculate != "auto":
             return True
@@ -160,8 +160,12 @@ class Account:
     @property
     def idle(self) -> bool:
         """Whether no drafter is asked: drafting has stopped or failed, or the rollout is at rest between trials."""
-        stopped = self.state in (State.STOPPED, State.FAILED)
-        return stopped or (self._rest.reason is not None and self._trial is None)
+        return self.stopped or (self._rest.reason is not None and self._trial is None)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing is drafted before the next weight sync."""
+        return self.state in (State.STOPPED, State.FAILED)
 
     @property
     def model_rests(self) -> str | None:
@@ -231,7 +235,8 @@ class Account:
                 self._end_trial(self._trial)
         self._drafted_steps += drafted
         if drafted and self._drafted_steps % GUARD_STEPS == 0 and self._speculate != "always":
-            self._guard()
+            if reason := self._loss():
+                self.stop(reason)
 
     def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
         """Take a baseline step, see `PlainTime.unasked`."""
@@ -252,7 +257,7 @@ class Account:
         """Draft no more until the next weight sync."""
         if self.state is not State.FAILED and self.state is not state:
             self._enter(state, reason)
-            self._news = f"{reason}: no drafts until the next weight sync"
+            self._news = None if state is State.FAILED else f"das: {reason}: no drafts until the next weight sync"
 
     def sync(self, model_may_rest: bool = True) -> None:
         """Judge the rollout that a weight sync ends, and begin the next. Two weight syncs without a step between them
@@ -265,15 +270,19 @@ class Account:
         self._enter(State.RESTING if self._rest.reason else State.DRAFTING, self._rest.reason)
 
     def take_news(self) -> str | None:
-        """Return what has changed for the worse since the last call, in words."""
+        """Return what has changed for the worse since the last call, as a line of the log."""
         news, self._news = self._news, None
         return news
+
+    def of_stock(self) -> float | None:
+        """Return the time of the rollout relative to stock's; None: not known, or the user decides when to draft."""
+        return self.time.of_stock() if self._speculate == "auto" else None
 
     def figures(self) -> dict[str, Any]:
         """Return the figures since the last weight sync, as plain numbers."""
         return {
             "time_saved_s": self.time.saved(),
-            "of_stock": self.time.of_stock() if self._speculate == "auto" else None,
+            "of_stock": self.of_stock(),
             "state": self.state.value,
             "reason": None if self.state is State.FAILED else self.reason,
             "slow": self.slow,
@@ -285,16 +294,16 @@ class Account:
         if (state, reason) != (self.state, self.reason):
             self.state, self.reason, self.since = state, reason, self.now
 
-    def _guard(self) -> None:
-        """Stop drafting that costs more than it saves. The estimate is as good as the latency model, which is brought up
-        to date before it is held against the drafts."""
+    def _loss(self) -> str | None:
+        """Say that the drafts of the present batch cost more than they save; None: they do not. The estimate is as good
+        as the latency model, which is brought up to date before it is held against the drafts."""
         batch = self.time.batch
         for _ in range(2):
             saved = self.time.saved_in(batch)
             if saved >= -GUARD_LOSS * batch.drafted_seconds:
-                return
+                return None
             self.time.engine.fit()
-        self.stop(f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of drafted steps")
+        return f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of drafted steps"
 
     def _end_trial(self, trial: _Trial) -> None:
         self._trial, self._since_trial = None, 0
@@ -305,22 +314,17 @@ class Account:
 
     def _judge(self, model_may_rest: bool) -> None:
         """Say which of the next rollouts begin at rest, and how this one compares with stock."""
-        took, saved = self._model_took, self._model_saved
+        if self._speculate != "auto":
+            return
+        took, saved, compared = self._model_took, self._model_saved, self.time.compare()
         lost = model_may_rest and took - saved > LOSS * self.time.total()
         words = f"its passes took {took:.2f} s of a rollout, and its tokens saved {saved:.2f} s" if lost else None
         if self._model_rest.judge(words, gained=took > 0 and not lost):
-            self._news = f"the model that drafts rests for a while: {words}"
-        if self._speculate != "auto":
-            return
-        compared, share = self.time.compare(), self.time.of_stock()
-        words = None
-        if compared is not None and compared.lost:
-            words = (
-                f"drafting lost a whole rollout: {compared.seconds:.2f} s of decode steps, "
-                f"{compared.plain:.2f} s where no drafter is asked"
-            )
-        if self._rest.judge(words, gained=compared is not None and not compared.lost):
-            self._news = f"{words}: rollouts begin without drafts until a trial gains time"
+            self._news = f"das: the model that drafts rests for a while: {words}"
+        reason = None if compared is None else compared.lost
+        if self._rest.judge(reason, gained=compared is not None and not reason):
+            self._news = f"das: {reason}: rollouts begin without drafts until a trial gains time"
+        share = self.time.of_stock()
         self.slow = None
         if compared is not None and share is not None and self.time.stock is not None:
             if share > 1.0 + LOSS + 3.0 * compared.scatter:

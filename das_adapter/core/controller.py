@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import BudgetConfig, ToggleConfig
-from das_adapter.core.account import Account, Speculate, State
 from das_adapter.core.acceptance import AcceptanceCurves
+from das_adapter.core.account import Account, Speculate, State
 from das_adapter.core.backoff import Backoff
 from das_adapter.core.budget import Chances, Floats, Ints, Worth, das_budgets, token_worth
 from das_adapter.core.latency import StepModel, StepTimes
@@ -257,7 +257,7 @@ class Controller:
             self.drafts.acceptance.observe(drafted, accepted)
             worth = self.requests.worth_own[slots[mine]] + self.requests.worth_tail[slots[mine]]
             account.model(saved=float(accepted @ worth))
-        if account.state in (State.STOPPED, State.FAILED) or not running:
+        if account.stopped or not running:
             return None
         if not (self._always or account.look.due(account.now, running)):
             return None

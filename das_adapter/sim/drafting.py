@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.ladder import Ladder
 from das_adapter.core.latency import Calibration, Capacity
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.siblings import Moments, Siblings
-from das_adapter.core.ladder import Ladder
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.sources import Given, Offer, Source, Walker
 from das_adapter.sim.steps import Steps

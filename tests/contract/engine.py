@@ -173,9 +173,6 @@ def any_length(stock: Any) -> Any:
     """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
 
     def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
-        self.engine.guard = self.model_source.drafts.silent = (
-            None  # they would leave out steps, and see that such drafts lose
-        )
         drafts = stock(self, sampled, lengths, tokens)
         if not self.leads:
             return drafts

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from das_adapter.cli import main
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
-from das_adapter.core.roofline import Roofline, cold_start
 from das_adapter.core.plain_time import seconds_of
+from das_adapter.core.roofline import Roofline, cold_start
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim import Simulation, summary
 from das_adapter.sim.config import parse, read

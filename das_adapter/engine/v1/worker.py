@@ -14,6 +14,7 @@ import torch
 
 from das_adapter import __version__
 from das_adapter.config import DasConfig
+from das_adapter.core.account import collapsed
 from das_adapter.engine.front_end import media
 from das_adapter.engine.standalone import (
     Response,
@@ -33,7 +34,7 @@ from das_adapter.errors import DasError, UnsupportedHost
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed, Started, plain
-from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
+from das_adapter.protocol.metrics import Counters, EngineStats
 
 logger = logging.getLogger("das_adapter")
 
@@ -246,7 +247,7 @@ class WorkerState:
 
     def _stats(self) -> EngineStats:
         counters = self.counters
-        if collapsed(vars(counters)):
+        if collapsed(counters.draft_tokens, counters.accepted_tokens):
             counters.alarm = (
                 f"acceptance of the {self.config.drafter} drafter collapsed: {counters.accepted_tokens} of "
                 f"{counters.draft_tokens} draft tokens"
