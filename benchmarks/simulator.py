@@ -27,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,16 +35,16 @@ from typing import Any
 import numpy as np
 from provenance import provenance
 
-from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.config import parse as parse_das
-from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import RESPONSE
 from das_adapter.sim.config import parse
-from das_adapter.sim.drafting import Controlled, Nobody
+from das_adapter.sim.controlled import Controlled, Drafters
+from das_adapter.sim.drafting import Drafting, no_drafts
 from das_adapter.sim.fleet import Fleet, Settings
+from das_adapter.sim.pays import sample
 from das_adapter.sim.requests import Requests
-from das_adapter.sim.rollouts import Rollout
+from das_adapter.sim.rollouts import Rollout, read
 from das_adapter.sim.simulate import Simulation, summary
 from das_adapter.sim.sources import Indexed
 from das_adapter.sim.steps import Line
@@ -86,7 +87,7 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         )
     )
     steps = Line(model)
-    drafting: Any = Nobody()
+    drafting: Drafting = no_drafts(requests)
     if arm != "idle":
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
         block = {
@@ -96,23 +97,23 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         das = parse_das(block)
         assert das is not None
         source = Indexed(requests, Texts(rollouts), 1, das.history)
-        (index,) = source._indices
-        bench.drafter = SimpleNamespace(history=SimpleNamespace(index=index))
+        (index,), written = source.indices, list[tuple[int, bytes, int]]()
+        practised = SimpleNamespace(
+            add=lambda problem, ids, version: written.append((problem, ids.tobytes(), version)),
+            seal=lambda: source.remember(written),
+            **{name: getattr(index, name) for name in ("open", "draft_flat", "extend", "close")},
+        )
+        bench.drafter = SimpleNamespace(history=SimpleNamespace(index=practised))
         bench.practise()
         history = [
-            (problem + 10**6, np.frombuffer(ids, dtype=np.int32), version + 2)
+            (problem + 10**6, ids, version + 2)
             for problem, ids, version in bench.history(wanted, [text.tolist() for text in texts])
         ]
-        for one in history:
-            index.add(*one)
-        index.seal(8)
-        drafting = Controlled(das, requests, 1, steps, 1024, source)
-        controller = Controller(
-            BudgetConfig(policy=policy, max_draft_tokens=most), ToggleConfig(mode=block["toggle"]["mode"]), 1024
-        )
+        source.remember(history)
+        drafting = Controlled(das, requests, 1, 1024, Drafters(source))
+        (controller,) = drafting.controllers
         controller.times = StepTimes(model)
-        controller.sync(np.array([(problem, len(ids), version) for problem, ids, version in history], RESPONSE))
-        drafting.controllers[0] = controller
+        controller.sync(np.array([(problem, len(ids) // 4, version) for problem, ids, version in history], RESPONSE))
     engine = Fleet(1, requests, Settings(64), steps, drafting)
     engine.submit(rows, rows * 0, rows * 0, 0.0)
     engine.run()
@@ -176,7 +177,6 @@ def demo(run: Path) -> dict[str, Any]:
     the end of the first epoch, and at the end of the run. The first epoch also says what a rollout takes beside its
     decode steps; the others are judged."""
     from das_adapter.protocol import decision_log
-    from das_adapter.sim.rollouts import read
 
     summary = json.loads((run / "summary.json").read_text())
     dump = read(run / "rollouts", str(Path(__file__).parents[1] / "runs" / "tiny_math_31m"))
@@ -236,9 +236,6 @@ def errors(result: dict[str, Any]) -> dict[str, Any]:
 def speed(traces: Path, name: str, engines: int, stride: int) -> dict[str, Any]:
     """A step of 4096 x 16 rollouts on 2048 GPUs, one core: recorded lengths, sampled as `das-adapter replay` samples
     them, and a trace of what the index offers."""
-    from das_adapter.sim.pays import sample
-    from das_adapter.sim.rollouts import read
-
     seen: Counter[int] = Counter()
     chosen = []
     for r in read(traces / f"{name}.npz"):
@@ -274,13 +271,29 @@ def speed(traces: Path, name: str, engines: int, stride: int) -> dict[str, Any]:
     return found
 
 
+def dealt(path: Path, problems: int, group: int, steps: int | None, seed: int) -> list[Rollout]:
+    """Choose problems, and deal their samples out in groups, one a step, where the recording has no steps."""
+    found = read(path)
+    names = sorted({r.problem for r in found})
+    chosen = set(np.random.default_rng(seed).permutation(names)[:problems].tolist())
+    found = [r for r in found if r.problem in chosen]
+    if steps is None:
+        return found
+    seen: Counter[int] = Counter()
+    rollouts = []
+    for r in found:
+        step = seen[r.problem] // group
+        seen[r.problem] += 1
+        if step < steps:
+            rollouts.append(replace(r, step=step, run=0))
+    return rollouts
+
+
 def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: int) -> list[dict[str, Any]]:
     """Groups together or scattered, leaders first or not: seconds of recorded rollouts on 8 and 64 H100."""
-    from routing import read
-
     found = []
     for seed, gpus, waves in itertools.product(range(seeds), (8, 64), (1, 2, 4)):
-        dump = read(traces / f"{name}.npz", *shape, seed)
+        dump = dealt(traces / f"{name}.npz", *shape, seed)
         size = max(Counter((r.step, r.run) for r in dump).values())
         config = parse(
             {
@@ -312,12 +325,11 @@ def varied(traces: Path) -> dict[str, Any]:
     """What changes the answer: everything that `would_it_pay.yaml` varies, drawn and recorded."""
     import yaml
     from published import put
-    from routing import read
 
     found: dict[str, Any] = {}
     for part, content in yaml.safe_load(Path(__file__).with_name("would_it_pay.yaml").read_text()).items():
         shape = [content.get(key) for key in ("problems", "samples", "epochs")]
-        dump = read(traces / f"{content['set']}.npz", *shape, 0) if "set" in content else None
+        dump = dealt(traces / f"{content['set']}.npz", *shape, 0) if "set" in content else None
         for what, values in content["vary"].items():
             for value, keys in values.items():
                 settings = copy.deepcopy(content["base"])

@@ -211,8 +211,6 @@ def _writable(_: click.Context, option: click.Parameter, value: Path | None) -> 
 @click.option("--window", default=8, show_default=True, help="Visits of a problem that are drafted from.")
 @click.option("--max-bytes", default="8GiB", show_default=True, help="Size of the history, such as 512MiB.")
 @click.option("--batch", default=256, show_default=True, help="Requests that are live at once.")
-@click.option("--replicas", callback=_numbers, help="Also over so many replicas, by routing; such as 1,2,4,8.")
-@click.option("--slots", type=click.IntRange(1), help="--replicas: requests that a replica runs at once; default: all.")
 @click.option("--hardware", help="GPU, such as H100: also say what the rollouts would take there, off and on.")
 @click.option("--model", "policy", help="--hardware: the policy, a name such as Qwen/Qwen2.5-7B or a config.json.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="--hardware: GPUs that generate.")
@@ -248,8 +246,6 @@ def replay(
     window: int,
     max_bytes: str,
     batch: int,
-    replicas: tuple[int, ...],
-    slots: int | None,
     target: Path | None,
     picture: Path | None,
 ) -> None:
@@ -260,7 +256,6 @@ def replay(
     from das_adapter.config import parse
     from das_adapter.sim import rollouts
     from das_adapter.tools import replay as simulator
-    from das_adapter.tools import replicas as routing
 
     given = _refuse_without_effect(hardware is not None)
     if hardware is not None:
@@ -279,15 +274,11 @@ def replay(
             "engine": {"max_num_seqs": max_num_seqs} if max_num_seqs else None,
         }
         return _pays(path, tokenizer, tokens, cluster, target, picture)
-    if min(replicas, default=1) < 1:
-        raise click.BadParameter(f"found {min(replicas)}, allowed: 1 or more", param_hint="--replicas")
     try:
         das = parse({"history": {"window": window, "max_bytes": max_bytes}})
         assert das is not None
         dump = rollouts.read(path, tokenizer)
         figures = simulator.report(dump, budget, min_chance, das.history, batch)
-        if replicas:
-            figures["routing"] = routing.report(dump, replicas, slots, budget)
     except DasError as error:
         raise click.ClickException(str(error)) from None
     table = Table(box=None, pad_edge=False)
@@ -305,10 +296,6 @@ def replay(
     Console().print(table)
     positions = " ".join(f"{p:.2f}" for p in figures["acceptance_by_position"])
     click.echo(f"acceptance by draft position: {positions}; calibration error {figures['calibration_error']:.3f}")
-    if replicas:
-        Console().print(_routing_table(figures["routing"]))
-        worth = ", ".join(f"{name} {accepted:.2f}" for name, accepted in figures["routing"]["siblings"].items())
-        click.echo(f"accepted per round by siblings: {worth}")
     if target:
         target.write_text(json.dumps(figures, indent=1) + "\n")
     if picture:
@@ -389,7 +376,7 @@ def _arms_table(figures: dict[str, Any]) -> Table:
     return table
 
 
-_NO_SECONDS = ("min_chance", "batch", "replicas", "slots")
+_NO_SECONDS = ("min_chance", "batch")
 _ONLY_SECONDS = ("policy", "gpus", "per_engine", "precision", "max_num_seqs", "other_s", "tokens")
 """Options of `replay` that have no effect with --hardware, and without."""
 
@@ -449,23 +436,6 @@ def _pays(
     click.echo("Recommended:\n" + yaml.safe_dump({"das": answer.block}, sort_keys=False).rstrip())
     if target:
         target.write_text(json.dumps(answer.to_dict(), indent=1) + "\n")
-
-
-def _routing_table(figures: dict[str, Any]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in ("replicas", "routing", "accepted", "longest, rounds", "makespan", "replicas/group"):
-        table.add_column(column, justify="left" if column == "routing" else "right", no_wrap=True)
-    for count, arms in figures["replicas"].items():
-        for name, f in arms.items():
-            table.add_row(
-                count,
-                name,
-                f"{f['accepted_per_round']:.2f}",
-                f"{f['longest']:.0f}",
-                f"{f['makespan']:.0f}",
-                f"{f['parts']:.2f}",
-            )
-    return table
 
 
 if __name__ == "__main__":

@@ -127,8 +127,6 @@ class AcceptanceBlock(_Block):
     """`given`: chance of each draft position, if those before survived, by visit of the problem; the last goes on."""
     spread: Annotated[float, Field(ge=0)] = 0.0
     """`given`: standard deviation, from problem to problem, of the logarithm of these chances' odds."""
-    coverage: Share = 1.0
-    """`given`: share of the positions at which there is a draft."""
     copy_rate: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Chance of a token of the policy copy, if those before survived."""
     length: Annotated[float, Field(ge=1)] | None = None

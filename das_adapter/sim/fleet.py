@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.native import native
 from das_adapter.errors import DasError
 from das_adapter.sim.drafting import Drafting, Ticked
 from das_adapter.sim.requests import Requests
@@ -26,7 +25,9 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 LEAP = 256
-"""Most steps without drafts that are taken at once."""
+"""Maximum number of steps that an engine takes at once."""
+UNLIMITED = 2**40
+"""KV blocks of an engine that has more than any rollout takes."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Settings:
     """What an engine can hold; vLLM's names and defaults."""
 
     max_num_seqs: int = 256
-    kv_blocks: int = 2**40
+    kv_blocks: int = UNLIMITED
     """Blocks of the KV cache."""
     block: int = 16
     """Tokens of a block."""
@@ -80,12 +81,11 @@ class Fleet:
                 f"{self.settings.kv_blocks}: more devices an engine, or shorter responses"
             )
         r.engine[rows], r.sent[rows] = engines, at
+        occupied = self._occupied
         for row, engine, priority in zip(rows.tolist(), engines.tolist(), priorities.tolist(), strict=True):
-            heapq.heappush(self._waiting[engine], (priority, self._arrived, row))
-            self._arrived += 1
-            if not self._queued[engine] and not self._occupied[engine]:
+            if not self._queued[engine] and not occupied[engine]:
                 self.clock[engine] = max(self.clock[engine], at)
-            self._queued[engine] += 1
+            self._queue(row, engine, priority)
             self._open[engine] = True
 
     @property
@@ -111,135 +111,98 @@ class Fleet:
         Args:
             until: seconds.
             slack: engines step together whose clocks are so close, seconds.
-            ended: hears which requests ended, and says whether to stop.
+            ended: receives the requests that ended, and returns whether to stop.
         """
         while True:
-            occupied = self._occupied
-            busy = (occupied > 0) | (self._queued > 0)
-            busy &= self.clock < until
+            busy = self.busy & (self.clock < until)
             if not busy.any():
                 return
             active = busy & (self.clock <= self.clock[busy].min() + slack)
-            walked, done = self._walk(active, until)
+            walked, done = self._walk(active, LEAP if until == np.inf else LEAP // 16)
             if (active & ~walked).any():
-                done = np.concatenate([done, self._tick(active & ~walked, until)])
+                done = np.concatenate([done, self._tick(active & ~walked)])
             if ended is not None and len(done) and ended(done):
                 return
 
     # Inside
 
-    def _walk(self, active: Bools, until: float) -> tuple[Bools, Ints]:
-        """Let engines go on whose drafter needs not be asked, until it must be or something else changes; return which
-        ones these are, and the requests that ended."""
-        r, none = self.requests, (np.zeros(self.engines, dtype=bool), np.zeros(0, dtype=np.int64))
-        active = active & ~self._open
-        if self.drafting.plain or not active.any():
-            return none
-        engine = r.engine[self.running]
-        active &= ~np.bincount(engine[r.unread[self.running] > 0], minlength=self.engines).astype(bool)
+    def _walk(self, active: Bools, leap: int) -> tuple[Bools, Ints]:
+        """Let engines continue natively until their drafter must be asked, a request ends, or the KV cache may be full;
+        return which engines these are, and the requests that ended."""
+        r, engine = self.requests, self.requests.engine[self.running]
+        reading = np.bincount(engine[r.unread[self.running] > 0], minlength=self.engines) > 0
+        active = active & ~self._open & ~reading
         rows = self.running[active[engine]]
-        at = r.engine[rows]
-        requests = np.bincount(at, minlength=self.engines).astype(float)
-        walk = self.drafting.walk(rows, requests)
+        walk = self.drafting.walk(rows) if len(rows) else None
         if walk is None:
-            return none
-        steps = np.minimum(walk.steps, LEAP if until == np.inf else 16)
-        if self.settings.kv_blocks < 2**40:
-            steps = np.minimum(steps, self._room(rows, at, requests) // (1 + walk.limit.max(initial=0)))
+            return np.zeros(self.engines, dtype=bool), rows[:0]
+        at, requests = r.engine[rows], self._sums(r.engine[rows])
+        steps = np.minimum(walk.steps, np.full(self.engines, leap))
+        if self.settings.kv_blocks < UNLIMITED:
+            steps = np.minimum(steps, self._room(rows, requests) // (1 + walk.limit.max(initial=0)))
         active &= (steps > 0) & (requests > 0)
-        if not active.any():
-            return none
         chosen, mine = np.flatnonzero(active), active[at]
-        rows, counts, width = rows[mine], requests[chosen], int(steps[chosen].max())
+        if not len(chosen):
+            return active, rows[:0]
+        rows, counts = rows[mine], requests[chosen]
         taken = np.zeros(len(chosen), dtype=np.int64)
-        tokens, context = np.zeros((2, len(chosen), width))
-        columns = ("length", "most", "prompt", "written", "forwards", "drafted", "accepted", "draft", "hits")
-        getattr(native(), f"walk_{walk.walker.kind}")(
+        tokens, context = np.zeros((2, len(chosen), int(steps[chosen].max())))
+        walk.source.walk(
             rows,
             offsets_of(counts.astype(np.int64)),
             steps[chosen],
             walk.least[mine],
             walk.limit[mine],
-            **{name: getattr(r, name) for name in columns},
             taken=taken,
             tokens=tokens,
             context=context,
-            **walk.walker.arguments,
         )
-        there = np.arange(width) < taken[:, None]
+        there = np.arange(tokens.shape[1]) < taken[:, None]
         which = np.repeat(np.arange(len(chosen)), taken)
         each = self.steps.decode(counts[which], tokens[there], context[there])
         drafting = _sums(which, walk.seconds(counts[which], context[there]), len(chosen))
-        seconds = drafting + _sums(which, each, len(chosen))
-        self.clock[chosen] += seconds
-        self.busy_s[chosen] += seconds
-        self.drafting_s[chosen] += drafting
-        self.step_count[chosen] += taken
+        self._pass_time(chosen, _sums(which, each, len(chosen)) + drafting, drafting, taken)
         went = np.zeros(self.engines, dtype=np.int64)
         went[chosen] = taken
         self.drafting.walked(went)
         return active, self._end(rows)
 
-    def _tick(self, active: Bools, until: float) -> Ints:
-        r, settings = self.requests, self.settings
-        if (self._open & active).any():
-            self._admit(active)
-        whole = bool(active.all())
-        engine = r.engine[self.running]
-        rows = self.running if whole else self.running[active[engine]]
-        if settings.kv_blocks < 2**40:
-            lost = self._preempt(rows)
-            if len(lost):
-                gone = np.isin(self.running, lost)
-                self.running = self.running[~gone]
-                rows = rows[~np.isin(rows, lost)]
-        engine = r.engine[rows]
+    def _tick(self, active: Bools) -> Ints:
+        """Take one step of each of these engines; return the requests that ended."""
+        r = self.requests
+        self._admit(active)
+        self._preempt(active)
+        rows = self.running[active[r.engine[self.running]]]
         reading = r.unread[rows] > 0
-        decoding = rows[~reading] if reading.any() else rows
-        at = r.engine[decoding]
-        requests = np.bincount(at, minlength=self.engines).astype(float)
-        drafted = r.draft[decoding] + r.copied[decoding]
-        tokens = requests + _sums(at, drafted, self.engines)
-        context = _sums(at, r.prompt[decoding] + r.written[decoding], self.engines)
-        some = active & (np.bincount(engine, minlength=self.engines) > 0)
-        timed = np.ones(self.engines, dtype=bool)
-        finished_reading, leap = rows[:0], np.ones(self.engines, dtype=np.int64)
-        if reading.any():
-            finished_reading, prompts = self._prefill(rows[reading], tokens)
-            timed = prompts == 0
-            seconds = self.steps.decode(requests, tokens, context) + self.steps.prefill(prompts)
-        else:
-            seconds = self.steps.decode(requests, tokens, context)
-            if self.drafting.plain:
-                leap = self._leap(decoding, at, requests, until)
-                last = self.steps.decode(requests, tokens, context + requests * (leap - 1))
-                seconds = 0.5 * (seconds + last) * leap
-        forwards = leap[at]
-        got = forwards.copy()
-        if not self.drafting.plain:
-            got += np.minimum(r.draft[decoding], r.hits[decoding])
-            if r.copied[decoding].any():
-                got += np.minimum(r.copied[decoding], r.copy_hits[decoding])
-            np.minimum(got, r.length[decoding] - r.written[decoding], out=got)
-        r.written[decoding] += got
-        r.forwards[decoding] += forwards
-        r.drafted[decoding] += drafted
-        r.accepted[decoding] += got - forwards
-        if len(finished_reading):
-            first = np.minimum(1, r.length[finished_reading] - r.written[finished_reading])
-            r.written[finished_reading] += first
-            r.forwards[finished_reading] += 1
-            decoding = np.concatenate([decoding, finished_reading])
-            got = np.concatenate([got, first])
-            drafted = np.concatenate([drafted, np.zeros(len(finished_reading), np.int64)])
-        if not self.drafting.plain:
-            extra = self._draft(decoding, got, drafted, tokens, seconds, timed, some)
-            seconds = seconds + extra
-            self.drafting_s[some] += extra[some]
-        self.clock[some] += seconds[some]
-        self.busy_s[some] += seconds[some]
-        self.step_count[some] += leap[some]
-        return self._end(decoding)
+        decoding = rows[~reading]
+        at, drafted = r.engine[decoding], r.draft[decoding] + r.copied[decoding]
+        requests = self._sums(at)
+        tokens = requests + self._sums(at, drafted)
+        context = self._sums(at, r.prompt[decoding] + r.written[decoding])
+        begun, prompts = self._prefill(rows[reading], tokens)
+        seconds = self.steps.decode(requests, tokens, context) + self.steps.prefill(prompts)
+        kept = np.minimum(r.draft[decoding], r.hits[decoding]) + np.minimum(r.copied[decoding], r.copy_hits[decoding])
+        got = np.minimum(1 + kept, r.length[decoding] - r.written[decoding])
+        got = np.concatenate([got, np.ones(len(begun), np.int64)])
+        drafted = np.concatenate([drafted, np.zeros(len(begun), np.int64)])
+        stepped = np.concatenate([decoding, begun])
+        r.written[stepped] += got
+        r.forwards[stepped] += 1
+        r.drafted[stepped] += drafted
+        r.accepted[stepped] += got - 1
+        extra = self._draft(stepped, got, drafted, tokens, seconds, prompts == 0)
+        chosen = np.unique(r.engine[rows])
+        self._pass_time(chosen, (seconds + extra)[chosen], extra[chosen], 1)
+        return self._end(stepped)
+
+    def _pass_time(self, engines: Ints, seconds: Floats, drafting: Floats, steps: Ints | int) -> None:
+        self.clock[engines] += seconds
+        self.busy_s[engines] += seconds
+        self.drafting_s[engines] += drafting
+        self.step_count[engines] += steps
+
+    def _sums(self, engine: Ints, values: Ints | Floats | None = None) -> Floats:
+        return _sums(engine, values, self.engines)
 
     def _end(self, rows: Ints) -> Ints:
         r = self.requests
@@ -252,9 +215,7 @@ class Fleet:
             self._open[r.engine[done]] = self._queued[r.engine[done]] > 0
         return done
 
-    def _draft(
-        self, rows: Ints, got: Ints, drafted: Ints, tokens: Floats, seconds: Floats, timed: Bools, some: Bools
-    ) -> Floats:
+    def _draft(self, rows: Ints, got: Ints, drafted: Ints, tokens: Floats, seconds: Floats, timed: Bools) -> Floats:
         """Let the drafter take the steps; return the seconds that this takes each engine."""
         extra = np.zeros(self.engines)
         if not len(rows):
@@ -280,23 +241,14 @@ class Fleet:
         extra[[tick.engine for tick in ticks]] = self.drafting.step(ticks)
         return extra
 
-    def _leap(self, rows: Ints, at: Ints, requests: Floats, until: float) -> Ints:
-        """Steps until something changes: a request ends, or the KV cache may be full."""
-        r = self.requests
-        most = np.full(self.engines, LEAP if until == np.inf else 16, dtype=np.int64)
-        np.minimum.at(most, at, r.length[rows] - r.written[rows])
-        if self.settings.kv_blocks < 2**40:
-            most = np.minimum(most, self._room(rows, at, requests))
-        return np.maximum(most, 1)
-
-    def _room(self, rows: Ints, at: Ints, requests: Floats) -> Ints:
-        """Tokens that each request of an engine can write before the KV cache may be full."""
-        free = self.settings.kv_blocks - np.bincount(at, self._blocks(rows), self.engines)
+    def _room(self, rows: Ints, requests: Floats) -> Ints:
+        """Return how many tokens each request of an engine can write before the KV cache may be full."""
+        free = self.settings.kv_blocks - self._sums(self.requests.engine[rows], self._blocks(rows))
         room: Ints = (np.floor(free / np.maximum(requests, 1) - 1) * self.settings.block).astype(np.int64)
         return room
 
     def _blocks(self, rows: Ints) -> Ints:
-        """Blocks that requests need for their next step."""
+        """Return the blocks that requests need for their next step."""
         r = self.requests
         tokens = r.prompt[rows] + r.written[rows] + 1 + r.draft[rows] + r.copied[rows]
         return -(-tokens // self.settings.block)
@@ -306,32 +258,33 @@ class Fleet:
         running = self.running
         return np.bincount(self.requests.engine[running], self._blocks(running), self.engines).astype(np.int64)
 
-    def _preempt(self, rows: Ints) -> Ints:
+    def _preempt(self, active: Bools) -> None:
         """Take their place from the requests that were admitted last, where the KV cache is full."""
-        r = self.requests
-        blocks, engine = self._blocks(rows), r.engine[rows]
-        used = np.bincount(engine, blocks, self.engines)
-        lost: list[int] = []
-        for e in np.flatnonzero(used > self.settings.kv_blocks).tolist():
-            mine = np.flatnonzero(engine == e)
-            excess = used[e] - self.settings.kv_blocks
-            for i in mine[::-1].tolist():
-                if excess <= 0:
-                    break
-                excess -= blocks[i]
-                lost.append(int(rows[i]))
-        for row in lost:
-            e = int(r.engine[row])
-            r.draft[row] = r.copied[row] = 0
-            r.preempted[row] += 1
-            heapq.heappush(self._waiting[e], (-(2**62), self._arrived, row))
-            self._arrived += 1
-            self._queued[e] += 1
-        return np.array(lost, dtype=np.int64)
+        if self.settings.kv_blocks == UNLIMITED:
+            return
+        r, lost = self.requests, list[int]()
+        for e in np.flatnonzero(active & (self.used_blocks() > self.settings.kv_blocks)).tolist():
+            mine = self.running[r.engine[self.running] == e]
+            blocks = self._blocks(mine)
+            excess = blocks.sum() - self.settings.kv_blocks
+            count = int(np.searchsorted(np.cumsum(blocks[::-1]), excess)) + 1
+            for row in mine[::-1][:count].tolist():
+                r.draft[row] = r.copied[row] = 0
+                r.preempted[row] += 1
+                self._queue(row, e, -(2**62))
+                lost.append(row)
+        self.running = self.running[~np.isin(self.running, lost)]
+
+    def _queue(self, row: int, engine: int, priority: int) -> None:
+        heapq.heappush(self._waiting[engine], (priority, self._arrived, row))
+        self._arrived += 1
+        self._queued[engine] += 1
 
     def _admit(self, active: Bools) -> None:
-        """Admit waiting requests to engines with a free slot and free KV blocks."""
+        """Start waiting requests where there are a slot and KV blocks."""
         r, settings = self.requests, self.settings
+        if not (self._open & active).any():
+            return
         occupied, used = self._occupied, self.used_blocks()
         admitted: list[int] = []
         for e in np.flatnonzero(self._open & active).tolist():
@@ -353,25 +306,25 @@ class Fleet:
                 r.begun[row] = self.clock[e]
                 admitted.append(row)
             self._open[e] = False
-        if admitted:
-            rows = np.array(admitted, dtype=np.int64)
-            self.running = np.concatenate([self.running, rows])
-            self.running = self.running[np.argsort(r.engine[self.running], kind="stable")]
-            self.drafting.begin(rows)
+        rows = np.array(admitted, dtype=np.int64)
+        self.running = np.concatenate([self.running, rows])
+        self.running = self.running[np.argsort(r.engine[self.running], kind="stable")]
+        self.drafting.begin(rows)
 
     def _prefill(self, rows: Ints, decoding: Floats) -> tuple[Ints, Floats]:
         """Read the next chunk of prompts; return the requests whose prompts are read, and tokens read by engine."""
         r = self.requests
         engine, unread = r.engine[rows], r.unread[rows]
         before = np.cumsum(unread) - unread
-        first = np.r_[True, engine[1:] != engine[:-1]]
+        first = np.r_[True, engine[1:] != engine[:-1]][: len(rows)]
         before -= np.maximum.accumulate(np.where(first, before, 0))
         room = np.maximum(self.settings.max_num_batched_tokens - decoding, 1).astype(np.int64)
         chunk = np.clip(room[engine] - before, 0, unread)
         r.unread[rows] -= chunk
         self.prefilled += int(chunk.sum())
-        return rows[r.unread[rows] == 0], _sums(engine, chunk, self.engines)
+        return rows[r.unread[rows] == 0], self._sums(engine, chunk)
 
 
-def _sums(engine: Ints, values: Ints | Floats, engines: int) -> Floats:
-    return np.bincount(engine, values, engines).astype(np.float64)
+def _sums(place: Ints, values: Ints | Floats | None, size: int) -> Floats:
+    """Add up values by place; None: count them."""
+    return np.bincount(place, values, size).astype(np.float64)

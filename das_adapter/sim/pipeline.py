@@ -9,31 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.length import RESPONSE, Responses
-from das_adapter.core.siblings import Moments
-from das_adapter.sim.drafting import Controlled
+from das_adapter.core.length import RESPONSE
+from das_adapter.sim.config import PipelineBlock
 from das_adapter.sim.fleet import Fleet
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.routing import Router, arrivals
 from das_adapter.sim.workload import Workload
 
 Ints = npt.NDArray[np.int64]
-Kind = Literal["sync", "one_step_off", "async"]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """What a step takes beside its rollout, seconds."""
-
-    train_s: float = 0.0
-    """Rewards, log-probabilities and the update."""
-    sync_s: float = 0.0
-    """Weight sync."""
 
 
 @dataclass
@@ -83,21 +70,11 @@ class Run:
         return at - begin, (there - gone).astype(np.int64)
 
 
-def responses(requests: Requests, rows: Ints) -> Responses:
-    """Return finished requests as the controllers and the router hear of them."""
-    found = np.zeros(len(rows), RESPONSE)
-    found["problem"], found["tokens"] = requests.problem[rows], requests.length[rows]
-    found["version"] = requests.version[rows]
-    return found
-
-
 def run(
     fleet: Fleet,
     workload: Workload,
     router: Router,
-    kind: Kind = "sync",
-    timing: Timing = Timing(),
-    lag: int = 0,
+    pipeline: PipelineBlock,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
     """Simulate a run.
@@ -106,23 +83,17 @@ def run(
         fleet: fresh engines.
         workload: the requests.
         router: where they go.
-        kind: see above.
-        timing: of the other parts of a step.
-        lag: `async`: most weight versions between sending a request and training on it.
-        progress: hears after each step how many are done.
+        pipeline: what a step takes beside the rollout.
+        progress: receives after each step how many are done.
     """
-    simulate = _continuous if kind == "async" else _in_turns
-    return simulate(fleet, workload, router, kind, timing, lag, progress or (lambda _: None))
+    told = progress or (lambda _: None)
+    if pipeline.kind == "async":
+        return _Continuous(fleet, workload, router, pipeline).run(told)
+    return _in_turns(fleet, workload, router, pipeline, told)
 
 
 def _in_turns(
-    fleet: Fleet,
-    workload: Workload,
-    router: Router,
-    kind: Kind,
-    timing: Timing,
-    lag: int,
-    progress: Callable[[int], None],
+    fleet: Fleet, workload: Workload, router: Router, timing: PipelineBlock, progress: Callable[[int], None]
 ) -> Run:
     requests, found, spans = fleet.requests, list[StepResult](), list[tuple[float, float]]()
     trained = [0.0, 0.0]  # when training on the step before, and on the one before that, ends
@@ -135,7 +106,7 @@ def _in_turns(
         if number + 1 < workload.steps:
             _sync(fleet, router, number + 1, rows)
         spans.append((now, end))
-        if kind == "sync":
+        if timing.kind == "sync":
             step_s = end - now + timing.train_s + timing.sync_s
             found.append(_result(requests, rows, end - now, step_s, end - now))
             now += step_s
@@ -150,89 +121,96 @@ def _in_turns(
     return Run(found, requests, _busy(fleet, spans), spans)
 
 
-def _continuous(
-    fleet: Fleet,
-    workload: Workload,
-    router: Router,
-    kind: Kind,
-    timing: Timing,
-    lag: int,
-    progress: Callable[[int], None],
-) -> Run:
-    requests, found, spans = fleet.requests, list[StepResult](), list[tuple[float, float]]()
-    batches: list[Ints] = []  # of rows, as they were sent
-    groups: dict[int, list[int]] = {}  # rows of each group, by its number
-    group_of: dict[int, int] = {}
-    finished: list[int] = []  # groups that ended and were not taken, in the order of their end
-    since: list[Ints] = []  # rows that ended since the last weight sync
-    ages: dict[int, int] = {}  # weight version of each group that was not taken
+@dataclass
+class _Group:
+    """The samples of a problem that were sent together and not trained on yet."""
 
-    def send(version: int, at: float) -> None:
-        if len(batches) < workload.steps:
-            rows = _send(fleet, workload, router, len(batches), version, at)
-            batches.append(rows)
-            names: dict[int, int] = {}
-            for row, problem in zip(rows.tolist(), requests.problem[rows].tolist(), strict=True):
-                name = names.setdefault(problem, len(groups))
-                if name not in groups:
-                    ages[name], groups[name] = version, []
-                group_of[row] = name
-                groups[name].append(row)
+    version: int
+    rows: list[int]
+    left: int
+    """Samples that are still being written."""
 
-    left: dict[int, int] = {}
 
-    def wanted(version: int) -> list[int] | None:
-        """The groups that the trainer takes: the oldest, and then those that ended first; None: too few have ended."""
-        enough = min(size, len(ages))
-        if len(finished) < enough:
-            return None
-        due = [name for name, age in ages.items() if age <= version - lag]
-        if any(left[name] for name in due):
-            return None
-        others = set(due)
-        return (due + [name for name in finished if name not in others])[:enough]
+class _Continuous:
+    """Requests that keep running across weight syncs, and a trainer that takes whole groups."""
 
-    def ended(rows: Ints) -> bool:
-        since.append(rows)
-        router.done(requests, rows)
-        for row in rows.tolist():
-            name = group_of[row]
-            left[name] -= 1
-            if not left[name]:
-                finished.append(name)
-        return chosen is None and wanted(version) is not None
+    def __init__(self, fleet: Fleet, workload: Workload, router: Router, timing: PipelineBlock) -> None:
+        self._fleet, self._workload, self._router, self._timing = fleet, workload, router, timing
+        self._groups: dict[int, _Group] = {}  # by number
+        self._group_of: dict[int, int] = {}
+        self._finished: list[int] = []  # groups, in the order of their end
+        self._since: list[Ints] = []  # rows that ended since the last weight sync
+        self._sent = self._version = 0
+        self._size = 0  # groups of a step
+        self._waiting = False  # whether the trainer waits for a batch
 
-    free, version, chosen = 0.0, 0, None
-    for _ in range(lag + 1):
-        send(0, 0.0)
-    size = len(set(requests.problem[batches[0]].tolist()))  # groups of a step
-    last = 0.0
-    for number in range(workload.steps):
-        version = number
-        left.update({name: len(rows) for name, rows in groups.items() if name not in left})
-        chosen = wanted(version)
+    def run(self, progress: Callable[[int], None]) -> Run:
+        fleet, timing, requests = self._fleet, self._timing, self._fleet.requests
+        found, spans = list[StepResult](), list[tuple[float, float]]()
+        for _ in range(self._timing.lag + 1):
+            self._send(0.0)
+        free = 0.0
+        for number in range(self._workload.steps):
+            rows = self._take()
+            ready, last = float(requests.ended[rows].max()), free
+            begin = max(free, ready)
+            fleet.run(until=begin + timing.train_s, slack=_slack(fleet), ended=self._ended)
+            free = begin + timing.train_s + timing.sync_s
+            found.append(_result(requests, rows, begin - last, free - last, max(0.0, ready - last)))
+            spans.append((last, free))
+            fleet.pause(begin + timing.train_s, timing.sync_s)
+            self._version = number + 1
+            _sync(fleet, self._router, self._version, np.concatenate([np.zeros(0, np.int64), *self._since]))
+            self._since.clear()
+            self._send(free)
+            progress(number + 1)
+        return Run(found, requests, _busy(fleet, spans), spans)
+
+    def _send(self, at: float) -> None:
+        """Send the next step's requests, if there are any."""
+        if self._sent == self._workload.steps:
+            return
+        rows = _send(self._fleet, self._workload, self._router, self._sent, self._version, at)
+        self._sent += 1
+        first, names = len(self._group_of), dict[int, int]()
+        for row, problem in zip(rows.tolist(), self._fleet.requests.problem[rows].tolist(), strict=True):
+            name = names.setdefault(problem, first + len(names))
+            group = self._groups.setdefault(name, _Group(self._version, [], 0))
+            group.rows.append(row)
+            group.left += 1
+            self._group_of[row] = name
+        self._size = self._size or len(names)
+
+    def _take(self) -> Ints:
+        """Wait for the next batch; return its requests, which the trainer takes."""
+        chosen = self._wanted()
         if chosen is None:
-            fleet.run(slack=_slack(fleet), ended=ended)
-            chosen = wanted(version)
+            self._waiting = True
+            self._fleet.run(slack=_slack(self._fleet), ended=self._ended)
+            self._waiting, chosen = False, self._wanted()
         assert chosen is not None
-        rows = np.array(sorted(row for name in chosen for row in groups[name]), dtype=np.int64)
-        ready = float(requests.ended[rows].max())
-        begin = max(free, ready)
         taken = set(chosen)
-        finished[:] = [name for name in finished if name not in taken]
-        for name in chosen:
-            del ages[name]
-        fleet.run(until=begin + timing.train_s, slack=_slack(fleet), ended=ended)
-        free = begin + timing.train_s + timing.sync_s
-        found.append(_result(requests, rows, begin - last, free - last, max(0.0, ready - last)))
-        spans.append((last, free))
-        last = free
-        fleet.pause(begin + timing.train_s, timing.sync_s)
-        _sync(fleet, router, version + 1, np.concatenate([np.zeros(0, np.int64), *since]))
-        since.clear()
-        send(version + 1, free)
-        progress(number + 1)
-    return Run(found, requests, _busy(fleet, spans), spans)
+        self._finished = [name for name in self._finished if name not in taken]
+        return np.array(sorted(row for name in chosen for row in self._groups.pop(name).rows), dtype=np.int64)
+
+    def _wanted(self) -> list[int] | None:
+        """Return the groups of the next batch: those at the maximum lag, and then those that ended first; None: too few
+        have ended."""
+        enough = min(self._size, len(self._groups))
+        due = {name: group for name, group in self._groups.items() if group.version <= self._version - self._timing.lag}
+        if len(self._finished) < enough or any(group.left for group in due.values()):
+            return None
+        return [*due, *(name for name in self._finished if name not in due)][:enough]
+
+    def _ended(self, rows: Ints) -> bool:
+        self._since.append(rows)
+        self._router.done(self._fleet.requests, rows)
+        for row in rows.tolist():
+            group = self._groups[self._group_of[row]]
+            group.left -= 1
+            if not group.left:
+                self._finished.append(self._group_of[row])
+        return self._waiting and self._wanted() is not None
 
 
 def _slack(fleet: Fleet) -> float:
@@ -252,13 +230,13 @@ def _send(fleet: Fleet, workload: Workload, router: Router, number: int, version
 
 
 def _sync(fleet: Fleet, router: Router, version: int, rows: Ints) -> None:
-    learned = responses(fleet.requests, rows)
-    drafting = fleet.drafting
+    """Let drafters and router learn from finished requests, and forget the prompts of the older policy."""
+    requests, drafting = fleet.requests, fleet.drafting
+    learned = np.zeros(len(rows), RESPONSE)
+    learned["problem"], learned["tokens"] = requests.problem[rows], requests.length[rows]
+    learned["version"] = requests.version[rows]
     drafting.sync(version, rows, learned)
-    if isinstance(drafting, Controlled):
-        router.sync(version, learned, drafting.moments, drafting.capacity)
-    else:
-        router.sync(version, learned, Moments(), None)
+    router.sync(version, learned, drafting.moments, drafting.capacity)
     fleet.forget_prompts()
 
 

@@ -36,7 +36,6 @@ class Requests:
     version: Ints = field(default_factory=_ints)
     """Weight version at which it was sent."""
     engine: Ints = field(default_factory=_ints)
-    """-1: not sent yet."""
     written: Ints = field(default_factory=_ints)
     forwards: Ints = field(default_factory=_ints)
     """Steps that it took part in."""
@@ -45,17 +44,16 @@ class Requests:
     preempted: Ints = field(default_factory=_ints)
     """How often it lost its place."""
     unread: Ints = field(default_factory=_ints)
-    """Tokens that its engine has to read before it goes on."""
+    """Tokens that its engine has to read before it continues."""
     draft: Ints = field(default_factory=_ints)
     """Tokens of its present draft."""
     hits: Ints = field(default_factory=_ints)
     """Those of them that the policy will confirm."""
     copied: Ints = field(default_factory=_ints)
-    """Draft tokens in place of those, from the policy copy."""
+    """Draft tokens in place of those, from the policy copy or a neural drafter."""
     copy_hits: Ints = field(default_factory=_ints)
     """Those of them that the policy will confirm."""
     sent: Floats = field(default_factory=_floats)
-    """When it was sent."""
     begun: Floats = field(default_factory=_floats)
     """When it was admitted last."""
     ended: Floats = field(default_factory=_floats)
@@ -66,10 +64,13 @@ class Requests:
         given = {"problem": problem, "visit": visit, "text": text, "prompt": prompt, "length": length, "most": most}
         for column in fields(self):
             old = getattr(self, column.name)
-            filler = -1 if column.name == "engine" else 0
-            new = np.asarray(given.get(column.name, np.full(count, filler)), dtype=old.dtype)
+            new = np.asarray(given.get(column.name, np.zeros(count)), dtype=old.dtype)
             setattr(self, column.name, np.concatenate([old, new]))
         return np.arange(first, first + count)
+
+    def room(self, rows: Ints) -> Ints:
+        """Return how many draft tokens each request can use: its last token needs no draft."""
+        return np.maximum(np.minimum(self.length[rows], self.most[rows]) - 1 - self.written[rows], 0)
 
     def __len__(self) -> int:
         return len(self.problem)

@@ -7,9 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
 from das_adapter.core.hardware import COMPUTE, READ, Hardware
@@ -17,25 +14,23 @@ from das_adapter.core.latency import Calibration, StepModel
 from das_adapter.core.latency import read_calibration as read_steps
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import ConfigError, DasError
-from das_adapter.sim.config import AcceptanceBlock, ArmBlock, SimConfig
-from das_adapter.sim.drafting import Controlled, Drafting, DraftingSeconds, Fixed, Nobody
-from das_adapter.sim.fleet import Fleet, Settings
+from das_adapter.sim.config import ArmBlock, SimConfig
+from das_adapter.sim.controlled import Controlled, Drafters
+from das_adapter.sim.drafting import Drafting, DraftingSeconds, Fixed, no_drafts
+from das_adapter.sim.fleet import UNLIMITED, Fleet, Settings
 from das_adapter.sim.hardware import device
 from das_adapter.sim.lengths import Curve, Tail
 from das_adapter.sim.models import sizes
-from das_adapter.sim.pipeline import Run, Timing, run
+from das_adapter.sim.pipeline import Run, run
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, read
 from das_adapter.sim.routing import Router
 from das_adapter.sim.sources import Given, Indexed, Source, Trace, Traced, record
-from das_adapter.sim.steps import Instance, Line, Steps, Sweep, instance, read_calibration, read_sweep
+from das_adapter.sim.steps import Instance, Line, Steps, instance, neural_pass, read_calibration, read_sweep
 from das_adapter.sim.workload import Drawn, Dumped, Workload
 
-Floats = npt.NDArray[np.float64]
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight in a linear layer."""
-PASS_SHARE = 0.05
-"""Time of a pass of a neural drafter, of a plain step of the policy, where neither says more."""
 Progress = Callable[[str], None]
 """Hears what is done, such as `history: step 3`."""
 
@@ -79,20 +74,22 @@ class Simulation:
 
     def run(self, name: str, progress: Progress | None = None) -> Run:
         """Run an arm."""
-        config, (das, arm) = self.config, self._arms[name]
-        requests, workload = Requests(), self._workload()
-        source = self._history(das, arm.acceptance or config.acceptance, requests, workload, progress)
-        drafting = self._drafting(das, arm, requests, workload, source)
-        fleet = Fleet(self.engines, requests, self.settings, self.steps, drafting)
-        router = Router(das, self.engines, workload.group, self.settings.max_num_seqs, config.rollout.seed)
-        pipeline = config.pipeline
-        timing = Timing(pipeline.train_s, pipeline.sync_s)
+        das, _ = self._arms[name]
+        fleet, workload = self.fleet(name, progress)
+        router = Router(das, self.engines, workload.group, self.settings.max_num_seqs, self.config.rollout.seed)
         told = (lambda done: progress(f"{name}: step {done}")) if progress else None
         try:
-            return run(fleet, workload, router, pipeline.kind, timing, pipeline.lag, told)
+            return run(fleet, workload, router, self.config.pipeline, told)
         finally:
-            if isinstance(source, Indexed):
-                source.close()
+            fleet.drafting.close()
+
+    def fleet(self, name: str, progress: Progress | None = None) -> tuple[Fleet, Workload]:
+        """Return fresh engines with the drafter of an arm, and the requests to send."""
+        das, arm = self._arms[name]
+        requests, workload = Requests(), self._workload()
+        source = self._history(das, arm, requests, workload, progress)
+        drafting = self._drafting(das, arm, requests, source)
+        return Fleet(self.engines, requests, self.settings, self.steps, drafting), workload
 
     def run_all(self, progress: Progress | None = None) -> dict[str, Run]:
         """Run every arm."""
@@ -112,55 +109,44 @@ class Simulation:
             raise ConfigError("rollout.lengths.running: needed with `kind: curve`")
         return Drawn(lengths, max(r.dataset, r.problems), r.problems, r.samples, r.prompt, r.cap, r.steps, r.seed)
 
-    def _history(
-        self,
-        das: DasConfig,
-        accept: AcceptanceBlock,
-        requests: Requests,
-        work: Workload,
-        progress: Progress | None = None,
-    ) -> Source | None:
-        if not das.uses_history:
-            return None
-        if accept.history == "given":
-            longest, seed = das.budget.max_draft_tokens, self.config.rollout.seed
-            return Given(requests, accept.rates, accept.coverage, longest, seed, accept.spread)
-        if accept.history == "index":
-            return Indexed(requests, work.texts, self.engines, das.history)
-        key = das.history.model_dump_json() + str(das.budget.max_draft_tokens)
-        if key not in self._traces:
-            told = (lambda share: progress(f"what the index offers: {share:.0%}")) if progress else None
-            self._traces[key] = record(work.texts.rollouts, das.budget.max_draft_tokens, das.history, progress=told)
-        return Traced(requests, work.texts, self._traces[key])
-
-    def _drafting(
-        self, das: DasConfig, arm: ArmBlock, requests: Requests, work: Workload, source: Source | None
-    ) -> Drafting:
-        accept, seed = arm.acceptance or self.config.acceptance, self.config.rollout.seed
+    def _drafting(self, das: DasConfig, arm: ArmBlock, requests: Requests, source: Source | None) -> Drafting:
         if das.drafter == "none":
-            return Nobody()
-        copy = Given(requests, [[accept.copy_rate]], longest=16, seed=seed + 1) if das.copies_policy else None
-        passes = None
-        if das.neural or das.drafter == "ngram":
+            return no_drafts(requests)
+        accept, seed = arm.acceptance or self.config.acceptance, self.config.rollout.seed
+        copy = passes = None
+        if das.copies_policy:
+            copy, passes = Given(requests, [[accept.copy_rate]], longest=16, seed=seed + 1), self._copy_pass(das)
+        elif das.neural or das.drafter == "ngram":
             tokens = das.model_tokens if das.neural else das.num_draft_tokens
             given = Given(requests, [[rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)]], longest=tokens, seed=seed)
-            passes = self._pass(accept.pass_share, das.drafter) if das.neural else None
+            passes = neural_pass(self.steps, accept.pass_share, das.drafter) if das.neural else None
             if not das.uses_history and das.toggle.mode == "off" and das.budget.policy == "unlimited":
                 return Fixed(requests, given, tokens, passes)
             source, copy = (source, given) if das.neural else (given, None)
+        if arm.stride > 1 and (copy is not None or source is None or not source.walks):
+            raise ConfigError("arms: stride needs acceptance.history given or trace, and no model that drafts")
         limit = self.config.rollout.cap + self.config.rollout.prompt
         if self.rollouts is not None:
             limit = max(limit, max(len(r.prompt) + len(r.tokens) for r in self.rollouts))
-        if arm.stride > 1 and (accept.history == "index" or copy is not None):
-            raise ConfigError("arms: stride needs acceptance.history given or trace, and no model that drafts")
-        steps = self.steps
-        if isinstance(steps, Instance):
-            share = WEIGHT_BYTES[das.self.weights] / WEIGHT_BYTES[self.config.precision]
-            steps = replace(steps, copy_share=share)
-        graphs = steps.model.sizes if isinstance(steps, Line) else ()
-        return Controlled(
-            das, requests, self.engines, steps, limit, source, copy, passes, self._prior(das), graphs, stride=arm.stride
-        )
+        drafters = Drafters(source, copy, passes, narrows=not das.neural)
+        graphs = self.steps.model.sizes if isinstance(self.steps, Line) else ()
+        return Controlled(das, requests, self.engines, limit, drafters, self._prior(das), graphs, arm.stride)
+
+    def _history(
+        self, das: DasConfig, arm: ArmBlock, requests: Requests, work: Workload, progress: Progress | None
+    ) -> Source | None:
+        if not das.uses_history:
+            return None
+        accept, longest = arm.acceptance or self.config.acceptance, das.budget.max_draft_tokens
+        if accept.history == "given":
+            return Given(requests, accept.rates, longest, self.config.rollout.seed, accept.spread)
+        if accept.history == "index":
+            return Indexed(requests, work.texts, self.engines, das.history)
+        key = das.history.model_dump_json() + str(longest)
+        if key not in self._traces:
+            told = (lambda share: progress(f"what the index offers: {share:.0%}")) if progress else None
+            self._traces[key] = record(work.texts.rollouts, longest, das.history, progress=told)
+        return Traced(requests, work.texts, self._traces[key])
 
     def _prior(self, das: DasConfig) -> Calibration | None:
         """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
@@ -173,22 +159,12 @@ class Simulation:
         roof = Roofline.of(sizes(config.model), speed, config.hardware.per_engine, bytes_per_weight)
         return Calibration(roof.line())
 
-    def _pass(self, share: float | None, drafter: str) -> DraftingSeconds:
-        """Return what a pass of a neural drafter takes."""
-        steps = self.steps
-        if share is None and isinstance(steps, Line | Sweep) and steps.passes is not None:
-            return steps.copy_pass
-        part = PASS_SHARE if share is None else share
-        extra, read = 0.0, part
-        if part and isinstance(steps, Instance):
-            extra = steps.pass_overhead_s
-            read = 1.0 / steps.layers if "eagle3" in drafter or "mtp" in drafter else part  # theirs is one layer
-
-        def seconds(requests: Floats, context: Floats) -> Floats:
-            short = steps.decode(requests, requests, np.zeros_like(requests))
-            return np.asarray(extra + part * short + read * (steps.decode(requests, requests, context) - short))
-
-        return seconds
+    def _copy_pass(self, das: DasConfig) -> DraftingSeconds:
+        """Return the time of a pass of the policy copy."""
+        if not isinstance(self.steps, Instance):
+            return self.steps.copy_pass
+        share = WEIGHT_BYTES[das.self.weights] / WEIGHT_BYTES[self.config.precision]
+        return replace(self.steps, copy_share=share).copy_pass
 
 
 def _das(name: str, arm: ArmBlock) -> DasConfig:
@@ -249,7 +225,7 @@ def kv_blocks(config: SimConfig, steps: Steps, block: int = 16) -> int:
     if config.engine.kv_tokens is not None:
         return config.engine.kv_tokens // block
     if not isinstance(steps, Instance) or steps.device is None:
-        return 2**40
+        return UNLIMITED
     roof, room = steps.roof, config.engine.gpu_memory_utilization * steps.device.memory
     weights = roof.weight_bytes + roof.table_bytes + roof.expert_bytes
     blocks = int((room - weights) / (roof.kv_bytes * block))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,9 @@ from das_adapter.sim.texts import Texts
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
 KINDS = 8
-"""Of problems that are told apart where chances differ from problem to problem."""
+"""Kinds of problems that are told apart where chances differ from problem to problem."""
+COLUMNS = ("length", "most", "prompt", "written", "forwards", "drafted", "accepted", "draft", "hits")
+"""Columns of `Requests` that native steps read and write."""
 
 
 class Offer(NamedTuple):
@@ -40,103 +42,89 @@ class Offer(NamedTuple):
     """Leading tokens of each draft that the policy would write, int64 [b]."""
 
 
-class Walker(NamedTuple):
-    """Which of the native functions `walk_*` and `offer_*` know the drafts of a source, and what they need."""
-
-    kind: str
-    arguments: dict[str, Any]
-
-    def offer(self, requests: Requests, rows: Ints, limits: Ints, floor: float) -> Offer:
-        """Draft for requests, as `Source.offer`."""
-        least, make = math.log(floor) if floor > 0 else -math.inf, getattr(native(), f"offer_{self.kind}")
-        return Offer(*make(rows, limits, least, requests.written, **self.arguments))
-
-
-class Source(Protocol):
+class Source:
     """Where drafts come from."""
 
-    def walker(self) -> Walker | None:
-        """Return what steps engines natively; None: drafts have to be asked for at each step."""
-        ...
+    walks = True
+    """Whether engines can step natively with this source."""
+    kind = ""
+    """Which of the native functions `walk_*` and `offer_*` know the source."""
 
-    def begin(self, rows: Ints) -> None:
-        """Take requests that begin, or go on where they were interrupted."""
-        ...
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of the native functions that describe the source."""
+        return {}
+
+    def walk(self, *batch: Any, **out: Any) -> None:
+        """Step engines natively; see `walk_traced` in csrc/simulator.cpp."""
+        columns = {name: getattr(self._requests, name) for name in COLUMNS}
+        getattr(native(), f"walk_{self.kind}")(*batch, **columns, **out, **self.arguments())
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
-        """Draft for running requests of one engine, or of several: at most so many tokens each, int64 [b], down to this
-        chance. No draft may pass a request's end."""
-        ...
+        """Draft for running requests: at most so many tokens each, int64 [b], down to this chance. No draft may pass a
+        request's end."""
+        least = math.log(floor) if floor > 0 else -math.inf
+        make = getattr(native(), f"offer_{self.kind}")
+        return Offer(*make(rows, limits, least, self._requests.written, **self.arguments()))
+
+    def begin(self, rows: Ints) -> None:
+        """Take requests that begin, or continue where they were interrupted."""
 
     def known(self, rows: Ints) -> npt.NDArray[np.bool_]:
         """Return whether there is history of the requests' problems."""
-        ...
+        return self._requests.visit[rows] > 0
 
     def end(self, rows: Ints) -> None:
         """Take requests that ended."""
-        ...
 
     def sync(self, version: int, rows: Ints) -> None:
         """Make these finished requests history, at a weight sync."""
-        ...
+
+    def close(self) -> None:
+        """Remove the source's files."""
 
 
-@dataclass
-class Given:
+class Given(Source):
     """Drafts whose tokens survive with given chances. What a request accepts follows from the seed, the request and its
     position alone, so that it does not depend on when it is drafted for."""
 
-    requests: Requests
-    rates: Sequence[Sequence[float]]
-    """Chance of each position of a draft, if those before survived, by visit of the problem; the last position's and
-    the last visit's go on."""
-    coverage: float = 1.0
-    """Share of the positions of a response at which there is a draft at all."""
-    longest: int = 32
-    seed: int = 0
-    spread: float = 0.0
-    """Standard deviation of the logarithm of the odds from problem to problem."""
+    kind = "given"
 
-    def __post_init__(self) -> None:
-        steps = [[*visit, *[visit[-1]] * self.longest][: self.longest] for visit in self.rates]
-        with np.errstate(divide="ignore"):
-            odds = np.array(steps)[:, None] / (1.0 - np.array(steps)[:, None])  # [visits, 1, longest]
-        if self.spread:
+    def __init__(
+        self,
+        requests: Requests,
+        rates: Sequence[Sequence[float]],
+        longest: int = 32,
+        seed: int = 0,
+        spread: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            requests: of the fleet.
+            rates: chance of each position of a draft, if those before survived, by visit of the problem; the last
+                position's and the last visit's continue.
+            longest: maximum tokens of a draft.
+            seed: of the luck.
+            spread: standard deviation of the logarithm of the odds from problem to problem.
+        """
+        super().__init__(requests)
+        self._visits, self._seed, self._spread = len(rates), seed, spread
+        steps = np.array([[*visit, *[visit[-1]] * longest][:longest] for visit in rates])
+        odds = (steps / (1.0 - steps))[:, None]  # [visits, 1, longest]
+        if spread:
             places = [NormalDist().inv_cdf((kind + 0.5) / KINDS) for kind in range(KINDS)]
-            odds = odds * np.exp(self.spread * np.array(places))[:, None]
-        chances = np.where(np.isinf(odds), 1.0, odds / (1.0 + np.where(np.isinf(odds), 0.0, odds)))
-        self._survival = np.cumprod(chances.reshape(-1, self.longest), axis=1)
+            odds = odds * np.exp(spread * np.array(places))[:, None]
+        self._survival = np.cumprod((odds / (1.0 + odds)).reshape(-1, longest), axis=1)
 
-    def _kind(self) -> Ints:
-        """Row of each request's chances: by its visit, and by its problem where problems differ."""
-        if not self.spread:
-            return self.requests.visit
-        problem = self.requests.problem.astype(np.uint64) + np.uint64(self.seed)
-        kind = (problem * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(KINDS)
-        return np.minimum(self.requests.visit, len(self.rates) - 1) * KINDS + kind.astype(np.int64)
-
-    def walker(self) -> Walker:
-        """See `Source`."""
-        return Walker(
-            "given", {"visit": self._kind(), "survival": self._survival, "coverage": self.coverage, "seed": self.seed}
-        )
-
-    def begin(self, rows: Ints) -> None:
-        """See `Source`."""
-
-    def known(self, rows: Ints) -> npt.NDArray[np.bool_]:
-        """See `Source`."""
-        return self.requests.visit[rows] > 0
-
-    def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
-        """See `Source`."""
-        return self.walker().offer(self.requests, rows, limits, floor)
-
-    def end(self, rows: Ints) -> None:
-        """See `Source`."""
-
-    def sync(self, version: int, rows: Ints) -> None:
-        """See `Source`."""
+    def arguments(self) -> dict[str, Any]:
+        kind = self._requests.visit  # row of each request's chances
+        if self._spread:
+            problem = self._requests.problem.astype(np.uint64) + np.uint64(self._seed)
+            hashed = (problem * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)) % np.uint64(KINDS)
+            kind = np.minimum(kind, self._visits - 1) * KINDS + hashed.astype(np.int64)
+        return {"visit": kind, "survival": self._survival, "coverage": 1.0, "seed": self._seed}
 
 
 @dataclass(frozen=True)
@@ -155,107 +143,67 @@ class Trace:
     """By response: whether it began with history."""
 
 
-@dataclass
-class Traced:
+class Traced(Source):
     """Drafts as a trace has them: at any size, since nothing is searched."""
 
-    requests: Requests
-    texts: Texts
-    trace: Trace
+    kind = "traced"
 
-    def __post_init__(self) -> None:
+    def __init__(self, requests: Requests, texts: Texts, trace: Trace) -> None:
+        super().__init__(requests)
+        self._known = trace.known
         with np.errstate(divide="ignore"):
-            self._log_first, self._log_ratio = (
-                np.log(part.astype(np.float32)) for part in (self.trace.first, self.trace.ratio)
-            )
+            first, ratio = (np.log(part.astype(np.float32)) for part in (trace.first, trace.ratio))
+        self._trace = {
+            "ends": texts.ends,
+            "log_first": first,
+            "log_ratio": ratio,
+            "trace_drafted": trace.drafted,
+            "trace_hits": trace.hits,
+        }
 
-    def walker(self) -> Walker:
-        """See `Source`."""
-        trace = self.trace
-        return Walker(
-            "traced",
-            {
-                "text": self.requests.text,
-                "ends": self.texts.ends,
-                "log_first": self._log_first,
-                "log_ratio": self._log_ratio,
-                "trace_drafted": trace.drafted,
-                "trace_hits": trace.hits,
-            },
-        )
-
-    def begin(self, rows: Ints) -> None:
-        """See `Source`."""
+    def arguments(self) -> dict[str, Any]:
+        return {"text": self._requests.text, **self._trace}
 
     def known(self, rows: Ints) -> npt.NDArray[np.bool_]:
-        """See `Source`."""
-        return self.trace.known[self.requests.text[rows]]
-
-    def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
-        """See `Source`."""
-        return self.walker().offer(self.requests, rows, limits, floor)
-
-    def end(self, rows: Ints) -> None:
-        """See `Source`."""
-
-    def sync(self, version: int, rows: Ints) -> None:
-        """See `Source`."""
+        return self._known[self._requests.text[rows]]
 
 
-class Indexed:
-    """Drafts from the real index: each engine searches the live text of its own requests and the history of all.
+class Indexed(Source):
+    """Drafts from the real index: each engine searches the live text of its own requests, and the history that all
+    engines map, as those of a node do."""
 
-    One engine has a history of its own; several map a `HistoryStore`, as the engines of a node do.
-    """
+    walks = False
 
     def __init__(self, requests: Requests, texts: Texts, engines: int, history: HistoryConfig) -> None:
-        self._requests, self._texts = requests, texts
-        self._policy = HistoryPolicy(history)
-        self._store: SuffixIndex | HistoryStore
-        if engines == 1:
-            self._store = SuffixIndex()
-            self._indices = [self._store]
-        else:
-            self._directory = tempfile.TemporaryDirectory(prefix="das-sim-")
-            self._store = HistoryStore(f"{self._directory.name}/history")
-            self._indices = [SuffixIndex.attach(self._store.directory) for _ in range(engines)]
+        super().__init__(requests)
+        self._texts, self._policy = texts, HistoryPolicy(history)
+        self._directory = tempfile.TemporaryDirectory(prefix="das-sim-")
+        self._store = HistoryStore(f"{self._directory.name}/history")
+        self.indices = [SuffixIndex.attach(self._store.directory) for _ in range(engines)]
         self._handles = np.zeros(0, dtype=np.int64)
         self._grown = np.zeros(0, dtype=np.int64)  # tokens of each request that its index knows
         self._known = np.zeros(0, dtype=bool)
 
-    def walker(self) -> Walker | None:
-        """See `Source`."""
-        return None
-
     def close(self) -> None:
-        """Remove the store's files."""
-        if isinstance(self._store, HistoryStore):
-            self._store.close()
-            self._directory.cleanup()
+        self._store.close()
+        self._directory.cleanup()
 
     def begin(self, rows: Ints) -> None:
-        """See `Source`."""
-        size = len(self._requests)
-        if size > len(self._handles):
-            more = size - len(self._handles)
-            self._handles = np.concatenate([self._handles, np.zeros(more, np.int64)])
-            self._grown = np.concatenate([self._grown, np.zeros(more, np.int64)])
-            self._known = np.concatenate([self._known, np.zeros(more, bool)])
-        for row in rows.tolist():
-            if self._handles[row]:
-                continue
-            index = self._indices[self._requests.engine[row]]
-            prompt = self._texts.rollouts[self._requests.text[row]].prompt
-            self._handles[row] = index.open(self._policy.key(int(self._requests.problem[row])), prompt)
+        r, more = self._requests, len(self._requests) - len(self._handles)
+        self._handles = np.append(self._handles, np.zeros(more, np.int64))
+        self._grown = np.append(self._grown, np.zeros(more, np.int64))
+        self._known = np.append(self._known, np.zeros(more, bool))
+        for row in rows[self._handles[rows] == 0].tolist():
+            index, prompt = self.indices[r.engine[row]], self._texts.rollouts[r.text[row]].prompt
+            self._handles[row] = index.open(self._policy.key(int(r.problem[row])), prompt)
             self._known[row] = index.age(int(self._handles[row])) is not None
 
     def known(self, rows: Ints) -> npt.NDArray[np.bool_]:
-        """See `Source`."""
         return self._known[rows]
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
-        """See `Source`; `rows` of one engine."""
-        index, texts = self._indices[self._requests.engine[rows[0]]], self._requests.text[rows]
+        """Draft for running requests of one engine."""
+        index, texts = self.indices[self._requests.engine[rows[0]]], self._requests.text[rows]
         written = self._requests.written[rows]
         behind = written > self._grown[rows]
         if behind.any():
@@ -266,24 +214,24 @@ class Indexed:
         return Offer(chances, offsets, self._texts.agreeing(texts, written, tokens, offsets))
 
     def end(self, rows: Ints) -> None:
-        """See `Source`."""
         for row in rows.tolist():
-            engine, text = self._requests.engine[row], self._requests.text[row : row + 1]
-            index, handle, whole = self._indices[engine], int(self._handles[row]), self._texts.lengths(text)
-            index.extend(handle, self._texts.part(text, self._grown[row : row + 1], whole)[0])
+            text = self._requests.text[row : row + 1]
+            index, handle = self.indices[self._requests.engine[row]], int(self._handles[row])
+            index.extend(handle, self._texts.part(text, self._grown[row : row + 1], self._texts.lengths(text))[0])
             index.close(handle, keep=self._policy.kept)
 
     def sync(self, version: int, rows: Ints) -> None:
-        """See `Source`."""
+        found = (self._texts.rollouts[i] for i in self._requests.text[rows])
+        problems = self._requests.problem[rows].tolist()
+        self.remember((p, r.tokens.tobytes(), version) for p, r in zip(problems, found, strict=True))
+
+    def remember(self, written: Iterable[tuple[int, bytes, int]]) -> None:
+        """Make finished responses history: problem, int32 tokens, weight version."""
         if self._policy.kept:
-            found = (self._texts.rollouts[i] for i in self._requests.text[rows])
-            problems = self._requests.problem[rows].tolist()
-            written = ((p, r.tokens.tobytes(), version) for p, r in zip(problems, found, strict=True))
             self._policy.remember(self._store, written)
             self._policy.tidy(self._store)
-        for index in self._indices:
-            if isinstance(self._store, HistoryStore):
-                index.refresh()
+        for index in self.indices:
+            index.refresh()
             index.clear_live()
 
 
@@ -298,10 +246,10 @@ def record(
 
     Args:
         rollouts: in the order of `steps_of`; siblings grow side by side, and earlier steps are history.
-        longest: most tokens of a draft, at most 255.
+        longest: maximum tokens of a draft, at most 255.
         history: what is kept; None: the defaults.
         floor: chance under which a draft ends.
-        progress: hears what share of the tokens is written.
+        progress: receives the share of the tokens that is written.
     """
     texts, requests = Texts(rollouts), Requests()
     source = Indexed(requests, texts, 1, history or HistoryConfig())
@@ -312,21 +260,17 @@ def record(
     for number, step in enumerate(steps_of(rollouts), 1):
         text = np.arange(len(requests), len(requests) + len(step))
         assert all(rollouts[i] is r for i, r in zip(text.tolist(), step, strict=True)), "not in the order of steps"
-        problem, prompt = (
-            np.array(x, dtype=np.int64) for x in ([r.problem for r in step], [len(r.prompt) for r in step])
-        )
         lengths = texts.lengths(text)
-        rows = requests.add(problem, np.zeros_like(text), text, prompt, lengths, lengths)
-        requests.engine[rows] = 0
+        problem, prompt = np.array([r.problem for r in step]), np.array([len(r.prompt) for r in step])
+        rows = live = requests.add(problem, text * 0, text, prompt, lengths, lengths)
         source.begin(rows)
         known[rows] = source.known(rows)
-        live = rows
         for at in range(int(lengths.max())):
             done = requests.length[live] <= at
             source.end(live[done])
             live = live[~done]
             requests.written[live] = at
-            offer = source.offer(live, np.minimum(longest, requests.length[live] - at - 1), floor)
+            offer = source.offer(live, np.minimum(longest, requests.room(live)), floor)
             place, counts = texts.ends[live] + at, np.diff(offer.offsets)
             some = counts > 0
             drafted[place], hits[place] = counts, offer.hits
@@ -338,4 +282,5 @@ def record(
                 progress(written / size)
         source.end(live)
         source.sync(number, rows)
+    source.close()
     return Trace(drafted, hits, first, ratio, known)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from das_adapter.errors import DasError
 from das_adapter.sim.hardware import all_reduce_seconds, all_to_all_seconds
 
 Floats = npt.NDArray[np.float64]
+PASS_SHARE = 0.05
+"""Time of a pass of a neural drafter, as a share of a plain step, where it is neither given nor measured."""
 
 
 class Steps(Protocol):
@@ -295,3 +298,26 @@ def _sweep(cells: dict[tuple[float, float, float], float]) -> Sweep | None:
         return None
     values = np.array([[[cells[b, s, d] for d in drafts] for s in axes[1]] for b in axes[0]])
     return Sweep(axes[0], axes[1], np.array(drafts), values)
+
+
+def neural_pass(steps: Steps, share: float | None, drafter: str) -> Callable[[Floats, Floats], Floats]:
+    """Return the time of a pass of a neural drafter, by requests and context.
+
+    Args:
+        steps: of the policy.
+        share: of a plain step; None: as measured, else `PASS_SHARE`.
+        drafter: as in the block of a run; EAGLE-3 and MTP read the context of one layer.
+    """
+    if share is None and isinstance(steps, Line | Sweep) and steps.passes is not None:
+        return steps.copy_pass
+    part = PASS_SHARE if share is None else share
+    extra, read = 0.0, part
+    if part and isinstance(steps, Instance):
+        extra = steps.pass_overhead_s
+        read = 1.0 / steps.layers if "eagle3" in drafter or "mtp" in drafter else part
+
+    def seconds(requests: Floats, context: Floats) -> Floats:
+        short = steps.decode(requests, requests, np.zeros_like(requests))
+        return np.asarray(extra + part * short + read * (steps.decode(requests, requests, context) - short))
+
+    return seconds

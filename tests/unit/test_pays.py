@@ -41,7 +41,7 @@ def test_drafts_that_save_little_are_not_recommended() -> None:
     assert "one step" in str(pays.check(unlike)) and pays.check(DUMP) is None
 
 
-@pytest.mark.parametrize("option", ["--batch", "--slots", "--max-num-seqs", "--gpus"])
+@pytest.mark.parametrize("option", ["--batch", "--min-chance", "--max-num-seqs", "--gpus"])
 def test_an_option_without_effect_is_refused(option: str, tmp_path: Path) -> None:
     without = option in ("--max-num-seqs", "--gpus")
     hardware = [] if without else ["--hardware", "H100", "--model", "Qwen/Qwen2.5-7B"]

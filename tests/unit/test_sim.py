@@ -20,9 +20,10 @@ from das_adapter.core.roofline import Roofline, cold_start
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim import Simulation, summary
 from das_adapter.sim.config import parse, read
-from das_adapter.sim.drafting import Controlled, Fixed, Nobody
+from das_adapter.sim.controlled import Controlled
+from das_adapter.sim.drafting import Fixed, no_drafts
 from das_adapter.sim.fleet import Fleet, Settings
-from das_adapter.sim.hardware import device
+from das_adapter.sim.hardware import all_reduce_seconds, device
 from das_adapter.sim.lengths import Curve, Tail
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
@@ -30,11 +31,13 @@ from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout
 from das_adapter.sim.simulate import rate_of
 from das_adapter.sim.sources import Given, Traced, record
-from das_adapter.sim.steps import Instance, Line, Sweep, instance, read_sweep
+from das_adapter.sim.steps import Instance, Line, Sweep, instance, neural_pass, read_sweep
 from das_adapter.sim.sweep import sweep, variants
 from das_adapter.tools.replay import replay
 
 ROLLOUTS = workload.synthetic(problems=10, samples=6, mean_tokens=60, seed=3)
+WRITTEN = workload.synthetic(problems=12, samples=6, mean_tokens=80, seed=3)
+ALWAYS: dict[str, Any] = {"budget": {"policy": "unlimited", "max_draft_tokens": 8}, "toggle": {"mode": "off"}}
 LINE = {"base": 0.01, "token": 1e-4, "draft": 0.0}
 OFF: dict[str, Any] = {"das": {"drafter": "none"}}
 SMALL: dict[str, Any] = {
@@ -56,12 +59,17 @@ def small(**changed: Any) -> Simulation:
     return Simulation(parse(content))
 
 
-def drafting_of(simulation: Simulation, arm: str) -> Controlled:
-    das, block = simulation._arms[arm]
-    requests, work = Requests(), simulation._workload()
-    source = simulation._history(das, simulation.config.acceptance, requests, work)
-    found = simulation._drafting(das, block, requests, work, source)
+def controlled(simulation: Simulation, arm: str = "a") -> Controlled:
+    found = simulation.fleet(arm)[0].drafting
     assert isinstance(found, Controlled)
+    return found
+
+
+def sent(simulation: Simulation, arm: str = "off") -> Fleet:
+    """The engines of an arm with the requests of its first step."""
+    found, work = simulation.fleet(arm)
+    rows = found.requests.add(**vars(work.step(0)))
+    found.submit(rows, rows % found.engines, np.zeros(len(rows), np.int64), 0.0)
     return found
 
 
@@ -70,7 +78,7 @@ def fleet(lengths: list[int], slots: int = 256, blocks: int = 2**40, prompt: int
     rows = requests.add(
         np.arange(n), np.zeros(n), np.full(n, -1), np.full(n, prompt), np.array(lengths), np.full(n, 1000)
     )
-    found = Fleet(1, requests, Settings(slots, blocks), Line(StepModel(**LINE), prefill_share=0.0), Nobody())
+    found = Fleet(1, requests, Settings(slots, blocks), Line(StepModel(**LINE), prefill_share=0.0), no_drafts(requests))
     found.submit(rows, np.zeros(n, np.int64), np.zeros(n, np.int64), 0.0)
     return found
 
@@ -107,10 +115,9 @@ def test_drafted_decoding_takes_what_each_round_takes(slots: int) -> None:
     lengths, model = np.random.default_rng(1).integers(1, 60, 8).tolist(), StepModel(base=0.01, token=1e-4, draft=2e-3)
     one, other = fleet(lengths, slots), fleet(lengths, slots)
     one.steps = Line(model, prefill_share=0.0)
-    rates = {"rates": [[0.8, 0.4]], "longest": 3, "seed": 2}
-    one.drafting = Fixed(one.requests, Given(one.requests, **rates), 3)
+    one.drafting = Fixed(one.requests, Given(one.requests, [[0.8, 0.4]], 3, seed=2), 3)
     one.run()
-    r, given = other.requests, Given(other.requests, **rates)
+    r, given = other.requests, Given(other.requests, [[0.8, 0.4]], 3, seed=2)
     waiting, running, seconds, drafted = list(range(8)), list[int](), 0.0, 0
     draft = dict.fromkeys(waiting, (0, 0))  # tokens, and those that survive
     while waiting or running:
@@ -131,17 +138,9 @@ def test_drafted_decoding_takes_what_each_round_takes(slots: int) -> None:
 
 def test_engines_that_step_together_and_in_turns_agree() -> None:
     def ends(slack: float) -> np.ndarray:
-        simulation = small()
-        requests, work = Requests(), simulation._workload()
-        step = work.step(0)
-        rows = requests.add(step.problem, step.visit, step.text, step.prompt, step.length, step.most)
-        das, arm = simulation._arms["history"]
-        source = simulation._history(das, simulation.config.acceptance, requests, work)
-        drafting = simulation._drafting(das, arm, requests, work, source)
-        one = Fleet(2, requests, simulation.settings, simulation.steps, drafting)
-        one.submit(rows, rows % 2, np.zeros(len(rows), np.int64), 0.0)
+        one = sent(small(), "history")
         one.run(slack=slack)
-        return requests.ended
+        return one.requests.ended
 
     assert np.array_equal(ends(0.0), ends(np.inf))
 
@@ -221,48 +220,33 @@ def test_the_index_drafts_as_in_a_replay() -> None:
         {"rollout__steps": 3, "arms": {"strided": {"stride": 4}}},
     ],
 )
-def test_tokens_blocks_and_time_are_conserved(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_blocks_and_time_are_conserved(changed: dict[str, Any]) -> None:
     simulation = small(**changed)
-    fleets: list[Fleet] = []
-    made, ticked = Fleet.__init__, Fleet._tick
-
-    def make(self: Fleet, *args: Any) -> None:
-        made(self, *args)
-        fleets.append(self)
-
-    def tick(self: Fleet, *args: Any) -> Any:
-        found = ticked(self, *args)
-        r, running = self.requests, self.running
-        assert (np.bincount(r.engine[running], minlength=self.engines) <= self.settings.max_num_seqs).all()
-        held = -(-(r.prompt + r.written)[running] // 16)
-        assert (np.bincount(r.engine[running], held, self.engines) <= self.settings.kv_blocks).all()
-        assert (r.written <= r.length).all()
-        return found
-
-    monkeypatch.setattr(Fleet, "__init__", make)
-    monkeypatch.setattr(Fleet, "_tick", tick)
-    for run in simulation.run_all().values():
-        r, one = run.requests, fleets[-1]
-        assert np.array_equal(r.written, r.length)
-        assert np.array_equal(r.forwards + r.accepted, r.written)
-        assert (r.accepted <= r.drafted).all() and (r.ended >= r.begun).all() and (r.begun >= r.sent).all()
-        assert sum(s.tokens for s in run.steps) == r.length.sum()
-        assert not len(one.running) and not one.used_blocks().any()
-        assert (one.busy_s <= one.clock + 1e-9).all() and 0 < run.busy_share <= 1 + 1e-9
+    for arm in simulation.config.arms:
+        run, one = simulation.run(arm), sent(simulation, arm)
+        while one.busy.any():  # at any time
+            one.run(until=one.clock[one.busy].min() + 0.02)
+            r, running = one.requests, one.running
+            assert (np.bincount(r.engine[running], minlength=2) <= one.settings.max_num_seqs).all()
+            held = -(-(r.prompt + r.written)[running] // 16)
+            assert (np.bincount(r.engine[running], held, 2) <= one.settings.kv_blocks).all()
+            assert (r.written <= r.length).all()
+        assert not one.used_blocks().any() and (one.busy_s <= one.clock + 1e-9).all() and 0 < run.busy_share <= 1 + 1e-9
         if changed == {"engine__kv_tokens": 480}:
             assert r.preempted.sum() > 0
+        assert sum(s.tokens for s in run.steps) == run.requests.length.sum()
+        for r in (one.requests, run.requests):
+            assert np.array_equal(r.written, r.length) and np.array_equal(r.forwards + r.accepted, r.written)
+            assert (r.accepted <= r.drafted).all() and (r.ended >= r.begun).all() and (r.begun >= r.sent).all()
         if changed.get("pipeline__kind") == "async":
-            assert len(run.steps) == 5 and sum(s.requests for s in run.steps) == len(r)
+            assert len(run.steps) == 5 and sum(s.requests for s in run.steps) == len(run.requests)
 
 
 def test_prompts_are_read_once_by_siblings_and_in_chunks() -> None:
     def read_tokens(**changed: Any) -> int:
-        simulation, fleets = small(hardware__gpus=1, **changed), []
-        made = Fleet.__init__
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Fleet, "__init__", lambda self, *a: (made(self, *a), fleets.append(self))[0])
-            simulation.run("off")
-        return int(fleets[0].prefilled)
+        one = sent(small(hardware__gpus=1, **changed))
+        one.run()
+        return one.prefilled
 
     assert read_tokens(engine__prefix_caching=False) == 24 * 20
     assert read_tokens() == 6 * 20 + 18
@@ -345,42 +329,26 @@ def test_a_trace_takes_what_several_runs_wrote_in_one_step_as_steps_of_their_own
     assert told == sorted(told) and 0 < told[0] and told[-1] <= 1
 
 
-@pytest.mark.parametrize("source", ["given", "trace", "controller"])
-def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a drafter of fixed length, whose drafts depend on a request's position alone, and with a controller."""
-    fixed = {
-        "das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 4}, "toggle": {"mode": "off"}}
-    }
-    content = SMALL | {"acceptance": {"length": 2.2}, "engine": {"kv_tokens": 1600}, "arms": {"fixed": fixed}}
+@pytest.mark.parametrize("source", ["given", "trace"])
+def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str) -> None:
+    def end(natively: bool) -> Fleet:
+        one, work = Simulation(
+            parse(SMALL | {"engine": {"kv_tokens": 1600}}), ROLLOUTS if source == "trace" else None
+        ).fleet("off")
+        r = one.requests
+        drafts = Given(r, [[0.7]]) if source == "given" else Traced(r, work.texts, record(work.texts.rollouts))
+        drafts.walks = natively
+        one.drafting = Fixed(r, drafts, 4, lambda b, context: 1e-3 + 1e-4 * b + 1e-6 * context)
+        rows = r.add(**vars(work.step(0)))
+        one.submit(rows, rows % 2, rows * 0, 0.0)
+        one.run()
+        return one
 
-    def made(self: Simulation, das: Any, arm: Any, requests: Requests, work: Any, history: Any) -> Fixed:
-        drafts = Traced(requests, work.texts, record(work.texts.rollouts))
-        return Fixed(requests, drafts, 4, lambda b, context: 1e-3 + 1e-4 * b + 1e-6 * context)
-
-    if source == "trace":
-        monkeypatch.setattr(Simulation, "_drafting", made)
-    if source == "controller":
-        content = SMALL | {
-            "rollout": SMALL["rollout"] | {"steps": 3, "cap": 2000, "lengths": {"mean": 300}},
-            "engine": {"kv_tokens": 3200},
-            "arms": {"fixed": {"stride": 8}},
-        }
-    runs, walked = [], []
-    walk = Fleet._walk
-    for natively in (True, False):
-
-        def go_on(self: Fleet, active: Any, until: float, natively: bool = natively) -> Any:
-            found = walk(self, active, until) if natively else (np.zeros_like(active), np.zeros(0, np.int64))
-            walked.append(natively and found[0].any())
-            return found
-
-        monkeypatch.setattr(Fleet, "_walk", go_on)
-        runs.append(Simulation(parse(content), ROLLOUTS if source == "trace" else None).run("fixed"))
-    assert any(walked)
+    natively, stepped = end(True), end(False)
     for column in ("written", "forwards", "drafted", "accepted", "preempted"):
-        assert np.array_equal(getattr(runs[0].requests, column), getattr(runs[1].requests, column)), column
-    assert runs[0].requests.ended == pytest.approx(runs[1].requests.ended)
-    assert rollout_s(runs[0]) == pytest.approx(rollout_s(runs[1]))
+        assert np.array_equal(getattr(natively.requests, column), getattr(stepped.requests, column)), column
+    assert natively.requests.ended == pytest.approx(stepped.requests.ended)
+    assert natively.drafting_s == pytest.approx(stepped.drafting_s) and stepped.drafting_s.min() > 0
 
 
 def test_a_controller_that_is_asked_now_and_then_saves_about_as_much() -> None:
@@ -390,6 +358,66 @@ def test_a_controller_that_is_asked_now_and_then_saves_about_as_much() -> None:
     off, each, sixteenth = (rollout_s(Simulation(parse(content)).run(arm)) for arm in arms)
     assert each < 0.8 * off
     assert sixteenth == pytest.approx(each, rel=0.1)
+
+
+# Routing
+
+
+def routed(replicas: int, slots: int = 256, rollouts: list[Rollout] = WRITTEN) -> dict[str, Run]:
+    """Recorded rollouts over replicas: groups scattered, together, and leaders first."""
+    arms = {
+        "scattered": {"das": {"routing": {"policy": "least_loaded"}}},
+        "together": {"das": {"routing": {"leaders": "off"}}},
+        "leaders": {"das": {}},
+    }
+    arms = {name: {"das": {**ALWAYS, **arm["das"]}} for name, arm in arms.items()}
+    keys = {"hardware": {"gpus": replicas}, "engine": {"max_num_seqs": slots}, "acceptance": {"history": "index"}}
+    return Simulation(parse(SMALL | keys | {"arms": arms}), rollouts).run_all()
+
+
+def accepted(run: Run) -> int:
+    return int(run.requests.accepted.sum())
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("slots", [256, 5])
+def test_every_response_is_written_to_its_end(replicas: int, slots: int) -> None:
+    for run in routed(replicas, slots).values():
+        assert run.requests.forwards.sum() + accepted(run) == sum(len(r.tokens) for r in WRITTEN)
+
+
+def test_groups_that_stay_together_draft_as_on_one_replica() -> None:
+    def replicas_of_a_group(run: Run) -> float:
+        r = run.requests
+        return len(set(zip(r.problem.tolist(), r.engine.tolist(), strict=True))) / len(set(r.problem.tolist()))
+
+    one, four = routed(1), routed(4)
+    assert replicas_of_a_group(four["scattered"]) > 2 > replicas_of_a_group(four["together"]) == 1
+    assert (
+        accepted(four["scattered"]) < accepted(four["together"]) == pytest.approx(accepted(one["together"]), rel=0.02)
+    )
+    assert accepted(one["together"]) == pytest.approx(accepted(one["scattered"]), rel=0.02)
+
+
+def test_leaders_help_where_requests_wait_and_change_nothing_in_one_wave() -> None:
+    waiting, at_once = routed(2, slots=6), routed(2)
+    assert accepted(waiting["leaders"]) > accepted(waiting["together"])
+    assert accepted(at_once["leaders"]) == pytest.approx(accepted(at_once["together"]), rel=0.02)
+
+
+def test_earlier_steps_are_drafted_from_on_every_replica() -> None:
+    again = [Rollout(r.problem, 1, 0, r.prompt, r.tokens) for r in WRITTEN]
+    first, both = (accepted(routed(4, rollouts=some)["leaders"]) for some in (WRITTEN, [*WRITTEN, *again]))
+    assert both - first > 2 * first
+
+
+def test_siblings_that_have_finished_are_worth_more_than_growing_ones() -> None:
+    alone = [r for i, r in enumerate(WRITTEN) if r.problem not in {x.problem for x in WRITTEN[:i]}]
+    none, growing, finished = (
+        accepted(run["together"]) / run["together"].requests.forwards.sum()
+        for run in (routed(1, rollouts=alone), routed(1), routed(1, slots=1))
+    )
+    assert none < growing < finished
 
 
 # Lengths
@@ -519,13 +547,12 @@ def test_an_exchange_that_overlaps_hides_behind_kernels_but_for_its_waits() -> N
         many, read = np.array([requests]), np.array([requests * context])
         return float(found.decode(many, 6 * many, read)[0])
 
-    alone = instance(sizes("Qwen/Qwen3-8B"), device("gb200"), 8, "fp8")
-    waits = float(alone._exchange(np.zeros(1))[0])
-    kernels = float(alone.roof.verify(1024, 4000, 5))
-    whole = float(alone._exchange(np.array([6 * 1024.0]))[0])
+    roof = instance(sizes("Qwen/Qwen3-8B"), device("gb200"), 8, "fp8").roof
+    waits, whole = (2 * 36 * all_reduce_seconds(device("gb200"), 8, n * 2 * 4096) for n in (0, 6 * 1024.0))
+    kernels = float(roof.verify(1024, 4000, 5))
     assert seconds(False, 1024, 4000) == pytest.approx(kernels + whole)
     assert kernels > whole - waits > 0.2 * kernels and seconds(True, 1024, 4000) == pytest.approx(kernels + waits)
-    assert float(alone.roof.verify(1024, 1, 5)) < whole - waits and seconds(True, 1024, 1) == pytest.approx(whole)
+    assert float(roof.verify(1024, 1, 5)) < whole - waits and seconds(True, 1024, 1) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize(("drafter", "share"), [("eagle3", 1 / 28), ("mtp", 1 / 28), ("draft_model", 0.1)])
@@ -534,8 +561,8 @@ def test_a_neural_drafter_reads_a_context_of_its_own(drafter: str, share: float)
     b, none, plain = np.array([8.0, 64.0]), np.zeros(2), simulation.steps.decode
     read = plain(b, b, 5000 * b) - plain(b, b, none)
     expected = 0.5e-3 + 0.1 * plain(b, b, none) + share * read
-    assert simulation._pass(0.1, drafter)(b, 5000 * b) == pytest.approx(expected)
-    assert not simulation._pass(0.0, drafter)(b, 5000 * b).any()
+    assert neural_pass(simulation.steps, 0.1, drafter)(b, 5000 * b) == pytest.approx(expected)
+    assert not neural_pass(simulation.steps, 0.0, drafter)(b, 5000 * b).any()
 
 
 def test_a_measured_sweep_is_what_was_measured_and_a_line_between(tmp_path: Path) -> None:
@@ -584,34 +611,32 @@ def test_a_calibration_is_simulated_with_what_it_measured(
     assert simulation.steps.copy_pass(b, 100 * b) == pytest.approx(expected)
     assert rollout_s(simulation.run("self")) < (0.8 if passes else 1.05) * off
     neural = 2e-3 + 1e-5 * b if passes else 0.05 * model.seconds(b, b, False, 100 * b)
-    assert simulation._pass(None, "eagle3")(b, 100 * b) == pytest.approx(neural)
-    assert simulation._pass(0.5, "eagle3")(b, 100 * b) == pytest.approx(0.5 * simulation.steps.decode(b, b, 100 * b))
+    assert neural_pass(simulation.steps, None, "eagle3")(b, 100 * b) == pytest.approx(neural)
+    half = neural_pass(simulation.steps, 0.5, "eagle3")(b, 100 * b)
+    assert half == pytest.approx(0.5 * simulation.steps.decode(b, b, 100 * b))
 
 
 def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_path: Path) -> None:
-    def controlled(**changed: Any) -> Controlled:
-        simulation = small(model="Qwen/Qwen2.5-7B", arms={"a": {"das": {"drafter": "history+self", **changed}}})
-        return drafting_of(simulation, "a")
+    def first(**changed: Any) -> Any:
+        arms = {"a": {"das": {"drafter": "history+self", **changed}}}
+        return controlled(small(model="Qwen/Qwen2.5-7B", arms=arms)).controllers[0]
 
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"line": LINE, "samples": [], "passes": {"base": 1e-3, "token": 0.0}}))
-    assert controlled().controllers[0].times.model is None  # steps that belong to no GPU
-    known = controlled(toggle={"calibration": str(path)}).controllers[0]
+    assert first().times.model is None  # steps that belong to no GPU
+    known = first(toggle={"calibration": str(path)})
     assert known.times.model == StepModel(**LINE)
     assert known.drafts is not None and known.drafts.passes.model == StepModel(1e-3, 0.0)
-    of_gpu = small(
-        steps={"kind": "roofline"},
-        model="Qwen/Qwen2.5-7B",
-        arms={"a": {}, "b": {"das": {"toggle": {"mode": "threshold"}}}},
-    )
-    config = {**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}
-    begin = cold_start(config, "NVIDIA H100 80GB HBM3")
+    arms = {"a": {}, "b": {"das": {"toggle": {"mode": "threshold"}}}}
+    of_gpu = small(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
+    begin = cold_start({**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}, "NVIDIA H100 80GB HBM3")
     assert begin is not None
-    assert drafting_of(of_gpu, "a").controllers[0].times.model == begin.line()
-    assert drafting_of(of_gpu, "b").controllers[0].times.model is None
+    assert controlled(of_gpu).controllers[0].times.model == begin.line()
+    assert controlled(of_gpu, "b").controllers[0].times.model is None
     path.write_text(json.dumps({"line": LINE | {"sizes": [8, 16]}, "samples": []}))
-    padded = small(steps={"kind": "calibration", "file": str(path)}, arms={"a": {}})
-    assert drafting_of(padded, "a").controllers[0].times._empty.sizes == (8, 16)
+    padded = sent(small(steps={"kind": "calibration", "file": str(path)}, arms={"a": {}}), "a")
+    padded.run()
+    assert padded.drafting.controllers[0].times.model.sizes == (8, 16)
 
 
 @pytest.mark.parametrize(
@@ -620,8 +645,10 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
 def test_a_policy_copy_has_the_bytes_of_its_format(weights: str, precision: str, share: float) -> None:
     das = {"drafter": "self", "self": {"weights": weights}}
     simulation = small(steps={"kind": "roofline"}, precision=precision, arms={"a": {"das": das}})
-    steps = drafting_of(simulation, "a").steps
-    assert isinstance(steps, Instance) and steps.copy_share == share
+    passes, b = controlled(simulation).drafters.pass_seconds, np.ones(1)
+    assert isinstance(simulation.steps, Instance) and passes is not None
+    expected = simulation.steps.roof.drafts(1, 100, share) + simulation.steps.pass_overhead_s
+    assert passes(b, 100 * b)[0] == pytest.approx(expected)
 
 
 # Files

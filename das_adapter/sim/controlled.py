@@ -1,0 +1,257 @@
+"""A simulated engine's drafter as a run has it: the package's own controller decides. No other file of the simulator
+calls the controller."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.config import DasConfig
+from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.ladder import Ladder
+from das_adapter.core.latency import Calibration, Capacity
+from das_adapter.core.length import Responses
+from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.siblings import Siblings
+from das_adapter.sim.drafting import Drafting, DraftingSeconds, Ticked, Walk
+from das_adapter.sim.requests import Requests
+from das_adapter.sim.sources import Given, Offer, Source
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+FADE = 0.9
+"""Share of the siblings' counts that a weight sync keeps, as a run's ledger does."""
+SHARED = 16
+"""Engines beyond which all share one latency model and one length model: they are alike."""
+STEP_S = 4e-5
+"""Seconds of das-adapter's own work in a step (`benchmarks/results/controller_overhead.json`)."""
+REQUEST_S = 3e-6
+"""Seconds of searching the history for one request (`benchmarks/results/index.json`)."""
+
+
+@dataclass(frozen=True)
+class Drafters:
+    """What the controllers of all engines decide about."""
+
+    history: Source | None = None
+    copy: Given | None = None
+    """What the tokens of the policy copy, or of a neural drafter, are worth; None: no model drafts."""
+    pass_seconds: DraftingSeconds | None = None
+    """Of one pass of that model."""
+    narrows: bool = True
+    """Whether a pass is for the requests that still draft alone, as the policy copy's is; a neural drafter's is for
+    the whole batch."""
+
+
+class Controlled(Drafting):
+    """The package's controller, one for each engine."""
+
+    def __init__(
+        self,
+        das: DasConfig,
+        requests: Requests,
+        engines: int,
+        limit: int,
+        drafters: Drafters,
+        prior: Calibration | None = None,
+        graphs: tuple[int, ...] = (),
+        stride: int = 1,
+    ) -> None:
+        """
+        Args:
+            das: the block of a run.
+            requests: of the fleet.
+            engines: of the fleet.
+            limit: tokens of the longest response that is possible.
+            drafters: see there.
+            prior: what the controllers know of step times before the first.
+            graphs: tokens for which CUDA graphs are captured, as in `StepModel.sizes`.
+            stride: a controller that knows what steps take is asked once in so many of them, and again at once if it
+                begins or stops drafting, which may be a probe; in between, a request drafts tokens whose chance is at
+                least that at which the controller ended its draft.
+        """
+        self._das, self._requests, self.drafters, self._stride = das, requests, drafters, stride
+        self.controllers = [self._controller(limit, prior, graphs) for _ in range(engines)]
+        self._shared = engines > SHARED
+        if self._shared:
+            for controller in self.controllers[1:]:
+                controller.times, controller.lengths = self.controllers[0].times, self.controllers[0].lengths
+        self._siblings = [Siblings() for _ in range(engines)]
+        self._ladder = Ladder(tuple(das.self.ladder)) if das.self.ladder and drafters.copy else None
+        self._slot = np.zeros(0, dtype=np.int64)
+        self._finished = np.zeros(0, dtype=np.int64)  # siblings that had finished when a request began
+        self._least: Floats = np.zeros(0)  # logarithm of the chance at which each request's draft was ended
+        self._limit = np.zeros(0, dtype=np.int64)  # maximum tokens of its drafts
+        self._walked = np.zeros(engines, dtype=np.int64)  # steps since the controller was asked
+        self._left = np.zeros(engines, dtype=np.int64)  # steps until it is asked again
+        self._on = np.ones(engines, dtype=bool)  # whether an engine drafts
+        self._kept = np.ones(engines, dtype=bool)  # whether the controller chose to verify anything when last asked
+        self._again = np.zeros(engines, dtype=bool)  # whether it was asked once more because its answer differed
+        self._counts = np.zeros(2, dtype=np.int64)  # of the copy's tokens: accepted, drafted
+        if self._ladder:
+            self._agree(self._ladder.length)
+
+    def _controller(self, limit: int, prior: Calibration | None, graphs: tuple[int, ...]) -> Controller:
+        das, drafters = self._das, self.drafters
+        model = ModelDrafts(das.model_tokens, narrows=drafters.narrows) if drafters.copy else None
+        if model is not None and prior is not None:
+            model.expect(prior.passes)
+        return Controller(
+            das.budget,
+            das.toggle,
+            limit,
+            das.history.window,
+            prior and prior.steps,
+            model,
+            das.num_draft_tokens,
+            sizes=graphs,
+        )
+
+    def walk(self, rows: Ints) -> Walk | None:
+        if not self._left.any():
+            return None
+        assert self.drafters.history is not None
+        least = np.where(self._on[self._requests.engine[rows]], self._least[rows], np.inf)
+        return Walk(self.drafters.history, self._left, least, self._limit[rows], lambda b, _: STEP_S + REQUEST_S * b)
+
+    def walked(self, steps: Ints) -> None:
+        self._left -= steps
+        self._walked += steps
+
+    def begin(self, rows: Ints) -> None:
+        r, more = self._requests, len(self._requests) - len(self._slot)
+        self._slot = np.append(self._slot, np.full(more, -1))
+        self._finished = np.append(self._finished, np.full(more, -1))
+        self._least = np.append(self._least, np.full(more, np.inf))
+        self._limit = np.append(self._limit, np.zeros(more, np.int64))
+        if self.drafters.history:
+            self.drafters.history.begin(rows)
+        for row in rows[self._finished[rows] < 0].tolist():
+            self._finished[row] = self._siblings[r.engine[row]].begin(int(r.problem[row]))
+
+    def step(self, ticks: list[Ticked]) -> list[float]:
+        return [self._plan(tick) for tick in ticks]
+
+    def end(self, rows: Ints) -> None:
+        r, history = self._requests, self.drafters.history
+        known = history.known(rows) if history else np.zeros(len(rows), bool)
+        if history:
+            history.end(rows)
+        for row, knew in zip(rows.tolist(), known.tolist(), strict=True):
+            engine = int(r.engine[row])
+            if self._slot[row] >= 0:
+                self.controllers[engine].close(int(self._slot[row]))
+                self._slot[row] = -1
+            problem, finished = int(r.problem[row]), int(self._finished[row])
+            self._siblings[engine].end(problem, finished, knew, float(r.written[row]), float(r.forwards[row]))
+
+    def sync(self, version: int, rows: Ints, responses: Responses) -> None:
+        if self.drafters.history:
+            self.drafters.history.sync(version, rows)
+        capacities, self.moments = [], self.moments.faded(FADE)
+        for engine, controller in enumerate(self.controllers):
+            self.moments += self._siblings[engine].take()
+            self._siblings[engine].clear()
+            if (model := controller.times.present) is not None:
+                capacities.append(model.capacity())
+            controller.sync(responses[:0] if self._shared and engine else responses)
+        self.capacity = Capacity.median(capacities)
+        if self._ladder:
+            accepted, drafted = self._counts.tolist()
+            self._agree(self._ladder.observe(accepted, drafted))
+            self._counts[:] = 0
+
+    def close(self) -> None:
+        if self.drafters.history:
+            self.drafters.history.close()
+
+    def _agree(self, length: int) -> None:
+        for controller in self.controllers:
+            assert controller.drafts is not None
+            controller.drafts.agreed = length
+
+    def _plan(self, tick: Ticked) -> float:
+        """Ask an engine's controller; return the seconds of its work and of the drafting model's passes."""
+        r, rows, controller = self._requests, tick.rows, self.controllers[tick.engine]
+        history, copy = self.drafters.history, self.drafters.copy
+        slots = self._slots(controller, rows)
+        controller.requests.written[slots] = r.written[rows] - tick.got
+        room, context = r.room(rows), r.prompt[rows] + r.written[rows]
+        asked: list[tuple[Ints, float, Offer]] = []
+
+        def search(limits: Ints, floor: float) -> tuple[npt.NDArray[np.float32], Ints]:
+            assert history is not None
+            offer = history.offer(rows, np.minimum(limits, room), floor)
+            asked.append((limits.copy(), floor, offer))
+            return offer.chances, offer.offsets
+
+        decoded = Decoded(
+            slots,
+            tick.got,
+            tick.carried if tick.carried.any() else None,
+            tick.copied if copy else None,
+            np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows],
+            1 + int(self._walked[tick.engine]),
+            context,
+        )
+        plan = controller.plan(decoded, search if history else None)
+        r.draft[rows], r.hits[rows] = plan.history, asked[-1][2].hits if asked else 0
+        self._keep_drafting(tick.engine, rows, plan.history, asked)
+        passes = self._copied(controller, tick, np.minimum(plan.model, room), context) if copy else 0.0
+        own = STEP_S + (REQUEST_S * len(rows) if asked else 0.0)
+        if tick.timed:
+            controller.timed(
+                TimedStep(slots, tick.got, tick.tokens, tick.seconds + own, passes, context=int(context.sum()))
+            )
+        self._rest(tick.engine, known=controller.times.model is not None)
+        return own + passes
+
+    def _rest(self, engine: int, known: bool) -> None:
+        """Ask the controller after `stride` steps again; at once if it does not know what steps take, and once more if
+        its answer differs from those before it."""
+        differs = known and self._kept[engine] != self._on[engine] and not self._again[engine]
+        self._again[engine] = differs
+        self._left[engine] = 0 if differs or not known else self._stride - 1
+        self._walked[engine] = 0
+
+    def _slots(self, controller: Controller, rows: Ints) -> Ints:
+        """Return the requests' places in their controller, opened where they have none."""
+        r = self._requests
+        for row in rows[self._slot[rows] < 0].tolist():
+            self._slot[row] = controller.open(int(r.problem[row]), int(r.written[row]), int(r.most[row]))
+        return self._slot[rows]
+
+    def _copied(self, controller: Controller, tick: Ticked, drafted: Ints, context: Ints) -> float:
+        """Let the model draft so many tokens; return the seconds of its passes."""
+        r, rows, drafters = self._requests, tick.rows, self.drafters
+        assert drafters.copy is not None and drafters.pass_seconds is not None and controller.drafts is not None
+        if tick.copied.any():
+            self._counts += [np.minimum(tick.got - 1, tick.copied).sum(), tick.copied.sum()]
+        r.copied[rows], r.copy_hits[rows] = drafted, drafters.copy.offer(rows, drafted, 0.0).hits
+        passes = 0.0
+        for place in range(int(drafted.max(initial=0))):
+            mine = drafted > (place if drafters.narrows else 0)
+            count, read = int(mine.sum()), float(context[mine].sum())
+            seconds = float(drafters.pass_seconds(np.array([float(count)]), np.array([read]))[0])
+            controller.drafts.timed_pass(count, seconds, read)
+            passes += seconds
+        return passes
+
+    def _keep_drafting(self, engine: int, rows: Ints, kept: Ints, asked: list[tuple[Ints, float, Offer]]) -> None:
+        """Note what requests draft until the controller is asked again. One answer alone against those before it is a
+        probe."""
+        some = bool(kept.any())
+        if some == self._kept[engine]:
+            self._on[engine] = some
+        self._kept[engine] = some
+        if not some or self._stride == 1:
+            return
+        limits, floor, (chances, offsets, _) = asked[-1]
+        room = self._requests.room(rows)
+        ended = np.append(chances, 0.0)[offsets[:-1] + kept] * (1.0 + 1e-6)  # the first token that was left out
+        with np.errstate(divide="ignore"):
+            least = np.log(np.where(kept < np.diff(offsets), ended, floor))
+        least[(limits <= 0) & (room > 0)] = np.inf
+        self._least[rows], self._limit[rows] = least, np.where(limits < room, limits, self._das.num_draft_tokens)
