@@ -1,221 +1,178 @@
-"""The front end of an engine without a host: where its block comes from, the labels of its requests, its figures, and
-what its HTTP server offers."""
+"""What das-adapter changes in vLLM's front ends: the engine's config, its requests, its figures, its routes."""
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import logging
-import os
-import socket
-import threading
-from collections.abc import Sequence
 from typing import Any
 
-from das_adapter.config import DasConfig, parse, read
-from das_adapter.errors import ConfigError
-from das_adapter.protocol.engine_args import (
-    CONFIG_VARIABLE,
-    REFRESHER,
-    RUN_KEY,
-    RUN_VARIABLE,
-    RUNNER_VARIABLE,
-    SETTINGS_KEY,
+from das_adapter.config import DasConfig
+from das_adapter.engine import figures
+from das_adapter.engine.labels import RequestLabels
+from das_adapter.engine.runner import has_triton, refuse, runner_for, set_v1
+from das_adapter.engine.settings import (
+    alone,
+    hosted,
+    prepare_standalone,
+    runs_v2,
+    settings,
+    take_block_from_environment,
 )
-from das_adapter.protocol.engine_calls import call_workers
-from das_adapter.protocol.label import Label, Labeller
-from das_adapter.protocol.metrics import faults, merge
+from das_adapter.patching import patch
 
 logger = logging.getLogger("vllm.das_adapter")
 
-
-def settings(vllm_config: Any) -> DasConfig | None:
-    """Read the `das:` block of an engine; None where it has none."""
-    additional = vllm_config.additional_config
-    return parse(additional.get(SETTINGS_KEY)) if isinstance(additional, dict) else None
-
-
-def hosted(vllm_config: Any) -> bool:
-    """Return whether a host looks after an engine with a block (see `protocol.engine_args.REFRESHER`)."""
-    return bool(vllm_config.additional_config.get(REFRESHER) == "host")
+KEYED = "_das_keyed"
+"""Attribute of vLLM's speculative config: whether our keyed verification checks the drafts."""
+LABELS = "_das_labels"
+"""Attribute of vLLM's input processor: its `RequestLabels`; None: the engine has no block."""
 
 
-def take_block_from_environment(engine_args: Any) -> None:
-    """Give an engine without a block of its own the one of `DAS_CONFIG`: vLLM's `EngineArgs` before they are used.
+@patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", since="0.24")
+def choose_runner(stock: Any) -> Any:
+    """Without it an engine that got nothing but the block (`additional_config.das`, or `DAS_CONFIG` in its environment)
+    would not speculate. Remove this patch when vLLM lets plug-ins complete its engine arguments."""
 
-    Raises:
-        ConfigError: it can't be read.
-    """
-    additional = engine_args.additional_config
-    source = os.environ.get(CONFIG_VARIABLE, "")
-    if SETTINGS_KEY in (additional or {}) or not source or getattr(engine_args, "runner", "auto") == "pooling":
-        return
-    try:
-        block = read(source)
-    except ConfigError as error:
-        raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
-    if block is not None:
-        engine_args.additional_config = {**(additional or {}), SETTINGS_KEY: block}
+    @functools.wraps(stock)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        take_block_from_environment(self)
+        config = settings(self)
+        if config is None:
+            return stock(self, *args, **kwargs)
+        if not hosted(self):
+            prepare_standalone(self, config)
+        triton = has_triton()
+        choice = runner_for(self, config, triton)
+        if choice.v2:
+            vars(self).update(choice.arguments)
+            made = stock(self, *args, **kwargs)
+            if runs_v2(made):
+                logger.info("das: vLLM's V2 model runner: %s drafts on the device", config.drafter)
+                return _checked(made, config)
+            self.speculative_config = None
+            choice = runner_for(self, config, triton, "vLLM cannot run V2 here (its log says why)")
+        if choice.v1 is not None:
+            set_v1(choice.v1, triton)
+        vars(self).update(choice.arguments)
+        return _checked(stock(self, *args, **kwargs), config)
 
-
-def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
-    """Refuse what an engine without a host can't do, and name the run.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    if config.shares_history and config.history.persist is not None:
-        raise ConfigError(
-            f"das.history.persist: found {config.history.persist!r}, allowed: null, because this engine "
-            f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"
-        )
-    if run := os.environ.get(RUN_VARIABLE):
-        engine_args.additional_config = {**engine_args.additional_config, RUN_KEY: run}
+    return create_engine_config
 
 
-def choose_v1(why: str) -> None:
-    """Have the processes of an engine run vLLM's V1 model runner; a host has mostly said so already (`engine_env`).
-
-    Args:
-        why: it does.
-
-    Raises:
-        ConfigError: the environment says otherwise.
-    """
-    if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
-        raise ConfigError(
-            f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "
-            f"model runner ({why}): unset it"
-        )
+def _checked(made: Any, config: DasConfig) -> Any:
+    """Return an engine's config, if its drafter can do with it."""
+    refuse(config, made)
+    if made.speculative_config is not None:
+        ours = ("custom_class", "ngram_gpu", config.method)
+        setattr(made.speculative_config, KEYED, config.keyed and made.speculative_config.method in ours)
+    return made
 
 
-def history_name(vllm_config: Any) -> str:
-    """Return the name of the directory of an engine's history: that of its data-parallel siblings too."""
-    run = vllm_config.additional_config.get(RUN_KEY) or vllm_config.instance_id
-    return f"das-history-{hashlib.blake2b(run.encode(), digest_size=6).hexdigest()}-{os.geteuid()}"
+@patch("vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", since="0.31")
+def allow_look_up(stock: Any) -> Any:
+    """Without it vLLM 0.31 takes V1 for the look-up drafter, in whose place the history drafts. Remove this patch when
+    0.32 is the oldest vLLM with a V2 runner that is supported."""
+
+    @functools.wraps(stock)
+    def unsupported(self: Any) -> Any:
+        found = stock(self)
+        config = settings(self)
+        looked_up = config is not None and config.uses_history
+        return [name for name in found if not (looked_up and "ngram_gpu" in name)]
+
+    return unsupported
 
 
-def label(processor: Any, config: DasConfig, request: Any) -> None:
-    """Label a request that came without problem or seed: its prompt is its problem, and the n-th request of a prompt
-    draws the same tokens in every run. Samples of one request (`n`) have consecutive seeds.
+@patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24", needs="speculative_config")
+def allow_row_processors(stock: Any) -> Any:
+    """Without it vLLM refuses min_p and logit_bias beside any drafter, because its rejection sampler does not apply
+    them to drafted positions. Keyed verification does. Remove this patch when vLLM's rejection sampler applies min_p
+    and logit_bias to drafted positions."""
 
-    Args:
-        processor: vLLM's `InputProcessor`.
-        config: of the engine.
-        request: vLLM's `EngineCoreRequest`.
-    """
-    params, prompt = request.sampling_params, request.prompt_token_ids
-    if params is None or prompt is None:
-        return
-    given = Label.of(params.extra_args)
-    if given.problem is not None and (given.seed is not None or params.seed is not None):
-        return
-    labeller = vars(processor).setdefault(
-        "_das_labeller", (threading.Lock(), Labeller(config.verify.seed, _source(processor)))
-    )
-    with labeller[0]:
-        own = labeller[1].label(prompt, validate=not given.record, media=media(request))
-    extra = own.extra_args()
-    del extra["das_seed"]
-    params.extra_args = {**extra, **(params.extra_args or {})}
-    if config.keyed and given.seed is None and params.seed is None:
-        params.seed = own.seed
+    @functools.wraps(stock)
+    def validate(self: Any, speculative_config: Any) -> None:
+        if not getattr(speculative_config, KEYED, False):
+            stock(self, speculative_config)
+
+    return validate
 
 
-def media(request: Any) -> list[str]:
-    """Return the hashes of the images, sound and video in a request's prompt, in their order; `request`: any of vLLM's
-    that has `mm_features`."""
-    return [feature.mm_hash or feature.identifier for feature in getattr(request, "mm_features", None) or ()]
+@patch("vllm.v1.engine.input_processor:InputProcessor.process_inputs", since="0.24", needs="request_id, prompt, params")
+def label_requests(stock: Any) -> Any:
+    """Without it no request has a seed that all its samples and ranks agree on, requests to an engine without a host
+    have no label, and a wrong label that came over HTTP is found in the middle of a step of all requests; here it is
+    the error of its own request. Remove this patch when vLLM lets plug-ins check and change requests."""
+
+    @functools.wraps(stock)
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, LABELS):
+            config = settings(self.vllm_config)
+            labels = RequestLabels(config, self.vllm_config, hosted(self.vllm_config)) if config else None
+            setattr(self, LABELS, labels)
+        made = stock(self, request_id, prompt, params, *args, **kwargs)
+        if getattr(self, LABELS) is not None:
+            getattr(self, LABELS).complete(made)
+        return made
+
+    return process_inputs
 
 
-def _source(processor: Any) -> int:
-    """Return what distinguishes this front end from others of the run, which count the same prompts: their samples must
-    differ."""
-    config = processor.vllm_config
-    parts = (
-        socket.gethostname(),
-        os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-        config.model_config.seed,
-        config.parallel_config.data_parallel_rank,
-    )
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "little")
+@patch("vllm.v1.engine.async_llm:AsyncLLM.do_log_stats", since="0.24")
+def log_figures(stock: Any) -> Any:
+    """Without it das-adapter's figures of an engine without a host reach neither the log nor the Prometheus endpoint.
+    Remove this patch when vLLM lets plug-ins add figures to its loggers."""
+
+    @functools.wraps(stock)
+    async def do_log_stats(self: Any) -> None:
+        if self.log_stats and alone(self.vllm_config):
+            await figures.log_async(self)
+        await stock(self)
+
+    return do_log_stats
 
 
-async def log_figures_async(engine: Any) -> None:
-    """Log the figures since the last time, and set the Prometheus gauges: of vLLM's `AsyncLLM`."""
-    try:
-        _publish(engine, await call_workers(engine, "das_rpc", ("stats", {})))
-    except Exception as error:
-        logger.error("das: no figures of the engine: %r", error)
+@patch(
+    "vllm.v1.engine.llm_engine:LLMEngine.do_log_stats", "vllm.v1.engine.llm_engine:LLMEngine.get_metrics", since="0.24"
+)
+def log_figures_offline(stock: Any) -> Any:
+    """As `log_figures`, for `LLM(disable_log_stats=False)` and `LLM.get_metrics`, which would return the figures as
+    they were logged last. Remove this patch when `log_figures` is removed."""
+
+    @functools.wraps(stock)
+    def logged(self: Any) -> Any:
+        if self.log_stats and alone(self.vllm_config):
+            figures.log(self)
+        return stock(self)
+
+    return logged
 
 
-def log_figures(engine: Any) -> None:
-    """As `log_figures_async`, of vLLM's `LLMEngine`."""
-    try:
-        _publish(engine, [engine.collective_rpc("das_rpc", args=("stats", {}))])
-    except Exception as error:
-        logger.error("das: no figures of the engine: %r", error)
+@patch("vllm.entrypoints.serve:register_vllm_serve_api_routers", since="0.24", needs="app")
+def serve_refresh(stock: Any) -> Any:
+    """Without it a trainer that writes weights where das-adapter cannot see it has to call `collective_rpc`, which vLLM
+    serves in its development mode alone. Remove this patch when vLLM lets plug-ins add routes to its server."""
+
+    @functools.wraps(stock)
+    def register(app: Any) -> None:
+        stock(app)
+        app.add_route("/v1/das/refresh", _refresh, methods=["POST"])
+
+    return register
 
 
-def _publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Take the answers of each engine's ranks to `stats`."""
-    parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
-    figures = merge(parts)
-    for name in ("history_tokens", "history_bytes"):
-        if found := [part[name] for part in parts if name in part]:
-            figures[f"das/{name}"] = float(max(found))
-    told: set[str] = vars(engine).setdefault("_das_told", set())
-    for fault, reason in faults(parts).items():
-        if fault not in told:
-            told.add(fault)
-            logger.error("das: das/health is 0: %s", reason)
-    if sum(part["request_forwards"] for part in parts):
-        _set_gauges(engine, figures)
-        logger.info(
-            "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
-            *(
-                figures.get(f"das/{name}", 0.0) * scale
-                for name, scale in (
-                    ("tokens_per_forward", 1),
-                    ("acceptance_length", 1),
-                    ("draft_coverage", 100),
-                    ("history_tokens", 1),
-                    ("health", 1),
-                )
-            ),
-        )
-
-
-def _set_gauges(engine: Any, figures: dict[str, float]) -> None:
-    from prometheus_client import Gauge
-
-    known: dict[str, Any] = vars(engine).setdefault("_das_gauges", {})
-    for key, value in figures.items():
-        name = "vllm:das_" + key.removeprefix("das/").replace("/", "_")
-        if name not in known:
-            gauge = Gauge(
-                name, f"{key} of das-adapter, since it was last logged", ["model_name"], multiprocess_mode="mostrecent"
-            )
-            known[name] = gauge.labels(engine.vllm_config.model_config.served_model_name or "")
-        known[name].set(value)
-
-
-def add_routes(app: Any) -> None:
-    """Add `POST /v1/das/refresh` to vLLM's server: the weights have changed. Its body: nothing or
-    `{"version": number}`."""
+async def _refresh(request: Any) -> Any:
+    """Answer `POST /v1/das/refresh`: the weights have changed. Its body: nothing or `{"version": number}`."""
     from starlette.responses import JSONResponse
 
-    async def refresh(request: Any) -> JSONResponse:
-        engine = request.app.state.engine_client
-        if settings(engine.vllm_config) is None:
-            return JSONResponse({"error": "this engine has no das: block"}, 409)
-        try:
-            body = await request.json() if await request.body() else {}
-            version = body.get("version")
-            if version is not None and (not isinstance(version, int) or version < 0):
-                raise ValueError
-        except (ValueError, AttributeError):
-            return JSONResponse({"error": 'allowed: nothing, or {"version": a whole number}'}, 400)
-        await engine.collective_rpc("das_rpc", args=("refresh", {} if version is None else {"version": version}))
-        return JSONResponse({"refreshed": True})
-
-    app.add_route("/v1/das/refresh", refresh, methods=["POST"])
+    engine = request.app.state.engine_client
+    if settings(engine.vllm_config) is None:
+        return JSONResponse({"error": "this engine has no das: block"}, 409)
+    try:
+        body = await request.json() if await request.body() else {}
+        version = body.get("version")
+        if version is not None and (not isinstance(version, int) or version < 0):
+            raise ValueError
+    except (ValueError, AttributeError):
+        return JSONResponse({"error": 'allowed: nothing, or {"version": a whole number}'}, 400)
+    await engine.collective_rpc("das_rpc", args=("refresh", {} if version is None else {"version": version}))
+    return JSONResponse({"refreshed": True})

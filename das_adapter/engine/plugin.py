@@ -1,12 +1,34 @@
-"""The `vllm.general_plugins` entry point: brings das-adapter into every engine process whose config asks for it."""
+"""The `vllm.general_plugins` entry point: brings das-adapter into every engine process whose config asks for it, and
+lists what it changes in vLLM, in order. Workers change their own model runner later (`binding.py`)."""
 
 from __future__ import annotations
 
-from das_adapter.engine.patches import AT_START, AT_START_OF_V2, IN_FRONT_ENDS
+from das_adapter.engine.binding import bind_worker, reach_workers
+from das_adapter.engine.front_end import (
+    allow_look_up,
+    allow_row_processors,
+    choose_runner,
+    label_requests,
+    log_figures,
+    log_figures_offline,
+    serve_refresh,
+)
+from das_adapter.engine.scheduler import hear_draft_length, reserve_draft_slots, see_weight_calls
+
+AT_START = (
+    *(choose_runner, allow_row_processors, label_requests),  # front end
+    *(reserve_draft_slots, hear_draft_length, see_weight_calls),  # engine core
+    *(reach_workers, bind_worker),  # workers
+)
+"""Applied in every process of vLLM, before anything is built."""
+AT_START_OF_V2 = (allow_look_up,)
+"""So too, where there is a V2 runner."""
+IN_FRONT_ENDS = (log_figures, log_figures_offline, serve_refresh)
+"""Applied when a process imports their modules: few do."""
 
 
 def register() -> None:
-    """Patch vLLM's worker start and its request check; inert in an engine without a `das:` block.
+    """Apply the patches; they are inert in an engine without a `das:` block.
 
     Called by vLLM in the front end, the engine core and every worker, before anything is built; a second call changes
     nothing.

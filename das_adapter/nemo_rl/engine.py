@@ -13,7 +13,7 @@ from typing import Any
 from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 from vllm.v1.worker.gpu_worker import Worker
 
-from das_adapter.engine.patches import STATE
+from das_adapter.engine.binding import STATE
 
 
 class Refits:

@@ -21,6 +21,8 @@ RUN_VARIABLE = "DAS_RUN"
 """Environment variable: engines of a node that have no host share a history where this names the same run."""
 DRAFTER = "das_adapter.engine.v1.proposer.Proposer"
 """The class that vLLM's V1 runner loads as proposer where none of vLLM's drafts."""
+DRAFT_LENGTH = "das_draft_length"
+"""Attribute of vLLM's `ModelRunnerOutput`: draft tokens of each request of the next step that is not scheduled yet."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's environment variable that chooses its model runner."""
 _OWN_WEIGHTS = ("eagle3", "mtp", "draft_model")

@@ -41,9 +41,9 @@ class Audit:
 
     def _watch_v1(self) -> None:
         from das_adapter.engine.v1 import verification
-        from das_adapter.engine.v1.worker import WorkerState
+        from das_adapter.engine.v1.worker import HostWorkerState
 
-        draw, key, count = verification.keyed_sample, WorkerState.keys, WorkerState.count
+        draw, key, count = verification.keyed_sample, HostWorkerState.keys, HostWorkerState.count
         steps = deque[list[list[Key]]]()  # keys of each request's rows, of steps whose tokens are not on the host yet
 
         def keyed_sample(logits: Any, temperature: Any, keys: Any, scores: Any = None) -> Any:
@@ -66,7 +66,7 @@ class Audit:
             count(state, sampled, *args)
 
         verification.keyed_sample = keyed_sample
-        WorkerState.keys, WorkerState.count = keys, counted  # type: ignore[method-assign]
+        HostWorkerState.keys, HostWorkerState.count = keys, counted  # type: ignore[method-assign]
 
     def _watch_v2(self) -> None:
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner

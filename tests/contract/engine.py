@@ -127,9 +127,9 @@ def sabotage(kind: str) -> None:
 
         PolicyCopy.quantise = lambda self: None
     elif kind == "no room near max_model_len":
-        from das_adapter.engine.v1.worker import WorkerState
+        from das_adapter.engine.v1.worker import HostWorkerState
 
-        WorkerState._draft_up_to_the_end = lambda self: None
+        HostWorkerState.draft_up_to_the_end = lambda self: None
     else:
         raise ValueError(kind)
 
@@ -158,7 +158,7 @@ def failing_pass(stock: Any) -> Any:
 
 def lose_loaded() -> None:
     """Let neural drafters start with noise for weights."""
-    from das_adapter.engine.v1.neural import DraftWeights
+    from das_adapter.engine.draft_weights import DraftWeights
 
     stock = DraftWeights.take_loaded
 

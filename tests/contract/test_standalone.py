@@ -15,8 +15,8 @@ from test_losslessness import HISTORY, OFF, prompts
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.identity import prompt_identity
-from das_adapter.engine.front_end import history_name
 from das_adapter.engine.history_link import HistoryLink
+from das_adapter.engine.settings import history_name
 from das_adapter.protocol.engine_args import RUN_KEY
 from das_adapter.protocol.messages import Trajectory
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 
 from das_adapter import compat
 from das_adapter.config import parse
-from das_adapter.engine import patches
+from das_adapter.engine.runner import Choice, runner_for
+from das_adapter.errors import ConfigError
 from das_adapter.protocol import engine_args as args
 
 
@@ -96,42 +96,58 @@ def test_graphs_are_captured_for_powers_of_two_and_the_longest_draft(most: int, 
     assert args.draft_lengths(config) == lengths
 
 
-def start(monkeypatch: pytest.MonkeyPatch, block: dict[str, object], **arguments: Any) -> tuple[str, Any]:
-    """Return the runner that vLLM would take for a hosted engine, whose default is V2, and the arguments it gets."""
-    monkeypatch.setattr(patches, "_has_triton", lambda: True)
-    monkeypatch.setattr(patches, "_refuse", lambda *_: None)
-
-    def stock(self: Any) -> Any:
-        v2 = os.environ.get(args.RUNNER_VARIABLE) != "0"
-        return SimpleNamespace(use_v2_model_runner=v2, speculative_config=None)
-
-    additional = {args.SETTINGS_KEY: block, args.REFRESHER: "host"}
-    given = SimpleNamespace(additional_config=additional, speculative_config=None, **arguments)
-    made = patches.choose_drafter.replacement(stock)(given)
-    return "V2" if made.use_v2_model_runner else "V1", given
+def choose(block: dict[str, object], host: str = "host", triton: bool = True, **given: Any) -> Choice:
+    """Choose the runner of an engine with these arguments."""
+    config, additional = parse(block), {args.SETTINGS_KEY: block, args.REFRESHER: host}
+    usual = {"data_parallel_size": 1, "async_scheduling": None, "load_format": "dummy", "max_model_len": 512}
+    engine = SimpleNamespace(**{"additional_config": additional, "speculative_config": None, **usual, **given})
+    assert config is not None
+    return runner_for(engine, config, triton)
 
 
-EAGLE = {"drafter": "eagle3", "draft": {"model": "m"}}
+EAGLE: dict[str, object] = {"drafter": "eagle3", "draft": {"model": "m", "tokens": 5}}
 
 
 @pytest.mark.parametrize("block", [{"drafter": "history"}, EAGLE], ids=["history", "eagle3"])
 def test_data_parallel_engines_of_a_host_run_v1_with_the_drafter_of_v1(
     newest: pytest.MonkeyPatch, block: dict[str, object]
 ) -> None:
-    alone = {"data_parallel_size": 1, "async_scheduling": None}
-    runner, given = start(newest, block, **alone)
-    assert (runner, given.async_scheduling) == ("V2", None)
-    runner, given = start(newest, block, **(alone | {"data_parallel_size": 2}))
-    method = "custom_class" if block["drafter"] == "history" else "eagle3"
-    assert (runner, given.async_scheduling, given.speculative_config["method"]) == ("V1", False, method)
-    newest.delenv(args.RUNNER_VARIABLE)
+    config = parse(block)
+    assert config is not None
+    assert choose(block) == Choice(None, True, {"speculative_config": args.v2_speculative_config(config)})
+    expected = {"async_scheduling": False, "speculative_config": args.v1_args(config)["speculative_config"]}
+    why = "V2 has no draft lengths by step beside data_parallel_size > 1"
+    assert choose(block, data_parallel_size=2) == Choice(why, False, expected)
     newest.setenv("VLLM_DP_SIZE", "2")
-    assert start(newest, block, **alone)[0] == "V1"
+    assert choose(block) == Choice(why, False, expected)
 
 
 def test_synchronous_scheduling_needs_v1_where_v2_would_draft_in_every_step(newest: pytest.MonkeyPatch) -> None:
     newest.setattr(compat, "missing_on_v2", lambda host: [object()] if host is compat.V2_NEURAL else [])
-    synchronous = {"data_parallel_size": 1, "async_scheduling": False}
     off: dict[str, object] = {"drafter": "none", "verify": {"noise": "keyed"}}
-    assert start(newest, off, **synchronous)[0] == "V2"
-    assert start(newest, {"drafter": "history"}, **synchronous)[0] == "V1"
+    assert choose(off, async_scheduling=False).v2
+    assert "scheduling is synchronous" in str(choose({"drafter": "history"}, async_scheduling=False).v1)
+
+
+def test_an_engine_without_a_host_makes_room_for_a_drafter_with_weights_on_v1(newest: pytest.MonkeyPatch) -> None:
+    newest.setenv(args.RUNNER_VARIABLE, "0")
+    changed = choose(EAGLE, host="").arguments
+    assert (changed["load_format"], changed["max_model_len"]) == ("auto", 512 + 5 + 1)
+    assert not {"load_format", "max_model_len"} & choose(EAGLE).arguments.keys()
+    assert "max_model_len" not in choose(EAGLE, host="", max_model_len=None).arguments
+
+
+def test_a_speculative_config_that_is_there_stays_and_needs_v1_without_a_host(newest: pytest.MonkeyPatch) -> None:
+    own = {"method": "ngram"}
+    assert choose({}, speculative_config=own) == Choice(None, False, {"async_scheduling": False})
+    why = "its speculative_config is not das-adapter's"
+    assert choose({}, host="", speculative_config=own) == Choice(why, False, {"async_scheduling": False})
+
+
+def test_what_v1_cannot_do_is_refused_where_the_engine_needs_it(newest: pytest.MonkeyPatch) -> None:
+    routed = SimpleNamespace(enable_return_routed_experts=True)
+    assert choose({}, aux_output_config=routed, async_scheduling=True).v2
+    with pytest.raises(ConfigError, match="found enable_return_routed_experts=True"):
+        choose({}, triton=False, aux_output_config=routed)
+    with pytest.raises(ConfigError, match="found async_scheduling=True, allowed: None or False"):
+        choose({}, triton=False, async_scheduling=True)

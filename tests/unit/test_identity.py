@@ -14,7 +14,7 @@ import pytest
 
 from das_adapter.config import DasConfig
 from das_adapter.core.identity import media_hash, prompt_identity
-from das_adapter.engine import front_end
+from das_adapter.engine.labels import RequestLabels, media
 from das_adapter.protocol.label import BadLabel, Label
 from das_adapter.verl import identity
 
@@ -86,19 +86,19 @@ def test_a_request_of_vllm_without_a_label_is_about_its_prompt_and_its_images() 
         return SimpleNamespace(
             prompt_token_ids=[1, 8, 8, 3],
             mm_features=features,
-            sampling_params=SimpleNamespace(extra_args=None, seed=None),
+            sampling_params=SimpleNamespace(extra_args=None, seed=None, n=1),
+            request_id="",
         )
 
-    engine = SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            model_config=SimpleNamespace(seed=0), parallel_config=SimpleNamespace(data_parallel_rank=0)
-        )
+    vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(seed=0), parallel_config=SimpleNamespace(data_parallel_rank=0)
     )
+    labels = RequestLabels(DasConfig(), vllm_config, hosted=False)
     asked = [request("a"), request("b"), request("a"), request(), request("a", "b")]
     for one in asked:
-        front_end.label(engine, DasConfig(), one)
+        labels.complete(one)
     found = [Label.of(one.sampling_params.extra_args).problem for one in asked]
-    assert found == [Label().problem_of(one.prompt_token_ids, front_end.media(one)) for one in asked]
+    assert found == [Label().problem_of(one.prompt_token_ids, media(one)) for one in asked]
     assert found[0] == found[2]
     assert len(set(found)) == 4
     assert len({one.sampling_params.seed for one in asked}) == 5

@@ -84,16 +84,16 @@ def test_every_patch_says_what_fails_without_it_since_when_and_until_when() -> N
 
 
 def test_the_list_of_changes_is_that_of_the_patches_that_are_applied() -> None:
-    from das_adapter.engine import patches
+    from das_adapter.engine import front_end, plugin
     from das_adapter.nemo_rl import install
     from das_adapter.verl import hooks
 
-    for module, source, package in ((patches, "engine.patches", "vllm"), (hooks, "verl.hooks", "verl")):
+    for module, source, package in ((front_end, "engine.front_end", "vllm"), (hooks, "verl.hooks", "verl")):
         written = [vars(module)[c.patch] for c in patching.changes() if c.source == source]
         assert written and all(isinstance(one, Patch) for one in written)
         assert {t.split(".")[0] for one in written for t in one.targets} == {package}
     listed = {c.target for c in patching.changes()}
-    assert {t for one in (*patches.AT_START, *hooks.HOOKS, *install.HOOKS) for t in one.targets} <= listed
+    assert {t for one in (*plugin.AT_START, *hooks.HOOKS, *install.HOOKS) for t in one.targets} <= listed
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from das_adapter.config import parse
-from das_adapter.engine.patches import _refuse
+from das_adapter.engine.runner import refuse
 from das_adapter.errors import ConfigError
 
 
@@ -31,8 +31,8 @@ def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
     config = parse({"drafter": drafter})
     assert config is not None
     with pytest.raises(ConfigError, match=rf"das\.drafter='{re.escape(drafter)}' does not work with LoRA adapters"):
-        _refuse(config, engine({}, adapters=True))
-    _refuse(config, engine({}))
+        refuse(config, engine({}, adapters=True))
+    refuse(config, engine({}))
 
 
 @pytest.mark.parametrize(
@@ -52,19 +52,19 @@ def test_what_a_drafter_cannot_do_is_named(
     config = parse(block)
     assert config is not None
     with pytest.raises(ConfigError, match=rf"das\.drafter={config.drafter!r}.*{named}".replace("+", r"\+")):
-        _refuse(config, engine(model, **parallel))
+        refuse(config, engine(model, **parallel))
 
 
 def test_what_it_can_do_is_allowed_and_what_it_costs_is_said(caplog: pytest.LogCaptureFixture) -> None:
     config = parse({"budget": {"max_draft_tokens": 4}})
     assert config is not None
-    _refuse(config, engine({"is_moe": True, "uses_mrope": True, "is_multimodal_model": True}, data_parallel_size=4))
+    refuse(config, engine({"is_moe": True, "uses_mrope": True, "is_multimodal_model": True}, data_parallel_size=4))
     assert not caplog.records
     logger = logging.getLogger("vllm.das_adapter")  # vLLM shows what its own loggers get alone
     logger.addHandler(caplog.handler)
     with caplog.at_level(logging.WARNING, logger=logger.name):
-        _refuse(config, engine({"is_hybrid": True}))
+        refuse(config, engine({"is_hybrid": True}))
     logger.removeHandler(caplog.handler)
     assert "1 + 4 copies" in caplog.text
     with pytest.raises(ConfigError, match=r"das\.drafter='history': found a policy with recurrent state on a CPU"):
-        _refuse(config, engine({"is_hybrid": True}, device="cpu"))
+        refuse(config, engine({"is_hybrid": True}, device="cpu"))

@@ -144,7 +144,8 @@ class CopySource(ModelSource):
         drafts: list[list[int]] = [[] for _ in rows]
         at = np.arange(len(rows))
         ids = tokens[rows, lengths[rows] - 1]
-        seeds = np.fromiter((self._drafter.seed(runner.input_batch.req_ids[row]) for row in rows), np.int64, len(rows))
+        req_ids = [runner.input_batch.req_ids[row] for row in rows]
+        seeds = np.array([self._drafter.seed(req_id) for req_id in req_ids] if keyed else [], dtype=np.int64)
         for step in range(counts.max(initial=0)):
             left = counts[at] > step
             at, ids = at[left], ids[left]

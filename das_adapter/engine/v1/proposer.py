@@ -15,7 +15,7 @@ from das_adapter.core.controller import Controller, Decoded, Search
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.engine.controller import EngineController
-from das_adapter.engine.front_end import media
+from das_adapter.engine.labels import media
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import StepTimer
 from das_adapter.engine.v1.model_source import ModelSource, OutOfStep

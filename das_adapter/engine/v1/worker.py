@@ -1,70 +1,49 @@
-"""das-adapter inside one vLLM worker: what is bound to its model runner, and the calls the host can make."""
+"""das-adapter inside one worker that runs vLLM's V1 model runner: what is bound to it, and the keys of its noise."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from das_adapter import __version__
 from das_adapter.config import DasConfig
-from das_adapter.core.account import collapsed
-from das_adapter.engine.front_end import media
-from das_adapter.engine.standalone import (
-    Response,
-    Standalone,
-    follow_loaded_policy,
-    see_finished_update,
-    see_loaded_weights,
-    see_reloaded_weights,
-)
-from das_adapter.engine.timing import without_graphs
+from das_adapter.engine.labels import media
+from das_adapter.engine.standalone import Response
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.neural import DraftWeights, KeyedDrafts, take_loaded_drafter
-from das_adapter.engine.v1.neural_drafts import draft_when_tokens_are_known, hold_drafts
+from das_adapter.engine.v1.neural import KeyedDrafts, take_loaded_drafter
+from das_adapter.engine.v1.neural_drafts import NeuralSource, draft_when_tokens_are_known, hold_drafts
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
-from das_adapter.errors import DasError, UnsupportedHost
+from das_adapter.engine.worker import WorkerState
+from das_adapter.errors import UnsupportedHost
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import Refresh, Refreshed, Started, plain
-from das_adapter.protocol.metrics import Counters, EngineStats
-
-logger = logging.getLogger("das_adapter")
+from das_adapter.protocol.messages import Refresh, Refreshed
 
 
-class WorkerState:
-    """The state of one worker. `call` is reached from the host by `collective_rpc("das_rpc", (command, payload))`."""
+class HostWorkerState(WorkerState):
+    """The state of one worker on the V1 runner, whose drafts are made on the host. All ranks draft."""
 
     ranks_draft_alike = True
-    """Whether each tensor-parallel rank has the history, and all must have the same."""
     model_runner = 1
-    """vLLM's, V1 or V2."""
 
     def __init__(self, runner: Any, config: DasConfig):
-        self.config = config
-        self.runner = runner
-        self.drafter = self._drafter()
-        self.counters: Counters = self.drafter.engine.counters if self.drafter else Counters()
+        self.drafter: Proposer | None = None
+        """None: vLLM's own drafts in every step, or nobody does."""
+        if config.controlled:
+            self.drafter = Proposer(runner.vllm_config) if config.neural else getattr(runner, "drafter", None)
+        drafts = self.drafter is not None or config.neural or config.drafter == "none"
+        super().__init__(runner, config, self.drafter, harvests=drafts)
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
         """Draft tokens that each request carried into the step that is going on; None: nobody had any."""
         self.began = 0.0
         """When that step began, seconds."""
         self._labels: dict[str, Label] = {}
-        self._seeds: dict[str, int] = {}
         self._seeded: tuple[list[str], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)
-        self.draft_weights = DraftWeights(runner, config) if config.neural else None
-        self.standalone: Standalone | None = None
-        """Does here what a host does elsewhere; None: there is a host."""
-        self._updating: Callable[[], bool] = lambda: False
-        """Whether weights are being updated."""
 
     def bind(self) -> None:
         """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched.
@@ -84,59 +63,14 @@ class WorkerState:
         if self.draft_weights:
             take_loaded_drafter.apply(self._take_loaded_drafter, owner=self.runner)
         else:
-            self._draft_up_to_the_end()
+            self.draft_up_to_the_end()
         if self.config.keyed:
             self._install_keyed_samplers()
         if self.config.controlled:
             self._replay_stock_graphs()
         for step_patch in (time_steps, key_rows, count_tokens, settle_drafts):
             step_patch.apply(self, owner=self.runner)
-        self._say_which_steps_have_no_graphs()
-
-    def stand_alone(self, worker: Any, directory: str) -> None:
-        """Let the engine look after its own history: no host does.
-
-        Args:
-            worker: vLLM's, of this state.
-            directory: name of the history on this node.
-        """
-        if not self.drafts_here:
-            return
-        self.standalone = own = Standalone(self, directory)
-
-        def loaded() -> None:
-            if self.draft_weights:
-                self.draft_weights.loaded = own.weights_changed
-            else:
-                see_loaded_weights.apply(own.weights_changed, owner=self.runner.get_model())
-
-        follow_loaded_policy.apply(loaded, owner=worker)
-        for update in (see_reloaded_weights, see_finished_update):
-            update.apply(own.weights_changed, owner=worker)
-        self._updating = lambda: getattr(worker, "_weight_update_active", False)
-
-    def call(self, command: str, payload: dict[str, Any]) -> Any:
-        """Run a command of the host: `hello`, `refresh`, `visit` or `stats`. Raises only for an unknown command: a
-        worker that raises during a weight sync would leave the trainer waiting for ever."""
-        commands: dict[str, Callable[..., Any]] = {
-            "hello": self._hello,
-            "refresh": self._refresh,
-            "visit": self._visit,
-            "stats": self._stats,
-        }
-        if command not in commands:
-            raise DasError(f"das_rpc: found command {command!r}, allowed: {', '.join(commands)}")
-        try:
-            return plain(commands[command](**payload))
-        except Exception as error:
-            self.counters.error = repr(error)
-            logger.exception("das: %s failed; decoding goes on without drafts", command)
-            return Refreshed(error=repr(error))
-
-    @property
-    def drafts_here(self) -> bool:
-        """Whether this rank has a part in drafting; True where nobody drafts."""
-        return self.drafter is not None or self.draft_weights is not None or self.config.drafter == "none"
+        self.say_which_steps_have_no_graphs()
 
     def response(self, req_id: str) -> Response | None:
         """Return what a request has written that is over; None: it is not known."""
@@ -155,15 +89,8 @@ class WorkerState:
         return label
 
     def seed(self, req_id: str) -> int:
-        """Return the seed of a request's keyed noise as a signed number of 64 bits, the same on all ranks."""
-        seed = self._seeds.get(req_id)
-        if seed is None:
-            seed = self.runner.requests[req_id].sampling_params.seed
-            if seed is None:
-                seed = self.label(req_id).seed
-            if seed is None:  # asked for no particular tokens
-                seed = int.from_bytes(hashlib.blake2b(req_id.encode(), digest_size=8).digest(), "little")
-            self._seeds[req_id] = seed = (int(seed) + 2**63) % 2**64 - 2**63
+        """Return the seed of a request's keyed noise, which the front end has set (`labels.RequestLabels`)."""
+        seed: int = self.runner.requests[req_id].sampling_params.seed
         return seed
 
     def seeds(self) -> torch.Tensor:
@@ -201,63 +128,23 @@ class WorkerState:
     def begin_step(self, scheduled: Any) -> None:
         """Note that a step begins; `scheduled` is vLLM's `SchedulerOutput`."""
         self.began = time.perf_counter()
-        if self.standalone:
-            try:
-                self.standalone.begin_step(scheduled, self._updating())
-            except Exception:
-                logger.exception("das: the engine's history is not kept any more; decoding goes on")
-                self.standalone = None
+        self.begin_standalone(scheduled)
         if self.drafter:
             self.drafter.begin_step(scheduled, self.began)
 
     def refresh(self, message: Refresh) -> Refreshed:
-        """Bring everything up to date that depends on the weights or on the history."""
-        answer = self.drafter.refresh(message) if self.drafter else Refreshed()
-        self.check_draft_weights()
-        for known in (self._seeds, self._labels):
-            for req_id in known.keys() - self.runner.requests.keys():
-                del known[req_id]
+        """As `WorkerState.refresh`; requests that are gone are forgotten."""
+        answer = super().refresh(message)
+        for req_id in self._labels.keys() - self.runner.requests.keys():
+            del self._labels[req_id]
         return answer
 
-    def _drafter(self) -> Any:
-        """Return the drafter that the controller decides for, where there is one."""
-        if not self.config.controlled:
-            return None
-        return Proposer(self.runner.vllm_config) if self.config.neural else getattr(self.runner, "drafter", None)
-
-    def check_draft_weights(self) -> None:
-        """See whether a weight sync has left a neural drafter with the right weights, and say so if not."""
-        self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
-        if self.counters.alarm:
-            logger.error("das: %s", self.counters.alarm)
-
-    def _hello(self) -> Started:
-        sampler = type(self.runner.sampler).__name__
-        runner = f"V{self.model_runner}"
-        return Started(version=__version__, drafter=self.config.drafter, sampler=sampler, runner=runner)
-
-    def _refresh(self, **payload: Any) -> Refreshed:
-        if self.standalone and not payload.keys() - {"version"}:  # somebody who keeps no history says: now
-            self.standalone.weights_changed(payload.get("version"))
-            return Refreshed()
-        return self.refresh(Refresh.of(payload))
-
-    def _visit(self, files: list[str]) -> Refreshed:
-        return self.drafter.visit(files) if self.drafter else Refreshed()
-
-    def _stats(self) -> EngineStats:
-        counters = self.counters
-        if collapsed(counters.draft_tokens, counters.accepted_tokens):
-            counters.alarm = (
-                f"acceptance of the {self.config.drafter} drafter collapsed: {counters.accepted_tokens} of "
-                f"{counters.draft_tokens} draft tokens"
-            )
-        stats = counters.take() | EngineStats(model_runner=self.model_runner)
-        if self.drafter:
-            stats |= self.drafter.stats()
-            if self.drafter.engine.log:
-                self.drafter.engine.log.counts(stats)
-        return stats
+    def draft_up_to_the_end(self) -> None:
+        """Raise the length up to which vLLM drafts: when one request comes within num_speculative_tokens of
+        max_model_len, it skips the drafter and gives the whole batch junk drafts. Ours end before it, and the scheduler
+        clips as well."""
+        if hasattr(self.runner, "effective_drafter_max_model_len"):
+            self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
 
     def _take_loaded_drafter(self) -> None:
         """Take over a neural drafter, once vLLM has loaded it."""
@@ -269,17 +156,11 @@ class WorkerState:
             noise.bind()
         if self.drafter:
             source = self.drafter.model_source
+            assert isinstance(source, NeuralSource)
             source.noise = noise
             self.drafter.load_model(self.runner.model)
             hold_drafts.apply(source, owner=self.runner)
             draft_when_tokens_are_known.apply(self.runner, self.drafter.propose, owner=self.runner)
-
-    def _draft_up_to_the_end(self) -> None:
-        """Raise the length up to which vLLM drafts: when one request comes within num_speculative_tokens of
-        max_model_len, it skips the drafter and gives the whole batch junk drafts. Ours end before it, and the scheduler
-        clips as well."""
-        if hasattr(self.runner, "effective_drafter_max_model_len"):
-            self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
 
     def _replay_stock_graphs(self) -> None:
         """Let steps without drafts replay the full CUDA graphs that an engine without speculation captures. vLLM's V1
@@ -288,13 +169,6 @@ class WorkerState:
         for owner in (self.runner, self.runner.cudagraph_dispatcher):
             if hasattr(owner, "uniform_decode_query_len"):
                 owner.uniform_decode_query_len = 1
-
-    def _say_which_steps_have_no_graphs(self) -> None:
-        vllm_config = self.runner.vllm_config
-        if self.config.drafter == "none" or vllm_config.parallel_config.rank > 0:
-            return
-        if beyond := without_graphs(vllm_config, self.config.num_draft_tokens):
-            logger.info("das: %s", beyond)
 
     def _install_keyed_samplers(self) -> None:
         runner, stock = self.runner, self.runner.sampler
@@ -307,7 +181,7 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 
 
 @patch(f"{_RUNNER}.execute_model", since="0.24", needs="scheduler_output")
-def time_steps(stock: Any, state: WorkerState) -> Any:
+def time_steps(stock: Any, state: HostWorkerState) -> Any:
     """Without it nobody knows how long decode steps take. Remove this patch when vLLM reports the time of each decode
     step to plug-ins."""
 
@@ -320,7 +194,7 @@ def time_steps(stock: Any, state: WorkerState) -> Any:
 
 
 @patch(f"{_RUNNER}._sample", since="0.24", needs="logits, spec_decode_metadata")
-def key_rows(stock: Any, state: WorkerState) -> Any:
+def key_rows(stock: Any, state: HostWorkerState) -> Any:
     """Without it the samplers have no keys, and nobody knows who carried a draft. Remove this patch when vLLM's V1
     samplers draw with noise keyed by seed and position."""
 
@@ -343,7 +217,7 @@ def key_rows(stock: Any, state: WorkerState) -> Any:
 
 
 @patch(f"{_RUNNER}.sample_tokens", since="0.24")
-def count_tokens(stock: Any, state: WorkerState) -> Any:
+def count_tokens(stock: Any, state: HostWorkerState) -> Any:
     """Without it no figures of the rollouts are logged. It ends a step, and drafts as well. Under asynchronous
     scheduling the tokens are still on the device: they are counted when vLLM has them on the host. Remove this patch
     when vLLM reports the tokens of each decode step to plug-ins."""
@@ -373,7 +247,7 @@ def count_tokens(stock: Any, state: WorkerState) -> Any:
 
 
 @patch(f"{_RUNNER}.take_draft_token_ids", since="0.24")
-def settle_drafts(stock: Any, state: WorkerState) -> Any:
+def settle_drafts(stock: Any, state: HostWorkerState) -> Any:
     """Without it vLLM takes no drafts: they are looked for beside its scheduler's work. Remove this patch when vLLM
     asks a `custom_class` drafter for its drafts after the step."""
 

@@ -11,10 +11,9 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.engine.front_end import media
+from das_adapter.engine.labels import media
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.standalone import Response
-from das_adapter.engine.v1.worker import WorkerState
 from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.harvest import Harvest, Writing
@@ -22,15 +21,14 @@ from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.neural import Beside, Speculation, take_loaded_speculator
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
+from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
+from das_adapter.protocol.engine_args import DRAFT_LENGTH
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
 logger = logging.getLogger("das_adapter")
-
-DRAFT_LENGTH = "das_draft_length"
-"""Attribute of vLLM's `ModelRunnerOutput`: draft tokens of each request of the next step that is not scheduled yet."""
 
 
 class DeviceWorkerState(WorkerState):
@@ -40,13 +38,12 @@ class DeviceWorkerState(WorkerState):
     model_runner = 2
 
     def __init__(self, runner: Any, config: DasConfig):
-        super().__init__(runner, config)
         self.lengths: DraftLengths | None = None
         """None: another rank chooses, or nobody drafts."""
         if config.drafter != "none" and get_tp_group().rank_in_group == 0:
             always = int(config.neural and not may_miss_steps(runner.speculator))
             self.lengths = DraftLengths(config, runner.vllm_config, always)
-            self.counters = self.lengths.engine.counters
+        super().__init__(runner, config, self.lengths, harvests=self.lengths is not None)
         self.index: DeviceIndex | None = None
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
@@ -66,14 +63,9 @@ class DeviceWorkerState(WorkerState):
         self._harvest: Harvest | None = None
         """Of an engine without a host."""
 
-    @property
-    def drafts_here(self) -> bool:
-        """Whether this rank drafts."""
-        return self.lengths is not None
-
     def stand_alone(self, worker: Any, directory: str) -> None:
-        """Let the engine look after its own history, as `WorkerState.stand_alone`."""
-        if self.drafts_here:
+        """As `WorkerState.stand_alone`, with the responses that outputs bring to the host."""
+        if self.lengths is not None:
             self._harvest = Harvest()
         super().stand_alone(worker, directory)
 
@@ -92,7 +84,7 @@ class DeviceWorkerState(WorkerState):
                 step_patch.apply(self, owner=self.runner)
         elif self.config.uses_history:
             note_steps.apply(self, owner=self.runner)
-        self._say_which_steps_have_no_graphs()
+        self.say_which_steps_have_no_graphs()
 
     def begin(self, scheduled: Any) -> None:
         """Take the requests that join the batch (vLLM's `SchedulerOutput`), once the runner has them."""
@@ -191,14 +183,10 @@ class DeviceWorkerState(WorkerState):
         output.get_output = get_output
         return output
 
-    def label(self, req_id: str) -> Label:
-        raise NotImplementedError("the V2 runner's requests are known by what joins the batch")
-
     def refresh(self, message: Refresh) -> Refreshed:
-        """Bring everything up to date that depends on the weights or on the history."""
-        answer = self.lengths.refresh(message) if self.lengths is not None else Refreshed()
+        """As `WorkerState.refresh`, with what is on the device."""
+        answer = super().refresh(message)
         self._synced = True
-        self.check_draft_weights()
         if self.speculation is not None:
             self.speculation.resume()
         if self.index is not None and self.source is not None:
@@ -208,27 +196,21 @@ class DeviceWorkerState(WorkerState):
             self._complete = False
         return answer
 
-    def _visit(self, files: list[str]) -> Refreshed:
-        answer = self.lengths.visit(files) if self.lengths is not None else Refreshed()
+    def visit(self, files: list[str]) -> Refreshed:
+        """As `WorkerState.visit`; what arrived is brought to the device before the next steps."""
+        answer = super().visit(files)
         if self.index is not None:
             self.index.arena.look_again()
             self._complete = False
         return answer
 
-    def _stats(self) -> EngineStats:
-        stats = super()._stats()
-        if self.lengths is not None:
-            stats |= self.lengths.stats()
-        if self.index is not None:
-            stats |= EngineStats(live_bytes=self.index.nbytes)
-            if shortage := self.index.shortage():
-                logger.warning("das: %s", shortage)
-        if self.lengths is not None and self.lengths.engine.log:
-            self.lengths.engine.log.counts(stats)
-        return stats
-
-    def _drafter(self) -> Any:
-        """Drafts are made on the device."""
+    def own_stats(self) -> EngineStats:
+        """Return the figures of the device's memory."""
+        if self.index is None:
+            return EngineStats()
+        if shortage := self.index.shortage():
+            logger.warning("das: %s", shortage)
+        return EngineStats(live_bytes=self.index.nbytes)
 
     def _bind_history(self, speculator: HistorySpeculator) -> None:
         """Take over the history's speculator."""
@@ -331,7 +313,7 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
             state.source.wanted = scheduler_output.num_spec_tokens_to_schedule
         if state.lengths is None:
             return stock(scheduler_output, *args, **kwargs)
-        state.begin_step(scheduler_output)
+        state.begin_standalone(scheduler_output)
         output = stock(scheduler_output, *args, **kwargs)
         if scheduler_output.total_num_scheduled_tokens:
             state.start_step(scheduler_output)

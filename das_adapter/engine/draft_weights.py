@@ -1,0 +1,142 @@
+"""Weights of vLLM's own neural drafters (EAGLE-3, MTP, a draft model): they follow the policy, or stay as they were.
+
+vLLM updates only the policy at a weight sync, and sleep may discard the drafter's weights. In both cases acceptance
+collapses, while every token stays right.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from das_adapter.config import DasConfig
+from das_adapter.patching import patch
+
+logger = logging.getLogger("das_adapter")
+
+PREFIX = "draft."
+"""Prefix of the names of the drafter's weights in the stream of a trainer that trains it too (NeMo-RL's convention)."""
+
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class DraftWeights:
+    """The drafter's part of the host's weight stream, and a check of weights that the host does not send."""
+
+    def __init__(self, runner: Any, config: DasConfig):
+        self._runner, self._config = runner, config
+        self._arrived = 0
+        self._mark: list[float] = []
+        self._reading = False
+        """Whether it is the drafter's checkpoint that is being loaded."""
+        self._refused: str | None = None
+        self.loaded: Callable[[], None] = lambda: None
+        """Called when weights have been loaded into the policy."""
+
+    @property
+    def drafter(self) -> Any:
+        """vLLM's drafter model."""
+        return (getattr(self._runner, "speculator", None) or self._runner.drafter).model
+
+    def take_loaded(self) -> None:
+        """Take over the drafter, which vLLM has just loaded with the policy."""
+        if self._config.draft.weights == "checkpoint":
+            if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
+                self._read_checkpoint()
+            self._mark = self._fingerprint()
+        split_weight_stream.apply(self.load, owner=self._runner.model)
+        take_drafter_weights.apply(self._take, owner=self.drafter)
+
+    def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
+        """Load the policy's weights from a stream (with `stock`), and the drafter's that are among them."""
+        kept: list[tuple[str, torch.Tensor]] = []
+        result = stock(self._split(weights, kept), *args, **kwargs)
+        if kept:
+            rows = self._runner.speculative_config.draft_model_config.get_vocab_size()
+            trimmed = [
+                (name, weight[:rows] if "embed_tokens" in name or "lm_head" in name else weight)
+                for name, weight in kept
+            ]
+            self.drafter.load_weights(trimmed)  # trainers pad the vocabulary
+        self.loaded()
+        return result
+
+    def refresh(self) -> str | None:
+        """Return what is wrong with the drafter's weights after a weight sync, None if nothing is."""
+        arrived, self._arrived = self._arrived, 0
+        if self._config.draft.weights == "trainer":
+            if not arrived:
+                return (
+                    f"das.draft.weights: found 'trainer', but this weight sync brought no weight of the drafter "
+                    f"(names with {PREFIX!r} in front): it drafts for an older policy"
+                )
+        elif self._fingerprint() != self._mark:  # after sleep at level 2, or when they were overwritten
+            logger.warning("das: the drafter's weights were lost; reading its checkpoint again")
+            self._read_checkpoint()
+        return self._refused
+
+    def _split(self, weights: Weights, kept: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the policy's weights; copy the drafter's into `kept`, because a stream reuses its buffers."""
+        for name, weight in weights:
+            if name.startswith(PREFIX):
+                kept.append((name.removeprefix(PREFIX), weight.clone()))
+            else:
+                yield name, weight
+
+    def _take(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
+        """Load weights that somebody sends to the drafter itself (with `stock`): this class, or NeMo-RL, which splits
+        the trainer's stream before the policy sees it."""
+        if self._config.method == "mtp":  # hosts send it the policy's stream, of which it takes its own layers
+            loaded = stock(weights, *args, **kwargs)
+            self._arrived += len(loaded or ())
+            return loaded
+        if self._reading:
+            return stock(weights, *args, **kwargs)
+        if self._config.draft.weights == "trainer":
+            return stock(self._counted(weights), *args, **kwargs)
+        for name, _ in weights:  # raising here would leave the trainer waiting for ever
+            self._refused = (
+                f"das.draft.weights: found 'checkpoint', but the trainer sends the drafter's weights too "
+                f"({PREFIX}{name}, ...): set it to 'trainer'"
+            )
+        return set()
+
+    def _counted(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        for weight in weights:
+            self._arrived += 1
+            yield weight
+
+    def _read_checkpoint(self) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.config.load import LoadConfig
+        from vllm.model_executor.model_loader import get_model_loader
+
+        loader = get_model_loader(LoadConfig(load_format="auto"))
+        self._reading = True
+        with set_current_vllm_config(self._runner.vllm_config):
+            loader.load_weights(self.drafter, self._runner.speculative_config.draft_model_config)
+        self._reading = False
+
+    def _fingerprint(self) -> list[float]:
+        """Sum a few values of each weight that only the drafter has."""
+        shared = {p.data_ptr() for p in self._runner.model.parameters()}
+        own = (p for p in self.drafter.parameters() if p.numel() and p.data_ptr() not in shared)
+        return [p.detach().flatten()[:16].float().abs().sum().item() for p in own]
+
+
+@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
+def split_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
+    """Without it the policy refuses the drafter's weights in the trainer's stream, and the drafter never gets them.
+    Remove this patch when vLLM's weight updates reach the drafter."""
+    return functools.wraps(stock)(functools.partial(load, stock))
+
+
+@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
+def take_drafter_weights(stock: Any, take: Callable[..., Any]) -> Any:
+    """Without it a weight sync that brought the drafter nothing goes unnoticed, and so do weights that it was not to
+    have. Remove this patch when vLLM's weight updates report which of the drafter's weights they brought."""
+    return functools.wraps(stock)(functools.partial(take, stock))

@@ -1,0 +1,63 @@
+"""The figures of an engine without a host: to vLLM's log and its Prometheus endpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from das_adapter.protocol.engine_calls import call_workers
+from das_adapter.protocol.metrics import faults, merge
+
+logger = logging.getLogger("vllm.das_adapter")
+
+
+async def log_async(engine: Any) -> None:
+    """Log the figures since the last time, and set the Prometheus gauges: of vLLM's `AsyncLLM`."""
+    try:
+        _publish(engine, await call_workers(engine, "das_rpc", ("stats", {})))
+    except Exception as error:
+        logger.error("das: no figures of the engine: %r", error)
+
+
+def log(engine: Any) -> None:
+    """As `log_async`, of vLLM's `LLMEngine`."""
+    try:
+        _publish(engine, [engine.collective_rpc("das_rpc", args=("stats", {}))])
+    except Exception as error:
+        logger.error("das: no figures of the engine: %r", error)
+
+
+def _publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Take the answers of each engine's ranks to `stats`."""
+    parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
+    figures = merge(parts)
+    for name in ("history_tokens", "history_bytes"):
+        if found := [part[name] for part in parts if name in part]:
+            figures[f"das/{name}"] = float(max(found))
+    told: set[str] = vars(engine).setdefault("_das_told", set())
+    for fault, reason in faults(parts).items():
+        if fault not in told:
+            told.add(fault)
+            logger.error("das: das/health is 0: %s", reason)
+    if not sum(part["request_forwards"] for part in parts):
+        return
+    _set_gauges(engine, figures)
+    names = ("tokens_per_forward", "acceptance_length", "draft_coverage", "history_tokens", "health")
+    logger.info(
+        "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
+        *(figures.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1) for name in names),
+    )
+
+
+def _set_gauges(engine: Any, figures: dict[str, float]) -> None:
+    from prometheus_client import Gauge
+
+    known: dict[str, Any] = vars(engine).setdefault("_das_gauges", {})
+    for key, value in figures.items():
+        name = "vllm:das_" + key.removeprefix("das/").replace("/", "_")
+        if name not in known:
+            what = f"{key} of das-adapter, since it was last logged"
+            gauge = Gauge(name, what, ["model_name"], multiprocess_mode="mostrecent")
+            known[name] = gauge.labels(engine.vllm_config.model_config.served_model_name or "")
+        known[name].set(value)

@@ -1,0 +1,69 @@
+"""Labels and seeds of an engine's requests, written in the front end; workers only read them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+from typing import Any
+
+from das_adapter.config import DasConfig
+from das_adapter.protocol.label import Label, Labeller
+
+
+def media(request: Any) -> list[str]:
+    """Return the hashes of the images, sound and video in a request's prompt, in their order; `request`: any of vLLM's
+    that has `mm_features`."""
+    return [feature.mm_hash or feature.identifier for feature in getattr(request, "mm_features", None) or ()]
+
+
+class RequestLabels:
+    """Completes the requests of one front end."""
+
+    def __init__(self, config: DasConfig, vllm_config: Any, hosted: bool) -> None:
+        """`hosted`: whether a host labels the requests."""
+        self._keyed = config.keyed
+        self._labeller = None if hosted else Labeller(config.verify.seed, _source(vllm_config))
+        self._lock = threading.Lock()
+
+    def complete(self, request: Any) -> None:
+        """Write the label and the seed of a request (vLLM's `EngineCoreRequest`).
+
+        Without a host, one that came without problem or seed is about its prompt, and the n-th request of a prompt
+        draws the same tokens in every run. The seed of the noise is the label's, else `SamplingParams.seed`; one that
+        asked for no particular tokens has a seed that stays with it through preemptions. vLLM counts it on for each of
+        the `n` samples of a request.
+        """
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        if params is None:
+            return
+        given = Label.of(params.extra_args)
+        seed = params.seed if given.seed is None else given.seed
+        if self._labeller is not None and prompt is not None and (given.problem is None or seed is None):
+            with self._lock:
+                own = self._labeller.label(prompt, validate=not given.record, media=media(request))
+            seed = own.seed if seed is None else seed
+            own_args = {key: value for key, value in own.extra_args().items() if key != "das_seed"}
+            params.extra_args = {**own_args, **(params.extra_args or {})}
+        if self._keyed:
+            params.seed = _signed(seed, request.request_id, params.n)
+
+
+def _signed(seed: int | None, req_id: str, samples: int) -> int:
+    """Return a seed as a signed number of 64 bits, such as workers hold; so are those of the samples after it."""
+    if seed is None:
+        seed = int.from_bytes(hashlib.blake2b(req_id.encode(), digest_size=8).digest(), "little")
+    return min((int(seed) + 2**63) % 2**64 - 2**63, 2**63 - samples)
+
+
+def _source(vllm_config: Any) -> int:
+    """Return what distinguishes this front end from others of the run, which count the same prompts: their samples must
+    differ."""
+    parts = (
+        socket.gethostname(),
+        os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        vllm_config.model_config.seed,
+        vllm_config.parallel_config.data_parallel_rank,
+    )
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "little")

@@ -1,0 +1,140 @@
+"""Which of vLLM's model runners an engine gets, what vLLM is told, and what is refused."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, NamedTuple
+
+from das_adapter import compat
+from das_adapter.config import DasConfig
+from das_adapter.engine.settings import hosted
+from das_adapter.errors import ConfigError
+from das_adapter.protocol.engine_args import RUNNER_VARIABLE, needs_v1, v1_args, v2_speculative_config
+
+logger = logging.getLogger("vllm.das_adapter")
+
+
+class Choice(NamedTuple):
+    """The model runner of an engine, and what vLLM is told."""
+
+    v1: str | None
+    """Why it must run V1; None: it runs what vLLM takes, V2 if there is no `speculative_config` of a host."""
+    v2: bool
+    """Whether to try V2."""
+    arguments: dict[str, Any]
+    """Engine arguments to change."""
+
+
+def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str | None = None) -> Choice:
+    """Choose the model runner of an engine.
+
+    Args:
+        args: vLLM's `EngineArgs`, with a block.
+        config: the block.
+        triton: whether vLLM finds a device that Triton compiles for.
+        lacking: why vLLM has not taken V2 when it was tried; None: it was not.
+
+    Raises:
+        ConfigError: an engine argument does not work with the runner that the block needs.
+    """
+    why = lacking or needs_v1(config) or (None if triton else "vLLM finds no device that Triton compiles for")
+    if why is None and config.drafter != "none":
+        why = _no_draft_lengths(args)
+    if why is not None and getattr(getattr(args, "aux_output_config", None), "enable_return_routed_experts", False):
+        raise ConfigError(
+            f"das.drafter={config.drafter!r}: found enable_return_routed_experts=True, which this vLLM allows on "
+            f"its V2 model runner alone, but the engine runs V1: {why}"
+        )
+    if args.speculative_config is None and why is None:
+        return Choice(None, True, {"speculative_config": v2_speculative_config(config)})
+    changed: dict[str, Any] = {}
+    if config.controlled:
+        if args.async_scheduling:
+            raise ConfigError(
+                f"das.drafter={config.drafter!r}: found async_scheduling=True, allowed: None or False: vLLM's V1 "
+                "runner must know the tokens of a step before it drafts"
+            )
+        changed["async_scheduling"] = False
+    if args.speculative_config is None:
+        changed["speculative_config"] = v1_args(config).get("speculative_config")
+        if config.neural and not hosted(args):
+            if args.load_format == "dummy":  # the drafter needs its weights; the first update fills the policy's
+                changed["load_format"] = "auto"
+            if args.max_model_len:  # it reads up to a draft and one token past a request's end
+                changed["max_model_len"] = args.max_model_len + config.num_draft_tokens + 1
+    if why is None and not hosted(args):
+        why = "its speculative_config is not das-adapter's"
+    return Choice(why, False, changed)
+
+
+def set_v1(why: str, triton: bool) -> None:
+    """Have the processes of an engine run vLLM's V1 model runner, and say why; a host has mostly set it already
+    (`engine_env`).
+
+    Raises:
+        ConfigError: the environment says otherwise.
+    """
+    if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
+        raise ConfigError(
+            f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "
+            f"model runner ({why}): unset it"
+        )
+    slower = triton and compat.numbers(compat.version("vllm") or "0") >= compat.numbers(compat.V2_RUNNER.oldest)
+    logger.log(logging.WARNING if slower else logging.INFO, "das: vLLM's V1 model runner: %s", why)
+
+
+def has_triton() -> bool:
+    """Return whether vLLM finds a device that Triton compiles for."""
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
+def refuse(config: DasConfig, vllm_config: Any) -> None:
+    """Refuse what a drafter can't do with this model or this number of ranks, and say what it costs.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if config.drafter == "none":
+        return
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    refused = {f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1}
+    if config.copies_policy:
+        refused |= {
+            "a policy with recurrent state": model.is_hybrid,
+            "LoRA adapters": vllm_config.lora_config is not None,
+        }
+    if config.neural and config.controlled:
+        refused |= {"a multimodal policy": model.is_multimodal_model}
+    if config.controlled and (config.neural or config.copies_policy):
+        refused |= {
+            "a policy with multimodal rotary positions (M-RoPE)": model.uses_mrope,
+            f"experts over data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1
+            and getattr(model, "is_moe", True),
+        }
+    for found in (name for name, wrong in refused.items() if wrong):
+        other = config.neural and not config.uses_history and parallel.pipeline_parallel_size == 1
+        ways = "; das.budget.policy=unlimited with das.toggle.mode=off does" if other else ""
+        raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}{ways}")
+    if model.is_hybrid and vllm_config.device_config.device_type == "cpu":
+        raise ConfigError(
+            f"das.drafter={config.drafter!r}: found a policy with recurrent state on a CPU, where vLLM's convolutions "
+            "keep what rejected draft tokens left: other tokens would be written; allowed: das.drafter='none'"
+        )
+    if model.is_hybrid:
+        logger.warning(
+            "das: the policy has recurrent state: vLLM keeps 1 + %d copies of it for each request, so that drafts can "
+            "be rejected; fewer draft tokens leave more room",
+            config.num_draft_tokens,
+        )
+
+
+def _no_draft_lengths(args: Any) -> str | None:
+    """Say why vLLM's V2 runner would draft equally many tokens in every step; None: it would not."""
+    if max(args.data_parallel_size, int(os.environ.get("VLLM_DP_SIZE") or 1)) > 1:
+        return "V2 has no draft lengths by step beside data_parallel_size > 1"
+    if args.async_scheduling is False and compat.missing_on_v2(compat.V2_NEURAL):
+        return "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
+    return None

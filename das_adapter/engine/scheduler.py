@@ -1,0 +1,77 @@
+"""What das-adapter changes in vLLM's engine core: slots for drafts, and the draft length that a worker chooses."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+from das_adapter.engine.settings import alone, runs_v2, settings
+from das_adapter.patching import patch
+from das_adapter.protocol.engine_args import DRAFT_LENGTH
+
+_WEIGHT_CALL = re.compile(r"(update|load|receive|sync|refit|broadcast)\w*(weight|param)|finish_weight_update")
+"""Names under which trainers' worker extensions take new weights."""
+
+
+class DraftLength:
+    """Stands where vLLM looks up how many tokens are drafted for each request of a batch of some size."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def __getitem__(self, requests: int) -> int:
+        return self.tokens
+
+
+@patch("vllm.v1.core.sched.scheduler:Scheduler.__init__", since="0.24", needs="vllm_config")
+def reserve_draft_slots(stock: Any) -> Any:
+    """Without it a `custom_class` drafter that writes keys and values would write into another request's block: vLLM's
+    scheduler reserves slots for the draft tokens of its own drafters alone. Remove this patch when vLLM reserves slots
+    for `custom_class` drafters (docs/upstream/vllm/0003) and lets a worker choose the draft length."""
+
+    @functools.wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        config = settings(self.vllm_config)
+        if config is not None and config.copies_policy:
+            self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.self.max_tokens)
+        if config is not None and config.drafter != "none" and runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
+            self.dynamic_sd_lookup = DraftLength(0)
+
+    return init
+
+
+@patch(
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
+    since="0.24",
+    needs="scheduler_output, model_runner_output",
+)
+def hear_draft_length(stock: Any) -> Any:
+    """Without it the scheduler of an engine on the V2 runner does not hear which draft length its worker has chosen.
+    Remove this patch when vLLM lets a worker choose the draft length."""
+
+    @functools.wraps(stock)
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        chosen = getattr(model_runner_output, DRAFT_LENGTH, None)
+        lookup = getattr(self, "dynamic_sd_lookup", None)
+        if chosen is not None and isinstance(lookup, DraftLength):
+            lookup.tokens = chosen
+        return stock(self, scheduler_output, model_runner_output)
+
+    return update_from_output
+
+
+@patch("vllm.v1.engine.core:EngineCore.collective_rpc", since="0.24", needs="method")
+def see_weight_calls(stock: Any) -> Any:
+    """Without it an engine without a host does not see that a trainer's worker extension has copied weights into the
+    parameters. Remove this patch when vLLM tells plug-ins that its weights were updated."""
+
+    @functools.wraps(stock)
+    def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+        answers = stock(self, method, *args, **kwargs)
+        if isinstance(method, str) and _WEIGHT_CALL.search(method) and alone(self.vllm_config):
+            stock(self, "das_rpc", args=("refresh", {}))
+        return answers
+
+    return collective_rpc

@@ -1,0 +1,71 @@
+"""What an engine's config says of das-adapter: where its block comes from, and who looks after it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import Any
+
+from das_adapter.config import DasConfig, parse, read
+from das_adapter.errors import ConfigError
+from das_adapter.protocol.engine_args import CONFIG_VARIABLE, REFRESHER, RUN_KEY, RUN_VARIABLE, SETTINGS_KEY
+
+
+def settings(vllm_config: Any) -> DasConfig | None:
+    """Read the `das:` block of an engine (vLLM's config or arguments); None where it has none."""
+    additional = vllm_config.additional_config
+    return parse(additional.get(SETTINGS_KEY)) if isinstance(additional, dict) else None
+
+
+def hosted(vllm_config: Any) -> bool:
+    """Return whether a host looks after an engine with a block (see `protocol.engine_args.REFRESHER`)."""
+    return bool(vllm_config.additional_config.get(REFRESHER) == "host")
+
+
+def alone(vllm_config: Any) -> bool:
+    """Return whether an engine has a block and no host."""
+    return settings(vllm_config) is not None and not hosted(vllm_config)
+
+
+def runs_v2(vllm_config: Any) -> bool:
+    """Return whether an engine runs vLLM's V2 model runner."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", False))
+
+
+def take_block_from_environment(engine_args: Any) -> None:
+    """Give an engine without a block of its own the one of `DAS_CONFIG`: vLLM's `EngineArgs` before they are used.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    additional = engine_args.additional_config
+    source = os.environ.get(CONFIG_VARIABLE, "")
+    if SETTINGS_KEY in (additional or {}) or not source or getattr(engine_args, "runner", "auto") == "pooling":
+        return
+    try:
+        block = read(source)
+    except ConfigError as error:
+        raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from None
+    if block is not None:
+        engine_args.additional_config = {**(additional or {}), SETTINGS_KEY: block}
+
+
+def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
+    """Refuse what an engine without a host can't do, and name the run.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if config.shares_history and config.history.persist is not None:
+        raise ConfigError(
+            f"das.history.persist: found {config.history.persist!r}, allowed: null, because this engine "
+            f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"
+        )
+    if run := os.environ.get(RUN_VARIABLE):
+        engine_args.additional_config = {**engine_args.additional_config, RUN_KEY: run}
+
+
+def history_name(vllm_config: Any) -> str:
+    """Return the name of the directory of an engine's history: that of its data-parallel siblings too."""
+    run = vllm_config.additional_config.get(RUN_KEY) or vllm_config.instance_id
+    return f"das-history-{hashlib.blake2b(run.encode(), digest_size=6).hexdigest()}-{os.geteuid()}"
