@@ -13,12 +13,10 @@ that what the others decide does not matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.acceptance import AcceptanceCurves
@@ -29,13 +27,9 @@ from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
-from das_adapter.core.planners import Offer, alike, everything, one_length, own_lengths
+from das_adapter.core.planners import Offer, alike, everything, first, one_length, own_lengths
 from das_adapter.core.requests import PACE_STEPS, ClassCounts, RequestTable
-
-HistoryDrafts = Callable[[Ints, float], tuple[Chances, Ints]]
-"""Drafts from the history: most tokens of each request int64 [b] and the chance under which a draft ends go in; out
-come survival chances float32 [n], request after request, and offsets int64 [b + 1]: request i's are `chances[o[i]:o[i +
-1]]`."""
+from das_adapter.core.steps import Decoded, HistoryDrafts, Search, StepPlan, TimedStep
 
 REPLAN_STEPS = 64
 """Steps after which the worth of a token is computed anew, at the latest; after an arrival 2, 4, 8, ..."""
@@ -48,79 +42,9 @@ LEAST_CHANCE = 0.005
 """Chance under which no draft token is considered."""
 GOLDEN = 0.618034
 """Successive multiples of it are spread evenly between whole numbers."""
-_NEVER, _LAST = -(2**30), 2**30
+_NEVER = -(2**30)
 _NO_DRAFTS: Chances = np.zeros(0, dtype=np.float32)
 _SPECULATE: dict[str, Speculate] = {"roofline": "auto", "off": "always"}
-
-
-class Decoded(NamedTuple):
-    """What a decode step brought; arrays int64 [b], request by request."""
-
-    slots: Ints
-    got: Ints
-    """Tokens."""
-    carried: Ints | None
-    """Draft tokens that were verified; None if nobody had any."""
-    by_model: Ints | None
-    """How many of these a model drafted."""
-    room: Ints
-    """Draft tokens that still fit before the request's end."""
-    steps: int = 1
-    """Decode steps since the last call; more where a simulation leaves some out."""
-    context: Ints | None = None
-    """Tokens of each request's text, prompt included; None: not known, and step times that depend on it are taken to
-    have none."""
-
-
-class TimedStep(NamedTuple):
-    """What a decode step took. Steps that also read prompts are not timed."""
-
-    slots: Ints
-    got: Ints
-    """Tokens that each request got, int64 [b]."""
-    tokens: int
-    """In the policy's forward pass, draft tokens included."""
-    seconds: float
-    """From its begin to that of the next, without `drafting_seconds`."""
-    drafting_seconds: float = 0.0
-    """Of the model that drafts, at its end."""
-    passes: int = 0
-    """Forward passes of that model."""
-    context: int = 0
-    """Tokens of context that all requests have together."""
-    asked: bool = True
-    """False: a baseline step, without drafts, at whose end no drafter was asked."""
-
-
-class Search(NamedTuple):
-    """What to look for, before it is known what there is."""
-
-    limits: Ints
-    """Most tokens of each request, int64 [b]."""
-    floor: float
-    """Chance under which a draft ends."""
-
-
-class StepPlan(NamedTuple):
-    """The drafts of the next step, int64 [b] each."""
-
-    history: Ints
-    """Tokens of each request's draft from the history to verify."""
-    model: Ints
-    """Tokens that a model drafts for each request, instead."""
-
-
-@dataclass
-class Batch:
-    """Where the batch stands, in decode steps since the engine's start."""
-
-    running: int = 0
-    arrivals: int = 0
-    """Requests that joined since drafts were last considered."""
-    last_end: int = _NEVER
-    """Step in which a request left last."""
-    last_refill: int = _NEVER
-    """Step in which a request joined last while others had left before."""
 
 
 class Controller:
@@ -167,7 +91,8 @@ class Controller:
         self._most = budget.max_draft_tokens if most is None else most
         self._common = common
         self._curves = AcceptanceCurves()
-        self._batch = Batch()
+        self._running, self._arrivals = 0, 0  # requests; those that joined since drafts were last considered
+        self._last_end = self._last_refill = _NEVER  # steps in which a request left, in which another took its place
         self._replan = Backoff(4, REPLAN_STEPS)
         self._least_chance = LEAST_CHANCE
         self._model: StepModel | None = None  # the latency model at the batch's context
@@ -190,13 +115,12 @@ class Controller:
         be."""
         cdf = self.lengths.cdf(problem).copy()
         cdf[np.searchsorted(self.lengths.edges, most) :] = 1.0
-        batch = self._batch
-        if not batch.running:  # another batch (a validation's, say), not one that refills
+        if not self._running:  # another batch (a validation's, say), not one that refills
             self._settle()
-        elif batch.last_end >= 0:
-            batch.last_refill = self.account.now
-        batch.arrivals += 1
-        batch.running += 1
+        elif self._last_end >= 0:
+            self._last_refill = self.account.now
+        self._arrivals += 1
+        self._running += 1
         slot, lengths = self.requests.open(problem, written, cdf), self.lengths
         first = classes(cdf[None, :], lengths.edges, np.array([float(written)]), lengths.bounds)
         self.requests.first_class[slot] = first[0]
@@ -211,8 +135,8 @@ class Controller:
             drafted, accepted = int(table.drafted[slot]), int(table.accepted[slot])
             drafts, hit = int(table.drafts[slot]), int(table.drafts_hit[slot])
             self._curves.observe(int(table.problem[slot]), tokens, drafted, accepted, drafts, hit)
-        self._batch.last_end = self.account.now
-        self._batch.running -= 1
+        self._last_end = self.account.now
+        self._running -= 1
         table.close(slot)
 
     def sync(self, responses: Responses) -> None:
@@ -229,12 +153,8 @@ class Controller:
     # A decode step
 
     def plan(self, decoded: Decoded, history: HistoryDrafts | None = None) -> StepPlan:
-        """Take what a decode step brought, and decide on the drafts of the next: `begin`, then `decide`.
-
-        Args:
-            decoded: see there.
-            history: asked at most once for drafts from the history; None: it is not drafted from.
-        """
+        """Take what a decode step brought, and decide on the drafts of the next: `begin`, then `decide`. `history` is
+        asked at most once for drafts; None: none are looked up."""
         search = self.begin(decoded)
         return self.decide(decoded.slots, search, None if search is None or history is None else history(*search))
 
@@ -251,15 +171,9 @@ class Controller:
             accepted = np.minimum(decoded.got - 1, decoded.carried)
             account.verified(int(decoded.carried.sum()), int(accepted.sum()))
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
-            mine = decoded.by_model > 0
-            drafted = decoded.by_model[mine]
-            accepted = np.minimum(drafted, decoded.got[mine] - 1)
-            self.drafts.acceptance.observe(drafted, accepted)
-            worth = self.requests.worth_own[slots[mine]] + self.requests.worth_tail[slots[mine]]
-            account.model(saved=float(accepted @ worth))
-        if account.stopped or not running:
-            return None
-        if not (self._always or account.look.due(account.now, running)):
+            worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
+            account.model(saved=self.drafts.verified(decoded.by_model, decoded.got, worth))
+        if account.stopped or not running or not (self._always or account.look.due(account.now, running)):
             return None
         context = np.zeros(running) if decoded.context is None else decoded.context
         self._model = self.times.model and self.times.model.at(float(context.mean()))
@@ -334,7 +248,7 @@ class Controller:
     @property
     def _refilling(self) -> bool:
         """Whether requests still arrive while others end."""
-        return self.account.now - self._batch.last_refill < REFILL_STEPS
+        return self.account.now - self._last_refill < REFILL_STEPS
 
     @property
     def _floor(self) -> float:
@@ -346,7 +260,7 @@ class Controller:
     def _draft_limits(self, slots: Ints, room: Ints, context: Floats | Ints) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft; `context`: tokens
         of its text."""
-        running, now, arrived = len(slots), self.account.now, self._batch.arrivals > 0
+        running, now, arrived = len(slots), self.account.now, self._arrivals > 0
         if arrived or self._replan.due(now, running):
             self._replan.done(now, running, again_soon=arrived)
             self._value_requests(slots, context)
@@ -357,7 +271,7 @@ class Controller:
             model = self._model
             if model is None:  # for the first measurements: short drafts for some
                 np.minimum(most, (1, 4, self._most)[now // 2 % 3], out=most)
-                most[~_first(slots, most > 0, running / 4)] = 0
+                most[~first(slots, most > 0, running / 4)] = 0
             else:
                 worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
                 most[worth <= model.marginal(running)] = 0
@@ -367,15 +281,15 @@ class Controller:
     def _share_out(self, slots: Ints, offer: Offer) -> StepPlan:
         """Decide how many tokens of each draft are verified, and for whom the model drafts instead."""
         account, running, limits = self.account, len(slots), offer.limits
-        arrived, self._batch.arrivals = self._batch.arrivals > 0, 0
-        nothing = np.zeros(running, dtype=np.int64)
+        arrived, self._arrivals = self._arrivals > 0, 0
         if self._always:
             plan = everything(offer)
             account.decided(running, True, False)
             if self._common is None:
                 return StepPlan(plan.keep, plan.drafted)
             return StepPlan(alike(limits, self._common), alike(plan.drafted, self._common))
-        keep, drafted, probe, model = nothing, nothing, account.probe(running), self._model
+        keep = drafted = nothing = np.zeros(running, dtype=np.int64)
+        probe, model = account.probe(running), self._model
         if model is None:
             if account.draws(running, 1.0, offer.cut, arrived) and account.now % (2 if offer.cut else 4):
                 keep, drafted = (plan := everything(offer)).keep, plan.drafted
@@ -391,7 +305,7 @@ class Controller:
             probing = probe == "drafted" and (len(offer.chances) > 0 or offer.drafts is not None)
             if probing:
                 offered = np.diff(offer.offsets) if len(offer.chances) else limits
-                some = np.minimum(offered, _first(slots, offered > 0, min(PROBE_REQUESTS, running / 4)))
+                some = np.minimum(offered, first(slots, offered > 0, min(PROBE_REQUESTS, running / 4)))
                 keep, drafted = (some, nothing) if len(offer.chances) else (nothing, some)
             account.decided(running, bool(keep.any() or drafted.any()), probing)
         if self._common is not None:
@@ -433,10 +347,4 @@ class Controller:
     def _settle(self) -> None:
         """A batch is over: what follows has a beginning of its own."""
         self.account.time.settle()
-        self._batch.last_end = self._batch.last_refill = _NEVER
-
-
-def _first(slots: Ints, able: npt.NDArray[np.bool_], count: float) -> npt.NDArray[np.bool_]:
-    """Return which requests have the lowest slots among those that are able, bool [b]; `count`, rounded up, of them."""
-    ranks = np.argsort(np.argsort(np.where(able, slots, _LAST)))
-    return able & (ranks < count)
+        self._last_end = self._last_refill = _NEVER

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from das_adapter.core.budget import Allocation, Chances, Ints, Worth, allocate
 from das_adapter.core.latency import StepModel
@@ -83,6 +84,12 @@ def alike(keep: Ints, lengths: Sequence[int]) -> Ints:
     """Give all requests the shortest of the lengths that is enough for each."""
     most = keep.max(initial=0)
     return np.full_like(keep, next((n for n in lengths if n >= most), most) if most else 0)
+
+
+def first(slots: Ints, able: npt.NDArray[np.bool_], count: float) -> npt.NDArray[np.bool_]:
+    """Return which requests have the lowest slots among those that are able, bool [b]; `count`, rounded up, of them."""
+    ranks = np.argsort(np.argsort(np.where(able, slots, 2**30)))
+    return able & (ranks < count)
 
 
 def _with_model(offer: Offer, drafts: ModelDrafts, found: Allocation, worth: Worth, model: StepModel) -> ModelPlan:

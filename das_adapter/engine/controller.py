@@ -12,8 +12,9 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.account import State
-from das_adapter.core.controller import Controller, Decoded, HistoryDrafts, Search, StepPlan, TimedStep
+from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Decoded, HistoryDrafts, Search, StepPlan, TimedStep
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import before_the_first_step, captured_tokens

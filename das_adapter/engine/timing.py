@@ -10,9 +10,9 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from das_adapter.config import ToggleConfig
-from das_adapter.core.controller import TimedStep
 from das_adapter.core.latency import Calibration, read_calibration
 from das_adapter.core.roofline import cold_start
+from das_adapter.core.steps import TimedStep
 
 _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
 """By vLLM's name of the quantisation."""

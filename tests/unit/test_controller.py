@@ -9,10 +9,11 @@ import pytest
 
 from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.account import LOOK_STEPS
-from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Decoded, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 COMPUTE_BOUND = StepModel(base=0.002, token=0.004)

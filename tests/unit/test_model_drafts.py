@@ -14,10 +14,11 @@ from test_controller import stated
 from das_adapter.config import BudgetConfig, ToggleConfig
 from das_adapter.core.acceptance import AcceptanceRate
 from das_adapter.core.budget import Allocation, Worth
-from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Decoded, TimedStep
 
 
 def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:

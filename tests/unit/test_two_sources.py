@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from das_adapter.config import BudgetConfig, ToggleConfig
-from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Decoded, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.03, token=0.0, bend=0.0004, knee=32)
 COMPUTE_BOUND = StepModel(base=0.034, token=0.0, bend=0.00135, knee=4)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import Decoded, TimedStep
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Decoded, TimedStep
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.neural import Proposal
