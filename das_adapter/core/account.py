@@ -210,13 +210,13 @@ class Account:
         """Whether the next step is drafted in to see what that costs."""
         return self._since_draft >= self.probe_wait
 
-    def decided(self, running: int, drafted: bool, probing: bool) -> None:
-        """Take what was decided for a step."""
+    def decided(self, running: int, drafted: bool, probing: bool, plain: bool = False) -> None:
+        """Take what was decided for a step; `probing`, `plain`: to see what a drafted, or a plain, step costs."""
         if drafted and not probing:
             self.probe_wait = PROBE_STEPS
         self.look.done(self.now, running, again_soon=drafted or probing)
         if self._trial is None:
-            nothing = State.PROBING if probing else State.RESTING
+            nothing = State.PROBING if probing or plain else State.RESTING
             self._enter(State.DRAFTING if drafted and not probing else nothing, None)
 
     # What is told

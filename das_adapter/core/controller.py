@@ -307,7 +307,7 @@ class Controller:
                 offered = np.diff(offer.offsets) if len(offer.chances) else limits
                 some = np.minimum(offered, first(slots, offered > 0, min(PROBE_REQUESTS, running / 4)))
                 keep, drafted = (some, nothing) if len(offer.chances) else (nothing, some)
-            account.decided(running, bool(keep.any() or drafted.any()), probing)
+            account.decided(running, bool(keep.any() or drafted.any()), probing, probe == "plain")
         if self._common is not None:
             keep, drafted = alike(keep, self._common), alike(drafted, self._common)
         return StepPlan(keep, drafted)

@@ -16,9 +16,10 @@ from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.siblings import Siblings
 from das_adapter.core.steps import Decoded, TimedStep
-from das_adapter.sim.drafting import Drafting, DraftingSeconds, Ticked, Walk
+from das_adapter.sim.drafting import Drafting, Ticked, Walk
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.sources import Given, Offer, Source
+from das_adapter.sim.steps import Seconds
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -39,7 +40,7 @@ class Drafters:
     history: Source | None = None
     copy: Given | None = None
     """What the tokens of the policy copy, or of a neural drafter, are worth; None: no model drafts."""
-    pass_seconds: DraftingSeconds | None = None
+    pass_seconds: Seconds | None = None
     """Of one pass of that model."""
     narrows: bool = True
     """Whether a pass is for the requests that still draft alone, as the policy copy's is; a neural drafter's is for

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -13,11 +12,10 @@ from das_adapter.core.length import Responses
 from das_adapter.core.siblings import Moments
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.sources import Given, Source
+from das_adapter.sim.steps import Seconds
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-DraftingSeconds = Callable[[Floats, Floats], Floats]
-"""Seconds of drafting in steps, float64 [n], by their requests and the context tokens that these have together."""
 
 
 class Ticked(NamedTuple):
@@ -49,7 +47,7 @@ class Walk(NamedTuple):
     """Logarithm of the chance under which each request's draft ends, float64 [requests]; inf: no draft."""
     limit: Ints
     """Maximum draft tokens of each request, int64 [requests]."""
-    seconds: DraftingSeconds
+    seconds: Seconds
 
 
 class Drafting:
@@ -88,9 +86,7 @@ class Drafting:
 class Fixed(Drafting):
     """A drafter that vLLM runs by itself: the same number of draft tokens for every request in every step."""
 
-    def __init__(
-        self, requests: Requests, source: Source, tokens: int, pass_seconds: DraftingSeconds | None = None
-    ) -> None:
+    def __init__(self, requests: Requests, source: Source, tokens: int, pass_seconds: Seconds | None = None) -> None:
         """
         Args:
             requests: of the fleet.

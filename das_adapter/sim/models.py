@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ _KEYS = (
     "vocab_size",
     "tie_word_embeddings",
 )
-_DENSE: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
+_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
+_SIZES: dict[str, tuple[int, ...]] = {
     "Qwen/Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151936, True),
     "Qwen/Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, 128, 151936, True),
     "Qwen/Qwen2.5-3B": (2048, 11008, 36, 16, 2, 128, 151936, True),
@@ -39,24 +41,13 @@ _DENSE: dict[str, tuple[int, int, int, int, int, int, int, bool]] = {
     "meta-llama/Llama-3.1-70B": (8192, 28672, 80, 64, 8, 128, 128256, False),
     "meta-llama/Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128256, True),
     "meta-llama/Llama-3.2-3B": (3072, 8192, 28, 24, 8, 128, 128256, True),
+    "Qwen/Qwen3-30B-A3B": (2048, 6144, 48, 32, 4, 128, 151936, False),
+    "Qwen/Qwen3-235B-A22B": (4096, 12288, 94, 64, 4, 128, 151936, False),
 }
-MODELS: dict[str, dict[str, Any]] = {name: dict(zip(_KEYS, sizes, strict=True)) for name, sizes in _DENSE.items()}
+MODELS: dict[str, dict[str, Any]] = {name: dict(zip(_KEYS, values, strict=True)) for name, values in _SIZES.items()}
 """The sizes in the models' own `config.json`, by name on the hub."""
-MODELS |= {
-    "Qwen/Qwen3-30B-A3B": {
-        **dict(zip(_KEYS, (2048, 6144, 48, 32, 4, 128, 151936, False), strict=True)),
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "Qwen/Qwen3-235B-A22B": {
-        **dict(zip(_KEYS, (4096, 12288, 94, 64, 4, 128, 151936, False), strict=True)),
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1536,
-    },
-}
-_SAME = ("-Instruct", "-Base", "-Math")
+MODELS["Qwen/Qwen3-30B-A3B"] |= _EXPERTS | {"moe_intermediate_size": 768}
+MODELS["Qwen/Qwen3-235B-A22B"] |= _EXPERTS
 
 
 def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -79,14 +70,11 @@ def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
             raise DasError(f"model: found {str(path)!r}, expected a config.json: {error}") from None
         found = found.get("text_config", found)
     else:
-        plain = model
-        for suffix in _SAME:
-            plain = plain.replace(suffix, "")
-        known = {name.partition("/")[2].lower(): name for name in MODELS}
-        name = known.get(plain.rpartition("/")[2].lower())
-        if name is None:
-            raise DasError(f"model: found {model!r}, allowed: the path of a config.json, or one of {', '.join(MODELS)}")
-        return dict(MODELS[name])
+        plain = re.sub("-(Instruct|Base|Math)", "", model).rpartition("/")[2].lower()
+        for name, known in MODELS.items():
+            if name.partition("/")[2].lower() == plain:
+                return dict(known)
+        raise DasError(f"model: found {model!r}, allowed: the path of a config.json, or one of {', '.join(MODELS)}")
     needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
     if missing := [key for key in needed if key not in found]:
         raise DasError(f"{where}: lacks {', '.join(missing)}")

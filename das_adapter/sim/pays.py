@@ -14,11 +14,11 @@ from das_adapter.core.hardware import COMPUTE
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim.config import SimConfig, parse
-from das_adapter.sim.hardware import device
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.rollouts import Rollout
 from das_adapter.sim.simulate import Progress, Simulation
+from das_adapter.sim.steps import device
 
 EXACT = 300_000
 """Tokens of a dump up to which the index is searched at every step; larger ones use a trace of what it offers."""
@@ -40,7 +40,7 @@ ASSUMED: dict[str, dict[str, Any]] = {
     "self": {"drafter": "self"},
     "history+self": {"drafter": "history+self"},
 }
-"""What the policy accepts of its copy's drafts no dump tells: shown at an assumed rate, never recommended."""
+"""No dump tells what the policy accepts of its copy's drafts: shown at an assumed rate, never recommended."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the simulation says."""
+    """The result of the simulation."""
 
     epochs: list[Epoch]
     block: dict[str, Any]
@@ -78,13 +78,8 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain containers, without the runs."""
-        return {
-            "epochs": [epoch.to_dict() for epoch in self.epochs],
-            "das": self.block,
-            "arms": self.arms,
-            "assumed": self.assumed,
-            "settings": self.settings,
-        }
+        found = {name: value for name, value in vars(self).items() if name not in ("runs", "block")}
+        return {**found, "epochs": [epoch.to_dict() for epoch in self.epochs], "das": self.block}
 
 
 def would_it_pay(
@@ -113,15 +108,14 @@ def would_it_pay(
         engine: keys of `EngineBlock`.
         copies: how often each problem is there, where the dump holds a part of the run.
         history: keys of the `history:` block of all candidates that have one.
-        budget: most draft tokens of a request in a round; None: each candidate's.
+        budget: maximum draft tokens of a request in a round; None: each candidate's.
         candidates: `das:` blocks by name; None: `CANDIDATES`, `SCATTERED` where that can be told, and `ASSUMED`.
-        progress: hears what is done.
+        progress: receives what is done.
 
     Raises:
         DasError: a value that does not fit, with its key.
     """
-    tokens = sum(len(r.tokens) for r in rollouts)
-    steps = len({(r.step, r.run) for r in rollouts})
+    tokens, steps = sum(len(r.tokens) for r in rollouts), len({(r.step, r.run) for r in rollouts})
     estimated = other_s is None
     if other_s is None:
         other_s = training_seconds(model, gpu, gpus, copies * tokens / steps)
@@ -132,29 +126,33 @@ def would_it_pay(
         if budget is not None:
             candidates = {name: das for name, das in candidates.items() if "budget" not in das}
     blocks = {name: _given(das, history, budget) for name, das in (candidates | assumed).items()}
-    config = parse(
-        {
-            "model": model,
-            "precision": precision,
-            "hardware": {"gpu": gpu, "gpus": gpus, "per_engine": per_engine},
-            "engine": engine or {},
-            "rollout": {"cap": max(2, max(len(r.tokens) for r in rollouts)), "copies": copies},
-            "acceptance": {"history": "index" if exact else "trace"},
-            "pipeline": {"train_s": other_s},
-            "arms": {"off": {"das": {"drafter": "none"}}, **{name: {"das": das} for name, das in blocks.items()}},
-        },
-        "replay",
-    )
-    simulation = Simulation(config, rollouts)
+    content = {
+        "model": model,
+        "precision": precision,
+        "hardware": {"gpu": gpu, "gpus": gpus, "per_engine": per_engine},
+        "engine": engine or {},
+        "rollout": {"cap": max(2, max(len(r.tokens) for r in rollouts)), "copies": copies},
+        "acceptance": {"history": "index" if exact else "trace"},
+        "pipeline": {"train_s": other_s},
+        "arms": {"off": {"das": {"drafter": "none"}}, **{name: {"das": das} for name, das in blocks.items()}},
+    }
+    simulation = Simulation(parse(content, "replay"), rollouts)
     runs = simulation.run_all(progress)
-    off = runs["off"]
     total = {name: sum(s.rollout_s for s in run.steps) for name, run in runs.items()}
     arms = {name: total[name] / total["off"] for name in blocks}
     others = {name: arms.pop(name) for name in assumed}
     best = min(arms, key=lambda name: arms[name])
     block = blocks[best] if arms[best] <= 1 - WORTH else {"drafter": "none"}
-    settings = _settings(config, simulation, other_s, estimated, exact, tokens, steps)
-    return Answer(_epochs(off, runs[best]), block, arms, others, {"off": off, best: runs[best]}, settings)
+    shown = {"off": runs["off"], best: runs[best]}
+    settings = {
+        **_settings(simulation.config, simulation),
+        "tokens": tokens,
+        "steps": steps,
+        "other_s": other_s,
+        "other_s_estimated": estimated,
+        "drafts": "searched at every step" if exact else "from a trace",
+    }
+    return Answer(_epochs(*shown.values()), block, arms, others, shown, settings)
 
 
 def _given(das: dict[str, Any], history: dict[str, Any] | None, budget: int | None) -> dict[str, Any]:
@@ -200,24 +198,16 @@ def _epochs(off: Run, on: Run) -> list[Epoch]:
     ]
 
 
-def _settings(
-    config: SimConfig, simulation: Simulation, other_s: float, estimated: bool, exact: bool, tokens: int, steps: int
-) -> dict[str, Any]:
-    hardware = config.hardware
+def _settings(config: SimConfig, simulation: Simulation) -> dict[str, Any]:
     return {
         "model": config.model,
-        "gpu": hardware.gpu,
-        "gpus": hardware.gpus,
+        "gpu": config.hardware.gpu,
+        "gpus": config.hardware.gpus,
         "engines": simulation.engines,
         "kv_tokens": simulation.settings.kv_blocks * simulation.settings.block,
-        "tokens": tokens,
-        "steps": steps,
         "copies": config.rollout.copies,
-        "other_s": other_s,
-        "other_s_estimated": estimated,
         "copy_rate": config.acceptance.copy_rate,
         "max_num_seqs": config.engine.max_num_seqs,
-        "drafts": "searched at every step" if exact else "from a trace",
     }
 
 

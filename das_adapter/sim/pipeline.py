@@ -98,12 +98,12 @@ def _in_turns(
     requests, found, spans = fleet.requests, list[StepResult](), list[tuple[float, float]]()
     trained = [0.0, 0.0]  # when training on the step before, and on the one before that, ends
     now = 0.0
-    for number in range(workload.steps):
+    for number in range(len(workload.steps)):
         rows = _send(fleet, workload, router, number, number, now)
         fleet.run()
         end = float(fleet.clock.max())
         router.done(requests, rows)
-        if number + 1 < workload.steps:
+        if number + 1 < len(workload.steps):
             _sync(fleet, router, number + 1, rows)
         spans.append((now, end))
         if timing.kind == "sync":
@@ -150,7 +150,7 @@ class _Continuous:
         for _ in range(self._timing.lag + 1):
             self._send(0.0)
         free = 0.0
-        for number in range(self._workload.steps):
+        for number in range(len(self._workload.steps)):
             rows = self._take()
             ready, last = float(requests.ended[rows].max()), free
             begin = max(free, ready)
@@ -168,7 +168,7 @@ class _Continuous:
 
     def _send(self, at: float) -> None:
         """Send the next step's requests, if there are any."""
-        if self._sent == self._workload.steps:
+        if self._sent == len(self._workload.steps):
             return
         rows = _send(self._fleet, self._workload, self._router, self._sent, self._version, at)
         self._sent += 1
@@ -220,10 +220,10 @@ def _slack(fleet: Fleet) -> float:
 
 
 def _send(fleet: Fleet, workload: Workload, router: Router, number: int, version: int, at: float) -> Ints:
-    step, requests = workload.step(number), fleet.requests
-    rows = requests.add(step.problem, step.visit, step.text, step.prompt, step.length, step.most)
+    step, requests = workload.steps[number], fleet.requests
+    rows = requests.add(**step)
     requests.version[rows] = version
-    rows = rows[arrivals(step.problem.tolist(), router.rng)]
+    rows = rows[arrivals(step["problem"].tolist(), router.rng)]
     engines, priorities = router.send(requests, rows)
     fleet.submit(rows, engines, priorities, at)
     return rows

@@ -16,18 +16,17 @@ from das_adapter.core.roofline import Roofline
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim.config import ArmBlock, SimConfig
 from das_adapter.sim.controlled import Controlled, Drafters
-from das_adapter.sim.drafting import Drafting, DraftingSeconds, Fixed, no_drafts
+from das_adapter.sim.drafting import Drafting, Fixed, no_drafts
 from das_adapter.sim.fleet import UNLIMITED, Fleet, Settings
-from das_adapter.sim.hardware import device
-from das_adapter.sim.lengths import Curve, Tail
+from das_adapter.sim.lengths import Curve, Lengths, Tail
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run, run
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, read
 from das_adapter.sim.routing import Router
 from das_adapter.sim.sources import Given, Indexed, Source, Trace, Traced, record
-from das_adapter.sim.steps import Instance, Line, Steps, instance, neural_pass, read_calibration, read_sweep
-from das_adapter.sim.workload import Drawn, Dumped, Workload
+from das_adapter.sim.steps import Instance, Line, Seconds, Steps, device, instance, read_calibration, read_sweep
+from das_adapter.sim.workload import Workload, drawn, recorded
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight in a linear layer."""
@@ -98,16 +97,16 @@ class Simulation:
     def _workload(self) -> Workload:
         r = self.config.rollout
         if self.rollouts is not None:
-            return Dumped(self.rollouts, max(r.cap, max(len(x.tokens) for x in self.rollouts)), r.copies)
+            return recorded(self.rollouts, max(r.cap, max(len(x.tokens) for x in self.rollouts)), r.copies)
         block = r.lengths
-        lengths: Tail | Curve
+        lengths: Lengths
         if block.kind == "tail":
-            lengths = Tail(block.mean, r.cap, block.sigma, block.within, r.seed)
+            lengths = Tail(r.cap, block.within, r.seed, block.mean, block.sigma)
         elif block.running:
-            lengths = Curve(block.running, r.cap, block.within, r.seed)
+            lengths = Curve(r.cap, block.within, r.seed, block.running)
         else:
             raise ConfigError("rollout.lengths.running: needed with `kind: curve`")
-        return Drawn(lengths, max(r.dataset, r.problems), r.problems, r.samples, r.prompt, r.cap, r.steps, r.seed)
+        return drawn(lengths, max(r.dataset, r.problems), r.problems, r.samples, r.prompt, r.cap, r.steps, r.seed)
 
     def _drafting(self, das: DasConfig, arm: ArmBlock, requests: Requests, source: Source | None) -> Drafting:
         if das.drafter == "none":
@@ -119,7 +118,7 @@ class Simulation:
         elif das.neural or das.drafter == "ngram":
             tokens = das.model_tokens if das.neural else das.num_draft_tokens
             given = Given(requests, [[rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)]], longest=tokens, seed=seed)
-            passes = neural_pass(self.steps, accept.pass_share, das.drafter) if das.neural else None
+            passes = self.steps.neural_pass(accept.pass_share, das.drafter) if das.neural else None
             if not das.uses_history and das.toggle.mode == "off" and das.budget.policy == "unlimited":
                 return Fixed(requests, given, tokens, passes)
             source, copy = (source, given) if das.neural else (given, None)
@@ -159,7 +158,7 @@ class Simulation:
         roof = Roofline.of(sizes(config.model), speed, config.hardware.per_engine, bytes_per_weight)
         return Calibration(roof.line())
 
-    def _copy_pass(self, das: DasConfig) -> DraftingSeconds:
+    def _copy_pass(self, das: DasConfig) -> Seconds:
         """Return the time of a pass of the policy copy."""
         if not isinstance(self.steps, Instance):
             return self.steps.copy_pass
@@ -205,12 +204,12 @@ def step_times(config: SimConfig) -> Steps:
             replace(found, speed=speed),
             hardware.per_engine,
             config.precision,
-            block.overhead_ms * 1e-3,
-            block.draft_overhead_ms * 1e-3,
-            block.pass_overhead_ms * 1e-3,
             hardware.attention == "data",
-            hardware.overlap,
-            **block.fitted,
+            block.fitted,
+            overlap=hardware.overlap,
+            overhead_s=block.overhead_ms * 1e-3,
+            draft_overhead_s=block.draft_overhead_ms * 1e-3,
+            pass_overhead_s=block.pass_overhead_ms * 1e-3,
         )
     except TypeError as error:
         raise ConfigError(f"steps.fitted: {error}") from None
@@ -224,9 +223,9 @@ def kv_blocks(config: SimConfig, steps: Steps, block: int = 16) -> int:
     """
     if config.engine.kv_tokens is not None:
         return config.engine.kv_tokens // block
-    if not isinstance(steps, Instance) or steps.device is None:
+    if not isinstance(steps, Instance):
         return UNLIMITED
-    roof, room = steps.roof, config.engine.gpu_memory_utilization * steps.device.memory
+    roof, room = steps.roof, config.engine.gpu_memory_utilization * device(config.hardware.gpu).memory
     weights = roof.weight_bytes + roof.table_bytes + roof.expert_bytes
     blocks = int((room - weights) / (roof.kv_bytes * block))
     if blocks < 64:

@@ -7,127 +7,151 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core import latency
-from das_adapter.core.hardware import Device, Hardware
+from das_adapter.core.hardware import DEVICES, Device, Hardware
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
-from das_adapter.sim.hardware import all_reduce_seconds, all_to_all_seconds
 
 Floats = npt.NDArray[np.float64]
+Seconds = Callable[[Floats, Floats], Floats]
+"""Times by requests and by the context tokens that these have together, float64 [n] each."""
 PASS_SHARE = 0.05
 """Time of a pass of a neural drafter, as a share of a plain step, where it is neither given nor measured."""
+NETWORK = 50e9
+"""Bytes per second of a device between NVLink domains: 400 Gb/s, NVIDIA's reference design for HGX systems."""
+HOP_S = 8e-6
+"""Seconds before the first byte of an all-reduce inside a domain arrives (NCCL's tree over NVLink, small messages)."""
+HOP_NETWORK_S = 25e-6
+"""The same between domains."""
 
 
-class Steps(Protocol):
+class Steps:
     """Step times of an engine. Arguments are of several engines at once, float64 [engines]; answers are seconds."""
+
+    passes: Any = None
+    """Times of the passes of the model that drafts; None: not measured."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         """Return the times of steps: requests, tokens in the forward pass (1 and the draft of each), tokens of context
         that all requests have together."""
-        ...
+        raise NotImplementedError
 
     def prefill(self, tokens: Floats) -> Floats:
         """Return the times that reading so many prompt tokens adds."""
-        ...
+        raise NotImplementedError
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         """Return the times of one pass of the policy copy."""
-        ...
+        raise NotImplementedError
+
+    def neural_pass(self, share: float | None, drafter: str) -> Seconds:
+        """Return the time of a pass of a neural drafter.
+
+        Args:
+            share: of a plain step; None: as measured, else `PASS_SHARE`.
+            drafter: as in the block of a run.
+        """
+        if share is None and self.passes is not None:
+            return self.copy_pass
+        return self._shared_pass(PASS_SHARE if share is None else share)
+
+    def _shared_pass(self, part: float, read: float | None = None, extra: float = 0.0) -> Seconds:
+        """Return a pass that takes a part of a plain step, `read` of what reading the context takes, and a constant."""
+
+        def seconds(requests: Floats, context: Floats) -> Floats:
+            short = self.decode(requests, requests, np.zeros_like(requests))
+            reading = self.decode(requests, requests, context) - short
+            return np.asarray(extra + part * short + (part if read is None else read) * reading)
+
+        return seconds
 
 
 @dataclass(frozen=True)
-class Line:
+class Line(Steps):
     """A fitted `StepModel`, such as a calibration's."""
 
     model: StepModel
     passes: StepModel | None = None
     """Of the model that drafts; None: not measured."""
-    copy_share: float = UNSEEN_PASS
-    """Time of a pass of the policy copy, of a step without drafts, where passes were not measured."""
     prefill_share: float = 1.0
-    """Time of a prompt token, of a token in a large step."""
+    """Time of a prompt token, as a share of a token in a large step."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
-        """See `Steps`."""
         return self.model.seconds(tokens, requests, tokens > requests, context)
 
     def prefill(self, tokens: Floats) -> Floats:
-        """See `Steps`."""
         return np.asarray(self.prefill_share * self.model.slope(np.inf) * tokens)
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        """See `Steps`."""
-        if self.passes is not None:
-            return self.passes.seconds(requests, requests, False, context)
-        return np.asarray(self.copy_share * self.model.seconds(requests, requests, False, context))
+        model, share = (self.model, UNSEEN_PASS) if self.passes is None else (self.passes, 1.0)
+        return np.asarray(share * model.seconds(requests, requests, False, context))
 
 
 @dataclass(frozen=True)
-class Instance:
-    """The roofline of an engine on one or several devices, with what it exchanges, and the engine's own time."""
+class Instance(Steps):
+    """The roofline of an engine on one or several devices, with what these exchange, and the engine's own time."""
 
     roof: Roofline
     """Of one device's share."""
-    device: Device | None = None
-    devices: int = 1
-    hidden: int = 0
-    layers: int = 0
+    layers: int
+    waits_s: float = 0.0
+    """Seconds of a forward pass before the first byte of each exchange arrives."""
+    token_s: float = 0.0
+    """Seconds of the exchanges for each token."""
+    overlap: bool = False
+    """Whether the exchanges hide behind the kernels, as far as they take no longer; the waits do not."""
     overhead_s: float = 0.0
     """Seconds of each step that no kernel accounts for: scheduling, launches, sampling."""
     draft_overhead_s: float = 0.0
     """More of them in a step that verifies drafts."""
-    copy_share: float = 0.25
-    """Bytes of the policy copy's linear layers, of the policy's."""
     pass_overhead_s: float = 0.0
-    """Seconds of a pass of the policy copy that no kernel accounts for."""
-    sent_bytes: float = 0.0
-    """Bytes that a token's hidden state takes on its way to its experts and back, where only these are spread over the
-    devices; 0: layers are."""
-    overlap: bool = False
-    """Whether what is exchanged hides behind the kernels, as far as it takes no longer; the waits do not."""
+    """Seconds of a drafting model's pass that no kernel accounts for."""
+    copy_share: float = 0.25
+    """Bytes of the policy copy's linear layers, as a share of the policy's."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
-        """See `Steps`."""
         b = np.maximum(requests, 1e-9)
-        kernels = self.roof.seconds(requests, context / b, tokens / b - 1.0)
+        kernels = self._with_exchange(self.roof.seconds(requests, context / b, tokens / b - 1.0), tokens)
+        weights = float(self.roof.read_bytes(1)) / self.roof.hardware.bandwidth
         host = self.overhead_s + self.draft_overhead_s * (tokens > requests)
-        return np.asarray(np.where(requests > 0, self._exchanged(kernels, tokens), self._weights()) + host)
+        return np.asarray(np.where(requests > 0, kernels + self.waits_s, weights) + host)
 
     def prefill(self, tokens: Floats) -> Floats:
-        """See `Steps`."""
-        seconds = tokens * self.roof.dense_flops / self.roof.hardware.flops
-        return self._exchanged(seconds, tokens) - self._exchange(np.zeros(1))
+        return self._with_exchange(tokens * self.roof.dense_flops / self.roof.hardware.flops, tokens)
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        """See `Steps`."""
-        b = np.maximum(requests, 1e-9)
-        passes = self.roof.drafts(requests, context / b, self.copy_share)
-        return np.asarray(self._exchanged(passes, requests) + self.pass_overhead_s)
+        passes = self.roof.drafts(requests, context / np.maximum(requests, 1e-9), self.copy_share)
+        return self._with_exchange(passes, requests) + self.waits_s + self.pass_overhead_s
 
-    def _exchanged(self, kernels: Floats, tokens: Floats) -> Floats:
-        """Seconds of kernels with the exchange of so many tokens."""
-        waits, whole = self._exchange(np.zeros(1)), self._exchange(tokens)
-        return np.asarray(np.maximum(kernels, whole - waits) + waits if self.overlap else kernels + whole)
+    def neural_pass(self, share: float | None, drafter: str) -> Seconds:
+        if share == 0.0:
+            return super().neural_pass(share, drafter)
+        part = PASS_SHARE if share is None else share
+        one_layer = "eagle3" in drafter or "mtp" in drafter
+        return self._shared_pass(part, 1.0 / self.layers if one_layer else part, self.pass_overhead_s)
 
-    def _weights(self) -> float:
-        return float(self.roof.read_bytes(1)) / self.roof.hardware.bandwidth
+    def _with_exchange(self, kernels: Floats, tokens: Floats) -> Floats:
+        exchange = self.token_s * tokens
+        return np.asarray(np.maximum(kernels, exchange) if self.overlap else kernels + exchange)
 
-    def _exchange(self, tokens: Floats) -> Floats:
-        """Two exchanges in each layer: all-reduces of the hidden states, or the way to the experts and that back."""
-        if self.devices < 2 or self.device is None:
-            return np.zeros_like(tokens)
-        spread = all_to_all_seconds if self.sent_bytes else all_reduce_seconds
-        size = self.sent_bytes / self.devices / 2 if self.sent_bytes else 2.0 * self.hidden
-        none = spread(self.device, self.devices, 0.0)
-        byte = spread(self.device, self.devices, 1e9) - none
-        return np.asarray(2 * self.layers * (none + byte * 1e-9 * size * tokens))
+
+def device(name: str) -> Device:
+    """Return a device by its name, in any case.
+
+    Raises:
+        DasError: the table lacks it.
+    """
+    found = DEVICES.get(name.lower())
+    if found is None:
+        raise DasError(f"hardware.gpu: found {name!r}, allowed: {', '.join(DEVICES)}")
+    return found
 
 
 def instance(
@@ -135,50 +159,46 @@ def instance(
     device: Device,
     devices: int,
     precision: str,
-    overhead_s: float = 0.0,
-    draft_overhead_s: float = 0.0,
-    pass_overhead_s: float = 0.0,
     data_parallel: bool = False,
-    overlap: bool = False,
-    **fitted: float,
+    fitted: dict[str, float] | None = None,
+    **own: Any,
 ) -> Instance:
-    """Return the roofline of a model on so many devices; `precision`: `bf16` or `fp8`; `data_parallel`, `fitted`: as in
-    `Roofline.of`.
+    """Return the roofline of a model on so many devices.
+
+    Args:
+        sizes: of `models.sizes`.
+        device: each of them.
+        devices: of the engine.
+        precision: `bf16` or `fp8`.
+        data_parallel: whether each device has all of the attention, and only routed experts are spread.
+        fitted: measured fields of `Roofline`.
+        own: fields of `Instance`.
 
     Raises:
         DasError: attention can't be data-parallel, since there are no experts to spread.
     """
     fast = Hardware(device.speed.bandwidth, device.speed.flops * (device.fp8 if precision == "fp8" else 1.0))
-    one = 1.0 if precision == "fp8" else 2.0
-    roof = Roofline.of(sizes, fast, devices, one, data_parallel, **fitted)
+    one, layers = (1.0 if precision == "fp8" else 2.0), sizes["num_hidden_layers"]
+    roof = Roofline.of(sizes, fast, devices, one, data_parallel, **(fitted or {}))
     if data_parallel and not roof.expert_bytes:
         raise DasError("hardware.attention: found 'data', allowed for a model without experts: 'tensor'")
-    sent = sizes["num_experts_per_tok"] * sizes["hidden_size"] * (one + 2.0) if data_parallel else 0.0
-    return Instance(
-        roof,
-        device,
-        devices,
-        sizes["hidden_size"],
-        sizes["num_hidden_layers"],
-        overhead_s,
-        draft_overhead_s,
-        pass_overhead_s=pass_overhead_s,
-        sent_bytes=sent,
-        overlap=overlap,
-    )
+    if devices < 2:
+        return Instance(roof, layers, **own)
+    # two exchanges in each layer: rings of hidden states in 16 bits, or tokens on the way to their experts and back
+    to_experts = sizes.get("num_experts_per_tok", 0) * (one + 2.0) / devices / 2
+    size = sizes["hidden_size"] * (to_experts if data_parallel else 4.0)
+    rate, wait = (device.link, HOP_S) if devices <= device.domain else (min(device.link, NETWORK), HOP_NETWORK_S)
+    token_s = 2 * layers * (devices - 1) / devices * size / rate
+    return Instance(roof, layers, 2 * layers * wait, token_s, **own)
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """Measured step times over a full grid of requests, mean context and draft tokens, with what lies between
-    interpolated: linearly in context and drafts, and in requests; beyond the grid its last piece goes on."""
+class Sweep(Steps):
+    """Measured step times over a full grid of requests, mean context and draft tokens, interpolated linearly; past
+    the grid its last piece continues."""
 
-    requests: Floats
-    """Rising, float64 [b]."""
-    context: Floats
-    """Rising, float64 [s]."""
-    drafts: Floats
-    """Rising from 0, float64 [d]."""
+    grid: list[Floats]
+    """Requests [b], context [s] and draft tokens [d], each rising, the last from 0."""
     seconds: Floats
     """float64 [b, s, d]."""
     passes: Floats | None = None
@@ -187,25 +207,21 @@ class Sweep:
     """Of a prompt token."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
-        """See `Steps`."""
         b = np.maximum(requests, 1e-9)
-        grid = [self.requests, self.context, self.drafts]
-        found = _interpolate(grid, self.seconds, np.stack([requests, context / b, tokens / b - 1.0]))
+        found = _interpolate(self.grid, self.seconds, np.stack([requests, context / b, tokens / b - 1.0]))
         return np.where(requests > 0, found, self.seconds.min())
 
     def prefill(self, tokens: Floats) -> Floats:
-        """See `Steps`."""
         return np.asarray(self.token_s * tokens)
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        """See `Steps`."""
         if self.passes is None:
             raise DasError(
                 "steps: found no passes of the model that drafts in the sweep or calibration, which the "
                 "drafter needs (das-adapter calibrate --drafter)"
             )
         b = np.maximum(requests, 1e-9)
-        return _interpolate([self.requests, self.context], self.passes, np.stack([requests, context / b]))
+        return _interpolate(self.grid[:2], self.passes, np.stack([requests, context / b]))
 
 
 def _interpolate(grid: list[Floats], values: Floats, points: Floats) -> Floats:
@@ -249,7 +265,7 @@ def read_calibration(path: str) -> Line | Sweep:
         return Line(found.steps, found.passes)
     passes = None
     if found.passes is not None:
-        b, s = sweep.requests[:, None], sweep.context
+        b, s = sweep.grid[0][:, None], sweep.grid[1]
         passes = found.passes.seconds(b, b, False, b * s)
     return replace(sweep, passes=passes, token_s=found.steps.slope(np.inf))
 
@@ -266,16 +282,13 @@ def read_sweep(path: str) -> Sweep:
     try:
         with Path(path).open() as file:
             for row in csv.DictReader(file):
-                batch, seq, gamma = float(row["batch"]), float(row["seq"]), float(row["gamma"])
-                seconds = float(row["mean_ms"]) * 1e-3
+                batch, seq, gamma, mode = float(row["batch"]), float(row["seq"]), float(row["gamma"]), row["mode"]
                 if batch < 1:
                     continue
-                if row["mode"] == "target_decode":
-                    cells[batch, seq, 0.0] = seconds
-                elif "verify" in row["mode"]:
-                    cells[batch, seq, gamma] = seconds
-                elif "draft" in row["mode"]:
-                    passes.setdefault((batch, seq), []).append(seconds)
+                if "draft" in mode:
+                    passes.setdefault((batch, seq), []).append(float(row["mean_ms"]) * 1e-3)
+                else:
+                    cells[batch, seq, 0.0 if mode == "target_decode" else gamma] = float(row["mean_ms"]) * 1e-3
     except (OSError, KeyError, ValueError) as error:
         raise DasError(
             f"steps.sweep: found {path!r}, expected a CSV with batch, seq, gamma, mode, mean_ms: {error!r}"
@@ -283,10 +296,10 @@ def read_sweep(path: str) -> Sweep:
     sweep = _sweep(cells)
     if sweep is None:
         raise DasError(f"steps.sweep: found {path!r}, whose cells do not fill a grid")
-    if passes:
-        copy = np.array([[np.mean(passes[b, s]) for s in sweep.context] for b in sweep.requests])
-        sweep = replace(sweep, passes=copy)
-    return sweep
+    if not passes:
+        return sweep
+    batches, contexts, _ = sweep.grid
+    return replace(sweep, passes=np.array([[np.mean(passes[b, s]) for s in contexts] for b in batches]))
 
 
 def _sweep(cells: dict[tuple[float, float, float], float]) -> Sweep | None:
@@ -297,27 +310,4 @@ def _sweep(cells: dict[tuple[float, float, float], float]) -> Sweep | None:
     if len(drafts) < 2 or drafts[0] != 0:
         return None
     values = np.array([[[cells[b, s, d] for d in drafts] for s in axes[1]] for b in axes[0]])
-    return Sweep(axes[0], axes[1], np.array(drafts), values)
-
-
-def neural_pass(steps: Steps, share: float | None, drafter: str) -> Callable[[Floats, Floats], Floats]:
-    """Return the time of a pass of a neural drafter, by requests and context.
-
-    Args:
-        steps: of the policy.
-        share: of a plain step; None: as measured, else `PASS_SHARE`.
-        drafter: as in the block of a run; EAGLE-3 and MTP read the context of one layer.
-    """
-    if share is None and isinstance(steps, Line | Sweep) and steps.passes is not None:
-        return steps.copy_pass
-    part = PASS_SHARE if share is None else share
-    extra, read = 0.0, part
-    if part and isinstance(steps, Instance):
-        extra = steps.pass_overhead_s
-        read = 1.0 / steps.layers if "eagle3" in drafter or "mtp" in drafter else part
-
-    def seconds(requests: Floats, context: Floats) -> Floats:
-        short = steps.decode(requests, requests, np.zeros_like(requests))
-        return np.asarray(extra + part * short + read * (steps.decode(requests, requests, context) - short))
-
-    return seconds
+    return Sweep([*axes[:2], np.array(drafts)], values)

@@ -46,19 +46,13 @@ def sweep(
         config: what they have in common.
         values: by key.
         jobs: processes; None: as many as cores.
-        progress: hears how many of how many are done.
+        progress: receives how many of how many are done.
     """
     chosen, configs = zip(*variants(config, values), strict=True)
-    jobs = min(jobs or os.cpu_count() or 1, len(configs))
-    tell = progress or (lambda done, of: None)
-    found = []
-    if jobs == 1:
-        for one in configs:
-            found.append(simulate(one))
-            tell(len(found), len(configs))
-    else:
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            for result in pool.map(simulate, configs):
-                found.append(result)
-                tell(len(found), len(configs))
-    return [{"values": v, "arms": result} for v, result in zip(chosen, found, strict=True)]
+    with ProcessPoolExecutor(min(jobs or os.cpu_count() or 1, len(configs)), get_context("spawn")) as pool:
+        found = list[dict[str, Any]]()
+        for result in pool.map(simulate, configs):
+            found.append({"values": chosen[len(found)], "arms": result})
+            if progress is not None:
+                progress(len(found), len(configs))
+    return found

@@ -40,8 +40,11 @@ class Texts:
             drafts, offsets: draft i is `drafts[offsets[i]:offsets[i + 1]]`; it may not pass the response's end.
         """
         counts = np.diff(offsets)
-        right = self.tokens[ragged(self.ends[rows] + at, counts)] == drafts
-        return leading(right, offsets)
+        place = np.arange(len(drafts)) - np.repeat(offsets[:-1], counts)
+        wrong = self.tokens[ragged(self.ends[rows] + at, counts)] != drafts
+        found = counts.copy()
+        np.minimum.at(found, np.repeat(np.arange(len(rows)), counts)[wrong], place[wrong])
+        return found
 
 
 def ragged(starts: Ints, counts: Ints) -> Ints:
@@ -55,15 +58,3 @@ def offsets_of(counts: Ints) -> Ints:
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
     np.cumsum(counts, out=offsets[1:])
     return offsets
-
-
-def leading(right: npt.NDArray[np.bool_], offsets: Ints) -> Ints:
-    """Return how many of the first values of each run are true, int64 [runs]."""
-    counts = np.diff(offsets)
-    found = counts.copy()
-    some = np.flatnonzero(counts)
-    if len(some):
-        place = np.arange(len(right)) - np.repeat(offsets[:-1], counts)
-        wrong = np.where(right, len(right) + 1, place)
-        found[some] = np.minimum(np.minimum.reduceat(wrong, offsets[:-1][some]), counts[some])
-    return found

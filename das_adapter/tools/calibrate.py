@@ -28,6 +28,11 @@ logger = logging.getLogger("das_adapter")
 _ACCEPTED = (0.2, 0.5, 0.8)
 """Shares of a draft's tokens that count as accepted when on/off decisions are compared."""
 
+_TOO_FEW = (
+    "calibrate: too few steps to measure of %d requests with %d tokens of context and %d draft tokens each: is the KV "
+    "cache too small?"
+)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -89,7 +94,7 @@ def measure(
     most = max(das.model_tokens, *drafts, *(2 * mean for mean in ragged))
     args["speculative_config"]["num_speculative_tokens"] = most
     if das.neural:
-        vars(worker).update(Proposer=SweepDrafter)  # vLLM makes none for its own methods
+        vars(worker).update(ControlledDrafter=SweepDrafter)  # vLLM makes none for its own methods
     else:
         args["speculative_config"]["model"] = "das_adapter.engine.v1.sweep.SweepDrafter"
     SweepDrafter.passes = (das.model_tokens,) if das.copies_policy or das.neural else ()
@@ -99,31 +104,25 @@ def measure(
     llm = LLM(model, **{**settings, **args, **engine})
     plain = tuple(d for d in (0, *drafts) if d == 0)[:1]
     SweepDrafter.turns, SweepDrafter.ragged = (*plain, *(d for d in drafts if d)), tuple(ragged)
-    found, passes = list[Sample](), list[Sample]()
+    kinds = [(draft, False) for draft in sorted({0, *drafts})] + [(mean, True) for mean in ragged]
+    measured = Measured([], [], captured_tokens(llm.llm_engine.vllm_config))
     for number, (requests, context) in enumerate(product(batches, contexts)):
         SweepDrafter.samples, SweepDrafter.passed = [], []
         params = SamplingParams(temperature=1.0, max_tokens=steps, ignore_eos=True, detokenize=False)
         llm.generate(_prompts(requests, context, steps), params, use_tqdm=False)
-        kinds = [(draft, False) for draft in sorted({0, *drafts})]
-        kinds += [(mean, True) for mean in ragged if requests > 1]
         for place, (draft, uneven) in enumerate(kinds):
-            seconds = [s for b, _, d, s, of in SweepDrafter.samples if (b, d, of) == (requests, draft, uneven)][1:]
-            if len(seconds) >= 3:
-                held_out = uneven or (number + place) % 3 == 2
-                seen = float(np.median(seconds)), len(seconds)
-                found.append(Sample(requests, context, draft, *seen, held_out, uneven))
-            else:
-                logger.warning(
-                    "calibrate: too few steps to measure of %d requests with %d tokens of context and %d "
-                    "draft tokens each: is the KV cache too small?",
-                    requests,
-                    context,
-                    draft,
-                )
-        seconds = [s for b, _, s in SweepDrafter.passed if b == requests][1:]
-        if len(seconds) >= 3:
-            passes.append(Sample(requests, context, 0, float(np.median(seconds)), len(seconds), number % 3 == 2))
-    return Measured(found, passes, captured_tokens(llm.llm_engine.vllm_config))
+            times = [s for b, _, d, s, of in SweepDrafter.samples if (b, d, of) == (requests, draft, uneven)][1:]
+            held_out = uneven or (number + place) % 3 == 2
+            if len(times) >= 3:
+                seen = float(np.median(times)), len(times)
+                measured.samples.append(Sample(requests, context, draft, *seen, held_out, uneven))
+            elif requests > 1 or not uneven:
+                logger.warning(_TOO_FEW, requests, context, draft)
+        times = [s for b, _, s in SweepDrafter.passed if b == requests][1:]
+        if len(times) >= 3:
+            seen = float(np.median(times)), len(times)
+            measured.passes.append(Sample(requests, context, 0, *seen, held_out=number % 3 == 2))
+    return measured
 
 
 def measure_stock(
@@ -243,17 +242,18 @@ def _split(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 
 def fit_line(samples: Sequence[Sample], sizes: tuple[int, ...] = ()) -> StepModel:
     """Fit a step model to the samples; see `core.latency.fit`."""
-    b, s, d, t = (
-        np.array([getattr(x, n) for x in samples], dtype=float) for n in ("requests", "context", "drafts", "seconds")
-    )
+    b, s, d, t = _columns(samples)
     return fit(b * (1 + d), b, d > 0, t, b * s, sizes=sizes)
+
+
+def _columns(samples: Sequence[Sample]) -> np.ndarray:
+    """Return requests, context, drafts and seconds, float64 [4, samples]."""
+    return np.array([(x.requests, x.context, x.drafts, x.seconds) for x in samples], dtype=float).T
 
 
 def fit_roofline(start: Roofline, samples: Sequence[Sample]) -> Roofline:
     """Fit bandwidth, FLOP/s, bytes per KV token and host times, by relative error (coordinate descent)."""
-    b, s, d, t = (
-        np.array([getattr(x, n) for x in samples], dtype=float) for n in ("requests", "context", "drafts", "seconds")
-    )
+    b, s, d, t = _columns(samples)
 
     def built(log: np.ndarray) -> Roofline:
         bandwidth, flops, kv, plain, verify = np.exp(log)
@@ -320,24 +320,16 @@ def write(out: Path, model: str, measured: Measured, result: dict[str, Any], com
 
 
 def _plot(path: Path, samples: Sequence[Sample], line: StepModel) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(5, 5), layout="constrained")
+    figure = Figure(figsize=(5, 5), layout="constrained")
+    axis = figure.subplots()
     for held_out, marker in ((False, "o"), (True, "x")):
-        chosen = [s for s in samples if s.held_out == held_out]
-        measured = [s.seconds * 1e3 for s in chosen]
-        tokens = [s.requests * (1 + s.drafts) for s in chosen]
-        predicted = [
-            line.step(n, s.requests, s.drafts > 0, s.requests * s.context) * 1e3
-            for n, s in zip(tokens, chosen, strict=True)
-        ]
-        axis.loglog(measured, predicted, marker, label="held out" if held_out else "fitted", markersize=4)
+        b, s, d, t = _columns([sample for sample in samples if sample.held_out == held_out])
+        predicted = line.seconds(b * (1 + d), b, d > 0, b * s)
+        axis.loglog(1e3 * t, 1e3 * predicted, marker, label="held out" if held_out else "fitted", markersize=4)
     ends = [min(s.seconds for s in samples) * 900, max(s.seconds for s in samples) * 1100]
     axis.loglog(ends, ends, color="grey", linewidth=1)
     axis.set(xlabel="measured step time, ms", ylabel="predicted, ms")
     axis.legend()
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -15,7 +15,9 @@ from das_adapter.errors import DasError
 from das_adapter.protocol.decision_log import Rollout
 from das_adapter.sim import rollouts as dumps
 from das_adapter.tools import report_page, run_series
-from das_adapter.tools.report_page import BLUE, CLASSES, GREY, INK, ORANGE
+
+BLUE, ORANGE, GREY, INK = "#2a6f97", "#e07b1a", "#c3c9d1", "#22303c"
+CLASSES = {LengthClass.SHORT: "#9ecae1", LengthClass.MEDIUM: "#4292c6", LengthClass.LONG: "#08519c"}
 
 
 def summary(rollouts: list[Rollout], waits: Mapping[int, float] | None = None) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def write(
     (out / "summary.json").write_text(json.dumps(figures, indent=2) + "\n")
     plots = {"timeline": _timeline, "steps": _steps, "acceptance": _acceptance, "latency": _latency}
     similarity = None if written is None else run_series.similarity(written)
-    report_page.write(out / "report.html", rollouts, shown, figures, run_series.alarms(rollouts), similarity, waits)
+    report_page.write(out / "report.html", rollouts, shown, figures, similarity, waits)
     files = [out / "report.html", out / "summary.json"]
     for name, draw in plots.items():
         files.append(out / f"{name}.png")
@@ -84,15 +86,11 @@ def write(
 
 
 def _figure(path: Path, draw: Any, rollouts: list[Rollout]) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    draw(axis, rollouts)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    draw(figure.subplots(), rollouts)
     figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def _timeline(axis: Any, rollouts: list[Rollout]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from das_adapter.sim import rollouts as dumps
 NGRAM = 8
 """Tokens of an n-gram in `similarity`. The paper does not give its N."""
 MAX_EPOCHS = 32
-"""Epochs that `similarity` compares at most."""
+"""Maximum number of epochs that `similarity` compares."""
 
 
 class Rate(NamedTuple):
@@ -74,87 +74,71 @@ class Timeline(NamedTuple):
 
 def by_training_step(rollouts: Iterable[Rollout]) -> list[TrainingStep]:
     """Sum up each training step, in order; a rollout that no weight sync followed is left out."""
-    steps = []
-    for version, parts in itertools.groupby(sorted(rollouts, key=lambda r: r.version), key=lambda r: r.version):
-        if version < 0:
-            continue
-        group = list(parts)
-        decoded = [s for r in group for s in r.steps]
-        forwards, kept = sum(s.requests for s in decoded), sum(s.accepted for s in decoded)
-        drafted, accepted = _sum([r.acceptance for r in group if r.acceptance])
-        counted = _figures(group)
-        steps.append(
-            TrainingStep(
-                version,
-                1.0 + kept / max(1, forwards),
-                Rate(str(version), drafted, accepted),
-                sum(s.seconds for s in decoded),
-                sum(r.end.saved for r in group if r.end),
-                counted.get("das/history_hits"),
-                max((c["history_tokens"] for r in group for c in r.counts if "history_tokens" in c), default=None),
-            )
-        )
-    return steps
+    return [_training_step(version, group) for version, group in _by_version(rollouts) if version >= 0]
+
+
+def _training_step(version: int, group: list[Rollout]) -> TrainingStep:
+    decoded = [s for r in group for s in r.steps]
+    counts = [c for r in group for c in r.counts]
+    return TrainingStep(
+        version,
+        1.0 + sum(s.accepted for s in decoded) / max(1, sum(s.requests for s in decoded)),
+        Rate(str(version), *_total(r.acceptance for r in group if r.acceptance)),
+        sum(s.seconds for s in decoded),
+        sum(r.end.saved for r in group if r.end),
+        merge(counts).get("das/history_hits") if counts else None,
+        max((c["history_tokens"] for c in counts if "history_tokens" in c), default=None),
+    )
 
 
 def by_epoch(rollouts: Sequence[Rollout]) -> list[Rate]:
     """Sum up the n-th visits of all problems: a problem is visited once per weight version that wrote rollouts of
     it."""
-    tried: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    tried: dict[int, list[Request]] = defaultdict(list)
     visits: dict[int, int] = defaultdict(int)
-    ordered = sorted(rollouts, key=lambda r: (r.version < 0, r.version))
-    for _, group in itertools.groupby(ordered, key=lambda r: r.version):
+    groups = list(_by_version(rollouts))
+    for _, group in sorted(groups, key=lambda g: g[0] < 0):  # what no weight sync followed comes last
         requests = [q for r in group for q in r.requests]
         for problem in {q.problem for q in requests}:
             visits[problem] += 1
         for q in requests:
-            counts = tried[visits[q.problem]]
-            counts[0] += q.drafted
-            counts[1] += q.accepted
-    return [Rate(str(epoch), *counts) for epoch, counts in sorted(tried.items())]
+            tried[visits[q.problem]].append(q)
+    return [Rate(str(epoch), *_total((q.drafted, q.accepted) for q in tried[epoch])) for epoch in sorted(tried)]
 
 
 def by_age(rollouts: Iterable[Rollout]) -> list[Rate]:
     """Sum up by the number of weight versions since the newest rollout of a request's problem (`staleness.AGES`)."""
-    total = _staleness(rollouts)
-    return [Rate(name, *map(int, counts)) for name, counts in zip(AGES, total, strict=True) if counts[0]]
+    return [Rate(name, *map(int, counts)) for name, counts in zip(AGES, _staleness(rollouts), strict=True) if counts[0]]
 
 
 def by_source(rollouts: Iterable[Rollout]) -> list[Rate]:
     """Sum up by where draft tokens came from."""
     rollouts = list(rollouts)
-    ages = _staleness(rollouts)
-    copied, neural = (
-        _sum([c[name] for r in rollouts for c in r.counts if name in c]) for name in ("self_counts", "neural_counts")
-    )
-    parts = (
-        ("earlier rollouts", ages[1:].sum(axis=0)),
-        ("live text only", ages[0]),
-        ("policy copy", copied),
-        ("neural drafter", neural),
-    )
-    return [Rate(name, *map(int, counts)) for name, counts in parts if counts[0]]
+    ages, counts = _staleness(rollouts), [c for r in rollouts for c in r.counts]
+    parts: dict[str, Iterable[Sequence[Any]]] = {
+        "earlier rollouts": ages[1:],
+        "live text only": ages[:1],
+        "policy copy": [c["self_counts"] for c in counts if "self_counts" in c],
+        "neural drafter": [c["neural_counts"] for c in counts if "neural_counts" in c],
+    }
+    rates = [Rate(name, *_total(pairs)) for name, pairs in parts.items()]
+    return [rate for rate in rates if rate.drafted]
 
 
 def by_length(rollouts: Iterable[Rollout]) -> list[Rate]:
     """Sum up by the tokens of the response so far, in powers of two."""
     octaves = np.sum([np.array(r.acceptance) for r in rollouts if r.acceptance] or [np.zeros((2, 0))], axis=0)
-    return [
-        Rate(f"{2**octave}", int(drafted), int(accepted))
-        for octave, (drafted, accepted) in enumerate(octaves.T)
-        if drafted
-    ]
+    return [Rate(str(2**i), *map(int, counts)) for i, counts in enumerate(octaves.T) if counts[0]]
 
 
 def alarms(rollouts: Iterable[Rollout]) -> list[Alarm]:
     """Say why `das/health` was 0, and in which training steps; empty: it never was."""
-    found: dict[str, set[int]] = defaultdict(set)
-    for version, parts in itertools.groupby(sorted(rollouts, key=lambda r: r.version), key=lambda r: r.version):
-        group = list(parts)
+    found: dict[str, list[int]] = defaultdict(list)
+    for version, group in _by_version(rollouts):
         stopped = {r.end.stopped for r in group if r.end and r.end.stopped}
         for reason in stopped | set(faults([counts for r in group for counts in r.counts]).values()):
-            found[reason].add(version)
-    return [Alarm(sorted(versions), reason) for reason, versions in found.items()]
+            found[reason].append(version)
+    return [Alarm(versions, reason) for reason, versions in found.items()]
 
 
 def timeline(rollouts: Sequence[Rollout]) -> Timeline:
@@ -162,17 +146,12 @@ def timeline(rollouts: Sequence[Rollout]) -> Timeline:
     start = begin(rollouts)
     requests = requests_of(rollouts)
     events = sorted([(q.begin - start, 1) for q in requests] + [(q.end - start, -1) for q in requests])
-    at = np.array([when for when, _ in events])
-    running = np.cumsum([change for _, change in events])
-    steps = [s for r in rollouts for s in r.steps]
-    began = np.array([s.begin for s in steps]) - start
-    edges = np.linspace(0.0, float(began.max()) + 1e-9, int(np.clip(len(steps) // 4, 10, 300)) + 1)
-    many = np.maximum(np.histogram(began, edges)[0], 1)
-    drafted, accepted = (
-        np.histogram(began, edges, weights=[float(value) for value in values])[0] / many
-        for values in ([s.drafted for s in steps], [s.accepted for s in steps])
-    )
-    return Timeline(at, running, edges, accepted, drafted - accepted)
+    at, changes = np.array(events).T
+    steps = np.array([(s.begin - start, s.drafted, s.accepted) for r in rollouts for s in r.steps])
+    edges = np.linspace(0.0, float(steps[:, 0].max()) + 1e-9, int(np.clip(len(steps) // 4, 10, 300)) + 1)
+    many = np.maximum(np.histogram(steps[:, 0], edges)[0], 1)
+    drafted, accepted = (np.histogram(steps[:, 0], edges, weights=steps[:, i])[0] / many for i in (1, 2))
+    return Timeline(at, np.cumsum(changes).astype(np.int64), edges, accepted, drafted - accepted)
 
 
 def requests_of(rollouts: Iterable[Rollout]) -> list[Request]:
@@ -186,7 +165,7 @@ def begin(rollouts: Iterable[Rollout]) -> float:
 
 
 def similarity(written: Iterable[dumps.Rollout]) -> npt.NDArray[np.float64]:
-    """Compare what was written of the same problems in different epochs (DAS, Fig. 2).
+    """Compare the responses to the same problems in different epochs (DAS, Fig. 2).
 
     Args:
         written: recorded rollouts. The n-th step in which a problem was written is its n-th epoch.
@@ -200,19 +179,17 @@ def similarity(written: Iterable[dumps.Rollout]) -> npt.NDArray[np.float64]:
     for r in written:
         if len(r.tokens) >= NGRAM:
             texts[r.problem][r.run, r.step].append(_ngrams(r.tokens))
-    epochs = min(MAX_EPOCHS, max((len(steps) for steps in texts.values()), default=0))
-    shares, counts = np.zeros((epochs, epochs)), np.zeros((epochs, epochs))
-    for steps in texts.values():
+    epochs = min(MAX_EPOCHS, max(map(len, texts.values()), default=0))
+    shares = np.full((len(texts), epochs, epochs), np.nan)
+    for problem, steps in enumerate(texts.values()):
         visits = [steps[step] for step in sorted(steps)][:epochs]
-        for a, responses in enumerate(visits):
-            for b, others in enumerate(visits):
-                if a != b:
-                    shares[a, b] += float(np.isin(np.concatenate(responses), np.concatenate(others)).mean())
-                    counts[a, b] += 1
-                elif len(responses) > 1:
-                    shares[a, a] += _shared_by_siblings(responses)
-                    counts[a, a] += 1
-    return np.divide(shares, counts, out=np.full_like(shares, np.nan), where=counts > 0)
+        for (a, responses), (b, others) in itertools.product(enumerate(visits), repeat=2):
+            if a != b:
+                shares[problem, a, b] = np.isin(np.concatenate(responses), np.concatenate(others)).mean()
+            elif len(responses) > 1:
+                shares[problem, a, a] = _shared_by_siblings(responses)
+    counts = (~np.isnan(shares)).sum(axis=0)
+    return np.asarray(np.where(counts > 0, np.nansum(shares, axis=0) / np.maximum(counts, 1), np.nan))
 
 
 def _ngrams(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
@@ -225,27 +202,24 @@ def _ngrams(tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
 def _shared_by_siblings(responses: list[npt.NDArray[np.uint64]]) -> float:
     """Return the share of the n-grams that at least one sibling wrote too."""
     distinct, writers = np.unique(np.concatenate([np.unique(r) for r in responses]), return_counts=True)
-    everything = np.concatenate(responses)
-    return float((writers[np.searchsorted(distinct, everything)] > 1).mean())
+    return float((writers[np.searchsorted(distinct, np.concatenate(responses))] > 1).mean())
 
 
-def _sum(pairs: Sequence[Sequence[Any]]) -> tuple[int, int]:
+def _by_version(rollouts: Iterable[Rollout]) -> Iterator[tuple[int, list[Rollout]]]:
+    """Group rollouts by the weight version that followed, in order."""
+    for version, group in itertools.groupby(sorted(rollouts, key=lambda r: r.version), key=lambda r: r.version):
+        yield version, list(group)
+
+
+def _total(pairs: Iterable[Sequence[Any]]) -> tuple[int, int]:
     """Add up (drafted, accepted), each a number or an array."""
-    total = np.zeros(2, dtype=np.int64)
-    for pair in pairs:
-        total += [int(np.sum(part)) for part in pair]
-    return int(total[0]), int(total[1])
+    sums = [(int(np.sum(drafted)), int(np.sum(accepted))) for drafted, accepted in pairs]
+    return sum(drafted for drafted, _ in sums), sum(accepted for _, accepted in sums)
 
 
 def _staleness(rollouts: Iterable[Rollout]) -> npt.NDArray[np.int64]:
     """Add up (drafted, accepted) by age, int64 [ages, 2]."""
     total = np.zeros((len(AGES), 2), dtype=np.int64)
-    for rollout in rollouts:
-        for counts in rollout.counts:
-            total += np.array(counts.get("staleness", np.zeros_like(total)), dtype=np.int64)
+    for counts in (counts for rollout in rollouts for counts in rollout.counts):
+        total += np.array(counts.get("staleness", np.zeros_like(total)), dtype=np.int64)
     return total
-
-
-def _figures(rollouts: Iterable[Rollout]) -> dict[str, float]:
-    counted = [counts for r in rollouts for counts in r.counts]
-    return merge(counted) if counted else {}

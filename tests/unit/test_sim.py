@@ -23,7 +23,6 @@ from das_adapter.sim.config import parse, read
 from das_adapter.sim.controlled import Controlled
 from das_adapter.sim.drafting import Fixed, no_drafts
 from das_adapter.sim.fleet import Fleet, Settings
-from das_adapter.sim.hardware import all_reduce_seconds, device
 from das_adapter.sim.lengths import Curve, Tail
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
@@ -31,7 +30,7 @@ from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout
 from das_adapter.sim.simulate import rate_of
 from das_adapter.sim.sources import Given, Traced, record
-from das_adapter.sim.steps import Instance, Line, Sweep, instance, neural_pass, read_sweep
+from das_adapter.sim.steps import Instance, Line, Sweep, device, instance, read_sweep
 from das_adapter.sim.sweep import sweep, variants
 from das_adapter.tools.replay import replay
 
@@ -68,7 +67,7 @@ def controlled(simulation: Simulation, arm: str = "a") -> Controlled:
 def sent(simulation: Simulation, arm: str = "off") -> Fleet:
     """The engines of an arm with the requests of its first step."""
     found, work = simulation.fleet(arm)
-    rows = found.requests.add(**vars(work.step(0)))
+    rows = found.requests.add(**work.steps[0])
     found.submit(rows, rows % found.engines, np.zeros(len(rows), np.int64), 0.0)
     return found
 
@@ -339,7 +338,7 @@ def test_engines_that_go_on_natively_do_what_they_do_step_by_step(source: str) -
         drafts = Given(r, [[0.7]]) if source == "given" else Traced(r, work.texts, record(work.texts.rollouts))
         drafts.walks = natively
         one.drafting = Fixed(r, drafts, 4, lambda b, context: 1e-3 + 1e-4 * b + 1e-6 * context)
-        rows = r.add(**vars(work.step(0)))
+        rows = r.add(**work.steps[0])
         one.submit(rows, rows % 2, rows * 0, 0.0)
         one.run()
         return one
@@ -425,17 +424,17 @@ def test_siblings_that_have_finished_are_worth_more_than_growing_ones() -> None:
 
 @pytest.mark.parametrize(("mean", "cap"), [(500, 8192), (6000, 8192), (2000, 16384)])
 def test_lengths_have_the_mean_the_cap_and_the_correlation_that_were_asked_for(mean: float, cap: int) -> None:
-    drawn = Tail(mean, cap, sigma=0.9, within=0.6).draw(np.arange(3000), 8, np.random.default_rng(0))
+    drawn = Tail(cap, 0.6, mean=mean, sigma=0.9).draw(np.arange(3000), 8, np.random.default_rng(0))
     assert drawn.mean() == pytest.approx(mean, rel=0.05)
     assert drawn.max() <= cap and drawn.min() >= 1
-    again = Tail(mean, cap, sigma=0.9, within=0.6).draw(np.arange(3000), 8, np.random.default_rng(1))
+    again = Tail(cap, 0.6, mean=mean, sigma=0.9).draw(np.arange(3000), 8, np.random.default_rng(1))
     between = np.corrcoef(np.log(drawn.mean(axis=1)), np.log(again.mean(axis=1)))[0, 1]
     assert between > 0.8
 
 
 def test_a_batch_curve_gives_its_own_curve_back() -> None:
     curve = [(0.0, 128.0), (50.0, 100.0), (100.0, 20.0), (221.0, 0.0)]
-    drawn = Curve(curve, 1000).draw(np.arange(256), 8, np.random.default_rng(0)).ravel()
+    drawn = Curve(1000, running=curve).draw(np.arange(256), 8, np.random.default_rng(0)).ravel()
     for time, left in curve[1:-1]:
         assert (drawn > time / 221 * 1000).mean() == pytest.approx(left / 128, abs=0.01)
 
@@ -547,8 +546,8 @@ def test_an_exchange_that_overlaps_hides_behind_kernels_but_for_its_waits() -> N
         many, read = np.array([requests]), np.array([requests * context])
         return float(found.decode(many, 6 * many, read)[0])
 
-    roof = instance(sizes("Qwen/Qwen3-8B"), device("gb200"), 8, "fp8").roof
-    waits, whole = (2 * 36 * all_reduce_seconds(device("gb200"), 8, n * 2 * 4096) for n in (0, 6 * 1024.0))
+    alone = instance(sizes("Qwen/Qwen3-8B"), device("gb200"), 8, "fp8")
+    roof, waits, whole = alone.roof, alone.waits_s, alone.waits_s + alone.token_s * 6 * 1024
     kernels = float(roof.verify(1024, 4000, 5))
     assert seconds(False, 1024, 4000) == pytest.approx(kernels + whole)
     assert kernels > whole - waits > 0.2 * kernels and seconds(True, 1024, 4000) == pytest.approx(kernels + waits)
@@ -561,8 +560,8 @@ def test_a_neural_drafter_reads_a_context_of_its_own(drafter: str, share: float)
     b, none, plain = np.array([8.0, 64.0]), np.zeros(2), simulation.steps.decode
     read = plain(b, b, 5000 * b) - plain(b, b, none)
     expected = 0.5e-3 + 0.1 * plain(b, b, none) + share * read
-    assert neural_pass(simulation.steps, 0.1, drafter)(b, 5000 * b) == pytest.approx(expected)
-    assert not neural_pass(simulation.steps, 0.0, drafter)(b, 5000 * b).any()
+    assert simulation.steps.neural_pass(0.1, drafter)(b, 5000 * b) == pytest.approx(expected)
+    assert not simulation.steps.neural_pass(0.0, drafter)(b, 5000 * b).any()
 
 
 def test_a_measured_sweep_is_what_was_measured_and_a_line_between(tmp_path: Path) -> None:
@@ -611,8 +610,8 @@ def test_a_calibration_is_simulated_with_what_it_measured(
     assert simulation.steps.copy_pass(b, 100 * b) == pytest.approx(expected)
     assert rollout_s(simulation.run("self")) < (0.8 if passes else 1.05) * off
     neural = 2e-3 + 1e-5 * b if passes else 0.05 * model.seconds(b, b, False, 100 * b)
-    assert neural_pass(simulation.steps, None, "eagle3")(b, 100 * b) == pytest.approx(neural)
-    half = neural_pass(simulation.steps, 0.5, "eagle3")(b, 100 * b)
+    assert simulation.steps.neural_pass(None, "eagle3")(b, 100 * b) == pytest.approx(neural)
+    half = simulation.steps.neural_pass(0.5, "eagle3")(b, 100 * b)
     assert half == pytest.approx(0.5 * simulation.steps.decode(b, b, 100 * b))
 
 
