@@ -400,6 +400,14 @@ def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     assert account.state is State.DRAFTING
 
 
+def test_always_means_always() -> None:
+    account = make("always", model=PLAIN)
+    account.verified(COLLAPSE_TOKENS, 0)
+    for _ in range(2 * GUARD_STEPS):
+        account.asked(np.arange(8), ONE, 1.3 * PLAIN.step(8, 8, False), True, None)
+    assert account.state is State.DRAFTING
+
+
 def test_a_drafter_that_raises_has_failed_until_the_next_weight_sync() -> None:
     account = make("always")
     account.stop("RuntimeError()", State.FAILED)
