@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+
+from das_adapter.engine.labels import media
+from das_adapter.protocol.label import Label
 
 
 @dataclass(slots=True)
@@ -34,7 +39,16 @@ class LiveRequest:
     by_model: bool = False
     """Whether its last draft is a model's, where others have theirs from the history."""
 
-    def take(self, tokens: list[int]) -> int:
+    @classmethod
+    def of(cls, req_id: str, request: Any, label: Label, longest: int) -> LiveRequest:
+        """Make the record of a request of vLLM's (its prompt, parameters and `mm_features` are read); `longest`:
+        tokens of a text at most."""
+        prompt, params = request.prompt_token_ids or (), request.sampling_params
+        limit = (params.max_tokens if params else None) or longest
+        problem, end = label.problem_of(prompt, media(request)), min(longest, len(prompt) + limit)
+        return cls(req_id, problem, label.start_in(len(prompt)), end, label.record)
+
+    def take(self, tokens: Sequence[int]) -> int:
         """Take the tokens that it got in a step, and return how many of them are its text: those behind its end are
         not."""
         count = max(1, min(len(tokens), self.end - self.length))

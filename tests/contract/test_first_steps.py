@@ -37,8 +37,8 @@ def engine(mode: Any = CUDAGraphMode.FULL_AND_PIECEWISE, quantization: str | Non
 
 
 def test_sizes_are_those_that_the_engine_captures() -> None:
-    assert timing.graph_sizes(engine()) == (1, 2, 4, 8)
-    assert timing.graph_sizes(engine(CUDAGraphMode.NONE)) == ()
+    assert timing.captured_tokens(engine()) == (1, 2, 4, 8)
+    assert timing.captured_tokens(engine(CUDAGraphMode.NONE)) == ()
 
 
 def test_it_is_said_which_drafted_steps_replay_no_graph() -> None:

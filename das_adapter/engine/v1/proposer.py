@@ -16,7 +16,6 @@ from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Decoded, Search
 from das_adapter.engine.controller import EngineController
-from das_adapter.engine.labels import media
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import StepTimer
 from das_adapter.engine.v1.model_source import ModelSource, OutOfStep
@@ -286,15 +285,12 @@ class Proposer:
     def _open(self, req_id: str, text: np.ndarray, got: int) -> int:
         """Open a request, given its text so far, int32 token ids, and how many of them are new; return its slot."""
         self._close([req_id])
-        request, label, before = self.runner.requests[req_id], self.label(req_id), len(text) - got
-        prompt = np.asarray(request.prompt_token_ids, dtype=np.int32)
-        end = min(self._max_model_len, len(prompt) + (request.sampling_params.max_tokens or self._max_model_len))
-        problem, start = label.problem_of(prompt, media(request)), label.start_in(len(prompt))
-        live = LiveRequest(req_id, problem, start, end, label.record)
-        self.engine.open(live, before, prompt, text)
+        request, before = self.runner.requests[req_id], len(text) - got
+        live = LiveRequest.of(req_id, request, self.label(req_id), self._max_model_len)
+        self.engine.open(live, before, np.asarray(request.prompt_token_ids, dtype=np.int32), text)
         slot = live.slot
         self._ends, self._lengths = (with_room(column, slot + 1) for column in (self._ends, self._lengths))
-        self._ends[slot], self._lengths[slot] = end, before
+        self._ends[slot], self._lengths[slot] = live.end, before
         return slot
 
     def _close_gone(self) -> None:

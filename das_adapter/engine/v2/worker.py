@@ -11,12 +11,11 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.engine.labels import media
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.standalone import Response
 from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.device_index import DeviceIndex
-from das_adapter.engine.v2.harvest import Harvest, Writing
+from das_adapter.engine.v2.harvest import Harvest
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.neural import Beside, Speculation, take_loaded_speculator
 from das_adapter.engine.v2.reading import may_miss_steps
@@ -90,18 +89,14 @@ class DeviceWorkerState(WorkerState):
         """Take the requests that join the batch (vLLM's `SchedulerOutput`), once the runner has them."""
         slots, opened = self.runner.req_states.req_id_to_index, []
         for new in scheduled.scheduled_new_reqs:
-            params, prompt = new.sampling_params, new.prompt_token_ids or []
+            params, text = new.sampling_params, new.prefill_token_ids or new.prompt_token_ids or []
             label = Label.of(params.extra_args if params else None)
-            problem, start = label.problem_of(prompt, media(new)), label.start_in(len(prompt))
-            limit = (params.max_tokens if params else None) or self._max_model_len
-            end, length = min(self._max_model_len, len(prompt) + limit), len(new.prefill_token_ids or prompt)
-            self._recorded[new.req_id] = label.record and self._policy.kept
-            opened.append((slots[new.req_id], self._policy.key(problem), start))
-            stops = stop_tokens(params) if params else frozenset()
+            begun = LiveRequest.of(new.req_id, new, label, self._max_model_len)
+            begun.length, begun.stops = len(text), stop_tokens(params) if params else frozenset()
+            self._recorded[new.req_id] = begun.record and self._policy.kept
+            opened.append((slots[new.req_id], self._policy.key(begun.problem), begun.start))
             if self._harvest is not None:
-                text = list((new.prefill_token_ids or prompt)[start:])
-                self._harvest.begin(new.req_id, Writing(problem, label.record, end - start, stops, text))
-            begun = LiveRequest(new.req_id, problem, start, end, label.record, length=length, stops=stops)
+                self._harvest.begin(begun, list(text[begun.start :]))
             self._begun.append(begun)
         if self.index is None:
             return
