@@ -250,7 +250,7 @@ class Account:
     def verified(self, drafted: int, accepted: int) -> None:
         """Take counts of draft tokens; where nearly all are rejected, they only cost time."""
         self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
-        if self._speculate != "always" and (reason := collapsed(self._drafted, self._accepted)):
+        if reason := collapsed(self._drafted, self._accepted):
             self.stop(reason)
 
     def stop(self, reason: str, state: State = State.STOPPED) -> None:

@@ -167,9 +167,6 @@ class Controller:
         slots, running, account = decoded.slots, len(decoded.slots), self.account
         account.now += decoded.steps
         self.requests.advance(slots, decoded.got, decoded.carried, self._by_class)
-        if decoded.carried is not None:
-            accepted = np.minimum(decoded.got - 1, decoded.carried)
-            account.verified(int(decoded.carried.sum()), int(accepted.sum()))
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
             worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
             account.model(saved=self.drafts.verified(decoded.by_model, decoded.got, worth))

@@ -149,6 +149,7 @@ class EngineController:
             self.history.verified(decoded.slots, looked_up, np.minimum(accepted, looked_up))
         if self.log is not None:
             self.log.verified(self.controller.requests.written[decoded.slots], carried, accepted)
+        self.controller.account.verified(int(carried.sum()), int(accepted.sum()))
 
     def begin(self, decoded: Decoded) -> Search | None:
         """As `Controller.begin`."""

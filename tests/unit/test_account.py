@@ -400,9 +400,8 @@ def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     assert account.state is State.DRAFTING
 
 
-def test_always_means_always() -> None:
+def test_always_drafts_at_a_loss() -> None:
     account = make("always", model=PLAIN)
-    account.verified(COLLAPSE_TOKENS, 0)
     for _ in range(2 * GUARD_STEPS):
         account.asked(np.arange(8), ONE, 1.3 * PLAIN.step(8, 8, False), True, None)
     assert account.state is State.DRAFTING
