@@ -112,8 +112,8 @@ class BudgetConfig(_Block):
 
     policy: Literal["optimal", "classes", "uniform", "unlimited"] = "optimal"
     """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `classes`:
-    the maximum for long requests, a third of it for medium ones, none for short ones; `uniform`: the maximum for all;
-    `unlimited`: as far as the drafter goes."""
+    DAS's optimum for the whole rollout, none for short requests; `uniform`: the maximum for all; `unlimited`: as far as
+    the drafter goes."""
     max_draft_tokens: Annotated[int, Field(ge=1, le=128)] = 16
     """Most draft tokens of a request in a decode step (vLLM's `num_speculative_tokens`)."""
     admission: Literal["step", "request"] = "step"
