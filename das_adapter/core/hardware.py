@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from das_adapter.errors import DasError
+
+READ, COMPUTE = 0.79, 0.75
+"""Share of the data sheet's peaks that decode steps reach: EfficientRollout's fits on an A100, over its peaks."""
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -16,15 +21,10 @@ class Hardware:
     """16-bit floating-point operations per second."""
 
 
-READ, COMPUTE = 0.79, 0.75
-"""Share of the data sheet's peaks that decode steps reach: EfficientRollout's fits on an A100, over its peaks."""
-
-
 @dataclass(frozen=True)
 class Device:
     """A GPU as an engine sees it."""
 
-    name: str
     speed: Hardware
     """Memory and 16-bit compute that decode steps reach."""
     memory: float
@@ -35,24 +35,35 @@ class Device:
     """Devices in that domain."""
     fp8: float
     """FP8 operations per second over those in 16 bits."""
-    source: str
 
 
-_SHEETS = {  # TB/s, TFLOPS in 16 bits (dense), GB, GB/s of the link, devices in its domain, FP8 over 16 bits
-    "a100": (2.039, 312.0, 80, 300, 8, 1.0, "NVIDIA A100 SXM data sheet (2021), NVLink 600 GB/s"),
-    "h100": (3.35, 989.0, 80, 450, 8, 2.0, "NVIDIA H100 SXM data sheet (2023), NVLink 900 GB/s"),
-    "h200": (4.8, 989.0, 141, 450, 8, 2.0, "NVIDIA H200 SXM data sheet (2024), NVLink 900 GB/s"),
-    "h20": (4.0, 148.0, 96, 450, 8, 2.0, "NVIDIA H20 (2023), NVLink 900 GB/s"),
-    "b200": (8.0, 2250.0, 180, 900, 8, 2.0, "NVIDIA DGX B200 data sheet (2024), NVLink 1.8 TB/s"),
-    "gb200": (8.0, 2500.0, 186, 900, 72, 2.0, "NVIDIA GB200 NVL72 (2024), NVLink 1.8 TB/s"),
-    "l40s": (0.864, 362.0, 48, 32, 1, 2.0, "NVIDIA L40S data sheet (2023), PCIe 4.0 x16"),
-    "mi300x": (5.3, 1307.4, 192, 448, 8, 2.0, "AMD Instinct MI300X data sheet (2023), 7 links of 128 GB/s"),
+# TB/s, dense TFLOPS in 16 bits, GB, GB/s of the link in one direction, devices of a domain, FP8 over 16 bits.
+_DATA_SHEETS = {
+    "a100": (2.039, 312.0, 80, 300, 8, 1.0),  # NVIDIA A100 SXM (2021); NVLink 600 GB/s
+    "h100": (3.35, 989.0, 80, 450, 8, 2.0),  # NVIDIA H100 SXM (2023); NVLink 900 GB/s
+    "h200": (4.8, 989.0, 141, 450, 8, 2.0),  # NVIDIA H200 SXM (2024); NVLink 900 GB/s
+    "h20": (4.0, 148.0, 96, 450, 8, 2.0),  # NVIDIA H20 (2023); NVLink 900 GB/s
+    "b200": (8.0, 2250.0, 180, 900, 8, 2.0),  # NVIDIA DGX B200 (2024); NVLink 1.8 TB/s
+    "gb200": (8.0, 2500.0, 186, 900, 72, 2.0),  # NVIDIA GB200 NVL72 (2024); NVLink 1.8 TB/s
+    "l40s": (0.864, 362.0, 48, 32, 1, 2.0),  # NVIDIA L40S (2023); PCIe 4.0 x16
+    "mi300x": (5.3, 1307.4, 192, 448, 8, 2.0),  # AMD Instinct MI300X (2023); 7 links of 128 GB/s
 }
 DEVICES = {
-    name: Device(name, Hardware(READ * tb * 1e12, COMPUTE * tf * 1e12), memory * 1e9, link * 1e9, domain, fp8, source)
-    for name, (tb, tf, memory, link, domain, fp8, source) in _SHEETS.items()
+    name: Device(Hardware(READ * read * 1e12, COMPUTE * compute * 1e12), memory * 1e9, link * 1e9, domain, fp8)
+    for name, (read, compute, memory, link, domain, fp8) in _DATA_SHEETS.items()
 }
-"""At the shares above of the data sheets' rates."""
+
+
+def device(name: str) -> Device:
+    """Return a device by its name, in any case.
+
+    Raises:
+        DasError: the table lacks it.
+    """
+    found = DEVICES.get(name.lower())
+    if found is None:
+        raise DasError(f"hardware.gpu: found {name!r}, allowed: {', '.join(DEVICES)}")
+    return found
 
 
 def recognise(name: str) -> Device | None:

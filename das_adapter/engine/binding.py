@@ -40,9 +40,7 @@ def bind_worker(stock: Any) -> Any:
     def init_device(self: Any) -> None:
         config = settings(self.vllm_config)
         if self.vllm_config.device_config.device_type == "cpu":
-            from das_adapter.engine import cpu_patches
-
-            cpu_patches.apply_to(config)
+            compat.for_cpu("vllm")(config)
         if config is None:
             return stock(self)
         compat.require("vllm")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import SelfConfig
-from das_adapter.core.hardware import COMPUTE
+from das_adapter.core.hardware import COMPUTE, device
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim.config import SimConfig, parse
@@ -18,7 +18,6 @@ from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.rollouts import Rollout
 from das_adapter.sim.simulate import Progress, Simulation
-from das_adapter.sim.steps import device
 
 EXACT = 300_000
 """Tokens of a dump up to which the index is searched at every step; larger ones use a trace of what it offers."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
-from das_adapter.core.hardware import COMPUTE, READ, Hardware
+from das_adapter.core.hardware import COMPUTE, READ, Hardware, device
 from das_adapter.core.latency import Calibration, StepModel
 from das_adapter.core.latency import read_calibration as read_steps
 from das_adapter.core.roofline import Roofline
@@ -25,7 +25,7 @@ from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, read
 from das_adapter.sim.routing import Router
 from das_adapter.sim.sources import Given, Indexed, Source, Trace, Traced, record
-from das_adapter.sim.steps import Instance, Line, Seconds, Steps, device, instance, read_calibration, read_sweep
+from das_adapter.sim.steps import Instance, Line, Seconds, Steps, instance, read_calibration, read_sweep
 from das_adapter.sim.workload import Workload, drawn, recorded
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core import latency
-from das_adapter.core.hardware import DEVICES, Device, Hardware
+from das_adapter.core.hardware import Device, Hardware
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
@@ -140,18 +140,6 @@ class Instance(Steps):
     def _with_exchange(self, kernels: Floats, tokens: Floats) -> Floats:
         exchange = self.token_s * tokens
         return np.asarray(np.maximum(kernels, exchange) if self.overlap else kernels + exchange)
-
-
-def device(name: str) -> Device:
-    """Return a device by its name, in any case.
-
-    Raises:
-        DasError: the table lacks it.
-    """
-    found = DEVICES.get(name.lower())
-    if found is None:
-        raise DasError(f"hardware.gpu: found {name!r}, allowed: {', '.join(DEVICES)}")
-    return found
 
 
 def instance(

@@ -21,7 +21,7 @@ from das_adapter.core.hardware import Hardware
 from das_adapter.core.latency import StepModel, fit
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
-from das_adapter.tools.hardware import hardware
+from das_adapter.tools.machine import hardware
 
 logger = logging.getLogger("das_adapter")
 

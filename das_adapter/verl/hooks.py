@@ -11,6 +11,7 @@ from typing import Any
 
 import wrapt
 
+from das_adapter import compat
 from das_adapter.patching import patch, when_imported
 
 _FULLY_ASYNC = (
@@ -153,9 +154,7 @@ def install() -> None:
     for hook in HOOKS:
         hook.when_imported()
     if os.environ.get("VERL_PLATFORM") == "cpu":
-        from das_adapter.verl.cpu import platform  # noqa: F401
-
-        when_imported("verl.checkpoint_engine.base", _register_cpu_checkpoint_engine)
+        compat.for_cpu("verl")()
 
 
 def _register_replica(module: Any) -> None:
@@ -167,11 +166,6 @@ def _register_replica(module: Any) -> None:
         return DasVLLMReplica
 
     module.RolloutReplicaRegistry.register("vllm", load)
-
-
-def _register_cpu_checkpoint_engine(module: Any) -> None:
-    """Register a weight sync to separate rollout workers; veRL's own backends need an accelerator."""
-    from das_adapter.verl.cpu import checkpoint_engine  # noqa: F401
 
 
 def _checked(stock: Any) -> Any:

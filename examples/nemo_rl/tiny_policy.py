@@ -14,7 +14,7 @@ from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl.models.policy.utils import IPCProtocol, calculate_aligned_size
 
-from das_adapter.nemo_rl.cpu.process import REFIT_SOCKETS
+from das_adapter.cpu.nemo_rl_process import REFIT_SOCKETS
 
 
 @ray.remote(num_cpus=0)

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from das_adapter.nemo_rl.cpu.process import REFIT_SOCKETS, prepare
+from das_adapter.cpu.nemo_rl_process import REFIT_SOCKETS, prepare
 
 prepare()  # before anything of NeMo-RL is imported
 ROOT = Path(__file__).resolve().parents[2]

@@ -193,7 +193,7 @@ def by_epoch(off: dict[str, Any], on: dict[str, Any], length: int) -> list[dict[
 
 
 def main() -> None:
-    from das_adapter.tools.hardware import hardware
+    from das_adapter.tools.machine import hardware
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=6)

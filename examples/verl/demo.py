@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from das_adapter.tools.hardware import hardware
-from das_adapter.verl.cpu.env import cpu_env
+from das_adapter.cpu.environment import variables
+from das_adapter.tools.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "actor_rollout_ref.rollout.custom.das"
@@ -125,7 +125,7 @@ class Arm:
         self.metrics.unlink(missing_ok=True)
         environment = {
             **os.environ,
-            **cpu_env(),
+            **variables(),
             "DEMO_GATE": str(self.gate),
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
             "HF_HUB_OFFLINE": "1",

@@ -56,7 +56,7 @@ if V2:
 
 def sabotage(kind: str) -> None:
     """Break a part of das-adapter, to see that it is needed or that nothing depends on it."""
-    from das_adapter.engine import cpu_patches
+    from das_adapter.cpu import vllm_fixes
 
     if kind == "drafter without weights":
         return lose_loaded()
@@ -114,7 +114,7 @@ def sabotage(kind: str) -> None:
         verification._CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
         verification._joined = counted_parts(verification._joined)
     elif kind == "no CPU fix":
-        cpu_patches.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
+        vllm_fixes.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
     elif kind in ("any draft length", "any draft length, reading along"):
         from das_adapter.engine.v1 import neural_drafts
 

@@ -187,7 +187,7 @@ def save_with(run_config: Any, config: Any) -> Path:
 
 ELSEWHERE = """
 import pickle
-import das_adapter.nemo_rl.cpu.worker
+import das_adapter.cpu.nemo_rl_worker
 from nemo_rl.utils.checkpoint import CheckpointManager
 from das_adapter.nemo_rl.generation import DasVllmGeneration
 generation = object.__new__(DasVllmGeneration)

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
 pytest.importorskip("vllm")
-pytest.importorskip("das_adapter.nemo_rl.cpu.worker")  # prepares this process, so it comes before NeMo-RL
+pytest.importorskip("das_adapter.cpu.nemo_rl_worker")  # prepares this process, so it comes before NeMo-RL
 import nemo_rl
 import ray
 import torch

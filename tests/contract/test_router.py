@@ -122,7 +122,7 @@ def test_verl_makes_the_balancer_in_an_actor(service: Any) -> None:
 
 def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own() -> None:
     """Each has a Ray cluster of its own, in which it is the first job; veRL would name its sockets by the job."""
-    from das_adapter.verl.cpu.platform import job
+    from das_adapter.cpu.verl_platform import job
 
     names = []
     for _ in range(2):

@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
-from das_adapter.verl.cpu.env import cpu_env
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
@@ -58,7 +57,7 @@ def train(
     ]
     env = {
         **os.environ,
-        **cpu_env(),
+        **variables(),
         "VERL_FILE_LOGGER_PATH": str(out),
         "HF_HUB_OFFLINE": "1",
         "HYDRA_FULL_ERROR": "1",

@@ -36,8 +36,6 @@ COMMANDS = {
     r"das-adapter simulate .*": "tests/unit/test_sim.py::test_the_command_simulates_varies_and_draws",
     r"das-adapter calibrate .*": "tests/contract/test_decisions.py::test_calibrate_measures_this_machine",
     r"das-adapter report .*": "tests/unit/test_report.py::test_the_command_writes_plots_and_prints_the_figures",
-    r"das-adapter cpu-setup": "tests/contract/test_commands.py::test_cpu_setup_leaves_a_prepared_environment_as_it_is",
-    r"das-adapter cpu-env": "tests/contract/test_commands.py::test_cpu_env_prints_variables",
     r"bash examples/verl/run_tiny_math_cpu.sh .*": "tests/contract/test_commands.py::test_the_script_starts_verl",
     r".*python -m pytest (\S+)": "",
     r"PYTHONPATH=\S+ python examples/nemo_rl/cpu_sync.py": (

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from das_adapter.cli import main
-from das_adapter.core.hardware import DEVICES
+from das_adapter.core.hardware import DEVICES, device
 from das_adapter.core.latency import StepModel
 from das_adapter.core.plain_time import seconds_of
 from das_adapter.core.roofline import Roofline, cold_start
@@ -30,7 +30,7 @@ from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout
 from das_adapter.sim.simulate import rate_of
 from das_adapter.sim.sources import Given, Traced, record
-from das_adapter.sim.steps import Instance, Line, Sweep, device, instance, read_sweep
+from das_adapter.sim.steps import Instance, Line, Sweep, instance, read_sweep
 from das_adapter.sim.sweep import sweep, variants
 from das_adapter.tools.replay import replay
 

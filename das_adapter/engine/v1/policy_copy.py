@@ -19,7 +19,6 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.engine import cpu_patches
 from das_adapter.engine.v1.decode_graphs import DecodePasses, capture_with_policy
 from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
@@ -28,6 +27,9 @@ from das_adapter.engine.v1.quantised import QuantisedWeight, quantised
 from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
+
+REPACK = "_das_repack"
+"""Attribute of a linear layer that computes with a packed copy of its weights: packs the present ones again."""
 
 
 class PolicyCopy:
@@ -116,7 +118,8 @@ class CopySource(ModelSource):
     def refresh(self, length: int | None) -> float:
         """Quantise the new weights, as `ModelSource.refresh`."""
         super().refresh(length)
-        cpu_patches.repack(self._policy)
+        for module in self._policy.modules():
+            getattr(module, REPACK, lambda: None)()
         begin = time.perf_counter()
         self.copy.quantise()
         if torch.cuda.is_available():

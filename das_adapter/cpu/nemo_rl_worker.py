@@ -1,6 +1,6 @@
 """NeMo-RL on a machine without an accelerator: for trying a config on a laptop and for tests.
 
-`cpu.process.prepare` goes into every process before NeMo-RL is imported, `CpuWorker` into `vllm_kwargs.worker_cls`.
+`nemo_rl_process.prepare` goes into every process before NeMo-RL is imported, `CpuWorker` into `vllm_kwargs.worker_cls`.
 Ray's resource "GPU" stands for a place to generate in: `ray.init(num_gpus=N)` needs no hardware.
 """
 
@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from das_adapter.nemo_rl.cpu.process import REFIT_SOCKETS, prepare
+from das_adapter.cpu.nemo_rl_process import REFIT_SOCKETS, prepare
 
 prepare()  # an engine's own process comes here first, for CpuWorker
 
 from nemo_rl.models.generation.vllm import vllm_backend  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
-from das_adapter.engine import cpu_patches  # noqa: E402
+from das_adapter.cpu import vllm_fixes  # noqa: E402
 from das_adapter.nemo_rl.engine import Refits  # noqa: E402
 
-cpu_patches.apply(weight_sync=True)
+vllm_fixes.apply(weight_sync=True)
 
 
 class CpuWorker(Refits, vllm_backend.VllmInternalWorkerExtension, CPUWorker):

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from das_adapter.config import DasConfig
+from das_adapter.cpu.environment import WEIGHT_SYNC
 from das_adapter.patching import patch
 
-WEIGHT_SYNC = "DAS_CPU_WEIGHT_SYNC"
-"""Environment variable: set where a host writes weights into the running engine, as an RL weight sync does."""
 
-
-def apply_to(config: DasConfig | None) -> None:
-    """Apply to this process what an engine with this block needs; a second call changes nothing."""
+def prepare(config: DasConfig | None) -> None:
+    """Apply to a worker's process what an engine with this block needs; a second call changes nothing."""
     weight_sync = bool(os.environ.get(WEIGHT_SYNC))
     if config is not None or weight_sync:
         apply(weight_sync, copied=config is not None and config.copies_policy)
@@ -80,23 +78,17 @@ def keep_linear_weights(stock: Any, packed: bool) -> Any:
     """Without it the CPU backend repacks every linear layer and empties `layer.weight`: `load_weights` on a live engine
     fails, and a trainer that pushes weights waits for ever; a policy copy would be quantised from nothing.
 
-    `packed`: compute with the packed weights, which are faster, and keep the others beside them (see `repack`). Remove
+    `packed`: compute with the packed weights, which are faster, and keep the others beside them (see `REPACK`). Remove
     this patch when vLLM's CPU backend keeps `layer.weight` of the layers that it packs."""
+
+    from das_adapter.engine.v1.policy_copy import REPACK
 
     @functools.wraps(stock)
     def keep(layer: Any, remove_weight: bool = False) -> None:
         if packed:
             stock(layer, remove_weight=False)
-            layer._das_repack = lambda: stock(layer, remove_weight=False)
+            setattr(layer, REPACK, lambda: stock(layer, remove_weight=False))
         else:
             layer.cpu_linear = torch.nn.functional.linear
 
     return keep
-
-
-def repack(policy: torch.nn.Module) -> None:
-    """Pack the policy's present weights again, where packed ones are computed with."""
-    module: Any
-    for module in policy.modules():
-        if hasattr(module, "_das_repack"):
-            module._das_repack()

