@@ -64,7 +64,7 @@ MOST = 31
 FIXED = (1, 3, 7, 15)
 PROBLEMS, WINDOW = 10000, 32  # problem ids of an arm, and weight versions from one to the next: it never sees another's
 STRETCH = 16  # tokens of a history that agree with what is written at one rate
-POLICIES = ("optimal", "classes", "uniform", "unlimited")
+POLICIES = ("optimal", "das", "uniform", "unlimited")
 
 
 class Bench:
@@ -189,15 +189,15 @@ class Bench:
 
     def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], times: Any = None) -> None:
         """A controller for an arm, with the step times seen so far, and the history under new problem ids."""
-        from das_adapter.config import BudgetConfig, ToggleConfig
+        from das_adapter.config import DasConfig
         from das_adapter.core.controller import Controller
         from das_adapter.protocol.messages import Refresh, Trajectory
 
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]) if arm[0] == "k" else MOST)
-        mode = "roofline" if arm == "optimal" else "off"
+        speculate = "auto" if arm == "optimal" else "always"
         drafter = self.drafter
-        budget = BudgetConfig(policy=policy, max_draft_tokens=most)
-        controller = Controller(budget, ToggleConfig(mode=mode), self.runner.max_model_len)
+        das = DasConfig(budget=policy, max_draft_tokens=most, speculate=speculate)
+        controller = Controller(das, self.runner.max_model_len)
         if times is not None:
             controller.times = copy.deepcopy(times)
         drafter.restart(controller)
@@ -292,7 +292,7 @@ def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) ->
     bench.prepare("idle", [])
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
-    log = LengthLog(window=8)
+    log = LengthLog()
     log.add(responses(Trajectory(*trajectory) for trajectory in trajectories))
     groups = [list(rows) for _, rows in itertools.groupby(range(count), lambda i: requests[i]["problem"])]
     bench.prepare("optimal", [], times)
@@ -353,9 +353,9 @@ def warm(bench: Bench) -> Any:
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
     for arm in ("optimal", "k3", "k15", "optimal", "optimal"):
-        bench.prepare(arm, trajectories, bench.drafter.controller.times)
+        bench.prepare(arm, trajectories, bench.drafter.engine.controller.times)
         bench.run(requests if arm == "optimal" else requests[:16])
-    times = bench.drafter.controller.times
+    times = bench.drafter.engine.controller.times
     times.fit()
     return times
 
@@ -392,7 +392,7 @@ def main() -> None:
     else:
         bench = Bench(
             args.model,
-            {"budget": {"policy": "optimal", "max_draft_tokens": MOST}, **keyed},
+            {"budget": "optimal", "max_draft_tokens": MOST, **keyed},
             args.rates,
             args.at_once,
             args.group,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
@@ -26,7 +26,7 @@ TRUTH = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 
 def measure(batch: int, steps: int) -> dict[str, float]:
     rng = np.random.default_rng(0)
-    controller = Controller(BudgetConfig(), ToggleConfig(), limit=16384)
+    controller = Controller(DasConfig(), limit=16384)
     known = [(p, int(n), 0) for p in range(batch) for n in rng.lognormal(7, 0.8, 8)]
     controller.sync(np.array(known, RESPONSE))
     slots = np.array([controller.open(i, 0, 16384) for i in range(batch)])

@@ -61,16 +61,15 @@ def block(arm: str, args: argparse.Namespace) -> dict[str, Any] | None:
         return {"drafter": "none", "verify": {"noise": "keyed"}}
     das: dict[str, Any] = {"drafter": drafter}
     if variant in ("idle", "looks"):
-        toggle = {"toggle": {"mode": "off"}} if variant == "looks" else {}
-        return das | {"budget": {"policy": "uniform", "min_chance": 1.0}} | toggle
+        return das | {"budget": "uniform", "speculate": "always" if variant == "looks" else "auto"}
     if variant == "always":
-        das |= {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+        das |= {"budget": "unlimited", "speculate": "always"}
     elif variant:
         das["self"] = {"weights": variant}
     if drafter.endswith(("draft_model", "eagle3")):
         das["draft"] = {"model": str(args.draft if drafter.endswith("draft_model") else args.eagle)}
     if drafter == "ngram":
-        das["budget"] = {"max_draft_tokens": 4}
+        das["max_draft_tokens"] = 4
     return das
 
 
@@ -130,8 +129,11 @@ def engine(job: dict[str, Any], **more: Any) -> Any:
     from vllm import LLM
 
     from das_adapter.config import parse
+    from das_adapter.core import controller
     from das_adapter.protocol.engine_args import engine_args, engine_env
 
+    if job.get("never"):
+        controller.FIXED_CHANCE = 1.0
     das = parse(job["das"])
     os.environ.update(engine_env(das))
     longest = max(job.get("contexts", [0])) + job.get("tokens", 0)
@@ -285,11 +287,11 @@ def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
 
 def fixed(drafter: Any, length: int) -> Any:
     """A controller under which the copy always drafts so many tokens."""
-    from das_adapter.config import BudgetConfig, ToggleConfig
+    from das_adapter.config import DasConfig
     from das_adapter.core.controller import Controller
 
-    budget, toggle = BudgetConfig(policy="unlimited"), ToggleConfig(mode="off")
-    return Controller(budget, toggle, 1024, drafts=drafter.model_source.drafts, most=length)
+    das = DasConfig(drafter="self", budget="unlimited", speculate="always", max_draft_tokens=length)
+    return Controller(das, 1024, drafts=drafter.model_source.drafts)
 
 
 def record_step_times() -> dict[tuple[int, int], list[float]]:
@@ -537,7 +539,9 @@ def main() -> None:
     if args.policy is None:
         common["policy"] = tempfile.mkdtemp()
         (Path(common["policy"]) / "config.json").write_text(json.dumps(QWEN3))
-    children = {name: Child({**common, "das": das}) for name, das in jobs.items()}
+    children = {
+        name: Child({**common, "das": das, "never": name.endswith((":idle", ":looks"))}) for name, das in jobs.items()
+    }
     results = {name: children[name].next() for name in jobs}  # one engine starts after the other
     if args.what == "modes":
         take_turns(children, results, args)

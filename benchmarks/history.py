@@ -19,6 +19,7 @@ import numpy as np
 from provenance import provenance
 
 from das_adapter.config import HistoryConfig
+from das_adapter.core.history import WINDOW
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.values import Shrunk, Tokens
 from das_adapter.errors import DasError
@@ -154,9 +155,11 @@ def epochs(rollouts: Sequence[Rollout], problems: int, most: int, a_step: int = 
     ]
 
 
-def measured(laid_out: Sequence[Sequence[Rollout]], history: HistoryConfig, index: SuffixIndex) -> dict[str, Any]:
+def measured(
+    laid_out: Sequence[Sequence[Rollout]], history: HistoryConfig, index: SuffixIndex, window: int = WINDOW
+) -> dict[str, Any]:
     """Replay; return the figures of each visit, and of the requests whose problem had been seen before."""
-    outcome = replay(list(itertools.chain(*laid_out)), history=history, index=index)
+    outcome = replay(list(itertools.chain(*laid_out)), history=history, index=index, window=window)
     again = [tally for visit, tally in outcome.by_visit.items() if visit > 1]
     return {
         "accepted_per_round": sum(t.accepted for t in again) / sum(t.rounds for t in again),
@@ -181,10 +184,7 @@ def budgets(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
 
 def windows(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     """Measure windows of visits without a byte budget."""
-    return {
-        str(window): measured(laid_out, UNLIMITED.model_copy(update={"window": window}), SuffixIndex())
-        for window in WINDOWS
-    }
+    return {str(window): measured(laid_out, UNLIMITED, SuffixIndex(), window) for window in WINDOWS}
 
 
 def costs(file: Path, parent: Path, rounds: int = 3) -> dict[str, Any]:
@@ -235,7 +235,7 @@ Thinned out: `SuffixIndex.shrink`.
     lines += f"""
 ## Windows
 
-Accepted draft tokens per round by `history.window`, in visits, without a limit of bytes.
+Accepted draft tokens per round by the visits that are kept, without a limit of bytes.
 
 | rollouts | epochs x problems | {" | ".join(map(str, WINDOWS))} |
 |---|---|{"---|" * len(WINDOWS)}""".splitlines()

@@ -25,9 +25,9 @@ from provenance import provenance
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.protocol.messages import Trajectory
+from das_adapter.protocol.spool import put_batch
 from das_adapter.service.ledger import ledger
 from das_adapter.service.node import NodeHistory
-from das_adapter.service.spool import put_batch
 
 PROBLEMS_A_STEP, SAMPLES, TOKENS = 64, 8, 500
 
@@ -48,16 +48,16 @@ def filled(tokens: int, root: str) -> tuple[NodeHistory, int]:
     history = NodeHistory(HistoryConfig(), f"das-benchmark-{tokens}", root, grace_s=1.0)
     version = 0
     while version * PROBLEMS_A_STEP * SAMPLES * TOKENS < tokens:
-        arrive(history, version, step(version, np.random.default_rng(version)))
+        arrive(history, step(version, np.random.default_rng(version)))
         version += 1
         history.sync(version, "fill", 0, ())
-    history._store.settle()
+    history.writer.store.settle()
     return history, version
 
 
-def arrive(history: NodeHistory, number: int, batch: list[Trajectory]) -> None:
+def arrive(history: NodeHistory, batch: list[Trajectory]) -> None:
     """Let a batch arrive, as an engine leaves it."""
-    put_batch(history.directory(), "bench", number, batch)
+    put_batch(history.directory(), "bench", [t._replace(request=i) for i, t in enumerate(batch)])
     history.tick()
 
 
@@ -89,7 +89,7 @@ def resident(history: NodeHistory, problems: int, engines: int) -> int:
 
     def asked(kind: str) -> int:
         for pipe in pipes:
-            pipe.send((kind, str(history._store.directory), problems))
+            pipe.send((kind, str(history.writer.store.directory), problems))
         for pipe in pipes:
             pipe.recv()
         for pipe in pipes:  # once more: shares depend on who else maps a page by now
@@ -100,13 +100,13 @@ def resident(history: NodeHistory, problems: int, engines: int) -> int:
     added = asked("attach") - before
     for pipe in pipes:
         pipe.send(None)
-    return added + sum(file.stat().st_blocks * 512 for file in history._store.directory.iterdir())
+    return added + sum(file.stat().st_blocks * 512 for file in history.writer.store.directory.iterdir())
 
 
 def syncs(history: NodeHistory, version: int, count: int) -> Iterator[float]:
     """Seconds from a weight sync's question to the mapped history, each after a step of training."""
     for i in range(count + 1):
-        arrive(history, version + i, step(version + i, np.random.default_rng(version + i)))
+        arrive(history, step(version + i, np.random.default_rng(version + i)))
         time.sleep(1.0)  # what follows the end of a step's rollouts: the training
         begin = time.perf_counter()
         published, _ = history.sync(version + i + 1, "bench", 0, ())
@@ -123,7 +123,7 @@ def syncs(history: NodeHistory, version: int, count: int) -> Iterator[float]:
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="JSON file for the result")
 def main(tokens: int, rounds: int, out: Path | None) -> None:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    keep = ledger(HistoryConfig().window)
+    keep = ledger()
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="das-benchmark-") as root:
         (large, version), (small, _) = filled(tokens, root), filled(0, root)

@@ -103,7 +103,6 @@ def soak(count: int, out: Path) -> None:
             *("data.max_response_length=96", "actor_rollout_ref.rollout.n=2", "data.val_max_samples=4"),
             *("trainer.save_freq=50", "trainer.max_actor_ckpt_to_keep=1", f"trainer.total_training_steps={count}"),
             *("trainer.test_freq=25", f"trainer.default_local_dir={folder}/checkpoints", "trainer.total_epochs=10000"),
-            f"+{DAS}.history.window=8",
         ]
         run = start(log, "verl.trainer.main_ppo", "grpo_tiny_math_cpu", *overrides, *ARMS["history"])
         while run.poll() is None:

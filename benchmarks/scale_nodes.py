@@ -26,7 +26,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 GROUP = 8
-DAS = {"drafter": "history", "history": {"window": 16, "max_bytes": "1GiB"}}
+DAS = {"drafter": "history", "history": {"max_bytes": "1GiB"}}
 
 
 class Engines:
@@ -112,7 +112,7 @@ def count_traffic(history: Any) -> None:
         setattr(owner, name, call)
 
     counted(outbox, "pack", "texts", len)
-    counted(history, "_given", "segments", len)
+    counted(history._peers, "given", "segments", len)
 
     class Ledger:
         """The ledger, with its calls counted."""
@@ -145,7 +145,7 @@ class Run:
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         from das_adapter.service.ledger import ledger
 
-        self.ledger = ledger(16)
+        self.ledger = ledger()
         self.nodes = [self.cluster.head_node, *(self.add_node() for _ in range(nodes - 1))]
         self.engines = [self.start(node) for node in self.nodes]
         self.version = 0

@@ -4,7 +4,7 @@
     python benchmarks/simulator.py engine --out FILE.json         # measured now, in one engine, and simulated
     python benchmarks/simulator.py demo --run DIR --out FILE.json     # a run of the demo
     python benchmarks/simulator.py speed --traces TRACES_DIR --out FILE.json    # a step of 65 536 rollouts, one core
-    python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together, leaders first
+    python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together or scattered
     python benchmarks/simulator.py varied --traces TRACES_DIR --out FILE.json   # what changes the answer
 
 `recorded` and `engine` take from the measured run its requests, its arms and the latency model that its engine had
@@ -73,26 +73,23 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         Rollout(q["problem"] + 10**6, 0, 0, np.array(q["prompt"], np.int32), text)
         for q, text in zip(wanted, texts, strict=True)
     ]
-    rows = requests.add(
-        *(
-            np.array(column, dtype=np.int64)
-            for column in (
-                [r.problem for r in rollouts],
-                [1] * n,
-                range(n),
-                [len(q["prompt"]) for q in wanted],
-                [len(t) for t in texts],
-                [q["most"] for q in wanted],
-            )
-        )
-    )
+    columns = {
+        "problem": [r.problem for r in rollouts],
+        "visit": [1] * n,
+        "text": range(n),
+        "prompt": [len(q["prompt"]) for q in wanted],
+        "length": [len(t) for t in texts],
+        "most": [q["most"] for q in wanted],
+    }
+    rows = requests.add(**{name: np.array(column, dtype=np.int64) for name, column in columns.items()})
     steps = Line(model)
     drafting: Drafting = no_drafts(requests)
     if arm != "idle":
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
         block = {
-            "budget": {"policy": policy, "max_draft_tokens": most},
-            "toggle": {"mode": "roofline" if arm == "optimal" else "off"},
+            "budget": policy,
+            "max_draft_tokens": most,
+            "speculate": "auto" if arm == "optimal" else "always",
         }
         das = parse_das(block)
         assert das is not None
@@ -290,7 +287,7 @@ def dealt(path: Path, problems: int, group: int, steps: int | None, seed: int) -
 
 
 def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: int) -> list[dict[str, Any]]:
-    """Groups together or scattered, leaders first or not: seconds of recorded rollouts on 8 and 64 H100."""
+    """Groups together and longest first, or scattered: seconds of recorded rollouts on 8 and 64 H100."""
     found = []
     for seed, gpus, waves in itertools.product(range(seeds), (8, 64), (1, 2, 4)):
         dump = dealt(traces / f"{name}.npz", *shape, seed)
@@ -303,9 +300,8 @@ def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: 
                 "rollout": {"seed": seed},
                 "acceptance": {"history": "index"},
                 "arms": {
-                    "scattered": {"das": {"routing": {"policy": "least_loaded"}}},
-                    "together": {"das": {"routing": {"leaders": "off"}}},
-                    "leaders": {"das": {}},
+                    "scattered": {"das": {"routing": "least_loaded"}},
+                    "longest first": {"das": {}},
                 },
             }
         )
@@ -377,32 +373,11 @@ def main() -> None:
         result["comparisons"] = {}
         if args.what == "engine":
             measured = args.out.with_suffix(".measured.json")
-            subprocess.run(
-                [
-                    sys.executable,
-                    Path(__file__).with_name("controller.py"),
-                    "batches",
-                    "--model",
-                    "random",
-                    "--longest",
-                    str(args.longest),
-                    "--repeats",
-                    "1",
-                    "--arms",
-                    "idle",
-                    "optimal",
-                    "classes",
-                    "uniform",
-                    "unlimited",
-                    "k3",
-                    "k7",
-                    "--batches",
-                    *map(str, args.batches),
-                    "--out",
-                    measured,
-                ],
-                check=True,
-            )
+            options = f"batches --model random --longest {args.longest} --repeats 1 --out {measured}".split()
+            arms = ["--arms", "idle", "optimal", "classes", "uniform", "unlimited", "k3", "k7"]
+            batches = ["--batches", *map(str, args.batches)]
+            program = Path(__file__).with_name("controller.py")
+            subprocess.run([sys.executable, program, *options, *arms, *batches], check=True)
             result["comparisons"]["engine"] = compare(json.loads(measured.read_text()))
             measured.unlink()
         else:

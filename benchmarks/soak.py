@@ -41,9 +41,9 @@ PROBLEMS, GROUPS, SAMPLES, LENGTH = 24, 4, 2, 32
 OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
 DAS = {
     "drafter": "history",
-    "history": {"window": 4, "max_bytes": "64MiB"},
-    "toggle": {"mode": "off"},
-    "budget": {"policy": "uniform", "min_chance": 0.02},
+    "history": {"max_bytes": "64MiB"},
+    "speculate": "always",
+    "budget": "unlimited",
 }
 
 
@@ -158,7 +158,7 @@ class Run:
         self.nodes = [self.cluster.head_node, self.cluster.add_node(num_cpus=1, object_store_memory=80_000_000)]
         from das_adapter.service.ledger import ledger
 
-        ledger(4)
+        ledger()
 
     def replica(self, of: int, block: dict[str, Any]) -> Any:
         """Start an engine on a node."""
@@ -179,11 +179,11 @@ class Run:
         """Save a checkpoint; return what is wrong with it, empty: nothing."""
         from das_adapter.config import HistoryConfig
         from das_adapter.errors import DasError
-        from das_adapter.service import checkpoint, warm_start
+        from das_adapter.service import checkpoint
 
         facts = checkpoint.Facts("problem", 96, "tiny")
         shutil.rmtree(self.folder / name, ignore_errors=True)
-        warm_start.save(self.folder / name, facts, HistoryConfig())
+        checkpoint.save(self.folder / name, facts, HistoryConfig())
         try:
             checkpoint.check(self.folder / name / checkpoint.NAME, facts, "soak")
         except DasError as error:

@@ -29,7 +29,7 @@ CONTRACT = Path(v2_cpu.__file__).parent
 SAMPLES, SLOTS = 4, 16
 SMALL = {"drafter": "history", "history": {"device_bytes": "8MiB"}}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "every draft": {"das": {**SMALL, "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}}},
+    "every draft": {"das": {**SMALL, "budget": "unlimited", "speculate": "always"}},
     "controller": {"das": SMALL, "sabotage": "slow policy"},
 }
 """Without the controller; and with it, where it is told that a step takes the same time whatever it carries."""

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <future>
 #include <set>
@@ -14,8 +15,12 @@ namespace nb = nanobind;
 namespace das {
 namespace {
 
-template <class T>
-using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// Calls a function without Python's lock.
+template <class F>
+auto unlocked(F&& call) {
+  nb::gil_scoped_release released;
+  return call();
+}
 
 void check_tokens(const Token* tokens, size_t count) {
   for (size_t i = 0; i < count; ++i)
@@ -25,18 +30,23 @@ void check_tokens(const Token* tokens, size_t count) {
                                 .c_str());
 }
 
-void check_tokens(const Array<Token>& tokens) { check_tokens(tokens.data(), tokens.size()); }
+void check_tokens(const In<Token>& tokens) { check_tokens(tokens.data(), tokens.size()); }
+
+struct UnknownHandle {
+  int64_t handle;
+};
+
+nb::object python_error(const char* name) { return nb::module_::import_("das_adapter.core.index.errors").attr(name); }
 
 void check_handle(const SuffixIndex& index, int64_t handle) {
-  if (!index.is_open(handle)) throw nb::key_error(std::to_string(handle).c_str());
+  if (!index.is_open(handle)) throw UnknownHandle{handle};
 }
 
-SuffixIndex::Ids ids(const Array<uint64_t>& problems) {
+SuffixIndex::Ids ids(const In<uint64_t>& problems) {
   return SuffixIndex::Ids(problems.data(), problems.data() + problems.size());
 }
 
-void extend_many(SuffixIndex& index, const Array<int64_t>& handles, const Array<Token>& tokens,
-                 const Array<int64_t>& offsets) {
+void extend_many(SuffixIndex& index, const In<int64_t>& handles, const In<Token>& tokens, const In<int64_t>& offsets) {
   const size_t n = handles.size();
   const int64_t *h = handles.data(), *o = offsets.data();
   bool sound = offsets.size() == n + 1 && o[0] == 0 && o[n] == static_cast<int64_t>(tokens.size());
@@ -61,8 +71,7 @@ nb::tuple flat(const std::vector<SuffixIndex::Draft>& drafts) {
   return nb::make_tuple(owned(std::move(tokens)), owned(std::move(chances)), owned(std::move(offsets)));
 }
 
-void check_batch(const SuffixIndex& index, const Array<int64_t>& handles, const Array<int64_t>& budgets,
-                 size_t threads) {
+void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<int64_t>& budgets, size_t threads) {
   const int64_t* h = handles.data();
   const size_t n = handles.size();
   if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
@@ -78,19 +87,14 @@ struct Drafting {
 
   nb::tuple result() {
     if (!drafts.valid()) throw nb::value_error("result: it was taken before");
-    std::vector<SuffixIndex::Draft> found;
-    {
-      nb::gil_scoped_release unlocked;
-      found = drafts.get();
-    }
-    return flat(found);
+    return flat(unlocked([&] { return drafts.get(); }));
   }
 };
 
-Drafting draft_rows(SuffixIndex& index, const Array<int64_t>& handles,
+Drafting draft_rows(SuffixIndex& index, const In<int64_t>& handles,
                     const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
-                    const Array<int64_t>& rows, const Array<int64_t>& begins, const Array<int64_t>& ends,
-                    const Array<int64_t>& budgets, double min_chance, size_t threads) {
+                    const In<int64_t>& rows, const In<int64_t>& begins, const In<int64_t>& ends,
+                    const In<int64_t>& budgets, double min_chance, size_t threads) {
   const size_t n = handles.size();
   const auto height = static_cast<int64_t>(tokens.shape(0)), width = static_cast<int64_t>(tokens.shape(1));
   bool sound = rows.size() == n && begins.size() == n && ends.size() == n;
@@ -108,7 +112,7 @@ Drafting draft_rows(SuffixIndex& index, const Array<int64_t>& handles,
     check_tokens(row + begins.data()[i], counts.back());
     written.insert(written.end(), row + begins.data()[i], row + ends.data()[i]);
   }
-  const auto copied = [n](const Array<int64_t>& array) { return std::vector<int64_t>(array.data(), array.data() + n); };
+  const auto copied = [n](const In<int64_t>& array) { return std::vector<int64_t>(array.data(), array.data() + n); };
   return {std::async(n < kAlone ? std::launch::deferred : std::launch::async,
                      [&index, written = std::move(written), counts = std::move(counts), handles = copied(handles),
                       budgets = copied(budgets), min_chance, threads] {
@@ -119,15 +123,36 @@ Drafting draft_rows(SuffixIndex& index, const Array<int64_t>& handles,
                      })};
 }
 
-nb::tuple draft_flat(SuffixIndex& index, const Array<int64_t>& handles, const Array<int64_t>& budgets,
-                     double min_chance, size_t threads) {
+// The rules of drafting, which the kernels of vLLM's V2 runner take from here.
+nb::dict rules() {
+  using A = Acceptance;
+  nb::dict found;
+  for (const auto& [name, value] : std::initializer_list<std::pair<const char*, int64_t>>{
+           {"START", kStart},
+           {"PLACES", kMost},
+           {"BEYOND", kBeyond},
+           {"SURE", kSure},
+           {"STRONGEST", static_cast<int64_t>(vote_table().size() - 1)},
+           {"OWN", kOwn},
+           {"SIBLING", kSibling},
+           {"PROMPT", kPrompt},
+           {"COUNTS", A::kCounts},
+           {"PRIOR", static_cast<int64_t>(A::kPrior)},
+           {"DOUBT", static_cast<int64_t>(A::kDoubt)},
+           {"MEMORY", A::kMemory}})
+    found[name] = value;
+  found["SHARES"] = nb::cast(std::vector<double>(A::kShareSteps.begin(), A::kShareSteps.end()));
+  found["STRENGTHS"] = nb::cast(std::vector<int64_t>(A::kStrengthSteps.begin(), A::kStrengthSteps.end()));
+  const A fresh;
+  found["CHANCES"] = owned(std::vector<double>(fresh.start.begin(), fresh.start.end()));
+  return found;
+}
+
+nb::tuple draft_flat(SuffixIndex& index, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance,
+                     size_t threads) {
   check_batch(index, handles, budgets, threads);
-  std::vector<SuffixIndex::Draft> drafts;
-  {
-    nb::gil_scoped_release unlocked;
-    drafts = index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
-  }
-  return flat(drafts);
+  return flat(
+      unlocked([&] { return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads); }));
 }
 
 }  // namespace
@@ -135,28 +160,28 @@ nb::tuple draft_flat(SuffixIndex& index, const Array<int64_t>& handles, const Ar
 
 void bind_suffix_index(nb::module_& m) {
   using das::SuffixIndex;
-  using Tokens = das::Array<das::Token>;
+  using Tokens = In<das::Token>;
   using unlocked = nb::call_guard<nb::gil_scoped_release>;
-  nb::exception<das::FileError>(m, "SuffixFileError");
+  m.def("drafting_rules", &das::rules);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);
+    } catch (const das::FileError& e) {
+      PyErr_SetString(das::python_error("IndexFileError").ptr(), e.what());
+    } catch (const das::UnknownHandle& e) {
+      PyErr_SetObject(das::python_error("UnknownHandle").ptr(), nb::cast(e.handle).ptr());
     } catch (const std::filesystem::filesystem_error& e) {
       errno = e.code().value();
       PyErr_SetFromErrnoWithFilename(PyExc_OSError, e.path1().c_str());
     }
   });
-  m.def(
-      "check_index_file",
-      [](const std::string& path) {
-        das::SegmentFile file(path, true, false);
-        for (size_t i = 0; i < file.header().count; ++i) file.check(i);
-      },
-      unlocked());
-  m.def("read_index_file", [](const std::string& path) {
-    const das::SegmentFile file(path, true, false);
+  m.def("read_index_file", [](const std::string& path, bool whole) {
+    das::SegmentFile file(path, true, false);
     std::vector<uint64_t> found;
-    for (size_t i = 0; i < file.header().count; ++i) found.push_back(file.entry(i).problem);
+    for (size_t i = 0; i < file.header().count; ++i) {
+      if (whole) das::unlocked([&] { file.check(i); });
+      found.push_back(file.entry(i).problem);
+    }
     return nb::make_tuple(owned(std::move(found)), file.header().newest);
   });
   nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result);
@@ -172,28 +197,18 @@ void bind_suffix_index(nb::module_& m) {
       .def("merge", nb::overload_cast<uint64_t>(&SuffixIndex::merge), unlocked())
       .def("shrink",
            [](SuffixIndex& index, uint64_t max_bytes, size_t threads) {
-             SuffixIndex::Shrunk shrunk;
-             {
-               nb::gil_scoped_release unlocked;
-               shrunk = index.shrink(max_bytes, threads);
-             }
+             const auto shrunk = das::unlocked([&] { return index.shrink(max_bytes, threads); });
              return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped);
            })
       .def("save", &SuffixIndex::save, unlocked())
       .def("load", &SuffixIndex::load, unlocked())
-      .def("give",
-           [](const SuffixIndex& index, const std::string& path, const das::Array<uint64_t>& problems) {
-             const auto chosen = das::ids(problems);
-             nb::gil_scoped_release unlocked;
-             index.give(path, chosen);
-           })
+      .def("give", [](const SuffixIndex& index, const std::string& path,
+                      const In<uint64_t>& problems) { das::unlocked([&] { index.give(path, das::ids(problems)); }); })
       .def("absorb",
-           [](SuffixIndex& index, const std::string& path, const das::Array<uint64_t>& problems) {
-             const auto chosen = das::ids(problems);
-             nb::gil_scoped_release unlocked;
-             index.absorb(path, chosen);
+           [](SuffixIndex& index, const std::string& path, const In<uint64_t>& problems) {
+             das::unlocked([&] { index.absorb(path, das::ids(problems)); });
            })
-      .def("forget", [](SuffixIndex& index, const das::Array<uint64_t>& problems) { index.forget(das::ids(problems)); })
+      .def("forget", [](SuffixIndex& index, const In<uint64_t>& problems) { index.forget(das::ids(problems)); })
       .def("visit", &SuffixIndex::visit, unlocked())
       .def("contents",
            [](const SuffixIndex& index) {
@@ -213,12 +228,6 @@ void bind_suffix_index(nb::module_& m) {
              index.extend(handle, prefix.data(), prefix.size());
              return handle;
            })
-      .def("extend",
-           [](SuffixIndex& index, int64_t handle, const Tokens& tokens) {
-             das::check_handle(index, handle);
-             das::check_tokens(tokens);
-             index.extend(handle, tokens.data(), tokens.size());
-           })
       .def("extend_many", &das::extend_many)
       .def("draft_rows", &das::draft_rows, nb::keep_alive<0, 1>())
       .def("draft_flat", &das::draft_flat)
@@ -234,12 +243,13 @@ void bind_suffix_index(nb::module_& m) {
            })
       .def("flat",
            [](const SuffixIndex& index, uint64_t problem, uint64_t most) {
-             SuffixIndex::Flat flat;
-             {
-               nb::gil_scoped_release unlocked;
-               flat = index.flat(problem, most);
-             }
+             auto flat = das::unlocked([&] { return index.flat(problem, most); });
              return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.places)));
+           })
+      .def("texts",
+           [](const SuffixIndex& index, uint64_t problem) {
+             auto texts = index.texts(problem);
+             return nb::make_tuple(owned(std::move(texts.tokens)), owned(std::move(texts.versions)));
            })
       .def_prop_ro("fading", [](const SuffixIndex& index) { return owned(std::vector(index.fading())); })
       .def("clear_live", &SuffixIndex::clear_live)

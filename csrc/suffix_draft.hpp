@@ -14,6 +14,8 @@ namespace das {
 // Strength of a match in half tokens: two per equal token (`length`), and one per token that agrees beyond a single
 // differing one (`beyond`). Where the last token differs (`length` 0), only the agreement before it counts.
 constexpr uint32_t kBeyond = 3;  // at most so many tokens beyond the differing one count
+constexpr uint32_t kSure = 8;    // places that differ in the last token are searched only below this strength
+constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;  // weights; the newest history has a sibling's
 inline uint32_t strength(uint32_t length, uint32_t beyond) { return length ? 2 * length + beyond : beyond - 1; }
 
 // A place where the context occurs, and the tokens that follow it there.
@@ -58,7 +60,7 @@ class Acceptance {
   Acceptance() {
     for (uint32_t kind = 0; kind < kKinds; ++kind) {
       const uint32_t c = kind % kCounts, m = kind / kCounts % kStrengths, s = kind / kCounts / kStrengths;
-      start_[kind] = std::lround(kPrior / (1 + std::exp(3 - 0.4 * s - 0.3 * m - 0.65 * c))) / kPrior;
+      start[kind] = std::lround(kPrior / (1 + std::exp(3 - 0.4 * s - 0.3 * m - 0.65 * c))) / kPrior;
     }
   }
 
@@ -76,8 +78,8 @@ class Acceptance {
     const Source& source = sources_[kind / kKinds];
     const double better = (source.accepted + kDoubt) / (source.tried - source.accepted + kDoubt) *
                           ((source.tried - source.expected + kDoubt) / (source.expected + kDoubt));
-    const double odds = start_[kind % kKinds] * better;
-    const double from = odds / (1 - start_[kind % kKinds] + odds);
+    const double odds = start[kind % kKinds] * better;
+    const double from = odds / (1 - start[kind % kKinds] + odds);
     return (cell.accepted + kPrior * from) / (cell.tried + kPrior);
   }
 
@@ -86,23 +88,24 @@ class Acceptance {
     ++cell.tried, cell.accepted += accepted;
     if (cell.tried >= kMemory) cell.tried /= 2, cell.accepted /= 2;
     Source& source = sources_[kind / kKinds];
-    source.tried += 1, source.accepted += accepted, source.expected += start_[kind % kKinds];
+    source.tried += 1, source.accepted += accepted, source.expected += start[kind % kKinds];
     if (source.tried >= kMemory) source.tried /= 2, source.accepted /= 2, source.expected /= 2;
   }
 
- private:
   static constexpr uint32_t kShares = 8, kStrengths = 8, kCounts = 3, kKinds = kShares * kStrengths * kCounts;
   static constexpr std::array<double, kShares - 1> kShareSteps{0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0};
   static constexpr std::array<uint32_t, kStrengths - 1> kStrengthSteps{3, 5, 8, 12, 18, 32, 64};
   static constexpr double kPrior = 40, kDoubt = 8;  // weight of a kind's prior and of a source's, tokens
   static constexpr uint32_t kMemory = 1u << 13;     // weight of the past at most, tokens
+  std::array<double, kKinds> start;                 // the chance of each kind before anything is learned
+
+ private:
   struct Cell {
     uint32_t accepted = 0, tried = 0;
   };
   struct Source {
     double accepted = 0, tried = 0, expected = 0;
   };
-  std::array<double, kKinds> start_;
   std::array<Cell, 2 * kKinds> cells_;
   std::array<Source, 2> sources_;
 };

@@ -26,7 +26,8 @@
 namespace das {
 
 struct FileError : std::runtime_error {  // the contents of a file are wrong
-  FileError(const std::string& path, const std::string& what) : std::runtime_error("'" + path + "': " + what) {}
+  FileError(const std::string& path, const std::string& what)
+      : std::runtime_error("suffix index file '" + path + "': " + what) {}
 };
 [[noreturn]] inline void fail(const std::string& path) {  // a file can't be read or written; errno says why
   throw std::filesystem::filesystem_error("", path, std::error_code(errno, std::generic_category()));

@@ -17,9 +17,7 @@ namespace das {
 
 namespace {
 
-constexpr uint32_t kSure = 8;  // places that differ in the last token are searched only below this strength
-constexpr uint64_t kLeast = 256;   // bytes that a problem keeps before whole problems are dropped
-constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;  // weights; the newest history has a sibling's
+constexpr uint64_t kLeast = 256;  // bytes that a problem keeps before whole problems are dropped
 
 // Collects the votes on the next token, `step` tokens after the places at which the candidates were found.
 void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<Vote>& votes) {
@@ -252,6 +250,21 @@ SuffixIndex::Flat SuffixIndex::flat(uint64_t id, uint64_t most) const {
   out.places.reserve(segment.places.size);
   for (const Segment::Place& p : segment.places)
     out.places.push_back(p.position | ages[&segment.run(p.position) - segment.runs.begin()] << 24);
+  return out;
+}
+
+SuffixIndex::Texts SuffixIndex::texts(uint64_t id) const {
+  Texts out;
+  const auto it = problems_.find(id);
+  if (it == problems_.end()) return out;
+  Problem problem;
+  problem.history = it->second.history;
+  problem.look();
+  for (const Segment& segment : problem.history)
+    for (const Segment::Run& run : segment.runs) {
+      out.tokens.insert(out.tokens.end(), &segment.tokens[run.start], &segment.tokens[segment.end(run)]);
+      out.versions.resize(out.tokens.size(), run.version);
+    }
   return out;
 }
 

@@ -71,6 +71,13 @@ class SuffixIndex {
   };
   Flat flat(uint64_t problem, uint64_t most) const;
 
+  // The sealed texts of a problem, each with what precedes it.
+  struct Texts {
+    std::vector<Token> tokens;
+    std::vector<int32_t> versions;  // of each token's text
+  };
+  Texts texts(uint64_t problem) const;
+
   bool is_open(int64_t handle) const { return requests_.count(handle); }
   int64_t age(
       int64_t handle) const;  // versions from the newest text of the request's problem to the newest; -1: no text

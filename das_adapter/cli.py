@@ -188,7 +188,6 @@ def _writable(_: click.Context, option: click.Parameter, value: Path | None) -> 
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where FILE holds text.")
 @click.option("--budget", default=8, show_default=True, help="Most draft tokens of a request in a round.")
 @click.option("--min-chance", default=0.0, show_default=True, help="A draft ends where its chance falls under this.")
-@click.option("--window", default=8, show_default=True, help="Visits of a problem that are drafted from.")
 @click.option("--max-bytes", default="8GiB", show_default=True, help="Size of the history, such as 512MiB.")
 @click.option("--batch", default=256, show_default=True, help="Requests that are live at once.")
 @click.option("--hardware", help="GPU, such as H100: also say what the rollouts would take there, off and on.")
@@ -223,7 +222,6 @@ def replay(
     tokenizer: str | None,
     budget: int,
     min_chance: float,
-    window: int,
     max_bytes: str,
     batch: int,
     target: Path | None,
@@ -241,7 +239,6 @@ def replay(
     if hardware is not None:
         if policy is None:
             raise click.BadParameter("needed with --hardware", param_hint="--model")
-        history = {"window": window, "max_bytes": max_bytes}
         cluster = {
             "gpu": hardware,
             "model": policy,
@@ -250,12 +247,12 @@ def replay(
             "precision": precision,
             "other_s": other_s,
             "budget": budget if "budget" in given else None,
-            "history": {key: value for key, value in history.items() if key in given},
+            "history": {"max_bytes": max_bytes} if "max_bytes" in given else {},
             "engine": {"max_num_seqs": max_num_seqs} if max_num_seqs else None,
         }
         return _pays(path, tokenizer, tokens, cluster, target, picture)
     try:
-        das = parse({"history": {"window": window, "max_bytes": max_bytes}})
+        das = parse({"history": {"max_bytes": max_bytes}})
         assert das is not None
         dump = rollouts.read(path, tokenizer)
         figures = simulator.report(dump, budget, min_chance, das.history, batch)

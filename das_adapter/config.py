@@ -7,35 +7,25 @@ import functools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-)
-from pydantic.fields import FieldInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
+from das_adapter.config_errors import either, message, retired
 from das_adapter.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
-_HISTORY = ("history", "history+self", "history+eagle3", "history+mtp", "history+draft_model")
+_NEURAL_HISTORY = ("history+eagle3", "history+mtp", "history+draft_model")
+_HISTORY = ("history", "history+self", *_NEURAL_HISTORY)
 _COPY = ("self", "history+self")
-_NEURAL = ("eagle3", "mtp", "draft_model", "history+eagle3", "history+mtp", "history+draft_model")
+_NEURAL = ("eagle3", "mtp", "draft_model", *_NEURAL_HISTORY)
 _BLOCKS = ("dflash", "dspark")
-_DRAFTERS = (*dict.fromkeys((*_HISTORY, *_COPY, *_NEURAL)), "ngram")
+MOST_BY_MODEL = 16
+"""Most draft tokens of a model: each takes a pass of it, and the sixteenth is hardly ever accepted."""
 
 
 def _read_size(size: Any) -> Any:
@@ -58,8 +48,12 @@ def _refuse_drafter(drafter: Any) -> Any:
     return drafter
 
 
-def _accept_yaml_off(mode: Any) -> Any:
-    return "off" if mode is False else mode
+def _read_speculate(when: Any) -> Any:
+    number = isinstance(when, int) and not isinstance(when, bool) and when >= 1
+    if number or when in ("auto", "always"):
+        return when
+    hint = "; to turn das-adapter off, write `drafter: none`" if when in (None, False, 0) else ""
+    raise ValueError(f"allowed: 'auto', 'always', or a number of running requests, 1 or more{hint}")
 
 
 Drafter = Literal[
@@ -75,6 +69,8 @@ Drafter = Literal[
     "history+draft_model",
     "ngram",
 ]
+Budget = Literal["optimal", "das", "uniform", "unlimited"]
+Speculate = Literal["auto", "always"] | int
 Size = Annotated[int, BeforeValidator(_read_size)]
 """Bytes; reads 512MiB and the like."""
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
@@ -93,8 +89,6 @@ class HistoryConfig(_Block):
     scope: Literal["problem", "global", "request"] = "problem"
     """Whose text a request drafts from. `problem`: the rollouts of its own prompt; `global`: those of all prompts;
     `request`: its own text alone."""
-    window: Annotated[int, Field(ge=1)] = 8
-    """Visits of a problem that are drafted from, the newest: a visit is a weight version that wrote rollouts of it."""
     max_bytes: Annotated[Size, Field(ge=2**16)] = 8 * 2**30
     """Size of a node's history, such as 512MiB. Above it the largest problems are thinned out to the stretches of text
     that are worth most for their bytes; all problems keep some history as long as 256 bytes of each fit."""
@@ -102,55 +96,9 @@ class HistoryConfig(_Block):
     """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems in
     its batch, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
     drafts on the host and has none."""
-    persist: UserPath | None = None
+    load: UserPath | None = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
     empty history, or with its own where it resumes."""
-
-
-class BudgetConfig(_Block):
-    """How many draft tokens a request gets."""
-
-    policy: Literal["optimal", "classes", "uniform", "unlimited"] = "optimal"
-    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `classes`:
-    DAS's optimum for the whole rollout, none for short requests; `uniform`: the maximum for all; `unlimited`: as far as
-    the drafter goes."""
-    max_draft_tokens: Annotated[int, Field(ge=1, le=128)] = 16
-    """Most draft tokens of a request in a decode step (vLLM's `num_speculative_tokens`)."""
-    admission: Literal["step", "request"] = "step"
-    """On vLLM's V2 runner, with `history`. `step`: all requests of a step verify equally many draft tokens; `request`:
-    those that are worth most, ranked on the device, by vLLM's adaptive verification. That needs full CUDA graphs, Flash
-    Attention 3 or Triton attention, one tensor-parallel rank, and no LoRA; it has not been tried on a GPU yet. The V1
-    runner always decides by request."""
-    min_chance: Annotated[float, Field(ge=0, le=1)] = 0.15
-    """`classes`, `uniform`: a draft ends where its estimated chance to survive so far falls under this."""
-
-
-class ToggleConfig(_Block):
-    """When a batch is drafted for at all."""
-
-    mode: Annotated[Literal["off", "threshold", "roofline"], BeforeValidator(_accept_yaml_off)] = "roofline"
-    """When a batch is drafted for. `roofline`: when the latency model, fitted to the engine's own steps (before the
-    first ones, on a known GPU, the roofline of model and device), predicts a speed-up; `threshold`: when few enough
-    requests run; `off`: always, even at a loss."""
-    margin: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Predicted speed-up above 1 at which `roofline` turns drafting on; it turns off at 1."""
-    threshold: Annotated[int, Field(ge=1)] = 32
-    """Running requests of an engine up to which `threshold` drafts."""
-    calibration: UserPath | None = None
-    """File of `das-adapter calibrate` to start from, which also says what a step of stock vLLM takes. None: the first
-    decode steps are the calibration, and those in which no drafter is asked stand for stock's."""
-
-
-class RoutingConfig(_Block):
-    """Which replica a request goes to."""
-
-    policy: Literal["longest_first", "least_loaded", "host"] = "longest_first"
-    """Which replica a request goes to. `longest_first`: samples of one prompt go to the same replica, where they draft
-    from each other, and are spread where the rollout is predicted to end earlier that way; those predicted to be long
-    start first. `least_loaded`: to the replica with the fewest requests in flight; `host`: the host's own balancer."""
-    leaders: Annotated[Literal["auto", "off"], BeforeValidator(_accept_yaml_off)] = "auto"
-    """`auto`: where requests wait for a slot of the engine, one sample of each prompt starts early, as far as the
-    others, which draft from it, save more rounds than it delays. `off`: longest first only."""
 
 
 class SelfConfig(_Block):
@@ -159,8 +107,6 @@ class SelfConfig(_Block):
     weights: Literal["int4", "int8", "fp8"] = "int4"
     """Format to which the copy of the policy is quantised: `int4`, `int8` (CPU); `int4`, `fp8` (GPU,
     where neither has been tried yet). The copy lies with the policy's weights: it sleeps and wakes with them."""
-    max_tokens: Annotated[int, Field(ge=1, le=16)] = 5
-    """Most tokens that the copy drafts for a request in a step; how many of them pay is measured."""
     ladder: list[int] | None = None
     """Rising draft lengths such as `[3, 5]`, of which all replicas use the same one: a longer one where nearly every
     draft token is accepted, a shorter one where many are not (EfficientRollout, algorithm 1). None: the length that
@@ -168,10 +114,9 @@ class SelfConfig(_Block):
 
     @field_validator("ladder")
     @classmethod
-    def _check_ladder(cls, ladder: list[int] | None, info: ValidationInfo) -> list[int] | None:
-        most = info.data.get("max_tokens", 16)
-        if ladder is not None and not (ladder and ladder == sorted({n for n in ladder if 1 <= n <= most})):
-            raise ValueError(f"allowed: rising draft lengths of 1 to {most} (das.self.max_tokens), such as [3, 5]")
+    def _check_ladder(cls, ladder: list[int] | None) -> list[int] | None:
+        if ladder is not None and not (ladder and ladder[0] >= 1 and ladder == sorted(set(ladder))):
+            raise ValueError("allowed: rising draft lengths of 1 or more, such as [3, 5]")
         return ladder
 
 
@@ -181,8 +126,6 @@ class DraftConfig(_Block):
     model: UserPath | None = None
     """Checkpoint of the neural drafter: a directory or a name on the hub. None: `mtp` drafts with the layers in the
     policy's own checkpoint."""
-    tokens: Annotated[int, Field(ge=1, le=16)] = 3
-    """Most tokens that the neural drafter drafts for a request in a step; how many of them pay is measured."""
     weights: Literal["checkpoint", "trainer"] = "checkpoint"
     """Where the drafter's weights come from. `checkpoint`: its own, for the whole run; `trainer`: the trainer sends
     them at each weight sync, with `draft.` before their names (`mtp`: under their names in the policy's checkpoint)."""
@@ -198,8 +141,6 @@ class VerifyConfig(_Block):
     drafter, `stock` with `drafter: none`."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of the keyed noise: runs with equal seeds draw equal tokens."""
-    allow_lossy: bool = False
-    """Accept entries of `draft.options` with which the tokens no longer have the policy's distribution."""
 
 
 class DasConfig(_Block):
@@ -209,21 +150,38 @@ class DasConfig(_Block):
     """Where draft tokens come from: the run's `history`; a quantised copy of the policy (`self`); a neural drafter
     (`eagle3`, `mtp`, `draft_model`); whichever of two is worth more (`history+self`, `history+eagle3`, ...); the
     request's own prompt and text alone (`ngram`). `none`: nowhere, and the other keys may stay as they are."""
-    history: HistoryConfig = HistoryConfig()
-    budget: BudgetConfig = BudgetConfig()
-    toggle: ToggleConfig = ToggleConfig()
-    routing: RoutingConfig = RoutingConfig()
-    self: SelfConfig = SelfConfig()
-    draft: DraftConfig = DraftConfig()
-    verify: VerifyConfig = VerifyConfig()
+    max_draft_tokens: Annotated[int | None, Field(ge=1, le=128)] = None
+    """Most draft tokens of a request in a decode step (vLLM's `num_speculative_tokens`). None: 16 with the history or
+    `ngram`, 5 with `self`, 3 with a neural drafter. A model drafts at most 16, and beside the history no more than
+    those 5 or 3; how many of them pay is measured."""
+    speculate: Annotated[Speculate, BeforeValidator(_read_speculate)] = "auto"
+    """When a batch is drafted for. `auto`: when the latency model, fitted to the engine's own steps (before the first
+    ones, on a known GPU, the roofline of model and device), predicts a speed-up; `always`: even at a loss; a number:
+    while at most so many requests run in the engine."""
+    budget: Budget = "optimal"
+    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `das`:
+    DAS's optimum for the whole rollout, none for short requests; `uniform`: the maximum for all; `unlimited`: as far as
+    the drafter goes, however unlikely its tokens are."""
+    routing: Literal["longest_first", "least_loaded", "host"] = "longest_first"
+    """Which replica a request goes to. `longest_first`: samples of one prompt go to the same replica, where they draft
+    from each other, and are spread where the rollout is predicted to end earlier that way; those predicted to be long
+    start first, and where requests wait for a slot, one sample of each prompt starts early. `least_loaded`: to the
+    replica with the fewest requests in flight; `host`: the host's own balancer."""
+    calibration: UserPath | None = None
+    """File of `das-adapter calibrate` to start from, which also says what a step of stock vLLM takes. None: the first
+    decode steps are the calibration, and those in which no drafter is asked stand for stock's."""
     log_dir: UserPath | None = None
     """Directory into which every engine writes its decisions, which `das-adapter report` plots. None: they are not
     written."""
+    history: HistoryConfig = HistoryConfig()
+    self: SelfConfig = SelfConfig()
+    draft: DraftConfig = DraftConfig()
+    verify: VerifyConfig = VerifyConfig()
 
     @property
     def in_every_step(self) -> bool:
         """Whether a neural drafter drafts in every step, as vLLM has it, so that nothing is decided on the host."""
-        return self.neural and not self.uses_history and self.toggle.mode == "off" and self.budget.policy == "unlimited"
+        return self.neural and not self.uses_history and self.speculate == "always" and self.budget == "unlimited"
 
     @property
     def controlled(self) -> bool:
@@ -266,12 +224,13 @@ class DasConfig(_Block):
     @property
     def model_tokens(self) -> int:
         """Most tokens that a model drafts for a request in a step: the policy copy, or the neural drafter."""
-        return self.draft.tokens if self.neural else self.self.max_tokens
+        usual = 3 if self.neural else 5
+        return min(usual, self.num_draft_tokens) if self.looked_up else self.max_draft_tokens or usual
 
     @property
     def num_draft_tokens(self) -> int:
         """Most draft tokens of a request in a step (vLLM's num_speculative_tokens)."""
-        return self.budget.max_draft_tokens if self.looked_up else self.model_tokens
+        return self.max_draft_tokens or 16 if self.looked_up else self.model_tokens
 
     @property
     def keyed(self) -> bool:
@@ -290,26 +249,12 @@ class DasConfig(_Block):
 
 NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history": {"drafter": _HISTORY},
-    "history.window": {"history.scope": ("problem", "global")},
     "history.max_bytes": {"history.scope": ("problem", "global")},
-    "history.device_bytes": {
-        "drafter": tuple(name for name in _HISTORY if name not in _COPY),
-        "history.scope": ("problem", "global"),
-    },
-    "history.persist": {"history.scope": ("problem", "global")},
-    "budget": {"drafter": _DRAFTERS},
-    "budget.max_draft_tokens": {"drafter": (*_HISTORY, "ngram")},
-    "budget.admission": {"drafter": ("history",), "budget.policy": ("optimal",)},
-    "budget.min_chance": {"budget.policy": ("classes", "uniform")},
-    "toggle": {"drafter": _DRAFTERS},
-    "toggle.margin": {"toggle.mode": ("roofline",)},
-    "toggle.threshold": {"toggle.mode": ("threshold",)},
-    "routing.leaders": {"drafter": _HISTORY, "routing.policy": ("longest_first",)},
+    "history.device_bytes": {"drafter": ("history", *_NEURAL_HISTORY), "history.scope": ("problem", "global")},
+    "history.load": {"history.scope": ("problem", "global")},
     "self": {"drafter": _COPY},
     "draft": {"drafter": _NEURAL},
     "verify.seed": {"verify.noise": ("keyed", None)},
-    "verify.allow_lossy": {"drafter": _NEURAL},
-    "log_dir": {"drafter": _DRAFTERS},
 }
 """The values of other keys that a key needs to have an effect. The entry of a block holds for each of its keys, unless
 the key's own entry names the same setting. Keys without an entry act with every drafter."""
@@ -331,15 +276,18 @@ def parse(block: Any) -> DasConfig | None:
         keyed noise).
 
     Raises:
-        ConfigError: an unknown or ill-typed key, a value out of range, a key without effect, or keys that contradict
-            each other.
+        ConfigError: an unknown, retired or ill-typed key, a value out of range, a key without effect, or keys that
+            contradict each other.
     """
     if block is None:
         return None
+    plain = block if isinstance(block, DasConfig) else _plain(block)
+    if isinstance(plain, dict) and (old := retired(plain)):
+        raise ConfigError("\n".join(old))
     try:
-        config = block if isinstance(block, DasConfig) else DasConfig.model_validate(_plain(block))
+        config = plain if isinstance(plain, DasConfig) else DasConfig.model_validate(plain)
     except ValidationError as error:
-        raise ConfigError("\n".join(map(_message, error.errors()))) from None
+        raise ConfigError("\n".join(message(e, DasConfig) for e in error.errors())) from None
     if config.drafter != "none":
         _check_effects(config)
         _check_draft(config)
@@ -409,16 +357,15 @@ def check_files(config: DasConfig) -> None:
     """
     if config.drafter == "none":
         return
-    if (calibration := config.toggle.calibration) is not None:
+    if (calibration := config.calibration) is not None:
         try:
             json.loads(Path(calibration).read_text())
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"das.toggle.calibration: found {calibration!r}, expected a file that das-adapter "
-                f"calibrate wrote: {error}"
+                f"das.calibration: found {calibration!r}, expected a file that das-adapter calibrate wrote: {error}"
             ) from None
-    if (persist := config.history.persist) is not None and not os.path.isdir(persist):
-        raise ConfigError(f"das.history.persist: found {persist!r}, expected a directory that exists")
+    if (load := config.history.load) is not None and not os.path.isdir(load):
+        raise ConfigError(f"das.history.load: found {load!r}, expected a directory that exists")
     if config.log_dir is not None:
         path = Path(config.log_dir).absolute()
         there = next(p for p in (path, *path.parents) if os.path.exists(p))
@@ -429,28 +376,15 @@ def check_files(config: DasConfig) -> None:
             )
 
 
-def bounds(field: FieldInfo) -> str:
-    """Describe the range of a key's values, such as "1 to 128"; empty where it has none."""
-    found = {name: getattr(m, name) for m in field.metadata for name in ("ge", "le") if hasattr(m, name)}
-    if not found:
-        return ""
-    high = "2^63 - 1" if found.get("le") == 2**63 - 1 else found.get("le")
-    return f"{found['ge']} or more" if high is None else f"{found['ge']} to {high}"
-
-
 def _check_effects(config: DasConfig) -> None:
     for key, value in _given(config):
         for setting, values in (NEEDS.get(key.partition(".")[0], {}) | NEEDS.get(key, {})).items():
             found: Any = functools.reduce(getattr, setting.split("."), config)
-            if found in values:
-                continue
-            remedy = "remove it"
-            if key == "budget.max_draft_tokens":
-                remedy = f"use das.{_model_tokens(config)}"
-            raise ConfigError(
-                f"das.{key}={value!r} has an effect only with das.{setting}={_either(values)} "
-                f"(found {found!r}): {remedy}"
-            )
+            if found not in values:
+                raise ConfigError(
+                    f"das.{key}={value!r} has an effect only with das.{setting}={either(values)} "
+                    f"(found {found!r}): remove it"
+                )
 
 
 def _given(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -466,42 +400,39 @@ def _given(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _check_draft(config: DasConfig) -> None:
     if config.method in ("eagle3", "draft_model") and config.draft.model is None:
         raise ConfigError(f"das.draft.model: found None, das.drafter={config.drafter!r} needs the drafter's checkpoint")
-    if (config.copies_policy or config.neural) and config.model_tokens > config.num_draft_tokens:
+    models = config.copies_policy or config.neural
+    if models and config.model_tokens > MOST_BY_MODEL:
         raise ConfigError(
-            f"das.{_model_tokens(config)}: found {config.model_tokens}, allowed: at most "
-            f"das.budget.max_draft_tokens={config.num_draft_tokens}"
+            f"das.max_draft_tokens: found {config.max_draft_tokens}, allowed with das.drafter={config.drafter!r}: "
+            f"1 to {MOST_BY_MODEL}"
+        )
+    if config.copies_policy and config.self.ladder is not None and config.self.ladder[-1] > config.model_tokens:
+        raise ConfigError(
+            f"das.self.ladder: found {config.self.ladder}, allowed with das.max_draft_tokens="
+            f"{json.dumps(config.max_draft_tokens)} and das.drafter={config.drafter!r}: at most {config.model_tokens}"
         )
     if config.in_every_step and config.log_dir is not None:
         raise ConfigError(
             f"das.log_dir: found {config.log_dir!r}, allowed: null, because nothing is decided with "
-            "das.budget.policy='unlimited' and das.toggle.mode='off'"
+            "das.budget='unlimited' and das.speculate='always'"
         )
     for key, value in config.draft.options.items():
         if key in ("method", "model", "num_speculative_tokens"):
             raise ConfigError(
                 f"das.draft.options.{key}: found {value!r}; das.drafter, das.draft.model and "
-                "das.draft.tokens set it: remove it"
+                "das.max_draft_tokens set it: remove it"
             )
         if value and key in IN_EVERY_STEP and not config.in_every_step:
             raise ConfigError(
                 f"das.draft.options.{key}: found {value!r}, allowed only with das.drafter="
-                f"{config.method!r}, das.budget.policy='unlimited' and das.toggle.mode='off': "
+                f"{config.method!r}, das.budget='unlimited' and das.speculate='always': "
                 "remove it"
             )
         lossy = value not in LOSSY[key] if key in LOSSY else bool(re.search("synthetic|lenien|typical|posterior", key))
-        if lossy and not config.verify.allow_lossy:
+        if lossy:
             raise ConfigError(
-                f"das.draft.options.{key}: found {value!r}, with which tokens lose the policy's "
-                "distribution: remove it, or set das.verify.allow_lossy=true"
+                f"das.draft.options.{key}: found {value!r}, with which tokens lose the policy's distribution: remove it"
             )
-        if lossy and config.keyed:
-            raise ConfigError(
-                f"das.draft.options.{key}: found {value!r}, which needs das.verify.noise='stock' (found 'keyed')"
-            )
-
-
-def _model_tokens(config: DasConfig) -> str:
-    return "draft.tokens" if config.neural else "self.max_tokens"
 
 
 def _plain(node: Any) -> Any:
@@ -511,53 +442,3 @@ def _plain(node: Any) -> Any:
     if isinstance(node, Sequence) and not isinstance(node, str | bytes):
         return [_plain(value) for value in node]
     return node
-
-
-_EXPECTED = {
-    "int_type": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "a string",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "string_too_short": "a path",
-}
-
-
-def _message(error: ErrorDetails) -> str:
-    """Say one of pydantic's errors with the full key, what was found, and what is allowed."""
-    loc, kind, found = error["loc"], error["type"], error["input"]
-    key = "das" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
-    block = _block(loc)
-    if kind == "extra_forbidden":
-        return f"{key}: unknown key{_suggestion(loc[-1], block.model_fields)}{', '.join(block.model_fields)}"
-    if kind == "model_type":
-        return f"{key}: found {found!r}, expected a block with the keys {', '.join(block.model_fields)}"
-    if kind == "literal_error":
-        allowed = error["ctx"]["expected"]
-        hint = _suggestion(found, re.findall("'(.+?)'", allowed))
-        return f"{key}: found {found!r}{hint}{allowed}"
-    if kind in ("greater_than_equal", "less_than_equal", "finite_number"):
-        return f"{key}: found {found}, allowed: {bounds(block.model_fields[str(loc[-1])])}"
-    if kind == "value_error":
-        return f"{key}: found {found!r}, {error['ctx']['error']}"
-    return f"{key}: found {found!r} ({type(found).__name__}), expected {_EXPECTED.get(kind, error['msg'])}"
-
-
-def _block(loc: Iterable[int | str]) -> type[_Block]:
-    """Return the innermost block that a key names or lies in."""
-    block: type[_Block] = DasConfig
-    for part in loc:
-        inner = getattr(block.model_fields.get(str(part)), "annotation", None)
-        block = inner if isinstance(inner, type) and issubclass(inner, _Block) else block
-    return block
-
-
-def _suggestion(word: Any, allowed: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word), list(allowed), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}? Allowed: " if near else ". Allowed: "
-
-
-def _either(values: Iterable[str | None]) -> str:
-    *most, last = (repr(value) for value in values if value is not None)
-    return f"{', '.join(most)} or {last}" if most else last

@@ -16,11 +16,11 @@ from engines import CONTRACT, FP8_CAPABILITY, V1, V2, Bar, Found, Plan, apart, e
 ENVIRONMENT = replay.ENVIRONMENT
 HALF = {"dtype": "bfloat16"}
 """What batch-invariant attention on a GPU computes in."""
-ALWAYS = {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+ALWAYS = {"budget": "unlimited", "speculate": "always"}
 POLICY = CONTRACT.parents[1] / "examples" / "tiny_math" / "policy"
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "history": {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}},
-    "draft_model": {"drafter": "draft_model", "draft": {"model": str(POLICY), "tokens": 3}, **ALWAYS},
+    "history": {"drafter": "history", "budget": "unlimited", "speculate": "always"},
+    "draft_model": {"drafter": "draft_model", "draft": {"model": str(POLICY)}, **ALWAYS},
 }
 """The last one drafts with the policy itself, under asynchronous scheduling."""
 
@@ -140,7 +140,7 @@ def _crowded(plan: Plan) -> dict[str, Any]:
 
     rollouts = [(i, text[:256]) for i, (_, text) in enumerate(replay.generated(plan))]
     settings = {} if plan.tiny else {"max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.9}
-    das = {"drafter": "history", "budget": {"policy": "unlimited", "max_draft_tokens": 16}, "toggle": {"mode": "off"}}
+    das = {"drafter": "history", "budget": "unlimited", "max_draft_tokens": 16, "speculate": "always"}
     llm = engine(plan, das, max_model_len=512, **settings)
     replay.force(rollouts)
     past = replay.sent(rollouts, 0, 0)

@@ -64,9 +64,10 @@ def _measure(plan: Plan, weights: str) -> Found:
     sleeps = {"enable_sleep_mode": True} if torch.cuda.is_available() else {}
     das = {
         "drafter": "self",
-        "self": {"weights": weights, "max_tokens": 4},
-        "budget": {"policy": "unlimited"},
-        "toggle": {"mode": "off"},
+        "self": {"weights": weights},
+        "max_draft_tokens": 4,
+        "budget": "unlimited",
+        "speculate": "always",
     }
     context, vocabulary = min(512, *plan.contexts), SHAPES[plan.shape]["vocab_size"]
     llm = engine(plan, das, max_model_len=context + 4 * plan.steps + 16, enable_prefix_caching=True, **sleeps)
@@ -77,10 +78,10 @@ def _measure(plan: Plan, weights: str) -> Found:
         pass_s = _pass_seconds(llm, source, batch, context, plan.steps, vocabulary)
         rows[str(batch)] = {"graphs": sum(size >= batch for size in sizes), "pass_ms": 1e3 * pass_s}
     drafter = runner_of(llm).drafter
-    drafter.controller.account.stop("measuring the policy")
+    drafter.engine.controller.account.stop("measuring the policy")
     for batch, row in rows.items():
         row["step_ms"] = 1e3 * step_seconds(llm, int(batch), context, plan.steps, vocabulary)
-    drafter.controller.account.sync()
+    drafter.engine.controller.account.sync()
     seconds = []
     for turn in range(SLEEPS):
         step_seconds(llm, min(plan.batches), context, 1, vocabulary)

@@ -45,7 +45,7 @@ def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
 
 
 HISTORY: dict[str, Any] = {"drafter": "history"}
-EAGER = HISTORY | {"budget": {"policy": "uniform", "min_chance": 0.001}}
+EAGER = HISTORY | {"budget": "unlimited"}
 """Drafts whatever is found, until it is seen to cost time."""
 MISLED = "after misleading"
 """The rollout after one in which nearly all drafts were rejected, over such a history again."""

@@ -22,7 +22,7 @@ code is 0 if none was missed or cut short and no part failed. Parts and their mi
     copy     2.5  the policy copy's CUDA graphs, quantising it, sleep
     robust   2.5  a crowded engine, contract tests on this device
     ranks    1    two GPUs
-    sweep    1.5  the step-time model, and a file for toggle.calibration
+    sweep    1.5  the step-time model, and a file for the key calibration
 
 The first three need no vLLM (`propose` measures more where there is one); the first needs PyTorch, Triton and NumPy
 alone.

@@ -105,7 +105,7 @@ MOST_CONTEXT = 2**18
 
 def sweep(plan: Plan, out: Path) -> dict[str, Any]:
     """Fit the step-time model to steps with 0 to 15 draft tokens a request, and hold it against steps in which every
-    second request drafts; the file serves `toggle.calibration`."""
+    second request drafts; the file serves `calibration`."""
     result = apart(plan, _sweep, plan, env=IN_PROCESS | V1)
     (out / "gpu_calibration.json").write_text(json.dumps(result, indent=2) + "\n")
     return result

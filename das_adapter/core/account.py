@@ -21,13 +21,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.config import Speculate
 from das_adapter.core.backoff import Backoff, Rest
 from das_adapter.core.plain_time import LOSS, PlainTime
 
 Ints = npt.NDArray[np.int64]
-Speculate = Literal["auto", "always"] | int
-"""`auto`: where it saves time; `always`, even at a loss; a number: while at most so many requests run."""
-
+MARGIN = 0.05
+"""Predicted gain of a step, as a share of its time, at which drafting begins. The latency model errs by some percent: a
+smaller gain would switch it to and fro."""
 LEAST_GAIN = 0.02
 """Predicted gain under which a step is not drafted in, as a share of its time: less than step times vary."""
 RAMP = 8
@@ -99,8 +100,8 @@ class _Trial:
 class Account:
     """Keeps the time of an engine's rollout, and decides when a drafter is asked."""
 
-    def __init__(self, time: PlainTime, speculate: Speculate = "auto", margin: float = 0.05) -> None:
-        """`margin`: predicted gain of a step, as a share of its time, at which drafting begins."""
+    def __init__(self, time: PlainTime, speculate: Speculate = "auto") -> None:
+        """`speculate`: the key of the block."""
         self.time = time
         self.state, self.since = State.DRAFTING, 0
         """What it does, and the step of the last change."""
@@ -112,7 +113,7 @@ class Account:
         self.probe_wait = PROBE_STEPS
         self.slow: str | None = None
         """How much slower than stock vLLM's the last rollout's steps were, with drafts or without; None: no slower."""
-        self._speculate, self._margin = speculate, margin
+        self._speculate = speculate
         self._rest, self._model_rest = Rest(), Rest()
         self._news: str | None = None
         self._since_baseline = 0
@@ -187,7 +188,7 @@ class Account:
         self._quiet = 0 if arrived else self._quiet + 1
         self._held = self._held and not arrived
         if self._speculate == "auto":
-            wanted = gain is not None and gain >= (0.0 if self._on else self._margin)
+            wanted = gain is not None and gain >= (0.0 if self._on else MARGIN)
         else:
             wanted = running <= self._speculate * (1.25 if self._on else 1.0)
         self._on = wanted or self._held

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.config import Budget, DasConfig
 from das_adapter.core.acceptance import AcceptanceCurves
-from das_adapter.core.account import Account, Speculate, State
+from das_adapter.core.account import Account, State
 from das_adapter.core.backoff import Backoff
 from das_adapter.core.budget import Chances, Floats, Ints, Worth, das_budgets, token_worth
 from das_adapter.core.latency import StepModel, StepTimes
@@ -40,11 +40,18 @@ REFILL_STEPS = 64
 """Steps for which a request that took another's place makes the batch one that refills."""
 LEAST_CHANCE = 0.005
 """Chance under which no draft token is considered."""
+FIXED_CHANCE = 0.15
+"""The same where the budgets are fixed and costs are not asked (`das`, `uniform`): a token that is rejected six times
+out of seven is not worth its place in the step."""
 GOLDEN = 0.618034
 """Successive multiples of it are spread evenly between whole numbers."""
 _NEVER = -(2**30)
 _NO_DRAFTS: Chances = np.zeros(0, dtype=np.float32)
-_SPECULATE: dict[str, Speculate] = {"roofline": "auto", "off": "always"}
+
+
+def least_chance(budget: Budget) -> float:
+    """Return the chance under which a draft ends, as far as that never changes."""
+    return {"optimal": LEAST_CHANCE, "unlimited": 0.0}.get(budget, FIXED_CHANCE)
 
 
 class Controller:
@@ -52,43 +59,35 @@ class Controller:
 
     def __init__(
         self,
-        budget: BudgetConfig,
-        toggle: ToggleConfig,
+        config: DasConfig,
         limit: int,
-        window: int = 8,
         prior: StepModel | None = None,
         drafts: ModelDrafts | None = None,
-        most: int | None = None,
         common: Sequence[int] | None = None,
         sizes: tuple[int, ...] = (),
         stock: StepModel | None = None,
     ) -> None:
         """
         Args:
-            budget, toggle: the blocks of the config.
+            config: says when and how far to draft.
             limit: longest response there can be, tokens.
-            window: visits of a problem whose lengths are remembered.
             prior: latency model until the engine's own steps give one.
             drafts: of the model that drafts (the policy copy, a neural drafter), where there is one.
-            most: draft tokens of a request in a step; None: `budget.max_draft_tokens`.
             common: lengths of which all requests of a step have the same, rising, whatever there is to draft for each;
                 None: each has its own.
             sizes: tokens for which the engine has captured CUDA graphs, rising, see `StepModel`.
             stock: what a step of stock vLLM takes; None: what a step takes in which no drafter is asked.
         """
-        speculate = _SPECULATE.get(toggle.mode, toggle.threshold)
         time = PlainTime(StepTimes(prior, sizes=sizes), stock, sizes)
-        self.account = Account(time, speculate, toggle.margin)
-        self.lengths = LengthModel(limit, window)
+        self.account = Account(time, config.speculate)
+        self.lengths = LengthModel(limit)
         self.drafts = drafts
         self.requests = RequestTable()
         self.planned_rounds = 0.0
         """With DAS's budgets: the decode step in which the last request of the batch is planned to end."""
-        self._policy = "das" if budget.policy == "classes" else budget.policy
-        self._min_chance = budget.min_chance
-        self._always = speculate == "always" and budget.policy != "optimal"
+        self._policy, self._most = config.budget, config.num_draft_tokens
+        self._always = config.speculate == "always" and config.budget != "optimal"
         """Whether nothing is asked but the fixed budgets."""
-        self._most = budget.max_draft_tokens if most is None else most
         self._common = common
         self._curves = AcceptanceCurves()
         self._running, self._arrivals = 0, 0  # requests; those that joined since drafts were last considered
@@ -252,7 +251,7 @@ class Controller:
         """Chance under which the drafter need not go on."""
         if self._policy == "optimal":
             return LEAST_CHANCE if self.account.probes_next else self._least_chance
-        return 0.0 if self._policy == "unlimited" else self._min_chance
+        return least_chance(self._policy)
 
     def _draft_limits(self, slots: Ints, room: Ints, context: Floats | Ints) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft; `context`: tokens

@@ -328,7 +328,7 @@ class Calibration(NamedTuple):
     """Of vLLM without das-adapter."""
 
 
-def read_calibration(path: str, key: str = "das.toggle.calibration") -> Calibration:
+def read_calibration(path: str, key: str = "das.calibration") -> Calibration:
     """Read the fitted step models of a calibration file, which the config's `key` names.
 
     Raises:

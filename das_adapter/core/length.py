@@ -12,6 +12,7 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from das_adapter.core.history import WINDOW
 from das_adapter.core.latency import Capacity
 from das_adapter.core.native import native
 from das_adapter.core.siblings import Moments
@@ -61,7 +62,7 @@ class LengthModel:
     VISITS = 2**18
     """Most visits of all problems that are remembered; the problems not seen for longest are forgotten first."""
 
-    def __init__(self, limit: int, window: int = 8) -> None:
+    def __init__(self, limit: int, window: int = WINDOW) -> None:
         """
         Args:
             limit: longest response there can be (max_model_len will do).
@@ -162,7 +163,7 @@ class LengthLog:
     KEPT = 2**18
     """Responses whose lengths are remembered."""
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int = WINDOW) -> None:
         """`window`: visits of a problem that its predicted length is made from."""
         self.count = 0
         """Responses that have arrived."""

@@ -53,8 +53,6 @@ class _Part:
     """Decode steps that they take; those beyond the replica's slots wait for the others."""
     work: float
     """What each of them adds to the time of all decode steps, in steps."""
-    error: float
-    """Standard error of their length, in common, relative to it."""
 
 
 class Replicas(Generic[Name]):
@@ -72,7 +70,6 @@ class Replicas(Generic[Name]):
         worth: Worth = Worth(),
         group: int = 1,
         slots: float = math.inf,
-        expected: float = math.inf,
     ) -> None:
         """
         Args:
@@ -80,8 +77,6 @@ class Replicas(Generic[Name]):
             worth: of siblings.
             group: samples of a problem that come at once; more where more of one problem were in flight.
             slots: requests that a replica runs at once.
-            expected: most work in flight at once, in decode steps; from the second burst on that of the burst before.
-                A burst ends when no request is in flight.
         """
         self._worth, self._assumed, self._group = worth, worth, group
         self._capacity, self._slots = CAPACITY, slots
@@ -90,7 +85,7 @@ class Replicas(Generic[Name]):
         self._loads: dict[Name, tuple[float, float]] = {}  # of the replicas whose parts are as they were
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
-        self._peak, self._expected = 0.0, expected
+        self._peak, self._expected = 0.0, math.inf
         self._nodes: Sequence[str] = ()
         self._node_of: Mapping[Name, str] = {}
 
@@ -104,6 +99,11 @@ class Replicas(Generic[Name]):
         self._worth = self._assumed.fitted(expected.siblings)
         self._capacity = expected.capacity or CAPACITY
         self._spread = expected.spread
+
+    def expect(self, work: float) -> None:
+        """Take the most work that will be in flight at once, in decode steps. It is taken to be endless in the first
+        burst, and in later ones what the burst before had; a burst ends when no request is in flight."""
+        self._expected = work
 
     def add(self, replica: Name) -> None:
         """Add a replica that joined."""
@@ -148,42 +148,37 @@ class Replicas(Generic[Name]):
         if not self._running:
             self._expected, self._peak = self._peak, 0.0
 
-    @property
-    def end(self) -> float:
-        """When what is placed will end, in rounds of a single request, with what errors of the lengths add to it."""
-        work: dict[int, list[float]] = {}
-        errors = {}
-        for parts in self._parts.values():
-            for problem, part in parts.items():
-                work.setdefault(problem, []).append(part.samples * part.work)
-                errors[problem] = part.error
-        count = len(self._parts)
-        apart = {p: math.fsum(w * w for w in mine) - math.fsum(mine) ** 2 / count for p, mine in work.items()}
-        uneven = math.sqrt(sum(errors[p] ** 2 * max(0.0, apart[p]) for p in work) / max(1, count - 1))
-        return max((sum(self._load(r)) for r in self._parts), default=0.0) + highest(count) * uneven
-
     def work(self, length: float, others: float, known: bool) -> float:
         """Return what a request adds to the time of all decode steps, in steps; arguments as in `pick`, and the samples
         of its problem beside it."""
         rounds = length / self._worth.tokens(others, known=known)
         return max(rounds / self._slots, rounds / self._capacity.requests + length / self._capacity.tokens)
 
+    def load(self, replica: Name) -> tuple[float, float]:
+        """Return the rounds of a replica's longest part, and the work of all its requests."""
+        if replica not in self._loads:
+            parts = self._parts[replica].values()
+            rounds = max((part.rounds for part in parts), default=0.0)
+            self._loads[replica] = rounds, sum(part.samples * part.work for part in parts)
+        return self._loads[replica]
+
     def _place(self, problem: int, length: float, known: bool, samples: int) -> list[Name]:
         """Choose the replicas of a group's samples, and count them there."""
         names = list(self._parts)
-        longest, work = np.array([self._load(replica) for replica in names]).T
+        longest, work = np.array([self.load(replica) for replica in names]).T
         whole = samples * self.work(length, samples - 1, known)
         self._peak = max(self._peak, whole + float(work.sum()))
         expected = max(self._expected, self._peak)
         share, groups = expected / len(names), expected / whole
-        error = self._error(known)
+        error = LengthModel.SPREAD if known else self._spread  # of a predicted length, relative to it
         # Groups of which nothing is known are all placed alike, and the longest of them ends last.
         alike = groups if not known and math.isfinite(groups) else 1.0
         longer = 1.0 + error * highest(round(alike))
         home = self._nodes[homes([problem], self._nodes)[0]] if len(self._nodes) > 1 and problem >= 0 else None
         slack = SLACK * share if math.isfinite(share) else 0.0
         away = np.array([0.0 if home is None or self._node_of.get(r) == home else slack for r in names])
-        there = [self._samples(r, problem) for r in names] if self._running[problem] else [0] * len(names)
+        parts_there = [self._parts[r].get(problem) for r in names]
+        there = [part.samples if part else 0 for part in parts_there]
         first, places, each = math.inf, list[Name](), 0
         for parts in range(1, min(samples, len(names)) + 1):
             if each == (each := math.ceil(samples / parts)):
@@ -206,17 +201,9 @@ class Replicas(Generic[Name]):
             self._join(replica, problem, length, known)
         return places
 
-    def _error(self, known: bool) -> float:
-        """Return the standard error of a predicted length, relative to it."""
-        return LengthModel.SPREAD if known else self._spread
-
-    def _samples(self, replica: Name, problem: int) -> int:
-        part = self._parts[replica].get(problem)
-        return part.samples if part else 0
-
     def _join(self, replica: Name, problem: int, length: float, known: bool) -> None:
         self._loads.pop(replica, None)
-        part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0, self._error(known)))
+        part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0))
         part.samples += 1
         part.rounds = self._rounds(length, part.samples, known)
         part.work = self.work(length, part.samples - 1, known)
@@ -224,14 +211,6 @@ class Replicas(Generic[Name]):
     def _rounds(self, length: float, samples: int, known: bool) -> float:
         """Return the rounds that so many samples of a problem take on a replica that runs nothing else."""
         return length / self._worth.tokens(samples - 1, known=known) * max(1, math.ceil(samples / self._slots))
-
-    def _load(self, replica: Name) -> tuple[float, float]:
-        """Rounds of a replica's longest part, and the work of all its requests."""
-        if replica not in self._loads:
-            parts = self._parts[replica].values()
-            rounds = max((part.rounds for part in parts), default=0.0)
-            self._loads[replica] = rounds, sum(part.samples * part.work for part in parts)
-        return self._loads[replica]
 
     def _leave(self, replica: Name, problem: int) -> None:
         if part := self._parts.get(replica, {}).get(problem):
@@ -247,11 +226,11 @@ def plan(
     workers: int,
     worth: Worth = Worth(),
     slots: float = math.inf,
-    leaders: bool = True,
     nodes: Sequence[str] = (),
     node_of: Mapping[int, str] = MappingProxyType({}),
 ) -> list[list[int]]:
-    """Distribute a batch over data-parallel workers, longest groups first; by single samples where that ends earlier.
+    """Distribute a batch over data-parallel workers, the groups with most to write first. On a worker that has more
+    rows than slots the first sample of each group leads.
 
     Args:
         problems: the problem of each row.
@@ -259,7 +238,6 @@ def plan(
         workers: how many.
         worth: of siblings, as it is taken to be before.
         slots: requests that a worker runs at once.
-        leaders: whether the first sample of each group starts first on a worker that has more rows than slots.
         nodes, node_of: see `Replicas.settle`.
 
     Returns:
@@ -269,29 +247,21 @@ def plan(
     for row, problem in enumerate(problems):
         rows_of.setdefault(problem, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
-    shown = Replicas[int]((), worth, slots=slots)
-    shown.learn(expected)
-    work = sum(len(rows) * shown.work(expected[p], len(rows) - 1, p in expected) for p, rows in groups)
-    ends, plans = [], []
-    for whole in (True, False):
-        replicas = Replicas(range(workers), worth, slots=slots, expected=work)
-        replicas.learn(expected)
-        replicas.settle(nodes, node_of)
-        shares: list[list[int]] = [[] for _ in range(workers)]
-        for problem, rows in groups:
-            for row in rows:
-                size = len(rows) if whole else 1
-                shares[replicas.pick(problem, expected[problem], problem in expected, size)].append(row)
-        ends.append(replicas.end)
-        plans.append(shares)
-
-    def ordered(rows: list[int]) -> list[int]:
-        order = StartOrder(worth if leaders and len(rows) > slots else NO_SIBLINGS, max(map(len, rows_of.values())))
+    replicas = Replicas(range(workers), worth, slots=slots)
+    replicas.learn(expected)
+    replicas.settle(nodes, node_of)
+    replicas.expect(sum(len(rows) * replicas.work(expected[p], len(rows) - 1, p in expected) for p, rows in groups))
+    shares: list[list[int]] = [[] for _ in range(workers)]
+    for problem, rows in groups:
+        for row in rows:
+            shares[replicas.pick(problem, expected[problem], problem in expected, len(rows))].append(row)
+    largest = max(map(len, rows_of.values()), default=1)
+    for share in shares:
+        order = StartOrder(worth if len(share) > slots else NO_SIBLINGS, largest)
         order.refresh(expected, 0)
-        priorities = {row: order.priority(problems[row]) for row in rows}
-        return sorted(rows, key=priorities.__getitem__)
-
-    return [ordered(rows) for rows in plans[ends.index(min(ends))]]
+        priorities = {row: order.priority(problems[row]) for row in share}
+        share.sort(key=priorities.__getitem__)
+    return shares
 
 
 class StartOrder:
@@ -333,6 +303,4 @@ class StartOrder:
 
 def start_order(das: DasConfig, group: int = 1) -> StartOrder | None:
     """Return the order of an engine's requests that the block asks for; None: that of their arrival."""
-    if das.routing.policy != "longest_first":
-        return None
-    return StartOrder(worth_of(das) if das.routing.leaders == "auto" else NO_SIBLINGS, group)
+    return StartOrder(worth_of(das), group) if das.routing == "longest_first" else None

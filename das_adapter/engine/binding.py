@@ -108,7 +108,7 @@ def build_row_processors(stock: Any) -> Any:
         config = settings(vllm_config)
         if is_pooling_model or custom or not vllm_config.speculative_config or not config:
             return stock(vllm_config, device, pin_memory, is_pooling_model, custom)
-        from das_adapter.engine.v1.verification import MinTokens
+        from das_adapter.engine.v1.processors import MinTokens
 
         kinds = [
             MinTokens if config.keyed and issubclass(MinTokens, kind) else kind for kind in BUILTIN_LOGITS_PROCESSORS

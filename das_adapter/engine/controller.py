@@ -59,17 +59,14 @@ class EngineController:
         self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
         self.drafts = drafts
         self.log = DecisionLog(config.log_dir) if config.log_dir and logs else None
-        known, sizes = before_the_first_step(config.toggle, vllm_config), captured_tokens(vllm_config)
+        known, sizes = before_the_first_step(config, vllm_config), captured_tokens(vllm_config)
         if known and drafts is not None:
             drafts.expect(known.passes)
         self.controller = Controller(
-            config.budget,
-            config.toggle,
+            config,
             vllm_config.model_config.max_model_len,
-            config.history.window,
             known and known.steps,
             drafts,
-            config.num_draft_tokens,
             lengths,
             sizes,
             known and known.stock,

@@ -128,7 +128,7 @@ class HistorySource:
         if message.history is not None:
             self._map(message.history)
         elif not self._directory and self._policy.kept:
-            self._policy.remember(self.index, message.trajectories, self._vocabulary)
+            self._policy.remember(self.index, (text[:3] for text in message.trajectories), self._vocabulary)
             self._policy.tidy(self.index)
         self.index.clear_live()
         self._siblings.clear()

@@ -116,7 +116,7 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
         }
     for found in (name for name, wrong in refused.items() if wrong):
         other = config.neural and not config.uses_history and parallel.pipeline_parallel_size == 1
-        ways = "; das.budget.policy=unlimited with das.toggle.mode=off does" if other else ""
+        ways = "; das.budget=unlimited with das.speculate=always does" if other else ""
         raise ConfigError(f"das.drafter={config.drafter!r} does not work with {found}{ways}")
     if model.is_hybrid and vllm_config.device_config.device_type == "cpu":
         raise ConfigError(

@@ -35,7 +35,7 @@ def reserve_draft_slots(stock: Any) -> Any:
         stock(self, *args, **kwargs)
         config = settings(self.vllm_config)
         if config is not None and config.copies_policy:
-            self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.self.max_tokens)
+            self.num_lookahead_tokens = max(self.num_lookahead_tokens, config.model_tokens)
         if config is not None and config.drafter != "none" and runs_v2(self.vllm_config) and self.dynamic_sd_lookup:
             self.dynamic_sd_lookup = DraftLength(0)
 

@@ -56,9 +56,9 @@ def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
     Raises:
         ConfigError: names the key.
     """
-    if config.shares_history and config.history.persist is not None:
+    if config.shares_history and config.history.load is not None:
         raise ConfigError(
-            f"das.history.persist: found {config.history.persist!r}, allowed: null, because this engine "
+            f"das.history.load: found {config.history.load!r}, allowed: null, because this engine "
             f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"
         )
     if run := os.environ.get(RUN_VARIABLE):

@@ -9,7 +9,7 @@ import numpy as np
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
-from das_adapter.config import ToggleConfig
+from das_adapter.config import DasConfig
 from das_adapter.core.latency import Calibration, read_calibration
 from das_adapter.core.roofline import cold_start
 from das_adapter.core.steps import TimedStep
@@ -101,13 +101,13 @@ def without_graphs(vllm_config: VllmConfig, draft_tokens: int) -> str | None:
     )
 
 
-def before_the_first_step(toggle: ToggleConfig, vllm_config: VllmConfig) -> Calibration | None:
+def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Calibration | None:
     """Return what steps take before any was timed: what was calibrated, or the roofline of model and GPU; None where
     there is neither."""
-    if toggle.calibration:
-        return read_calibration(toggle.calibration)
+    if config.calibration:
+        return read_calibration(config.calibration)
     model = vllm_config.model_config
-    if toggle.mode != "roofline" or model.quantization not in _WEIGHT_BYTES or not current_platform.is_cuda_alike():
+    if config.speculate != "auto" or model.quantization not in _WEIGHT_BYTES or not current_platform.is_cuda_alike():
         return None
     roof = cold_start(
         model.hf_text_config.to_dict(),

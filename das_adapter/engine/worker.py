@@ -12,14 +12,13 @@ from das_adapter.config import DasConfig
 from das_adapter.core.account import collapsed
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.draft_weights import DraftWeights
-from das_adapter.engine.standalone import (
-    Response,
-    Standalone,
+from das_adapter.engine.standalone.weights import (
     follow_loaded_policy,
     see_finished_update,
     see_loaded_weights,
     see_reloaded_weights,
 )
+from das_adapter.engine.standalone.worker import Response, Standalone
 from das_adapter.engine.timing import without_graphs
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Refresh, Refreshed, Started, plain

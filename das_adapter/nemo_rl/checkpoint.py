@@ -55,7 +55,7 @@ def begin(master_config: Any, tokenizer: Any) -> None:
 
     Raises:
         ConfigError, UnsupportedHost: see `settings.check`.
-        DasError: what `history.persist` names can't be used (see `warm_start.begin`).
+        DasError: what `history.load` names can't be used (see `checkpoint.begin`).
     """
     generation = _generation(master_config)
     das = settings.check(generation)
@@ -63,7 +63,7 @@ def begin(master_config: Any, tokenizer: Any) -> None:
         return
     from nemo_rl.utils.checkpoint import CheckpointManager
 
-    from das_adapter.service import warm_start
+    from das_adapter.service import checkpoint
     from das_adapter.service.checkpoint import Facts
 
     latest = CheckpointManager(master_config.checkpointing).get_latest_checkpoint_path()
@@ -72,19 +72,19 @@ def begin(master_config: Any, tokenizer: Any) -> None:
     if das.shares_history:
         facts = Facts.of(das.history.scope, tokenizer)
         generation[settings.FACTS] = asdict(facts)
-        warm_start.begin(das.history, facts, settings.BLOCK, resumed, version=0)
+        checkpoint.begin(das.history, facts, settings.BLOCK, resumed, version=0)
 
 
 def save(folder: Path, run_config: Any) -> None:
-    """Save the history with a checkpoint, where the run has one (see `warm_start.save`)."""
+    """Save the history with a checkpoint, where the run has one (see `checkpoint.save`)."""
     generation = _generation(run_config)
     das = settings.of_generation(generation) if settings.FACTS in generation else None
     if das is None:
         return
-    from das_adapter.service import warm_start
+    from das_adapter.service import checkpoint
     from das_adapter.service.checkpoint import Facts
 
-    warm_start.save(folder, Facts(**generation[settings.FACTS]), das.history)
+    checkpoint.save(folder, Facts(**generation[settings.FACTS]), das.history)
 
 
 def _generation(config: Any) -> dict[str, Any]:

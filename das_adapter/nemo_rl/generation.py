@@ -45,13 +45,13 @@ class DasVllmGeneration(VllmGeneration):
         self.das = settings.check(config)
         if self.das is not None:
             log_waits(self.das)
-            ledger.ledger(self.das.history.window)
+            ledger.ledger()
             self._labeller = Labeller(self.das.verify.seed, resumed=config.get(settings.STEP, 0))
             self._validating = False
             self._expected = Expected()
             self._expected_until = 0.0
             self._node_of: dict[int, str] | None = None
-            self._longest_first = self.das.routing.policy == "longest_first"
+            self._longest_first = self.das.routing == "longest_first"
             self._worth = routing.worth_of(self.das) if self._longest_first else NO_SIBLINGS
             self._slots = (config.get("vllm_kwargs") or {}).get("max_num_seqs") or _SLOTS
             if HOST_KEY in VllmConfig.__annotations__ and not config.get(HOST_KEY):
@@ -74,24 +74,23 @@ class DasVllmGeneration(VllmGeneration):
         if self.das is None or not len(data["input_ids"]):
             return super().generate(data, greedy=greedy)
         data = self._labelled(data)
-        if self.das.routing.policy == "host":
+        if self.das.routing == "host":
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
-        leaders = self.das.routing.leaders == "auto"
-        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, leaders, *self._homes())
+        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, *self._homes())
         result = super().generate(_Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
     async def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
-        """Generate one sample on the worker that `routing.policy` chooses."""
+        """Generate one sample on the worker that `routing` chooses."""
         if self.das is None or not len(data["input_ids"]):
             async for result in super().generate_async(data, greedy=greedy):
                 yield result
             return
         data = self._labelled(data)
-        if self.das.routing.policy == "host":
+        if self.das.routing == "host":
             async for result in super().generate_async(data, greedy=greedy):
                 yield result
             return

@@ -16,7 +16,7 @@ from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, SyncEngineHooks, labels
 from das_adapter.nemo_rl.identity import LABELS
 from das_adapter.protocol.engine_args import REFRESHER, SETTINGS_KEY, engine_env
-from das_adapter.service.node import name_of_here
+from das_adapter.service.ledger import history_here
 from das_adapter.service.session import for_run
 
 
@@ -67,7 +67,7 @@ class DasGenerationWorkerImpl(VllmGenerationWorkerImpl):
 
     def das_home(self) -> str:
         """Return the name of the history on this node."""
-        return name_of_here()
+        return history_here()
 
     def das_report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report."""
@@ -79,7 +79,7 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         das = prepare_engine(self.cfg, llm_kwargs)
-        if das.routing.policy == "longest_first":
+        if das.routing == "longest_first":
             llm_kwargs.setdefault("scheduling_policy", "priority")
         super()._create_engine(llm_kwargs)
         owner = getattr(self, "_engine_owner_loop", None)  # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
@@ -104,7 +104,7 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
 
     async def das_home(self) -> str:
         """Return the name of the history on this node."""
-        return name_of_here()
+        return history_here()
 
     async def das_report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report."""

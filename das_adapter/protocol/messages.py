@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypedDict
@@ -20,6 +21,14 @@ class Trajectory(NamedTuple):
     """int32 token ids, the prompt excluded."""
     version: int
     """Weight version that wrote it."""
+    request: int = 0
+    """64-bit identity of the request that wrote it: equal texts of two samples differ in it."""
+
+    @property
+    def digest(self) -> bytes:
+        """A hash of all fields: one and the same trajectory that comes twice has it twice."""
+        fields = f"{self.problem} {self.version} {self.request}".encode()
+        return hashlib.blake2b(self.tokens, digest_size=16, key=fields).digest()
 
 
 def responses(trajectories: Iterable[Trajectory]) -> Responses:
@@ -38,12 +47,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-_ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8")])
+_ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8"), ("request", "<u8")])
 
 
 def pack(trajectories: Sequence[Trajectory]) -> bytes:
     """Return trajectories as bytes: their number, a row for each, then their texts."""
-    rows = np.array([(t.problem, len(t.tokens), t.version) for t in trajectories], _ROW)
+    rows = np.array([(t.problem, len(t.tokens), t.version, t.request) for t in trajectories], _ROW)
     return b"".join([np.uint64(len(rows)).tobytes(), rows.tobytes(), *(t.tokens for t in trajectories)])
 
 
@@ -59,8 +68,8 @@ def unpack(content: bytes) -> list[Trajectory]:
     if count and ends[-1] != len(content):
         raise ValueError(f"found {len(content)} bytes of trajectories, expected {ends[-1]}")
     return [
-        Trajectory(problem, content[end - size : end], version)
-        for (problem, size, version), end in zip(rows.tolist(), ends.tolist(), strict=True)
+        Trajectory(problem, content[end - size : end], version, request)
+        for (problem, size, version, request), end in zip(rows.tolist(), ends.tolist(), strict=True)
     ]
 
 

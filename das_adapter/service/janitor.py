@@ -17,8 +17,9 @@ from typing import IO, Any
 def watch(directory: Path, grace_s: float) -> None:
     """Start a process that outlives this one and the job, and removes `directory` when it has no writer any more.
 
-    A writer holds the lock of `directory / "writer"` (see `HistoryStore`). When it has been free for `grace_s` seconds,
-    time enough for a restarted writer to take over, the directory is removed.
+    A writer holds the lock of `directory / "writer"` (see `HistoryStore`), engines without a host that of `directory /
+    "users"`. When they have been free for `grace_s` seconds, time enough for a restarted writer to take over, the
+    directory is removed.
     """
     command = [sys.executable, "-S", "-E", __file__, str(directory), str(grace_s)]
     nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -33,10 +34,12 @@ def sweep(root: Path, besides: str) -> None:
         with contextlib.suppress(OSError):  # it is gone, or in use
             found = directory.lstat()
             if directory.name != besides and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                with (directory / "janitor").open("r+") as own, (directory / "writer").open("r+") as writer:
-                    for lock in (own, writer):
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(directory, ignore_errors=True)
+                with contextlib.ExitStack() as locks:
+                    for path in (directory / "janitor", directory / "writer"):
+                        if path.exists() or not (directory / "users").exists():
+                            lock = locks.enter_context(path.open("r+"))
+                            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove_unused(directory)
 
 
 def _watch(directory: Path, grace_s: float) -> None:
@@ -53,9 +56,18 @@ def _watch(directory: Path, grace_s: float) -> None:
                 fcntl.flock(writer, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:  # somebody took over
                 continue
-            if _lies(writer, directory):
-                shutil.rmtree(directory, ignore_errors=True)
-            return
+            with contextlib.suppress(OSError):
+                if _lies(writer, directory):
+                    _remove_unused(directory)
+                return
+            fcntl.flock(writer, fcntl.LOCK_UN)  # engines live: they start another writer
+
+
+def _remove_unused(directory: Path) -> None:
+    """Remove a directory; OSError: engines use it."""
+    with (directory / "users").open("a+") as users:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _lies(writer: IO[str], directory: Path) -> bool:

@@ -3,6 +3,7 @@ training step, and what the run's history starts from."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import uuid
@@ -49,8 +50,8 @@ class Synced(NamedTuple):
 class Ledger(LengthLog):
     """Keeps the lengths of the last responses and the figures of recent steps."""
 
-    def __init__(self, window: int):
-        super().__init__(window)
+    def __init__(self) -> None:
+        super().__init__()
         self._name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self._reports: dict[int, list[dict[str, Any]]] = {}
         self._told: set[str] = set()
@@ -189,14 +190,27 @@ def history_of(node: str) -> str:
     return f"{name_of(HISTORY)}:{node}"
 
 
+def history_here() -> str:
+    """Return the name of this node's history."""
+    return history_of(ray.get_runtime_context().get_node_id())
+
+
+def history_actors() -> dict[str, Any]:
+    """Return the histories of all nodes of the run, by name."""
+    found = {}
+    for name in histories():
+        with contextlib.suppress(ValueError):  # it ended just now
+            found[name] = ray.get_actor(name)
+    return found
+
+
 def histories_of(actors: Mapping[Any, Any]) -> dict[Any, str]:
     """Return the name of the history on each actor's node, by the actor's key; none, with a line in the log, where one
     does not answer."""
 
-    def here(_: Any) -> str:
-        return history_of(ray.get_runtime_context().get_node_id())
-
-    calls = {key: actor.__ray_call__.remote(here) for key, actor in actors.items() if actor is not None}
+    calls = {
+        key: actor.__ray_call__.remote(lambda _: history_here()) for key, actor in actors.items() if actor is not None
+    }
     try:
         return dict(zip(calls, ray.get(list(calls.values()), timeout=_NODES_S), strict=True))
     except ray.exceptions.RayError as error:
@@ -204,9 +218,9 @@ def histories_of(actors: Mapping[Any, Any]) -> dict[Any, str]:
         return {}
 
 
-def ledger(window: int) -> Any:
+def ledger() -> Any:
     """Return the run's ledger, started if need be. It lives as long as the process that started it."""
-    return named(name_of("das_ledger"), Ledger, window)
+    return named(name_of("das_ledger"), Ledger)
 
 
 def running() -> Any:

@@ -1,37 +1,32 @@
-"""The history of a node without a Ray cluster: a process that the engines of the node share and that ends after them.
+"""The writer of a node's history where there is no Ray cluster: a process that the engines of the node share and that
+ends after them.
 
     python -m das_adapter.service.local DIRECTORY HISTORY_BLOCK GRACE_S
 
-It listens on a socket in its directory, which no other user can open. Messages are tuples: `("push", source, number,
-trajectories)` has no answer; `("sync", source, cursor)` is answered by the `Answer` of `LocalHistory.sync`.
+It leaves the process that starts it at once, so that it is not ended together with an engine's children.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Sequence
-from multiprocessing.connection import Connection, Listener
 from pathlib import Path
-from typing import NamedTuple
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
-from das_adapter.core.index.store import HistoryStore
 from das_adapter.core.length import LengthLog
 from das_adapter.errors import DasError
-from das_adapter.protocol.messages import Trajectory, responses
-from das_adapter.service import janitor
+from das_adapter.protocol.messages import responses
+from das_adapter.protocol.spool import BATCH, USERS, Answer
+from das_adapter.service.writer import Writer
 
 logger = logging.getLogger("das_adapter")
 
-
-START_S = 60.0
-"""How long a new history waits for the engine that started it."""
+_TICK_S = 0.02
+"""How often it looks for what has arrived."""
 
 
 class Told(logging.Handler):
@@ -51,131 +46,88 @@ class Told(logging.Handler):
         return lines
 
 
-class Answer(NamedTuple):
-    """The answer to an engine's weight sync."""
-
-    generation: int
-    """To be mapped."""
-    published: int
-    """The engine's last batch in it."""
-    cursor: int
-    """To ask with at the next weight sync."""
-    lengths: bytes
-    """`RESPONSE` rows of the responses of all engines since the cursor that was given."""
-    log: list[str]
-    """Lines for the engine's log."""
-
-
 class LocalHistory:
-    """The writer of one directory. Engines count weight versions of their own from 0; those of one that comes later
-    follow what is there."""
+    """A writer for engines that ask by files. Each counts weight versions of its own from 0; those of an engine that
+    comes later follow what is there."""
 
-    def __init__(self, directory: Path, config: HistoryConfig):
+    def __init__(self, directory: Path, config: HistoryConfig, grace_s: float):
+        """Arguments and errors as in `Writer`."""
         self._told = Told()
         logger.addHandler(self._told)
-        self._policy = HistoryPolicy(config)
-        self._store = HistoryStore(directory)
-        self._lengths = LengthLog(config.window)
-        self._lock = threading.Lock()
+        self._writer = Writer(config, directory.name, str(directory.parent), grace_s)
+        self._lengths = LengthLog()
         self._offsets: dict[str, int] = {}
-        self._last: dict[str, int] = {}
-        """The last batch of each source."""
-        self._tidied = True
+        """By engine: from its weight versions to the history's."""
+        self._tidy = False
+        """Whether the byte budget is to be applied, when the next text has arrived."""
 
-    def push(self, source: str, number: int, trajectories: Sequence[Trajectory]) -> None:
-        """Take a batch of finished trajectories; batches are numbered from 1, and one that comes again is known."""
-        with self._lock:
-            if number <= self._last.get(source, 0):
-                return
-            self._last[source] = number
-            if not trajectories:
-                return
-            offset = self._offset(source, trajectories[0].version)
-            self._policy.take(self._store, trajectories, offset=offset)
-            self._lengths.add(responses(Trajectory(t.problem, t.tokens, t.version + offset) for t in trajectories))
-            self._store.seal_ahead(self._policy.config.window)
-            if not self._tidied:
-                self._tidied = True
-                self._policy.tidy(self._store)
+    def work(self) -> None:
+        """Take what has arrived, and answer the engines that ask."""
+        asked = list(self._writer.spool.asked())  # what they left before is taken below
+        for file, texts in self._writer.read((BATCH,)):
+            offset = self._offset(file.split("-")[1], min((text.version for text in texts), default=0))
+            fresh = self._writer.keep(file, [text._replace(version=text.version + offset) for text in texts])
+            self._lengths.add(responses(fresh))
+            self._writer.seal_ahead()
+            if self._tidy:
+                self._writer.tidy()
+                self._tidy = False
+        for engine, path, ask in asked:
+            self._writer.restore()
+            self._writer.publish()
+            self._writer.recovered()
+            store, lengths = self._writer.store, self._lengths
+            answer = Answer(ask.number, store.generation, lengths.count, lengths.since(ask.cursor), self._told.take())
+            answer.put(store.directory, engine)
+            path.unlink(missing_ok=True)
+            self._tidy = True
 
-    def sync(self, source: str, cursor: int) -> Answer:
-        """Publish what has arrived, at a weight sync of an engine."""
-        with self._lock:
-            generation = self._store.seal(self._policy.config.window)
-            self._tidied = False
-            lengths = self._lengths.since(cursor).tobytes()
-            return Answer(generation, self._last.get(source, 0), self._lengths.count, lengths, self._told.take())
-
-    def close(self) -> None:
-        """Stop writing."""
-        self._store.close()
-
-    def _offset(self, source: str, version: int) -> int:
-        if source not in self._offsets:  # engines of one run may be one weight version apart
-            behind = self._store.newest - version if self._store.tokens else 0
-            self._offsets[source] = behind if behind > 1 else 0
-        return self._offsets[source]
-
-
-class Server:
-    """Serves engines on a socket."""
-
-    def __init__(self, history: LocalHistory, socket: Path):
-        self._history = history
-        socket.unlink(missing_ok=True)
-        self._listener = Listener(str(socket), family="AF_UNIX", backlog=64)
-        self._engines = 0
-        self._left = time.monotonic() + START_S
-        self._lock = threading.Lock()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def wait(self, grace_s: float) -> None:
-        """Return once there has been no engine for so long."""
-        while self._engines or time.monotonic() - self._left < grace_s:
-            time.sleep(min(0.2, grace_s))
-
-    def _accept(self) -> None:
+    def serve(self, grace_s: float) -> None:
+        """Work until there has been no engine for so long, then remove the directory."""
+        last = time.monotonic()
         while True:
-            connection = self._listener.accept()
-            self._count(1)
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            try:
+                self.work()
+            except Exception as error:  # a full disk, say: engines ask again
+                self._writer.report(error)
+            if self._used(over := time.monotonic() - last > grace_s):
+                last = time.monotonic()
+            elif over:
+                return
+            time.sleep(min(_TICK_S, grace_s))
 
-    def _serve(self, connection: Connection) -> None:
+    def _used(self, remove: bool) -> bool:
+        """Return whether engines live; if none does and `remove`, remove the directory before another comes."""
         try:
-            while True:
-                kind, source, *rest = connection.recv()
-                if kind == "push":
-                    number, trajectories = rest
-                    self._history.push(source, number, [Trajectory(*t) for t in trajectories])
-                else:
-                    connection.send(tuple(self._history.sync(source, *rest)))
-        except (EOFError, ConnectionError):
-            pass
-        except (DasError, OSError):  # a full disk, say: the engine sends again over the next connection
-            logger.exception("das: history: a message of an engine failed")
-        finally:
-            connection.close()
-            self._count(-1)
+            with (self._writer.directory / USERS).open("r+b") as users:
+                try:
+                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    return True
+                if remove:
+                    shutil.rmtree(self._writer.directory, ignore_errors=True)
+                return False
+        except FileNotFoundError:  # files were removed, which the next engine that asks will notice
+            return False
 
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._engines += change
-            self._left = time.monotonic()
+    def _offset(self, engine: str, version: int) -> int:
+        if engine not in self._offsets:  # engines of one run may be one weight version apart
+            store = self._writer.store
+            behind = store.newest - version if store.tokens else 0
+            self._offsets[engine] = behind if behind > 1 else 0
+        return self._offsets[engine]
 
 
 def main(directory: Path, config: HistoryConfig, grace_s: float) -> None:
     """Serve a directory until its engines are gone, then remove it; end at once where another process serves it."""
-    janitor.sweep(directory.parent, besides=directory.name)
     try:
-        history = LocalHistory(directory, config)
-    except DasError as error:
-        sys.exit(0 if "another store writes there" in str(error) else str(error))
-    (directory / "janitor").touch()  # for `sweep`: engines lock it, and what nobody locks is left over
-    server = Server(history, directory / "socket")
-    server.wait(grace_s)
-    shutil.rmtree(directory, ignore_errors=True)
+        history = LocalHistory(directory, config, grace_s)
+    except (DasError, OSError) as error:
+        sys.exit(str(error))
+    history.serve(grace_s)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), HistoryConfig.model_validate_json(sys.argv[2]), float(sys.argv[3]))
+    if os.fork() == 0:
+        main(Path(sys.argv[1]), HistoryConfig.model_validate_json(sys.argv[2]), float(sys.argv[3]))

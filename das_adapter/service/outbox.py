@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections import deque
 from collections.abc import Iterable
 
 import ray
 
 from das_adapter.protocol.messages import Trajectory, pack
-from das_adapter.service.spool import Spool
+from das_adapter.service.writer import Writer
 
 logger = logging.getLogger("das_adapter")
 
@@ -20,14 +19,12 @@ LARGE = 16 << 20
 
 
 class Outbox:
-    """Texts for the history of one other node. One message is on its way at a time; it is sent again, the same, until
-    it is in that history's spool."""
+    """Texts for the history of one other node. One message is on its way at a time; it is sent again until it is in
+    that history's spool, and dropped there if it had arrived."""
 
-    def __init__(self, peer: str, spool: Spool) -> None:
+    def __init__(self, peer: str, writer: Writer) -> None:
         self.peer = peer
-        self._spool = spool
-        self._source = uuid.uuid4().hex
-        self._number = 0
+        self._writer = writer
         self._lock = threading.Lock()
         """Of the texts."""
         self._texts: deque[tuple[str, Trajectory]] = deque()
@@ -57,7 +54,7 @@ class Outbox:
         if self._message:
             try:
                 content = pack([text for _, text in self._message])
-                self._call = ray.get_actor(self.peer).receive.remote(self._source, self._number, content)
+                self._call = ray.get_actor(self.peer).receive.remote(content)
             except (ValueError, ray.exceptions.RayError) as error:  # it ended, or there is no room for the message
                 logger.warning("das: history: texts for %s are sent later: %r", self.peer, error)
 
@@ -82,7 +79,7 @@ class Outbox:
         with self._lock:
             files = {file for file, _ in self._message} - {file for file, _ in self._texts}
             self._message = []
-        self._spool.done(files, self.peer)
+        self._writer.spool.done(files, self.peer)
         return True
 
     def _next(self) -> None:
@@ -93,4 +90,3 @@ class Outbox:
                 size += len(self._message[-1][1].tokens)
             self._bytes -= size
             self._due = self._due and bool(self._texts)
-            self._number += 1

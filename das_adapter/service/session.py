@@ -23,17 +23,14 @@ from das_adapter.protocol.engine_calls import call_workers
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory, responses
 from das_adapter.protocol.metrics import RolloutClock
-from das_adapter.service import node, spool
-from das_adapter.service.ledger import Synced, ask, ledger
+from das_adapter.protocol.spool import Gathered, later, put_batch
+from das_adapter.service import node
+from das_adapter.service.ledger import Synced, ask, history_here, ledger
 
 logger = logging.getLogger("das_adapter")
 
 PATIENCE_S = 60.0
 """How long a weight sync may take on our account; after that the engine drafts from what it has."""
-_BATCH_S = 0.5
-"""How long trajectories are gathered before they are left for the history together."""
-_KEPT = 64 << 20
-"""Bytes of text that an engine keeps while it can't leave them for the history."""
 _GUESTS_S = 0.05
 """How long problems are gathered whose history is fetched together."""
 
@@ -66,12 +63,8 @@ class Session:
         self._shared = das.shares_history
         self._clock = RolloutClock()
         self._name = uuid.uuid4().hex
+        self._gathered = Gathered(self._leave)
         self._lock = threading.Lock()
-        """Of what is gathered; never held while something is sent, because an event loop may wait for it."""
-        self._sending = threading.Lock()
-        self._batch: list[Trajectory] = []
-        self._number = 0
-        """Of the last batch."""
         self._wanted: list[int] = []
         self._asked: set[int] = set()
         """Problems whose history is to be fetched, and those for which that was asked since the last weight sync."""
@@ -81,7 +74,7 @@ class Session:
         self._here: Any = None
         """The history of this node; None: none is shared."""
         self._nodes: tuple[str, ...] = ()
-        self._own = node.name_of_here()
+        self._own = history_here()
         """Names of all histories, and of this node's."""
         self._expected: ray.ObjectRef | None = None
         self._find()
@@ -121,7 +114,7 @@ class Session:
             if first and wait:
                 self._fetch()
             elif first:
-                _later(_GUESTS_S, self._fetch)
+                later(_GUESTS_S, self._fetch)
         except Exception:
             logger.exception("das: a request begins without the history of its problem")
 
@@ -139,7 +132,8 @@ class Session:
         try:
             text = np.asarray(tokens, dtype=np.int32).tobytes()
             self._clock.finished(begin, end, label.seed or 0, text)
-            self._push(Trajectory(label.problem, text, version))
+            request = uuid.uuid4().int if label.seed is None else label.seed
+            self._gathered.add(Trajectory(label.problem, text, version, request % 2**64))
         except Exception:
             logger.exception("das: a trajectory did not reach the history")
 
@@ -194,8 +188,7 @@ class Session:
     def flush(self) -> None:
         """Leave the trajectories of the open batch for the history now; that is done anyway after half a second."""
         try:
-            with self._sending:
-                self._flush()
+            self._gathered.flush()
         except Exception:
             logger.exception("das: trajectories do not reach the history")
 
@@ -231,56 +224,35 @@ class Session:
 
     def _find(self) -> None:
         """Find the actors of the run, and start those again that are gone."""
-        self._ledger = ledger(self._das.history.window)
+        self._ledger = ledger()
         if self._shared:
             self._here = node.here(self._das.history)
 
-    def _push(self, trajectory: Trajectory) -> None:
-        with self._lock:
-            self._batch.append(trajectory)
-            if len(self._batch) > 1:
-                return
-        _later(_BATCH_S, self.flush)
-
-    def _flush(self) -> None:
-        with self._lock:
-            batch, self._batch = self._batch, []
-        if batch and self._here is None:
-            self._ledger.add.remote(responses(batch))
-        elif batch:
-            try:
-                self._leave(batch)
-            except Exception:
-                if sum(len(trajectory.tokens) for trajectory in batch) < _KEPT:
-                    with self._lock:
-                        self._batch = batch + self._batch  # until the next weight sync
-                raise
-
     def _leave(self, batch: Sequence[Trajectory]) -> None:
-        self._number += 1
+        """Leave trajectories for the history, or their lengths alone where none is shared."""
+        if not ray.is_initialized():  # the run is over, and a call of Ray would start a cluster
+            return
+        if self._here is None:
+            self._ledger.add.remote(responses(batch))
+            return
         if self._directory:
             with contextlib.suppress(FileNotFoundError):  # it was removed
-                return spool.put_batch(self._directory, self._name, self._number, batch)
+                return put_batch(self._directory, self._name, batch)
         self._directory = ask(self._here.directory.remote(), PATIENCE_S)
-        return spool.put_batch(self._directory, self._name, self._number, batch)
+        return put_batch(self._directory, self._name, batch)
 
     def _fetch(self) -> None:
         """Let the engine map the history of problems that are at home on other nodes."""
         try:
             with self._lock:
                 wanted, self._wanted = self._wanted, []
+            if not ray.is_initialized():  # as in `_leave`
+                return
             files = ask(self._here.fetch.remote(wanted), PATIENCE_S)
             if files:
                 self._agree(self._rpc("visit", {"files": files}, PATIENCE_S), lambda: PATIENCE_S)
         except Exception as error:
             logger.warning("das: requests go on without the history of their problems: %r", error)
-
-
-def _later(seconds: float, act: Callable[[], None]) -> None:
-    """Do something later, if the run goes on until then: a call of Ray after its end would start a cluster."""
-    timer = threading.Timer(seconds, lambda: act() if ray.is_initialized() else None)
-    timer.daemon = True
-    timer.start()
 
 
 def note_wait(das: DasConfig, step: int, seconds: float) -> None:
@@ -297,5 +269,5 @@ def for_run(das: DasConfig) -> DasConfig:
     """Return the block with this run's own directory under `log_dir`."""
     if das.log_dir is None:
         return das
-    name = ask(ledger(das.history.window).run.remote(), timeout=PATIENCE_S)
+    name = ask(ledger().run.remote(), timeout=PATIENCE_S)
     return das.model_copy(update={"log_dir": f"{das.log_dir}/{name}"})

@@ -1,77 +1,51 @@
-"""Where what a node's history is given waits until it is published, or has arrived at its home: files in the history's
-directory, so that no process that dies takes them along."""
+"""The spool of a node's history as its writer reads it: what the history is given waits there until it is published, or
+has arrived at its home, so that no process that dies takes it along."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from das_adapter.core.index.private import check_owner, make_private
-from das_adapter.protocol.messages import Trajectory, pack
+from das_adapter.core.index.private import make_private
+from das_adapter.protocol.spool import ASK, FOLDER, KINDS, Ask
 
-_FOLDER = "spool"
-_LAST = "last"
-"""Files with the number of a sender's last message."""
-
-
-def put(directory: str, name: str, content: bytes) -> None:
-    """Leave a file in the spool of a node's history, all of it or nothing.
-
-    Args:
-        directory: of the history.
-        name: of the file, which begins with what it is; files are taken in the order of their names.
-        content: its bytes.
-
-    Raises:
-        OSError: the directory is gone, or has no room.
-        IndexFileError: it is a link or another user's.
-    """
-    folder = Path(directory) / _FOLDER
-    check_owner(folder)
-    new = folder / f"{name}.{os.getpid()}.tmp"
-    try:
-        with open(new, "wb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o600)) as file:
-            file.write(content)
-        new.rename(folder / name)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-
-
-BATCH, PACKAGE, SEGMENTS = "batch", "package", "segments"
-"""What files are: trajectories of an engine here or from another node, and history of problems that moved here from
-another node."""
-
-
-def put_batch(directory: str, source: str, number: int, trajectories: Sequence[Trajectory]) -> None:
-    """Leave a batch that an engine wrote; `put` says what is raised."""
-    put(directory, f"{BATCH}-{source}-{number:010d}", pack(trajectories))
+_HALF_WRITTEN_S = 600.0
+"""Age after which a file that was not completed is removed: its writer was killed."""
 
 
 class Spool:
-    """A spool as the history reads it. A file is removed when everyone whom its texts are for has them."""
+    """A file is removed when everyone whom its texts are for has them."""
 
     def __init__(self, directory: Path) -> None:
-        self._folder = directory / _FOLDER
+        self._folder = directory / FOLDER
         make_private(self._folder)
-        self._last = {path.name.split("-")[1]: int(path.read_text()) for path in self._folder.glob(f"{_LAST}-*")}
         self._waited_for: dict[str, set[str]] = {}
         """By file that was taken: who does not have his texts yet; "" while it is not known for whom they are."""
+        for path in self._folder.glob("*.tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _HALF_WRITTEN_S:
+                    path.unlink()
+        self.left = frozenset(self._names(KINDS))
+        """Files that an earlier writer may have published already."""
 
-    def new(self, prefix: str = "") -> list[str]:
-        """Return the files that were not taken yet, in order, and count them as taken."""
-        found = [name for name in os.listdir(self._folder) if name.startswith(prefix) and not name.endswith(".tmp")]
-        new = sorted(name for name in found if name not in self._waited_for and not name.startswith(_LAST))
+    def new(self, kinds: Sequence[str] = KINDS) -> list[str]:
+        """Return the files of some kinds that were not taken yet, in order, and count them as taken."""
+        new = [name for name in self._names(kinds) if name not in self._waited_for]
         self._waited_for |= {name: {""} for name in new}
         return new
 
-    def put_package(self, source: str, number: int, content: bytes) -> None:
-        """Leave a message from another node, unless it was there before; its sender numbers messages from 1. `put` says
-        what is raised."""
-        if number > self._last.get(source, 0):
-            put(str(self._folder.parent), f"{PACKAGE}-{source}-{number:010d}", content)
+    def asked(self) -> list[tuple[str, Path, Ask]]:
+        """Return the engines that ask for a generation, each with its request's file, to be removed when the answer was
+        left."""
+        found = []
+        for name in self._names((ASK,)):
+            with contextlib.suppress(OSError, ValueError, TypeError):  # it was taken back, or is no request
+                path = self.path(name)
+                found.append((name.partition("-")[2], path, Ask.read(path)))
+        return found
 
     def leave(self, file: str) -> None:
         """Count a file as not taken."""
@@ -94,10 +68,6 @@ class Spool:
             if whom is not None:
                 whom.discard(who)
                 if not whom:
-                    if file.startswith(PACKAGE):
-                        _, source, number = file.split("-")
-                        self._last[source] = int(number)
-                        self.path(f"{_LAST}-{source}").write_text(number)
                     self.path(file).unlink(missing_ok=True)
                     del self._waited_for[file]
 
@@ -105,8 +75,11 @@ class Spool:
     def nbytes(self) -> int:
         """Bytes of the files that wait."""
         total = 0
-        for name in os.listdir(self._folder):
-            if not name.startswith(_LAST):
-                with contextlib.suppress(FileNotFoundError):  # it was removed just now
-                    total += self.path(name).stat().st_size
+        for name in self._names(KINDS):
+            with contextlib.suppress(FileNotFoundError):  # it was removed just now
+                total += self.path(name).stat().st_size
         return total
+
+    def _names(self, kinds: Sequence[str]) -> list[str]:
+        found = os.listdir(self._folder)
+        return sorted(name for name in found if name.partition("-")[0] in kinds and not name.endswith(".tmp"))

@@ -53,12 +53,6 @@ class StepsBlock(_Block):
     """`roofline`: more of them in a step that verifies drafts."""
     pass_overhead_ms: Annotated[float, Field(ge=0)] = 0.5
     """`roofline`: milliseconds of a drafter's pass that no kernel accounts for."""
-    fitted: dict[str, float] = {}
-    """`roofline`: measured fields of `core.roofline.Roofline`, such as `kv_bytes`."""
-    read_share: Share | None = None
-    """`roofline`: share of the data sheet's bandwidth that steps reach; null: the table's."""
-    compute_share: Share | None = None
-    """`roofline`: share of the data sheet's compute."""
 
 
 class EngineBlock(_Block):
@@ -109,7 +103,7 @@ class RolloutBlock(_Block):
     prompt: Annotated[int, Field(ge=1)] = 256
     """Tokens of a prompt."""
     cap: Annotated[int, Field(ge=2)] = 8192
-    """Most tokens of a response."""
+    """Maximum tokens of a response."""
     steps: Annotated[int, Field(ge=1)] = 1
     """Steps of the run."""
     lengths: LengthsBlock = LengthsBlock()
@@ -144,7 +138,7 @@ class PipelineBlock(_Block):
     """`sync`: rollout, then training; `one_step_off`: the next rollout beside training; `async`: requests run on across
     weight syncs."""
     lag: Annotated[int, Field(ge=0)] = 1
-    """`async`: most weight versions between sending a request and training on it."""
+    """`async`: maximum number of weight versions between sending a request and training on it."""
     train_s: Annotated[float, Field(ge=0)] = 0.0
     """Seconds of rewards, log-probabilities and the update."""
     sync_s: Annotated[float, Field(ge=0)] = 0.0
@@ -156,11 +150,8 @@ class ArmBlock(_Block):
 
     das: dict[str, Any] = {}
     """The `das:` block, as in a run."""
-    acceptance: AcceptanceBlock | None = None
-    """In place of the simulation's."""
     stride: Annotated[int, Field(ge=1)] = 1
-    """Steps from one question to the controller to the next; more than 1 for large fleets that draft from the history
-    alone."""
+    """Steps between two calls of the controller; more than 1 for large fleets that draft from the history alone."""
 
 
 class SimConfig(_Block):
@@ -214,10 +205,7 @@ def _say(error: Any) -> str:
         return f"{key}: found {error['input']!r}, {error['msg'][0].lower()}{error['msg'][1:]}"
     block: Any = SimConfig
     for part in error["loc"][:-1]:
-        field = block.model_fields.get(part) if hasattr(block, "model_fields") else None
-        block = ArmBlock if field is None else field.annotation
-        if not hasattr(block, "model_fields"):
-            block = AcceptanceBlock if "acceptance" in str(block) else ArmBlock
+        block = block.model_fields[part].annotation if part in getattr(block, "model_fields", {}) else ArmBlock
     names = list(block.model_fields)
     near = difflib.get_close_matches(str(error["loc"][-1]), names, 1)
     return f"{key}: unknown key; " + (f"did you mean {near[0]!r}? " if near else "") + f"allowed: {', '.join(names)}"

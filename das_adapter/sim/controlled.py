@@ -101,13 +101,10 @@ class Controlled(Drafting):
         if model is not None and prior is not None:
             model.expect(prior.passes)
         return Controller(
-            das.budget,
-            das.toggle,
+            das,
             limit,
-            das.history.window,
             prior and prior.steps,
             model,
-            das.num_draft_tokens,
             sizes=graphs,
         )
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.config import SelfConfig
 from das_adapter.core.hardware import COMPUTE, device
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
-from das_adapter.sim.config import SimConfig, parse
+from das_adapter.sim.config import parse
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.rollouts import Rollout
@@ -29,10 +28,10 @@ WORTH = 0.03
 """Share of the rollout's time that must be saved before drafts are recommended."""
 CANDIDATES: dict[str, dict[str, Any]] = {
     "history": {"drafter": "history"},
-    "history, at most 8": {"drafter": "history", "budget": {"max_draft_tokens": 8}},
+    "history, at most 8": {"drafter": "history", "max_draft_tokens": 8},
 }
 SCATTERED: dict[str, dict[str, Any]] = {
-    "history, least_loaded": {"drafter": "history", "routing": {"policy": "least_loaded"}},
+    "history, least_loaded": {"drafter": "history", "routing": "least_loaded"},
 }
 """A further candidate where the index is searched; a trace has all siblings on one engine."""
 ASSUMED: dict[str, dict[str, Any]] = {
@@ -115,15 +114,13 @@ def would_it_pay(
         DasError: a value that does not fit, with its key.
     """
     tokens, steps = sum(len(r.tokens) for r in rollouts), len({(r.step, r.run) for r in rollouts})
-    estimated = other_s is None
-    if other_s is None:
-        other_s = training_seconds(model, gpu, gpus, copies * tokens / steps)
+    train_s = training_seconds(model, gpu, gpus, copies * tokens / steps) if other_s is None else other_s
     exact = copies == 1 and tokens <= EXACT
     assumed: dict[str, dict[str, Any]] = {}
     if candidates is None:
         candidates, assumed = CANDIDATES | (SCATTERED if exact else {}), ASSUMED
         if budget is not None:
-            candidates = {name: das for name, das in candidates.items() if "budget" not in das}
+            candidates = {name: das for name, das in candidates.items() if "max_draft_tokens" not in das}
     blocks = {name: _given(das, history, budget) for name, das in (candidates | assumed).items()}
     content = {
         "model": model,
@@ -132,25 +129,25 @@ def would_it_pay(
         "engine": engine or {},
         "rollout": {"cap": max(2, max(len(r.tokens) for r in rollouts)), "copies": copies},
         "acceptance": {"history": "index" if exact else "trace"},
-        "pipeline": {"train_s": other_s},
+        "pipeline": {"train_s": train_s},
         "arms": {"off": {"das": {"drafter": "none"}}, **{name: {"das": das} for name, das in blocks.items()}},
     }
     simulation = Simulation(parse(content, "replay"), rollouts)
-    runs = simulation.run_all(progress)
+    runs, of_dump = simulation.run_all(progress), {"tokens": tokens, "steps": steps}
+    settings = _settings(simulation) | of_dump | {"other_s_estimated": other_s is None}
+    return _answer(runs, blocks, assumed, settings)
+
+
+def _answer(
+    runs: dict[str, Run], blocks: dict[str, dict[str, Any]], assumed: dict[str, Any], settings: dict[str, Any]
+) -> Answer:
+    """Compare the runs with the first, which has no drafts."""
     total = {name: sum(s.rollout_s for s in run.steps) for name, run in runs.items()}
     arms = {name: total[name] / total["off"] for name in blocks}
     others = {name: arms.pop(name) for name in assumed}
     best = min(arms, key=lambda name: arms[name])
     block = blocks[best] if arms[best] <= 1 - WORTH else {"drafter": "none"}
     shown = {"off": runs["off"], best: runs[best]}
-    settings = {
-        **_settings(simulation.config, simulation),
-        "tokens": tokens,
-        "steps": steps,
-        "other_s": other_s,
-        "other_s_estimated": estimated,
-        "drafts": "searched at every step" if exact else "from a trace",
-    }
     return Answer(_epochs(*shown.values()), block, arms, others, shown, settings)
 
 
@@ -161,9 +158,7 @@ def _given(das: dict[str, Any], history: dict[str, Any] | None, budget: int | No
         if history:
             found["history"] = {**das.get("history", {}), **history}
         if budget is not None:
-            found["budget"] = {**das.get("budget", {}), "max_draft_tokens": budget}
-            if "self" in das.get("drafter", ""):
-                found["self"] = {"max_tokens": min(budget, SelfConfig().max_tokens)}
+            found["max_draft_tokens"] = budget
     return found
 
 
@@ -197,7 +192,8 @@ def _epochs(off: Run, on: Run) -> list[Epoch]:
     ]
 
 
-def _settings(config: SimConfig, simulation: Simulation) -> dict[str, Any]:
+def _settings(simulation: Simulation) -> dict[str, Any]:
+    config = simulation.config
     return {
         "model": config.model,
         "gpu": config.hardware.gpu,
@@ -205,8 +201,10 @@ def _settings(config: SimConfig, simulation: Simulation) -> dict[str, Any]:
         "engines": simulation.engines,
         "kv_tokens": simulation.settings.kv_blocks * simulation.settings.block,
         "copies": config.rollout.copies,
+        "other_s": config.pipeline.train_s,
         "copy_rate": config.acceptance.copy_rate,
         "max_num_seqs": config.engine.max_num_seqs,
+        "drafts": "searched at every step" if config.acceptance.history == "index" else "from a trace",
     }
 
 

@@ -8,7 +8,7 @@ its own. `async`: requests keep running across weight syncs; the trainer takes w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +25,21 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass
 class StepResult:
-    """What a step of the run came to."""
+    """Times and counts of a step of the run."""
 
     rollout_s: float
     """From the first request of the step to the last response; `async`: from one batch to the next."""
     step_s: float
     exposed_s: float
     """Part of the step in which the trainer waited for responses."""
-    requests: int = 0
-    tokens: int = 0
-    forwards: int = 0
+    requests: int
+    tokens: int
+    forwards: int
     """Request forwards: one request's part in one forward pass."""
-    drafted: int = 0
-    accepted: int = 0
-    preempted: int = 0
-    visit: float = 0.0
+    drafted: int
+    accepted: int
+    preempted: int
+    visit: float
     """How often its problems had been visited before, mean."""
 
     @property
@@ -56,7 +56,7 @@ class Run:
     requests: Requests
     busy_share: float
     """Share of the engines' time in which they had requests."""
-    spans: list[tuple[float, float]] = field(default_factory=list)
+    spans: list[tuple[float, float]]
     """Begin and end of each step's rollout."""
 
     def running(self, step: int, points: int = 400) -> tuple[npt.NDArray[np.float64], Ints]:
@@ -241,19 +241,11 @@ def _sync(fleet: Fleet, router: Router, version: int, rows: Ints) -> None:
 
 
 def _result(requests: Requests, rows: Ints, rollout_s: float, step_s: float, exposed_s: float) -> StepResult:
-    r = requests
-    return StepResult(
-        rollout_s,
-        step_s,
-        exposed_s,
-        len(rows),
-        int(r.written[rows].sum()),
-        int(r.forwards[rows].sum()),
-        int(r.drafted[rows].sum()),
-        int(r.accepted[rows].sum()),
-        int(r.preempted[rows].sum()),
-        float(r.visit[rows].mean()),
-    )
+    counts = {
+        name: int(getattr(requests, name)[rows].sum()) for name in ("forwards", "drafted", "accepted", "preempted")
+    }
+    tokens, visit = int(requests.written[rows].sum()), float(requests.visit[rows].mean())
+    return StepResult(rollout_s, step_s, exposed_s, len(rows), tokens, visit=visit, **counts)
 
 
 def _busy(fleet: Fleet, spans: list[tuple[float, float]]) -> float:

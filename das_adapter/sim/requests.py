@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,61 +9,54 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-def _ints() -> Ints:
-    return np.zeros(0, dtype=np.int64)
-
-
-def _floats() -> Floats:
-    return np.zeros(0)
-
-
-@dataclass
 class Requests:
     """A row for each request, in the order in which they were made; tokens, counts or seconds, shape (n,)."""
 
-    problem: Ints = field(default_factory=_ints)
-    visit: Ints = field(default_factory=_ints)
+    problem: Ints
+    visit: Ints
     """How often the problem was visited before."""
-    text: Ints = field(default_factory=_ints)
+    text: Ints
     """Row of its recorded response; -1: it has none."""
-    prompt: Ints = field(default_factory=_ints)
-    length: Ints = field(default_factory=_ints)
+    prompt: Ints
+    length: Ints
     """Tokens that it is going to write."""
-    most: Ints = field(default_factory=_ints)
+    most: Ints
     """Tokens that it may write."""
-    version: Ints = field(default_factory=_ints)
+    version: Ints
     """Weight version at which it was sent."""
-    engine: Ints = field(default_factory=_ints)
-    written: Ints = field(default_factory=_ints)
-    forwards: Ints = field(default_factory=_ints)
+    engine: Ints
+    written: Ints
+    forwards: Ints
     """Steps that it took part in."""
-    drafted: Ints = field(default_factory=_ints)
-    accepted: Ints = field(default_factory=_ints)
-    preempted: Ints = field(default_factory=_ints)
+    drafted: Ints
+    accepted: Ints
+    preempted: Ints
     """How often it lost its place."""
-    unread: Ints = field(default_factory=_ints)
+    unread: Ints
     """Tokens that its engine has to read before it continues."""
-    draft: Ints = field(default_factory=_ints)
+    draft: Ints
     """Tokens of its present draft."""
-    hits: Ints = field(default_factory=_ints)
+    hits: Ints
     """Those of them that the policy will confirm."""
-    copied: Ints = field(default_factory=_ints)
+    copied: Ints
     """Draft tokens in place of those, from the policy copy or a neural drafter."""
-    copy_hits: Ints = field(default_factory=_ints)
+    copy_hits: Ints
     """Those of them that the policy will confirm."""
-    sent: Floats = field(default_factory=_floats)
-    begun: Floats = field(default_factory=_floats)
+    sent: Floats
+    begun: Floats
     """When it was admitted last."""
-    ended: Floats = field(default_factory=_floats)
+    ended: Floats
 
-    def add(self, problem: Ints, visit: Ints, text: Ints, prompt: Ints, length: Ints, most: Ints) -> Ints:
-        """Add requests; return their rows."""
-        first, count = len(self.problem), len(problem)
-        given = {"problem": problem, "visit": visit, "text": text, "prompt": prompt, "length": length, "most": most}
-        for column in fields(self):
-            old = getattr(self, column.name)
-            new = np.asarray(given.get(column.name, np.zeros(count)), dtype=old.dtype)
-            setattr(self, column.name, np.concatenate([old, new]))
+    def __init__(self) -> None:
+        for name, kind in Requests.__annotations__.items():
+            setattr(self, name, np.zeros(0, np.float64 if kind == "Floats" else np.int64))
+
+    def add(self, **columns: Ints) -> Ints:
+        """Add requests whose `problem`, `visit`, `text`, `prompt`, `length` and `most` are given; return their rows."""
+        first, count = len(self), len(columns["problem"])
+        for name in Requests.__annotations__:
+            old = getattr(self, name)
+            setattr(self, name, np.append(old, np.asarray(columns.get(name, np.zeros(count)), old.dtype)))
         return np.arange(first, first + count)
 
     def room(self, rows: Ints) -> Ints:

@@ -38,10 +38,10 @@ class Router:
 
     def __init__(self, das: DasConfig, engines: int, group: int, slots: int, seed: int = 0) -> None:
         self._das, self._engines = das, engines
-        self._ours = das.drafter != "none" and das.routing.policy == "longest_first"
+        self._ours = das.drafter != "none" and das.routing == "longest_first"
         self._replicas = Replicas(range(engines), worth_of(das), group, slots)
         self._orders = [start_order(das, group) if self._ours else None for _ in range(engines)]
-        self._log = LengthLog(das.history.window)
+        self._log = LengthLog()
         self._expected = Expected()
         self._loads = np.zeros(engines, dtype=np.int64)
         self.rng = np.random.default_rng(seed)

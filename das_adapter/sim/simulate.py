@@ -9,7 +9,7 @@ from typing import Any
 
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
-from das_adapter.core.hardware import COMPUTE, READ, Hardware, device
+from das_adapter.core.hardware import device
 from das_adapter.core.latency import Calibration, StepModel
 from das_adapter.core.latency import read_calibration as read_steps
 from das_adapter.core.roofline import Roofline
@@ -53,8 +53,7 @@ class Simulation:
         if rollouts is None and config.rollout.dump is not None:
             rollouts = read(Path(config.rollout.dump), config.rollout.tokenizer)
         self.rollouts = rollouts
-        recorded = [a.history for a in (config.acceptance, *(arm.acceptance for arm in config.arms.values())) if a]
-        if rollouts is None and any(kind != "given" for kind in recorded):
+        if rollouts is None and config.acceptance.history != "given":
             raise ConfigError("acceptance.history: found index or trace, which need rollout.dump")
         self.steps = step_times(config)
         self.engines, rest = divmod(config.hardware.gpus, config.hardware.per_engine)
@@ -86,8 +85,8 @@ class Simulation:
         """Return fresh engines with the drafter of an arm, and the requests to send."""
         das, arm = self._arms[name]
         requests, workload = Requests(), self._workload()
-        source = self._history(das, arm, requests, workload, progress)
-        drafting = self._drafting(das, arm, requests, source)
+        source = self._history(das, requests, workload, progress)
+        drafting = self._drafting(das, arm.stride, requests, source)
         return Fleet(self.engines, requests, self.settings, self.steps, drafting), workload
 
     def run_all(self, progress: Progress | None = None) -> dict[str, Run]:
@@ -108,10 +107,10 @@ class Simulation:
             raise ConfigError("rollout.lengths.running: needed with `kind: curve`")
         return drawn(lengths, max(r.dataset, r.problems), r.problems, r.samples, r.prompt, r.cap, r.steps, r.seed)
 
-    def _drafting(self, das: DasConfig, arm: ArmBlock, requests: Requests, source: Source | None) -> Drafting:
+    def _drafting(self, das: DasConfig, stride: int, requests: Requests, source: Source | None) -> Drafting:
         if das.drafter == "none":
             return no_drafts(requests)
-        accept, seed = arm.acceptance or self.config.acceptance, self.config.rollout.seed
+        accept, seed = self.config.acceptance, self.config.rollout.seed
         copy = passes = None
         if das.copies_policy:
             copy, passes = Given(requests, [[accept.copy_rate]], longest=16, seed=seed + 1), self._copy_pass(das)
@@ -119,24 +118,22 @@ class Simulation:
             tokens = das.model_tokens if das.neural else das.num_draft_tokens
             given = Given(requests, [[rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)]], longest=tokens, seed=seed)
             passes = self.steps.neural_pass(accept.pass_share, das.drafter) if das.neural else None
-            if not das.uses_history and das.toggle.mode == "off" and das.budget.policy == "unlimited":
+            if not das.uses_history and das.speculate == "always" and das.budget == "unlimited":
                 return Fixed(requests, given, tokens, passes)
             source, copy = (source, given) if das.neural else (given, None)
-        if arm.stride > 1 and (copy is not None or source is None or not source.walks):
+        if stride > 1 and (copy is not None or source is None or not source.walks):
             raise ConfigError("arms: stride needs acceptance.history given or trace, and no model that drafts")
         limit = self.config.rollout.cap + self.config.rollout.prompt
         if self.rollouts is not None:
             limit = max(limit, max(len(r.prompt) + len(r.tokens) for r in self.rollouts))
         drafters = Drafters(source, copy, passes, narrows=not das.neural)
         graphs = self.steps.model.sizes if isinstance(self.steps, Line) else ()
-        return Controlled(das, requests, self.engines, limit, drafters, self._prior(das), graphs, arm.stride)
+        return Controlled(das, requests, self.engines, limit, drafters, self._prior(das), graphs, stride)
 
-    def _history(
-        self, das: DasConfig, arm: ArmBlock, requests: Requests, work: Workload, progress: Progress | None
-    ) -> Source | None:
+    def _history(self, das: DasConfig, requests: Requests, work: Workload, progress: Progress | None) -> Source | None:
         if not das.uses_history:
             return None
-        accept, longest = arm.acceptance or self.config.acceptance, das.budget.max_draft_tokens
+        accept, longest = self.config.acceptance, das.num_draft_tokens
         if accept.history == "given":
             return Given(requests, accept.rates, longest, self.config.rollout.seed, accept.spread)
         if accept.history == "index":
@@ -149,9 +146,9 @@ class Simulation:
 
     def _prior(self, das: DasConfig) -> Calibration | None:
         """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
-        if das.toggle.calibration:
-            return read_steps(das.toggle.calibration)
-        if das.toggle.mode != "roofline" or not isinstance(self.steps, Instance):
+        if das.calibration:
+            return read_steps(das.calibration)
+        if das.speculate != "auto" or not isinstance(self.steps, Instance):
             return None
         config = self.config
         speed, bytes_per_weight = device(config.hardware.gpu).speed, WEIGHT_BYTES[config.precision]
@@ -192,27 +189,17 @@ def step_times(config: SimConfig) -> Steps:
         if block.file is None:
             raise ConfigError(f"steps.file: needed with `kind: {block.kind}`")
         return read_calibration(block.file) if block.kind == "calibration" else read_sweep(block.file)
-    found = device(hardware.gpu)
-    speed = found.speed
-    if block.read_share is not None:
-        speed = Hardware(speed.bandwidth / READ * block.read_share, speed.flops)
-    if block.compute_share is not None:
-        speed = Hardware(speed.bandwidth, speed.flops / COMPUTE * block.compute_share)
-    try:
-        return instance(
-            sizes(config.model),
-            replace(found, speed=speed),
-            hardware.per_engine,
-            config.precision,
-            hardware.attention == "data",
-            block.fitted,
-            overlap=hardware.overlap,
-            overhead_s=block.overhead_ms * 1e-3,
-            draft_overhead_s=block.draft_overhead_ms * 1e-3,
-            pass_overhead_s=block.pass_overhead_ms * 1e-3,
-        )
-    except TypeError as error:
-        raise ConfigError(f"steps.fitted: {error}") from None
+    return instance(
+        sizes(config.model),
+        device(hardware.gpu),
+        hardware.per_engine,
+        config.precision,
+        hardware.attention == "data",
+        overlap=hardware.overlap,
+        overhead_s=block.overhead_ms * 1e-3,
+        draft_overhead_s=block.draft_overhead_ms * 1e-3,
+        pass_overhead_s=block.pass_overhead_ms * 1e-3,
+    )
 
 
 def kv_blocks(config: SimConfig, steps: Steps, block: int = 16) -> int:
@@ -255,28 +242,23 @@ def rate_of(length: float, tokens: int) -> float:
 
 def summary(runs: dict[str, Run]) -> dict[str, Any]:
     """Return the figures of each arm, as plain numbers; ratios are relative to the first."""
-    base = next(iter(runs.values()))
-    found = {}
-    for name, one in runs.items():
-        steps, first = one.steps, base.steps
-        tokens, forwards = sum(s.tokens for s in steps), sum(s.forwards for s in steps)
-        drafted, accepted = sum(s.drafted for s in steps), sum(s.accepted for s in steps)
-        rollout, whole = sum(s.rollout_s for s in steps), sum(s.step_s for s in steps)
-        found[name] = {
-            "rollout_s": rollout / len(steps),
-            "step_s": whole / len(steps),
-            "exposed_s": sum(s.exposed_s for s in steps) / len(steps),
-            "rollout_of_first": rollout / max(sum(s.rollout_s for s in first), 1e-12),
-            "step_of_first": whole / max(sum(s.step_s for s in first), 1e-12),
-            "tokens": tokens,
-            "tokens_per_forward": tokens / max(forwards, 1),
-            "drafted": drafted,
-            "accepted": accepted,
-            "preempted": sum(s.preempted for s in steps),
-            "busy_share": one.busy_share,
-            "by_step": [vars(s) | {"tokens_per_forward": s.tokens_per_forward} for s in steps],
+    totals = {
+        name: {key: sum(getattr(step, key) for step in run.steps) for key in vars(run.steps[0])}
+        for name, run in runs.items()
+    }
+    base = next(iter(totals.values()))
+    return {
+        name: {
+            **{key: totals[name][key] / len(run.steps) for key in ("rollout_s", "step_s", "exposed_s")},
+            "rollout_of_first": totals[name]["rollout_s"] / max(base["rollout_s"], 1e-12),
+            "step_of_first": totals[name]["step_s"] / max(base["step_s"], 1e-12),
+            "tokens_per_forward": totals[name]["tokens"] / max(totals[name]["forwards"], 1),
+            **{key: totals[name][key] for key in ("tokens", "drafted", "accepted", "preempted")},
+            "busy_share": run.busy_share,
+            "by_step": [vars(s) | {"tokens_per_forward": s.tokens_per_forward} for s in run.steps],
         }
-    return found
+        for name, run in runs.items()
+    }
 
 
 def simulate(config: SimConfig, rollouts: Sequence[Rollout] | None = None, progress: Progress | None = None) -> Any:

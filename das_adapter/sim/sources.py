@@ -262,7 +262,9 @@ def record(
         assert all(rollouts[i] is r for i, r in zip(text.tolist(), step, strict=True)), "not in the order of steps"
         lengths = texts.lengths(text)
         problem, prompt = np.array([r.problem for r in step]), np.array([len(r.prompt) for r in step])
-        rows = live = requests.add(problem, text * 0, text, prompt, lengths, lengths)
+        rows = live = requests.add(
+            problem=problem, visit=text * 0, text=text, prompt=prompt, length=lengths, most=lengths
+        )
         source.begin(rows)
         known[rows] = source.known(rows)
         for at in range(int(lengths.max())):

@@ -148,7 +148,6 @@ def instance(
     devices: int,
     precision: str,
     data_parallel: bool = False,
-    fitted: dict[str, float] | None = None,
     **own: Any,
 ) -> Instance:
     """Return the roofline of a model on so many devices.
@@ -159,7 +158,6 @@ def instance(
         devices: of the engine.
         precision: `bf16` or `fp8`.
         data_parallel: whether each device has all of the attention, and only routed experts are spread.
-        fitted: measured fields of `Roofline`.
         own: fields of `Instance`.
 
     Raises:
@@ -167,7 +165,7 @@ def instance(
     """
     fast = Hardware(device.speed.bandwidth, device.speed.flops * (device.fp8 if precision == "fp8" else 1.0))
     one, layers = (1.0 if precision == "fp8" else 2.0), sizes["num_hidden_layers"]
-    roof = Roofline.of(sizes, fast, devices, one, data_parallel, **(fitted or {}))
+    roof = Roofline.of(sizes, fast, devices, one, data_parallel)
     if data_parallel and not roof.expert_bytes:
         raise DasError("hardware.attention: found 'data', allowed for a model without experts: 'tensor'")
     if devices < 2:

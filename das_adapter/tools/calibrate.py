@@ -112,17 +112,19 @@ def measure(
         llm.generate(_prompts(requests, context, steps), params, use_tqdm=False)
         for place, (draft, uneven) in enumerate(kinds):
             times = [s for b, _, d, s, of in SweepDrafter.samples if (b, d, of) == (requests, draft, uneven)][1:]
-            held_out = uneven or (number + place) % 3 == 2
-            if len(times) >= 3:
-                seen = float(np.median(times)), len(times)
+            if seen := _median(times):
+                held_out = uneven or (number + place) % 3 == 2
                 measured.samples.append(Sample(requests, context, draft, *seen, held_out, uneven))
             elif requests > 1 or not uneven:
                 logger.warning(_TOO_FEW, requests, context, draft)
-        times = [s for b, _, s in SweepDrafter.passed if b == requests][1:]
-        if len(times) >= 3:
-            seen = float(np.median(times)), len(times)
+        if seen := _median([s for b, _, s in SweepDrafter.passed if b == requests][1:]):
             measured.passes.append(Sample(requests, context, 0, *seen, held_out=number % 3 == 2))
     return measured
+
+
+def _median(times: Sequence[float]) -> tuple[float, int] | None:
+    """Return the median time and how many there are; None: too few."""
+    return (float(np.median(times)), len(times)) if len(times) >= 3 else None
 
 
 def measure_stock(
@@ -300,7 +302,7 @@ def _judge(model: Callable[[int, int, int], float], samples: Sequence[Sample], h
 
 
 def write(out: Path, model: str, measured: Measured, result: dict[str, Any], command: str) -> None:
-    """Write the calibration with its provenance (`toggle.calibration` reads it), and a plot beside it."""
+    """Write the calibration with its provenance (`calibration` reads it), and a plot beside it."""
     provenance = {
         "command": command,
         "model": model,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.history import WINDOW, HistoryPolicy
 from das_adapter.core.index import SuffixIndex
 from das_adapter.sim.rollouts import Rollout, steps_of
 
@@ -70,6 +70,14 @@ class Outcome:
     extend_seconds: float = 0.0
     seal_seconds: float = 0.0
 
+    def tallies(self, step: int, length: str, visit: int, known: bool) -> tuple[Tally, ...]:
+        """Count a request, which has history or not; return the tallies that it belongs to."""
+        found = (self.total, self.by_step[step], self.by_length[length], self.by_visit[visit])
+        for tally in found:
+            tally.requests += 1
+            tally.hits += known
+        return found
+
     def figures(self) -> dict[str, Any]:
         count = self.bins[:, 0]
         return {
@@ -109,21 +117,23 @@ def replay(
     history: HistoryConfig | None = None,
     batch: int = 256,
     index: SuffixIndex | None = None,
+    window: int = WINDOW,
 ) -> Outcome:
     """Write the rollouts again, drafting as an engine with this index would have.
 
     Args:
         rollouts: of any steps; a step's rollouts are written together, `batch` at a time, whole groups first.
         sources: one of `SOURCES`: a request's own text, its siblings' live text, earlier steps' rollouts.
-        budget: most draft tokens of a request in a round.
+        budget: maximum draft tokens of a request in a round.
         min_chance: as in `SuffixIndex.draft_flat`.
         history: what is kept of earlier steps; None: the defaults.
         batch: requests that are live at once, at least 1.
         index: drafts and keeps the history; None: a new one.
+        window: visits of a problem that are kept.
     """
     index = SuffixIndex() if index is None else index
     outcome = Outcome(tried=np.zeros(budget), right=np.zeros(budget))
-    policy, with_history = HistoryPolicy(history or HistoryConfig()), sources.endswith("history")
+    policy, with_history = HistoryPolicy(history or HistoryConfig(), window), sources.endswith("history")
     medium, long = np.quantile([len(r.tokens) for r in rollouts], (0.5, 0.9))
     unique, visits = itertools.count(2**32), defaultdict[int, int](int)
     for written in steps_of(sorted(rollouts, key=lambda r: r.problem)):
@@ -135,17 +145,9 @@ def replay(
         while waiting or live:
             while waiting and len(live) < batch:
                 r = waiting.pop()
-                name = CLASSES[int(np.searchsorted((medium, long), len(r.tokens)))]
                 handle = index.open(next(unique) if sources == "own" else policy.key(r.problem), r.prompt)
-                tallies = (
-                    outcome.total,
-                    outcome.by_step[step],
-                    outcome.by_length[name],
-                    outcome.by_visit[visits[r.problem]],
-                )
-                for tally in tallies:
-                    tally.requests += 1
-                    tally.hits += index.age(handle) is not None
+                name = CLASSES[int(np.searchsorted((medium, long), len(r.tokens)))]
+                tallies = outcome.tallies(step, name, visits[r.problem], known=index.age(handle) is not None)
                 live.append(Live(r, handle, tallies))
             advance(index, live, outcome, budget, min_chance)
             for done in [x for x in live if x.at >= len(x.rollout.tokens)]:
@@ -173,8 +175,7 @@ def advance(index: SuffixIndex, live: list[Live], out: Outcome, budget: int, min
     bounds = offsets.tolist()
     for x, begin, end in zip(live, bounds, bounds[1:], strict=False):
         text = x.rollout.tokens
-        wrong = np.flatnonzero(text[x.at : x.at + end - begin] != tokens[begin:end])
-        kept = int(wrong[0]) if len(wrong) else end - begin
+        kept = int(np.argmin(np.append(text[x.at : x.at + end - begin] == tokens[begin:end], False)))
         survived[begin : begin + kept] = True
         out.right[:kept] += 1
         out.tried[: min(kept + 1, end - begin)] += 1
@@ -219,7 +220,6 @@ def report(
         "settings": {
             "budget": budget,
             "min_chance": min_chance,
-            "window": history.window,
             "max_bytes": history.max_bytes,
             "batch": batch,
         },

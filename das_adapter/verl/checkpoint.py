@@ -53,26 +53,26 @@ def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _begin(trainer: Any) -> None:
-    """Choose what the history starts with, and refuse what can't be used (see `warm_start.begin`)."""
+    """Choose what the history starts with, and refuse what can't be used (see `checkpoint.begin`)."""
     das = settings.of_run(trainer.config)
     if das is None or not das.shares_history:
         return
-    from das_adapter.service import warm_start
+    from das_adapter.service import checkpoint
 
     config, step, resumed = trainer.config.trainer, _step(trainer), None
     if config.resume_mode != "disable" and step:
         resumed = Path(config.resume_from_path) if config.resume_mode == "resume_path" else _folder(trainer)
-    warm_start.begin(das.history, _facts(trainer, das), settings.BLOCK, resumed, step)
+    checkpoint.begin(das.history, _facts(trainer, das), settings.BLOCK, resumed, step)
 
 
 def _save(trainer: Any) -> None:
     das = settings.of_run(trainer.config)
     if das is None or not das.shares_history:
         return
-    from das_adapter.service import checkpoint, warm_start
+    from das_adapter.service import checkpoint
 
     folder = _folder(trainer)
-    warm_start.save(folder, _facts(trainer, das), das.history)
+    checkpoint.save(folder, _facts(trainer, das), das.history)
     for old in folder.parent.glob("global_step_*"):  # veRL has removed its other files
         if not (old / "actor").exists():
             for left in old.glob(f"{checkpoint.NAME}*"):

@@ -83,7 +83,7 @@ def refuse_other_replicas(stock: Any) -> Any:
 
 @patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1")
 def route_requests(stock: Any) -> Any:
-    """Without it the `routing:` policy does nothing. Remove this patch when veRL lets the config choose the load
+    """Without it `routing` does nothing. Remove this patch when veRL lets the config choose the load
     balancer."""
     from das_adapter.verl import router
 

@@ -1,4 +1,4 @@
-"""`routing:` in veRL: which replica a request goes to."""
+"""`routing` in veRL: which replica a request goes to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
 
     def __init__(self, servers: dict[str, Any], *args: Any, **kwargs: Any):
         super().__init__(servers, *args, **kwargs)
-        self._longest_first = self.das.routing.policy == "longest_first"
+        self._longest_first = self.das.routing == "longest_first"
         worth, group = (worth_of(self.das), self.group) if self._longest_first else (NO_SIBLINGS, 1)
         self._replicas = Replicas(servers, worth, group, self.slots)
         self._expected = Expected()
@@ -103,9 +103,9 @@ def balancer(das: DasConfig, rollout: Any) -> type[DasLoadBalancer]:
 def around_init_load_balancer(
     stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Awaitable[None]:
-    """Wrap `LLMServerManager._init_global_load_balancer` to choose the balancer of `routing.policy`."""
+    """Wrap `LLMServerManager._init_global_load_balancer` to choose the balancer of `routing`."""
     das = settings.of_rollout(instance.rollout_config)
-    if das is not None and das.routing.policy != "host" and instance._load_balancer_cls is None:
+    if das is not None and das.routing != "host" and instance._load_balancer_cls is None:
         instance._load_balancer_cls = balancer(das, instance.rollout_config)
     result: Awaitable[None] = stock(*args, **kwargs)
     return result

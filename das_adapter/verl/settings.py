@@ -69,10 +69,10 @@ def check(config: Any) -> DasConfig | None:
                 f"{BLOCK}.drafter={das.drafter!r}: found {ROLLOUT}.checkpoint_engine.backend='delta_sharded', "
                 "which refuses speculative decoding; any other backend is allowed"
             )
-    if das.routing.policy != "host" and _get(rollout, "router_config_path"):
+    if das.routing != "host" and _get(rollout, "router_config_path"):
         raise ConfigError(
-            f"{BLOCK}.routing.policy={das.routing.policy!r} and {ROLLOUT}.router_config_path both choose a router: "
-            f"set {BLOCK}.routing.policy='host', or remove the other"
+            f"{BLOCK}.routing={das.routing!r} and {ROLLOUT}.router_config_path both choose a router: "
+            f"set {BLOCK}.routing='host', or remove the other"
         )
     check_files(das)
     compat.require("vllm")

@@ -33,12 +33,16 @@ DRAFTERS = ROOT / "runs" / "drafters"
 POLICY = ROOT / "runs" / "tiny_math_31m"
 ARMS = {
     "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
-    "ngram": [f"{DAS}.drafter=ngram", f"{DAS}.budget.max_draft_tokens=4"],
+    "ngram": [f"{DAS}.drafter=ngram", f"{DAS}.max_draft_tokens=4"],
     "history": [f"{DAS}.drafter=history"],
-    "self": [f"{DAS}.drafter=self", f"~{DAS}.budget"],
+    "self": [f"{DAS}.drafter=self", f"~{DAS}.max_draft_tokens"],
     "history+self": [f"{DAS}.drafter=history+self"],
-    "draft_model": [f"{DAS}.drafter=draft_model", f"~{DAS}.budget", f"+{DAS}.draft.model={DRAFTERS}/draft_model"],
-    "eagle3": [f"{DAS}.drafter=eagle3", f"~{DAS}.budget", f"+{DAS}.draft.model={POLICY}/eagle3"],
+    "draft_model": [
+        f"{DAS}.drafter=draft_model",
+        f"~{DAS}.max_draft_tokens",
+        f"+{DAS}.draft.model={DRAFTERS}/draft_model",
+    ],
+    "eagle3": [f"{DAS}.drafter=eagle3", f"~{DAS}.max_draft_tokens", f"+{DAS}.draft.model={POLICY}/eagle3"],
     # vLLM's own suffix decoding, under our noise: for benchmarks, needs arctic-inference.
     "suffix": [
         *(f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A usual veRL launch script with das-adapter switched on: only the last lines are new. Arguments are passed to veRL.
+# A usual veRL launch script with das-adapter switched on: only the last line is new. Arguments are passed to veRL.
 #   bash examples/verl/run_qwen2_5_7b_gsm8k.sh                                                       on
 #   bash examples/verl/run_qwen2_5_7b_gsm8k.sh actor_rollout_ref.rollout.custom.das.drafter=none     off
 set -euo pipefail
@@ -26,5 +26,4 @@ python -m verl.trainer.main_ppo \
   trainer.nnodes=1 \
   trainer.total_epochs=15 \
   +actor_rollout_ref.rollout.custom.das.drafter=history \
-  +actor_rollout_ref.rollout.custom.das.budget.max_draft_tokens=8 \
   "$@"

@@ -1,4 +1,4 @@
-"""The kernels of `das_adapter.engine.v2.kernels` in plain NumPy: the same drafts, chances and counts, bit for bit.
+"""The kernels of `das_adapter.engine.v2` in plain NumPy: the same drafts, chances and counts, bit for bit.
 
 `launch` takes the place of `DeviceIndex._launch`, whose tensors lie in this machine's memory.
 """
@@ -45,21 +45,21 @@ def launch(index: Any, requests: int) -> None:
 
 
 def _learn(index: Any, slot: int, own: np.ndarray) -> None:
-    then, offered = int(index._then[slot]), int(index._offered[slot])
-    outcomes = index._outcomes.numpy()
+    offer, outcomes = index.offers[slot].numpy(), index.outcomes.numpy()
+    offered, then = int(offer[0]), int(offer[1])
     for i, token in enumerate(own[then : then + offered].tolist()):
-        kind = int(index._kinds[slot, i])
-        accepted = token == int(index._offers[slot, i])
+        kind = int(offer[3 + index._steps + i])
+        accepted = token == int(offer[2 + i])
         outcomes[kind] += (1, accepted)
         if not accepted:
             break
     if len(own) > then:
-        index._offered[slot] = 0
+        offer[0] = 0
 
 
 def _estimate(index: Any) -> None:
-    outcomes, cells = index._outcomes.numpy(), index._cells.numpy()
-    sources, chance, start = index._sources.numpy(), index._chance.numpy(), index._start.numpy()
+    outcomes, cells = index.outcomes.numpy(), index.cells.numpy()
+    sources, chance, start = index.sources.numpy(), index.chance.numpy(), index.start.numpy()
     for source in range(2):
         kinds = slice(source * KINDS, (source + 1) * KINDS)
         new = outcomes[kinds].copy()
@@ -214,6 +214,7 @@ def _candidate(
 
 def _vote(index: Any, row: int, slot: int, own: np.ndarray, candidates: list[Candidate]) -> None:
     steps, count, asked, survival, draft = index._steps, 0, 0, 1.0, []
+    offer = index.offers[slot].numpy()
     strongest = max((c.strength for c in candidates if not c.differs), default=0)
     voters = [c for c in candidates if not c.differs or strongest < SURE]
     index.confidence[row] = 0.0
@@ -234,11 +235,11 @@ def _vote(index: Any, row: int, slot: int, own: np.ndarray, candidates: list[Can
         c3 = (len(voters) > 1) + (len(voters) > 3)
         kind = ((all(c.own for c in voters) * 8 + s) * 8 + m) * 3 + c3
         winner = min(winner, index._vocabulary - 1)
-        index._offers[slot, step], index._kinds[slot, step], asked = winner, kind, step + 1
-        chance = float(index._chance[kind])
+        offer[2 + step], offer[3 + steps + step], asked = winner, kind, step + 1
+        chance = float(index.chance[kind])
         survival *= chance
         if step == steps or survival < np.float32(index._min_chance):
             break
         index.drafts[row, step], index.confidence[row, step], count = winner, chance, step + 1
         draft.append(winner)
-    index.real[row], index._offered[slot], index._then[slot] = count, asked, len(own)
+    index.real[row], offer[0], offer[1] = count, asked, len(own)

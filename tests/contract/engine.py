@@ -180,7 +180,7 @@ def any_length(stock: Any) -> Any:
         rng = random.Random(self.proposed)
         for row, (req_id, new) in enumerate(zip(self.runner.input_batch.req_ids, sampled, strict=True)):
             room = self.engine.live[req_id].end - 1 - int(lengths[row]) if new else 0
-            wanted = rng.randrange(self.config.draft.tokens + 1) if self.proposed % 16 < 6 else 0
+            wanted = rng.randrange(self.config.model_tokens + 1) if self.proposed % 16 < 6 else 0
             self.model_tokens[row] = max(0, min(room, wanted))
         return drafts
 

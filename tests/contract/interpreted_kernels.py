@@ -13,7 +13,7 @@ import v2_cpu  # noqa: F401  # before vLLM: it has Triton take the CPU for a dev
 import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch
 
 from das_adapter.core.index import SuffixIndex
-from das_adapter.engine.v2 import kernels as k
+from das_adapter.engine.v2 import device_index, search
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.speculator import looks
 
@@ -84,12 +84,6 @@ class World:
         return text.astype(np.int32)
 
 
-def as_on_a_gpu(index: DeviceIndex) -> None:
-    """Share the scan of live text out over several programs, as on a GPU, of tiles so small that one has several."""
-    index._splits, index._block = 2, int(k.PLACES.value)
-    index._seen = {name: seen.new_zeros(SLOTS, 3 * index._block) for name, seen in index._seen.items()}
-
-
 LONG = pytest.mark.long
 
 
@@ -104,13 +98,14 @@ LONG = pytest.mark.long
     ],
 )
 def test_kernels_draft_count_and_learn_as_the_reference_does(
-    seed: int, vocabulary: int, periodic: bool, written: int, gpu: bool
+    monkeypatch: pytest.MonkeyPatch, seed: int, vocabulary: int, periodic: bool, written: int, gpu: bool
 ) -> None:
-    """Of longer texts a program scans several tiles, and more than DEPTH tokens are equal."""
+    """Of longer texts a program scans several tiles, and more than DEPTH tokens are equal. `gpu`: several programs
+    scan live text, as on a GPU, in tiles so small that a text has several."""
+    if gpu:
+        monkeypatch.setitem(device_index.SCAN, "cpu", (2, int(search.PLACES.value)))
     world, ends = World(seed, vocabulary, periodic, written), int(written > 0)
     kernels, plain = indices = [world.index(), world.index()]
-    if gpu:
-        as_on_a_gpu(kernels)
     plain._launch = functools.partial(device_reference.launch, plain)  # type: ignore[method-assign]
     for step in range(4):
         counts = world.write(indices)
@@ -122,12 +117,13 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(
         sampled = torch.tensor(counts, dtype=torch.int32)[order]
         drafted = kernels.draft(order, sampled, world.total)
         assert torch.equal(drafted, plain.draft(order, sampled, world.total))
-        for name in ("real", "confidence", "_offered", "_then", "_cells", "_sources", "_chance"):
+        for name in ("real", "confidence", "cells", "sources", "chance"):
             assert torch.equal(getattr(kernels, name), getattr(plain, name)), name
-    assert int(kernels._cells[:, 0].sum()) > 10
+        assert torch.equal(kernels.offers[:, :2], plain.offers[:, :2])
+    assert int(kernels.cells[:, 0].sum()) > 10
     if written:
-        strongest = int((kernels._found["found_info"] & 0xFF).max())
-        assert strongest == 2 * int(k.DEPTH.value)
+        strongest = int((kernels.found[:, 1] & 0xFF).max())
+        assert strongest == 2 * int(search.DEPTH.value)
 
 
 def test_one_looks_often_at_first_and_seldom_later_where_no_drafts_are_wanted() -> None:

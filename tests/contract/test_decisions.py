@@ -24,8 +24,8 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
     rounds = two_rounds(requests(PLAIN)) * 2
     reference = engine(das=OFF, rounds=rounds)
     for das in (
-        {"budget": {"policy": "optimal"}, "toggle": {"mode": "off"}, "log_dir": str(logs)},
-        {"budget": {"policy": "classes"}, "toggle": {"mode": "threshold", "threshold": 4}},
+        {"budget": "optimal", "speculate": "always", "log_dir": str(logs)},
+        {"budget": "das", "speculate": 4},
     ):
         result = engine(das=das, rounds=rounds)
         assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
@@ -90,7 +90,7 @@ def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Pat
     assert content["validation"]["passes"]["held_out"] == 2
 
 
-@pytest.mark.parametrize("das", [{"toggle": {"calibration": "nowhere.json"}}])
+@pytest.mark.parametrize("das", [{"calibration": "nowhere.json"}])
 def test_a_missing_calibration_is_named(engine: Any, das: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"das\.toggle\.calibration='nowhere.json'"):
+    with pytest.raises(RuntimeError, match=r"das\.calibration='nowhere.json'"):
         engine(das=das, rounds=[])

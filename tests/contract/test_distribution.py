@@ -32,8 +32,8 @@ def law() -> Any:
 
 
 TEMPERATURE = 2.0
-ALONE = {"self": {"budget": {"policy": "unlimited"}}}
-DRAFTED = {"budget": {"policy": "uniform", "min_chance": 0.0}, "toggle": {"mode": "off"}}
+ALONE = {"self": {"budget": "unlimited"}}
+DRAFTED = {"budget": "unlimited", "speculate": "always"}
 
 
 def misfit(result: list[dict[str, Any]], law: dict[int, np.ndarray]) -> float:

@@ -57,15 +57,18 @@ def test_the_launch_script_needs_nothing_but_overrides() -> None:
         das = checked(
             compose("ppo_trainer", overrides=[o.replace('"', "").replace("$HOME", "/home/x") for o in overrides])
         )
-    assert das is not None
-    assert das.budget.max_draft_tokens == 8
+    assert das == DasConfig()
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["+{das}.histroy.window=4"], "histroy: unknown key; did you mean 'history'"),
-        (["+{das}.history.window=0"], "history.window: found 0, allowed: 1 or more"),
+        (["+{das}.histroy.scope=global"], "histroy: unknown key; did you mean 'history'"),
+        (["{das}.max_draft_tokens=0"], "max_draft_tokens: found 0, allowed: 1 to 128"),
+        (
+            ["+{das}.budget.max_draft_tokens=8"],
+            "budget.max_draft_tokens: found 8; the key is retired: write",
+        ),
         (["{das}.drafter=suffix"], "drafter: found 'suffix'"),
         (["actor_rollout_ref.rollout.name=sglang"], "found actor_rollout_ref.rollout.name='sglang', allowed: 'vllm'"),
         (["+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram"], "both choose a drafter"),

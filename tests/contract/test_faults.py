@@ -33,8 +33,9 @@ from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
-from das_adapter.service import checkpoint, janitor, node, warm_start  # noqa: E402
-from das_adapter.service.ledger import histories, ledger, running  # noqa: E402
+from das_adapter.protocol.spool import put_batch  # noqa: E402
+from das_adapter.service import checkpoint, janitor  # noqa: E402
+from das_adapter.service.ledger import histories, history_actors, ledger, running  # noqa: E402
 
 FACTS = checkpoint.Facts.of("problem", TOKENIZER)
 NAMESPACE = "shared by two jobs"
@@ -43,9 +44,6 @@ INTERPOSED = Path(__file__).with_name("interposed.c")
 
 class Engine(test_history.Engine):
     """An engine on some node."""
-
-    def push(self, trajectory: Trajectory) -> None:
-        self.session._push(trajectory)
 
     def write_long(self, problem: int, length: int, version: int) -> None:
         self.write(problem, np.arange(length, dtype=np.int32), version)
@@ -121,7 +119,7 @@ class Run:
         )
 
     def history(self, of: int) -> Any:
-        return next(actor for name, actor in node.nodes().items() if name.endswith(self.nodes[of].node_id))
+        return next(actor for name, actor in history_actors().items() if name.endswith(self.nodes[of].node_id))
 
     def figures(self, of: int) -> dict[str, Any]:
         """Ask a history for its figures, again while it is being restarted."""
@@ -155,7 +153,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         ray.init(cluster.address, namespace=NAMESPACE, runtime_env={"env_vars": env}, log_to_driver=False)
         for module in (sys.modules[__name__], test_history):  # Ray's workers can't import a test
             ray.cloudpickle.register_pickle_by_value(module)
-        ledger(4)
+        ledger()
         run = Run(cluster, folder / "trap")
         run.goes_on(run.write(0), run.write(1))
         yield run
@@ -188,12 +186,12 @@ def test_killed_before_it_publishes_what_engines_of_other_nodes_sent(run: Run) -
 def test_killed_while_it_saves(run: Run, tmp_path: Path, caplog: Any) -> None:
     problem, folder, before = run.write(1), tmp_path / "step_1", [run.figures(of)["pid"] for of in (0, 1)]
     run.kill_at("step_1/das_history.partial/index/0")
-    warm_start.save(folder, FACTS, CONFIG)
+    checkpoint.save(folder, FACTS, CONFIG)
     assert run.was_killed() and not list(folder.iterdir())
     assert caplog.text.count("das: the history was not saved with the checkpoint") == 1
     run.goes_on(problem)
     assert [run.figures(of)["pid"] for of in (0, 1)] != before
-    warm_start.save(folder, FACTS, CONFIG)
+    checkpoint.save(folder, FACTS, CONFIG)
     checkpoint.check(folder / checkpoint.NAME, FACTS, "resume")
 
 
@@ -274,7 +272,7 @@ def test_the_spool_is_full(run: Run) -> None:
 def saved(run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """A checkpoint of the run, and the tokens in it."""
     folder = tmp_path_factory.mktemp("saved")
-    warm_start.save(folder, FACTS, CONFIG)
+    checkpoint.save(folder, FACTS, CONFIG)
     return folder, run.tokens
 
 
@@ -289,12 +287,12 @@ def test_a_checkpoint_is_half_written(
         whole = (history / name).read_bytes()
         (history / name).write_bytes(whole[: int(keep * len(whole))])
     before = ray.get(running().since.remote(0))
-    warm_start.begin(CONFIG, FACTS, "das", tmp_path, 0)
+    checkpoint.begin(CONFIG, FACTS, "das", tmp_path, 0)
     assert caplog.text.count(f"the checkpoint {tmp_path} has no history to resume from") == 1
     assert ray.get(running().start.remote())[0] is None
     assert np.array_equal(ray.get(running().since.remote(0)), before)
-    with pytest.raises(DasError, match=r"das\.history\.persist|damaged lengths"):
-        warm_start.begin(CONFIG.model_copy(update={"persist": str(history)}), FACTS, "das", None, 0)
+    with pytest.raises(DasError, match=r"das\.history\.load|damaged lengths"):
+        checkpoint.begin(CONFIG.model_copy(update={"load": str(history)}), FACTS, "das", None, 0)
 
 
 JOB = """
@@ -303,12 +301,12 @@ from pathlib import Path
 from das_adapter.config import parse
 from das_adapter.core.index import SuffixIndex
 from das_adapter.protocol.messages import Refresh
-from das_adapter.service import checkpoint, warm_start
+from das_adapter.service import checkpoint
 from das_adapter.service.session import Session
 address, namespace, folder, facts = sys.argv[1:5]
 ray.init(address=address, namespace=namespace, log_to_driver=False)
-das = parse({"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}})
-warm_start.begin(das.history, checkpoint.Facts(**json.loads(facts)), "das", Path(folder), 0)
+das = parse({"drafter": "history", "history": {"max_bytes": "64MiB"}})
+checkpoint.begin(das.history, checkpoint.Facts(**json.loads(facts)), "das", Path(folder), 0)
 heard = []
 session = Session(das, lambda command, payload, timeout: heard.append(payload) or [[{"generation": 1}]])
 session.sync(1)
@@ -352,9 +350,8 @@ def test_the_object_store_is_exhausted(run: Run) -> None:
 
 def test_a_poison_trajectory_is_dropped_alone(run: Run) -> None:
     problem, before = next(run._problems), run.tokens
-    for bad in (Trajectory(1, b"abc", 0), Trajectory(1, (-POEM).tobytes(), 0)):
-        run.engines[0].push.remote(bad)
-    ray.get(run.engines[0].push.remote(Trajectory(problem, POEM.tobytes(), run.version)))
+    texts = (1, b"abc"), (1, (-POEM).tobytes()), (problem, POEM.tobytes())
+    put_batch(run.figures(0)["directory"], "engine", [Trajectory(*text, run.version) for text in texts])
     run.goes_on(problem)
     assert run.tokens == before + len(POEM)
 
@@ -426,12 +423,15 @@ def test_only_what_nobody_uses_is_swept(tmp_path: Path) -> None:
         return file.close
 
     stale, written, watched, own = (directory(name) for name in ("stale", "written", "watched", "own"))
+    for name in ("left", "used"):  # by engines whose writer did not start
+        (tmp_path / f"das-history-{name}").mkdir()
+        (tmp_path / f"das-history-{name}" / "users").touch()
     (tmp_path / "das-history-link").symlink_to(stale)
     (tmp_path / "das-history-new").mkdir()  # its writer is about to lock it
-    release = [locked(written / "writer"), locked(watched / "janitor")]
+    release = [locked(path) for path in (written / "writer", watched / "janitor", tmp_path / "das-history-used/users")]
     janitor.sweep(tmp_path, besides=own.name)
     left = {path.name.removeprefix("das-history-") for path in tmp_path.iterdir()}
-    assert left == {"written", "watched", "own", "link", "new"}
+    assert left == {"written", "watched", "used", "own", "link", "new"}
     for close in release:
         close()
     janitor.sweep(tmp_path, besides="")

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 from vllm.config import CUDAGraphMode
 
-from das_adapter.config import ToggleConfig
+from das_adapter.config import DasConfig
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.roofline import Roofline
 from das_adapter.engine import timing
@@ -49,13 +49,13 @@ def test_it_is_said_which_drafted_steps_replay_no_graph() -> None:
 
 
 def test_an_engine_on_a_known_gpu_begins_with_its_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert timing.before_the_first_step(ToggleConfig(), engine()) is None  # this is a CPU
+    assert timing.before_the_first_step(DasConfig(), engine()) is None  # this is a CPU
     gpu = SimpleNamespace(is_cuda_alike=lambda: True, get_device_name=lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(timing, "current_platform", gpu)
     for quantization, bytes_per_weight in ((None, 2.0), ("fp8", 1.0)):
-        found = timing.before_the_first_step(ToggleConfig(), engine(quantization=quantization))
+        found = timing.before_the_first_step(DasConfig(), engine(quantization=quantization))
         assert found is not None
         assert found.steps == Roofline.of(SHAPE, DEVICES["h100"].speed, 2, bytes_per_weight).line()
-    assert timing.before_the_first_step(ToggleConfig(), engine(quantization="awq")) is None
-    assert timing.before_the_first_step(ToggleConfig(), engine(model_type="deepseek_v3")) is None
-    assert timing.before_the_first_step(ToggleConfig(mode="threshold"), engine()) is None
+    assert timing.before_the_first_step(DasConfig(), engine(quantization="awq")) is None
+    assert timing.before_the_first_step(DasConfig(), engine(model_type="deepseek_v3")) is None
+    assert timing.before_the_first_step(DasConfig(speculate=32), engine()) is None

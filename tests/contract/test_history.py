@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import resource
 import shutil
@@ -24,6 +25,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 from das_adapter.config import HistoryConfig, parse  # noqa: E402
+from das_adapter.core.history import WINDOW  # noqa: E402
 from das_adapter.core.homes import homes  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.core.index.store import problems_in  # noqa: E402
@@ -32,16 +34,17 @@ from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Published, Refresh, Trajectory, pack  # noqa: E402
 from das_adapter.protocol.metrics import Counters  # noqa: E402
+from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
 from das_adapter.service import ledger as ledger_module  # noqa: E402
-from das_adapter.service import session, spool  # noqa: E402
+from das_adapter.service import session  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.service.node import NodeHistory  # noqa: E402
 from das_adapter.service.session import Session  # noqa: E402
 from das_adapter.verl import checkpoint  # noqa: E402
 
-DAS = {"drafter": "history", "history": {"window": 4, "max_bytes": "64MiB"}}
-CONFIG = HistoryConfig(window=4, max_bytes=2**26)
+DAS = {"drafter": "history", "history": {"max_bytes": "64MiB"}}
+CONFIG = HistoryConfig(max_bytes=2**26)
 POEM = np.arange(11, 41, dtype=np.int32)
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 
@@ -86,7 +89,7 @@ def job() -> Iterator[Cluster]:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     ray.init(address=cluster.address, log_to_driver=False)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers can't import a test
-    ledger(4)
+    ledger()
     yield cluster
     ray.shutdown()
     cluster.shutdown()
@@ -95,11 +98,17 @@ def job() -> Iterator[Cluster]:
 class Alone(NodeHistory):
     """A history in this process, at home in all problems."""
 
+    requests = itertools.count(1)
+
     def __init__(self, root: Path, name: str = "history"):
         super().__init__(CONFIG, name, root=str(root), grace_s=1.0)
 
-    def push(self, source: str, number: int, trajectories: list[Trajectory]) -> None:
-        spool.put_batch(self.directory(), source, number, trajectories)
+    def leave(self, engine: str, *trajectories: Trajectory) -> None:
+        """Let an engine leave what it wrote, each text for a request of its own."""
+        put_batch(self.directory(), engine, [t._replace(request=next(self.requests)) for t in trajectories])
+
+    def push(self, engine: str, *trajectories: Trajectory) -> None:
+        self.leave(engine, *trajectories)
         self.tick()
 
     def published(self, version: int) -> Published:
@@ -107,7 +116,7 @@ class Alone(NodeHistory):
 
     @property
     def files(self) -> list[str]:
-        return sorted(path.name for path in (self._store.directory / "spool").iterdir() if "last" not in path.name)
+        return sorted(path.name for path in (self.writer.directory / "spool").iterdir())
 
 
 @pytest.fixture
@@ -179,8 +188,8 @@ def test_a_sync_reports_first_and_then_refreshes(job: Cluster) -> None:
     engine.write(5, POEM, 1)
     engine.session.sync(2, report=True)
     assert [command for command, _ in engine.heard] == ["stats", "refresh"]
-    until(lambda: ray.get(ledger(4).metrics.remote(2)))  # with the counts of the node's other engines, or without
-    figures = ray.get(ledger(4).metrics.remote(2))
+    until(lambda: ray.get(ledger().metrics.remote(2)))  # with the counts of the node's other engines, or without
+    figures = ray.get(ledger().metrics.remote(2))
     assert (figures["das/tokens_per_forward"], figures["das/rollout_s"]) == (7.0, 1.0)
 
 
@@ -211,23 +220,22 @@ def test_an_engine_that_does_not_answer_costs_the_history_and_raises_nothing(job
 
 
 def test_what_arrives_is_published_once_and_what_is_old_is_dropped(writer: Alone) -> None:
-    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 3)])
-    writer.push("b", 1, [Trajectory(1, POEM.tobytes(), 3)])
-    assert writer.files == ["batch-a-0000000001", "batch-b-0000000001"]
+    writer.push("a", Trajectory(1, POEM.tobytes(), 3))
+    writer.push("b", Trajectory(1, POEM.tobytes(), 3))
+    assert [file.split("-")[:2] for file in writer.files] == [["batch", "a"], ["batch", "b"]]
     assert tokens(writer.published(4)) == 60
     assert not writer.files
-    writer.push("a", 2, [Trajectory(1, POEM[::-1].tobytes(), 0)])  # late
+    writer.push("a", Trajectory(1, POEM[::-1].tobytes(), 0))  # late
     assert tokens(writer.published(4)) == 90
     for version in (4, 5, 6):
-        writer.push("a", version, [Trajectory(1, POEM.tobytes(), version)])
+        writer.push("a", Trajectory(1, POEM.tobytes(), version))
         published = writer.published(version + 1)
     assert tokens(published) == 150  # version 0 is none of the last four visits
 
 
 def test_a_message_of_another_node_that_comes_twice_is_taken_once(writer: Alone) -> None:
-    content = pack([Trajectory(1, POEM.tobytes(), 0)])
-    for number in (1, 1, 2, 2, 1):
-        writer.receive("another node", number, content)
+    for request in (1, 1, 2, 2, 1):
+        writer.receive(pack([Trajectory(1, POEM.tobytes(), 0, request)]))
         writer.tick()
         published = writer.published(1)
     assert tokens(published) == 60
@@ -235,11 +243,11 @@ def test_a_message_of_another_node_that_comes_twice_is_taken_once(writer: Alone)
 
 
 def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(writer: Alone) -> None:
-    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
+    writer.push("a", Trajectory(1, POEM.tobytes(), 0))
     assert writer.figures()["staged"] == 0  # the run's first weight sync says which version this is
     before = writer.published(1)
-    writer.push("a", 2, [Trajectory(2, POEM.tobytes(), 1)])
-    assert writer._store.settle() == before.generation
+    writer.push("a", Trajectory(2, POEM.tobytes(), 1))
+    assert writer.writer.store.settle() == before.generation
     assert (writer.figures()["staged"], writer.figures()["tokens"], tokens(before)) == (0, 60, 30)
     assert len(writer.files) == 1  # until it is published
     assert tokens(writer.published(2)) == 60
@@ -248,11 +256,11 @@ def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(write
 
 def test_a_history_that_is_started_again_finds_what_it_had_not_published(writer: Alone, tmp_path: Path) -> None:
     for version, problem in ((1, 1), (2, 2)):
-        writer.push("a", problem, [Trajectory(problem, POEM.tobytes(), version)])
+        writer.push("a", Trajectory(problem, POEM.tobytes(), version))
         if version == 1:
             writer.published(2)
-    writer._store.settle()
-    writer._store.close()  # the process ends
+    writer.writer.store.settle()
+    writer.writer.store.close()  # the process ends
     again = Alone(tmp_path)
     assert again.figures()["tokens"] == 30
     again.tick()
@@ -262,7 +270,7 @@ def test_a_history_that_is_started_again_finds_what_it_had_not_published(writer:
 
 def test_an_engine_two_versions_behind_turns_nothing_back(writer: Alone) -> None:
     for version in range(8):
-        writer.push("ahead", version, [Trajectory(1, POEM.tobytes(), version)])
+        writer.push("ahead", Trajectory(1, POEM.tobytes(), version))
         published = writer.published(version + 1)
     late = writer.published(6)
     assert late[0] == published[0]
@@ -277,7 +285,7 @@ def test_a_killed_service_comes_back_with_all_it_had(job: Cluster, restarted: bo
     engine.write(1, POEM, 0)
     first = engine.sync(1).history
     all_of_it = tokens(first) + 30
-    engine.write(2, POEM, 1)
+    engine.write(20 + restarted, POEM, 1)
     engine.session.flush()
     before = ray.get(engine.session._here.figures.remote())
     if restarted:
@@ -292,10 +300,10 @@ def test_a_killed_service_comes_back_with_all_it_had(job: Cluster, restarted: bo
 
 
 def test_full_memory_delays_the_history_and_loses_none(writer: Alone, caplog: Any) -> None:
-    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
+    writer.push("a", Trajectory(1, POEM.tobytes(), 0))
     before = writer.published(1)
     for version in (2, 3):
-        spool.put_batch(writer.directory(), "a", version, [Trajectory(1, POEM.tobytes(), version - 1)])
+        writer.leave("a", Trajectory(1, POEM.tobytes(), version - 1))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))  # any larger file: no space
     try:
@@ -311,7 +319,7 @@ def test_full_memory_delays_the_history_and_loses_none(writer: Alone, caplog: An
 
 @pytest.mark.parametrize("everything", [True, False])
 def test_removed_files_are_published_anew(writer: Alone, caplog: Any, everything: bool) -> None:
-    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
+    writer.push("a", Trajectory(1, POEM.tobytes(), 0))
     before = writer.published(1)
     engine = mapped(before)
     if everything:
@@ -319,7 +327,7 @@ def test_removed_files_are_published_anew(writer: Alone, caplog: Any, everything
     else:
         next(Path(before[0]).glob("segments-*")).unlink()
     assert drafted(engine) == POEM.tolist()  # what is mapped stays
-    writer.push("a", 2, [Trajectory(2, POEM.tobytes(), 1)])
+    writer.push("a", Trajectory(2, POEM.tobytes(), 1))
     after = writer.published(2)
     assert tokens(after) == 60
     assert drafted(mapped(after)) == POEM.tolist()
@@ -333,7 +341,7 @@ def test_removed_files_are_published_anew(writer: Alone, caplog: Any, everything
 def test_a_directory_that_is_taken_is_left_for_a_new_one(job: Cluster, tmp_path: Path, caplog: Any) -> None:
     published = Alone(tmp_path).published(1)
     second = Alone(tmp_path)  # the first still writes
-    second.push("a", 1, [Trajectory(1, POEM.tobytes(), 1)])
+    second.push("a", Trajectory(1, POEM.tobytes(), 1))
     other = second.published(2)
     assert other.directory != published.directory and tokens(other) == 30
     assert caplog.text.count("can't be taken over") == 1
@@ -341,21 +349,21 @@ def test_a_directory_that_is_taken_is_left_for_a_new_one(job: Cluster, tmp_path:
 
 def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Path) -> None:
     old = Alone(tmp_path, "old")
-    old.push("a", 1, [Trajectory(1, POEM.tobytes(), 50)])
+    old.push("a", Trajectory(1, POEM.tobytes(), 50))
     old.published(51)
-    old.push("a", 2, [Trajectory(2, POEM.tobytes(), 51)])  # since the weight sync
+    old.push("a", Trajectory(2, POEM.tobytes(), 51))  # since the weight sync
     save(old, tmp_path / "saved", [(1, 30, 50), (2, 30, 51)])
 
-    ray.get(ledger(4).start_from.remote(str(tmp_path / "saved")))
+    ray.get(ledger().start_from.remote(str(tmp_path / "saved")))
     fresh = Alone(tmp_path, "new")
     assert tokens(fresh.published(0)) == 60
-    ray.get(ledger(4).start_from.remote(None))
-    fresh.push("a", 1, [Trajectory(3, POEM.tobytes(), 0)])
+    ray.get(ledger().start_from.remote(None))
+    fresh.push("a", Trajectory(3, POEM.tobytes(), 0))
     assert tokens(fresh.published(1)) == 90
-    for version in range(1, 5):
-        fresh.push("b", version, [Trajectory(1, POEM.tobytes(), version)])
+    for version in range(1, WINDOW + 1):
+        fresh.push("b", Trajectory(1, POEM.tobytes(), version))
         published = fresh.published(version + 1)
-    assert tokens(published) == 60 + 4 * 30  # of problem 1 the old run's visit has left the window
+    assert tokens(published) == 60 + WINDOW * 30  # of problem 1 the old run's visit has left the window
     assert saved.lengths(tmp_path / "saved", 0).tolist() == [(1, 30, -1), (2, 30, 0)]
     assert saved.lengths(tmp_path / "saved", 52).tolist() == [(1, 30, 50), (2, 30, 51)]
 
@@ -370,7 +378,7 @@ def save(history: Alone, target: Path, lengths: list[tuple[int, int, int]]) -> N
 
 def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path: Path) -> None:
     target = tmp_path / "checkpoint" / "das_history"
-    writer.push("a", 1, [Trajectory(1, POEM.tobytes(), 0)])
+    writer.push("a", Trajectory(1, POEM.tobytes(), 0))
     writer.published(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in (1, 2):
@@ -382,18 +390,18 @@ def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (step - 1)
         save(writer, target, [(1, 30, 0)])
-    saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.persist")
+    saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.load")
     assert saved.lengths(target, 0).tolist() == [(1, 30, 0)]
 
 
 def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: Alone, caplog: Any) -> None:
-    ray.get(ledger(4).start_from.remote("/nowhere"))
+    ray.get(ledger().start_from.remote("/nowhere"))
     try:
         for version in (1, 2):
-            writer.push("a", version, [Trajectory(1, POEM.tobytes(), version)])
+            writer.push("a", Trajectory(1, POEM.tobytes(), version))
             published = writer.published(version)
     finally:
-        ray.get(ledger(4).start_from.remote(None))
+        ray.get(ledger().start_from.remote(None))
     assert tokens(published) == 60
     assert len([r for r in caplog.records if r.message.startswith("das: history: ")]) == 1
 
@@ -401,20 +409,20 @@ def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: Alone, 
 def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     mine, other = ({"a": 0, "b": 1}, {"b": 0, "a": 1})
     facts, theirs = (saved.Facts.of("problem", SimpleNamespace(get_vocab=lambda v=v: v)) for v in (mine, other))
-    with pytest.raises(DasError, match=r"das.history.persist: found no history in"):
-        saved.check(tmp_path, facts, "das.history.persist")
+    with pytest.raises(DasError, match=r"das.history.load: found no history in"):
+        saved.check(tmp_path, facts, "das.history.load")
     target = tmp_path / "saved"
     saved.write(target, theirs, np.array([], RESPONSE), lambda index: SuffixIndex().save(index / "0") or 1)
-    saved.check(target, theirs, "das.history.persist")
-    with pytest.raises(DasError, match=r"das.history.persist: .* written with tokenizer '\w+', this run has '\w+'"):
-        saved.check(target, facts, "das.history.persist")
+    saved.check(target, theirs, "das.history.load")
+    with pytest.raises(DasError, match=r"das.history.load: .* written with tokenizer '\w+', this run has '\w+'"):
+        saved.check(target, facts, "das.history.load")
     with pytest.raises(DasError, match="with scope 'problem', this run has 'global'"):
-        saved.check(target, saved.Facts("global", theirs.vocabulary, theirs.tokenizer), "das.history.persist")
+        saved.check(target, saved.Facts("global", theirs.vocabulary, theirs.tokenizer), "das.history.load")
 
 
 def trainer(path: Path, step: int, **changes: Any) -> SimpleNamespace:
     """The parts of veRL's trainers that checkpoints of the history touch."""
-    das = {"drafter": "history", "history": {"persist": changes.pop("persist", None)}}
+    das = {"drafter": "history", "history": {"load": changes.pop("load", None)}}
     keys = {"default_local_dir": str(path), "resume_mode": "auto", "resume_from_path": None, **changes}
     config = OmegaConf.create({"trainer": keys, "actor_rollout_ref": {"rollout": {"custom": {"das": das}}}})
     return SimpleNamespace(config=config, global_steps=step, tokenizer=TOKENIZER)
@@ -439,14 +447,14 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: Cluster, tmp
 
     try:
         assert asyncio.run(checkpoint.after_load(load)(trainer(tmp_path, 6))) == 6
-        assert ray.get(ledger(4).start.remote())[0] == str(tmp_path / "global_step_6" / saved.NAME)
+        assert ray.get(ledger().start.remote())[0] == str(tmp_path / "global_step_6" / saved.NAME)
         warm = str(tmp_path / "global_step_4" / saved.NAME)
-        checkpoint.after_load(lambda self: None)(trainer(tmp_path / "fresh", 0, persist=warm))
-        assert ray.get(ledger(4).start.remote())[0] == warm
+        checkpoint.after_load(lambda self: None)(trainer(tmp_path / "fresh", 0, load=warm))
+        assert ray.get(ledger().start.remote())[0] == warm
     finally:
-        ray.get(ledger(4).start_from.remote(None))
-    with pytest.raises(DasError, match=r"custom.das.history.persist: found no history in '/nowhere'"):
-        checkpoint.after_load(lambda self: None)(trainer(tmp_path, 0, persist="/nowhere"))
+        ray.get(ledger().start_from.remote(None))
+    with pytest.raises(DasError, match=r"custom.das.history.load: found no history in '/nowhere'"):
+        checkpoint.after_load(lambda self: None)(trainer(tmp_path, 0, load="/nowhere"))
 
 
 def test_each_text_goes_to_its_home_and_comes_from_there(job: Cluster) -> None:
@@ -503,7 +511,7 @@ import os, ray, signal, sys
 from das_adapter.config import HistoryConfig
 from das_adapter.service import ledger, node
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-ledger.ledger(4)
+ledger.ledger()
 here = node.here(HistoryConfig(max_bytes=2**26), grace_s=1.0)
 print(ray.get(here.sync.remote(1, "a", 0, ()))[0].directory, flush=True)
 if sys.argv[1] == "killed":

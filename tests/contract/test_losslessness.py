@@ -15,10 +15,10 @@ from das_adapter.protocol.metrics import faults
 
 OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
 # Without the controller, whose decisions depend on how long steps take.
-HISTORY = {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}}
+HISTORY = {"drafter": "history", "budget": "unlimited", "speculate": "always"}
 
-SELF = {"drafter": "self", "budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
-MIXED = {"drafter": "history+self", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}}
+SELF = {"drafter": "self", "budget": "unlimited", "speculate": "always"}
+MIXED = {"drafter": "history+self", "budget": "unlimited", "speculate": "always"}
 SMALL = {"max_num_batched_tokens": 512, "max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 20}
 """Engine arguments with which prompts are read in chunks, and requests wait or are preempted."""
 

@@ -16,8 +16,8 @@ def model_drafts(policy: str) -> dict[str, Any]:
     return {
         "drafter": "draft_model",
         "draft": {"model": policy},
-        "budget": {"policy": "unlimited"},
-        "toggle": {"mode": "off"},
+        "budget": "unlimited",
+        "speculate": "always",
     }
 
 

@@ -109,7 +109,7 @@ def test_another_run_starts_with_a_history_and_leaves_it_alone(config: Make) -> 
         write(engine, 2)
         folder = save(first, 3) / saved.NAME
     before = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with run(config("elsewhere", persist=str(folder))) as engine:
+    with run(config("elsewhere", load=str(folder))) as engine:
         message = refreshed(engine)[0]
         assert message.history is not None and written(message.history) == 6
     assert {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
@@ -141,13 +141,13 @@ def test_every_algorithm_refuses_another_tokenizers_history_before_it_launches_a
     setup = getattr(importlib.import_module(f"nemo_rl.algorithms.{module}"), name)
     nothing = [None] * (0 if name != "setup" else 2)
     other = history_of(tmp_path / "other", OTHER)
-    words = r"policy.generation.das.history.persist: the history in '.*/other' was written with tokenizer '\w+'"
+    words = r"policy.generation.das.history.load: the history in '.*/other' was written with tokenizer '\w+'"
     with pytest.raises(DasError, match=words):
-        setup(config(persist=str(other)), TOKENIZER, *nothing)
-    with pytest.raises(DasError, match=r"policy.generation.das.history.persist: found no history in"):
-        setup(config(persist=str(tmp_path)), TOKENIZER, *nothing)
-    with pytest.raises(ConfigError, match=r"das.history.persist: found '/nowhere'"):
-        setup(config(persist="/nowhere"), TOKENIZER, *nothing)
+        setup(config(load=str(other)), TOKENIZER, *nothing)
+    with pytest.raises(DasError, match=r"policy.generation.das.history.load: found no history in"):
+        setup(config(load=str(tmp_path)), TOKENIZER, *nothing)
+    with pytest.raises(ConfigError, match=r"das.history.load: found '/nowhere'"):
+        setup(config(load="/nowhere"), TOKENIZER, *nothing)
     assert not ray.is_initialized()
 
 

@@ -79,7 +79,7 @@ def test_recipes_parse_and_are_named_after_their_content(path: Path, monkeypatch
         ({"vllm_kwargs": {"speculative_config": {"method": "ngram"}}}, "both choose a drafter"),
         ({"vllm_kwargs": {"async_scheduling": True}}, "async_scheduling=True, which vLLM's V1 runner refuses"),
         ({"vllm_cfg": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2, allowed: 1"),
-        ({"das": {"history": {"persist": "x"}}}, "history.persist: found 'x'"),
+        ({"das": {"history": {"load": "x"}}}, "history.load: found 'x'"),
         ({"quant_cfg": "fp8"}, "policy.generation.quant_cfg"),
         ({"vllm_kwargs": {"additional_config": {"das": {"drafter": "ngram"}}}}, "differ"),
     ],

@@ -20,7 +20,7 @@ HOST = {"DAS_CPU_WEIGHT_SYNC": "1"}
 
 def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
     model = {} if "mtp" in method else {"model": str(drafters / method.removeprefix("history+"))}
-    return {"drafter": method, "draft": {"tokens": 3, **model, **more.pop("draft", {})}, **more}
+    return {"drafter": method, "draft": {**model, **more.pop("draft", {})}, **more}
 
 
 def policy(method: str, drafters: Path) -> dict[str, str]:
@@ -46,7 +46,7 @@ def trained_drafter(drafters: Path, method: str, host: str | None) -> list[dict[
 
 AT_LEAST = [{"temperature": 1.0, "min_tokens": tokens} for tokens in range(30, 66, 3)]
 """Their texts would end before."""
-ALWAYS = {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+ALWAYS = {"budget": "unlimited", "speculate": "always"}
 
 
 @pytest.mark.one_build
@@ -78,7 +78,7 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(engine: Any, drafters: Pat
     rounds, ours = two_rounds(requests(PLAIN * 3 + EVERY_PARAMETER)), policy(method, drafters)
     reference = engine(das=OFF, engine=ours, rounds=rounds)
     small = {"rounds": rounds, "engine": {**SMALL, **ours}}
-    das = block(method, drafters, toggle={"mode": "off"})  # for such drafts lose
+    das = block(method, drafters, speculate="always")  # for such drafts lose
     result = engine(das=das, **EVERY_LENGTH, **small)
     assert all(r["misplaced"] == r["reused"] == 0 < r["audited"] for r in result)
     assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
@@ -101,7 +101,7 @@ def test_two_ranks_run_the_drafter_together(engine: Any, vllm_env: dict[str, str
     if vllm_env:
         pytest.skip("two ranks take long: on the other build only")
     reference = engine(das=OFF, rounds=ROUNDS, **ALONE)
-    das = block(method, drafters, toggle={"mode": "off"})
+    das = block(method, drafters, speculate="always")
     result = engine(das=das, rounds=ROUNDS, **EVERY_LENGTH, **RANKS)
     assert seeded(result) == seeded(reference)
     for found in result:

@@ -25,7 +25,7 @@ def engine_config(**arguments: Any) -> Any:
 
 
 def test_the_block_alone_chooses_the_drafter() -> None:
-    config = engine_config(additional_config={"das": {"drafter": "history", "budget": {"max_draft_tokens": 5}}})
+    config = engine_config(additional_config={"das": {"drafter": "history", "max_draft_tokens": 5}})
     assert (config.speculative_config.method, config.speculative_config.num_speculative_tokens) == ("custom_class", 5)
     assert config.model_config.max_model_len == 512
     assert engine_config().speculative_config is None
@@ -50,7 +50,7 @@ def test_drafts_found_on_the_host_need_synchronous_scheduling() -> None:
 
 
 def test_a_drafter_with_weights_gets_them_and_room_past_the_end() -> None:
-    das = {"drafter": "draft_model", "draft": {"model": str(POLICY), "tokens": 4}}
+    das = {"drafter": "draft_model", "max_draft_tokens": 4, "draft": {"model": str(POLICY)}}
     config = engine_config(additional_config={"das": das}, load_format="dummy")
     assert config.model_config.max_model_len == 512 + 4 + 1
     assert config.load_config.load_format == "auto"
@@ -59,14 +59,14 @@ def test_a_drafter_with_weights_gets_them_and_room_past_the_end() -> None:
 def test_the_environment_may_hold_or_name_the_block(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "das.yaml"
     for text, given in (
-        ('{"drafter": "history", "budget": {"max_draft_tokens": 6}}', None),
-        (str(file), "das:\n  budget: {max_draft_tokens: 6}\n"),
-        (str(file), "budget: {max_draft_tokens: 6}\n"),
+        ('{"drafter": "history", "max_draft_tokens": 6}', None),
+        (str(file), "das:\n  max_draft_tokens: 6\n"),
+        (str(file), "max_draft_tokens: 6\n"),
     ):
         file.write_text(given or "")
         monkeypatch.setenv("DAS_CONFIG", text)
         assert engine_config().speculative_config.num_speculative_tokens == 6
-    own = {"das": {"budget": {"max_draft_tokens": 7}}}
+    own = {"das": {"max_draft_tokens": 7}}
     assert engine_config(additional_config=own).speculative_config.num_speculative_tokens == 7
     for off in ("", "{}", '{"drafter": "none"}'):
         monkeypatch.setenv("DAS_CONFIG", off)
@@ -78,7 +78,7 @@ def test_the_environment_may_hold_or_name_the_block(monkeypatch: pytest.MonkeyPa
     [
         ("DAS_CONFIG", "/nowhere/das.yaml", "DAS_CONFIG: found '/nowhere/das.yaml', allowed: a das: block"),
         ("DAS_CONFIG", '{"das": null}', "found an empty block"),
-        ("DAS_CONFIG", '{"history": {"persist": "/tmp"}}', "das.history.persist: found '/tmp', allowed: null, because"),
+        ("DAS_CONFIG", '{"history": {"load": "/tmp"}}', "das.history.load: found '/tmp', allowed: null, because"),
         ("VLLM_USE_V2_MODEL_RUNNER", "1", "VLLM_USE_V2_MODEL_RUNNER: found '1', allowed: '0', because"),
     ],
 )

@@ -27,11 +27,11 @@ SERVERS: dict[str, Any] = {"a": None, "b": None}
 @pytest.fixture
 def service() -> Iterator[Any]:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield ledger(window=4)
+    yield ledger()
     ray.shutdown()
 
 
-def made(group: int = 4, **routing: str) -> type[DasLoadBalancer]:
+def made(group: int = 4, routing: str = "longest_first") -> type[DasLoadBalancer]:
     das = parse({"routing": routing})
     assert isinstance(das, DasConfig)
     return balancer(das, SimpleNamespace(n=group, max_num_seqs=64))
@@ -92,7 +92,7 @@ def test_validation_samples_and_strangers_are_placed_one_by_one(service: Any) ->
 
 def test_least_loaded_takes_the_replica_with_the_fewest_requests(service: Any) -> None:
     remember(service, {1: 3000, 2: 10})
-    router = made(policy="least_loaded")(SERVERS)
+    router = made(routing="least_loaded")(SERVERS)
     assert [acquire(router, f"r{i}", p) for i, p in enumerate([1, 1, 2, 2])] == ["a", "b", "a", "b"]
     router.release_server("b", request_id="r1")
     assert acquire(router, "next", 1) == "b"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,10 @@ from test_losslessness import HISTORY, OFF, prompts
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.identity import prompt_identity
-from das_adapter.engine.history_link import HistoryLink
 from das_adapter.engine.settings import history_name
+from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.engine_args import RUN_KEY
-from das_adapter.protocol.messages import Trajectory
+from das_adapter.protocol.spool import GRACE_S, SHARED_MEMORY
 
 ENV = {"DAS_CPU_WEIGHT_SYNC": "1"}
 """Weights are written into the live model."""
@@ -66,18 +67,25 @@ def test_validation_stays_out(engine: Any) -> None:
 
 
 def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str]) -> None:
-    """What another engine of the node has written is drafted from in the first step."""
-    first = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env=ENV)[0]
-    run = f"test {os.getpid()} {vllm_env}"
-    config = SimpleNamespace(additional_config={RUN_KEY: run})
-    other = HistoryLink(history_name(config), HistoryConfig(), grace_s=0.1)
+    """What another engine of the node has written is drafted from in the first step. Nothing is left of an engine that
+    ended normally, though vLLM kills all its workers' children."""
+    run, alone = (f"test {os.getpid()} {vllm_env} {name}" for name in ("shared", "alone"))
+    first = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**ENV, "DAS_RUN": alone})[0]
+    begin = time.monotonic()
+    config, ended = (SimpleNamespace(additional_config={RUN_KEY: key}) for key in (run, alone))
+    other = SharedHistory(history_name(config), HistoryConfig(), grace_s=0.1)
     texts = zip([p for p in prompts(4) for _ in range(2)], written(first), strict=True)
-    other.push([Trajectory(prompt_identity(p), np.array(t, dtype=np.int32).tobytes(), 0) for p, t in texts])
+    for i, (prompt, text) in enumerate(texts):
+        other.add(prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0, str(i))
     other.sync()
     result = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**ENV, "DAS_RUN": run})[0]
     assert written(result) == written(first)
     assert result["stats"]["history_hits"] == 8
     assert result["stats"]["accepted_tokens"] > first["stats"]["accepted_tokens"]
+    left = SHARED_MEMORY / history_name(ended)
+    while left.exists():
+        assert time.monotonic() < begin + 3 * GRACE_S, "its history is still there"
+        time.sleep(0.5)
 
 
 def test_figures_are_in_vllms_own_metrics(engine: Any) -> None:

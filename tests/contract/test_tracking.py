@@ -30,7 +30,7 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         rollout = {"begin": 1.0, "ends": [2.0], "token_hash": 1}
-        ray.get(ledger(4).report.remote(3, {**Counters(tokens=30, request_forwards=10).take(), **rollout}))
+        ray.get(ledger().report.remote(3, {**Counters(tokens=30, request_forwards=10).take(), **rollout}))
         das = {"drafter": "history", "log_dir": str(tmp_path / "logs")}
         config = {"actor_rollout_ref": {"rollout": {"custom": {"das": das}}}}
         logger = Tracking("project", "experiment", ["file"], config)

@@ -152,35 +152,23 @@ def test_an_arena_that_is_too_small_is_said_once() -> None:
 
 
 POINTERS = {
-    "*i32": "offers kinds offered then text_len arena outcomes cells fading found_info found_left seen_info seen_left "
-    "num_sampled real",
-    "*i64": "text_at slots row_of_slot sealed_texts sealed_places sealed_count found_at begin members member_count "
-    "drafts targets rooms closed seen_at seen_key",
+    "*i32": "offers text_len arena outcomes cells fading num_sampled real",
+    "*i64": "text_at slots row_of_slot sealed_texts sealed_places sealed_count found begin members member_count drafts "
+    "targets rooms closed seen",
     "*fp32": "confidence",
     "*fp64": "sources start chance",
     "i32": "requests vocabulary",
     "fp32": "min_chance",
 }
-CONSTANTS = {
-    "WIDTH": 17,
-    "PADDED": 32,
-    "ROWS": 32,
-    "LANES": 256,
-    "CANDIDATES": 64,
-    "MEMBERS": 64,
-    "SPLITS": 8,
-    "BLOCK": 1024,
-    "STEPS": 16,
-    "COLUMNS": 32,
-}
+CONSTANTS = {"PADDED": 32, "ROWS": 32, "LANES": 256, "MEMBERS": 64, "SPLITS": 8, "BLOCK": 1024, "STEPS": 16}
 COMPILE = f"""
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from das_adapter.engine.v2 import kernels
+from das_adapter.engine.v2 import search, votes
 types = {{name: kind for kind, names in {POINTERS!r}.items() for name in names.split()}}
 for name in ("learn", "estimate", "search_sealed", "scan_live", "merge_live", "vote", "keep_texts"):
-    kernel = getattr(kernels, name)
+    kernel = getattr(votes if name in ("learn", "estimate", "vote") else search, name)
     constants = {{(i,): {CONSTANTS!r}[a] for i, a in enumerate(kernel.arg_names) if a.isupper()}}
     signature = {{a: "constexpr" if a.isupper() else types[a] for a in kernel.arg_names}}
     compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))

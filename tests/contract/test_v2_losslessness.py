@@ -15,8 +15,8 @@ from das_adapter.protocol.label import Labeller
 SMALL = {"history": {"device_bytes": "2MiB"}}
 HISTORY = {
     "drafter": "history",
-    "budget": {"policy": "uniform", "min_chance": 0.02},
-    "toggle": {"mode": "off"},
+    "budget": "unlimited",
+    "speculate": "always",
     **SMALL,
 }
 ARMS: dict[str, dict[str, Any]] = {
@@ -125,7 +125,7 @@ def test_history_of_the_last_round_is_drafted_and_accepted(v2_engine: Any) -> No
 
 def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(v2_engine: Any) -> None:
     reference = v2_engine(das=None, rounds=stock(CHANGED))[2:]
-    das = {**HISTORY, "budget": {**HISTORY["budget"], "max_draft_tokens": 2}}
+    das = {**HISTORY, "max_draft_tokens": 2}
     rounds = synced(two_rounds(requests(shortened(EVERY_PARAMETER, 4), 9)))
     rounds[0]["perturb"] = CHANGED[2]["perturb"]
     result = v2_engine(das=das, rounds=rounds, interpreted=True)
@@ -346,7 +346,7 @@ def test_two_ranks_write_the_tokens_of_one(v2_engine: Any) -> None:
 def test_many_weight_syncs_leave_nothing_behind(v2_engine: Any) -> None:
     asked = requests([{"temperature": 1.0, "max_tokens": 12}], 6)
     rounds = [{"requests": asked, "refresh": version, "brief": True} for version in range(1, 52)]
-    result = v2_engine(das={**HISTORY, "history": {"window": 2, "device_bytes": "1MiB"}}, rounds=rounds)
+    result = v2_engine(das={**HISTORY, "history": {"device_bytes": "1MiB"}}, rounds=rounds)
     assert result[-1]["memory"] - result[8]["memory"] < 4 * 2**20
     assert result[-1]["stats"]["live_bytes"] == result[0]["stats"]["live_bytes"]
     assert result[-1]["stats"]["accepted_tokens"] > 20

@@ -39,7 +39,7 @@ def sync(tmp_path_factory: pytest.TempPathFactory) -> dict[str, arms.Steps]:
     return {
         "off": arms.run("off", [*arms.ARMS["off"], *SMALL], out),
         "history": arms.run(
-            "history", [*arms.ARMS["history"], *SMALL, "++policy.generation.das.routing.policy=least_loaded"], out
+            "history", [*arms.ARMS["history"], *SMALL, "++policy.generation.das.routing=least_loaded"], out
         ),
     }
 
@@ -153,7 +153,7 @@ def test_a_resumed_run_drafts_from_its_first_step_and_writes_the_tokens_of_off(s
 
 def test_another_run_drafts_from_a_saved_history_from_its_first_step(saved: Any) -> None:
     out, before = saved
-    warm = f"{arms.DAS}.history.persist={out / 'checkpoints/step_3/das_history'}"
+    warm = f"{arms.DAS}.history.load={out / 'checkpoints/step_3/das_history'}"
     [step] = arms.run("warm", [*arms.ARMS["history"], *SMALL, "grpo.max_num_steps=1", warm], out)
     assert (before[0]["das/history_hits"], step["das/history_hits"]) == (0, 1)
     assert step["das/token_hash"] == before[0]["das/token_hash"]
@@ -166,8 +166,8 @@ def test_another_tokenizers_history_stops_the_run(saved: Any, tmp_path: Path) ->
     facts = json.loads((foreign / "history.json").read_text())
     (foreign / "history.json").write_text(json.dumps({**facts, "tokenizer": "another"}))
     with pytest.raises(SystemExit, match=r"the refused arm failed"):
-        arms.run("refused", [*arms.ARMS["history"], *SMALL, f"{arms.DAS}.history.persist={foreign}"], tmp_path)
+        arms.run("refused", [*arms.ARMS["history"], *SMALL, f"{arms.DAS}.history.load={foreign}"], tmp_path)
     message = (
-        f"policy.generation.das.history.persist: the history in {str(foreign)!r} was written with tokenizer 'another'"
+        f"policy.generation.das.history.load: the history in {str(foreign)!r} was written with tokenizer 'another'"
     )
     assert message in (tmp_path / "refused.log").read_text()

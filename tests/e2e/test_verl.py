@@ -31,9 +31,9 @@ SMALL = [
 # Without the controller, whose decisions depend on how long steps take.
 HISTORY = [
     f"{DAS}.drafter=history",
-    f"+{DAS}.budget.policy=uniform",
-    f"+{DAS}.toggle.mode=off",
-    f"+{DAS}.routing.policy=least_loaded",
+    f"+{DAS}.budget=uniform",
+    f"+{DAS}.speculate=always",
+    f"+{DAS}.routing=least_loaded",
 ]
 
 
@@ -192,7 +192,7 @@ def test_asynchronous_pipelines_draft_from_the_history_and_say_so(pipeline: str,
 
 
 def test_a_misspelt_key_stops_the_run_before_anything_starts(tmp_path: Path) -> None:
-    run = train(tmp_path / "x.jsonl", "+actor_rollout_ref.rollout.custom.das.histroy.window=4")
+    run = train(tmp_path / "x.jsonl", "+actor_rollout_ref.rollout.custom.das.histroy.scope=global")
     assert run.returncode != 0
     assert "das.histroy: unknown key; did you mean 'history'?" in run.stderr
     assert "Started a local Ray instance" not in run.stdout + run.stderr

@@ -17,7 +17,7 @@ from serving import ARMS
 pytestmark = pytest.mark.hosts
 
 # Without the controller, whose decisions depend on how long steps take.
-HISTORY = {"drafter": "history", "budget": {"policy": "uniform", "min_chance": 0.02}, "toggle": {"mode": "off"}}
+HISTORY = {"drafter": "history", "budget": "unlimited", "speculate": "always"}
 
 
 def test_a_trainer_gets_the_same_tokens_and_the_history_follows_its_updates(tmp_path: Path) -> None:

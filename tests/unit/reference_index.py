@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from das_adapter.core.index.errors import UnknownHandle
 from das_adapter.core.index.values import (
-    MAX_TOKEN,
     Float32,
     Int32,
     Int64,
@@ -30,6 +29,7 @@ START = -1  # stands before the first token of every response
 GAP = -2  # stands before a stretch of a response of which what came before is not there
 LEAST = 256  # bytes that a problem keeps before whole problems are dropped
 SIZES, CONTEXT, COUNTED, WORTH = (2, 4, 8), 8, 128, 64  # see csrc/suffix_thin.hpp
+MAX_TOKEN = 2**23 - 1
 MOST = 16  # places that one search of a text visits (live text: per gram size)
 SURE = 8  # places that differ in the last token are searched only below this strength of a match
 BEYOND = 3  # at most so many tokens beyond a differing one count
@@ -177,8 +177,8 @@ class ReferenceIndex:
             request.text.append(token)
 
     def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
-        ends = integers(offsets, np.int64, "offsets").tolist()
-        for i, handle in enumerate(integers(handles, np.int64, "handles").tolist()):
+        ends = integers(offsets, "offsets").tolist()
+        for i, handle in enumerate(integers(handles, "handles").tolist()):
             self.extend(handle, flat_tokens[ends[i] : ends[i + 1]])
 
     def close(self, handle: int, keep: bool = True) -> None:
@@ -200,8 +200,8 @@ class ReferenceIndex:
     def draft(
         self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
     ) -> tuple[list[Int32], list[Float32]]:
-        requests = [self._request(h) for h in integers(handles, np.int64, "handles").tolist()]
-        limits = integers(budgets, np.int64, "budgets").tolist()
+        requests = [self._request(h) for h in integers(handles, "handles").tolist()]
+        limits = integers(budgets, "budgets").tolist()
         drafts = [self._draft(r, limit, min_chance) for r, limit in zip(requests, limits, strict=True)]
         return [np.array(d[0], np.int32) for d in drafts], [np.array(d[1], np.float32) for d in drafts]
 

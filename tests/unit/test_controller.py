@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 
-from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.config import DasConfig
 from das_adapter.core.account import LOOK_STEPS
 from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
@@ -90,8 +91,8 @@ def rollout(
     return Rollout(seconds, steps, total_drafted, total_accepted, done.tolist(), looks)
 
 
-def make(policy: str = "optimal", most: int = 16, **toggle: object) -> Controller:
-    return Controller(BudgetConfig(policy=policy, max_draft_tokens=most), ToggleConfig(**toggle), limit=2048)  # type: ignore[arg-type]
+def make(budget: Any = "optimal", most: int = 16, speculate: Any = "auto") -> Controller:
+    return Controller(DasConfig(budget=budget, max_draft_tokens=most, speculate=speculate), limit=2048)
 
 
 def warm(controller: Controller, lengths: np.ndarray, truth: StepModel, **how: float) -> Controller:
@@ -108,7 +109,7 @@ def test_optimal_beats_every_fixed_length_on_a_long_tail() -> None:
     lengths = long_tail()
     times = {}
     for k in (1, 3, 7, 15):
-        fixed = warm(make("unlimited", k, mode="off"), lengths, MEMORY_BOUND)
+        fixed = warm(make("unlimited", k, speculate="always"), lengths, MEMORY_BOUND)
         times[k] = rollout(lengths, MEMORY_BOUND, fixed).seconds
     optimal = rollout(lengths, MEMORY_BOUND, warm(make(), lengths, MEMORY_BOUND)).seconds
     assert optimal < 0.9 * min(times.values())
@@ -118,7 +119,7 @@ def test_optimal_beats_every_fixed_length_on_a_long_tail() -> None:
 def test_at_every_starting_batch_it_keeps_up_with_the_best_fixed_length(batch: int) -> None:
     lengths = np.clip(np.random.default_rng(batch).lognormal(3.5, 0.7, batch), 8, 200).astype(int)
     lengths[0] = 200
-    fixed = [rollout(lengths, MEMORY_BOUND, make("unlimited", k, mode="off")).seconds for k in (1, 3, 7, 15)]
+    fixed = [rollout(lengths, MEMORY_BOUND, make("unlimited", k, speculate="always")).seconds for k in (1, 3, 7, 15)]
     controller = warm(make(), np.full(48, 96), MEMORY_BOUND)
     groups = [(i, int(n), 1) for i, n in enumerate(lengths) for _ in range(4)]
     controller.sync(np.array(groups, RESPONSE))
@@ -145,7 +146,7 @@ def test_what_is_saved_is_what_is_reported() -> None:
 
 def test_the_planned_rounds_are_about_those_it_takes() -> None:
     lengths = long_tail()
-    controller, steps = make("classes"), 0
+    controller, steps = make("das"), 0
     for version in range(1, 4):
         before, result = steps, rollout(lengths, MEMORY_BOUND, controller)
         planned, steps = controller.planned_rounds - before, steps + result.steps
@@ -203,7 +204,7 @@ def asked(controller: Controller) -> bool:
 
 def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:
     lengths = np.full(32, 600)
-    controller = make("unlimited", mode="threshold", threshold=64)
+    controller = make("unlimited", speculate=64)
     rollout(lengths, COMPUTE_BOUND, controller, chance=0.4)
     assert controller.account.reason is not None
     assert "drafted steps" in controller.account.reason
@@ -218,7 +219,7 @@ def test_always_means_always_and_asks_no_clock(policy: str) -> None:
     lengths = np.full(24, 200)
     runs = []
     for truth in (COMPUTE_BOUND, MEMORY_BOUND):
-        controller = make(policy, mode="off")
+        controller = make(policy, speculate="always")
         runs.append(rollout(lengths, truth, controller, chance=0.3))
         assert controller.account.reason is None
     assert runs[0].drafted == runs[1].drafted > 1000
@@ -235,7 +236,7 @@ def test_while_nothing_pays_it_considers_drafts_once_in_a_while() -> None:
 def test_steps_that_only_measure_ask_the_same_requests() -> None:
     """A neural drafter has to read what they have written since."""
     drafts = ModelDrafts(4, narrows=False)
-    controller = Controller(BudgetConfig(), ToggleConfig(), limit=2048, drafts=drafts)
+    controller = Controller(DasConfig(), limit=2048, drafts=drafts)
     slots = np.array([controller.open(i, 0, 2048) for i in range(32)])
     one, one_draft, asked = np.ones(32, dtype=int), np.zeros(32, dtype=int), list[tuple[int, ...]]()
     for step in range(3000):
@@ -270,7 +271,7 @@ def test_equal_inputs_give_equal_decisions() -> None:
     assert (a.seconds, a.drafted, a.accepted) == (b.seconds, b.drafted, b.accepted)
 
 
-@pytest.mark.parametrize("policy", ["optimal", "classes", "uniform", "unlimited"])
+@pytest.mark.parametrize("policy", ["optimal", "das", "uniform", "unlimited"])
 def test_drafts_keep_to_the_room_and_the_maximum(policy: str) -> None:
     controller = make(policy, most=8)
     slots = np.array([controller.open(i, 5, 100) for i in range(5)])
@@ -295,7 +296,7 @@ def test_one_length_for_all_is_never_much_slower_than_off(truth: StepModel, chan
     off = rollout(lengths, truth, None).seconds
 
     def controller() -> Controller:
-        return Controller(BudgetConfig(), ToggleConfig(), limit=2048, common=(1, 2, 4, 8, 16))
+        return Controller(DasConfig(), limit=2048, common=(1, 2, 4, 8, 16))
 
     on = rollout(lengths, truth, warm(controller(), lengths, truth, chance=chance), chance=chance).seconds
     assert on <= 1.02 * off
@@ -303,16 +304,12 @@ def test_one_length_for_all_is_never_much_slower_than_off(truth: StepModel, chan
         assert on < 0.7 * off
 
 
-@pytest.mark.parametrize("policy", ["optimal", "classes", "uniform", "unlimited"])
-@pytest.mark.parametrize("mode", ["off", "roofline"])
-def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: str, mode: str) -> None:
+@pytest.mark.parametrize("policy", ["optimal", "das", "uniform", "unlimited"])
+@pytest.mark.parametrize("speculate", ["always", "auto"])
+def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: Any, speculate: Any) -> None:
     common = (1, 2, 4, 8)
-    controller = Controller(
-        BudgetConfig(policy=policy, max_draft_tokens=8),
-        ToggleConfig(mode=mode),
-        2048,  # type: ignore[arg-type]
-        common=common,
-    )
+    das = DasConfig(budget=policy, max_draft_tokens=8, speculate=speculate)
+    controller = Controller(das, 2048, common=common)
     slots = np.array([controller.open(i, 5, 400) for i in range(5)])
     lengths = set()
     for _ in range(100):

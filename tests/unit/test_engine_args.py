@@ -44,23 +44,23 @@ def test_history_runs_on_v2_and_leaves_the_environment_alone(newest: pytest.Monk
 
 
 def test_neural_drafters_run_on_v2_with_the_lengths_that_the_controller_may_choose(newest: pytest.MonkeyPatch) -> None:
-    block = {"drafter": "eagle3", "draft": {"model": "m", "tokens": 5, "options": {"attention_backend": "x"}}}
+    block = {"drafter": "eagle3", "max_draft_tokens": 5, "draft": {"model": "m", "options": {"attention_backend": "x"}}}
     config = parse(block)
     assert config is not None and args.needs_v1(config) is None
     table = [(1, 1, 5), (2, 2, 4), (3, 3, 2), (4, 4, 1), (5, 5, 0)]
     expected = {"method": "eagle3", "model": "m", "num_speculative_tokens": 5, "attention_backend": "x"}
     assert args.v2_speculative_config(config) == {**expected, "num_speculative_tokens_per_batch_size": table}
-    always = parse(block | {"budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}})
+    always = parse(block | {"budget": "unlimited", "speculate": "always"})
     assert always is not None
     assert args.v2_speculative_config(always) == expected
-    both = block | {"drafter": "history+eagle3"}
+    both = block | {"drafter": "history+eagle3", "max_draft_tokens": 16}
     config = parse(both)
     assert config is not None and args.needs_v1(config) is None
     found = args.v2_speculative_config(config)
     assert found is not None
     lengths = [entry[2] for entry in found.pop("num_speculative_tokens_per_batch_size")]
     assert found == expected | {"num_speculative_tokens": 16}
-    assert lengths == [16, 8, 5, 4, 2, 1, 0]
+    assert lengths == [16, 8, 4, 3, 2, 1, 0]
     assert "das.verify.noise=keyed" in str(needs_v1(both | {"verify": {"noise": "stock"}}))
 
 
@@ -91,7 +91,7 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     ("most", "lengths"), [(1, (1,)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (20, (1, 2, 4, 8, 16, 20))]
 )
 def test_graphs_are_captured_for_powers_of_two_and_the_longest_draft(most: int, lengths: tuple[int, ...]) -> None:
-    config = parse({"budget": {"max_draft_tokens": most}})
+    config = parse({"max_draft_tokens": most})
     assert config is not None
     assert args.draft_lengths(config) == lengths
 

@@ -15,7 +15,7 @@ triton = pytest.importorskip("triton")
 from das_adapter.core.index import SuffixIndex  # noqa: E402
 from das_adapter.engine.v1 import keyed_sample  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
-from das_adapter.engine.v2 import kernels  # noqa: E402
+from das_adapter.engine.v2 import search, votes  # noqa: E402
 from das_adapter.engine.v2.device_index import DeviceIndex  # noqa: E402
 
 
@@ -40,12 +40,13 @@ class Launches:
         return type(value), parameter.do_not_specialize or (value == 1, isinstance(value, int) and value % 16 == 0)
 
 
-def forms(monkeypatch: pytest.MonkeyPatch, module: Any) -> dict[str, set[Any]]:
-    """Have a module's kernels noted instead of launched; return what is noted, by name."""
+def forms(monkeypatch: pytest.MonkeyPatch, *modules: Any) -> dict[str, set[Any]]:
+    """Have the kernels of some modules noted instead of launched; return what is noted, by name."""
     noted: dict[str, set[Any]] = defaultdict(set)
-    for name, kernel in vars(module).copy().items():
-        if isinstance(kernel, triton.runtime.JITFunction):
-            monkeypatch.setattr(module, name, Launches(kernel, noted[name]))
+    for module in modules:
+        for name, kernel in vars(module).copy().items():
+            if isinstance(kernel, triton.runtime.JITFunction):
+                monkeypatch.setattr(module, name, Launches(kernel, noted[name]))
     return noted
 
 
@@ -66,7 +67,7 @@ def test_sampling_is_compiled_once_whatever_the_number_of_rows(monkeypatch: pyte
 
 
 def test_drafting_on_the_device_compiles_nothing_after_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    noted, slots = forms(monkeypatch, kernels), 24
+    noted, slots = forms(monkeypatch, search, votes), 24
     index = DeviceIndex(torch.zeros(slots, 64, dtype=torch.int32), 4, 2**12, 0.02, 100)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
@@ -91,7 +92,7 @@ def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     from das_adapter.engine.v2.verification import accept_drawn
 
     meta = torch.device("meta")
-    noted, slots = forms(monkeypatch, kernels), 4
+    noted, slots = forms(monkeypatch, search, votes), 4
     history = SuffixIndex()
     history.add(1, np.arange(30, dtype=np.int32), 0)
     history.seal()

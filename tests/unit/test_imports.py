@@ -17,7 +17,8 @@ def graph() -> grimp.ImportGraph:
     ("room", "allowed"),
     [
         ("errors", set()),
-        ("config", {"pydantic", "pydantic_core", "yaml"}),
+        ("config", {"pydantic", "yaml"}),
+        ("config_errors", {"pydantic", "pydantic_core"}),
         ("compat", set()),
         ("patching", {"wrapt"}),
         ("core", {"numpy"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
-from das_adapter.engine.history_link import HistoryLink
-from das_adapter.protocol.messages import Published, Trajectory
+from das_adapter.core.length import RESPONSE
+from das_adapter.engine.standalone.history import SharedHistory
+from das_adapter.protocol.messages import Published
+from das_adapter.protocol.spool import ANSWER, FOLDER, GATHER_S, Answer
 from das_adapter.service import janitor
 
 CONFIG = HistoryConfig(max_bytes=2**24)
@@ -30,8 +34,20 @@ def name() -> str:
     return f"das-history-test-{uuid.uuid4().hex[:8]}"
 
 
+class Engine(SharedHistory):
+    """An engine that writes what it is told to."""
+
+    def __init__(self, name: str, grace_s: float = 0.1) -> None:
+        super().__init__(name, CONFIG, grace_s)
+
+    def write(self, problem: int, text: np.ndarray, version: int) -> None:
+        self.add(problem, text.tobytes(), version, uuid.uuid4().hex)
+
+
 def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
     while not condition():
+        assert time.monotonic() < end, "it never came true"
         time.sleep(0.02)
 
 
@@ -41,17 +57,22 @@ def tokens(published: Published | None) -> int:
     return index.tokens
 
 
-def served_by(published: Published) -> int:
-    """The process that writes in a directory."""
-    found = subprocess.run(["pgrep", "-f", f"das_adapter.service.local {published.directory}"], capture_output=True)
-    return int(found.stdout.split()[0])
+def served_by(directory: str | Path) -> list[psutil.Process]:
+    """The processes that write in a directory."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or []
+        if "das_adapter.service.local" in command and str(directory) in command:
+            found.append(process)
+    return found
 
 
 def test_engines_share_one_history_and_know_each_others_lengths(name: str) -> None:
-    one, two = (HistoryLink(name, CONFIG, grace_s=0.1) for _ in range(2))
-    one.push([Trajectory(1, TEXT.tobytes(), 0)])
+    one, two = Engine(name), Engine(name)
+    one.write(1, TEXT, 0)
     assert tokens(one.sync()[0]) == 30
-    two.push([Trajectory(2, TEXT.tobytes(), 0), Trajectory(2, TEXT[:5].tobytes(), 0)])
+    two.write(2, TEXT, 0)
+    two.write(2, TEXT[:5], 0)
     published, lengths = two.sync()
     assert tokens(published) == 65
     assert lengths["tokens"].tolist() == [30, 30, 5]
@@ -63,55 +84,97 @@ def test_engines_share_one_history_and_know_each_others_lengths(name: str) -> No
 
 
 def test_a_killed_history_is_taken_over_and_gets_again_what_it_had_not_published(name: str) -> None:
-    link = HistoryLink(name, CONFIG, grace_s=0.1)
-    link.push([Trajectory(1, TEXT.tobytes(), 0)])
-    published, _ = link.sync()
-    os.kill(process := served_by(published), signal.SIGKILL)
-    os.waitpid(process, 0)
+    engine = Engine(name)
+    engine.write(1, TEXT, 0)
+    published, _ = engine.sync()
+    for process in served_by(published.directory):
+        os.kill(process.pid, signal.SIGKILL)
     janitor.sweep(Path(published.directory).parent, besides="")  # as another history does that starts just now
-    link.push([Trajectory(2, TEXT.tobytes(), 1)])
-    assert tokens(link.sync()[0]) == 60
+    engine.write(2, TEXT, 1)
+    assert tokens(engine.sync()[0]) == 60
 
 
 def test_an_engine_that_comes_later_follows_what_is_there(name: str) -> None:
-    early, late = (HistoryLink(name, CONFIG, grace_s=0.1) for _ in range(2))
+    early, late = Engine(name), Engine(name)
     for version in range(8):
-        early.push([Trajectory(1, (TEXT + version).tobytes(), version)])
-    early.sync()
-    late.push([Trajectory(1, (TEXT + 50).tobytes(), 0)])  # not the oldest visit, which the window would drop
+        early.write(1, TEXT + version, version)
+        early.sync()
+    late.write(1, TEXT + 50, 0)  # not the oldest visit, which the window would drop
     index = SuffixIndex.attach(late.sync()[0].directory)
     handle = index.open(1, TEXT[:1])
     index.extend(handle, TEXT[:5] + 50)
     assert index.draft([handle], [3])[0][0].tolist() == (TEXT[5:8] + 50).tolist()
 
 
+def test_removed_files_are_published_anew(name: str) -> None:
+    engine = Engine(name, grace_s=5.0)
+    engine.write(1, TEXT, 0)
+    published, _ = engine.sync()
+    shutil.rmtree(published.directory)
+    engine.write(2, TEXT, 1)
+    assert tokens(engine.sync()[0]) == 60
+
+
+def test_half_an_answer_is_none(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    Answer(3, 7, 2, np.zeros(2, RESPONSE), ["a line"]).put(tmp_path, "engine")
+    path = folder / f"{ANSWER}-engine"
+    whole = path.read_bytes()
+    assert Answer.read(path)[:3] == (3, 7, 2)
+    assert path.stat().st_mode & 0o777 == 0o600
+    for damaged in (b"", whole[:5], whole[:-1], b"7\n", b"[1, 2]\n"):
+        path.write_bytes(damaged)
+        with pytest.raises((ValueError, TypeError)):
+            Answer.read(path)
+
+
 ENGINE = """
-import os, signal, sys
+import os, signal, sys, time
 from das_adapter.config import HistoryConfig
-from das_adapter.engine.history_link import HistoryLink
-from das_adapter.protocol.messages import Trajectory
-link = HistoryLink(sys.argv[1], HistoryConfig(max_bytes=2**24), grace_s=0.2)
-link.push([Trajectory(1, b"abcd", 0)])
-print(link.sync()[0].directory, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+from das_adapter.engine.standalone.history import SharedHistory
+engine = SharedHistory(sys.argv[1], HistoryConfig(max_bytes=2**24), grace_s=0.5)
+engine.add(1, bytes(4), 0, "request")
+print(engine.sync()[0].directory, flush=True)
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
 """
 
 
 def test_nothing_is_left_when_the_last_engine_was_killed(name: str) -> None:
-    run = subprocess.run([sys.executable, "-c", ENGINE, name], capture_output=True, text=True, check=False, timeout=60)
+    command = [sys.executable, "-c", ENGINE, name, "killed"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     directory = Path(run.stdout.strip())
     assert directory.name == name, run.stderr
     until(lambda: not directory.exists())
 
 
+def test_the_writer_survives_when_the_engine_and_all_its_children_are_killed(name: str) -> None:
+    """As vLLM ends its workers."""
+    with subprocess.Popen([sys.executable, "-c", ENGINE, name, "waits"], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        directory = Path(engine.stdout.readline().strip())
+        until(lambda: len(served_by(directory)) == 1)  # on a busy machine a second one was started, and ends
+        (writer,) = served_by(directory)
+        for process in [*psutil.Process(engine.pid).children(recursive=True), psutil.Process(engine.pid)]:
+            process.kill()
+    assert directory.exists() and writer.is_running()
+    until(lambda: not directory.exists())
+    until(lambda: not served_by(directory))
+
+
 def test_a_history_that_cannot_be_kept_is_told_and_done_without(name: str, caplog: Any, tmp_path: Path) -> None:
     os.symlink(tmp_path, f"/dev/shm/{name}")  # somebody else's
     try:
-        link = HistoryLink(name, CONFIG, grace_s=0.1)
-        link.push([Trajectory(1, TEXT.tobytes(), 0)])
-        published, lengths = link.sync()
+        engine = Engine(name)
+        for version in range(3):
+            engine.write(1, TEXT, version)
+            published, lengths = engine.sync()
+        time.sleep(2 * GATHER_S)
     finally:
         os.unlink(f"/dev/shm/{name}")
     assert published is None
     assert len(lengths) == 0
-    assert any("das: history: " in record.message for record in caplog.records)
+    assert not list(tmp_path.iterdir())
+    assert len([record for record in caplog.records if "das: history: " in record.message]) == 1

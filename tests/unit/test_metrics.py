@@ -84,7 +84,7 @@ def test_a_problem_that_comes_back_should_find_history_and_a_new_one_need_not() 
 
 
 def test_the_log_says_once_why_health_is_0(caplog: pytest.LogCaptureFixture) -> None:
-    ledger = Ledger(window=4)
+    ledger = Ledger()
     sound = report(0.0, [1.0])
     for step in range(3):
         for replica in (sound, {**sound, "reason": "speculation cost 9 s"}, {**sound, "reason": "it cost 8 s"}):
@@ -119,7 +119,7 @@ def lost(requests: int, lost: int) -> dict:
 def test_problems_that_come_back_and_find_nothing_are_a_fault_over_all_replicas(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ledger = Ledger(window=4)
+    ledger = Ledger()
     for step in (1, 2):
         for _ in range(5):  # none of the replicas has many requests
             ledger.report(step, lost(requests=4, lost=2))
@@ -193,7 +193,7 @@ def rows(*responses: tuple[int, int, int]) -> np.ndarray:
 
 
 def test_predictions_follow_the_lengths() -> None:
-    ledger = Ledger(window=4)
+    ledger = Ledger()
     assert Expected(ledger.predictions())[1] == Expected().mean
     ledger.add(rows(*[(p, 50, 0) for p in (1, 2, 3) for _ in range(4)], *[(9, 2000, 0)] * 4))
     lengths = Expected(ledger.predictions())
@@ -211,7 +211,7 @@ def report(begin: float, ends: list[float], tokens: int = 10) -> dict:
 
 
 def test_a_step_lasts_from_the_first_request_to_the_last_response_of_all_replicas() -> None:
-    ledger = Ledger(window=4)
+    ledger = Ledger()
     ledger.report(3, report(10.0, [11.0, 12.0, 13.0, 14.0]))
     ledger.report(3, report(10.5, [11.5, 12.5, 13.5, 20.0, 12.0, 12.0]))
     figures = ledger.metrics(3)
@@ -223,7 +223,7 @@ def test_a_step_lasts_from_the_first_request_to_the_last_response_of_all_replica
 
 
 def test_a_clock_that_is_set_back_costs_a_figure_and_nothing_else() -> None:
-    ledger = Ledger(window=4)
+    ledger = Ledger()
     ledger.report(3, report(1e9, [1e9 + 1, 5.0, 4.0]))  # set back during the step
     ledger.report(4, report(1e9, [5.0, 6.0]))
     for step in (3, 4):
@@ -232,7 +232,7 @@ def test_a_clock_that_is_set_back_costs_a_figure_and_nothing_else() -> None:
 
 def test_lengths_are_delivered_once_in_order_and_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "KEPT", 3)
-    ledger = Ledger(window=2)
+    ledger = Ledger()
     ledger.add(rows((1, 10, 0), (2, 20, 0)))
     assert ledger.since(0).tolist() == [(1, 10, 0), (2, 20, 0)]
     ledger.add(rows((1, 30, 1)))
@@ -246,7 +246,7 @@ def test_lengths_are_delivered_once_in_order_and_so_many_are_kept(monkeypatch: p
 
 
 def test_the_replicas_agree_on_the_length_of_drafts() -> None:
-    ledger, rungs = Ledger(window=8), [3, 5, 7]
+    ledger, rungs = Ledger(), [3, 5, 7]
     lengths = []
     for step in range(1, 6):
         for accepted in (95, 98):  # of two replicas; the second reports when the first has asked already

@@ -79,14 +79,12 @@ def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None
     block = yaml.safe_load(done.output.partition("Recommended:\n")[2])
     assert block["das"] == json.loads(out.read_text())["das"] and picture.exists()
     assert "--model" in CliRunner().invoke(main, command).output
-    chosen = ["--budget", "3", "--window", "1", "--max-bytes", "64MiB", "--max-num-seqs", "2"]
+    chosen = ["--budget", "3", "--max-bytes", "64MiB", "--max-num-seqs", "2"]
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen])
     assert done.exit_code == 0, done.output
     figures = json.loads(out.read_text())
-    assert (
-        figures["das"]["history"] == {"window": 1, "max_bytes": "64MiB"} and "history, at most 8" not in figures["arms"]
-    )
-    assert figures["das"]["budget"] == {"max_draft_tokens": 3} and figures["settings"]["max_num_seqs"] == 2
+    assert figures["das"]["history"] == {"max_bytes": "64MiB"} and "history, at most 8" not in figures["arms"]
+    assert figures["das"]["max_draft_tokens"] == 3 and figures["settings"]["max_num_seqs"] == 2
     assert max(epoch["tokens_per_forward"] for epoch in figures["epochs"]) <= 4
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-72B"])
     assert done.exit_code == 1 and "hardware.per_engine" in done.output

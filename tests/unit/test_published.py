@@ -38,9 +38,7 @@ def figure(
     rows[-1] |= {"mark": mark, "band": [least, 3.0]} if mark == "assumed" else {"mark": mark}
     if rest is not None:
         rows.append({"key": "other_of_base", "value": rest, "mark": "assumed", "source": "test", "band": [0.0]})
-    drafts = {
-        "das": {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3}, "toggle": {"mode": "off"}}
-    }
+    drafts = {"das": {"drafter": "ngram", "budget": "unlimited", "max_draft_tokens": 3, "speculate": "always"}}
     cases = [{"name": "one", "arm": "drafts", "published": 2.5, **case}]
     path = tmp_path / "figure.yaml"
     path.write_text(

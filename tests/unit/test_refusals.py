@@ -42,7 +42,7 @@ def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
         ({"drafter": "self"}, {"is_hybrid": True}, {}, "recurrent state"),
         ({"drafter": "history+self"}, {"uses_mrope": True}, {}, "M-RoPE"),
         ({"drafter": "self"}, {"is_moe": True}, {"data_parallel_size": 4}, "experts over data_parallel_size=4"),
-        ({"drafter": "mtp"}, {"is_moe": True}, {"data_parallel_size": 4}, "das.toggle.mode=off does"),
+        ({"drafter": "mtp"}, {"is_moe": True}, {"data_parallel_size": 4}, "das.speculate=always does"),
         ({"drafter": "mtp"}, {"is_multimodal_model": True}, {}, "a multimodal policy"),
     ],
 )
@@ -56,7 +56,7 @@ def test_what_a_drafter_cannot_do_is_named(
 
 
 def test_what_it_can_do_is_allowed_and_what_it_costs_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    config = parse({"budget": {"max_draft_tokens": 4}})
+    config = parse({"max_draft_tokens": 4})
     assert config is not None
     refuse(config, engine({"is_moe": True, "uses_mrope": True, "is_multimodal_model": True}, data_parallel_size=4))
     assert not caplog.records

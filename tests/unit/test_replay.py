@@ -136,15 +136,13 @@ def test_what_earlier_steps_wrote_is_drafted_in_later_ones() -> None:
 def test_a_visit_outside_the_window_is_not_drafted_from() -> None:
     other = [rollout(step, [99], problem=1) for step in range(1, 40)]
     visits = [rollout(0, POEM), *other, rollout(40, POEM[::-1]), rollout(41, POEM)]
-    assert replay(visits, history=HistoryConfig(window=1)).by_step[41].rounds == len(POEM)
-    assert (
-        replay(visits, history=HistoryConfig(window=2)).by_step[41].rounds == 6
-    )  # the newer visit's beginning is tried first
+    assert replay(visits, window=1).by_step[41].rounds == len(POEM)
+    assert replay(visits, window=2).by_step[41].rounds == 6  # the newer visit's beginning is tried first
 
 
 def test_visits_and_hits_are_counted_by_problem() -> None:
     epochs = [rollout(step, POEM, problem=step % 3) for step in range(9)] + [rollout(9, POEM, problem=3)]
-    found = replay(epochs, history=HistoryConfig(window=1))
+    found = replay(epochs, window=1)
     assert {visit: (t.requests, t.hits) for visit, t in found.by_visit.items()} == {1: (4, 0), 2: (3, 3), 3: (3, 3)}
     assert (found.total.requests, found.total.hits) == (10, 6)
     assert found.by_visit[2].rounds == 3 * 5

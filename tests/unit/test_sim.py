@@ -17,8 +17,10 @@ from das_adapter.core.hardware import DEVICES, device
 from das_adapter.core.latency import StepModel
 from das_adapter.core.plain_time import seconds_of
 from das_adapter.core.roofline import Roofline, cold_start
+from das_adapter.core.routing import StartOrder
+from das_adapter.core.siblings import NO_SIBLINGS
 from das_adapter.errors import ConfigError, DasError
-from das_adapter.sim import Simulation, summary
+from das_adapter.sim import Simulation, routing, summary
 from das_adapter.sim.config import parse, read
 from das_adapter.sim.controlled import Controlled
 from das_adapter.sim.drafting import Fixed, no_drafts
@@ -36,7 +38,7 @@ from das_adapter.tools.replay import replay
 
 ROLLOUTS = workload.synthetic(problems=10, samples=6, mean_tokens=60, seed=3)
 WRITTEN = workload.synthetic(problems=12, samples=6, mean_tokens=80, seed=3)
-ALWAYS: dict[str, Any] = {"budget": {"policy": "unlimited", "max_draft_tokens": 8}, "toggle": {"mode": "off"}}
+ALWAYS: dict[str, Any] = {"budget": "unlimited", "max_draft_tokens": 8, "speculate": "always"}
 LINE = {"base": 0.01, "token": 1e-4, "draft": 0.0}
 OFF: dict[str, Any] = {"das": {"drafter": "none"}}
 SMALL: dict[str, Any] = {
@@ -75,7 +77,11 @@ def sent(simulation: Simulation, arm: str = "off") -> Fleet:
 def fleet(lengths: list[int], slots: int = 256, blocks: int = 2**40, prompt: int = 5) -> Fleet:
     requests, n = Requests(), len(lengths)
     rows = requests.add(
-        np.arange(n), np.zeros(n), np.full(n, -1), np.full(n, prompt), np.array(lengths), np.full(n, 1000)
+        problem=np.arange(n),
+        text=np.full(n, -1),
+        prompt=np.full(n, prompt),
+        length=np.array(lengths),
+        most=np.full(n, 1000),
     )
     found = Fleet(1, requests, Settings(slots, blocks), Line(StepModel(**LINE), prefill_share=0.0), no_drafts(requests))
     found.submit(rows, np.zeros(n, np.int64), np.zeros(n, np.int64), 0.0)
@@ -145,7 +151,7 @@ def test_engines_that_step_together_and_in_turns_agree() -> None:
 
 
 def test_one_draft_length_takes_the_rounds_that_its_acceptance_gives() -> None:
-    ngram = {"drafter": "ngram", "budget": {"policy": "unlimited", "max_draft_tokens": 3}, "toggle": {"mode": "off"}}
+    ngram = {"drafter": "ngram", "budget": "unlimited", "max_draft_tokens": 3, "speculate": "always"}
     simulation = small(
         hardware__gpus=1,
         rollout__problems=1,
@@ -165,8 +171,8 @@ def test_one_draft_length_takes_the_rounds_that_its_acceptance_gives() -> None:
 
 def test_neural_drafters_draft_where_they_pay() -> None:
     """Under the controller, as in a run; in every step only where the block says so."""
-    eagle: dict[str, Any] = {"drafter": "eagle3", "draft": {"model": "eagle", "tokens": 3}}
-    always = {**eagle, "budget": {"policy": "unlimited"}, "toggle": {"mode": "off"}}
+    eagle: dict[str, Any] = {"drafter": "eagle3", "draft": {"model": "eagle"}}
+    always = {**eagle, "budget": "unlimited", "speculate": "always"}
     arms = {
         "off": OFF,
         "eagle3": {"das": eagle},
@@ -191,9 +197,7 @@ def test_the_index_drafts_as_in_a_replay() -> None:
             "hardware": {"gpus": 1},
             "engine": {"max_num_seqs": 4096},
             "acceptance": {"history": "index"},
-            "arms": {
-                "k8": {"das": {"budget": {"policy": "unlimited", "max_draft_tokens": 8}, "toggle": {"mode": "off"}}}
-            },
+            "arms": {"k8": {"das": ALWAYS}},
         }
     )
     (run,) = Simulation(config, ROLLOUTS).run_all().values()
@@ -257,14 +261,6 @@ def test_equal_seeds_give_equal_runs_and_other_seeds_do_not() -> None:
         return summary(small(rollout__seed=seed, rollout__steps=2).run_all())
 
     assert figures(1) == figures(1) != figures(2)
-
-
-def test_a_fleet_that_shares_what_it_learns_takes_about_as_long() -> None:
-    def seconds(stride: int) -> float:
-        run = small(arms={"a": {"stride": stride}}, rollout__steps=3, rollout__lengths__mean=150).run("a")
-        return sum(s.rollout_s for s in run.steps)
-
-    assert seconds(4) == pytest.approx(seconds(1), rel=0.1)
 
 
 # What is known of rollouts
@@ -363,15 +359,14 @@ def test_a_controller_that_is_asked_now_and_then_saves_about_as_much() -> None:
 
 
 def routed(replicas: int, slots: int = 256, rollouts: list[Rollout] = WRITTEN) -> dict[str, Run]:
-    """Recorded rollouts over replicas: groups scattered, together, and leaders first."""
-    arms = {
-        "scattered": {"das": {"routing": {"policy": "least_loaded"}}},
-        "together": {"das": {"routing": {"leaders": "off"}}},
-        "leaders": {"das": {}},
-    }
-    arms = {name: {"das": {**ALWAYS, **arm["das"]}} for name, arm in arms.items()}
+    """Recorded rollouts over replicas: groups scattered, together, and leaders first as the package has it."""
+    arms = {"scattered": {"das": {**ALWAYS, "routing": "least_loaded"}}, "leaders": {"das": ALWAYS}}
     keys = {"hardware": {"gpus": replicas}, "engine": {"max_num_seqs": slots}, "acceptance": {"history": "index"}}
-    return Simulation(parse(SMALL | keys | {"arms": arms}), rollouts).run_all()
+    config = parse(SMALL | keys | {"arms": arms})
+    runs = Simulation(config, rollouts).run_all()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "start_order", lambda das, group: StartOrder(NO_SIBLINGS, group))
+        return runs | {"together": Simulation(config, rollouts).run("leaders")}
 
 
 def accepted(run: Run) -> int:
@@ -448,24 +443,17 @@ def test_a_batch_curve_is_simulated_from_a_config() -> None:
 
 
 def test_chances_differ_from_problem_to_problem_and_stay_from_visit_to_visit() -> None:
-    always = {"budget": {"policy": "unlimited", "max_draft_tokens": 4}, "toggle": {"mode": "off"}}
+    keys = {"rollout__steps": 8, "rollout__dataset": 24, "rollout__samples": 16, "acceptance__rates": [[0.5]]}
 
-    def accepted(spread: float) -> np.ndarray:
-        run = small(
-            rollout__steps=8,
-            rollout__dataset=24,
-            rollout__samples=16,
-            acceptance__spread=spread,
-            arms={"a": {"das": always}},
-            acceptance__rates=[[0.5]],
-        ).run("a")
+    def rates(spread: float) -> np.ndarray:
+        run = small(**keys, acceptance__spread=spread, arms={"a": {"das": ALWAYS}}).run("a")
         r, found = run.requests, np.zeros((2, 24))
         for visit, problem in np.ndindex(found.shape):
             mine = (r.visit == visit) & (r.problem == problem)
             found[visit, problem] = r.accepted[mine].sum() / r.forwards[mine].sum()
         return found
 
-    alike, different = accepted(0.0), accepted(1.0)
+    alike, different = rates(0.0), rates(1.0)
     assert different.std() > 3 * alike.std()
     assert np.corrcoef(different)[0, 1] > 0.9
     assert different.mean() == pytest.approx(alike.mean(), rel=0.3)
@@ -623,10 +611,10 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"line": LINE, "samples": [], "passes": {"base": 1e-3, "token": 0.0}}))
     assert first().times.model is None  # steps that belong to no GPU
-    known = first(toggle={"calibration": str(path)})
+    known = first(calibration=str(path))
     assert known.times.model == StepModel(**LINE)
     assert known.drafts is not None and known.drafts.passes.model == StepModel(1e-3, 0.0)
-    arms = {"a": {}, "b": {"das": {"toggle": {"mode": "threshold"}}}}
+    arms = {"a": {}, "b": {"das": {"speculate": 32}}}
     of_gpu = small(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
     begin = cold_start({**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}, "NVIDIA H100 80GB HBM3")
     assert begin is not None
@@ -710,9 +698,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 def test_a_key_of_an_arm_that_is_there_by_default_is_varied() -> None:
     config = parse({key: value for key, value in SMALL.items() if key != "arms"})
-    (_, one), (_, other) = variants(config, {"arms.history.das.history.window": [1, 2]})
+    (_, one), (_, other) = variants(config, {"arms.history.das.max_draft_tokens": [1, 2]})
     assert list(one.arms) == list(other.arms) == list(config.arms)
-    assert one.arms["off"] == config.arms["off"] and other.arms["history"].das["history"]["window"] == 2
+    assert one.arms["off"] == config.arms["off"] and other.arms["history"].das["max_draft_tokens"] == 2
 
 
 def test_a_sweep_gives_what_single_runs_give() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from das_adapter.config import BudgetConfig, ToggleConfig
+from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
@@ -67,7 +67,7 @@ def rollout(
 def second(lengths: np.ndarray, truth: StepModel, chance: float, coverage: float, with_model: bool) -> float:
     """Seconds of the second of two rollouts."""
     drafts = ModelDrafts(5, narrows=False) if with_model else None
-    controller = Controller(BudgetConfig(), ToggleConfig(), limit=2048, drafts=drafts)
+    controller = Controller(DasConfig(), limit=2048, drafts=drafts)
     for version in (1, 2):
         seconds = rollout(controller, lengths, truth, chance, coverage, version)
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
@@ -92,7 +92,7 @@ def rollouts(count: int, lengths: np.ndarray, truth: StepModel, reading: float) 
     """Rollouts with a model that reads prompts for `reading` seconds, beside a history: in which of them it rests (s),
     and the seconds of each."""
     drafts = ModelDrafts(5, narrows=False)
-    controller = Controller(BudgetConfig(), ToggleConfig(), limit=2048, drafts=drafts)
+    controller = Controller(DasConfig(), limit=2048, drafts=drafts)
     rests, seconds = "", list[float]()
     for version in range(count):
         rests += "s" if controller.account.model_rests else "-"

@@ -18,7 +18,8 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 
 from das_adapter.engine.v1 import verification  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Drawn, Keys  # noqa: E402
-from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler, MinTokens  # noqa: E402
+from das_adapter.engine.v1.processors import MinTokens  # noqa: E402
+from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler  # noqa: E402
 
 VOCABULARY, PROMPT, DRAFTED = 50, 4, [3, 0, 7, 2, 1, 5]
 ROWS = sum(DRAFTED) + len(DRAFTED)

@@ -114,7 +114,7 @@ def test_an_engine_drafts_from_its_history_after_its_weights_were_updated_in_pla
     assert Path(where) == packages / "das_adapter"
     assert "broken" not in run(bin_, str(bin_ / "das-adapter"), "doctor")
     # Without the controller, whose decisions depend on how long steps take.
-    block = {"drafter": "history", "budget": {"policy": "uniform"}, "toggle": {"mode": "off"}}
+    block = {"drafter": "history", "budget": "uniform", "speculate": "always"}
     printed = run(bin_, python, str(example), DAS_CONFIG=json.dumps(block), HF_HUB_OFFLINE="1")
     history = [int(found) for found in re.findall(r"from a history of (\d+) tokens", printed)]
     per_forward = [float(found) for found in re.findall(r"(\S+) tokens per forward", printed)]

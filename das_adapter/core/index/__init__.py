@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import numpy.typing as npt
 from das_adapter.core.index.errors import IndexFileError, UnknownHandle
 from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
+    Drafting,
     Float32,
     Int32,
     Int64,
@@ -33,18 +33,6 @@ from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
 __all__ = ["Drafting", "IndexFileError", "SuffixIndex", "UnknownHandle"]
-
-
-class Drafting:
-    """Drafts that a thread of the index makes."""
-
-    def __init__(self, core: Any) -> None:
-        self._core = core
-
-    def result(self) -> tuple[Int32, Float32, Int64]:
-        """Wait for them, once; return what `SuffixIndex.draft_flat` does."""
-        found: tuple[Int32, Float32, Int64] = self._core.result()
-        return found
 
 
 class SuffixIndex:
@@ -120,8 +108,7 @@ class SuffixIndex:
         Raises:
             OSError: the file can't be written; an older file of that name is then left as it was.
         """
-        with _files():
-            self._core.save(os.fspath(path))
+        self._core.save(os.fspath(path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
@@ -132,29 +119,20 @@ class SuffixIndex:
             OSError: the file can't be read.
         """
         index = cls(half_life=half_life)
-        with _files():
-            index._core.load(os.fspath(path))
+        index._core.load(os.fspath(path))
         return index
 
     @staticmethod
     def check(path: str | os.PathLike[str]) -> None:
-        """Read a file that `save` wrote, and keep nothing of it.
-
-        Raises:
-            IndexFileError, OSError: as `load`.
-        """
-        with _files():
-            native().check_index_file(os.fspath(path))
+        """Read a file that `save` wrote, and keep nothing of it; raises as `load`."""
+        native().read_index_file(os.fspath(path), True)
 
     @classmethod
     def attach(cls, directory: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
         """Return an index whose history is what a `HistoryStore` has published in `directory`, mapped and not copied.
 
-        `max_depth` is the store's. A directory in which nothing is published yet gives an empty history.
-
-        Raises:
-            IndexFileError, OSError: as `refresh`.
-        """
+        `max_depth` is the store's. A directory in which nothing is published yet gives an empty history;
+        raises as `map`."""
         index = cls(half_life=half_life)
         index.map(directory)
         return index
@@ -168,8 +146,7 @@ class SuffixIndex:
                 then what it was.
         """
         check_owner(Path(directory))
-        with _files():
-            self._core.attach(os.fspath(directory), False)
+        self._core.attach(os.fspath(directory), False)
 
     def refresh(self, generation: int = 0) -> int:
         """Map what the store has published since, at a weight sync; live requests stay open, and draft from it.
@@ -190,20 +167,15 @@ class SuffixIndex:
         """
         if not self._core.attached:
             raise DasError("refresh: found an index with its own history, allowed: one made by SuffixIndex.attach")
-        with _files():
-            self._core.refresh(generation)
+        self._core.refresh(generation)
         return self.generation
 
     def visit(self, path: str | os.PathLike[str]) -> None:
         """Map the history of problems that have none here, as `HistoryStore.give` wrote it; each keeps it until the
         `clear_live` that finds no live text of it, or until `refresh` brings history of its own. The file may be
-        removed afterwards.
-
-        Raises:
-            IndexFileError, OSError: as `refresh`; nothing is mapped.
+        removed afterwards. Raises as `refresh`; nothing is mapped then.
         """
-        with _files():
-            self._core.visit(os.fspath(path))
+        self._core.visit(os.fspath(path))
 
     # Live requests
 
@@ -223,18 +195,11 @@ class SuffixIndex:
             IndexFileError: the problem's mapped history is damaged; the request is not opened.
         """
         prefix_ids = token_ids(() if prefix is None else prefix)
-        with _files():
-            return int(self._core.open(problem_id(problem), token_ids(prompt_ids), prefix_ids))
+        return int(self._core.open(problem_id(problem), token_ids(prompt_ids), prefix_ids))
 
     def extend(self, handle: int, ids: Tokens) -> None:
-        """Append accepted token ids, shape (n,), int32, to a request's response.
-
-        Raises:
-            UnknownHandle: the request is not open.
-            ValueError: as in `add`.
-        """
-        with _known():
-            self._core.extend(handle, token_ids(ids))
+        """Append accepted token ids, shape (n,), int32, to a request's response; raises as `extend_many`."""
+        self.extend_many([handle], ids, [0, len(ids)])
 
     def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
         """Append accepted token ids to a batch of requests; nothing is appended when anything is wrong.
@@ -248,20 +213,14 @@ class SuffixIndex:
             UnknownHandle: a request is not open.
             ValueError: as in `add`, or offsets that don't fit.
         """
-        with _known():
-            self._core.extend_many(
-                integers(handles, np.int64, "handles"), token_ids(flat_tokens), integers(offsets, np.int64, "offsets")
-            )
+        self._core.extend_many(integers(handles, "handles"), token_ids(flat_tokens), integers(offsets, "offsets"))
 
     def draft(
         self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
     ) -> tuple[list[Int32], list[Float32]]:
         """Draft as `draft_flat` does; return one array of tokens and one of chances per request."""
         tokens, chances, offsets = self.draft_flat(handles, budgets, min_chance)
-        bounds = offsets[1:-1].tolist() if len(offsets) > 1 else []
-        if len(offsets) == 1:
-            return [], []
-        return np.split(tokens, bounds), np.split(chances, bounds)
+        return np.split(tokens, offsets[1:])[:-1], np.split(chances, offsets[1:])[:-1]
 
     def draft_flat(
         self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15, threads: int = 1
@@ -284,10 +243,9 @@ class SuffixIndex:
             UnknownHandle: a request is not open.
             ValueError: budgets and handles differ in length, or a handle occurs twice with several threads.
         """
-        with _known():
-            drafted: tuple[Int32, Float32, Int64] = self._core.draft_flat(
-                integers(handles, np.int64, "handles"), integers(budgets, np.int64, "budgets"), min_chance, threads
-            )
+        drafted: tuple[Int32, Float32, Int64] = self._core.draft_flat(
+            integers(handles, "handles"), integers(budgets, "budgets"), min_chance, threads
+        )
         return drafted
 
     def draft_rows(
@@ -315,31 +273,19 @@ class SuffixIndex:
             ValueError: as in `add` and `draft_flat`, or rows and bounds that don't fit.
         """
         columns = {"rows": rows, "begins": begins, "ends": ends, "budgets": budgets}
-        arrays = [integers(values, np.int64, name) for name, values in columns.items()]
-        with _known():
-            return Drafting(
-                self._core.draft_rows(integers(handles, np.int64, "handles"), tokens, *arrays, min_chance, threads)
-            )
+        arrays = [integers(values, name) for name, values in columns.items()]
+        drafting: Drafting = self._core.draft_rows(integers(handles, "handles"), tokens, *arrays, min_chance, threads)
+        return drafting
 
     def close(self, handle: int, keep: bool = True) -> None:
         """End a request. `keep`: its response stays available to its siblings until `clear_live`; else it is forgotten.
-
-        Raises:
-            UnknownHandle: the request is not open.
-        """
-        with _known():
-            self._core.close(handle, keep)
+        Raises `UnknownHandle`."""
+        self._core.close(handle, keep)
 
     def age(self, handle: int) -> int | None:
-        """Return the weight versions from the newest history of a request's problem to the newest of all problems.
-
-        None: the problem has no history.
-
-        Raises:
-            UnknownHandle: the request is not open.
-        """
-        with _known():
-            age = int(self._core.age(handle))
+        """Return the weight versions from the newest history of a request's problem to the newest of all problems;
+        None: the problem has no history. Raises `UnknownHandle`."""
+        age = int(self._core.age(handle))
         return None if age < 0 else age
 
     def flat(self, problem: int, most: int) -> tuple[Int32, npt.NDArray[np.uint32]]:
@@ -357,8 +303,7 @@ class SuffixIndex:
         Raises:
             IndexFileError: the problem's mapped history is damaged.
         """
-        with _files():
-            found: tuple[Int32, npt.NDArray[np.uint32]] = self._core.flat(problem_id(problem), most)
+        found: tuple[Int32, npt.NDArray[np.uint32]] = self._core.flat(problem_id(problem), most)
         return found
 
     def clear_live(self) -> None:
@@ -404,19 +349,3 @@ class SuffixIndex:
     def problems(self) -> int:
         """Problems with sealed history."""
         return int(self._core.problems)
-
-
-class _known(contextlib.AbstractContextManager[None]):
-    """Turns the native core's KeyError into `UnknownHandle`."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, KeyError):
-            raise UnknownHandle(error.args[0]) from None
-
-
-class _files(contextlib.AbstractContextManager[None]):
-    """Turns the native core's error about a file into `IndexFileError`."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and isinstance(error, native().SuffixFileError):
-            raise IndexFileError(f"suffix index file {error}") from None

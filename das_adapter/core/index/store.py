@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.index import _files
 from das_adapter.core.index.private import make_private
 from das_adapter.core.index.values import Shrunk, Tokens, check_knobs, problem_id, shrink, token_ids, visits
 from das_adapter.core.native import native
@@ -68,8 +67,7 @@ class HistoryStore:
             raise DasError(f"history directory {str(self.directory)!r}: another store writes there") from None
         self._core: Any = native().SuffixIndex(max_depth, 1.0)
         try:
-            with _files():
-                self._core.attach(str(self.directory), True)
+            self._core.attach(str(self.directory), True)
             self._work_in_background()  # what an earlier store left unmerged
         except Exception:
             os.close(self._writer)
@@ -104,7 +102,7 @@ class HistoryStore:
             window: as in `SuffixIndex.seal`.
             tokens: about so many are sealed at most; the others follow in the background, for the next generation.
         """
-        with self._lock, _files():
+        with self._lock:
             self._core.seal(visits(window), False, self._threads, 0, tokens)
             self._core.publish(True)
             self._work_in_background()
@@ -119,7 +117,7 @@ class HistoryStore:
         altered, unwritten = False, 0
         try:
             while True:
-                with self._lock, _files():
+                with self._lock:
                     if self._closed:
                         self._working = None
                         return
@@ -164,7 +162,7 @@ class HistoryStore:
 
     def shrink(self, max_bytes: int) -> Shrunk:
         """Thin the history out, as `SuffixIndex.shrink` does, and publish it; return what went."""
-        with self._lock, _files():
+        with self._lock:
             shrunk = shrink(self._core, max_bytes, self._threads)
             if shrunk.tokens:
                 self._core.publish()
@@ -172,7 +170,7 @@ class HistoryStore:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the history to one file, which `SuffixIndex.load` reads: what is sealed, or may be sealed ahead."""
-        with self._lock, _files():
+        with self._lock:
             if self._window is not None:
                 self._core.seal(self._window, False, self._threads)
             self._core.save(os.fspath(path))
@@ -183,10 +181,19 @@ class HistoryStore:
             found: tuple[UInt64, UInt64] = self._core.contents()
             return found
 
+    def texts(self, problem: int) -> set[tuple[bytes, int]]:
+        """Return the sealed texts of a problem, as the bytes of int32 token ids, each with the weight version that
+        wrote it; of a problem that was thinned out, what is left of them."""
+        with self._lock:
+            tokens, versions = self._core.texts(problem_id(problem))
+        begins = np.flatnonzero(tokens < 0)
+        pieces = np.split(tokens, begins[1:])
+        return {(text[1:].tobytes(), int(versions[begin])) for text, begin in zip(pieces, begins, strict=False)}
+
     def give(self, path: str | os.PathLike[str], problems: npt.ArrayLike) -> None:
         """Write the sealed history of some problems, uint64 [n], to a file for this user alone: for `absorb` of another
         store, and for `SuffixIndex.visit`."""
-        with self._lock, _files():
+        with self._lock:
             self._core.give(os.fspath(path), np.asarray(problems, dtype=np.uint64))
 
     def absorb(self, path: str | os.PathLike[str], problems: npt.ArrayLike | None = None) -> None:
@@ -200,7 +207,7 @@ class HistoryStore:
             IndexFileError, OSError: as `SuffixIndex.load`; nothing is taken in.
         """
         chosen = problems_in(path) if problems is None else np.asarray(problems, dtype=np.uint64)
-        with self._lock, _files():
+        with self._lock:
             self._core.absorb(os.fspath(path), chosen)
             self._work_in_background()
 
@@ -219,6 +226,10 @@ class HistoryStore:
                 os.close(self._writer)
                 self._writer = -1
 
+    def _number(self, name: str) -> int:
+        with self._lock:
+            return int(getattr(self._core, name))
+
     def __enter__(self) -> HistoryStore:
         return self
 
@@ -228,14 +239,12 @@ class HistoryStore:
     @property
     def staged(self) -> int:
         """Tokens that were added and are not sealed."""
-        with self._lock:
-            return int(self._core.staged_tokens)
+        return self._number("staged_tokens")
 
     @property
     def generation(self) -> int:
         """The generation published last; 0: none."""
-        with self._lock:
-            return int(self._core.generation)
+        return self._number("generation")
 
     @property
     def intact(self) -> bool:
@@ -247,32 +256,27 @@ class HistoryStore:
     @property
     def nbytes(self) -> int:
         """Bytes of the sealed history, as in `SuffixIndex`."""
-        with self._lock:
-            return int(self._core.nbytes)
+        return self._number("nbytes")
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the generation's files: `nbytes`, and at most a third more that no longer counts."""
-        with self._lock:
-            return int(self._core.file_bytes)
+        return self._number("file_bytes")
 
     @property
     def tokens(self) -> int:
         """Tokens in the sealed history."""
-        with self._lock:
-            return int(self._core.tokens)
+        return self._number("tokens")
 
     @property
     def newest(self) -> int:
         """The newest weight version that was ever sealed here; meaningless while there is none."""
-        with self._lock:
-            return int(self._core.newest)
+        return self._number("newest")
 
     @property
     def problems(self) -> int:
         """Problems with sealed history."""
-        with self._lock:
-            return int(self._core.problems)
+        return self._number("problems")
 
 
 def problems_in(path: str | os.PathLike[str]) -> UInt64:
@@ -281,9 +285,8 @@ def problems_in(path: str | os.PathLike[str]) -> UInt64:
     Raises:
         IndexFileError, OSError: as `SuffixIndex.load`.
     """
-    with _files():
-        found: UInt64 = native().read_index_file(os.fspath(path))[0]
-        return found
+    found: UInt64 = native().read_index_file(os.fspath(path), False)[0]
+    return found
 
 
 def newest_in(path: str | os.PathLike[str]) -> int:
@@ -292,5 +295,4 @@ def newest_in(path: str | os.PathLike[str]) -> int:
     Raises:
         IndexFileError, OSError: as `SuffixIndex.load`.
     """
-    with _files():
-        return int(native().read_index_file(os.fspath(path))[1])
+    return int(native().read_index_file(os.fspath(path), False)[1])

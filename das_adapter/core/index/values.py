@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,11 @@ Float32 = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
 
 
-MAX_TOKEN = 2**23 - 1
-"""Largest token id: texts hold three bytes of each."""
+class Drafting(Protocol):
+    """Drafts that a thread of the index makes."""
+
+    def result(self) -> tuple[Int32, Float32, Int64]:
+        """Wait for them, once; return what `SuffixIndex.draft_flat` does."""
 
 
 class Shrunk(NamedTuple):
@@ -36,25 +39,25 @@ def token_ids(tokens: Tokens) -> Int32:
     """
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
         return np.ascontiguousarray(tokens)
-    wide = integers(tokens, np.int64, "token ids")
+    wide = integers(tokens, "token ids")
     ids = wide.astype(np.int32)
     if (ids != wide).any():
-        raise ValueError(f"token id: found {wide[ids != wide][0]}, allowed: 0 to {MAX_TOKEN}")
+        raise ValueError(f"token id: found {wide[ids != wide][0]}, which does not fit 32 bits")
     return ids
 
 
-def integers(values: npt.ArrayLike, dtype: type[np.int64], name: str) -> Int64:
+def integers(values: npt.ArrayLike, name: str) -> Int64:
     """Return integers as a contiguous int64 array of shape (n,).
 
     Raises:
         ValueError: not one-dimensional integers.
     """
-    if isinstance(values, np.ndarray) and values.dtype == dtype and values.ndim == 1:
+    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1:
         return np.ascontiguousarray(values)
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: found {array.dtype} of shape {array.shape}, expected integers of shape (n,)")
-    return np.ascontiguousarray(array, dtype=dtype)
+    return np.ascontiguousarray(array, dtype=np.int64)
 
 
 def problem_id(problem: int) -> int:

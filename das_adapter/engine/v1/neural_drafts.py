@@ -69,7 +69,7 @@ class NeuralSource(ModelSource):
         if kind not in _PROPOSERS:
             raise ConfigError(
                 f"das.drafter={self._drafter.config.drafter!r}: found vLLM's {kind}, which has to draft "
-                "in every step: das.budget.policy=unlimited with das.toggle.mode=off"
+                "in every step: das.budget=unlimited with das.speculate=always"
             )
         self._limit = runner.effective_drafter_max_model_len
         # vLLM would give the whole batch junk drafts when one request comes near it.

@@ -11,7 +11,7 @@ import torch
 
 from das_adapter.config import DasConfig
 from das_adapter.engine.labels import media
-from das_adapter.engine.standalone import Response
+from das_adapter.engine.standalone.worker import Response
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.neural import KeyedDrafts, take_loaded_drafter
 from das_adapter.engine.v1.neural_drafts import NeuralSource, draft_when_tokens_are_known, hold_drafts

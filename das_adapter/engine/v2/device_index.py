@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from das_adapter.core.index import SuffixIndex
-from das_adapter.engine.v2 import kernels
+from das_adapter.core.native import native
+from das_adapter.engine.v2 import search, votes
 from das_adapter.engine.v2.arena import Arena, Kept
 
 MEMBERS = 64
@@ -18,20 +19,10 @@ CLOSED = 32
 """Most texts of ended requests, in those that run at once."""
 UPLOADED = 2**22
 """Words of sealed text after which no further problem's is brought to the device before a step."""
-CANDIDATES = 4 * int(kernels.PLACES.value)
-"""Places that vote: of sealed text, of that without the last token, of live text, and of the prompt."""
 _WHOLE = 2**40
 """Words in which every history fits."""
-_PLACES, _KINDS = int(kernels.PLACES.value), int(kernels.KINDS.value)
-
-
-def priors() -> np.ndarray:
-    """Return the chance of each kind of draft token before anything is learned, float64 [KINDS]: the rates that fit
-    recorded rollouts; see `Acceptance` in `csrc/suffix_draft.hpp`."""
-    kind = np.arange(_KINDS)
-    counts, strengths, prior = (int(x.value) for x in (kernels.COUNTS, kernels.STRENGTHS, kernels.PRIOR))
-    c, m, s = kind % counts, kind // counts % strengths, kind // counts // strengths
-    return np.floor(prior / (1 + np.exp(3 - 0.4 * s - 0.3 * m - 0.65 * c)) + 0.5) / prior
+SCAN = {"cuda": (8, 1024), "cpu": (1, 512)}
+"""Programs that scan live text for a request, and tokens that each looks at, by kind of device."""
 
 
 class DeviceIndex:
@@ -64,31 +55,23 @@ class DeviceIndex:
         self.arena = Arena(words, slots, closed, MEMBERS)
         self._steps, self._min_chance, self._vocabulary = steps, min_chance, vocabulary
         self._copy = copy or (lambda array, tensor: tensor.copy_(torch.from_numpy(array)))
-        self._splits, self._block = (8, 1024) if self.device.type == "cuda" else (1, 512)
-        seen = (slots, (self._splits + 1) * _PLACES)
+        self._splits, self._block = SCAN.get(self.device.type, SCAN["cpu"])
         self.words = self._zeros(words, torch.int32)
         self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
         self._parts = self.arena.tables.parts(self._tables)
         self._text_len = self._zeros(slots + closed, torch.int32)
         self._fading = self._zeros(256, torch.int32)
-        self._seen = {
-            "seen_at": self._zeros(seen, torch.int64),
-            "seen_info": self._zeros(seen, torch.int32),
-            "seen_left": self._zeros(seen, torch.int32),
-            "seen_key": self._zeros(seen, torch.int64),
-        }
-        self._found = {
-            "found_at": self._zeros((slots, CANDIDATES), torch.int64),
-            "found_info": self._zeros((slots, CANDIDATES), torch.int32),
-            "found_left": self._zeros((slots, CANDIDATES), torch.int32),
-        }
-        self._offers = self._zeros((slots, steps + 1), torch.int32)
-        self._kinds = self._zeros((slots, steps + 1), torch.int32)
-        self._offered, self._then = self._zeros(slots, torch.int32), self._zeros(slots, torch.int32)
-        self._outcomes, self._cells = (self._zeros((2 * _KINDS, 2), torch.int32) for _ in range(2))
-        self._sources = self._zeros((2, 3), torch.float64)
-        self._start = torch.from_numpy(priors()).to(self.device)
-        self._chance = self._zeros(2 * _KINDS, torch.float64)
+        places, kinds = int(search.PLACES.value), int(votes.KINDS.value)
+        self._seen = self._zeros((slots, self._splits + 1, 4, places), torch.int64)
+        self.found = self._zeros((slots, 3, 4 * places), torch.int64)
+        """Of each request, the places that vote; see `search`."""
+        self.offers = self._zeros((slots, 4 + 2 * steps), torch.int32)
+        """What was offered to the request of each slot; see `votes.learn`."""
+        self.outcomes, self.cells = (self._zeros((2 * kinds, 2), torch.int32) for _ in range(2))
+        self.sources, self.chance = self._zeros((2, 3), torch.float64), self._zeros(2 * kinds, torch.float64)
+        """What is learned; see `votes.estimate`."""
+        self.start = torch.from_numpy(native().drafting_rules()["CHANCES"]).to(self.device)
+        """Chance of each kind of draft token before anything is learned, float64 [kinds]."""
         self._slots, self._num_sampled = self._zeros(slots, torch.int64), self._zeros(slots, torch.int32)
         self.drafts = self._zeros((slots, steps), torch.int64)
         """Draft tokens in batch order; beyond a draft the request's last token."""
@@ -104,7 +87,7 @@ class DeviceIndex:
     def nbytes(self) -> int:
         """Bytes on the device."""
         own = (x for x in vars(self).values() if isinstance(x, torch.Tensor) and x is not self.texts)
-        return sum(x.nbytes for x in [*own, *self._found.values(), *self._seen.values()])
+        return sum(x.nbytes for x in own)
 
     def shortage(self) -> str | None:
         """Say, the first time that it is so, that the arena is too small."""
@@ -124,7 +107,7 @@ class DeviceIndex:
             self.arena.open(slot, problem, self._row + slot * self.texts.stride(0) + begin, begin)
         if opened:
             slots = np.array([slot for slot, _, _ in opened], dtype=np.int64)
-            self._offered.index_fill_(0, self._to_device(slots), 0)
+            self.offers[:, 0].index_fill_(0, self._to_device(slots), 0)
 
     def close(self, closed: Sequence[tuple[int, int]], total_len: torch.Tensor) -> None:
         """Take requests that end: slot, and tokens that its response has at most, 0 for a text that is not kept.
@@ -209,72 +192,51 @@ class DeviceIndex:
         torch.sub(total_len, self._parts["begin"], out=self._text_len[:slots])
 
     def _launch(self, requests: int) -> None:
-        tables, found, width = self._parts, self._found, self._steps + 1
+        tables, rows = self._parts, 32
         text = {"text_at": tables["text_at"], "text_len": self._text_len}
-        mine = {"arena": self.words, "slots": self._slots, "row_of_slot": tables["row_of_slot"], **text}
-        columns = _power_of_two(width)
-        rows = 32
-        kernels.learn[(-(-requests // rows),)](
-            self._offers,
-            self._kinds,
-            self._offered,
-            self._then,
-            **text,
-            arena=self.words,
-            slots=self._slots,
-            outcomes=self._outcomes,
-            requests=requests,
-            WIDTH=width,
-            PADDED=columns,
-            ROWS=rows,
+        mine = {"arena": self.words, "slots": self._slots, **text}
+        steps = {"STEPS": self._steps, "PADDED": 1 << self._steps.bit_length()}
+
+        def parts(*names: str) -> dict[str, torch.Tensor]:
+            return {name: tables[name] for name in names}
+
+        votes.learn[(-(-requests // rows),)](
+            offers=self.offers, **mine, outcomes=self.outcomes, requests=requests, **steps, ROWS=rows
         )
-        kernels.estimate[(1,)](self._outcomes, self._cells, self._sources, self._start, self._chance, LANES=256)
-        kernels.search_sealed[(requests, 2)](
+        votes.estimate[(1,)](self.outcomes, self.cells, self.sources, self.start, self.chance, LANES=256)
+        search.search_sealed[(requests, 2)](
             **mine,
-            sealed_texts=tables["sealed_texts"],
-            sealed_places=tables["sealed_places"],
-            sealed_count=tables["sealed_count"],
+            **parts("row_of_slot", "sealed_texts", "sealed_places", "sealed_count"),
             fading=self._fading,
-            **found,
-            CANDIDATES=CANDIDATES,
+            found=self.found,
         )
-        kernels.scan_live[(requests, self._splits + 1)](
+        search.scan_live[(requests, self._splits + 1)](
             **mine,
-            begin=tables["begin"],
-            members=tables["members"],
-            member_count=tables["member_count"],
-            **self._seen,
+            **parts("row_of_slot", "begin", "members", "member_count"),
+            seen=self._seen,
             MEMBERS=MEMBERS,
             SPLITS=self._splits,
             BLOCK=self._block,
         )
-        kernels.merge_live[(requests,)](**self._seen, **found, SPLITS=self._splits, CANDIDATES=CANDIDATES)
-        kernels.vote[(requests,)](
-            self.words,
-            self._slots,
-            self._num_sampled,
-            **text,
-            **found,
-            chance=self._chance,
-            offers=self._offers,
-            kinds=self._kinds,
-            offered=self._offered,
-            then=self._then,
+        search.merge_live[(requests,)](self._seen, self.found, SPLITS=self._splits)
+        votes.vote[(requests,)](
+            **mine,
+            num_sampled=self._num_sampled,
+            found=self.found,
+            chance=self.chance,
+            offers=self.offers,
             drafts=self.drafts,
             confidence=self.confidence,
             real=self.real,
             vocabulary=self._vocabulary,
             min_chance=self._min_chance,
-            STEPS=self._steps,
-            WIDTH=width,
-            COLUMNS=columns,
-            CANDIDATES=CANDIDATES,
+            **steps,
         )
 
     def _keep(self, kept: Sequence[Kept]) -> None:
         rows = self._to_device(np.array([(k.slot, k.at, k.room, k.text) for k in kept], dtype=np.int64).T.copy())
         tiles = -(-max(k.room for k in kept) // 1024)
-        kernels.keep_texts[(len(kept), tiles)](
+        search.keep_texts[(len(kept), tiles)](
             self.words, self._parts["text_at"], self._text_len, rows[0], rows[1], rows[2], rows[3], BLOCK=1024
         )
 
@@ -285,7 +247,3 @@ class DeviceIndex:
         tensor = torch.empty(array.shape, dtype=torch.int64, device=self.device)
         self._copy(array, tensor)
         return tensor
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

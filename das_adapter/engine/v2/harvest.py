@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.engine.standalone import Response
+from das_adapter.engine.standalone.worker import Response
 
 
 class Harvest:

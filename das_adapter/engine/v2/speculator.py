@@ -13,17 +13,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import LEAST_CHANCE
+from das_adapter.core.controller import least_chance
 from das_adapter.engine.v2.device_index import DeviceIndex
 
 LOOK_STEPS = 16
 """Steps without drafts after which one looks what there is to draft; the first looks come after 1, 2, 4 and 8."""
-
-
-def min_chance(config: DasConfig) -> float:
-    """Return the chance under which a draft ends on the device. All ranks draft alike, so it never changes."""
-    policy = config.budget.policy
-    return LEAST_CHANCE if policy == "optimal" else 0.0 if policy == "unlimited" else config.budget.min_chance
 
 
 def looks(idle: int) -> bool:
@@ -136,7 +130,7 @@ class HistorySpeculator(BaseSpeculator):
                 states.all_token_ids.gpu,
                 self._drafts.shape[1],
                 self._config.history.device_bytes // 4,
-                min_chance(self._config),
+                least_chance(self._config.budget),
                 self._vocabulary,
                 copy=lambda array, tensor: async_tensor_h2d(array, out=tensor),
             )

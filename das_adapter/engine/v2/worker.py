@@ -12,7 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.engine.standalone import Response
+from das_adapter.engine.standalone.worker import Response
 from das_adapter.engine.v2 import verification
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.harvest import Harvest

@@ -24,5 +24,5 @@ python -m verl.trainer.main_ppo \
   trainer.nnodes=1 \
   trainer.total_epochs=15 \
   +actor_rollout_ref.rollout.custom.das.drafter=history \
-  +actor_rollout_ref.rollout.custom.das.budget.max_draft_tokens=8 \
+  +actor_rollout_ref.rollout.custom.das.max_draft_tokens=8 \
   "$@"

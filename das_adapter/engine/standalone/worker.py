@@ -1,22 +1,16 @@
-"""An engine without a host: it harvests its own trajectories, notices weight updates, and brings its drafter up to
-date itself."""
+"""One worker of an engine without a host: it harvests trajectories, and brings its drafter up to date itself."""
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import RESPONSE
-from das_adapter.engine.history_link import HistoryLink
-from das_adapter.patching import patch
+from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.messages import Refresh, Trajectory, responses
-
-logger = logging.getLogger("das_adapter")
 
 MOST_LIVE_TOKENS = 2**22
 """Tokens of finished responses after which they are sealed although the weights are the same: live text takes more
@@ -65,9 +59,9 @@ class Standalone:
         """Whether there may be a history that an earlier engine has left."""
         self._finished: list[Trajectory] = []
         self._live_tokens = 0
-        self._link: HistoryLink | None = None
+        self._shared: SharedHistory | None = None
         if state.config.shares_history and self._group.rank_in_group == 0:
-            self._link = HistoryLink(directory, state.config.history)
+            self._shared = SharedHistory(directory, state.config.history)
 
     def weights_changed(self, version: int | None = None) -> None:
         """Take note that the weights are other ones from the next step on. A weight sync of many calls counts once.
@@ -101,18 +95,20 @@ class Standalone:
             if response is None:
                 continue
             self._live_tokens += len(response.text)
-            if response.record and self._group.rank_in_group == 0:
-                self._finished.append(Trajectory(response.problem, response.text.tobytes(), self._version))
-        if self._link and self._finished:
-            self._link.push(self._finished)
-            self._finished = []
+            if not response.record or self._group.rank_in_group:
+                continue
+            text = response.text.tobytes()
+            if self._shared:
+                self._shared.add(response.problem, text, self._version, req_id)
+            else:
+                self._finished.append(Trajectory(response.problem, text, self._version))
 
     def _message(self) -> Refresh:
         """The first rank's message, which all ranks get that draft."""
         message = None
         if self._group.rank_in_group == 0:
-            if self._link:
-                history, lengths = self._link.sync()
+            if self._shared:
+                history, lengths = self._shared.sync()
             else:
                 history, lengths = None, responses(self._finished)
                 self._finished = []
@@ -121,48 +117,3 @@ class Standalone:
             message = self._group.broadcast_object(message, src=0)
         assert message is not None
         return message
-
-
-@patch("vllm.v1.worker.gpu_worker:Worker.load_model", since="0.24")
-def follow_loaded_policy(stock: Any, loaded: Callable[[], None]) -> Any:
-    """Without it nobody sees the weights that a trainer loads into the policy. Remove this patch when vLLM tells
-    plug-ins that its weights were updated."""
-
-    @functools.wraps(stock)
-    def load_model(*args: Any, **kwargs: Any) -> Any:
-        result = stock(*args, **kwargs)
-        loaded()
-        return result
-
-    return load_model
-
-
-def _then(stock: Any, changed: Callable[[], None]) -> Any:
-    @functools.wraps(stock)
-    def update(*args: Any, **kwargs: Any) -> Any:
-        result = stock(*args, **kwargs)
-        changed()
-        return result
-
-    return update
-
-
-@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
-def see_loaded_weights(stock: Any, changed: Callable[[], None]) -> Any:
-    """Without it an engine without a host does not know that its weights were updated: trainers' own worker extensions
-    call nothing else. Remove this patch when vLLM tells plug-ins that its weights were updated."""
-    return _then(stock, changed)
-
-
-@patch("vllm.v1.worker.gpu_worker:Worker.reload_weights", since="0.24")
-def see_reloaded_weights(stock: Any, changed: Callable[[], None]) -> Any:
-    """As `see_loaded_weights`, for weights in the kernels' format, which the model's loader does not see. Remove this
-    patch when vLLM tells plug-ins that its weights were updated."""
-    return _then(stock, changed)
-
-
-@patch("vllm.v1.worker.gpu_worker:Worker.finish_weight_update", since="0.24", adds=True)
-def see_finished_update(stock: Any, changed: Callable[[], None]) -> Any:
-    """As `see_reloaded_weights`, for vLLM's own weight transfer. Remove this patch when vLLM tells plug-ins that its
-    weights were updated."""
-    return stock if stock is None else _then(stock, changed)

@@ -1,0 +1,165 @@
+"""An engine's way to the history of its node where there is no Ray cluster. A process of its own
+(`das_adapter.service.local`) writes it; the engines of the node start it and share it."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+from das_adapter.config import HistoryConfig
+from das_adapter.core.index.private import make_private
+from das_adapter.core.length import RESPONSE, Responses
+from das_adapter.errors import DasError
+from das_adapter.protocol.messages import Published, Trajectory
+from das_adapter.protocol.spool import ANSWER, FOLDER, GRACE_S, USERS, Answer, Ask, Gathered, put_batch, root_for
+
+logger = logging.getLogger("das_adapter")
+
+PATIENCE_S = 30.0
+"""Maximum time that a weight sync waits for the writer; after that the engine drafts from what it has mapped."""
+IMPATIENCE_S = 1.0
+"""As `PATIENCE_S`, while the last sync had no answer."""
+AGAIN_S = 2.0
+"""Time after which a request is left again, and another writer started: the last one may have been killed."""
+
+
+class SharedHistory:
+    """What an engine writes goes into the spool of the history; a weight sync asks for a generation, and is all that
+    waits. No method raises."""
+
+    def __init__(self, name: str, config: HistoryConfig, grace_s: float = GRACE_S):
+        """
+        Args:
+            name: of the history's directory; engines of the node with the same name share it.
+            config: the `history:` block.
+            grace_s: see `protocol.spool.GRACE_S`.
+        """
+        self._config, self._grace_s = config, grace_s
+        self._directory = root_for(name, config.max_bytes) / name
+        self._engine = uuid.uuid4().hex
+        self._gathered = Gathered(self._leave)
+        self._number = self._cursor = 0
+        self._patience_s = PATIENCE_S
+        self._users: IO[bytes] | None = None
+        """Locked while this engine lives: neither the writer nor a janitor removes the directory."""
+        self._trouble = ""
+        threading.Thread(target=self._begin, name="das-history", daemon=True).start()
+
+    def add(self, problem: int, text: bytes, version: int, req_id: str) -> None:
+        """Take a finished trajectory; `req_id`: of its request."""
+        request = hashlib.blake2b(f"{self._engine} {req_id}".encode(), digest_size=8).digest()
+        self._gathered.add(Trajectory(problem, text, version, int.from_bytes(request, "little")))
+
+    def sync(self) -> tuple[Published | None, Responses]:
+        """Have everything published that was taken; return what to map (None: what is mapped stays), and the lengths of
+        the responses of all engines since the last call."""
+        try:
+            self._gathered.flush()
+            answer = self._ask()
+        except (DasError, OSError, subprocess.SubprocessError) as error:
+            self._report(error)
+            return None, np.zeros(0, RESPONSE)
+        for line in answer.log:
+            logger.warning("%s", line)
+        self._cursor, self._patience_s, self._trouble = answer.cursor, PATIENCE_S, ""
+        return Published(str(self._directory), answer.generation), answer.lengths
+
+    def _begin(self) -> None:
+        try:
+            self._enter()
+            self._start_writer()
+        except (DasError, OSError, subprocess.SubprocessError) as error:
+            self._report(error)
+
+    def _enter(self) -> None:
+        """Make sure that the directory is there, belongs to this user, and is not removed while this engine lives.
+
+        Raises:
+            IndexFileError: it is a link or another user's.
+            OSError: it can't be created.
+        """
+        for directory in (self._directory, self._directory / FOLDER):
+            make_private(directory)
+        while not (self._users and _lies(self._users, self._directory / USERS)):
+            self._users = open(self._directory / USERS, "ab", opener=_private)
+            fcntl.flock(self._users, fcntl.LOCK_SH)
+
+    def _start_writer(self) -> None:
+        """Start the process that writes; where another one writes there, it ends at once.
+
+        Raises:
+            SubprocessError: it can't be started.
+        """
+        command = [sys.executable, "-m", "das_adapter.service.local", str(self._directory)]
+        nowhere = subprocess.DEVNULL  # it outlives this process, and must not keep its output open
+        arguments = [self._config.model_dump_json(), str(self._grace_s)]
+        subprocess.run(
+            [*command, *arguments],
+            stdin=nowhere,
+            stdout=nowhere,
+            stderr=nowhere,
+            start_new_session=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+
+    def _leave(self, batch: Sequence[Trajectory]) -> None:
+        self._enter()
+        put_batch(self._directory, self._engine, batch)
+
+    def _ask(self) -> Answer:
+        """Ask for a generation, and wait for the answer.
+
+        Raises:
+            TimeoutError: there was none.
+            DasError, OSError: the request could not be left.
+        """
+        self._number += 1
+        path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
+        begin = asked = 0.0
+        while not begin or time.monotonic() < begin + self._patience_s:
+            if time.monotonic() > asked + AGAIN_S or not begin:
+                if begin:
+                    self._start_writer()
+                begin, asked = begin or time.monotonic(), time.monotonic()
+                self._enter()
+                Ask(self._number, self._cursor).put(self._directory, self._engine)
+            try:
+                answer = Answer.read(path)
+                path.unlink()
+                if answer.number == self._number:
+                    return answer
+            except (FileNotFoundError, ValueError, TypeError):
+                time.sleep(0.002)
+        waited, self._patience_s = self._patience_s, IMPATIENCE_S
+        raise TimeoutError(f"no answer within {waited} s")
+
+    def _report(self, error: Exception) -> None:
+        """Log an error once, until a weight sync succeeds."""
+        before, self._trouble = self._trouble, repr(error)
+        if before != self._trouble:
+            logger.error("das: history: %r; engines go on with what is mapped", error)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _lies(file: IO[bytes], path: Path) -> bool:
+    """Whether an open file is still the one at a path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,301 @@
+"""Triton kernels that find where a request's text occurs in the history on the device.
+
+Texts are addressed in tokens from the begin of the arena, which holds sealed text and the texts of closed requests;
+vLLM's own array of all requests' tokens is reached by the same offsets. A response is preceded by `START`, which is
+stored in sealed text only. What is called a context is a request's text, read backwards from its last token.
+
+A place that is found has three numbers, int64: where the text goes on from there, its traits (`_traits`), and how many
+tokens are left of it. Of each request's `CANDIDATES` places the first `PLACES` match its text in sealed text, the next
+ones match it there without the last token, then come those of live text, and those of its prompt.
+
+None of the kernels synchronises with the host; shapes depend on the batch size alone, so that a step is captured as one
+CUDA graph. `csrc/suffix_index.cpp` does the same on the host, but of live text the longest matches vote here, and there
+the latest of those with four equal tokens.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from das_adapter.core.native import native
+
+_RULES = native().drafting_rules()
+START = tl.constexpr(_RULES["START"])
+"""Precedes the first token of a response."""
+NOTHING = tl.constexpr(-3)
+"""Precedes what is before a context's begin: equal to no token."""
+DEPTH = tl.constexpr(64)
+"""Tokens of left context that are compared."""
+CHUNK = tl.constexpr(8)
+"""Tokens that are compared at once."""
+PLACES = tl.constexpr(_RULES["PLACES"])
+"""Places that one search contributes."""
+CANDIDATES = tl.constexpr(4 * _RULES["PLACES"])
+BEYOND = tl.constexpr(_RULES["BEYOND"])
+"""Tokens beyond a differing one that count."""
+OWN = tl.constexpr(_RULES["OWN"])
+SIBLING = tl.constexpr(_RULES["SIBLING"])
+PROMPT = tl.constexpr(_RULES["PROMPT"])
+"""Weights of texts; sealed text has those of `SuffixIndex.fading`."""
+
+
+@triton.jit
+def _context(arena, own, n, index, lowest):
+    """Load tokens of a request's text by index: from `lowest` on; START at -1 if that is the begin."""
+    token = tl.load(arena + own + index, mask=(index >= lowest) & (index < n), other=NOTHING)
+    return tl.where((index == -1) & (lowest == 0), START, token)
+
+
+@triton.jit
+def _traits(strength, weight, mine, differs, grows):
+    """Pack what the vote needs to know of a place: its strength (8 bits), its text's weight (16), whether that is the
+    request's own, whether the last token differs, that there is a place, and whether its text is being written."""
+    return strength | (weight << 8) | (mine << 24) | (differs << 25) | (1 << 26) | (grows << 27)
+
+
+@triton.jit
+def _beyond(arena, at, own, n, differing, length, lowest, going):
+    """Count the tokens that agree beyond the one at `differing`, which ends a match of `length`; BEYOND at most."""
+    beyond = tl.zeros_like(length)
+    for i in tl.static_range(BEYOND):
+        expected = _context(arena, own, n, n - 2 - length - i, lowest)
+        index = differing - 1 - i
+        token = tl.load(arena + at + index, mask=going & (index >= 0), other=NOTHING)
+        token = tl.where(index == -1, START, token)
+        going = going & (token == expected) & (token != NOTHING)
+        beyond += going.to(tl.int32)
+        going = going & (token != START)
+    return beyond
+
+
+@triton.jit
+def _compare(arena, texts, position, own, n, LANES: tl.constexpr):
+    """Compare places of sealed text with the end of a context of n tokens and START.
+
+    Returns the tokens that agree (START included, DEPTH at most), and whether the place sorts before the context.
+    """
+    limit = tl.minimum(DEPTH, n + 1)
+    column = tl.arange(0, CHUNK)
+    length = tl.zeros([LANES], tl.int32)
+    before = tl.zeros([LANES], tl.int1)
+    going = position >= 0
+    done = 0
+    while (done < limit) & (tl.max(going.to(tl.int32), axis=0) > 0):
+        back = done + column
+        expected = _context(arena, own, n, n - 1 - back, 0)
+        place = position[:, None] - back[None, :]
+        token = tl.load(arena + texts + place, mask=going[:, None] & (place >= 0), other=NOTHING)
+        inside = back < limit
+        differs = (token != expected[None, :]) & inside[None, :]
+        first = tl.min(tl.where(differs, column[None, :], CHUNK), axis=1)
+        here = differs & (column[None, :] == first[:, None])
+        smaller = tl.max((here & (token < expected[None, :])).to(tl.int32), axis=1) > 0
+        length += tl.where(going, tl.minimum(first, limit - done), 0)
+        before = tl.where(going & (first < CHUNK), smaller, before)
+        going = going & (first == CHUNK)
+        done += CHUNK
+    return length, before
+
+
+@triton.jit
+def _sorted_place(arena, texts, places, count, own, n):
+    """Return how many of the sorted places come before a context of n tokens."""
+    low, high = 0 * count, count
+    while low < high:
+        step = (high - low + 31) // 32
+        probe = low + step * (tl.arange(0, 32) + 1) - 1
+        valid = probe < high
+        place = tl.load(arena + places + probe, mask=valid, other=-1)
+        _, before = _compare(arena, texts, tl.where(valid, place & 0xFFFFFF, -1), own, n, 32)
+        less = tl.sum((before & valid).to(tl.int32), axis=0)
+        more = less < tl.sum(valid.to(tl.int32), axis=0)
+        high = tl.where(more, low + (less + 1) * step - 1, high)
+        low = low + less * step
+    return low
+
+
+@triton.jit
+def search_sealed(
+    arena, slots, row_of_slot, text_at, text_len, sealed_texts, sealed_places, sealed_count, fading, found
+):
+    """Find the places of sealed text that match a request's text longest, for its whole text (program_id(1) = 0) and
+    for its text without the last token (1).
+
+    Places are ordered, so that the longest matches are neighbours of the place where the context would be; of equal
+    lengths those behind it come first, and the nearest.
+    """
+    request, shift = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + request)
+    lane = tl.arange(0, 2 * PLACES)
+    out = found + request * 3 * CANDIDATES + shift * PLACES
+    tl.store(out + CANDIDATES + lane, tl.zeros([2 * PLACES], tl.int64), mask=lane < PLACES)
+    if slot >= 0:
+        row = tl.load(row_of_slot + slot)
+        count = tl.load(sealed_count + row).to(tl.int32)
+        n = tl.load(text_len + slot)
+        own = tl.load(text_at + slot)
+        written = tl.load(arena + own + n - 1)
+        n = n - shift
+        if (count > 0) & (n >= 0):
+            texts, places = tl.load(sealed_texts + row), tl.load(sealed_places + row)
+            low = _sorted_place(arena, texts, places, count, own, n)
+            near = lane % PLACES
+            behind = lane < PLACES
+            index = tl.where(behind, low + near, low - 1 - near)
+            there = (index >= 0) & (index < count)
+            place = tl.load(arena + places + index, mask=there, other=0)
+            position = tl.where(there, place & 0xFFFFFF, -1)
+            length, _ = _compare(arena, texts, position, own, n, 2 * PLACES)
+            order = tl.where(there & (length > 0), length * 64 + tl.where(behind, 32, 0) + PLACES - near, 0)
+            rank = tl.sum((order[None, :] > order[:, None]).to(tl.int32), axis=1)
+            differing = position - length
+            token = tl.load(arena + texts + differing, mask=there & (differing >= 0), other=-1)
+            going = there & (length < DEPTH) & (length <= n) & (token >= 0)
+            strength = 2 * length + _beyond(arena, texts, own, n, differing, length, 0, going)
+            if shift == 1:
+                following = tl.load(arena + texts + position + 1, mask=there, other=-1)
+                strength = tl.minimum(length, BEYOND) - 1
+                there = there & (following != written)
+            weight = tl.load(fading + ((place >> 24) & 0xFF))
+            kept = there & (order > 0) & (rank < PLACES)
+            tl.store(out + rank, texts + position + 1 + shift, mask=kept)
+            tl.store(out + CANDIDATES + rank, _traits(strength, weight, 0, shift, 0).to(tl.int64), mask=kept)
+            tl.store(out + 2 * CANDIDATES + rank, tl.full([2 * PLACES], 1 << 30, tl.int64), mask=kept)
+
+
+@triton.jit
+def _ranks(arena, own, n, lowest, written, at, place, there, BLOCK: tl.constexpr):
+    """Rank places of a text by the tokens that agree with a context: 3 more than these where the last one does, else
+    those before it, BEYOND at most; 0 where nothing does."""
+    last = tl.load(arena + at + place, mask=there & (place >= 0), other=START)
+    exact = there & (last == written)
+    alike = tl.zeros([BLOCK], tl.int32)
+    going = there & (place >= 0)
+    i = 1
+    while (i < DEPTH) & (tl.max(going.to(tl.int32), axis=0) > 0):
+        expected = _context(arena, own, n, n - 1 - i, lowest)
+        token = tl.load(arena + at + place - i, mask=going & (place >= i), other=START)
+        going = going & (token == expected)
+        alike += going.to(tl.int32)
+        going = going & (token != START)
+        i += 1
+    return tl.where(exact, 4 + alike, tl.where(there, tl.minimum(alike, BEYOND), 0))
+
+
+@triton.jit
+def _with_best(best, key):
+    """Take the largest of new keys into the best so far, in the place of smaller ones."""
+    lane = tl.arange(0, PLACES)
+    least, top = tl.min(best, axis=0), tl.max(key, axis=0)
+    while top > least:
+        best = tl.where(lane == tl.argmin(best, axis=0), top, best)
+        key = tl.where(key == top, -1, key)
+        least, top = tl.min(best, axis=0), tl.max(key, axis=0)
+    return best
+
+
+@triton.jit
+def scan_live(
+    arena,
+    slots,
+    row_of_slot,
+    text_at,
+    text_len,
+    begin,
+    members,
+    member_count,
+    seen,
+    MEMBERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Find the places in the live text of a request's problem that match its own text longest; of equal lengths the
+    latest. The tiles of these texts are shared out over SPLITS programs; one more does the request's prompt.
+
+    A place whose last token differs matches by the tokens before that, behind all others. `seen`: int64
+    [requests, SPLITS + 1, 4, PLACES], the three numbers of a place, and what it is ordered by.
+    """
+    request, split = tl.program_id(0), tl.program_id(1)
+    out = seen + (request * (SPLITS + 1) + split) * 4 * PLACES + tl.arange(0, PLACES)
+    tl.store(out + PLACES, tl.zeros([PLACES], tl.int64))
+    tl.store(out + 3 * PLACES, tl.full([PLACES], -1, tl.int64))
+    slot = tl.load(slots + request)
+    if slot >= 0:
+        row = tl.load(row_of_slot + slot)
+        own = tl.load(text_at + slot)
+        n = tl.load(text_len + slot)
+        prompt = tl.load(begin + slot).to(tl.int32)
+        is_prompt = split == SPLITS
+        lowest = tl.where(is_prompt, -prompt, 0)
+        texts = tl.where(is_prompt, 1, tl.load(member_count + row).to(tl.int32))
+        written = tl.load(arena + own + n - 1)
+        best = tl.full([PLACES], -1, tl.int64)
+        for m in range(texts):
+            text = tl.load(members + row * MEMBERS + m)
+            at = tl.where(is_prompt, own - prompt, tl.load(text_at + text))
+            size = tl.where(is_prompt, prompt, tl.load(text_len + text))
+            tile = tl.where(is_prompt, 0, split)
+            while tile * BLOCK < size:
+                place = size - 2 - (tile * BLOCK + tl.arange(0, BLOCK))
+                there = place >= tl.where(is_prompt, 0, -1)
+                rank = _ranks(arena, own, n, lowest, written, at, place, there, BLOCK)
+                key = (rank.to(tl.int64) << 40) | ((place + 1).to(tl.int64) << 16) | m
+                best = _with_best(best, tl.where(rank > 0, key, -1))
+                tile += tl.where(is_prompt, 1, SPLITS)
+        kept = best >= 0
+        rank = (best >> 40).to(tl.int32)
+        place = ((best >> 16) & 0xFFFFFF).to(tl.int32) - 1
+        m = tl.where(is_prompt, -1, (best & 0xFFFF).to(tl.int32))
+        text = tl.load(members + row * MEMBERS + m, mask=kept & (m >= 0), other=0)
+        at = tl.where(is_prompt, own - prompt, tl.load(text_at + text, mask=kept, other=0))
+        size = tl.where(is_prompt, prompt, tl.load(text_len + text, mask=kept, other=0))
+        length = tl.where(rank < 4, DEPTH, rank - 3)
+        differing = place - length
+        going = (length < DEPTH) & (differing >= 0)
+        beyond = _beyond(arena, at, own, n, differing, length, lowest, going)
+        strength = tl.where(rank < 4, rank - 1, 2 * length + beyond)
+        mine = is_prompt | (text == slot)
+        weight = tl.where(is_prompt, PROMPT, tl.where(mine, OWN, SIBLING))
+        grows = mine & (m >= 0)
+        traits = _traits(strength, weight, mine.to(tl.int32), (rank < 4).to(tl.int32), grows.to(tl.int32))
+        tl.store(out, at + place + 1)
+        tl.store(out + PLACES, tl.where(kept, traits, 0).to(tl.int64))
+        tl.store(out + 2 * PLACES, (size - 1 - place).to(tl.int64))
+        tl.store(out + 3 * PLACES, best)
+
+
+@triton.jit
+def merge_live(seen, found, SPLITS: tl.constexpr):
+    """Take the best places of all programs that scanned live text, and those of the prompt."""
+    request = tl.program_id(0)
+    lane, first = tl.arange(0, SPLITS * PLACES), tl.arange(0, PLACES)
+    mine = seen + request * (SPLITS + 1) * 4 * PLACES
+    scanned = mine + lane // PLACES * 4 * PLACES + lane % PLACES
+    key = tl.load(scanned + 3 * PLACES)
+    rank = tl.sum((key[None, :] > key[:, None]).to(tl.int32), axis=1)
+    place = tl.where(key >= 0, rank, PLACES)
+    nobody = first >= tl.sum((key >= 0).to(tl.int32), axis=0)
+    out = found + request * 3 * CANDIDATES + 2 * PLACES
+    tl.store(out + CANDIDATES + first, tl.zeros([PLACES], tl.int64), mask=nobody)
+    for i in tl.static_range(3):
+        tl.store(out + i * CANDIDATES + place, tl.load(scanned + i * PLACES), mask=place < PLACES)
+        prompt = tl.load(mine + (SPLITS * 4 + i) * PLACES + first)
+        tl.store(out + i * CANDIDATES + PLACES + first, prompt)
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots", "targets", "rooms", "closed"])
+def keep_texts(arena, text_at, text_len, slots, targets, rooms, closed, BLOCK: tl.constexpr):
+    """Copy the texts of requests that end into the arena: program (i, tile) of text i.
+
+    `targets`: int64, offsets in the arena; `rooms`: int64, tokens that fit there; `closed`: int64, numbers of the texts
+    from then on.
+    """
+    i, tile = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + i)
+    size = tl.minimum(tl.load(text_len + slot), tl.load(rooms + i).to(tl.int32))
+    place = tile * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(arena + tl.load(text_at + slot) + place, mask=place < size, other=0)
+    tl.store(arena + tl.load(targets + i) + place, token, mask=place < size)
+    if tile == 0:
+        tl.store(text_len + tl.load(closed + i), size)

@@ -1,0 +1,221 @@
+"""Triton kernels that draft from the places that `search` has found, and learn which drafts are accepted.
+
+Every place votes for the token that follows there, with its text's weight times the 6th power of its strength + 1. A
+place is as strong as twice the tokens that agree with what the request has written, and gains 2 with every token
+drafted from it. The token with the most votes is drafted, and only the places that voted for it vote on the next one.
+The chance that it is accepted is estimated by its kind: its share of the votes, the greatest strength behind it, the
+number of places, and whether all of them are in the request's own text. It is learned from what requests wrote.
+
+An example. A request has written `the cat sat on`; a sibling wrote `the cat sat on the mat`, and the newest history has
+`a dog sat on a log`. With the sibling five tokens agree, since the begin of a response counts as one: strength 10. With
+the history two agree: strength 4. Both texts weigh 256, so `the` gets 11^6 * 256 votes and `a` 5^6 * 256: a share of
+0.991, and for one place of this strength a chance of 0.575 as long as nothing was learned. From the second token on the
+sibling's place votes alone, with strength 12 and a share of 1: a chance of 0.725 for `mat`. The draft is `the mat`, and
+survives as a whole with a chance of 0.417.
+
+`csrc/suffix_draft.hpp` has the same rules for the host. Here a draft that reaches the end of the request's own text
+goes on with the draft itself, where the host searches again.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from das_adapter.core.native import native
+from das_adapter.engine.v2.search import CANDIDATES
+
+_RULES = native().drafting_rules()
+SURE = tl.constexpr(_RULES["SURE"])
+"""Strength from which on places that differ in the last token are not asked."""
+STRONGEST = tl.constexpr(_RULES["STRONGEST"])
+SHARES = tl.constexpr(tuple(_RULES["SHARES"]))
+STRENGTHS = tl.constexpr(tuple(_RULES["STRENGTHS"]))
+LEVELS = tl.constexpr(len(_RULES["SHARES"]) + 1)
+COUNTS = tl.constexpr(_RULES["COUNTS"])
+KINDS = tl.constexpr(len(_RULES["CHANCES"]))
+"""Kinds of draft tokens of one source: by LEVELS of their share of the votes, as many of strength, and COUNTS numbers
+of candidates."""
+PRIOR = tl.constexpr(_RULES["PRIOR"])
+DOUBT = tl.constexpr(_RULES["DOUBT"])
+MEMORY = tl.constexpr(_RULES["MEMORY"])
+"""Weight of a kind's prior and of a source's, and of the past at most, tokens."""
+
+
+@triton.jit(do_not_specialize=["requests"])
+def learn(
+    offers,
+    text_at,
+    text_len,
+    arena,
+    slots,
+    outcomes,
+    requests,
+    STEPS: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Compare what was offered to each request with what it has written since, and count by kind.
+
+    `offers`: int32 [slots, 4 + 2 * STEPS], what `vote` offered: the number of tokens, the length of the text before
+    them, `STEPS + 1` tokens, and their kinds. `outcomes`: int32 [2 * KINDS, 2], tried and accepted; zero before.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, PADDED)
+    slot = tl.load(slots + row, mask=row < requests, other=-1)
+    known = slot >= 0
+    offer = offers + slot * (4 + 2 * STEPS)
+    at = tl.load(text_at + slot, mask=known, other=0)
+    length = tl.load(text_len + slot, mask=known, other=0)
+    count = tl.load(offer, mask=known, other=0)
+    before = tl.load(offer + 1, mask=known, other=0)
+    place = before[:, None] + column[None, :]
+    asked = known[:, None] & (column[None, :] < count[:, None]) & (place < length[:, None]) & (column[None, :] <= STEPS)
+    token = tl.load(offer[:, None] + 2 + column[None, :], mask=asked, other=-1)
+    kind = tl.load(offer[:, None] + 3 + STEPS + column[None, :], mask=asked, other=0)
+    written = tl.load(arena + at[:, None] + place, mask=asked, other=-2)
+    wrong = asked & (written != token)
+    first = tl.min(tl.where(wrong, column[None, :], PADDED), axis=1)
+    tried = asked & (column[None, :] <= first[:, None])
+    accepted = asked & (column[None, :] < first[:, None])
+    one = tl.full([ROWS, PADDED], 1, tl.int32)
+    tl.atomic_add(outcomes + 2 * kind, one, mask=tried)
+    tl.atomic_add(outcomes + 2 * kind + 1, one, mask=accepted)
+    tl.store(offer, tl.zeros([ROWS], tl.int32), mask=known & (length > before))
+
+
+@triton.jit
+def estimate(outcomes, cells, sources, start, chance, LANES: tl.constexpr):
+    """Take the outcomes into the counts of each kind, and compute each kind's chance to be accepted.
+
+    `cells`: int32 [2 * KINDS, 2]; `sources`: float64 [2, 3], tried, accepted and expected; `start`: float64 [KINDS],
+    the chances before anything is learned; `chance`: float64 [2 * KINDS]. One program; the same estimate as
+    `Acceptance` in `csrc/suffix_draft.hpp`.
+    """
+    lane = tl.arange(0, LANES)
+    for source in tl.static_range(2):
+        valid = lane < KINDS
+        at = 2 * (source * KINDS + lane)
+        new_tried = tl.load(outcomes + at, mask=valid, other=0)
+        new_accepted = tl.load(outcomes + at + 1, mask=valid, other=0)
+        tl.store(outcomes + at, tl.zeros([LANES], tl.int32), mask=valid)
+        tl.store(outcomes + at + 1, tl.zeros([LANES], tl.int32), mask=valid)
+        tried = tl.load(cells + at, mask=valid, other=0) + new_tried
+        accepted = tl.load(cells + at + 1, mask=valid, other=0) + new_accepted
+        full = tried >= MEMORY
+        tried, accepted = tl.where(full, tried // 2, tried), tl.where(full, accepted // 2, accepted)
+        tl.store(cells + at, tried, mask=valid)
+        tl.store(cells + at + 1, accepted, mask=valid)
+        prior = tl.load(start + lane, mask=valid, other=0.0)
+        own = sources + 3 * source
+        sum_tried = tl.load(own) + tl.sum(new_tried, axis=0)
+        sum_accepted = tl.load(own + 1) + tl.sum(new_accepted, axis=0)
+        expected = tl.load(own + 2) + tl.sum(new_tried * prior, axis=0)
+        half = tl.where(sum_tried >= MEMORY, 0.5, 1.0)
+        sum_tried, sum_accepted, expected = sum_tried * half, sum_accepted * half, expected * half
+        tl.store(own, sum_tried)
+        tl.store(own + 1, sum_accepted)
+        tl.store(own + 2, expected)
+        better = (sum_accepted + DOUBT) / (sum_tried - sum_accepted + DOUBT)
+        better = better * ((sum_tried - expected + DOUBT) / (expected + DOUBT))
+        odds = prior * better
+        base = odds / (1 - prior + odds)
+        tl.store(chance + source * KINDS + lane, (accepted + PRIOR * base) / (tried + PRIOR), mask=valid)
+
+
+@triton.jit
+def _kind(share, strength, number, alone):
+    """Return the kind of a draft token, as `Acceptance::kind` in `csrc/suffix_draft.hpp`."""
+    s, m = 0 * number, 0 * number
+    for i in tl.static_range(LEVELS - 1):
+        s += (share >= SHARES[i]).to(tl.int32)
+        m += (strength >= STRENGTHS[i]).to(tl.int32)
+    several = (number > 1).to(tl.int32) + (number > 3).to(tl.int32)
+    return ((alone.to(tl.int32) * LEVELS + s) * LEVELS + m) * COUNTS + several
+
+
+@triton.jit
+def vote(
+    arena,
+    slots,
+    num_sampled,
+    text_at,
+    text_len,
+    found,
+    chance,
+    offers,
+    drafts,
+    confidence,
+    real,
+    vocabulary,
+    min_chance,
+    STEPS: tl.constexpr,
+    PADDED: tl.constexpr,
+):
+    """Draft token by token what most candidates vote for; see `SuffixIndex::draft` in `csrc/suffix_index.cpp`.
+
+    `found`: int64 [requests, 3, CANDIDATES], see `search`; `offers`: see `learn`; `drafts`: int64 [requests, STEPS],
+    beyond the draft the request's last token; `confidence`: float32, the chance of each token given those before it, 0
+    beyond the draft; `real`: int32 [requests], the draft's length.
+    """
+    request = tl.program_id(0)
+    slot = tl.load(slots + request)
+    column = tl.arange(0, PADDED)
+    if slot >= 0:
+        n = tl.load(text_len + slot)
+        last = tl.load(arena + tl.load(text_at + slot) + n - 1)
+        mine = found + request * 3 * CANDIDATES + tl.arange(0, CANDIDATES)
+        at, left = tl.load(mine), tl.load(mine + 2 * CANDIDATES)
+        traits = tl.load(mine + CANDIDATES).to(tl.int32)
+        strength, weight = traits & 0xFF, ((traits >> 8) & 0xFFFF).to(tl.int64)
+        own, differs = ((traits >> 24) & 1) > 0, ((traits >> 25) & 1) > 0
+        valid, grows = ((traits >> 26) & 1) > 0, ((traits >> 27) & 1) > 0
+        strongest = tl.max(tl.where(valid & (differs == 0), strength, 0), axis=0)
+        valid = valid & (tl.where(differs, strongest, 0) < SURE)
+        draft = tl.zeros([PADDED], tl.int32) + last
+        offer = offers + slot * (4 + 2 * STEPS)
+        survival = (0 * n + 1).to(tl.float64)
+        count, asked, step = 0 * n, 0 * n, 0 * n
+        going = tl.load(num_sampled + request) > 0
+        while going:
+            token = tl.load(arena + at + step, mask=valid & (step < left), other=-1)
+            alive = valid & (token >= 0)
+            if tl.max(alive.to(tl.int32), axis=0) == 0:
+                beyond = step - left
+                grown = tl.sum(tl.where(column[None, :] == beyond[:, None], draft[None, :], 0), axis=1)
+                token = tl.where(grows & (beyond >= 0), grown, token)
+                alive = valid & grows & (beyond >= 0)
+            strong = tl.minimum(strength + 2 * step, STRONGEST)
+            power = (strong + 1).to(tl.int64)
+            power = power * power * power
+            votes = tl.where(alive, power * power * weight, 0)
+            agree = (token[:, None] == token[None, :]) & alive[None, :]
+            total = tl.where(alive, tl.sum(tl.where(agree, votes[None, :], 0), axis=1), -1)
+            most = tl.max(total, axis=0)
+            going = most >= 0
+            if going:
+                winner = tl.min(tl.where(total == most, token, 0x7FFFFFFF), axis=0)
+                voters = alive & (token == winner)
+                share = most.to(tl.float64) / tl.sum(votes, axis=0).to(tl.float64)
+                longest = tl.max(tl.where(voters, strong, 0), axis=0)
+                alone = tl.sum((voters & (own == 0)).to(tl.int32), axis=0) == 0
+                kind = _kind(share, longest, tl.sum(voters.to(tl.int32), axis=0), alone)
+                winner = tl.minimum(winner, vocabulary - 1)
+                tl.store(offer + 2 + step, winner)
+                tl.store(offer + 3 + STEPS + step, kind)
+                asked = step + 1
+                token_chance = tl.load(chance + kind)
+                survival = survival * token_chance
+                going = (step < STEPS) & (survival >= min_chance)
+                if going:
+                    draft = tl.where(column == step, winner, draft)
+                    tl.store(confidence + request * STEPS + step, token_chance.to(tl.float32))
+                    count = step + 1
+                    valid = voters
+                    step = step + 1
+        cell = request * STEPS + column
+        tl.store(confidence + cell, tl.zeros([PADDED], tl.float32), mask=(column < STEPS) & (column >= count))
+        tl.store(drafts + cell, tl.where(column < count, draft, last).to(tl.int64), mask=column < STEPS)
+        tl.store(real + request, count)
+        tl.store(offer, asked)
+        tl.store(offer + 1, n)

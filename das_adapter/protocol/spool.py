@@ -1,0 +1,186 @@
+"""How engines and the writer of a node's history exchange files, in the history's directory:
+
+    writer, users, janitor   locks: of the writer, of engines without a host, of the process that removes the directory
+    manifest-*, segments-*   what the writer has published, see `core.index.store`
+    spool/                   batch-*: trajectories of an engine here; texts-*: from another node;
+                             segments-*: history of problems that moved here from another node;
+                             ask-ENGINE, answer-ENGINE: a request for a generation and its answer, where there is no Ray
+
+Files are left whole or not at all, for this user alone. Nothing in them is unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from das_adapter.core.index.private import check_owner
+from das_adapter.core.length import RESPONSE, Responses
+from das_adapter.protocol.messages import Trajectory, pack
+
+logger = logging.getLogger("das_adapter")
+
+SHARED_MEMORY = Path("/dev/shm")
+FOLDER = "spool"
+USERS = "users"
+"""File that engines without a host lock, shared, as long as they live."""
+BATCH, TEXTS, SEGMENTS = KINDS = "batch", "texts", "segments"
+ASK, ANSWER = "ask", "answer"
+GRACE_S = 20.0
+"""How long a directory outlives its writer, or its last engine, so that one that is started again finds it."""
+GATHER_S = 0.5
+"""How long trajectories are gathered before they are left together."""
+KEPT = 64 << 20
+"""Maximum bytes of text that an engine keeps while it can't leave them in the spool."""
+
+
+def root_for(name: str, size: int) -> Path:
+    """Return shared memory, or a temporary directory if it has neither room for `size` bytes nor the directory yet."""
+    if (SHARED_MEMORY / name).is_dir():
+        return SHARED_MEMORY
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(SHARED_MEMORY).free >= size:
+            return SHARED_MEMORY
+    root = Path(tempfile.gettempdir())
+    logger.warning(
+        "das: history: %s has no room for das.history.max_bytes=%s; the history lies in %s", SHARED_MEMORY, size, root
+    )
+    return root
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file for this user alone, without following a link.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as file:
+        file.write(content)
+
+
+def put(directory: str | os.PathLike[str], name: str, content: bytes) -> None:
+    """Leave a file in a spool, all of it or nothing; one of the same name is replaced.
+
+    Raises:
+        OSError: the directory is gone, or has no room.
+        IndexFileError: it is a link or another user's.
+    """
+    folder = Path(directory) / FOLDER
+    check_owner(folder)
+    new = folder / f"{name}.{os.getpid()}.tmp"
+    try:
+        write(new, content)
+        new.rename(folder / name)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def put_batch(directory: str | os.PathLike[str], engine: str, trajectories: Sequence[Trajectory]) -> None:
+    """Leave what an engine wrote; `put` says what is raised. Files are taken in the order of their names."""
+    put(directory, f"{BATCH}-{engine}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}", pack(trajectories))
+
+
+class Ask(NamedTuple):
+    """An engine's request for a generation with all that it has left."""
+
+    number: int
+    """Of the request; its answer has the same."""
+    cursor: int
+    """From the answer before; 0: there was none."""
+
+    def put(self, directory: Path, engine: str) -> None:
+        """Leave it in a spool; `put` says what is raised."""
+        put(directory, f"{ASK}-{engine}", json.dumps(self._asdict()).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Ask:
+        """Read what was left; ValueError, TypeError: it is no request."""
+        found = cls(**json.loads(path.read_bytes()))
+        return cls(int(found.number), int(found.cursor))
+
+
+class Answer(NamedTuple):
+    """The writer's answer."""
+
+    number: int
+    generation: int
+    """To be mapped."""
+    cursor: int
+    """To ask with the next time."""
+    lengths: Responses
+    """Of the responses of all engines since the cursor that was asked with."""
+    log: Sequence[str]
+    """Lines for the engine's log: somebody reads that."""
+
+    def put(self, directory: Path, engine: str) -> None:
+        """Leave it in a spool, a line of JSON before the lengths; `put` says what is raised."""
+        head = json.dumps([self.number, self.generation, self.cursor, list(self.log)]).encode()
+        put(directory, f"{ANSWER}-{engine}", head + b"\n" + self.lengths.tobytes())
+
+    @classmethod
+    def read(cls, path: Path) -> Answer:
+        """Read what was left; ValueError, TypeError: it is no answer."""
+        head, _, rows = path.read_bytes().partition(b"\n")
+        number, generation, cursor, log = json.loads(head)
+        return cls(int(number), int(generation), int(cursor), np.frombuffer(rows, RESPONSE), list(map(str, log)))
+
+
+class Gathered:
+    """Trajectories on their way from an engine to a spool, gathered for `GATHER_S` and then left together. What
+    can't be left is kept, up to `KEPT` bytes, for the next time. Any thread may call."""
+
+    def __init__(self, leave: Callable[[Sequence[Trajectory]], None]) -> None:
+        """`leave`: leaves some in the spool, or raises; one thread calls it at a time."""
+        self._leave = leave
+        self._lock = threading.Lock()
+        """Of what is gathered; never held while something is left, because an event loop may wait for it."""
+        self._leaving = threading.Lock()
+        self._batch: list[Trajectory] = []
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Take a trajectory, without waiting for anything."""
+        with self._lock:
+            self._batch.append(trajectory)
+            first = len(self._batch) == 1
+        if first:
+            later(GATHER_S, self._flush_later)
+
+    def flush(self) -> None:
+        """Leave now what was gathered; what `leave` raises is raised."""
+        with self._leaving:
+            with self._lock:
+                batch, self._batch = self._batch, []
+            try:
+                if batch:
+                    self._leave(batch)
+            except Exception:
+                if sum(len(trajectory.tokens) for trajectory in batch) < KEPT:
+                    with self._lock:
+                        self._batch = batch + self._batch
+                raise
+
+    def _flush_later(self) -> None:
+        try:
+            self.flush()
+        except Exception:
+            logger.exception("das: trajectories do not reach the history")
+
+
+def later(seconds: float, act: Callable[[], None]) -> None:
+    """Do something later, in a thread that does not keep the process alive."""
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
