@@ -313,7 +313,7 @@ def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Iterator[dict
     """Draft always `FIXED` tokens and never, and set the speed-up beside the roofline's."""
     import numpy as np
 
-    from das_adapter.core.toggle import seconds_of
+    from das_adapter.core.plain_time import seconds_of
 
     drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
     usual, times = drafter.engine.controller, record_step_times()

@@ -92,12 +92,12 @@ def sabotage(kind: str) -> None:
     elif kind == "drafter that fails once":
         Proposer.begin_drafts = failing_once
     elif kind == "dear drafter":
-        from das_adapter.core import stock
+        from das_adapter.core import account, plain_time
 
-        stock.LEAST_STEPS, stock.SAMPLE_STEPS = 24, (2, 2)
+        plain_time.LEAST_STEPS, account.BASELINE_STEPS, account.LOOK_STEPS = 24, (2, 2), 1
         clock = Clock()
         Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
-        HistorySource.look = in_every_step(taking(clock, 0.03, HistorySource.look))
+        HistorySource.look = taking(clock, 0.03, HistorySource.look)
     elif kind == "replayed passes":
         from das_adapter.engine.v1.decode_graphs import DecodePasses
 
@@ -173,9 +173,6 @@ def any_length(stock: Any) -> Any:
     """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
 
     def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
-        self.engine.guard = self.model_source.drafts.silent = (
-            None  # they would leave out steps, and see that such drafts lose
-        )
         drafts = stock(self, sampled, lengths, tokens)
         if not self.leads:
             return drafts
@@ -213,14 +210,6 @@ def taking(clock: Clock, seconds: float, stock: Any) -> Any:
         return stock(*args, **named)
 
     return call
-
-
-def in_every_step(draft: Any) -> Any:
-    """Have the drafter look for drafts in every step that may ask it."""
-    from das_adapter.core.controller import Controller
-
-    Controller._consider = SimpleNamespace(due=lambda *_: True, done=lambda *_, **__: None, restart=lambda: None)
-    return draft
 
 
 def captured_first(stock: Any) -> Any:

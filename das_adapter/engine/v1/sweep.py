@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from das_adapter.core.controller import TimedStep
 from das_adapter.engine.v1.proposer import Proposer
 
 
@@ -31,7 +30,6 @@ class SweepDrafter(Proposer):
         super().__init__(vllm_config)
         self._proposed = self._carried = False
         """Whether the drafts that were proposed last, and those of the step that is going on, are ragged."""
-        self.engine.stop_if_collapsed = lambda: None  # type: ignore[method-assign]  # here it is no fault
         if self.model_source:
             self.model_source.drafts.timed_pass = self._note_pass  # type: ignore[method-assign]
 
@@ -39,7 +37,7 @@ class SweepDrafter(Proposer):
         """Take a sample."""
         step = self.timer.begin(scheduled, now)
         ragged, self._carried = self._carried, self._proposed
-        if isinstance(step, TimedStep):
+        if step is not None:
             requests = len(step.slots)
             drafted, rest = divmod(step.tokens - requests, requests)
             if not rest:
