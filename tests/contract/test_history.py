@@ -227,10 +227,10 @@ def test_what_arrives_is_published_once_and_what_is_old_is_dropped(writer: Alone
     assert not writer.files
     writer.push("a", Trajectory(1, POEM[::-1].tobytes(), 0))  # late
     assert tokens(writer.published(4)) == 90
-    for version in (4, 5, 6):
+    for version in range(4, 3 + WINDOW):
         writer.push("a", Trajectory(1, POEM.tobytes(), version))
         published = writer.published(version + 1)
-    assert tokens(published) == 150  # version 0 is none of the last four visits
+    assert tokens(published) == 60 + (WINDOW - 1) * 30  # version 0 is none of the last visits
 
 
 def test_a_message_of_another_node_that_comes_twice_is_taken_once(writer: Alone) -> None:
@@ -269,13 +269,13 @@ def test_a_history_that_is_started_again_finds_what_it_had_not_published(writer:
 
 
 def test_an_engine_two_versions_behind_turns_nothing_back(writer: Alone) -> None:
-    for version in range(8):
+    for version in range(2 * WINDOW):
         writer.push("ahead", Trajectory(1, POEM.tobytes(), version))
         published = writer.published(version + 1)
-    late = writer.published(6)
+    late = writer.published(2 * WINDOW - 2)
     assert late[0] == published[0]
     assert late[1] >= published[1]  # a background merge may have published once more
-    assert tokens(late) == 4 * 30
+    assert tokens(late) == WINDOW * 30
 
 
 @pytest.mark.parametrize("restarted", [True, False])
