@@ -105,7 +105,7 @@ def choose(block: dict[str, object], host: str = "host", triton: bool = True, **
     return runner_for(engine, config, triton)
 
 
-EAGLE: dict[str, object] = {"drafter": "eagle3", "draft": {"model": "m", "tokens": 5}}
+EAGLE: dict[str, object] = {"drafter": "eagle3", "max_draft_tokens": 5, "draft": {"model": "m"}}
 
 
 @pytest.mark.parametrize("block", [{"drafter": "history"}, EAGLE], ids=["history", "eagle3"])
