@@ -126,7 +126,7 @@ class Account:
         self._since_trial, self._trial_size, self._lost = 0, 0, 0.0  # seconds that trials took beyond plain decoding
         self._on = self._held = False
         self._quiet = 0
-        self._drafted, self._accepted, self._drafted_steps = 0, 0, 0
+        self._drafted_steps = 0
         self._model_took, self._model_saved = 0.0, 0.0
 
     # What is asked
@@ -249,9 +249,8 @@ class Account:
         self._model_saved += saved
 
     def verified(self, drafted: int, accepted: int) -> None:
-        """Take counts of draft tokens; where nearly all are rejected, they only cost time."""
-        self._drafted, self._accepted = self._drafted + drafted, self._accepted + accepted
-        if reason := collapsed(self._drafted, self._accepted):
+        """Take the draft tokens of the rollout so far; where nearly all are rejected, they only cost time."""
+        if reason := collapsed(drafted, accepted):
             self.stop(reason)
 
     def stop(self, reason: str, state: State = State.STOPPED) -> None:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.account import State
 from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Decoded, HistoryDrafts, Search, StepPlan, TimedStep
@@ -112,7 +111,7 @@ class EngineController:
     @property
     def able(self) -> bool:
         """Whether anybody may draft before the next weight sync."""
-        return self.controller.account.state is not State.FAILED
+        return not self.controller.account.stopped
 
     @property
     def model_rests(self) -> bool:
@@ -146,7 +145,6 @@ class EngineController:
             self.history.verified(decoded.slots, looked_up, np.minimum(accepted, looked_up))
         if self.log is not None:
             self.log.verified(self.controller.requests.written[decoded.slots], carried, accepted)
-        self.controller.account.verified(int(carried.sum()), int(accepted.sum()))
 
     def begin(self, decoded: Decoded) -> Search | None:
         """As `Controller.begin`."""
@@ -187,6 +185,11 @@ class EngineController:
         self.controller.failed(repr(error))
         drafter = self.config.drafter
         logger.error("das: the %s drafter failed; no drafts until the next weight sync", drafter, exc_info=error)
+
+    def stop_if_collapsed(self) -> None:
+        """Draft no more until the next weight sync if nearly all draft tokens are rejected."""
+        self.controller.account.verified(self.counters.draft_tokens, self.counters.accepted_tokens)
+        self._tell()
 
     def _tell(self) -> None:
         if news := self.controller.account.take_news():

@@ -391,7 +391,7 @@ def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     account = make()
     account.verified(COLLAPSE_TOKENS - 1, 0)
     assert account.state is State.DRAFTING
-    account.verified(1, 0)
+    account.verified(COLLAPSE_TOKENS, 0)
     assert account.state is State.STOPPED
     assert account.reason == "acceptance collapsed: 0 of 2000 draft tokens"
     rollout(account, 1.0)

