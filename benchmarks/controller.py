@@ -207,7 +207,7 @@ class Bench:
         kept = [Trajectory(problem + shift, text, version + age - 2) for problem, text, age in trajectories]
         drafter.refresh(Refresh(version, trajectories=kept))
         if arm == "idle":
-            controller.stopped = "idle"
+            controller.account.stop("idle")
 
     def arm(self, name: str, requests: Any, trajectories: Any, times: Any) -> dict[str, Any]:
         """Run one arm's rollout."""

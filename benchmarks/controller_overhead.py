@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
+from das_adapter.core.steps import Decoded, TimedStep
 
 TRUTH = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
 

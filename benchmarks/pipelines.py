@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 from provenance import provenance, save
 
-from das_adapter.cpu.environment import variables
+from das_adapter.cpu.environment import cpu_env
 
 ROOT = Path(__file__).resolve().parents[1]
 DAS = "actor_rollout_ref.rollout.custom.das"
@@ -39,7 +39,7 @@ PIPELINES = {
 def start(out: Path, module: str, config: str, *overrides: str) -> subprocess.Popen[bytes]:
     """A training run; its metrics go to `out`, what it prints beside them."""
     command = [sys.executable, "-m", module, "--config-path", str(ROOT / "examples/verl"), "--config-name", config]
-    env = {**os.environ, **variables(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1"}
     env.pop("CUDA_VISIBLE_DEVICES", None)
     with out.with_suffix(".log").open("w") as log:
         return subprocess.Popen([*command, *overrides], cwd=ROOT, env=env, stdout=log, stderr=log)

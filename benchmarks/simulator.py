@@ -374,7 +374,7 @@ def main() -> None:
         if args.what == "engine":
             measured = args.out.with_suffix(".measured.json")
             options = f"batches --model random --longest {args.longest} --repeats 1 --out {measured}".split()
-            arms = ["--arms", "idle", "optimal", "classes", "uniform", "unlimited", "k3", "k7"]
+            arms = ["--arms", "idle", "optimal", "das", "uniform", "unlimited", "k3", "k7"]
             batches = ["--batches", *map(str, args.batches)]
             program = Path(__file__).with_name("controller.py")
             subprocess.run([sys.executable, program, *options, *arms, *batches], check=True)

@@ -69,7 +69,7 @@ def cpu_env() -> None:
     """Print the environment that a veRL run without a GPU needs, for `env $(das-adapter cpu-env) python -m ...`."""
     from das_adapter.cpu import environment
 
-    for name, value in environment.variables().items():
+    for name, value in environment.cpu_env().items():
         click.echo(f"{name}={value}")
 
 

@@ -159,9 +159,9 @@ class DasConfig(_Block):
     ones, on a known GPU, the roofline of model and device), predicts a speed-up; `always`: even at a loss; a number:
     while at most so many requests run in the engine."""
     budget: Budget = "optimal"
-    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `das`: the
-    maximum for long requests, a third of it for medium ones, none for short ones; `uniform`: the maximum for all;
-    `unlimited`: as far as the drafter goes, however unlikely its tokens are."""
+    """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `das`:
+    DAS's optimum for the whole rollout, none for short requests; `uniform`: the maximum for all; `unlimited`: as far as
+    the drafter goes, however unlikely its tokens are."""
     routing: Literal["longest_first", "least_loaded", "host"] = "longest_first"
     """Which replica a request goes to. `longest_first`: samples of one prompt go to the same replica, where they draft
     from each other, and are spread where the rollout is predicted to end earlier that way; those predicted to be long

@@ -78,10 +78,10 @@ def _measure(plan: Plan, weights: str) -> Found:
         pass_s = _pass_seconds(llm, source, batch, context, plan.steps, vocabulary)
         rows[str(batch)] = {"graphs": sum(size >= batch for size in sizes), "pass_ms": 1e3 * pass_s}
     drafter = runner_of(llm).drafter
-    drafter.engine.controller.stopped = "measuring the policy"
+    drafter.engine.controller.account.stop("measuring the policy")
     for batch, row in rows.items():
         row["step_ms"] = 1e3 * step_seconds(llm, int(batch), context, plan.steps, vocabulary)
-    drafter.engine.controller.stopped = None
+    drafter.engine.controller.account.sync()
     seconds = []
     for turn in range(SLEEPS):
         step_seconds(llm, min(plan.batches), context, 1, vocabulary)

@@ -78,8 +78,9 @@ class World:
 def _index_seconds(world: World) -> float:
     """Draft in every step."""
     from das_adapter.config import DasConfig
-    from das_adapter.core.controller import Controller, Decoded, TimedStep
+    from das_adapter.core.controller import Controller
     from das_adapter.core.index import SuffixIndex
+    from das_adapter.core.steps import Decoded, TimedStep
 
     index, batch, begins = SuffixIndex(), world.batch, world.begins.tolist()
     for problem, text in world.past:

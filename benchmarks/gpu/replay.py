@@ -185,7 +185,7 @@ def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dic
             "seconds": seconds,
             "unforced": wrong,
             "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
-            **{name: stats[name] for name in ("stopped", "silent", "error", "draft_tokens", "accepted_tokens")},
+            **{name: stats[name] for name in ("state", "reason", "error", "draft_tokens", "accepted_tokens")},
         }
     return found
 

@@ -11,6 +11,9 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+Counts = npt.NDArray[np.float64]
+"""Tokens written, drafted, accepted; drafts, and those whose first token was accepted: float64 [5]."""
+
 
 @dataclass
 class AcceptanceRate:
@@ -41,24 +44,6 @@ class AcceptanceRate:
         return cast("npt.NDArray[np.float64]", self.rate ** np.arange(1, length + 1))
 
 
-@dataclass
-class _Sums:
-    tokens: float = 0.0
-    drafted: float = 0.0
-    accepted: float = 0.0
-    first_tried: float = 0.0
-    first_kept: float = 0.0
-    syncs: int = 0
-    """Weight syncs before what was added last."""
-
-    def add(self, syncs: int, **counts: int) -> None:
-        """Add counts; the first ones after a weight sync halve the weight of the past."""
-        kept = 1.0 if syncs == self.syncs else 0.5
-        for name, count in counts.items():
-            setattr(self, name, kept * getattr(self, name) + count)
-        self.syncs = syncs
-
-
 class AcceptanceCurves:
     """DAS's A_i(p) = k_i·l_i·(1 - exp(-alpha_i·p / l_i)) for every problem (section 4.2): tokens of a rollout of l_i
     that are accepted when p are drafted over it.
@@ -73,9 +58,9 @@ class AcceptanceCurves:
     """Most problems with counts of their own; those not seen for longest are forgotten first."""
 
     def __init__(self) -> None:
-        self._problems: OrderedDict[int, _Sums] = OrderedDict()
+        self._problems: OrderedDict[int, tuple[int, Counts]] = OrderedDict()  # weight syncs before the last visit
         # Before anything is observed: half of the first tokens are accepted, and k is 0.6.
-        self._all = _Sums(tokens=100.0, drafted=80.0, accepted=29.0, first_tried=40.0, first_kept=20.0)
+        self._all: tuple[int, Counts] = (0, np.array([100.0, 80.0, 29.0, 40.0, 20.0]))
         self._syncs = 0
 
     def observe(
@@ -83,19 +68,12 @@ class AcceptanceCurves:
     ) -> None:
         """Take a finished rollout: its tokens, draft tokens verified and accepted, and how many drafts it carried and
         how many of those had their first token accepted."""
-        own = self._problems.setdefault(problem, _Sums(syncs=self._syncs))
+        new = np.array([tokens, drafted, accepted, first_tried, first_kept], dtype=float)
+        self._problems[problem] = self._added(self._problems.get(problem, (self._syncs, np.zeros(5))), new)
         self._problems.move_to_end(problem)
         if len(self._problems) > self.PROBLEMS:
             self._problems.popitem(last=False)
-        for sums in (own, self._all):
-            sums.add(
-                self._syncs,
-                tokens=tokens,
-                drafted=drafted,
-                accepted=accepted,
-                first_tried=first_tried,
-                first_kept=first_kept,
-            )
+        self._all = self._added(self._all, new)
 
     def sync(self) -> None:
         """Note a weight sync: a problem's past loses half its weight when the problem is next visited."""
@@ -103,17 +81,17 @@ class AcceptanceCurves:
 
     def of(self, problem: int) -> tuple[float, float]:
         """Return (alpha, k) of a problem: alpha·k <= 1, 0 < k < 1."""
-        everyone = self._all
-        own = self._problems.get(problem) or _Sums()
-        share = self.POPULATION / max(everyone.tokens, 1.0)
+        everyone = self._all[1]
+        own = self._problems[problem][1] if problem in self._problems else 0.0
+        pooled = own + self.POPULATION / max(everyone[0], 1.0) * everyone
+        tokens, drafted, accepted, first_tried, first_kept = pooled.tolist()
+        first = min(0.99, max(0.01, first_kept / max(first_tried, 1e-9)))
+        return solve_curve(first, drafted / tokens, accepted / tokens)
 
-        def pooled(name: str) -> float:
-            value: float = getattr(own, name) + share * getattr(everyone, name)
-            return value
-
-        tokens = pooled("tokens")
-        first = min(0.99, max(0.01, pooled("first_kept") / max(pooled("first_tried"), 1e-9)))
-        return solve_curve(first, pooled("drafted") / tokens, pooled("accepted") / tokens)
+    def _added(self, before: tuple[int, Counts], new: Counts) -> tuple[int, Counts]:
+        """Add counts; the first ones after a weight sync halve the weight of the past."""
+        syncs, counts = before
+        return self._syncs, (1.0 if syncs == self._syncs else 0.5) * counts + new
 
 
 def solve_curve(first: float, drafted: float, accepted: float) -> tuple[float, float]:

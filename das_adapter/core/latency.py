@@ -71,16 +71,11 @@ class StepModel:
         return fields | {"sizes": list(self.sizes)} if fields.pop("sizes") else fields
 
     def at(self, context: float) -> StepModel:
-        """Return what it costs where each request has so many tokens of context, in the other terms."""
+        """Fold a fixed context length, tokens a request, into the token and request coefficients."""
         if not self.context and not self.attention:
             return self
-        return replace(
-            self,
-            token=self.token + self.attention * context,
-            request=self.request + self.context * context,
-            context=0.0,
-            attention=0.0,
-        )
+        token, request = self.token + self.attention * context, self.request + self.context * context
+        return replace(self, token=token, request=request, context=0.0, attention=0.0)
 
     def scaled(self, factor: float) -> StepModel:
         """Return it with all times multiplied."""
@@ -254,15 +249,8 @@ def fit(
 ) -> StepModel:
     """Fit the small model that is best by relative error, with a penalty on every further coefficient (BIC).
 
-    Args:
-        tokens, requests, seconds: shape (n,).
-        drafted: shape (n,).
-        context: tokens of context that all requests of the step have together, shape (n,); 0 where it is not known.
-        weights: of each observation, shape (n,) or one for all.
-        sizes: see `StepModel`.
-
-    Returns:
-        A model whose time never falls with the number of tokens, requests, drafts, or with the context.
+    Arguments are `StepModel.seconds`'s, shape (n,) each or one for all, and the weight of each observation. The time
+    of the model never falls with the number of tokens, requests, drafts, or with the context.
     """
     n, b = StepModel(0.0, 0.0, sizes=sizes).padded(tokens), np.asarray(requests, dtype=float)
     d, t = np.asarray(drafted, dtype=float), np.asarray(seconds, dtype=float)

@@ -74,6 +74,8 @@ class LengthModel:
         """Lengths at which the distribution functions are tabulated, shape (GRID,)."""
         self.bounds = (0.0, float(self.limit))
         """Longest short and longest medium response; everything is medium before there is history."""
+        self.class_lengths: Floats = np.array([0.0, 0.0, float(self.limit)])
+        """Expected length by class, of those that are not short: the mean of all that are at least so long."""
         self._log = np.log(self.edges)
         self._lengths: OrderedDict[int, Visits] = OrderedDict()
         self._visits = 0
@@ -108,6 +110,8 @@ class LengthModel:
             lengths = np.concatenate(list(self._everyone.values()))
             self.bounds = (float(np.quantile(lengths, self.SHORT)), float(np.quantile(lengths, self.LONG)))
             self._population = self._smooth(np.exp(np.round(np.log(lengths), 2)))
+            everyone = np.broadcast_to(self._population, (2, self.GRID))
+            self.class_lengths = np.append(0.0, _mean_beyond(everyone, self.edges, np.array(self.bounds)))
 
     def cdf(self, problem: int) -> Floats:
         """Return the chance that a response of the problem is at most `edges` long, shape (GRID,); 1 at the last."""
@@ -167,21 +171,16 @@ class LengthLog:
         self._log: deque[Responses] = deque()
         self._kept = 0
         """Responses in `_log`."""
-        self._rows: dict[int, int] = {}
-        """Row of each problem in `_sums`."""
-        self._free: list[int] = []
-        self._sums: Floats = np.zeros((1024, 2))
+        self._sums: dict[int, tuple[int, float]] = {}
         """Of the lengths of each problem's remembered visits: how many, and the sum of their means."""
 
     def add(self, responses: Responses) -> None:
         """Take finished responses."""
         for problem in self._model.observe(responses):
-            if problem in self._rows:
-                self._free.append(self._rows.pop(problem))
+            self._sums.pop(problem, None)
         for problem in np.unique(responses["problem"]).tolist():
             if len(own := self._model.own(problem)):
-                row = self._row(problem)
-                self._sums[row] = len(own), self._model.means_around(own).sum()
+                self._sums[problem] = len(own), float(self._model.means_around(own).sum())
         self._log.append(responses)
         self.count += len(responses)
         self._kept += len(responses)
@@ -206,22 +205,14 @@ class LengthLog:
         The distributions are those of the engines: over a problem's own visits, shrunk towards the population.
         """
         self._model.refit()
-        problems = np.fromiter(self._rows.keys(), np.uint64, len(self._rows))
-        counts, sums = self._sums[np.fromiter(self._rows.values(), np.int64, len(self._rows))].T
+        problems = np.fromiter(self._sums.keys(), np.uint64, len(self._sums))
+        counts, sums = np.array(list(self._sums.values()), dtype=float).reshape(-1, 2).T
         predicted = np.zeros(len(problems), PREDICTION)
         order = np.argsort(problems)
         weight = LengthModel.POPULATION
         predicted["problem"] = problems[order]
         predicted["tokens"] = ((sums + weight * self._model.mean()) / (counts + weight))[order]
         return predicted
-
-    def _row(self, problem: int) -> int:
-        if problem not in self._rows:
-            row = self._free.pop() if self._free else len(self._rows)
-            if row == len(self._sums):
-                self._sums = np.concatenate([self._sums, np.zeros_like(self._sums)])
-            self._rows[problem] = row
-        return self._rows[problem]
 
 
 class Expected:

@@ -21,10 +21,6 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
 
-LOSS = 0.02
-"""Share of a rollout's decoding by which a model's passes may take longer than what its tokens save."""
-MOST_SILENT = 16
-"""Rollouts in a row without the model at most."""
 UNSEEN_PASS = 0.4
 """Time of a pass of the model before one was timed, as a share of the policy's decode step."""
 
@@ -57,34 +53,21 @@ class ModelDrafts:
         self.most, self.narrows, self.always = most, narrows, always
         self.agreed: int | None = None
         """Length of every draft, where the replicas have agreed on one (`Ladder`)."""
-        self.silent: str | None = None
-        """Why it does not run in this rollout; None: it does."""
-        self.took_s, self.saved_s, self.plain_s = 0.0, 0.0, 0.0
-        """Seconds since the last weight sync: of the passes; what the model's accepted tokens were worth; of the decode
-        steps, had they been plain."""
         self.passes = StepTimes(kinds=1)
         self.acceptance = AcceptanceRate()
-        self._silent_left, self._silent_next = 0, 1  # rollouts
 
     def sync(self) -> None:
-        """Forget most of the acceptance at a weight sync, which changes the policy, and judge the rollout that it ends:
-        after one in which the passes, those beside prompts too, took longer than the model's tokens saved, it rests for
-        1, 2, 4, ... rollouts. Both are known better than step times, which scatter. A model that reads in every step
-        does not rest. Two weight syncs without a timed step between them are one."""
+        """Forget most of the acceptance at a weight sync, which changes the policy."""
         self.acceptance.forget()
         self.passes.fit()
-        if not self.plain_s and not self.took_s:
-            return
-        lost = not self.always and self.took_s - self.saved_s > LOSS * self.plain_s
-        if self.silent:
-            self._silent_left -= 1
-        elif lost:
-            self._silent_left, self._silent_next = self._silent_next, min(2 * self._silent_next, MOST_SILENT)
-            self.silent = f"its passes took {self.took_s:.2f} s of a rollout, and its tokens saved {self.saved_s:.2f} s"
-        elif self.took_s:
-            self._silent_next = 1
-        self.silent = self.silent if self._silent_left else None
-        self.took_s, self.saved_s, self.plain_s = 0.0, 0.0, 0.0
+
+    def verified(self, drafted: Ints, got: Ints, worth: Floats) -> float:
+        """Learn from a step, and return the seconds that accepted tokens saved. Shapes (b,): the model's tokens in each
+        request's draft, the tokens that each got, and what one is worth in seconds."""
+        mine = drafted > 0
+        accepted = np.minimum(drafted[mine], got[mine] - 1)
+        self.acceptance.observe(drafted[mine], accepted)
+        return float(accepted @ worth[mine])
 
     def expect(self, passes: StepModel | None) -> None:
         """Take what a pass was found to cost before; None: it is not known."""

@@ -76,14 +76,18 @@ class RequestTable:
     """Drafts whose first token was accepted."""
     steps: Floats = field(default_factory=_column)
     """Decode steps taken part in."""
-    credited: Floats = field(default_factory=_column)
-    """Tokens since the weight sync that came from steps whose time is known."""
+    begun: Floats = field(default_factory=_column)
+    """Tokens that were there when it joined."""
+    budget: Floats = field(default_factory=_column)
+    """Draft tokens a step that DAS plans."""
     worth_own: Floats = field(default_factory=_column)
     worth_tail: Floats = field(default_factory=_column)
     worth_fade: Floats = field(default_factory=_column)
     """The parts of `budget.Worth`."""
     length_class: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """`LengthClass`, int64."""
+    first_class: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """The same, when it joined."""
     problem: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     """Identity of the problem, uint64."""
     cdf: Floats = field(default_factory=lambda: np.zeros((0, LengthModel.GRID)))
@@ -102,7 +106,7 @@ class RequestTable:
         for column in self._columns:
             getattr(self, column)[slot] = 0
         self.problem[slot], self.written[slot], self.pace[slot] = problem, written, 1.0
-        self.length_class[slot], self.cdf[slot] = LengthClass.MEDIUM, cdf
+        self.length_class[slot], self.cdf[slot], self.begun[slot] = LengthClass.MEDIUM, cdf, written
         return slot
 
     def close(self, slot: int) -> None:

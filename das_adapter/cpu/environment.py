@@ -15,7 +15,7 @@ _FOREIGN = ("torchvision", "torchaudio", "torchcodec")
 """Built for CUDA, they break `import vllm` beside a CPU build of torch; text models need none of them."""
 
 
-def variables() -> dict[str, str]:
+def cpu_env() -> dict[str, str]:
     """Return the environment of every process of a veRL run on CPU."""
     return {
         "VERL_PLATFORM": "cpu",

@@ -1,7 +1,7 @@
 """veRL on a machine without an accelerator: the platform `VERL_PLATFORM=cpu`.
 
 For trying a config on a laptop and for tests. Training runs on FSDP2 over gloo, rollouts on vLLM's CPU build, and
-weights travel through shared memory. Needs the environment of `environment.variables`.
+weights travel through shared memory. Needs the environment of `environment.cpu_env`.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class PlatformCPU(PlatformBase):
         return False
 
     def rollout_env_vars(self) -> dict[str, str]:
-        names = (*environment.variables(), "VLLM_LOGGING_LEVEL")
+        names = (*environment.cpu_env(), "VLLM_LOGGING_LEVEL")
         return {name: os.environ[name] for name in names if name in os.environ}
 
     @contextmanager

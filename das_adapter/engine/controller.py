@@ -11,16 +11,16 @@ from typing import Any, cast
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import Controller, Decoded, HistoryDrafts, Search, StepPlan, TimedStep
+from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.stock import StockGuard, UnaskedStep
+from das_adapter.core.steps import Decoded, HistoryDrafts, Search, StepPlan, TimedStep
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import before_the_first_step, captured_tokens
 from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import DecisionLog
 from das_adapter.protocol.messages import Refresh, Refreshed
-from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
+from das_adapter.protocol.metrics import Counters, EngineStats
 
 logger = logging.getLogger("das_adapter")
 _NO_TOKENS = np.zeros(0, dtype=np.int32)
@@ -58,8 +58,7 @@ class EngineController:
         self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
         self.drafts = drafts
         self.log = DecisionLog(config.log_dir) if config.log_dir and logs else None
-        self._sizes = captured_tokens(vllm_config)
-        known = before_the_first_step(config, vllm_config)
+        known, sizes = before_the_first_step(config, vllm_config), captured_tokens(vllm_config)
         if known and drafts is not None:
             drafts.expect(known.passes)
         self.controller = Controller(
@@ -68,11 +67,10 @@ class EngineController:
             known and known.steps,
             drafts,
             lengths,
-            self._sizes,
+            sizes,
+            known and known.stock,
         )
-        self.guard = StockGuard.of(config, self._sizes)
         self._takes_baselines = lengths is None
-        self._collapsed = False
 
     # Requests
 
@@ -113,13 +111,13 @@ class EngineController:
     @property
     def able(self) -> bool:
         """Whether anybody may draft before the next weight sync."""
-        return self.counters.error is None and not self._collapsed
+        return not self.controller.account.stopped
 
     @property
     def model_rests(self) -> bool:
         """Whether the model that drafts need not even follow the policy."""
-        silent = self.drafts is not None and self.drafts.silent
-        return bool(self.controller.stopped or silent or (self.guard is not None and self.guard.idle))
+        account = self.controller.account
+        return account.idle or account.model_rests is not None
 
     def ask(self, requests: int, drafted: bool) -> bool:
         """Decide at the end of a decode step whether a drafter is asked at all.
@@ -128,11 +126,9 @@ class EngineController:
             requests: in the batch.
             drafted: whether the step has verified drafts.
         """
-        if self.controller.stopped:
-            return False
-        if self.guard is None or not (self._takes_baselines or self.guard.idle):
+        if not (self._takes_baselines or self.controller.account.idle):
             return True
-        return self.guard.ask(requests, drafted)
+        return self.controller.ask(requests, drafted)
 
     def skip(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Take the tokens that requests got in steps at whose end no drafter was asked, int64 [requests] each."""
@@ -152,7 +148,9 @@ class EngineController:
 
     def begin(self, decoded: Decoded) -> Search | None:
         """As `Controller.begin`."""
-        return self.controller.begin(decoded)
+        search = self.controller.begin(decoded)
+        self._tell()
+        return search
 
     def decide(self, slots: np.ndarray, search: Search) -> StepPlan:
         """As `Controller.decide`, with what the history has found."""
@@ -160,64 +158,48 @@ class EngineController:
 
     def plan(self, decoded: Decoded, offers: HistoryDrafts) -> StepPlan:
         """As `Controller.plan`."""
-        return self.controller.plan(decoded, None if self.history is None else offers)
+        plan = self.controller.plan(decoded, None if self.history is None else offers)
+        self._tell()
+        return plan
 
-    def timed(self, step: TimedStep | UnaskedStep, asked: bool = True) -> None:
-        """Take a decode step that has ended; `asked`: whether a drafter was asked at its end."""
-        if isinstance(step, UnaskedStep):
-            if self.guard is not None:
-                self.guard.unasked(step)
-            if self.log is not None:
-                n = step.requests
-                self.log.add(decision_log.Step(time.time() - step.seconds, n, n, 0, 0, step.seconds, None))
-            return
-        model, running = self.controller.times.model, len(step.slots)
-        drafted, took = step.tokens - running, step.seconds + step.drafting_seconds
-        predicted = None if model is None else model.step(step.tokens, running, drafted > 0, step.context)
-        if self.guard is not None and asked:
-            most = None if predicted is None else predicted + step.drafting_seconds
-            self.guard.asked(step.slots, step.got, took, drafted > 0, most, step.context)
-        elif self.guard is not None:
-            self.guard.unasked(UnaskedStep(running, step.seconds, step.context))
+    def timed(self, step: TimedStep) -> None:
+        """Take a decode step that has ended."""
         if self.log is not None:
-            accepted, begin = int(step.got.sum()) - running, time.time() - took
+            running, begin = len(step.slots), time.time() - step.seconds - step.drafting_seconds
+            drafted, accepted = step.tokens - running, int(step.got.sum()) - running
+            predicted = self.controller.predicted(step)
             record = (running, step.tokens, drafted, accepted, step.seconds, predicted, step.passes)
             self.log.add(decision_log.Step(begin, *record))
-        stopped = self.controller.stopped
         self.controller.timed(step)
-        if self.controller.stopped and not stopped:
-            logger.error("das: %s: no drafts until the next weight sync", self.controller.stopped)
+        self._tell()
 
     def drafted_beside_prompts(self, seconds: float) -> None:
         """Take what the model that drafts took in a step that is not timed, because it also read prompts."""
-        if self.guard is not None:
-            self.guard.beside(seconds)
-            self.controller.beside(seconds)
+        self.controller.beside(seconds)
 
     # Failures
 
     def fail(self, error: Exception) -> None:
         """Draft no more until the next weight sync, and say so."""
         self.counters.error = repr(error)
+        self.controller.failed(repr(error))
         drafter = self.config.drafter
         logger.error("das: the %s drafter failed; no drafts until the next weight sync", drafter, exc_info=error)
 
     def stop_if_collapsed(self) -> None:
-        """Draft no more until the next weight sync if nearly all draft tokens are rejected: they only cost time."""
-        counters = self.counters
-        if collapsed(vars(counters)) and not self._collapsed:
-            self._collapsed = True
-            logger.error(
-                "das: acceptance collapsed (%d of %d draft tokens); no drafts until the next weight sync",
-                counters.accepted_tokens,
-                counters.draft_tokens,
-            )
+        """Draft no more until the next weight sync if nearly all draft tokens are rejected."""
+        self.controller.account.verified(self.counters.draft_tokens, self.counters.accepted_tokens)
+        self._tell()
+
+    def _tell(self) -> None:
+        if news := self.controller.account.take_news():
+            logger.error("%s", news)
 
     # Commands of the host
 
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history up to date and start again, at a weight sync (DAS, section 4.1)."""
-        self._collapsed, self.counters.error = False, None
+        self.counters.error = None
         answer = Refreshed()
         if self.history is not None:
             answer["generation"] = self.history.refresh(message)
@@ -233,22 +215,18 @@ class EngineController:
 
     def stats(self) -> EngineStats:
         """Return the figures of the controller, the account and the history since the last call."""
-        stats = self.controller.take(self.slots)
-        stats |= self.guard.take() if self.guard is not None else {}
+        stats = self.controller.take()
         stats |= self.history.stats() if self.history is not None else {}
         return cast(EngineStats, stats)
 
     def restart(self, controller: Controller) -> None:
         """Start again with another controller, as a measurement does for each of its arms."""
         self.close(list(self.live))
-        self.controller, self._collapsed = controller, False
-        self.guard = StockGuard.of(self.config, self._sizes)
+        self.controller = controller
 
     # Inside
 
     def _close(self, request: LiveRequest) -> None:
-        if self.guard is not None:
-            self.guard.close(request.slot)
         table = self.controller.requests
         if self.history is not None:
             forwards = float(table.steps[request.slot])
@@ -260,15 +238,10 @@ class EngineController:
 
     def _judge(self, message: Refresh) -> None:
         """Judge the rollout that a weight sync ends, and start the next."""
-        share = None if self.guard is None else self.guard.of_stock()
-        news = None if self.guard is None else self.guard.sync()
-        if news:
-            logger.error("das: %s: rollouts begin without drafts until a trial gains time", news)
-        if self.log is not None:
-            model, saved = self.controller.times.model, self.controller.time_saved(self.slots)
-            fitted, stopped = None if model is None else model.to_dict(), self.controller.stopped
-            self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, stopped, share, news))
-        rested = self.drafts is not None and self.drafts.silent
+        account, model = self.controller.account, self.controller.times.model
+        share, saved, stopped = account.of_stock(), account.time.saved(), account.reason if account.stopped else None
         self.controller.sync(message.responses)
-        if self.drafts is not None and self.drafts.silent and not rested:
-            logger.warning("das: the model that drafts rests for a while: %s", self.drafts.silent)
+        if self.log is not None:
+            fitted, news = None if model is None else model.to_dict(), account.reason
+            self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, stopped, share, news))
+        self._tell()

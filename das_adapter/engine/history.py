@@ -12,13 +12,13 @@ import numpy as np
 from vllm.platforms import current_platform
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.controller import Search
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import Drafting, IndexFileError, SuffixIndex
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.returns import Returns
 from das_adapter.core.siblings import Siblings
 from das_adapter.core.staleness import Staleness, bracket
+from das_adapter.core.steps import Search
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Published, Refresh
 
@@ -105,7 +105,7 @@ class HistorySource:
         self._lengths[slots] = written
 
     def found(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return what was found, see `core.controller.HistoryDrafts`."""
+        """Return what was found, see `core.steps.HistoryDrafts`."""
         looking, self._looking = self._looking, None
         assert looking is not None
         ids, chances, offsets = looking.result()

@@ -10,10 +10,9 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.platforms import current_platform
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import TimedStep
 from das_adapter.core.latency import Calibration, read_calibration
 from das_adapter.core.roofline import cold_start
-from das_adapter.core.stock import UnaskedStep
+from das_adapter.core.steps import TimedStep
 
 _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
 """By vLLM's name of the quantisation."""
@@ -33,8 +32,8 @@ class _Step:
     """Tokens of context that its requests have together."""
     drafting_seconds: float = 0.0
     passes: int = 0
-    unasked: int = 0
-    """Its requests, if it carried no drafts and no drafter was asked at its end."""
+    asked: bool = True
+    """Whether it carried drafts, or a drafter was asked at its end."""
 
 
 class StepTimer:
@@ -43,7 +42,7 @@ class StepTimer:
     def __init__(self) -> None:
         self._step: _Step | None = None
 
-    def begin(self, scheduled: Any, now: float) -> TimedStep | UnaskedStep | None:
+    def begin(self, scheduled: Any, now: float) -> TimedStep | None:
         """Begin a step (vLLM's `SchedulerOutput`, seconds), and return the previous one, if it was timed."""
         step, self._step = self._step, None
         counts, new = scheduled.num_scheduled_tokens, scheduled.scheduled_new_reqs
@@ -52,19 +51,11 @@ class StepTimer:
             self._step = _Step(now, scheduled.total_num_scheduled_tokens, list(counts))
         if step is None or (new and not any(req_id in counts for req_id in step.req_ids)):
             return None  # a pause without requests lies between them
-        if step.unasked:
-            return UnaskedStep(step.unasked, now - step.begin - step.drafting_seconds, step.context)
         if step.slots is None or step.got is None:
             return None
-        return TimedStep(
-            step.slots,
-            step.got,
-            step.tokens,
-            now - step.begin - step.drafting_seconds,
-            step.drafting_seconds,
-            step.passes,
-            step.context,
-        )
+        seconds = now - step.begin - step.drafting_seconds
+        figures = step.tokens, seconds, step.drafting_seconds, step.passes, step.context, step.asked
+        return TimedStep(step.slots, step.got, *figures)
 
     def sampled(self, slots: np.ndarray, got: np.ndarray, context: int = 0) -> None:
         """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b], and the tokens of
@@ -76,7 +67,8 @@ class StepTimer:
         """Note that the step sampled a token for each of so many requests, which have so many tokens of context
         together, and that no drafter is asked."""
         if self._step is not None and self._step.tokens == requests:
-            self._step.unasked, self._step.context = requests, context
+            one = np.ones(requests, dtype=np.int64)
+            self._step.slots, self._step.got, self._step.context, self._step.asked = one, one, context, False
 
     def drafted(self, seconds: float, passes: int) -> bool:
         """Take the seconds and the forward passes of a model that drafted at the end of the step; return whether the

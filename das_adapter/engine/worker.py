@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from das_adapter import __version__
 from das_adapter.config import DasConfig
+from das_adapter.core.account import collapsed
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.draft_weights import DraftWeights
 from das_adapter.engine.standalone.weights import (
@@ -21,7 +22,7 @@ from das_adapter.engine.standalone.worker import Response, Standalone
 from das_adapter.engine.timing import without_graphs
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Refresh, Refreshed, Started, plain
-from das_adapter.protocol.metrics import Counters, EngineStats, collapsed
+from das_adapter.protocol.metrics import Counters, EngineStats
 
 logger = logging.getLogger("das_adapter")
 
@@ -151,7 +152,7 @@ class WorkerState:
 
     def _stats(self) -> EngineStats:
         counters = self.counters
-        if collapsed(vars(counters)):
+        if collapsed(counters.draft_tokens, counters.accepted_tokens):
             counters.alarm = (
                 f"acceptance of the {self.config.drafter} drafter collapsed: {counters.accepted_tokens} of "
                 f"{counters.draft_tokens} draft tokens"

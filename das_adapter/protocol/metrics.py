@@ -10,6 +10,7 @@ from typing import Any, TypedDict, cast
 
 import numpy as np
 
+from das_adapter.core.account import collapsed
 from das_adapter.core.staleness import AGES
 
 
@@ -49,11 +50,11 @@ class EngineStats(TypedDict, total=False):
     class_drafts: list[float]
     time_saved_s: float
     latency_model_error: float
-    planned_rounds: float
-    stopped: str | None
     of_stock: float | None
-    """This and the following: `core.stock.StockGuard.take`."""
-    silent: str | None
+    state: str
+    """`core.account.State`."""
+    reason: str | None
+    """Why nothing is drafted although there might be something to draft."""
     slow: str | None
     capacity: tuple[float, float] | None
     requantise_s: float
@@ -216,7 +217,6 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             f"das/budget_{name}": float(b) for name, b in zip(("short", "medium", "long"), budgets, strict=True)
         }
         metrics["das/time_saved_s"] = float(sum(p["time_saved_s"] for p in decided))
-        metrics["das/planned_rounds"] = float(max(p["planned_rounds"] for p in decided))
         metrics["das/latency_model_error"] = float(np.mean([p["latency_model_error"] for p in decided]))
     if of_stock := [p["of_stock"] for p in parts if p.get("of_stock")]:
         metrics["das/of_stock"] = float(max(of_stock))
@@ -234,20 +234,12 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return metrics
 
 
-COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
-
-
-def collapsed(total: Mapping[str, float]) -> bool:
-    """Return whether drafts are useless: of many draft tokens, almost none is accepted."""
-    return total["draft_tokens"] >= COLLAPSE_TOKENS and total["accepted_tokens"] < COLLAPSE_RATE * total["draft_tokens"]
-
-
 LOST_SHARE, LOST_REQUESTS = 0.25, 8
 """It is a fault if at least this share and this number of a step's requests find no history of a problem that the run
 has met before."""
 
 
-_REASONS = "stopped", "silent", "slow"
+_REASONS = "reason", "slow"
 
 
 def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -257,8 +249,8 @@ def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         found["error"] = f"a drafter failed: {found['error']}"
     counted = ("draft_tokens", "accepted_tokens", "history_requests", "history_lost")
     total = {name: sum(part.get(name, 0) for part in parts) for name in counted}
-    if "alarm" not in found and collapsed(total):
-        found["alarm"] = f"acceptance collapsed: {total['accepted_tokens']} of {total['draft_tokens']} draft tokens"
+    if "alarm" not in found and (alarm := collapsed(total["draft_tokens"], total["accepted_tokens"])):
+        found["alarm"] = alarm
     lost, requests = total["history_lost"], total["history_requests"]
     if lost >= max(LOST_REQUESTS, LOST_SHARE * requests):
         because = next(part["lost_because"] for part in parts if part.get("history_lost"))

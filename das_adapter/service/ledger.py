@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import ray
 
+from das_adapter.core.ladder import Ladder
 from das_adapter.core.latency import Capacity
 from das_adapter.core.length import Expected, LengthLog
 from das_adapter.core.siblings import Moments
-from das_adapter.core.toggle import Ladder
 from das_adapter.protocol.messages import Published
 from das_adapter.protocol.metrics import faults, figures
 

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.controller import Controller
+from das_adapter.core.ladder import Ladder
 from das_adapter.core.latency import Calibration, Capacity
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.siblings import Siblings
-from das_adapter.core.toggle import Ladder
+from das_adapter.core.steps import Decoded, TimedStep
 from das_adapter.sim.drafting import Drafting, Ticked, Walk
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.sources import Given, Offer, Source

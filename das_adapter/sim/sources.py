@@ -34,7 +34,7 @@ COLUMNS = ("length", "most", "prompt", "written", "forwards", "drafted", "accept
 
 
 class Offer(NamedTuple):
-    """Drafts for some requests, as `core.controller.HistoryDrafts` has them, and what becomes of them."""
+    """Drafts for some requests, as `core.steps.HistoryDrafts` has them, and what becomes of them."""
 
     chances: Chances
     offsets: Ints

@@ -94,7 +94,7 @@ def measure(
     most = max(das.model_tokens, *drafts, *(2 * mean for mean in ragged))
     args["speculative_config"]["num_speculative_tokens"] = most
     if das.neural:
-        vars(worker).update(Proposer=SweepDrafter)  # vLLM makes none for its own methods
+        vars(worker).update(ControlledDrafter=SweepDrafter)  # vLLM makes none for its own methods
     else:
         args["speculative_config"]["model"] = "das_adapter.engine.v1.sweep.SweepDrafter"
     SweepDrafter.passes = (das.model_tokens,) if das.copies_policy or das.neural else ()

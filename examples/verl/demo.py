@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from das_adapter.cpu.environment import variables
+from das_adapter.cpu.environment import cpu_env
 from das_adapter.tools.machine import hardware
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ class Arm:
         self.metrics.unlink(missing_ok=True)
         environment = {
             **os.environ,
-            **variables(),
+            **cpu_env(),
             "DEMO_GATE": str(self.gate),
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
             "HF_HUB_OFFLINE": "1",

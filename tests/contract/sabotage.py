@@ -12,8 +12,7 @@ from typing import Any
 
 from between_rounds import drafter_without_weights
 
-from das_adapter.core import stock as stock_guard
-from das_adapter.core.controller import Controller
+from das_adapter.core import account, plain_time
 from das_adapter.cpu import vllm_fixes
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.v1 import neural_drafts, verification
@@ -71,11 +70,10 @@ def failing_search() -> None:
 
 def dear_drafter() -> None:
     """Let a look for drafts take ten times as long as a step, and look in every step."""
-    stock_guard.LEAST_STEPS, stock_guard.SAMPLE_STEPS = 24, (2, 2)
+    plain_time.LEAST_STEPS, account.BASELINE_STEPS, account.LOOK_STEPS = 24, (2, 2), 1
     clock = Clock()
     Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
     HistorySource.look = taking(clock, 0.03, HistorySource.look)
-    Controller._consider = SimpleNamespace(due=lambda *_: True, done=lambda *_, **__: None, restart=lambda: None)
 
 
 def slow_policy() -> None:
@@ -113,8 +111,6 @@ def any_length(kept_bytes: int) -> None:
     stock = Proposer.begin_drafts
 
     def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
-        # They would leave out steps, and see that such drafts lose.
-        self.engine.guard = self.model_source.drafts.silent = None
         drafts = stock(self, sampled, lengths, tokens)
         if not self.leads:
             return drafts

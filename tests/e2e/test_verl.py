@@ -17,6 +17,8 @@ import pytest
 pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
+from das_adapter.cpu.environment import cpu_env
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
 
@@ -49,7 +51,7 @@ def train(
     command = [sys.executable, "-m", module, *where, *overrides]
     env = {
         **os.environ,
-        **variables(),
+        **cpu_env(),
         "VERL_FILE_LOGGER_PATH": str(out),
         "HF_HUB_OFFLINE": "1",
         "HYDRA_FULL_ERROR": "1",

@@ -170,7 +170,6 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "class_steps": [1, 1, 1],
         "class_drafts": [1, 1, 1],
         "time_saved_s": 0.0,
-        "planned_rounds": 1.0,
         "latency_model_error": 0.1,
         "history_requests": 1,
         "history_hits": 1,
@@ -199,14 +198,17 @@ def template(node: ast.AST) -> str | None:
     return None
 
 
+REASONS = ("faults", "_cause", "collapsed", "lost", "_loss")
+"""Functions that return why das/health is 0."""
+
+
 def alarms(tree: ast.AST) -> Iterator[str]:
     """What a source file has to say about das/health 0: in `faults`, and where it looks for reasons."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef) and node.name in ("faults", "_cause"):
+        if isinstance(node, ast.FunctionDef) and node.name in REASONS:
             said = [part for part in ast.walk(node) if isinstance(part, (ast.Assign, ast.Return))]
         elif isinstance(node, ast.Assign) and any(
-            isinstance(t, ast.Attribute) and t.attr in ("alarm", "stopped", "silent", "slow", "_refused")
-            for t in node.targets
+            isinstance(t, ast.Attribute) and t.attr in ("alarm", "reason", "slow", "_refused") for t in node.targets
         ):
             said = [node]
         else:

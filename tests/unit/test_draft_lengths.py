@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 from das_adapter.config import parse
-from das_adapter.core.stock import TRIAL_STEPS
+from das_adapter.core.account import TRIAL_STEPS
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.protocol.decision_log import read
@@ -73,7 +73,7 @@ class Engine:
         return carried
 
     def sync(self) -> str | None:
-        silent: str | None = self.lengths.stats()["silent"]
+        silent: str | None = self.lengths.stats()["reason"]
         self.lengths.refresh(Refresh(version=self._rollouts))
         return silent
 
@@ -82,7 +82,7 @@ def test_a_rollout_that_lost_is_followed_by_silence_until_a_trial_gains() -> Non
     engine = Engine()
     first = engine.rollout(160, drafted_s=2.15 * PLAIN_S, silent_steps=40)
     assert engine.sync() is None and sum(first) > 100
-    assert "drafting lost a whole rollout" in engine.lengths.stats()["silent"]
+    assert "drafting lost a whole rollout" in engine.lengths.stats()["reason"]
     gaining = engine.rollout(6 * TRIAL_STEPS, drafted_s=1.1 * PLAIN_S)
     assert not any(gaining[:TRIAL_STEPS]) and all(gaining[2 * TRIAL_STEPS :])
     assert engine.sync() is None
@@ -106,7 +106,7 @@ def test_a_batch_begins_with_the_length_that_was_chosen_first_for_the_last_one()
     assert engine.next == 0
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 38)
     assert engine.next == DRAFTED
-    engine.lengths.engine.counters.draft_tokens = 10**6  # of which none was accepted
+    engine.lengths.engine.controller.account.verified(10**6, 0)
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 38)
     assert engine.next == 0
 

@@ -87,10 +87,10 @@ def test_the_log_says_once_why_health_is_0(caplog: pytest.LogCaptureFixture) -> 
     ledger = Ledger()
     sound = report(0.0, [1.0])
     for step in range(3):
-        for replica in (sound, {**sound, "stopped": "speculation cost 9 s"}, {**sound, "stopped": "it cost 8 s"}):
+        for replica in (sound, {**sound, "reason": "speculation cost 9 s"}, {**sound, "reason": "it cost 8 s"}):
             ledger.report(step, replica)
         assert ledger.metrics(step)["das/health"] == 0.0
-    ledger.report(4, {**sound, "error": "KeyError(1)", "stopped": "it cost 7 s"})
+    ledger.report(4, {**sound, "error": "KeyError(1)", "reason": "it cost 7 s"})
     ledger.report(5, sound)
     assert ledger.metrics(5)["das/health"] == 1.0
     assert caplog.messages == [
@@ -103,7 +103,7 @@ def test_every_fault_has_a_reason() -> None:
     half = {**Counters().take(), "draft_tokens": 1000, "accepted_tokens": 1}
     assert faults([half]) == {}
     assert faults([half] * 2) == {"alarm": "acceptance collapsed: 2 of 2000 draft tokens"}
-    assert faults([{"stopped": "speculation cost 2 s"}, {"stopped": None}]) == {"stopped": "speculation cost 2 s"}
+    assert faults([{"reason": "speculation cost 2 s"}, {"reason": None}]) == {"reason": "speculation cost 2 s"}
 
 
 def lost(requests: int, lost: int) -> dict:
@@ -162,8 +162,7 @@ def decided(rounds: list[float], drafts: list[float], saved: float, error: float
         "class_drafts": drafts,
         "time_saved_s": saved,
         "latency_model_error": error,
-        "stopped": stopped,
-        "planned_rounds": 100.0 + saved,
+        "reason": stopped,
     }
 
 
@@ -172,7 +171,6 @@ def test_decisions_of_the_replicas_come_together() -> None:
     assert [figures[f"das/budget_{c}"] for c in ("short", "medium", "long")] == pytest.approx([0.2, 1.0, 8.0])
     assert figures["das/time_saved_s"] == pytest.approx(1.0)
     assert figures["das/latency_model_error"] == pytest.approx(0.15)
-    assert figures["das/planned_rounds"] == pytest.approx(101.5)
     assert figures["das/verify_waste"] == pytest.approx(8 / 32)
     assert figures["das/health"] == 1.0
     assert merge([decided([1, 1, 1], [0, 0, 0], 0.0, 0.0, "speculation cost 2 s")])["das/health"] == 0.0

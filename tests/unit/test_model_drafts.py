@@ -14,10 +14,11 @@ from test_controller import stated
 from das_adapter.config import DasConfig
 from das_adapter.core.acceptance import AcceptanceRate
 from das_adapter.core.budget import Allocation, Worth
-from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Decoded, TimedStep
 
 
 def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
@@ -195,7 +196,7 @@ def test_the_controller_lets_the_copy_draft_where_it_pays(rate: float, pass_s: f
     controller = self_controller()
     for version in (1, 2):
         on = rollout(controller, lengths, truth, rate, pass_s)
-        saved = controller.time_saved(np.zeros(0, dtype=int))
+        saved = controller.account.time.saved()
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
     assert on <= bar * off
     assert saved == pytest.approx(off - on, abs=0.05 * off)
@@ -272,7 +273,7 @@ def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
 
     def drafts_at(pass_s: float) -> bool:
         controller.drafts.passes.model = StepModel(base=pass_s, token=0.0)
-        controller._consider.restart()
+        controller.account.look.restart()
         ones = np.ones(2, dtype=int)
         return bool(controller.plan(Decoded(slots, ones, None, None, 100 * ones)).model.any())
 

@@ -15,10 +15,10 @@ from click.testing import CliRunner
 from das_adapter.cli import main
 from das_adapter.core.hardware import DEVICES, device
 from das_adapter.core.latency import StepModel
+from das_adapter.core.plain_time import seconds_of
 from das_adapter.core.roofline import Roofline, cold_start
 from das_adapter.core.routing import StartOrder
 from das_adapter.core.siblings import NO_SIBLINGS
-from das_adapter.core.toggle import seconds_of
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim import Simulation, routing, summary
 from das_adapter.sim.config import parse, read

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import Controller, Decoded, TimedStep
+from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Decoded, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.03, token=0.0, bend=0.0004, knee=32)
 COMPUTE_BOUND = StepModel(base=0.034, token=0.0, bend=0.00135, knee=4)
@@ -94,8 +95,8 @@ def rollouts(count: int, lengths: np.ndarray, truth: StepModel, reading: float) 
     controller = Controller(DasConfig(), limit=2048, drafts=drafts)
     rests, seconds = "", list[float]()
     for version in range(count):
-        rests += "s" if drafts.silent else "-"
-        read = 0.0 if drafts.silent else reading
+        rests += "s" if controller.account.model_rests else "-"
+        read = 0.0 if controller.account.model_rests else reading
         controller.beside(read)
         seconds.append(read + rollout(controller, lengths, truth, 0.6, 0.3, version))
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
@@ -117,10 +118,3 @@ def test_a_model_that_saves_more_than_its_prompts_take_never_rests() -> None:
     alone = second(lengths, MEMORY_BOUND, 0.6, 0.3, False)
     assert rollouts(6, lengths, MEMORY_BOUND, 0.1 * alone)[0] == "------"
     assert rollouts(6, np.full(32, 300), COMPUTE_BOUND, 0.005 * alone)[0] == "------"
-
-
-def test_passes_that_cannot_be_left_out_are_not_held_against_a_model() -> None:
-    drafts = ModelDrafts(5, always=1)
-    drafts.took_s, drafts.plain_s = 0.2, 1.0
-    drafts.sync()
-    assert not drafts.silent

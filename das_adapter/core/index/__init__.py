@@ -285,8 +285,7 @@ class SuffixIndex:
     def age(self, handle: int) -> int | None:
         """Return the weight versions from the newest history of a request's problem to the newest of all problems;
         None: the problem has no history. Raises `UnknownHandle`."""
-        age = int(self._core.age(handle))
-        return None if age < 0 else age
+        return None if (age := int(self._core.age(handle))) < 0 else age
 
     def flat(self, problem: int, most: int) -> tuple[Int32, npt.NDArray[np.uint32]]:
         """Return a problem's history as one segment, as a device searches it; empty arrays where there is none.

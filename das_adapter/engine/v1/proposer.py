@@ -11,9 +11,10 @@ import numpy as np
 from vllm.config import VllmConfig
 
 from das_adapter.config import parse
-from das_adapter.core.controller import Controller, Decoded, Search
+from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.requests import NOBODY, with_room
+from das_adapter.core.steps import Decoded, Search
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import StepTimer

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from vllm.config import VllmConfig
 
-from das_adapter.core.controller import TimedStep
 from das_adapter.engine.v1.proposer import Proposer
 
 
@@ -39,7 +38,7 @@ class SweepDrafter(Proposer):
         """Take a sample."""
         step = self.timer.begin(scheduled, now)
         ragged, self._carried = self._carried, self._proposed
-        if isinstance(step, TimedStep):
+        if step is not None:
             requests = len(step.slots)
             drafted, rest = divmod(step.tokens - requests, requests)
             if not rest:

@@ -24,6 +24,8 @@ from das_adapter.engine.v1.processors import MinTokens, acts, beside
 from das_adapter.engine.v1.rows import Rows, by_row
 from das_adapter.engine.v1.truncation import truncate
 
+__all__ = ["KeyedRejectionSampler", "KeyedSampler", "MinTokens"]
+
 _SCORES: dict[str, Scores] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 _CHUNK_BYTES = 2**30
 """Size of the float32 logits that are processed at once where requests truncate or shift their distribution."""

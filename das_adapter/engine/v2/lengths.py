@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.controller import Decoded, TimedStep
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Decoded, TimedStep
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.neural import Proposal
@@ -185,8 +185,8 @@ class DraftLengths:
             tokens = sum(step.scheduled[request.req_id] for request in live)  # others ended in the step before
             asked = step.offer is not None or passes > 0 or tokens > len(live)
             context = sum(request.length for request in live)
-            timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context)
-            self.engine.timed(timed, asked)
+            timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context, asked)
+            self.engine.timed(timed)
 
     def _hear(self, step: Step) -> None:
         """Take what was drafted at the end of a step."""

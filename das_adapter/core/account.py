@@ -1,0 +1,331 @@
+"""The one account of a rollout's time, and the one state of an engine.
+
+1. It drafts while the predicted gain is at least 2 % of a step; to begin, the gain must reach the margin.
+2. While nothing is worth drafting it rests, and looks again after 1, 2, 4, ... 16 steps or when the batch has become
+   smaller by a tenth.
+3. It probes: now and then a step is taken the other way (plain while it drafts, without asking a drafter while nothing
+   is drafted, with a few drafts while it rests), so that both kinds stay known.
+4. A rollout that took longer than 1.02 of plain decoding beyond doubt is followed by 1, 2, 4, ... 16 that begin at
+   rest, until a trial of a few steps gains time; trials lose at most 1 % of a rollout. A model that drafts beside the
+   history rests by the same rule, while the history goes on.
+5. A loss within a rollout, or collapsed acceptance, stops it until the next weight sync; a drafter that raises has
+   failed until then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.config import Speculate
+from das_adapter.core.backoff import Backoff, Rest
+from das_adapter.core.plain_time import LOSS, PlainTime
+
+Ints = npt.NDArray[np.int64]
+MARGIN = 0.05
+"""Predicted gain of a step, as a share of its time, at which drafting begins. The latency model errs by some percent: a
+smaller gain would switch it to and fro."""
+LEAST_GAIN = 0.02
+"""Predicted gain under which a step is not drafted in, as a share of its time: less than step times vary."""
+RAMP = 8
+"""Steps without an arrival after which the batch only drains: what paid once goes on to."""
+LOOK_STEPS = 16
+"""While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at most this many."""
+PROBE_STEPS, RARE_STEPS = 128, 1024
+"""After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""
+BASELINE_STEPS = 4, 64
+"""Plain steps after which no drafter is asked in one: at first, and where such steps are well known."""
+TRIAL_STEPS, TRIAL_DRAFTS = 16, 8
+"""Steps of a trial at most, and before the next at least; drafted steps after which it is over."""
+TRIAL_SHARE = 0.01
+"""Share of a rollout's time that its trials may lose; twice as much where the batch has become half as large."""
+GUARD_STEPS, GUARD_LOSS = 64, 0.1
+"""Drafted steps between two looks at the time saved; the loss that stops drafting, as a share of their time."""
+COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
+"""Acceptance below which drafts are useless, of at least so many draft tokens."""
+
+
+class State(Enum):
+    """What an engine does about drafts."""
+
+    DRAFTING = "drafting"
+    PROBING = "probing"
+    RESTING = "resting"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+def collapsed(drafted: float, accepted: float) -> str | None:
+    """Say that drafts are useless, given counts of tokens; None: they are not."""
+    if drafted < COLLAPSE_TOKENS or accepted >= COLLAPSE_RATE * drafted:
+        return None
+    return f"acceptance collapsed: {accepted:.0f} of {drafted:.0f} draft tokens"
+
+
+@dataclass
+class _Trial:
+    """A few steps in which the drafter is asked, to see whether it gains time; the first is left out, in which it
+    reads what it has missed."""
+
+    steps: int = -1
+    drafted: int = 0
+    seconds: float = 0.0
+    plain: float = 0.0
+    """What the tokens would have taken without drafts, seconds."""
+    loss: float = 0.0
+    """Seconds beyond plain decoding, the first step included."""
+
+    def step(self, seconds: float, plain: float, drafted: bool) -> None:
+        """Take a step."""
+        self.steps += 1
+        self.loss += seconds - plain
+        if self.steps:
+            self.drafted += drafted
+            self.seconds += seconds
+            self.plain += plain
+
+    @property
+    def over(self) -> bool:
+        return self.steps >= TRIAL_STEPS or self.drafted >= TRIAL_DRAFTS
+
+    @property
+    def gained(self) -> bool:
+        return self.drafted > 0 and self.plain > (1.0 + LOSS) * self.seconds
+
+
+class Account:
+    """Keeps the time of an engine's rollout, and decides when a drafter is asked."""
+
+    def __init__(self, time: PlainTime, speculate: Speculate = "auto") -> None:
+        """`speculate`: the key of the block."""
+        self.time = time
+        self.state, self.since = State.DRAFTING, 0
+        """What it does, and the step of the last change."""
+        self.reason: str | None = None
+        """Why, where there is more to say."""
+        self.now = 0
+        """Decode steps since the engine's start."""
+        self.look = Backoff(2, LOOK_STEPS)
+        self.probe_wait = PROBE_STEPS
+        self.slow: str | None = None
+        """How much slower than stock vLLM's the last rollout's steps were, with drafts or without; None: no slower."""
+        self._speculate = speculate
+        self._rest, self._model_rest = Rest(), Rest()
+        self._news: str | None = None
+        self._since_baseline = 0
+        self._since_plain, self._since_draft = 0, 0  # drafted steps in a row, plain ones
+        self._restart()
+
+    def _restart(self) -> None:
+        self.time.restart()
+        self._trial: _Trial | None = None
+        self._since_trial, self._trial_size, self._lost = 0, 0, 0.0  # seconds that trials took beyond plain decoding
+        self._on = self._held = False
+        self._quiet = 0
+        self._drafted_steps = 0
+        self._model_took, self._model_saved = 0.0, 0.0
+
+    # What is asked
+
+    def ask(self, requests: int, drafted: bool) -> bool:
+        """Decide at the end of a decode step whether a drafter is asked at all.
+
+        Args:
+            requests: in the batch.
+            drafted: whether the step has verified drafts.
+        """
+        if self.stopped:
+            return False
+        if self._speculate != "auto":
+            return True
+        if self.idle:
+            self._since_trial += 1
+            share = TRIAL_SHARE * (2 if requests <= self._trial_size // 2 else 1)
+            if self._since_trial < TRIAL_STEPS or self._lost > share * self.time.passed:
+                return False
+            self._trial, self._trial_size = _Trial(), requests
+            self._enter(State.PROBING, self._rest.reason)
+            return True
+        self._since_baseline += not drafted
+        first, last = BASELINE_STEPS
+        known = self.time.baseline.plain_steps(requests)
+        if drafted or self._trial or self._since_baseline < min(last, first + known):
+            return True
+        self._since_baseline = 0
+        return False
+
+    @property
+    def idle(self) -> bool:
+        """Whether no drafter is asked: drafting has stopped or failed, or the rollout is at rest between trials."""
+        return self.stopped or (self._rest.reason is not None and self._trial is None)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing is drafted before the next weight sync."""
+        return self.state in (State.STOPPED, State.FAILED)
+
+    @property
+    def model_rests(self) -> str | None:
+        """Why the model that drafts does not run in this rollout; None: it does."""
+        return self._model_rest.reason
+
+    def draws(self, running: int, gain: float | None, optimal: bool, arrived: bool) -> bool:
+        """Decide whether a step is drafted in.
+
+        Args:
+            running: requests in the batch.
+            gain: predicted, as a share of the step's time; None: nothing is there to draft.
+            optimal: whether the drafts were chosen for their gain.
+            arrived: whether a request joined since the last call.
+        """
+        worth = gain is not None and gain >= LEAST_GAIN
+        if self._speculate == "always":
+            return worth or not optimal
+        self._quiet = 0 if arrived else self._quiet + 1
+        self._held = self._held and not arrived
+        if self._speculate == "auto":
+            wanted = gain is not None and gain >= (0.0 if self._on else MARGIN)
+        else:
+            wanted = running <= self._speculate * (1.25 if self._on else 1.0)
+        self._on = wanted or self._held
+        self._held = self._held or (wanted and self._quiet >= RAMP)
+        return self._on and (worth or not optimal)
+
+    def probe(self, running: int) -> Literal["plain", "drafted", ""]:
+        """Return whether this step is taken the other way."""
+        unknown = self.time.engine.plain_steps(running) < 3
+        if self._since_plain >= (24 if unknown else PROBE_STEPS):
+            self._since_plain = 0
+            return "plain"
+        if self._since_draft >= self.probe_wait and not isinstance(self._speculate, int):
+            self._since_draft, self.probe_wait = 0, min(2 * self.probe_wait, RARE_STEPS)
+            return "drafted"
+        return ""
+
+    @property
+    def probes_next(self) -> bool:
+        """Whether the next step is drafted in to see what that costs."""
+        return self._since_draft >= self.probe_wait
+
+    def decided(self, running: int, drafted: bool, probing: bool, plain: bool = False) -> None:
+        """Take what was decided for a step; `probing`, `plain`: to see what a drafted, or a plain, step costs."""
+        if drafted and not probing:
+            self.probe_wait = PROBE_STEPS
+        self.look.done(self.now, running, again_soon=drafted or probing)
+        if self._trial is None:
+            nothing = State.PROBING if probing or plain else State.RESTING
+            self._enter(State.DRAFTING if drafted and not probing else nothing, None)
+
+    # What is told
+
+    def asked(
+        self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
+    ) -> None:
+        """Take a step at whose end the drafter was asked, or one that was drafted in; see `PlainTime.asked`."""
+        requests, time = len(slots), self.time
+        self._since_plain = self._since_plain + 1 if drafted else 0
+        self._since_draft = 0 if drafted else self._since_draft + 1
+        seconds = time.asked(slots, got, seconds, drafted, predicted, context)
+        if self._trial is not None and (plain := time.step(requests, context)) is not None:
+            self._trial.step(seconds, int(got.sum()) / requests * plain, drafted)
+            if self._trial.over:
+                self._end_trial(self._trial)
+        self._drafted_steps += drafted
+        if drafted and self._drafted_steps % GUARD_STEPS == 0 and self._speculate != "always":
+            if reason := self._loss():
+                self.stop(reason)
+
+    def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
+        """Take a baseline step, see `PlainTime.unasked`."""
+        self.time.unasked(requests, seconds, context)
+
+    def model(self, took: float = 0.0, saved: float = 0.0) -> None:
+        """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth."""
+        self._model_took += took
+        self._model_saved += saved
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Take the draft tokens of the rollout so far; where nearly all are rejected, they only cost time."""
+        if reason := collapsed(drafted, accepted):
+            self.stop(reason)
+
+    def stop(self, reason: str, state: State = State.STOPPED) -> None:
+        """Draft no more until the next weight sync."""
+        if self.state is not State.FAILED and self.state is not state:
+            self._enter(state, reason)
+            self._news = None if state is State.FAILED else f"das: {reason}: no drafts until the next weight sync"
+
+    def sync(self, model_may_rest: bool = True) -> None:
+        """Judge the rollout that a weight sync ends, and begin the next. Two weight syncs without a step between them
+        are one."""
+        if self.time.passed or self._model_took:
+            self._judge(model_may_rest)
+        self._restart()
+        self.probe_wait = PROBE_STEPS
+        self.look.restart()
+        self._enter(State.RESTING if self._rest.reason else State.DRAFTING, self._rest.reason)
+
+    def take_news(self) -> str | None:
+        """Return what has changed for the worse since the last call, as a line of the log."""
+        news, self._news = self._news, None
+        return news
+
+    def of_stock(self) -> float | None:
+        """Return the time of the rollout relative to stock's; None: not known, or the user decides when to draft."""
+        return self.time.of_stock() if self._speculate == "auto" else None
+
+    def figures(self) -> dict[str, Any]:
+        """Return the figures since the last weight sync, as plain numbers."""
+        return {
+            "time_saved_s": self.time.saved(),
+            "of_stock": self.of_stock(),
+            "state": self.state.value,
+            "reason": None if self.state is State.FAILED else self.reason,
+            "slow": self.slow,
+        }
+
+    # Inside
+
+    def _enter(self, state: State, reason: str | None) -> None:
+        if (state, reason) != (self.state, self.reason):
+            self.state, self.reason, self.since = state, reason, self.now
+
+    def _loss(self) -> str | None:
+        """Say that the drafts of the present batch cost more than they save; None: they do not. The estimate is as good
+        as the latency model, which is brought up to date before it is held against the drafts."""
+        batch = self.time.batch
+        for _ in range(2):
+            saved = self.time.saved_in(batch)
+            if saved >= -GUARD_LOSS * batch.drafted_seconds:
+                return None
+            self.time.engine.fit()
+        return f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of drafted steps"
+
+    def _end_trial(self, trial: _Trial) -> None:
+        self._trial, self._since_trial = None, 0
+        self._lost += max(0.0, trial.loss)
+        if trial.gained:
+            self._rest.reason = None
+        self._enter(State.DRAFTING if trial.gained else State.RESTING, self._rest.reason)
+
+    def _judge(self, model_may_rest: bool) -> None:
+        """Say which of the next rollouts begin at rest, and how this one compares with stock."""
+        if self._speculate != "auto":
+            return
+        took, saved, compared = self._model_took, self._model_saved, self.time.compare()
+        lost = model_may_rest and took - saved > LOSS * self.time.total()
+        words = f"its passes took {took:.2f} s of a rollout, and its tokens saved {saved:.2f} s" if lost else None
+        if self._model_rest.judge(words, gained=took > 0 and not lost):
+            self._news = f"das: the model that drafts rests for a while: {words}"
+        reason = None if compared is None else compared.lost
+        if self._rest.judge(reason, gained=compared is not None and not reason):
+            self._news = f"das: {reason}: rollouts begin without drafts until a trial gains time"
+        share = self.time.of_stock()
+        self.slow = None
+        if compared is not None and share is not None and self.time.stock is not None:
+            if share > 1.0 + LOSS + 3.0 * compared.scatter:
+                self.slow = f"decode steps took {share:.2f} of those of the calibration's stock engine"

@@ -1,0 +1,246 @@
+"""What a rollout's tokens would have taken in plain decoding: the one place where that is computed.
+
+A baseline step carries no drafts, and no drafter is asked at its end: it does what a step of stock vLLM does. Where
+these are known, plain decoding takes what they take; until then, what the engine's latency model says of steps without
+drafts. Step times of a stock engine, whose scheduling may be asynchronous, come from a calibration: no engine can
+measure them in itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from das_adapter.core.latency import Floats, StepModel, StepTimes
+from das_adapter.core.requests import with_room
+
+Ints = npt.NDArray[np.int64]
+Seconds = Callable[[Floats], Floats]
+"""Of plain steps, by their requests."""
+
+LOSS = 0.02
+"""Share of the time above which a rollout has lost, beside what the scatter of the step times explains."""
+LEAST_STEPS, LEAST_SAMPLES = 64, 8
+"""Other steps, and baseline steps, below which nothing is held against a rollout."""
+PAUSE = 2.0
+"""A step that took this many times what was predicted was interrupted, and counts as that long."""
+BATCHES = 64
+"""Batches since the last weight sync that are counted, the latest."""
+
+
+class Compared(NamedTuple):
+    """The steps of a rollout in which a drafter was asked, beside baseline steps."""
+
+    seconds: float
+    """With what the drafter took in steps that also read prompts."""
+    plain: float
+    """What their tokens would have taken in baseline steps, seconds."""
+    scatter: float
+    """Relative error of `plain`, one standard deviation."""
+
+    @property
+    def lost(self) -> str | None:
+        """Why the rollout has lost: they took longer beyond doubt; None: it has not."""
+        if self.seconds <= self.plain * (1.0 + LOSS + 3.0 * self.scatter):
+            return None
+        return (
+            f"drafting lost a whole rollout: {self.seconds:.2f} s of decode steps, "
+            f"{self.plain:.2f} s where no drafter is asked"
+        )
+
+
+@dataclass
+class _Batch:
+    """The steps of one batch, from its first request to the end of its last."""
+
+    seconds: float = 0.0
+    """Of steps in which a drafter was asked, like all but `baseline`."""
+    drafted_seconds: float = 0.0
+    steps: int = 0
+    requests: int = 0
+    """Of all steps."""
+    context: float = 0.0
+    """Tokens of their context."""
+    widest: int = 1
+    refilled: bool = False
+    """Whether requests arrived while others ended."""
+    shares: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """Steps' tokens for each request, by requests."""
+    written: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Tokens of live requests, by slot."""
+    finished: list[int] = field(default_factory=list)
+    """Tokens of requests that ended."""
+    baseline: dict[int, Floats] = field(default_factory=lambda: defaultdict(lambda: np.zeros(3)))
+    """By requests: baseline steps, their seconds and context."""
+
+    @property
+    def usual(self) -> float:
+        """Tokens of context that a request had, on average."""
+        return self.context / max(1, self.requests)
+
+    def plain(self, step: Seconds) -> float:
+        """Return the seconds of its tokens: by rounds, for all requests begin together; where they come and go, at the
+        rate of each step's batch, if that takes longer: in favour of drafts."""
+        rounds = seconds_of([*self.finished, *self.written], self.widest, step)
+        if not self.refilled:
+            return rounds
+        sizes = np.fromiter(self.shares, dtype=float, count=len(self.shares))
+        return max(rounds, float(np.dot(np.fromiter(self.shares.values(), dtype=float), step(sizes))))
+
+
+class PlainTime:
+    """The decode steps since the last weight sync, and what they would have taken without drafts."""
+
+    def __init__(self, engine: StepTimes, stock: StepModel | None = None, sizes: tuple[int, ...] = ()) -> None:
+        """
+        Args:
+            engine: times of its steps.
+            stock: of a calibration's stock engine; None: stock takes what baseline steps take.
+            sizes: `StepModel.sizes` of the engine.
+        """
+        self.engine = engine
+        self.baseline = StepTimes(kinds=1, sizes=sizes)
+        """Of baseline steps."""
+        self.stock = stock
+        self._samples: deque[tuple[int, float, float]] = deque(maxlen=256)  # requests, seconds, context
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a rollout, at a weight sync."""
+        self.passed = 0.0
+        """Seconds of all steps."""
+        self.batch = _Batch()
+        self._batches = deque([self.batch], maxlen=BATCHES)
+
+    def settle(self) -> None:
+        """Begin another batch."""
+        if self.batch.steps or self.batch.baseline:
+            self.batch = _Batch()
+            self._batches.append(self.batch)
+
+    def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
+        """Take a baseline step; `context`: tokens that its requests have together."""
+        self.baseline.add(requests, requests, False, seconds, context)
+        if self.baseline.model is None or self.baseline.observed % LEAST_SAMPLES == 0:
+            self.baseline.fit()
+        self._samples.append((requests, seconds, context))
+        self.batch.baseline[requests] += 1.0, seconds, context
+        self.passed += seconds
+
+    def asked(
+        self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
+    ) -> float:
+        """Take another step, the drafter's passes included; return the seconds that it counts.
+
+        Args:
+            slots, got: of its requests, and the tokens that each got, int64 [requests].
+            seconds: it took.
+            drafted: whether it has verified drafts.
+            predicted: seconds by the engine's latency model.
+            context: tokens of context that its requests have together.
+        """
+        requests, batch = len(slots), self.batch
+        seconds = seconds if predicted is None else min(seconds, PAUSE * predicted)
+        self.beside(seconds)
+        batch.drafted_seconds += seconds * drafted
+        batch.steps += 1
+        batch.requests += requests
+        batch.context += context
+        batch.widest = max(batch.widest, requests)
+        batch.shares[requests] += int(got.sum()) / requests
+        batch.written = with_room(batch.written, int(slots.max()) + 1)
+        batch.written[slots] += got
+        return seconds
+
+    def beside(self, seconds: float) -> None:
+        """Take what a drafter took in a step that also read prompts."""
+        self.batch.seconds += seconds
+        self.passed += seconds
+
+    def close(self, slot: int) -> None:
+        """Take the end of a request."""
+        written = self.batch.written
+        if slot < len(written):
+            self.batch.finished.append(int(written[slot]))
+            written[slot] = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether enough baseline steps were timed."""
+        return self.baseline.model is not None and len(self._samples) >= LEAST_SAMPLES
+
+    def step(self, requests: int, context: float) -> float | None:
+        """Return the seconds of a plain step whose requests have so many tokens of context together; None: not yet
+        known."""
+        plain = self._plain(context / max(1, requests))
+        return None if plain is None else float(plain(np.array([requests], dtype=float))[0])
+
+    def total(self) -> float:
+        """Return what all steps but the baseline steps would have taken in plain decoding; 0 where nothing is known."""
+        return sum(batch.plain(plain) for batch in self._batches if (plain := self._plain(batch.usual)) is not None)
+
+    def saved(self) -> float:
+        """Return the seconds that drafts saved; 0 where nothing is known."""
+        return sum(map(self.saved_in, self._batches))
+
+    def saved_in(self, batch: _Batch) -> float:
+        """Return the seconds that drafts saved in one batch."""
+        plain = self._plain(batch.usual)
+        return 0.0 if plain is None else batch.plain(plain) - batch.seconds
+
+    def compare(self) -> Compared | None:
+        """Compare the rollout so far with baseline steps; None: too little is known."""
+        steps = sum(batch.steps for batch in self._batches)
+        if steps < LEAST_STEPS or not self.known:
+            return None
+        scatter = float(np.std(self._ratios())) * (1 / len(self._samples) + 1 / steps) ** 0.5
+        return Compared(sum(batch.seconds for batch in self._batches), self.total(), scatter)
+
+    def of_stock(self) -> float | None:
+        """Return the time of all steps relative to stock's; None: too little is known."""
+        if not self.known:
+            return None
+        model, share = (self.stock, 1.0) if self.stock else (self.baseline.model, float(np.mean(self._ratios())))
+        assert model is not None
+        plain = 0.0
+        for batch in self._batches:
+            plain += batch.plain(model.at(batch.usual).plain)
+            for requests, (steps, _, context) in batch.baseline.items():
+                plain += steps * model.step(requests, requests, False, context / steps)
+        return float(self.passed / (share * plain)) if plain else None
+
+    def _plain(self, context: float) -> Seconds | None:
+        """Seconds of plain steps, by their requests, where each of these has so many tokens of context; interruptions
+        have the share that they had in the baseline steps."""
+        if not self.known:
+            return None if self.engine.model is None else self.engine.model.at(context).plain
+        assert self.baseline.model is not None
+        model, share = self.baseline.model.at(context), float(np.mean(self._ratios()))
+        return lambda requests: model.plain(requests) * share
+
+    def _ratios(self) -> Floats:
+        """The latest baseline steps' seconds over their model's, float64 [samples]."""
+        assert self.baseline.model is not None
+        requests, seconds, context = np.array(self._samples, dtype=float).T
+        predicted = self.baseline.model.seconds(requests, requests, False, context)
+        ratios: Floats = np.minimum(PAUSE, seconds / np.maximum(1e-9, predicted))
+        return ratios
+
+
+def seconds_of(rounds: npt.ArrayLike, slots: int, step: Seconds) -> float:
+    """Return the time of a rollout whose requests take so many rounds each, shape (n,), `slots` of them at a time.
+
+    `step`: returns the seconds of a round by the requests in it. In plain decoding each token takes a round.
+    """
+    ordered = np.sort(np.asarray(rounds, dtype=float))
+    if not len(ordered):
+        return 0.0
+    passed = np.diff(ordered, prepend=0.0)
+    alive = np.arange(len(ordered), 0, -1)
+    at_once = np.minimum(alive, slots)
+    return float(np.sum(passed * (alive / at_once) * step(at_once)))

@@ -1,0 +1,488 @@
+"""The account of a rollout's time and the state of an engine, on a modelled engine; `docs/how_it_works.md` tells it in
+five sentences, which name the parts of this file."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from das_adapter.core.account import (
+    BASELINE_STEPS,
+    COLLAPSE_TOKENS,
+    GUARD_STEPS,
+    LOOK_STEPS,
+    PROBE_STEPS,
+    RAMP,
+    TRIAL_SHARE,
+    TRIAL_STEPS,
+    Account,
+    State,
+)
+from das_adapter.core.ladder import Ladder
+from das_adapter.core.latency import StepModel, StepTimes
+from das_adapter.core.plain_time import LEAST_STEPS, PlainTime, seconds_of
+
+PLAIN = StepModel(base=0.010, token=0.0001)
+SIMPLE = StepModel(base=1.0, token=0.1)
+ONE = np.ones(8, dtype=int)
+
+
+def make(speculate: object = "auto", stock: StepModel | None = None, model: StepModel | None = None) -> Account:
+    engine = StepTimes()
+    engine.model = model
+    return Account(PlainTime(engine, stock), speculate)  # type: ignore[arg-type]
+
+
+def rollout(
+    account: Account,
+    asking: float,
+    pace: float = 1.0,
+    requests: int = 8,
+    tokens: int = 256,
+    noise: float = 0.0,
+    read: float = 0.0,
+) -> tuple[float, int]:
+    """Decode equally long requests; a step in which the drafter is asked takes `asking` times a plain one's time, and
+    brings `pace` tokens from the second such step on. `read`: seconds of a token of context. Return the seconds and the
+    steps in which nobody was asked."""
+    rng = np.random.default_rng(tokens)
+    written, seconds, unasked, drafted = 0.0, 0.0, 0, False
+    slots = np.arange(requests)
+    while written < tokens:
+        context = int(requests * written)
+        plain = PLAIN.step(requests, requests, False) * (1.0 + noise * rng.standard_normal()) + read * context
+        asked = account.ask(requests, drafted)
+        took = plain * asking if asked or drafted else plain
+        got = int(pace) if drafted else 1
+        if asked:
+            account.asked(slots, np.full(requests, got), took, drafted, None, context)
+        elif not drafted:
+            account.unasked(requests, took, context)
+        unasked += not asked
+        written, seconds, drafted = written + got, seconds + took, asked and pace > 1
+    for slot in slots.tolist():
+        account.time.close(slot)
+    return seconds, unasked
+
+
+def judged(account: Account) -> str | None:
+    """What a weight sync says."""
+    account.sync()
+    return account.take_news()
+
+
+# 1. It drafts while the predicted gain is at least 2 % of a step; to begin, the gain must reach the margin.
+
+
+def draws(account: Account, *steps: tuple[int, float | None, bool]) -> list[bool]:
+    return [account.draws(running, gain, True, arrived) for running, gain, arrived in steps]
+
+
+def test_it_begins_at_the_margin_and_goes_on_at_two_hundredths_while_batches_refill() -> None:
+    gains = (0.04, 0.05, 0.02, -0.01, 0.04, 0.2, 0.01, None, 0.04)
+    drafted = [False, True, True, False, False, True, False, False, False]
+    assert draws(make(), *((8, gain, True) for gain in gains)) == drafted
+
+
+def test_a_batch_that_only_drains_needs_the_margin_once() -> None:
+    account = make()
+    draws(account, *[(64, 0.2, False)] * (RAMP + 1))
+    assert draws(account, (60, None, False), (59, 0.03, False)) == [False, True]
+    rollout(account, 1.0)
+    account.sync()
+    assert draws(account, (59, 0.03, False)) == [False]
+
+
+def test_a_ramp_of_arrivals_does_not_count_as_draining() -> None:
+    account = make()
+    assert draws(account, *((n, 0.5, True) for n in range(1, 8))) == [True] * 7  # few are running yet
+    assert draws(account, *((n, None, True) for n in range(8, 64))) == [False] * 56
+    assert draws(account, (64, 0.03, False)) == [False]
+
+
+def test_fixed_budgets_are_drafted_where_they_do_not_lose_and_always_where_the_user_says_so() -> None:
+    account, always = make(), make("always")
+    assert [account.draws(8, gain, False, True) for gain in (0.05, 0.0, -0.01)] == [True, True, False]
+    assert [always.draws(8, gain, False, True) for gain in (0.05, -0.5, None)] == [True] * 3
+    assert draws(always, (500, 0.02, True), (1, 0.01, False)) == [True, False]  # nobody would gain
+
+
+def test_a_number_of_requests_counts_with_hysteresis() -> None:
+    steps = ((n, 0.02, True) for n in (33, 32, 40, 41, 33))
+    assert draws(make(32), *steps) == [False, True, True, False, False]
+
+
+def test_the_state_says_what_was_decided_and_since_when() -> None:
+    account = make()
+    for step, (drafted, probing, state) in enumerate(
+        [
+            (True, False, State.DRAFTING),
+            (False, False, State.RESTING),
+            (False, False, State.RESTING),
+            (True, True, State.PROBING),
+            (True, False, State.DRAFTING),
+        ]
+    ):
+        account.now = step
+        account.decided(8, drafted, probing)
+        assert account.state is state
+    assert account.since == 4
+
+
+# 2. While nothing is worth drafting it rests, and looks again after 1, 2, 4, ... 16 steps or when the batch shrinks.
+
+
+def test_looks_become_rarer_while_nothing_is_worth_drafting() -> None:
+    account, looks = make(), list[int]()
+    for account.now in range(100):
+        if account.look.due(account.now, 10):
+            looks.append(account.now)
+            account.decided(10, False, False)
+    assert np.diff(looks).tolist()[:4] == [2, 4, 8, LOOK_STEPS]
+    assert set(np.diff(looks)[4:]) == {LOOK_STEPS}
+    assert not account.look.due(account.now, 9)
+    assert account.look.due(account.now, 8)  # smaller by more than a tenth
+    account.decided(10, True, False)
+    assert account.look.due(account.now + 1, 10)
+
+
+# 3. It probes: now and then a step is taken the other way.
+
+
+def steps_until(account: Account, probe: str, drafted: bool) -> int:
+    for step in range(10_000):
+        if account.probe(8) == probe:
+            return step
+        account.asked(np.arange(8), ONE, 0.01, drafted, None)
+    return 10_000
+
+
+def test_a_plain_step_is_taken_while_it_drafts_and_drafted_ones_ever_more_rarely_while_it_rests() -> None:
+    account = make("always")
+    for _ in range(3):
+        account.time.engine.add(8, 8, False, 0.01)
+    assert steps_until(account, "plain", drafted=True) == PROBE_STEPS
+    waits = [steps_until(account, "drafted", drafted=False) for _ in range(5)]
+    assert waits == [PROBE_STEPS * n for n in (1, 2, 4, 8, 8)]
+    account.decided(8, True, False)
+    assert steps_until(account, "drafted", drafted=False) == PROBE_STEPS
+
+
+def test_plain_steps_are_taken_sooner_where_they_are_not_known() -> None:
+    assert steps_until(make("always"), "plain", drafted=True) == 24
+
+
+def test_no_drafter_is_asked_in_some_plain_steps_and_in_fewer_once_these_are_known() -> None:
+    account = make()
+    asked = []
+    for _ in range(3000):
+        asked.append(account.ask(8, False))
+        if not asked[-1]:
+            account.unasked(8, 0.01)
+    gaps = np.diff(np.flatnonzero(~np.array(asked)))
+    assert gaps[0] == BASELINE_STEPS[0] + 1
+    assert gaps[-1] == BASELINE_STEPS[1]
+    assert all(account.ask(8, True) for _ in range(100))  # a step with drafts is no baseline
+
+
+@pytest.mark.parametrize("speculate", ["always", 32])
+def test_the_user_decides_with_other_settings(speculate: object) -> None:
+    account = make(speculate)
+    assert rollout(account, asking=1.5)[1] == 0
+    assert judged(account) is None
+    assert account.state is State.DRAFTING
+
+
+# 4. A rollout that lost is followed by 1, 2, 4, ... 16 that begin at rest, until a trial gains time.
+
+
+def test_a_rollout_that_lost_is_followed_by_one_at_rest() -> None:
+    account = make()
+    assert rollout(account, asking=1.08)[1] > 8  # some steps show what it takes without asking
+    assert account.time.of_stock() == pytest.approx(1.08, abs=0.01)
+    assert "drafting lost a whole rollout" in (judged(account) or "")
+    assert (account.state, account.idle) == (State.RESTING, True)
+    assert "drafting lost a whole rollout" in (account.reason or "")
+    seconds, unasked = rollout(account, asking=1.08)
+    assert unasked > 180
+    assert seconds < 1.02 * 256 * PLAIN.step(8, 8, False)
+    assert judged(account) is None  # nothing new
+
+
+def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> None:
+    account, rests = make(), ""
+    for _ in range(40):
+        rests += "s" if account.state is State.RESTING else "-"
+        rollout(account, asking=1.08)
+        account.sync()
+        state = account.state
+        account.sync()  # nothing lies between them
+        assert account.state is state
+    assert rests.startswith("-s-ss-ssss-ssssssss-" + 16 * "s" + "-")
+    while account.idle:
+        rollout(account, asking=1.08)
+        account.sync()
+    rollout(account, asking=1.3, pace=4)
+    account.take_news()
+    assert judged(account) is None
+    rollout(account, asking=1.08)
+    assert judged(account)
+    rollout(account, asking=1.08)
+    account.sync()
+    assert account.state is State.DRAFTING  # after one: the drafter had been worth its time
+
+
+def test_what_a_drafter_takes_beside_prompts_counts() -> None:
+    account = make()
+    seconds = rollout(account, asking=1.0)[0]
+    account.time.beside(0.01 * seconds)
+    assert judged(account) is None
+    account.time.beside(0.06 * rollout(account, asking=1.0)[0])
+    assert judged(account)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
+def test_a_rollout_that_costs_what_stock_costs_has_not_lost(noise: float) -> None:
+    account = make()
+    for tokens in range(200, 600, 20):
+        rollout(account, asking=1.0, tokens=tokens, noise=noise)
+        assert judged(account) is None
+
+
+def test_a_rollout_that_gains_goes_on_drafting_and_takes_few_baseline_steps() -> None:
+    account = make()
+    rollout(account, asking=1.0)  # without drafts
+    assert type(account.figures()["of_stock"]) is float
+    account.sync()
+    unasked = rollout(account, asking=1.3, pace=4, tokens=1000)[1]
+    assert unasked <= 1
+    assert account.time.of_stock() == pytest.approx(1.3 / 4, abs=0.03)
+    assert judged(account) is None
+
+
+def test_a_trial_that_gains_time_ends_the_rest() -> None:
+    account = make()
+    rollout(account, asking=1.08)
+    account.sync()
+    assert account.idle
+    seconds, unasked = rollout(account, asking=1.3, pace=4, tokens=1000)  # the problems have come back
+    assert account.state is State.DRAFTING
+    assert unasked <= TRIAL_STEPS + 2
+    assert seconds < 0.4 * 1000 * PLAIN.step(8, 8, False)
+
+
+def at_rest(requests: int) -> Account:
+    """One that has lost a rollout, and then a trial of so many requests."""
+    account = make()
+    rollout(account, asking=1.08, requests=requests)
+    account.sync()
+    assert not any(account.ask(requests, False) for _ in range(TRIAL_STEPS - 1))
+    assert account.ask(requests, False)
+    assert account.state is State.PROBING
+    for _ in range(TRIAL_STEPS + 1):
+        account.asked(np.arange(requests), np.ones(requests, dtype=int), 0.02, False, None)
+    assert account.state is State.RESTING
+    return account
+
+
+def steps_until_asked(account: Account, requests: int) -> int:
+    """Take steps of 0.02 s without drafts until the drafter is asked, and return how many."""
+    for step in range(10_000):
+        if account.ask(requests, False):
+            return step
+        account.unasked(requests, 0.02)
+    return 10_000
+
+
+def test_what_trials_lose_is_a_hundredth_of_the_time() -> None:
+    lost = (TRIAL_STEPS + 1) * (0.02 - PLAIN.step(64, 64, False))
+    steps = steps_until_asked(at_rest(64), 64)
+    assert 0.02 * (steps + TRIAL_STEPS + 1) == pytest.approx(lost / TRIAL_SHARE, rel=0.1)
+
+
+def test_a_batch_half_as_large_is_tried_sooner() -> None:
+    half, more = (steps_until_asked(at_rest(64), requests) for requests in (32, 40))
+    assert half == pytest.approx(more / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("asking", [1.0, 1.15])
+def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None:
+    account = make()
+    for _ in range(200):  # most baseline steps are of short texts
+        account.ask(8, False)
+        account.unasked(8, PLAIN.step(8, 8, False) + 1e-6 * 800)
+    rollout(account, 1.0, tokens=200, read=1e-6)
+    account.sync()
+    rollout(account, asking, pace=1.0 if asking == 1.0 else 1.1, tokens=4000, read=1e-6)
+    assert bool(judged(account)) == (asking > 1.0)
+
+
+def test_what_a_pause_of_the_machine_takes_is_no_loss() -> None:
+    account = make()
+    rollout(account, asking=1.0)
+    account.asked(np.arange(8), ONE, 9.0, False, PLAIN.step(8, 8, False))
+    assert account.time.saved() >= -1.1 * PLAIN.step(8, 8, False)  # it counts as one step more
+    assert judged(account) is None
+
+
+def test_a_few_steps_are_no_evidence() -> None:
+    account = make()
+    rollout(account, asking=1.5, tokens=LEAST_STEPS // 2)
+    assert account.time.compare() is None
+    assert judged(account) is None
+
+
+def test_stock_is_what_a_calibration_says() -> None:
+    account = make(stock=StepModel(base=0.008, token=0.0))
+    rollout(account, asking=1.0)
+    assert account.time.of_stock() == pytest.approx(PLAIN.step(8, 8, False) / 0.008, abs=0.01)
+    assert judged(account) is None  # it is the engine that is slow, not its drafts
+    assert account.slow == "decode steps took 1.35 of those of the calibration's stock engine"
+    rollout(account, asking=1.3, pace=4)
+    account.sync()
+    assert account.slow is None
+
+
+def model_rests(account: Account, took: float, saved: float, may_rest: bool = True) -> bool:
+    """Whether a model rests after a rollout of 256 plain steps in which its passes took so long, and saved so much, as
+    shares of the rollout's time."""
+    seconds = rollout(account, 1.0)[0]
+    account.model(took=took * seconds, saved=saved * seconds)
+    account.sync(may_rest)
+    return account.model_rests is not None
+
+
+def test_a_model_rests_for_more_and_more_rollouts_while_drafting_goes_on() -> None:
+    account, rests = make(), ""
+    for _ in range(12):
+        rests += "s" if account.model_rests else "-"
+        model_rests(account, 0.0 if account.model_rests else 0.05, 0.01)
+        assert account.state is State.DRAFTING
+    assert rests == "-s-ss-ssss-s"
+    assert not model_rests(make(), 0.05, 0.04)
+
+
+def test_passes_that_cannot_be_left_out_are_not_held_against_a_model() -> None:
+    assert not model_rests(make(), 0.2, 0.0, may_rest=False)
+
+
+# 5. A loss within a rollout, or collapsed acceptance, stops it; a drafter that raises has failed.
+
+
+@pytest.mark.parametrize("speculate", ["auto", 32])
+def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(speculate: object) -> None:
+    account = make(speculate, model=PLAIN)
+    for step in range(GUARD_STEPS):
+        assert account.state is State.DRAFTING, step
+        account.asked(np.arange(8), ONE, 1.3 * PLAIN.step(8, 8, False), True, None)
+        account.now += 1
+    assert account.state is State.STOPPED
+    assert "of drafted steps" in (account.reason or "")
+    assert account.since == GUARD_STEPS - 1
+    assert "no drafts until the next weight sync" in (account.take_news() or "")
+    assert account.take_news() is None
+    assert not account.ask(8, False)
+    assert account.figures()["reason"] == account.reason
+    account.sync()
+    assert account.ask(8, True)
+
+
+def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
+    account = make()
+    account.verified(COLLAPSE_TOKENS - 1, 0)
+    assert account.state is State.DRAFTING
+    account.verified(COLLAPSE_TOKENS, 0)
+    assert account.state is State.STOPPED
+    assert account.reason == "acceptance collapsed: 0 of 2000 draft tokens"
+    rollout(account, 1.0)
+    account.sync()
+    account.verified(COLLAPSE_TOKENS, COLLAPSE_TOKENS // 50)
+    assert account.state is State.DRAFTING
+
+
+def test_always_drafts_at_a_loss() -> None:
+    account = make("always", model=PLAIN)
+    for _ in range(2 * GUARD_STEPS):
+        account.asked(np.arange(8), ONE, 1.3 * PLAIN.step(8, 8, False), True, None)
+    assert account.state is State.DRAFTING
+
+
+def test_a_drafter_that_raises_has_failed_until_the_next_weight_sync() -> None:
+    account = make("always")
+    account.stop("RuntimeError()", State.FAILED)
+    account.verified(COLLAPSE_TOKENS, 0)
+    assert (account.state, account.reason) == (State.FAILED, "RuntimeError()")
+    assert not account.ask(8, True)
+    account.sync()
+    assert account.state is State.DRAFTING
+
+
+# What plain decoding would have taken
+
+
+def test_plain_seconds_are_those_of_a_round_by_round_replay() -> None:
+    lengths = [3, 7, 7, 20]
+    replay = sum(SIMPLE.step(n, n, False) for n in (sum(x >= r for x in lengths) for r in range(1, 21)))
+    assert seconds_of(lengths, 4, SIMPLE.plain) == pytest.approx(replay)
+    assert seconds_of([], 4, SIMPLE.plain) == 0.0
+    assert seconds_of([10, 10, 10, 10], 2, SIMPLE.plain) == pytest.approx(2 * 10 * SIMPLE.step(2, 2, False))
+
+
+def written(*got: int) -> PlainTime:
+    """Five drafted steps of 1.5 s, in which requests get so many tokens each."""
+    time = make(model=SIMPLE).time
+    for _ in range(5):
+        time.asked(np.arange(len(got)), np.array(got), 1.5, True, None)
+    return time
+
+
+def test_a_synchronous_rollout_is_credited_for_the_rounds_it_did_not_need() -> None:
+    time = written(2, 4)
+    time.close(0)
+    plain = 10 * 1.2 + 10 * 1.1
+    assert time.saved() == pytest.approx(plain - 5 * 1.5)
+
+
+def test_a_refilled_batch_is_credited_by_its_rate() -> None:
+    """Two at a time, which end together: nobody decides the end."""
+    time = make(model=SIMPLE).time
+    time.batch.refilled = True
+    for _ in range(5):
+        time.asked(np.arange(2), np.array([2, 4]), 1.5, True, None)
+        for slot in (0, 1):
+            time.close(slot)
+    assert time.saved() == pytest.approx(5 * (3 * 1.2 - 1.5))
+
+
+def test_batches_are_credited_one_by_one() -> None:
+    time = written(2, 4)
+    for slot in (0, 1):
+        time.close(slot)
+    time.settle()
+    for _ in range(5):
+        time.asked(np.arange(2), np.array([2, 4]), 1.5, True, None)
+    assert time.saved() == pytest.approx(2 * (10 * 1.2 + 10 * 1.1 - 5 * 1.5))
+
+
+def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:
+    account = make(model=SIMPLE)
+    rollout(account, asking=1.0)
+    account.sync()
+    got = ONE.copy()
+    got[0] = 8  # the longest alone is drafted for, and ends with the others
+    for _ in range(100):
+        account.time.asked(np.arange(8), got, 0.02, True, None)
+    compared = account.time.compare()
+    assert compared is not None
+    assert compared.plain == pytest.approx(100 * PLAIN.step(8, 8, False) + 700 * PLAIN.step(1, 1, False), rel=0.1)
+
+
+def test_the_ladder_needs_two_rollouts_in_a_row_and_ignores_validation() -> None:
+    ladder = Ladder((3, 5, 7))
+    assert [ladder.observe(95, 100), ladder.observe(95, 100)] == [3, 5]
+    assert [ladder.observe(95, 100), ladder.observe(90, 100), ladder.observe(95, 100)] == [5, 5, 5]
+    assert ladder.observe(99, 100, validation=True) == 5
+    assert ladder.observe(0, 0) == 5
+    assert ladder.observe(94, 100) == 7  # the second in a row: what lies between counts nothing
+    assert [ladder.observe(100, 100) for _ in range(3)] == [7, 7, 7]
+    assert [ladder.observe(85, 100) for _ in range(6)] == [7, 5, 5, 3, 3, 3]
