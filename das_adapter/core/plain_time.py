@@ -146,7 +146,7 @@ class PlainTime:
         """
         requests, batch = len(slots), self.batch
         seconds = seconds if predicted is None else min(seconds, PAUSE * predicted)
-        self.beside(seconds)
+        self.add(seconds)
         batch.drafted_seconds += seconds * drafted
         batch.steps += 1
         batch.requests += requests
@@ -157,8 +157,8 @@ class PlainTime:
         batch.written[slots] += got
         return seconds
 
-    def beside(self, seconds: float) -> None:
-        """Take what a drafter took in a step that also read prompts."""
+    def add(self, seconds: float) -> None:
+        """Add to the time that is held against plain decoding, as of a drafter in a step that also read prompts."""
         self.batch.seconds += seconds
         self.passed += seconds
 

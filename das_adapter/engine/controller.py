@@ -132,7 +132,7 @@ class EngineController:
 
     def skip(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Take the tokens that requests got in steps at whose end no drafter was asked, int64 [requests] each."""
-        self.controller.missed(slots, tokens)
+        self.controller.skipped(slots, tokens)
 
     def verified(self, decoded: Decoded) -> None:
         """Count the drafts that a step has verified, by their source and their place in the response."""
@@ -175,7 +175,7 @@ class EngineController:
 
     def drafted_beside_prompts(self, seconds: float) -> None:
         """Take what the model that drafts took in a step that is not timed, because it also read prompts."""
-        self.controller.beside(seconds)
+        self.controller.drafted_beside_prompts(seconds)
 
     # Failures
 
@@ -239,9 +239,9 @@ class EngineController:
     def _judge(self, message: Refresh) -> None:
         """Judge the rollout that a weight sync ends, and start the next."""
         account, model = self.controller.account, self.controller.times.model
-        share, saved, stopped = account.of_stock(), account.time.saved(), account.reason if account.stopped else None
+        fitted, saved = None if model is None else model.to_dict(), account.time.saved()
+        ended = account.state.value, account.reason, account.of_stock()
         self.controller.sync(message.responses)
         if self.log is not None:
-            fitted, news = None if model is None else model.to_dict(), account.reason
-            self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, stopped, share, news))
+            self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, *ended))
         self._tell()

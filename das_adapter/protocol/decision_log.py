@@ -75,12 +75,12 @@ class WeightSync(NamedTuple):
     """The latency model."""
     saved: float
     """Seconds that speculation saved since the last one."""
-    stopped: str | None
-    """Why speculation stopped, if it did."""
+    state: str
+    """`core.account.State` in which the rollout ended."""
+    reason: str | None
+    """Why it had stopped or failed, or was at rest; None: nothing more to say."""
     of_stock: float | None = None
     """Seconds of decode steps since the last one over those of stock vLLM's; None: not known."""
-    silent: str | None = None
-    """Why rollouts begin without drafts from now on, if that is new."""
 
 
 class Counts(NamedTuple):

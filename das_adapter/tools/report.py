@@ -40,7 +40,7 @@ def summary(rollouts: list[Rollout], waits: Mapping[int, float] | None = None) -
         "time_saved_s": sum(sync.saved for sync in syncs),
         "exposed_generation_s": sum(waits.values()) if waits else None,
         "latency_model_error": sum(errors) / len(errors) if errors else None,
-        "stopped": [sync.stopped for sync in syncs if sync.stopped],
+        "stopped": [sync.reason for sync in syncs if sync.state in ("stopped", "failed")],
     }
 
 

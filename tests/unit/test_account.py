@@ -235,9 +235,9 @@ def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> N
 def test_what_a_drafter_takes_beside_prompts_counts() -> None:
     account = make()
     seconds = rollout(account, asking=1.0)[0]
-    account.time.beside(0.01 * seconds)
+    account.time.add(0.01 * seconds)
     assert judged(account) is None
-    account.time.beside(0.06 * rollout(account, asking=1.0)[0])
+    account.time.add(0.06 * rollout(account, asking=1.0)[0])
     assert judged(account)
 
 

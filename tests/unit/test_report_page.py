@@ -72,8 +72,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
                 "neural_counts": (100, 60),
             }
             log.counts(stats)
-            stopped = "speculation cost 1.00 s in 2.00 s of drafted steps" if version == 3 else None
-            log.sync(WeightSync(version, begin + 50, None, saved=2.5, stopped=stopped))
+            lost = "speculation cost 1.00 s in 2.00 s of drafted steps" if version == 3 else None
+            log.sync(WeightSync(version, begin + 50, None, 2.5, "stopped" if lost else "drafting", lost))
     return read(directory)
 
 
@@ -151,7 +151,7 @@ def test_similarity_is_the_share_of_ngrams_that_another_epoch_has() -> None:
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_text_in_it_is_escaped(run: list[Rollout], tmp_path: Path) -> None:
-    stopped = run[0].end._replace(stopped="<script>alert(1)</script>") if run[0].end else None
+    stopped = run[0].end._replace(reason="<script>alert(1)</script>") if run[0].end else None
     report.write(
         [Rollout(run[0].source, run[0].steps, run[0].requests, run[0].acceptance, run[0].counts, stopped)], tmp_path
     )
