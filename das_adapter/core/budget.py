@@ -12,11 +12,9 @@ import numpy.typing as npt
 
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import LengthClass, beyond
-from das_adapter.core.native import native
+from das_adapter.core.steps import Chances, Ints, StepPlan
 
 Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Chances = npt.NDArray[np.float32]
 CLASS_SHARE = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: 1 / 3, LengthClass.LONG: 1.0}
 """Share of the largest budget that a class gets. DAS calls them none, moderate and aggressive, without numbers."""
 
@@ -72,11 +70,9 @@ def class_budgets(classes: npt.NDArray[np.int64], most: int) -> Ints:
     return shares[classes]
 
 
-def das_budgets(
-    lengths: Floats, alpha: Floats, k: Floats, classes: Ints, model: StepModel | None, most: int
-) -> tuple[float, Floats]:
-    """Return DAS's rounds until the last request ends, and each request's draft tokens a round, p_i*/N*, shape (b,).
-    Short requests get none (section 4.3); before it is known what steps cost, the others get their class's share.
+def das_budgets(lengths: Floats, alpha: Floats, k: Floats, classes: Ints, model: StepModel | None, most: int) -> Floats:
+    """Return DAS's draft tokens of each request in a round, p_i*/N*, shape (b,). Short requests get none (section 4.3);
+    before it is known what steps cost, the others get their class's share.
 
     Args:
         lengths, alpha, k: see `plan_rollout`.
@@ -85,25 +81,14 @@ def das_budgets(
         most: draft tokens of a request in a step.
     """
     if model is None:
-        return float(lengths.max()), class_budgets(classes, most).astype(float)
+        return class_budgets(classes, most).astype(float)
     running = len(lengths)
     token = max(model.slope(running), 1e-9)
     base = max(model.step(running, running, False) - token * running, 1e-9)
     planned = plan_rollout(lengths, alpha, k, base, token)
     budgets: Floats = np.minimum(planned.drafts / planned.rounds, most)
     budgets[classes == LengthClass.SHORT] = 0.0
-    return planned.rounds, budgets
-
-
-class Allocation(NamedTuple):
-    """One step's draft tokens."""
-
-    keep: Ints
-    """How many of each request's draft to verify, shape (b,)."""
-    total: int
-    """Sum of `keep`."""
-    gain: float
-    """Seconds: worth of the kept tokens minus what verifying them costs."""
+    return budgets
 
 
 class Worth(NamedTuple):
@@ -123,24 +108,22 @@ class Worth(NamedTuple):
         tokens = chances * (self.own[:, None] + self.tail[:, None] * np.exp(-self.fade[:, None] * place))
         return np.concatenate([np.zeros((len(self.own), 1)), np.cumsum(tokens, axis=1)], axis=1)
 
-    def of_kept(self, chances: Chances, offsets: Ints, keep: Ints) -> Floats:
-        """Return the expected worth of the first `keep` tokens of each draft, shape (b,); see `allocate`."""
+    def of_tokens(self, chances: Chances, offsets: Ints) -> Floats:
+        """Return the expected worth of each token, shape (n,); see `allocate`."""
         drafted = np.diff(offsets)
         place = np.arange(len(chances)) - np.repeat(offsets[:-1], drafted)
         own, tail, fade = (np.repeat(part, drafted) for part in self)
-        tokens = np.where(place < np.repeat(keep, drafted), chances * (own + tail * np.exp(-fade * place)), 0.0)
-        total = np.concatenate([[0.0], np.cumsum(tokens)])
-        worth: Floats = total[offsets[1:]] - total[offsets[:-1]]
+        worth: Floats = chances * (own + tail * np.exp(-fade * place))
+        return worth
+
+    def of_kept(self, chances: Chances, offsets: Ints, keep: Ints) -> Floats:
+        """Return the expected worth of the first `keep` tokens of each draft, shape (b,); see `allocate`."""
+        total = np.concatenate([[0.0], np.cumsum(self.of_tokens(chances, offsets))])
+        worth: Floats = total[offsets[:-1] + keep] - total[offsets[:-1]]
         return worth
 
 
-def allocate(
-    chances: Chances,
-    offsets: Ints,
-    worth: Worth,
-    model: StepModel,
-    cut: bool = True,
-) -> Allocation:
+def allocate(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cut: bool = True) -> StepPlan:
     """Keep the draft tokens that are worth more than they cost in the step that all kept tokens make up.
 
     Neither a request's chances nor their worth increase along its draft, so the tokens of greatest value are always a
@@ -154,29 +137,14 @@ def allocate(
         model: what the step costs.
         cut: False: keep all tokens, and return what that gains.
     """
-    requests = len(worth.own)
-    if model.sizes:
-        return _allocate_in_steps(chances, offsets, worth, model, cut)
-    keep = np.empty(requests, dtype=np.int64)
-    costs = model.token, model.bend, model.knee - requests, model.draft
-    gain, total = native().allocate(chances, offsets, *worth, *costs, cut, keep)
-    return Allocation(keep, total, gain)
-
-
-def _allocate_in_steps(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cut: bool) -> Allocation:
-    """Allocate where a step's time rises at captured sizes: of the tokens of greatest value, in order, the number that
-    gains most by the step's own time."""
-    requests, drafted, n = len(worth.own), np.diff(offsets), len(chances)
-    place = np.arange(n) - np.repeat(offsets[:-1], drafted)
-    own, tail, fade = (np.repeat(part, drafted) for part in worth)
-    value = chances * (own + tail * np.exp(-fade * place))
+    requests, counts = len(worth.own), np.arange(len(chances) + 1)
+    value = worth.of_tokens(chances, offsets)
     order = np.argsort(-value, kind="stable")
-    counts = np.arange(n + 1)
     costs = model.seconds(requests + counts, requests, counts > 0) - model.step(requests, requests, False)
     gain = np.concatenate([[0.0], np.cumsum(value[order])]) - costs
-    most = int(np.argmax(gain)) if cut else n
-    keep = np.bincount(np.repeat(np.arange(requests), drafted)[order[:most]], minlength=requests)
-    return Allocation(keep, most, float(gain[most]))
+    most = int(np.argmax(gain)) if cut else len(chances)
+    keep = np.bincount(np.repeat(np.arange(requests), np.diff(offsets))[order[:most]], minlength=requests)
+    return StepPlan(keep, np.zeros_like(keep), float(gain[most]))
 
 
 AHEAD = 16.0

@@ -22,14 +22,14 @@ from das_adapter.config import Budget, DasConfig
 from das_adapter.core.acceptance import AcceptanceCurves
 from das_adapter.core.account import Account, State
 from das_adapter.core.backoff import Backoff
-from das_adapter.core.budget import Chances, Floats, Ints, Worth, das_budgets, token_worth
+from das_adapter.core.budget import Floats, Worth, das_budgets, token_worth
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
 from das_adapter.core.planners import Offer, alike, everything, first, one_length, own_lengths
 from das_adapter.core.requests import PACE_STEPS, ClassCounts, RequestTable
-from das_adapter.core.steps import Decoded, HistoryDrafts, Search, StepPlan, TimedStep
+from das_adapter.core.steps import Chances, Decoded, HistoryDrafts, Ints, Search, StepPlan, TimedStep
 
 REPLAN_STEPS = 64
 """Steps after which the worth of a token is computed anew, at the latest; after an arrival 2, 4, 8, ..."""
@@ -83,8 +83,6 @@ class Controller:
         self.lengths = LengthModel(limit)
         self.drafts = drafts
         self.requests = RequestTable()
-        self.planned_rounds = 0.0
-        """With DAS's budgets: the decode step in which the last request of the batch is planned to end."""
         self._policy, self._most = config.budget, config.num_draft_tokens
         self._always = config.speculate == "always" and config.budget != "optimal"
         """Whether nothing is asked but the fixed budgets."""
@@ -278,35 +276,34 @@ class Controller:
         """Decide how many tokens of each draft are verified, and for whom the model drafts instead."""
         account, running, limits = self.account, len(slots), offer.limits
         arrived, self._arrivals = self._arrivals > 0, 0
+        nothing = np.zeros(running, dtype=np.int64)
+        plan, model = StepPlan(nothing, nothing), self._model
         if self._always:
             plan = everything(offer)
             account.decided(running, True, False)
-            if self._common is None:
-                return StepPlan(plan.keep, plan.drafted)
-            return StepPlan(alike(limits, self._common), alike(plan.drafted, self._common))
-        keep = drafted = nothing = np.zeros(running, dtype=np.int64)
-        probe, model = account.probe(running), self._model
-        if model is None:
+        elif model is None:
+            account.probe(running)
             if account.draws(running, 1.0, offer.cut, arrived) and account.now % (2 if offer.cut else 4):
-                keep, drafted = (plan := everything(offer)).keep, plan.drafted
+                plan = everything(offer)
             account.decided(running, False, True)
         else:
-            table, common = self.requests, self._common
+            probe, table, common = account.probe(running), self.requests, self._common
             worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
             found = one_length(offer, worth, model, common) if common else own_lengths(offer, worth, model)
-            drafting = model.step(running + found.total, running, found.total > 0) + found.passes_s
-            gain = found.gain / drafting if found.total else None
+            total = found.total
+            drafting = model.step(running + total, running, total > 0) + found.passes_s
+            gain = found.gain / drafting if total else None
             if account.draws(running, gain, offer.cut, arrived) and probe != "plain":
-                keep, drafted = found.keep, found.drafted
+                plan = found
             probing = probe == "drafted" and (len(offer.chances) > 0 or offer.drafts is not None)
             if probing:
                 offered = np.diff(offer.offsets) if len(offer.chances) else limits
                 some = np.minimum(offered, first(slots, offered > 0, min(PROBE_REQUESTS, running / 4)))
-                keep, drafted = (some, nothing) if len(offer.chances) else (nothing, some)
-            account.decided(running, bool(keep.any() or drafted.any()), probing, probe == "plain")
-        if self._common is not None:
-            keep, drafted = alike(keep, self._common), alike(drafted, self._common)
-        return StepPlan(keep, drafted)
+                plan = StepPlan(some, nothing) if len(offer.chances) else StepPlan(nothing, some)
+            account.decided(running, plan.total > 0, probing, probe == "plain")
+        if self._common is None:
+            return plan
+        return StepPlan(alike(limits if self._always else plan.history, self._common), alike(plan.model, self._common))
 
     def _value_requests(self, slots: Ints, context: Floats | Ints) -> None:
         """Compute the worth in seconds of an accepted token of each request, the requests' classes, and DAS's
@@ -335,10 +332,8 @@ class Controller:
         )
         problems, which = np.unique(table.problem[slots], return_inverse=True)
         curves = np.array([self._curves.of(problem) for problem in problems.tolist()])[which]
-        rounds, table.budget[slots] = das_budgets(
-            remaining, curves[:, 0], curves[:, 1], table.length_class[slots], self._model, self._most
-        )
-        self.planned_rounds = self.account.now + rounds
+        kinds = table.length_class[slots]
+        table.budget[slots] = das_budgets(remaining, curves[:, 0], curves[:, 1], kinds, self._model, self._most)
 
     def _settle(self) -> None:
         """A batch is over: what follows has a beginning of its own."""

@@ -8,36 +8,16 @@ L / (γ·T_D/T_T + T_V/T_T) with the acceptance length L (section 3).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.budget import Allocation, Worth
-from das_adapter.core.latency import StepModel, StepTimes
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Chances = npt.NDArray[np.float32]
+from das_adapter.core.budget import Worth
+from das_adapter.core.latency import Floats, StepModel, StepTimes
+from das_adapter.core.steps import Chances, Ints, StepPlan
 
 UNSEEN_PASS = 0.4
 """Time of a pass of the model before one was timed, as a share of the policy's decode step."""
-
-
-class ModelPlan(NamedTuple):
-    """One step's draft tokens where a model may draft as well."""
-
-    drafted: Ints
-    """Tokens that the model drafts for each request, shape (b,)."""
-    keep: Ints
-    """Tokens of each request's other draft to verify, shape (b,); 0 where the model drafts."""
-    total: int
-    """Sum of both."""
-    gain: float
-    """Seconds: worth of all draft tokens minus what drafting and verifying them costs."""
-    passes_s: float
-    """Seconds of the model's passes."""
 
 
 class ModelDrafts:
@@ -102,14 +82,14 @@ class ModelDrafts:
 
     def plan(
         self,
-        found: Allocation,
+        found: StepPlan,
         theirs: Floats,
         worth: Worth,
         limits: Ints,
         model: StepModel,
         lengths: Sequence[int],
         cut: bool = True,
-    ) -> ModelPlan:
+    ) -> StepPlan:
         """Let the model draft, at most one of the lengths, for the requests for which it is worth more than their
         other draft.
 
@@ -122,8 +102,7 @@ class ModelDrafts:
             lengths: see above.
             cut: whether drafts whose last tokens are worth less than verifying them costs are shorter.
         """
-        batch, nobody = len(limits), np.zeros_like(limits)
-        best = ModelPlan(nobody, found.keep, found.total, found.gain, 0.0)
+        batch, best = len(limits), found
         worths = worth.of_drafts(self.acceptance.chances(max(lengths, default=0)))
         slope, plain = model.slope(batch + found.total), model.step(batch, batch, False)
         net = worths - slope * np.arange(worths.shape[1])
@@ -131,16 +110,16 @@ class ModelDrafts:
         rows = np.arange(batch)
         for length in lengths:
             drafted = shortest[rows, np.minimum(limits, length)]
-            chosen = (drafted > 0) & (net[rows, drafted] > theirs - slope * found.keep)
+            chosen = (drafted > 0) & (net[rows, drafted] > theirs - slope * found.history)
             if not chosen.any():
                 continue
             value = worths[rows, drafted]
-            drafted, keep = np.where(chosen, drafted, 0), np.where(chosen, 0, found.keep)
-            total, passes = int(drafted.sum() + keep.sum()), self.seconds(drafted, plain)
-            cost = model.step(batch + total, batch, True) - plain + passes
+            mixed = StepPlan(np.where(chosen, 0, found.history), np.where(chosen, drafted, 0))
+            passes = self.seconds(mixed.model, plain)
+            cost = model.step(batch + mixed.total, batch, True) - plain + passes
             gain = float(np.where(chosen, value, theirs).sum()) - cost
             if gain > best.gain:
-                best = ModelPlan(drafted, keep, total, gain, passes)
+                best = mixed._replace(gain=gain, passes_s=passes)
         return best
 
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.budget import Allocation, Chances, Ints, Worth, allocate
+from das_adapter.core.budget import Worth, allocate
 from das_adapter.core.latency import StepModel
-from das_adapter.core.model_drafts import ModelDrafts, ModelPlan
+from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.steps import Chances, Ints, StepPlan
 
 _FREE = StepModel(base=0.0, token=0.0)
 
@@ -32,30 +33,26 @@ class Offer:
     """Whether tokens that are worth less than they cost are left out; else budgets are fixed."""
 
 
-def own_lengths(offer: Offer, worth: Worth, model: StepModel) -> ModelPlan:
+def own_lengths(offer: Offer, worth: Worth, model: StepModel) -> StepPlan:
     """Give each request the draft tokens that are worth more than they cost, from the history or from the model; under
     fixed budgets all of them, and say what that gains. `model`: what a step costs."""
-    found, drafts = allocate(offer.chances, offer.offsets, worth, model, offer.cut), offer.drafts
-    if drafts is None:
-        return ModelPlan(np.zeros_like(offer.limits), found.keep, found.total, found.gain, 0.0)
-    return _with_model(offer, drafts, found, worth, model)
+    return _with_model(offer, allocate(offer.chances, offer.offsets, worth, model, offer.cut), worth, model)
 
 
-def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[int]) -> ModelPlan:
+def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[int]) -> StepPlan:
     """Give all requests the one of the `lengths`, rising, that is worth most; under fixed budgets the one that these
     need. Where there is a model, it drafts for all or for nobody: then each request has the better draft of both."""
-    running, found = len(offer.limits), np.diff(offer.offsets)
+    running, found, drafts = len(offer.limits), np.diff(offer.offsets), offer.drafts
     nothing, plain = np.zeros_like(offer.limits), model.step(running, running, False)
-    best = ModelPlan(nothing, nothing, 0, 0.0, 0.0)
-    drafts = offer.drafts
+    best = StepPlan(nothing, nothing)
     theirs, begins = (offer.chances, offer.offsets) if drafts is None else drafts.offer(offer.limits)
     there = np.maximum(found, np.diff(begins))
     needed = alike(np.minimum(offer.limits, there), lengths).max(initial=0)
     for length in lengths:
         if length > needed or (length < needed and not offer.cut):
             continue
-        total, same = running * length, np.full_like(offer.limits, length)
-        verified = model.step(running + total, running, True) - plain
+        same = np.full_like(offer.limits, length)
+        verified = model.step(running * (1 + length), running, True) - plain
         saved = worth.of_kept(offer.chances, offer.offsets, np.minimum(found, length))
         for by_model in (False,) if drafts is None else (False, True):
             passes = 0.0
@@ -65,19 +62,15 @@ def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[i
                 saved = np.maximum(saved, worth.of_kept(theirs, begins, np.minimum(np.diff(begins), length)))
             gain = float(saved.sum()) - passes - verified
             if gain > best.gain or not offer.cut:
-                drafted, keep = (same, nothing) if by_model else (nothing, same)
-                best = ModelPlan(drafted, keep, total, gain, passes)
+                best = StepPlan(*((nothing, same) if by_model else (same, nothing)), gain, passes)
     return best
 
 
-def everything(offer: Offer) -> ModelPlan:
+def everything(offer: Offer) -> StepPlan:
     """Verify all that there is; the model drafts for the requests for which it brings more tokens."""
-    all_of_it = np.diff(offer.offsets)
-    total, nothing = len(offer.chances), np.zeros_like(all_of_it)
-    if offer.drafts is None:
-        return ModelPlan(nothing, all_of_it, total, 0.0, 0.0)
-    one = Worth(np.ones(len(all_of_it)), np.zeros(len(all_of_it)), np.zeros(len(all_of_it)))
-    return _with_model(offer, offer.drafts, Allocation(all_of_it, total, 0.0), one, _FREE)
+    found = np.diff(offer.offsets)
+    nothing = np.zeros_like(found)
+    return _with_model(offer, StepPlan(found, nothing), Worth(nothing + 1.0, nothing + 0.0, nothing + 0.0), _FREE)
 
 
 def alike(keep: Ints, lengths: Sequence[int]) -> Ints:
@@ -92,9 +85,12 @@ def first(slots: Ints, able: npt.NDArray[np.bool_], count: float) -> npt.NDArray
     return able & (ranks < count)
 
 
-def _with_model(offer: Offer, drafts: ModelDrafts, found: Allocation, worth: Worth, model: StepModel) -> ModelPlan:
+def _with_model(offer: Offer, found: StepPlan, worth: Worth, model: StepModel) -> StepPlan:
+    drafts = offer.drafts
+    if drafts is None:
+        return found
     lengths = drafts.lengths(offer.floor)
     if not offer.cut:  # the longest, gain or not
-        lengths, found = lengths[-1:], found._replace(gain=-np.inf if not found.total else found.gain)
-    theirs = worth.of_kept(offer.chances, offer.offsets, found.keep)
+        lengths, found = lengths[-1:], found._replace(gain=found.gain if len(offer.chances) else -np.inf)
+    theirs = worth.of_kept(offer.chances, offer.offsets, found.history)
     return drafts.plan(found, theirs, worth, offer.limits, model, lengths, offer.cut)

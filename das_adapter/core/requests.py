@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,16 +21,6 @@ PACE_STEPS = 16
 
 _ADVANCED = ("written", "pace", "load", "drafted", "accepted", "drafts", "drafts_hit", "steps", "length_class")
 """Columns that the native `advance` brings forward or reads, under the same names."""
-
-
-class RequestCounts(NamedTuple):
-    """Counts of what a request wrote and drafted."""
-
-    problem: int
-    length_class: int
-    tokens: int
-    drafted: int
-    accepted: int
 
 
 Column = TypeVar("Column", bound=npt.NDArray[Any])
@@ -124,11 +114,6 @@ class RequestTable:
             class_steps=counts.steps,
             class_drafts=counts.drafts,
         )
-
-    def counts(self, slot: int) -> RequestCounts:
-        """Return the counts of a request so far."""
-        columns = (self.problem, self.length_class, self.written, self.drafted, self.accepted)
-        return RequestCounts(*(int(column[slot]) for column in columns))
 
     def _grow(self) -> None:
         slots = len(self.written)

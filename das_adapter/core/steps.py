@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from das_adapter.core.budget import Chances, Ints
+import numpy as np
+import numpy.typing as npt
 
+Ints = npt.NDArray[np.int64]
+Chances = npt.NDArray[np.float32]
 HistoryDrafts = Callable[[Ints, float], tuple[Chances, Ints]]
 """Drafts from the history: most tokens of each request int64 [b] and the chance under which a draft ends go in; out
 come survival chances float32 [n], request after request, and offsets int64 [b + 1]: request i's are `chances[o[i]:o[i +
@@ -62,9 +65,18 @@ class Search(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """The drafts of the next step, int64 [b] each."""
+    """The drafts of the next step."""
 
     history: Ints
-    """Tokens of each request's draft from the history to verify."""
+    """Tokens of each request's draft from the history to verify, int64 [b]."""
     model: Ints
-    """Tokens that a model drafts for each request, instead."""
+    """Tokens that a model drafts for each request, instead, int64 [b]."""
+    gain: float = 0.0
+    """Seconds: worth of all draft tokens minus what drafting and verifying them costs."""
+    passes_s: float = 0.0
+    """Seconds of the model's passes."""
+
+    @property
+    def total(self) -> int:
+        """Draft tokens of all requests."""
+        return int(self.history.sum() + self.model.sum())

@@ -232,8 +232,10 @@ class EngineController:
             forwards = float(table.steps[request.slot])
             self.history.close(request, forwards + float(table.accepted[request.slot]), forwards)
         if self.log is not None:
-            counts = table.counts(request.slot)
-            self.log.add(decision_log.Request(*counts[:2], request.began, time.time(), *counts[2:]))
+            problem, length_class = int(table.problem[request.slot]), int(table.length_class[request.slot])
+            written, drafted, accepted = (int(c[request.slot]) for c in (table.written, table.drafted, table.accepted))
+            times = request.began, time.time()
+            self.log.add(decision_log.Request(problem, length_class, *times, written, drafted, accepted))
         self.controller.close(request.slot)
 
     def _judge(self, message: Refresh) -> None:

@@ -122,7 +122,7 @@ def test_the_split_of_a_step_is_the_best_of_all_splits(
     best = max(gain(keep) for keep in itertools.product(*(range(len(d) + 1) for d in drafts)))
     flat = np.array([c for d in drafts for c in d], dtype=np.float32)
     found = allocate(flat, np.cumsum([0, *map(len, drafts)]), Worth(*np.array(worth[:requests]).T.copy()), model)
-    assert gain(tuple(found.keep.tolist())) == pytest.approx(best, abs=1e-4)
+    assert gain(tuple(found.history.tolist())) == pytest.approx(best, abs=1e-4)
     assert max(found.gain, 0.0) == pytest.approx(best, abs=1e-4)
 
 

@@ -144,16 +144,6 @@ def test_what_is_saved_is_what_is_reported() -> None:
     assert controller.account.time.saved() == pytest.approx(off - on, abs=0.05 * off)
 
 
-def test_the_planned_rounds_are_about_those_it_takes() -> None:
-    lengths = long_tail()
-    controller, steps = make("das"), 0
-    for version in range(1, 4):
-        before, result = steps, rollout(lengths, MEMORY_BOUND, controller)
-        planned, steps = controller.planned_rounds - before, steps + result.steps
-        controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
-    assert planned == pytest.approx(result.steps, rel=0.5)
-
-
 def test_batches_without_a_weight_sync_between_them_are_credited_one_by_one() -> None:
     lengths = long_tail()
     off = rollout(lengths, MEMORY_BOUND, None).seconds

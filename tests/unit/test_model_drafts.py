@@ -13,12 +13,12 @@ from test_controller import stated
 
 from das_adapter.config import DasConfig
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.budget import Allocation, Worth
+from das_adapter.core.budget import Worth
 from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Decoded, TimedStep
+from das_adapter.core.steps import Decoded, StepPlan, TimedStep
 
 
 def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
@@ -32,6 +32,10 @@ def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
 def worth(own: list[float], tail: list[float] | None = None, fade: float = 0.0) -> Worth:
     a = np.array(own, dtype=float)
     return Worth(a, np.zeros_like(a) if tail is None else np.array(tail, dtype=float), np.full_like(a, fade))
+
+
+def nothing(requests: int) -> StepPlan:
+    return StepPlan(np.zeros(requests, int), np.zeros(requests, int))
 
 
 def gain(
@@ -64,55 +68,55 @@ def test_no_other_lengths_gain_more(
     limits = np.array([limit for _, _, limit, _ in rows])
     w, c, m = worth(own, [0.5] * len(rows), 0.1), copy(rate, seconds), StepModel(base=1.0, token=token)
     nobody = (0,) * len(rows)
-    found = Allocation(np.array(keep), sum(keep), gain(nobody, keep, theirs, w, c, m))
+    found = StepPlan(np.array(keep), np.zeros_like(keep), gain(nobody, keep, theirs, w, c, m))
     plan = c.plan(found, np.array(theirs), w, limits, m, range(1, 6))
-    assert (plan.drafted <= limits).all()
-    assert not (plan.drafted * plan.keep).any()
-    assert plan.gain == pytest.approx(gain(tuple(plan.drafted), list(plan.keep), theirs, w, c, m), abs=1e-9)
+    assert (plan.model <= limits).all()
+    assert not (plan.model * plan.history).any()
+    assert plan.gain == pytest.approx(gain(tuple(plan.model), list(plan.history), theirs, w, c, m), abs=1e-9)
     for drafted in itertools.product(*(range(limit + 1) for limit in limits)):
         assert plan.gain >= gain(drafted, keep, theirs, w, c, m) - 1e-9
 
 
 def test_a_request_whose_tokens_are_worth_less_gets_a_shorter_draft() -> None:
-    c, found = copy(0.8, 0.01), Allocation(np.zeros(3, int), 0, 0.0)
+    c, found = copy(0.8, 0.01), nothing(3)
     w, m = worth([1.0, 0.1, 0.01]), StepModel(base=1.0, token=0.05)
     plan = c.plan(found, np.zeros(3), w, np.array([5, 5, 5]), m, range(1, 6))
-    assert plan.drafted.tolist() == [5, 3, 0]
+    assert plan.model.tolist() == [5, 3, 0]
     whole = c.plan(found, np.zeros(3), w, np.array([5, 5, 5]), m, [5], cut=False)
-    assert whole.drafted.tolist() == [5, 5, 0]
+    assert whole.model.tolist() == [5, 5, 0]
 
 
 def test_one_request_alone_gets_the_best_length_of_all() -> None:
     for rate, seconds in itertools.product((0.3, 0.7, 0.95), (0.05, 0.3, 0.9)):
         w, c, m = worth([1.0]), copy(rate, seconds, most=8), StepModel(base=1.0, token=0.02)
-        plan = c.plan(Allocation(np.zeros(1, int), 0, 0.0), np.zeros(1), w, np.array([8]), m, range(1, 9))
+        plan = c.plan(nothing(1), np.zeros(1), w, np.array([8]), m, range(1, 9))
         gains = [gain((k,), [0], [0.0], w, c, m) for k in range(9)]
-        assert plan.drafted[0] == int(np.argmax(gains))
+        assert plan.model[0] == int(np.argmax(gains))
 
 
 def test_a_sure_match_beats_the_copy_and_no_match_leaves_it_to_the_copy() -> None:
-    found = Allocation(np.array([8, 0]), 8, 7.0)
+    found = StepPlan(np.array([8, 0]), np.zeros(2, int), 7.0)
     plan = copy(0.9, 0.05).plan(
         found, np.array([7.5, 0.0]), worth([1.0, 1.0]), np.array([20, 20]), StepModel(base=1.0, token=0.01), range(1, 6)
     )
-    assert plan.drafted[0] == 0 < plan.drafted[1]
-    assert plan.keep.tolist() == [8, 0]
+    assert plan.model[0] == 0 < plan.model[1]
+    assert plan.history.tolist() == [8, 0]
 
 
 def test_what_time_brings_elsewhere_is_not_given_away_for_less() -> None:
     """A step without a match, in a text whose other steps get nine tokens each: a token is worth a ninth of a step."""
-    found, m = Allocation(np.zeros(1, int), 0, 0.0), StepModel(base=1.0, token=0.0)
+    found, m = nothing(1), StepModel(base=1.0, token=0.0)
     for value, drafted in ((1.0, 5), (1 / 9, 0)):
-        assert copy(0.99, 0.4).plan(found, np.zeros(1), worth([value]), np.array([9]), m, [5]).drafted[0] == drafted
+        assert copy(0.99, 0.4).plan(found, np.zeros(1), worth([value]), np.array([9]), m, [5]).model[0] == drafted
 
 
 def test_a_length_that_replicas_agreed_on_is_that_or_nothing() -> None:
-    found, room, m = Allocation(np.zeros(3, int), 0, 0.0), np.array([9, 9, 1]), StepModel(base=1.0, token=0.0)
+    found, room, m = nothing(3), np.array([9, 9, 1]), StepModel(base=1.0, token=0.0)
     for rate, wanted in ((0.99, [7, 7, 1]), (0.05, [0, 0, 0])):
         c = copy(rate, 0.4)
         c.agreed = 7
         assert c.lengths(0.0) == [7]
-        assert c.plan(found, np.zeros(3), worth([1.0] * 3), room, m, c.lengths(0.0)).drafted.tolist() == wanted
+        assert c.plan(found, np.zeros(3), worth([1.0] * 3), room, m, c.lengths(0.0)).model.tolist() == wanted
 
 
 def test_tokens_that_hardly_survive_are_not_drafted() -> None:
