@@ -239,14 +239,15 @@ class Account:
             if reason := self._loss():
                 self.stop(reason)
 
-    def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
-        """Take a baseline step, see `PlainTime.unasked`."""
-        self.time.unasked(requests, seconds, context)
-
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
         """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth."""
         self._model_took += took
         self._model_saved += saved
+
+    def drafted_beside_prompts(self, seconds: float) -> None:
+        """Take what the model that drafts took in a step that also read prompts."""
+        self.time.add(seconds)
+        self.model(took=seconds)
 
     def verified(self, drafted: int, accepted: int) -> None:
         """Take the draft tokens of the rollout so far; where nearly all are rejected, they only cost time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -175,40 +175,3 @@ def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, points: int = 
     others = np.exp(log.sum(axis=0)[None, :] - log)
     now, then = (np.maximum(np.diff(x, axis=1, prepend=0.0) * others, 0.0).sum(axis=1) + 1e-9 for x in (done, ahead))
     return now / now.sum(), np.clip(np.log(now / then) / AHEAD, 0.0, 1.0)
-
-
-def token_worth(
-    cdf: Floats,
-    edges: Floats,
-    written: Floats,
-    pace: Floats,
-    load: Floats,
-    fixed: Any,
-    model: StepModel,
-    drafting: float,
-    refilling: bool,
-) -> Worth:
-    """Return the worth of accepting a token of each request. All arrays but `cdf` and `edges` have shape (b,).
-
-    Args:
-        cdf, edges, written: see `makespan_weights`.
-        pace, load: tokens and draft tokens of each request in a step, lately.
-        fixed: seconds that a request adds to a step, tokens apart.
-        model: what a step costs.
-        drafting: seconds of a step that a model drafts for, lately.
-        refilling: whether requests arrive while others end; then nobody decides the end.
-    """
-    running = len(written)
-    if refilling:
-        last, fade = np.full(running, 1.0 / running), np.zeros(running)
-    else:
-        last, fade = makespan_weights(cdf, edges, written)
-    # A round that is not needed saves what its tokens cost, drafts included but not more than plain decoding's, and
-    # the last ones what a step costs that nobody else is in.
-    tokens = 1.0 + load
-    token = model.slope(float(tokens.sum()))
-    left = 1.0 / float(last @ last)
-    size = left * float(last @ tokens)
-    tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
-    own = np.minimum((token * tokens + fixed) / pace, token + fixed)
-    return Worth(own, last * min(tail, (tail + drafting) / float(last @ pace)), fade)

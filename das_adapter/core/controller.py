@@ -20,9 +20,9 @@ import numpy as np
 
 from das_adapter.config import Budget, DasConfig
 from das_adapter.core.acceptance import AcceptanceCurves
-from das_adapter.core.account import Account, State
+from das_adapter.core.account import Account
 from das_adapter.core.backoff import Backoff
-from das_adapter.core.budget import Floats, Worth, das_budgets, token_worth
+from das_adapter.core.budget import Floats, Worth, das_budgets, makespan_weights
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
@@ -155,10 +155,6 @@ class Controller:
         search = self.begin(decoded)
         return self.decide(decoded.slots, search, None if search is None or history is None else history(*search))
 
-    def ask(self, requests: int, drafted: bool) -> bool:
-        """Decide at the end of a decode step whether a drafter is asked at all, see `Account.ask`."""
-        return self.account.ask(requests, drafted)
-
     def begin(self, decoded: Decoded) -> Search | None:
         """Take what a decode step brought, and say what to look for; None: nothing is drafted for the next."""
         slots, running, account = decoded.slots, len(decoded.slots), self.account
@@ -194,11 +190,6 @@ class Controller:
         self.requests.written[slots] += tokens
         np.add.at(self._by_class.steps, self.requests.length_class[slots], tokens)
 
-    def drafted_beside_prompts(self, seconds: float) -> None:
-        """Take what the model that drafts took in a step that also read prompts."""
-        self.account.time.add(seconds)
-        self.account.model(took=seconds)
-
     def timed(self, step: TimedStep) -> None:
         """Take how long a decode step took."""
         running, drafted = len(step.slots), step.tokens > len(step.slots)
@@ -207,7 +198,7 @@ class Controller:
         self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
         self.times.keep_fitted()
         if not step.asked:
-            self.account.unasked(running, step.seconds, step.context)
+            self.account.time.unasked(running, step.seconds, step.context)
             return
         self.account.time.batch.refilled |= self._refilling
         most = None if predicted is None else predicted + step.drafting_seconds
@@ -219,10 +210,6 @@ class Controller:
         """Return the seconds that the latency model expects of a step; None before there is one."""
         model, running = self.times.model, len(step.slots)
         return None if model is None else model.step(step.tokens, running, step.tokens > running, step.context)
-
-    def failed(self, reason: str) -> None:
-        """Note that the drafter raised: nothing is drafted before the next weight sync."""
-        self.account.stop(reason, State.FAILED)
 
     # Figures
 
@@ -315,12 +302,29 @@ class Controller:
             self._plan_rollout(slots)
         if model is None or self.times.model is None:
             return
-        fixed = self.times.model.request + self.times.model.context * context
-        batch = written, table.pace[slots], table.load[slots], fixed
-        worth = token_worth(cdf, lengths.edges, *batch, model, self._drafting_seconds, self._refilling)
+        fixed: Floats = self.times.model.request + self.times.model.context * np.asarray(context, dtype=float)
+        worth = self._token_worth(slots, model, fixed)
         table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots] = worth
         dearest, running = float((worth.own + worth.tail).max()), len(slots)
         self._least_chance = max(LEAST_CHANCE, min(model.slope(running), model.slope(np.inf)) / max(dearest, 1e-12))
+
+    def _token_worth(self, slots: Ints, model: StepModel, fixed: Floats) -> Worth:
+        """Return the worth of accepting a token of each request; `fixed`: seconds that each adds to a step, tokens
+        apart, shape (b,)."""
+        table, running = self.requests, len(slots)
+        if self._refilling:  # nobody decides the end
+            last, fade = np.full(running, 1.0 / running), np.zeros(running)
+        else:
+            last, fade = makespan_weights(table.cdf[slots], self.lengths.edges, table.written[slots])
+        # A round that is not needed saves what its tokens cost, drafts included but not more than plain decoding's, and
+        # the last ones what a step costs that nobody else is in.
+        pace, tokens = table.pace[slots], 1.0 + table.load[slots]
+        token = model.slope(float(tokens.sum()))
+        left = 1.0 / float(last @ last)
+        size = left * float(last @ tokens)
+        tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
+        own = np.minimum((token * tokens + fixed) / pace, token + fixed)
+        return Worth(own, last * min(tail, (tail + self._drafting_seconds) / float(last @ pace)), fade)
 
     def _plan_rollout(self, slots: Ints) -> None:
         """Set DAS's budgets, draft tokens a round, of what is left of the rollout."""

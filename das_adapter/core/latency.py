@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from math import log2
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -269,28 +270,21 @@ def fit(
         extras.append("request")
     if (s / b).max() >= 1.5 * (s / b).min() and s.any():  # else a context's share can't be told from a request's
         extras += ["context", "attention"] if d.any() else ["context"]
-    best, best_shape, least = None, shapes[0], np.inf
 
-    def consider(shape: tuple[tuple[str, ...], float], extra: Sequence[str]) -> None:
-        nonlocal best, best_shape, least
+    def judged(shape: tuple[tuple[str, ...], float], extra: Sequence[str]) -> tuple[float, Any, dict[str, float]]:
         names, bends_at = (*shape[0], *extra), shape[1]
-        if len(names) >= len(t) and len(names) > 2:
-            return
+        if len(names) >= max(len(t), 3):
+            return np.inf, shape, {}
         found, loss = _robust(names, {**columns, "bend": np.maximum(0.0, n - bends_at)}, t, weight)
-        score = len(t) * np.log(loss + 1e-6) + len(found) * np.log(len(t))
-        if score < least:
-            best = StepModel.of({"base": 0.0, "token": 0.0, "knee": bends_at, "sizes": sizes, **found})
-            best_shape, least = shape, score
+        return len(t) * np.log(loss + 1e-6) + len(found) * np.log(len(t)), shape, found
 
-    for shape in shapes:  # what the bend is shows beside all other terms; which of these there are, then
-        for extra in {(), tuple(extras)}:
-            consider(shape, extra)
-    chosen = best_shape
-    for count in range(1, len(extras)):
-        for extra in combinations(extras, count):
-            consider(chosen, extra)
-    assert best is not None
-    return best if best.bend else replace(best, knee=0.0)
+    # What the bend is shows beside all other terms; which of these there are, then.
+    best = min((judged(shape, extra) for shape in shapes for extra in ((), extras)), key=itemgetter(0))
+    some = (extra for count in range(1, len(extras)) for extra in combinations(extras, count))
+    _, (_, knee), found = min([best, *(judged(best[1], extra) for extra in some)], key=itemgetter(0))
+    return StepModel.of(
+        {"base": 0.0, "token": 0.0, "knee": knee if found.get("bend") else 0.0, "sizes": sizes, **found}
+    )
 
 
 def _robust(

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from das_adapter.config import DasConfig
+from das_adapter.core.account import State
 from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Decoded, HistoryDrafts, Search, StepPlan, TimedStep
@@ -128,7 +129,7 @@ class EngineController:
         """
         if not (self._takes_baselines or self.controller.account.idle):
             return True
-        return self.controller.ask(requests, drafted)
+        return self.controller.account.ask(requests, drafted)
 
     def skip(self, slots: np.ndarray, tokens: np.ndarray) -> None:
         """Take the tokens that requests got in steps at whose end no drafter was asked, int64 [requests] each."""
@@ -175,14 +176,14 @@ class EngineController:
 
     def drafted_beside_prompts(self, seconds: float) -> None:
         """Take what the model that drafts took in a step that is not timed, because it also read prompts."""
-        self.controller.drafted_beside_prompts(seconds)
+        self.controller.account.drafted_beside_prompts(seconds)
 
     # Failures
 
     def fail(self, error: Exception) -> None:
         """Draft no more until the next weight sync, and say so."""
         self.counters.error = repr(error)
-        self.controller.failed(repr(error))
+        self.controller.account.stop(repr(error), State.FAILED)
         drafter = self.config.drafter
         logger.error("das: the %s drafter failed; no drafts until the next weight sync", drafter, exc_info=error)
 

@@ -57,7 +57,7 @@ def rollout(
         if asked:
             account.asked(slots, np.full(requests, got), took, drafted, None, context)
         elif not drafted:
-            account.unasked(requests, took, context)
+            account.time.unasked(requests, took, context)
         unasked += not asked
         written, seconds, drafted = written + got, seconds + took, asked and pace > 1
     for slot in slots.tolist():
@@ -178,7 +178,7 @@ def test_no_drafter_is_asked_in_some_plain_steps_and_in_fewer_once_these_are_kno
     for _ in range(3000):
         asked.append(account.ask(8, False))
         if not asked[-1]:
-            account.unasked(8, 0.01)
+            account.time.unasked(8, 0.01)
     gaps = np.diff(np.flatnonzero(~np.array(asked)))
     assert gaps[0] == BASELINE_STEPS[0] + 1
     assert gaps[-1] == BASELINE_STEPS[1]
@@ -235,9 +235,9 @@ def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> N
 def test_what_a_drafter_takes_beside_prompts_counts() -> None:
     account = make()
     seconds = rollout(account, asking=1.0)[0]
-    account.time.add(0.01 * seconds)
+    account.drafted_beside_prompts(0.01 * seconds)
     assert judged(account) is None
-    account.time.add(0.06 * rollout(account, asking=1.0)[0])
+    account.drafted_beside_prompts(0.06 * rollout(account, asking=1.0)[0])
     assert judged(account)
 
 
@@ -290,7 +290,7 @@ def steps_until_asked(account: Account, requests: int) -> int:
     for step in range(10_000):
         if account.ask(requests, False):
             return step
-        account.unasked(requests, 0.02)
+        account.time.unasked(requests, 0.02)
     return 10_000
 
 
@@ -310,7 +310,7 @@ def test_reading_a_long_context_is_no_loss_of_the_drafter(asking: float) -> None
     account = make()
     for _ in range(200):  # most baseline steps are of short texts
         account.ask(8, False)
-        account.unasked(8, PLAIN.step(8, 8, False) + 1e-6 * 800)
+        account.time.unasked(8, PLAIN.step(8, 8, False) + 1e-6 * 800)
     rollout(account, 1.0, tokens=200, read=1e-6)
     account.sync()
     rollout(account, asking, pace=1.0 if asking == 1.0 else 1.1, tokens=4000, read=1e-6)
