@@ -11,16 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core.length import RESPONSE
 from das_adapter.sim.config import PipelineBlock
 from das_adapter.sim.fleet import Fleet
-from das_adapter.sim.requests import Requests
+from das_adapter.sim.requests import Floats, Ints, Requests
 from das_adapter.sim.routing import Router, arrivals
 from das_adapter.sim.workload import Workload
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -59,7 +56,7 @@ class Run:
     spans: list[tuple[float, float]]
     """Begin and end of each step's rollout."""
 
-    def running(self, step: int, points: int = 400) -> tuple[npt.NDArray[np.float64], Ints]:
+    def running(self, step: int, points: int = 400) -> tuple[Floats, Ints]:
         """Return seconds since the rollout began, and the requests that run then, for a plot."""
         begin, end = self.spans[step]
         begun, ended = self.requests.begun, self.requests.ended

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from das_adapter.core.index.values import Int32
+from das_adapter.sim.requests import Ints
 from das_adapter.sim.rollouts import Rollout
-
-Ints = npt.NDArray[np.int64]
-Int32 = npt.NDArray[np.int32]
 
 
 class Texts:
