@@ -83,11 +83,7 @@ class Fixed(Drafting):
     """A drafter that vLLM runs by itself: the same number of draft tokens for every request in every step."""
 
     def __init__(self, requests: Requests, source: Native, tokens: int, pass_seconds: Seconds | None = None) -> None:
-        """
-        Args:
-            tokens: of each draft.
-            pass_seconds: of one pass of the drafter; each draft token takes one. None: drafting takes no time.
-        """
+        """Each of the `tokens` of a draft takes `pass_seconds`; None: drafting takes no time."""
         self._requests, self._source, self._tokens, self._pass_seconds = requests, source, tokens, pass_seconds
 
     def walk(self, rows: Ints) -> Walk | None:

@@ -41,11 +41,7 @@ class Fleet:
         slots: int = 256,
         kv_blocks: int = UNLIMITED,
     ) -> None:
-        """
-        Args:
-            slots: requests that an engine runs at once.
-            kv_blocks: blocks of an engine's KV cache.
-        """
+        """Each engine runs `slots` requests at once, whose KV cache has so many blocks."""
         self.engines, self.requests, self.slots, self.kv_blocks = engines, requests, slots, kv_blocks
         self.steps, self.drafting = steps, drafting
         self.clock: Floats = np.zeros(engines)
@@ -99,13 +95,8 @@ class Fleet:
         self._read = [set() for _ in range(self.engines)]
 
     def run(self, until: float = np.inf, slack: float = np.inf, ended: Callable[[Ints], bool] | None = None) -> None:
-        """Step until nobody is left or all clocks have reached `until`.
-
-        Args:
-            until: seconds.
-            slack: engines step together whose clocks are so close, seconds.
-            ended: receives the requests that ended, and returns whether to stop.
-        """
+        """Step until nobody is left, all clocks have reached `until`, or `ended` says so, which receives the requests
+        that ended; engines step together whose clocks are within `slack` seconds."""
         while True:
             busy = self.busy & (self.clock < until)
             if not busy.any():

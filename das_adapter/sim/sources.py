@@ -104,12 +104,7 @@ class Given(Native):
         seed: int = 0,
         spread: float = 0.0,
     ) -> None:
-        """
-        Args:
-            rates, spread: as in `AcceptanceBlock`.
-            longest: maximum tokens of a draft.
-            seed: of the luck.
-        """
+        """Take `rates` and `spread` as `AcceptanceBlock` has them; no draft has more than `longest` tokens."""
         super().__init__(requests)
         self._visits, self._seed, self._spread = len(rates), seed, spread
         steps = np.array([[*visit, *[visit[-1]] * longest][:longest] for visit in rates])
@@ -235,13 +230,8 @@ def record(
     longest: int = 16,
     history: HistoryConfig | None = None,
 ) -> Trace:
-    """Write recorded responses again, a token a step, and ask the index at each token.
-
-    Args:
-        rollouts: in the order of `steps_of`; siblings grow side by side, and earlier steps are history.
-        longest: maximum tokens of a draft, at most 255.
-        history: what is kept; None: the defaults.
-    """
+    """Write recorded responses again, a token a step, and ask the index at each token for at most `longest` (up to 255)
+    tokens. Rollouts are in the order of `steps_of`; siblings grow side by side, and earlier steps are history."""
     texts, requests = Texts(rollouts), Requests()
     source = Indexed(requests, texts, 1, history or HistoryConfig())
     size = len(texts.tokens)

@@ -30,13 +30,8 @@ class Texts:
         return self.tokens[ragged(self.ends[rows] + begin, counts)], offsets_of(counts)
 
     def agreeing(self, rows: Ints, at: Ints, drafts: Int32, offsets: Ints) -> Ints:
-        """Return how many tokens of each draft the responses confirm, int64 [n].
-
-        Args:
-            rows: of the responses, [n].
-            at: tokens that are written already, [n].
-            drafts, offsets: draft i is `drafts[offsets[i]:offsets[i + 1]]`; it may not pass the response's end.
-        """
+        """Return how many tokens of each draft `drafts[offsets[i]:offsets[i + 1]]` the response confirms that has `at`
+        tokens already, int64 [n]. No draft may pass its response's end."""
         counts = np.diff(offsets)
         place = np.arange(len(drafts)) - np.repeat(offsets[:-1], counts)
         wrong = self.tokens[ragged(self.ends[rows] + at, counts)] != drafts
