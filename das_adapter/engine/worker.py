@@ -21,6 +21,7 @@ from das_adapter.engine.standalone.weights import (
 from das_adapter.engine.standalone.worker import Response, Standalone
 from das_adapter.engine.timing import without_graphs
 from das_adapter.errors import DasError
+from das_adapter.protocol.decision_log import Counts
 from das_adapter.protocol.messages import Refresh, Refreshed, Started, plain
 from das_adapter.protocol.metrics import Counters, EngineStats
 
@@ -161,5 +162,5 @@ class WorkerState:
         if self._decides is not None:
             stats |= self._decides.stats() | self.own_stats()
             if self._decides.engine.log:
-                self._decides.engine.log.counts(stats)
+                self._decides.engine.log.add(Counts({**stats, "propose_seconds": []}))
         return stats

@@ -86,12 +86,8 @@ class Proposer:
     # A decode step
 
     def begin_step(self, scheduled: Any, now: float) -> None:
-        """Note that the engine starts a forward pass: the one before, if it only decoded, took until now.
-
-        Args:
-            scheduled: vLLM's `SchedulerOutput`.
-            now: seconds of a monotonic clock.
-        """
+        """Note that the engine starts a forward pass (vLLM's `SchedulerOutput`): the one before, if it only decoded,
+        took until now, seconds of a monotonic clock."""
         self.settle()
         if self.engine.counters.error is None:
             try:
@@ -212,8 +208,8 @@ class Proposer:
     def restart(self, controller: Controller) -> None:
         """Start again with another controller, as a measurement does for each of its arms."""
         self.settle()
-        self.engine.restart(controller)
-        self._batch, self.timer = ([], NOBODY), StepTimer()
+        self._close(list(self.engine.live))
+        self.engine.controller, self.timer = controller, StepTimer()
 
     # Inside
 
@@ -232,7 +228,7 @@ class Proposer:
             return [[] for _ in drafts]
         seconds = time.perf_counter() - begin
         if not self.timer.drafted(seconds, source.passes - passes) and not rests:
-            self.engine.drafted_beside_prompts(seconds)
+            self.engine.controller.drafted_beside_prompts(seconds)
         return drafts
 
     def _decide(self) -> None:
@@ -257,7 +253,7 @@ class Proposer:
             slots[i] = everyone[row] = self._open(req_id, tokens[row, : now[i]], int(got[i]))
         skipped = now - got - self._lengths[slots]
         if skipped.any():
-            self.engine.skip(slots, skipped)
+            self.engine.controller.skipped(slots, skipped)
         self._lengths[slots] = now
         carried = None if self.carried is None else np.asarray(self.carried, dtype=np.int64)[rows]
         self.carried = None
