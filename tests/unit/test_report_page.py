@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from das_adapter.core.staleness import AGES
-from das_adapter.protocol.decision_log import DecisionLog, Request, Rollout, Step, WeightSync, read
+from das_adapter.protocol.decision_log import Counts, DecisionLog, Request, Rollout, Step, WeightSync, read
 from das_adapter.sim.rollouts import Rollout as Text
 from das_adapter.tools import report, run_series
 
@@ -71,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
                 "staleness": [[320, 40 * kept] if a == (2 if version > 2 else 0) else [0, 0] for a in range(len(AGES))],
                 "neural_counts": (100, 60),
             }
-            log.counts(stats)
+            log.add(Counts(stats))
             stopped = "speculation cost 1.00 s in 2.00 s of drafted steps" if version == 3 else None
             log.sync(WeightSync(version, None, saved=2.5, stopped=stopped))
     return read(directory)
