@@ -51,8 +51,6 @@ class WorkerState:
     def __init__(self, runner: Any, config: DasConfig, drafter: Drafter | None, harvests: bool):
         """
         Args:
-            runner: vLLM's model runner.
-            config: the block.
             drafter: None: vLLM's decides, or another rank's, or nobody drafts.
             harvests: whether this rank has a part in the history of an engine without a host.
         """
@@ -70,12 +68,7 @@ class WorkerState:
         raise NotImplementedError
 
     def stand_alone(self, worker: Any, directory: str) -> None:
-        """Let the engine look after its own history: no host does.
-
-        Args:
-            worker: vLLM's, of this state.
-            directory: name of the history on this node.
-        """
+        """Let the engine look after its own history, which has this name on the node: no host does."""
         if not self._harvests:
             return
         self.standalone = own = Standalone(self, directory)
