@@ -75,7 +75,7 @@ def cpu_env() -> None:
 
 @main.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), help="Where the plots go; default: RUN_DIR/report.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where the page goes; default: RUN_DIR/report.")
 @click.option("--version", type=int, help="Show the rollout before this weight version over time; default: the last.")
 @click.option(
     "--rollouts",
@@ -85,7 +85,7 @@ def cpu_env() -> None:
 )
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where they hold text.")
 def report(run_dir: Path, out: Path | None, version: int | None, dump: Path | None, tokenizer: str | None) -> None:
-    """Turn the decision logs of a run (das.log_dir) into a page to look at, report.html, and plots."""
+    """Turn the decision logs of a run (das.log_dir) into a page to look at, report.html, and figures."""
     from das_adapter.protocol import decision_log
     from das_adapter.sim import rollouts as dumps
     from das_adapter.tools import report as plots

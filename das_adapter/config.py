@@ -171,7 +171,7 @@ class DasConfig(_Block):
     """File of `das-adapter calibrate` to start from, which also says what a step of stock vLLM takes. None: the first
     decode steps are the calibration, and those in which no drafter is asked stand for stock's."""
     log_dir: UserPath | None = None
-    """Directory into which every engine writes its decisions, which `das-adapter report` plots. None: they are not
+    """Directory into which every engine writes its decisions, which `das-adapter report` shows. None: they are not
     written."""
     history: HistoryConfig = HistoryConfig()
     self: SelfConfig = SelfConfig()
