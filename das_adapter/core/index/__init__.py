@@ -120,7 +120,7 @@ class SuffixIndex:
         return index
 
     def map(self, directory: str | os.PathLike[str]) -> None:
-        """Replace the history by what a `HistoryStore` publishes in `directory`, nothing at first; live requests and the
+        """Replace the history by what a `HistoryStore` publishes in `directory`, nothing at first; live requests and
         learned chances stay. Raises as `refresh`, and an IndexFileError if the directory is a link or another user's.
         """
         check_owner(Path(directory))
@@ -179,8 +179,8 @@ class SuffixIndex:
         self.extend_many([handle], ids, [0, len(ids)])
 
     def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
-        """Append `flat_tokens[offsets[i]:offsets[i + 1]]` to each request i of a batch; nothing is appended when anything
-        is wrong: UnknownHandle for a request that is not open, ValueError for bad token ids or offsets."""
+        """Append `flat_tokens[offsets[i]:offsets[i + 1]]` to each request i of a batch. Nothing is appended on an
+        error: UnknownHandle for a request that is not open, ValueError for bad token ids or offsets."""
         self._core.extend_many(integers(handles, "handles"), token_ids(flat_tokens), integers(offsets, "offsets"))
 
     def draft(
