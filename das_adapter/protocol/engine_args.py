@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
+from das_adapter.errors import ConfigError
 
 SETTINGS_KEY = "das"
 """Key of vLLM's `additional_config` under which every engine process finds the `das:` block."""
@@ -44,6 +46,27 @@ def needs_v1(config: DasConfig) -> str | None:
     if lacking := compat.missing_on_v2(needed):
         return f"vLLM {installed} lacks {', '.join(map(str, lacking))}"
     return None
+
+
+def refuse_arguments(das: DasConfig, block: str, place: str, given: Mapping[str, Any]) -> None:
+    """Refuse, with a ConfigError, a host's own engine arguments that contradict a block.
+
+    Args:
+        block, place: keys of the block and of the arguments in the run's config.
+        given: the arguments.
+    """
+    additional = given.get("additional_config")
+    if additional is not None and not isinstance(additional, Mapping):
+        raise ConfigError(f"{place}.additional_config: found {additional!r}, expected a mapping")
+    if das.drafter != "none" and given.get("speculative_config"):
+        raise ConfigError(
+            f"{block}.drafter={das.drafter!r} and {place}.speculative_config both choose a drafter: remove one of them"
+        )
+    if das.controlled and needs_v1(das) and given.get("async_scheduling"):
+        raise ConfigError(
+            f"{block}.drafter={das.drafter!r}: found {place}.async_scheduling=True, which vLLM's V1 runner refuses: "
+            "remove it"
+        )
 
 
 def engine_args(config: DasConfig | None) -> dict[str, Any]:

@@ -53,6 +53,10 @@ class Label:
         """Return the entries of `extra_args` that `of` reads back."""
         return {f"das_{name}": int(value) for name in _MOST if (value := getattr(self, name)) is not None}
 
+    def put_into(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return sampling parameters with this label in their `extra_args`."""
+        return {**params, "extra_args": {**(params.get("extra_args") or {}), **self.extra_args()}}
+
     def problem_of(self, prompt_ids: npt.ArrayLike, media: Sequence[str] = ()) -> int:
         """Return the problem that a request with this prompt is about; `media`: hashes of the prompt's images."""
         return prompt_identity(prompt_ids, *media) if self.problem is None else self.problem
