@@ -113,17 +113,14 @@ class Proposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Draft for every request of the batch.
+        """Draft for every request of the batch: at most `num_speculative_tokens` tokens each, once `settle` has been
+        called; none at all where the drafter has failed since the last weight sync.
 
         Args:
             sampled_token_ids: tokens each request got in this step; empty while its prompt is read.
             num_tokens_no_spec: int [max_batch], tokens known of each request.
             token_ids_cpu: int32 [max_batch, max_model_len], the tokens.
             slot_mappings: not used.
-
-        Returns:
-            Per request at most `num_speculative_tokens` draft tokens, once `settle` has been called; none at all where
-            the drafter has failed since the last weight sync.
         """
         self.settle()
         begin = time.perf_counter()
