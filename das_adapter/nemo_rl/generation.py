@@ -78,19 +78,16 @@ class DasVllmGeneration(VllmGeneration):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, *self._homes())
-        result = super().generate(_Planned(data, plan), greedy=greedy)
+        result = super().generate(Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
     async def generate_async(
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
         """Generate one sample on the worker that `routing` chooses."""
-        if self.das is None or not len(data["input_ids"]):
-            async for result in super().generate_async(data, greedy=greedy):
-                yield result
-            return
-        data = self._labelled(data)
-        if self.das.routing == "host":
+        if self.das is not None and len(data["input_ids"]):
+            data = self._labelled(data)
+        if self.das is None or self.das.routing == "host" or not len(data["input_ids"]):
             async for result in super().generate_async(data, greedy=greedy):
                 yield result
             return
@@ -164,7 +161,7 @@ class DasVllmGeneration(VllmGeneration):
         return futures
 
 
-class _Planned(BatchedDataDict[Any]):
+class Planned(BatchedDataDict[Any]):
     """A batch that is distributed by a plan instead of in equal pieces."""
 
     def __init__(self, data: BatchedDataDict[Any], plan: list[list[int]]):
