@@ -44,13 +44,11 @@ class EngineController:
     ) -> None:
         """
         Args:
-            config: the block.
-            vllm_config: of the engine.
             drafts: of the model that drafts, where there is one.
             lengths: draft lengths to choose from where all requests of a step share one (V2); None: each request has
                 its own, and steps in which no drafter is asked are taken to see what they cost.
             leads: whether this rank decides, and drafts from the history.
-            logs: whether it writes the decision log.
+            logs: whether this rank writes the decision log.
         """
         self.config = config
         self.counters = Counters()
@@ -78,12 +76,11 @@ class EngineController:
     def open(
         self, request: LiveRequest, length: int, prompt: np.ndarray = _NO_TOKENS, text: np.ndarray = _NO_TOKENS
     ) -> None:
-        """Take a request that joins the batch.
+        """Take a request that joins the batch, and give it a slot.
 
         Args:
-            request: it gets a slot.
             length: of its text before the present step, prompt included.
-            prompt, text: its prompt and all its text so far, int32 token ids, where the host looks up its drafts.
+            prompt, text: all of it so far, int32 token ids, where the host looks up its drafts.
         """
         start = request.start
         request.slot = self.controller.open(request.problem, length - start, request.end - start)
@@ -121,19 +118,11 @@ class EngineController:
         return account.idle or account.model_rests is not None
 
     def ask(self, requests: int, drafted: bool) -> bool:
-        """Decide at the end of a decode step whether a drafter is asked at all.
-
-        Args:
-            requests: in the batch.
-            drafted: whether the step has verified drafts.
-        """
+        """Decide at the end of a decode step of some requests, which has `drafted` or not, whether a drafter is asked
+        at all."""
         if not (self._takes_baselines or self.controller.account.idle):
             return True
         return self.controller.account.ask(requests, drafted)
-
-    def skip(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Take the tokens that requests got in steps at whose end no drafter was asked, int64 [requests] each."""
-        self.controller.skipped(slots, tokens)
 
     def verified(self, decoded: Decoded) -> None:
         """Count the drafts that a step has verified, by their source and their place in the response."""
@@ -173,10 +162,6 @@ class EngineController:
             self.log.add(decision_log.Step(begin, *record))
         self.controller.timed(step)
         self._tell()
-
-    def drafted_beside_prompts(self, seconds: float) -> None:
-        """Take what the model that drafts took in a step that is not timed, because it also read prompts."""
-        self.controller.account.drafted_beside_prompts(seconds)
 
     # Failures
 
@@ -220,11 +205,6 @@ class EngineController:
         stats |= self.history.stats() if self.history is not None else {}
         return cast(EngineStats, stats)
 
-    def restart(self, controller: Controller) -> None:
-        """Start again with another controller, as a measurement does for each of its arms."""
-        self.close(list(self.live))
-        self.controller = controller
-
     # Inside
 
     def _close(self, request: LiveRequest) -> None:
@@ -233,18 +213,17 @@ class EngineController:
             forwards = float(table.steps[request.slot])
             self.history.close(request, forwards + float(table.accepted[request.slot]), forwards)
         if self.log is not None:
-            problem, length_class = int(table.problem[request.slot]), int(table.length_class[request.slot])
-            written, drafted, accepted = (int(c[request.slot]) for c in (table.written, table.drafted, table.accepted))
-            times = request.began, time.time()
-            self.log.add(decision_log.Request(problem, length_class, *times, written, drafted, accepted))
+            columns = table.problem, table.length_class, table.written, table.drafted, table.accepted
+            counts = (int(column[request.slot]) for column in columns)
+            self.log.add(decision_log.Request(*counts, begin=request.began, end=time.time()))
         self.controller.close(request.slot)
 
     def _judge(self, message: Refresh) -> None:
         """Judge the rollout that a weight sync ends, and start the next."""
         account, model = self.controller.account, self.controller.times.model
-        fitted, saved = None if model is None else model.to_dict(), account.time.saved()
-        ended = account.state.value, account.reason, account.of_stock()
+        saved, stopped = account.time.saved(), account.reason if account.stopped else None
         self.controller.sync(message.responses)
         if self.log is not None:
-            self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, *ended))
+            fitted = None if model is None else model.to_dict()
+            self.log.sync(decision_log.WeightSync(message.version, fitted, saved, stopped))
         self._tell()

@@ -135,8 +135,8 @@ def alarms(rollouts: Iterable[Rollout]) -> list[Alarm]:
     """Say why `das/health` was 0, and in which training steps; empty: it never was."""
     found: dict[str, list[int]] = defaultdict(list)
     for version, group in _by_version(rollouts):
-        reasons = {r.end.reason for r in group if r.end and r.end.reason}
-        for reason in reasons | set(faults([counts for r in group for counts in r.counts]).values()):
+        stopped = {r.end.stopped for r in group if r.end and r.end.stopped}
+        for reason in stopped | set(faults([counts for r in group for counts in r.counts]).values()):
             found[reason].append(version)
     return [Alarm(versions, reason) for reason, versions in found.items()]
 

@@ -35,7 +35,7 @@ COMMANDS = {
     r"das-adapter replay .*": "tests/unit/test_replay.py::test_the_command_prints_and_writes",
     r"das-adapter simulate .*": "tests/unit/test_sim.py::test_the_command_simulates_varies_and_draws",
     r"das-adapter calibrate .*": "tests/contract/test_decisions.py::test_calibrate_measures_this_machine",
-    r"das-adapter report .*": "tests/unit/test_report.py::test_the_command_writes_plots_and_prints_the_figures",
+    r"das-adapter report .*": "tests/unit/test_report.py::test_the_command_writes_the_page_and_prints_the_figures",
     r"bash examples/verl/run_tiny_math_cpu.sh .*": "tests/contract/test_commands.py::test_the_script_starts_verl",
     r".*python -m pytest (\S+)": "",
     r"PYTHONPATH=\S+ python examples/nemo_rl/cpu_sync.py": (
