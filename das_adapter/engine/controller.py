@@ -214,8 +214,9 @@ class EngineController:
             self.history.close(request, forwards + float(table.accepted[request.slot]), forwards)
         if self.log is not None:
             columns = table.problem, table.length_class, table.written, table.drafted, table.accepted
-            counts = (int(column[request.slot]) for column in columns)
-            self.log.add(decision_log.Request(*counts, begin=request.began, end=time.time()))
+            problem, kind, written, drafted, accepted = (int(column[request.slot]) for column in columns)
+            times = request.began, time.time()
+            self.log.add(decision_log.Request(problem, kind, written, drafted, accepted, *times))
         self.controller.close(request.slot)
 
     def _judge(self, message: Refresh) -> None:
