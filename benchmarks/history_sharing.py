@@ -50,7 +50,7 @@ def filled(tokens: int, root: str) -> tuple[NodeHistory, int]:
     while version * PROBLEMS_A_STEP * SAMPLES * TOKENS < tokens:
         arrive(history, step(version, np.random.default_rng(version)))
         version += 1
-        history.sync(version, "fill", 0, ())
+        history.sync(version, 0, ())
     history.writer.store.settle()
     return history, version
 
@@ -109,7 +109,7 @@ def syncs(history: NodeHistory, version: int, count: int) -> Iterator[float]:
         arrive(history, step(version + i, np.random.default_rng(version + i)))
         time.sleep(1.0)  # what follows the end of a step's rollouts: the training
         begin = time.perf_counter()
-        published, _ = history.sync(version + i + 1, "bench", 0, ())
+        published, _ = history.sync(version + i + 1, 0, ())
         if not i:
             index = SuffixIndex.attach(published[0])
         index.refresh(published[1])

@@ -20,6 +20,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.routing import start_order
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label, Labeller
+from das_adapter.service import ledger
 from das_adapter.service.session import Session, of_async_engine
 
 REFITS = frozenset(
@@ -193,7 +194,7 @@ class AsyncEngineHooks(EngineHooks):
             self._find_loop()
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:
-                expected = await asyncio.to_thread(self._session.expected)
+                expected = await asyncio.to_thread(ledger.expected, 25.0)
                 self._order.refresh(expected, self.version)
         return result
 
