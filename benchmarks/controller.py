@@ -375,7 +375,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
-    from provenance import provenance
+    from provenance import provenance, save
 
     keyed = {"verify": {"noise": "keyed"}}
     if args.what == "off":
@@ -431,7 +431,7 @@ def main() -> None:
     if args.policy != TINY:
         arguments["policy"] = str(args.policy)
     content = {"provenance": provenance(), "arguments": arguments, **result}
-    args.out.write_text(json.dumps(content, indent=2) + "\n")
+    save(args.out, content)
     os._exit(0)  # vLLM's own teardown adds nothing
 
 

@@ -9,7 +9,6 @@ include everything that a drafter calls in a step: `plan` and `timed`.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 
@@ -70,13 +69,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    from provenance import provenance
+    from provenance import provenance, save
 
     rows = {batch: measure(batch, args.steps) for batch in (1, 8, 64, 256)}
     for batch, row in rows.items():
         print(f"batch {batch:4}: " + ", ".join(f"{k} {v:.2f}" for k, v in row.items()))
     if args.out:
-        args.out.write_text(json.dumps({"provenance": provenance(), "controller_us_per_step": rows}, indent=2) + "\n")
+        save(args.out, {"provenance": provenance(), "controller_us_per_step": rows})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Measure every drafter on one policy: rollout time relative to off, tokens per forward, memory, refresh, step times.
+"""Measure every drafter on one policy: rollout time relative to off, tokens per forward, memory, refresh.
 
-    python benchmarks/drafters.py modes POLICY [--arms off self:int4 ...] [--batches 1 4] [--draft DIR] [--eagle DIR]
-    python benchmarks/drafters.py steps [CONFIG_DIR] [--batches 1 4]
+    python benchmarks/drafters.py POLICY [--arms off self:int4 ...] [--batches 1 4] [--draft DIR] [--eagle DIR]
 
-`modes` samples the same problems at temperature 1 with the same seeds in every arm, with a given number of requests in
+It samples the same problems at temperature 1 with the same seeds in every arm, with a given number of requests in
 flight, after a rollout at that batch which does not count. Each problem is visited in `--epochs` rollouts, the first of
 which finds no history. The arms take turns of half a second, within a rollout, so that a machine that becomes slower
 does so for all of them; of `--repeats` the fastest counts. With `--prefix-caching` the samples of a problem read its
@@ -11,11 +10,8 @@ prompt once; the cache is emptied before each rollout, as at a weight sync. With
 processor, for the figures and for the controllers: no engine waits for others. Behind a context of more than 256
 tokens, or with `--forced`, responses are ended by the client, after a long tail of lengths. `stock` is vLLM without
 das-adapter, which draws other tokens; `history:idle` is told to draft what is certain alone, and so drafts nothing;
-`history:looks` as well, and looks for drafts in every step. With `--fixed` it also drafts a fixed length with the
-policy copy, and compares the speed-up with the roofline, L / (γ r + v), from the measured step times and with the batch
-as it becomes smaller.
-`steps` loads random weights into the architecture of CONFIG_DIR (without: Qwen3-0.6B) and times a step of the policy,
-of the copy, and of verification. POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
+`history:looks` as well, and looks for drafts in every step.
+POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
 """
 
 from __future__ import annotations
@@ -31,15 +27,11 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator
 from itertools import count, product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from provenance import provenance
-from rich.console import Console
-from rich.table import Table
+from provenance import provenance, save
 
 ROOT = Path(__file__).resolve().parents[1]
-FIXED = 4  # tokens of the fixed-length drafts
 TURN_S = 0.5
 FIRST = 128  # tokens of a response that is ended by the client, in the rollout that does not count
 ENVIRONMENT = {
@@ -114,7 +106,7 @@ class Child:
 def child() -> None:
     """The other end: a job, then a turn for each further line, and after it a result, or null."""
     job = json.loads(sys.stdin.readline())
-    results = child_modes(job) if job["what"] == "modes" else iter([child_steps(job)])
+    results = work_of(job)
     waited, clock = 0.0, time.process_time if job["threads"] == 1 else time.perf_counter
     time.perf_counter = lambda: clock() - waited  # the turns of others take no time
     while True:
@@ -125,7 +117,7 @@ def child() -> None:
         print("RESULT " + json.dumps(next(results)), flush=True)
 
 
-def engine(job: dict[str, Any], **more: Any) -> Any:
+def engine(job: dict[str, Any]) -> Any:
     from vllm import LLM
 
     from das_adapter.config import parse
@@ -148,7 +140,6 @@ def engine(job: dict[str, Any], **more: Any) -> Any:
         max_num_batched_tokens=4096,
         enable_prefix_caching=bool(job.get("prefix_caching")),
         **engine_args(das),
-        **more,
     )
 
 
@@ -191,7 +182,7 @@ Rollout = tuple[float, list[list[int]], Any]
 """Seconds, texts, and the engine's figures."""
 
 
-def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+def work_of(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
     """What the drafter takes, then for each context and batch the figures of each epoch of each repeat; None where a
     turn ends before."""
     import numpy as np
@@ -250,8 +241,6 @@ def child_modes(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
                 ]
                 rpc("refresh", version=1, trajectories=keep)
                 yield figures
-        if job["fixed"] and job["das"]["drafter"] == "self" and batch <= 4:
-            yield from fixed_length(llm, batch, requests(many, job["samples"], 99, context), rollout)
 
 
 def drafter_bytes(das: dict[str, Any], stats: dict[str, Any]) -> int:
@@ -285,164 +274,9 @@ def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def fixed(drafter: Any, length: int) -> Any:
-    """A controller under which the copy always drafts so many tokens."""
-    from das_adapter.config import DasConfig
-    from das_adapter.core.controller import Controller
-
-    das = DasConfig(drafter="self", budget="unlimited", speculate="always", max_draft_tokens=length)
-    return Controller(das, 1024, drafts=drafter.model_source.drafts)
-
-
-def record_step_times() -> dict[tuple[int, int], list[float]]:
-    """Keep every step time that a model is told from now on, by the model and the tokens of the step."""
-    from das_adapter.core.latency import StepTimes
-
-    times: dict[tuple[int, int], list[float]] = defaultdict(list)
-    add = StepTimes.add
-
-    def recorded(self: Any, tokens: int, requests: int, drafted: bool, seconds: float, *rest: Any) -> None:
-        times[(id(self), tokens)].append(seconds)
-        add(self, tokens, requests, drafted, seconds, *rest)
-
-    StepTimes.add = recorded  # type: ignore[method-assign]
-    return times
-
-
-def fixed_length(llm: Any, batch: int, work: Any, rollout: Any) -> Iterator[dict[str, Any] | None]:
-    """Draft always `FIXED` tokens and never, and set the speed-up beside the roofline's."""
-    import numpy as np
-
-    from das_adapter.core.plain_time import seconds_of
-
-    drafter = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter
-    usual, times = drafter.engine.controller, record_step_times()
-    out: dict[str, Any] = {}
-    policies = []
-    for length in (0, FIXED):
-        drafter.restart(fixed(drafter, length))
-        policies.append(id(drafter.engine.controller.times))
-        seconds, texts, stats = yield from rollout(batch, work)
-        out[str(length)] = summary(seconds, stats)
-    drafter.restart(usual)
-    policy, copy = (
-        {tokens: median(seen) for (model, tokens), seen in times.items() if model in models and len(seen) > 2}
-        for models in (policies, [id(drafter.model_source.drafts.passes)])
-    )
-
-    def at(curve: dict[int, float], tokens: Any) -> Any:
-        return np.interp(tokens, sorted(curve), [curve[n] for n in sorted(curve)])
-
-    lengths = np.array([len(text) for text in texts], dtype=float)
-    plain = seconds_of(lengths, batch, lambda b: at(policy, b))
-    drafted = seconds_of(
-        lengths / out[str(FIXED)]["tokens_per_forward"],
-        batch,
-        lambda b: FIXED * at(copy, b) + at(policy, (FIXED + 1) * b),
-    )
-    yield out | {
-        "policy_ms": at(policy, batch) * 1e3,
-        "copy_ms": at(copy, batch) * 1e3,
-        "verify_ms": at(policy, batch * (FIXED + 1)) * 1e3,
-        "roofline": plain / drafted,
-        "measured": out["0"]["rollout_s"] / out[str(FIXED)]["rollout_s"],
-    }
-
-
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
-"""The architecture of Qwen3-0.6B."""
-
-
-def child_steps(job: dict[str, Any]) -> Any:
-    from vllm import SamplingParams
-
-    llm = engine(job, load_format="dummy", skip_tokenizer_init=True)
-    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    drafter, times = runner.drafter, record_step_times()
-    controllers = {length: fixed(drafter, length) for length in (0, FIXED)}
-    policy, verify, copy = (
-        id(x) for x in (controllers[0].times, controllers[FIXED].times, drafter.model_source.drafts.passes)
-    )
-    rows = {}
-    for batch in job["batches"]:
-        for length in (0, FIXED):
-            drafter.restart(controllers[length])
-            llm.generate(
-                [{"prompt_token_ids": [5 + i] * 64} for i in range(batch)],
-                SamplingParams(max_tokens=20 + 20 * length, ignore_eos=True, detokenize=False, temperature=0),
-                use_tqdm=False,
-            )
-        plain = times[(policy, batch)]
-        rows[batch] = {
-            "policy_ms": min(plain) * 1e3,
-            "copy_ms": min(times[(copy, batch)]) * 1e3,
-            "policy_ms_median": median(plain) * 1e3,
-            "copy_ms_median": median(times[(copy, batch)]) * 1e3,
-            "verify_ms": min(times[(verify, batch * (FIXED + 1))]) * 1e3,
-        }
-    refreshed = min(drafter.model_source.refresh(None) for _ in range(3))
-    return {
-        "batches": rows,
-        "requantise_s": refreshed,
-        "drafter_bytes": drafter.model_source.copy.nbytes,
-        "policy_bytes": sum(p.nbytes for p in runner.model.parameters()),
-    }
-
-
 def base(results: dict[str, Any]) -> str:
     """The arm that the others are compared with."""
     return next((arm for arm in ("stock", "off") if arm in results), next(iter(results)))
-
-
-def show_modes(results: dict[str, Any]) -> Table:
-    table = Table(title=f"Rollout time of {base(results)}, fastest of the repeats")
-    for name in (
-        "context",
-        "batch",
-        "epoch",
-        "arm",
-        "rollout s",
-        f"of {base(results)}",
-        "acceptance length",
-        "tokens/forward",
-        "drafted",
-        "tokens",
-        "longest",
-        "same tokens",
-    ):
-        table.add_column(name, justify="left" if name == "arm" else "right")
-    for cell in next(iter(results.values()))["cells"]:
-        for arm, result in results.items():
-            f, off = result["cells"][cell], results[base(results)]["cells"][cell]
-            table.add_row(
-                *cell.split("/"),
-                arm,
-                f"{f['rollout_s']:.2f}",
-                f"{f['rollout_s'] / off['rollout_s']:.3f}",
-                f"{f['acceptance_length']:.2f}",
-                f"{f['tokens_per_forward']:.2f}",
-                f"{f['drafted_forwards']:.2f}",
-                *map(str, f["response_tokens"]),
-                "yes" if f["tokens_hash"] == off["tokens_hash"] else "no",
-            )
-    return table
 
 
 def markdown(results: dict[str, Any]) -> str:
@@ -471,32 +305,12 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def show_steps(results: dict[str, Any]) -> Table:
-    table = Table(title="Decode step, fastest: the policy, the copy, verification of 5 tokens a request")
-    for name in ("weights", "batch", "policy ms", "copy ms", "copy/policy", "verify/policy", "requantise s"):
-        table.add_column(name, justify="right")
-    for weights, result in results.items():
-        for batch, f in result["batches"].items():
-            table.add_row(
-                weights,
-                batch,
-                f"{f['policy_ms']:.1f}",
-                f"{f['copy_ms']:.1f}",
-                f"{f['copy_ms'] / f['policy_ms']:.2f}",
-                f"{f['verify_ms'] / f['policy_ms']:.2f}",
-                f"{result['requantise_s']:.2f}",
-            )
-    return table
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["modes", "steps", "child"])
-    parser.add_argument("policy", type=Path, nargs="?")
+    parser.add_argument("policy", type=Path, help="`child`: an engine of the benchmark's")
     parser.add_argument(
         "--arms", nargs="+", default=["off", "self:int4", "self:int8", "history", "history+self", "ngram"]
     )
-    parser.add_argument("--weights", nargs="+", default=["int4", "int8"])
     parser.add_argument("--contexts", nargs="+", type=int, default=[256], help="tokens of a prompt at least")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 2, 4])
     parser.add_argument("--samples", type=int, default=4, help="of each problem")
@@ -505,7 +319,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="visits of each problem; the first finds no history")
     parser.add_argument("--repeats", type=int, default=2, help="each with problems of its own")
     parser.add_argument("--prefix-caching", action="store_true", help="samples of a problem read its prompt once")
-    parser.add_argument("--fixed", action="store_true", help="drafts of fixed length as well, for the policy copy")
     parser.add_argument("--forced", action="store_true", help="lengths of responses as behind a long context")
     parser.add_argument("--threads", type=int, default=1, help="more than one needs a machine with nobody else on it")
     parser.add_argument("--dtype", default="bfloat16")
@@ -513,44 +326,20 @@ def main() -> None:
     parser.add_argument("--eagle", type=Path, help="checkpoint of the arm eagle3")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if args.what == "child":
+    if args.policy == Path("child"):
         child()
         os._exit(0)
-    names = (
-        "what",
-        "dtype",
-        "contexts",
-        "batches",
-        "samples",
-        "least",
-        "tokens",
-        "epochs",
-        "threads",
-        "repeats",
-        "fixed",
-        "forced",
-        "prefix_caching",
-    )
-    common = {"policy": str(args.policy), **{name: getattr(args, name) for name in names}}
-    if args.what == "modes":
-        jobs = {arm: block(arm, args) for arm in args.arms}
-    else:
-        jobs = {weights: block(f"self:{weights}", args) for weights in args.weights}
-    if args.policy is None:
-        common["policy"] = tempfile.mkdtemp()
-        (Path(common["policy"]) / "config.json").write_text(json.dumps(QWEN3))
-    children = {
-        name: Child({**common, "das": das, "never": name.endswith((":idle", ":looks"))}) for name, das in jobs.items()
-    }
-    results = {name: children[name].next() for name in jobs}  # one engine starts after the other
-    if args.what == "modes":
-        take_turns(children, results, args)
+    common = {name: value for name, value in vars(args).items() if name not in ("arms", "draft", "eagle", "out")}
+    jobs = {arm: common | {"policy": str(args.policy), "das": block(arm, args)} for arm in args.arms}
+    for arm, job in jobs.items():
+        job["never"] = arm.endswith((":idle", ":looks"))
+    children = {arm: Child(job) for arm, job in jobs.items()}
+    results = {arm: children[arm].next() for arm in jobs}  # one engine starts after the other
+    take_turns(children, results, args)
     if args.out:
-        content = {"provenance": provenance(), "results": results}
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
-        if args.what == "modes":
-            args.out.with_suffix(".md").write_text(markdown(results))
-    Console(width=140).print((show_modes if args.what == "modes" else show_steps)(results))
+        save(args.out, {"provenance": provenance(), "results": results})
+        args.out.with_suffix(".md").write_text(markdown(results))
+    print(markdown(results))
 
 
 def take_turns(children: dict[str, Child], results: dict[str, Any], args: argparse.Namespace) -> None:
@@ -570,9 +359,6 @@ def take_turns(children: dict[str, Child], results: dict[str, Any], args: argpar
             seconds = {"all_rollout_s": [round(f["rollout_s"], 3) for f in found]}
             fastest = min(found, key=lambda f: float(f["rollout_s"]))
             results[arm]["cells"][f"{context}/{batch}/{epoch + 1}"] = fastest | seconds
-        for arm in children:
-            if arm.startswith("self") and args.fixed and batch <= 4:
-                results[arm].setdefault("fixed", {})[f"{context}/{batch}"] = children[arm].next()
 
 
 if __name__ == "__main__":

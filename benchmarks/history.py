@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 import numpy as np
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import WINDOW
@@ -290,7 +290,7 @@ def main(traces: Path, problems: int, tokens: int, parent: Path | None, target: 
     click.echo(written_table)
     if target:
         target.with_suffix(".md").write_text(written_table)
-        target.write_text(json.dumps(figures, indent=1) + "\n")
+        save(target, figures)
 
 
 if __name__ == "__main__":

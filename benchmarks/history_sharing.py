@@ -1,4 +1,4 @@
-"""Measure what a node's history costs: resident bytes by the number of engines that map it, and the wait in a sync.
+"""Measure what a node's history costs: resident bytes by the number of engines that map it.
 
 Engines are processes that attach the directory and look every problem up once; the writer is the node's service, called
 in this process. Proportional set sizes divide each page among the processes that map it, so that they can be added up.
@@ -7,12 +7,8 @@ The files lie in memory once, and the writer maps them from the start; all beyon
 
 from __future__ import annotations
 
-import json
 import multiprocessing
-import statistics
 import tempfile
-import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 import ray
-from provenance import provenance
+from provenance import provenance, save, written
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
@@ -103,50 +99,24 @@ def resident(history: NodeHistory, problems: int, engines: int) -> int:
     return added + sum(file.stat().st_blocks * 512 for file in history.writer.store.directory.iterdir())
 
 
-def syncs(history: NodeHistory, version: int, count: int) -> Iterator[float]:
-    """Seconds from a weight sync's question to the mapped history, each after a step of training."""
-    for i in range(count + 1):
-        arrive(history, step(version + i, np.random.default_rng(version + i)))
-        time.sleep(1.0)  # what follows the end of a step's rollouts: the training
-        begin = time.perf_counter()
-        published, _ = history.sync(version + i + 1, 0, ())
-        if not i:
-            index = SuffixIndex.attach(published[0])
-        index.refresh(published[1])
-        if i:
-            yield time.perf_counter() - begin
-
-
 @click.command()
 @click.option("--tokens", default=10_000_000, show_default=True, help="in the history")
-@click.option("--rounds", default=10, show_default=True, help="weight syncs of each arm")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="JSON file for the result")
-def main(tokens: int, rounds: int, out: Path | None) -> None:
+def main(tokens: int, out: Path | None) -> None:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     keep = ledger()
-    result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="das-benchmark-") as root:
-        (large, version), (small, _) = filled(tokens, root), filled(0, root)
-        figures = large.figures()
-        history_bytes = {k: resident(large, version * PROBLEMS_A_STEP, k) for k in (1, 4)}
-        result["history"] = {k: figures[k] for k in ("tokens", "problems", "bytes")}
-        result["resident_bytes"] = {
-            **{f"{k}_engines": v for k, v in history_bytes.items()},
-            "ratio": history_bytes[4] / history_bytes[1],
-        }
-        pairs = zip(syncs(large, version, rounds), syncs(small, 0, rounds), strict=True)
-        seconds = dict(zip(("with", "without"), zip(*pairs, strict=True), strict=True))
-        result["sync_ms"] = {
-            name: {"median": 1e3 * statistics.median(s), "max": 1e3 * max(s)} for name, s in seconds.items()
-        }
-        result["sync_ms"]["difference"] = result["sync_ms"]["with"]["median"] - result["sync_ms"]["without"]["median"]
-        result["tokens_per_sync"] = PROBLEMS_A_STEP * SAMPLES * TOKENS
+        history, version = filled(tokens, root)
+        figures = history.figures()
+        taken = {engines: resident(history, version * PROBLEMS_A_STEP, engines) for engines in (1, 4)}
+    result: dict[str, Any] = {"history": {name: figures[name] for name in ("tokens", "problems", "bytes")}}
+    result["resident_bytes"] = {f"{n}_engines": size for n, size in taken.items()} | {"ratio": taken[4] / taken[1]}
     del keep
     ray.shutdown()
-    text = json.dumps({**result, "provenance": provenance()}, indent=1)
-    click.echo(text)
+    result["provenance"] = provenance()
+    click.echo(written(result))
     if out:
-        out.write_text(text + "\n")
+        save(out, result)
 
 
 if __name__ == "__main__":

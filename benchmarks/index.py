@@ -5,7 +5,6 @@ python benchmarks/index.py --traces DIR --against arctic --against plain --again
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -17,7 +16,7 @@ import click
 import numpy as np
 from index_drafters import ENGINES, Ceiling, Engine, Ours
 from index_workload import SETTINGS, Group, batches, groups, synthetic
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
@@ -334,7 +333,7 @@ def main(
     click.echo(written)
     if target:
         target.with_suffix(".md").write_text(written)
-        target.write_text(json.dumps(figures, indent=1) + "\n")
+        save(target, figures)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 import click
 import numpy as np
 import psutil
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.cpu.environment import cpu_env
 
@@ -86,7 +86,7 @@ def throughput(count: int, out: Path) -> None:
         ratio = arms["history"]["tokens_per_s_second_half"] / arms["off"]["tokens_per_s_second_half"]
         result["pipelines"][pipeline] = {"ratio_second_half": ratio, "arms": arms}
         click.echo(f"{pipeline}: {ratio:.2f} x off; {arms['history']['acceptance_by_age']}")
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        save(out, result)
 
 
 @main.command()
@@ -134,7 +134,7 @@ def soak(count: int, out: Path) -> None:
         "memory": growth,
         "largest_growth_mib": max(g["last_mib"] - g["warm_mib"] for g in growth.values()),
     }
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    save(out, result)
     click.echo({name: value for name, value in result.items() if name not in ("memory", "provenance")})
 
 

@@ -1,7 +1,8 @@
-"""The provenance of every result in results/: command, versions, hardware, revision."""
+"""Write the files of results/: one row a line, with command, versions, hardware and revision."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -11,8 +12,27 @@ from typing import Any
 from das_adapter.tools.machine import hardware
 
 
+def save(path: Path, content: Any) -> None:
+    """Write a result file."""
+    path.write_text(written(content) + "\n")
+
+
+def written(value: Any, indent: int = 0) -> str:
+    """Return a value as JSON, one row a line: what fits into a line, or holds nothing but plain values and lists."""
+    plain, inner = json.dumps(value), "\n" + " " * (indent + 1)
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    nested = (dict, list) if isinstance(value, list) or len(plain) > 1000 else dict
+    if len(plain) + indent <= 120 or not any(isinstance(part, nested) for part in parts):
+        return plain
+    texts = [written(part, indent + 1) for part in parts]
+    if isinstance(value, list):
+        return "[" + inner + ("," + inner).join(texts) + inner[:-1] + "]"
+    rows = [f"{json.dumps(str(name))}: {text}" for name, text in zip(value, texts, strict=True)]
+    return "{" + inner + ("," + inner).join(rows) + inner[:-1] + "}"
+
+
 def provenance() -> dict[str, Any]:
-    """Of the process that calls it."""
+    """Return what made the result: this process."""
     return {
         "command": " ".join(["python", *_arguments()]),
         "versions": {name: _version(name) for name in ("das-adapter", "vllm", "torch", "numpy", "arctic-inference")},

@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 import yaml
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.sim.config import parse
 from das_adapter.sim.pipeline import Run
@@ -133,11 +133,8 @@ class Figure:
                 {"name": case["name"], "simulated": found, "band": [min([found, *others]), max([found, *others])]}
             )
             print(self.name, case["published"], cases[-1], flush=True)
-        inputs = [
-            {k: v for k, v in one.items() if k != "find"} | {"value": _plain(middle[one["key"]])}
-            for one in self.inputs.values()
-        ]
-        return {"inputs": inputs, "cases": cases}
+        inputs = [one | {"value": _plain(middle[one["key"]])} for one in self.inputs.values()]
+        return {"inputs": list(map(simulated, inputs)), "cases": cases}
 
     def graded(self, result: dict[str, Any]) -> dict[str, Any]:
         """Return what `check` found, held against the published values."""
@@ -165,11 +162,15 @@ class Figure:
             rows.append(row | {"error": error, "grade": "fitted to" if own else (best if right else "not")})
         about = {key: self.content.get(key) for key in ("title", "source", "decides", "revised", "best_of")}
         then = {one["key"]: one for one in result["inputs"]}
-        now = {key: one | {"value": _plain(one["value"])} for key, one in self.inputs.items() if "find" not in one}
-        changed = [key for key, one in now.items() if one != then.get(key)]
+        now = {key: simulated(one) for key, one in self.inputs.items()}
+        changed = [
+            key for key, one in now.items() if "find" not in self.inputs[key] and one != simulated(then.get(key, {}))
+        ]
+        said = [{name: one[name] for name in ("mark", "source")} for one in self.inputs.values()]
         return {
             **result,
             **about,
+            "inputs": [then.get(key, now[key]) | said for key, said in zip(now, said, strict=True)],
             "tolerance": tolerance,
             "cases": rows,
             "pairs_in_order": self.in_order(rows),
@@ -188,6 +189,17 @@ class Figure:
             if kinds[0] == kinds[1] and change + a["published"] < 0.97 * (change + b["published"]):
                 right, of = right + (a["simulated"] < b["simulated"]), of + 1
         return [right, of]
+
+
+def simulated(one: dict[str, Any]) -> dict[str, Any]:
+    """Return what the simulation knows of an input; the rest is said in the figure's file."""
+    return {name: _plain(value) for name, value in one.items() if name in ("key", "value", "band")}
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write the results without what the figures' files say of their inputs."""
+    figures = {name: one | {"inputs": list(map(simulated, one["inputs"]))} for name, one in result["figures"].items()}
+    save(path, result | {"figures": figures})
 
 
 def _plain(value: Any) -> Any:
@@ -276,9 +288,9 @@ def main() -> None:
         begun = {"provenance": provenance()}  # of the code that is loaded, whatever is checked out meanwhile
         result["figures"][path.stem] = figure.graded(figure.check()) | begun
         result["figures"] = dict(sorted(result["figures"].items()))
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(args.out, result)
     keep_the_best(result["figures"])
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(args.out, result)
     args.out.with_suffix(".md").write_text(markdown(result))
 
 

@@ -9,21 +9,18 @@ caches do not hold them; the fastest of the repeats counts. Milliseconds per lay
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import vllm._custom_ops as ops
+from provenance import provenance, save
 from rich.console import Console
 from rich.table import Table
 from vllm.platforms import current_platform
 
 from das_adapter.engine.v1.quantised import quantised
-from das_adapter.tools.machine import processor
 
 current_platform.import_kernels()
 
@@ -138,28 +135,10 @@ def main() -> None:
             table.add_row(name, *(f"{t:.2f}" for t in times))
         Console(width=100).print(table)
     if args.out:
-        flags = [
-            f for f in ("avx2", "avx512_vnni", "avx512_bf16", "amx_int8") if f in Path("/proc/cpuinfo").read_text()
-        ]
-        args.out.write_text(
-            json.dumps(
-                {
-                    "command": "python benchmarks/quantised_kernels.py",
-                    "tokens": TOKENS,
-                    "layer": SHAPES,
-                    "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch")},
-                    "hardware": {
-                        "cpu": processor(),
-                        "flags": flags,
-                        "cores": os.cpu_count(),
-                        "threads": torch.get_num_threads(),
-                    },
-                    "ms_per_layer": results,
-                },
-                indent=1,
-            )
-            + "\n"
-        )
+        known = Path("/proc/cpuinfo").read_text().split()
+        flags = [flag for flag in ("avx2", "avx512_vnni", "avx512_bf16", "amx_int8") if flag in known]
+        made = provenance() | {"flags": flags, "threads": torch.get_num_threads()}
+        save(args.out, {"provenance": made, "tokens": TOKENS, "layer": SHAPES, "ms_per_layer": results})
 
 
 if __name__ == "__main__":

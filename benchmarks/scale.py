@@ -5,25 +5,21 @@ python benchmarks/scale.py --json FILE.json --md FILE.md
 
 from __future__ import annotations
 
-import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
 import numpy as np
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.core.length import RESPONSE, LengthLog, LengthModel
 from das_adapter.core.returns import Returns
 
-BEFORE = "b5c5878"
 WINDOW, GROUP = 16, 8
 LONGEST = 32768
 
@@ -49,33 +45,16 @@ def lengths(rng: np.random.Generator, version: int, problems: int) -> np.ndarray
     return rows
 
 
-def before() -> ModuleType:
-    """Return `core/length.py` of the revision `BEFORE`."""
-    found = subprocess.run(
-        ["git", "show", f"{BEFORE}:das_adapter/core/length.py"],
-        capture_output=True,
-        check=True,
-        text=True,
-        cwd=Path(__file__).parent,
-    )
-    module = ModuleType("length_before")
-    exec(compile(found.stdout, "length_before.py", "exec"), module.__dict__)
-    return module
-
-
 def predict(steps: int, problems: int, repeats: int) -> dict[str, Any]:
     """Measure the predictions over `steps` x `problems` problems, and what the arrival of a step's lengths costs."""
     rng = np.random.default_rng(0)
     rows = [lengths(rng, version, problems) for version in range(steps)]
-    log, old = LengthLog(WINDOW), before().LengthLog(WINDOW)
+    log = LengthLog(WINDOW)
     added = [timed(lambda step=step: [log.add(some) for some in np.array_split(step, 32)]) for step in rows]  # type: ignore[misc]
-    for step in rows:
-        old.add(map(tuple, step.tolist()))
     return {
         "responses": steps * problems * GROUP,
         "problems": steps * problems,
         "predictions": spread([timed(log.predictions) for _ in range(repeats)]),
-        "predictions_before": spread([timed(old.predictions) for _ in range(repeats)]),
         "arrival_of_a_step": spread(added),
     }
 
@@ -102,7 +81,7 @@ class Engine:
         self.model.refit()
 
 
-def sync(problems: int, tokens: int, known: int, syncs: int, ahead: bool) -> dict[str, Any]:
+def sync(problems: int, tokens: int, known: int, syncs: int) -> dict[str, Any]:
     """Measure the weight sync of a node: what publishing takes, and what one rank of an engine takes after it.
 
     Args:
@@ -110,7 +89,6 @@ def sync(problems: int, tokens: int, known: int, syncs: int, ahead: bool) -> dic
         tokens: of a rollout.
         known: problems that the history has before, with little text each.
         syncs: how many are measured.
-        ahead: whether text is sealed as it arrives.
     """
     rng = np.random.default_rng(0)
     published, mapped = [], []
@@ -124,10 +102,8 @@ def sync(problems: int, tokens: int, known: int, syncs: int, ahead: bool) -> dic
             for problem in np.unique(rows["problem"]).tolist():
                 for text in texts(rng, tokens):
                     store.add(problem, text, version)
-                if ahead:
-                    store.seal_ahead(WINDOW)
-            if ahead:
-                store.settle()
+                store.seal_ahead(WINDOW)
+            store.settle()
             published.append(timed(lambda: store.seal(WINDOW)))
             generation = store.generation
             mapped.append(timed(lambda: engine.refresh(generation, rows)))  # noqa: B023
@@ -145,35 +121,17 @@ def sync(problems: int, tokens: int, known: int, syncs: int, ahead: bool) -> dic
 
 def table(found: dict[str, Any]) -> str:
     """Write the results as a table."""
-    p, new, old = found["predictions"], found["weight_sync"], found["weight_sync_sealed_at_the_end"]
+    p, new = found["predictions"], found["weight_sync"]
     rows = [
-        (
-            "predictions for {responses:,} responses of {problems:,} problems".format(**p),
-            p["predictions_before"],
-            p["predictions"],
-        ),
+        ("predictions for {responses:,} responses of {problems:,} problems".format(**p), p["predictions"]),
         (
             "publishing {rollouts:,} rollouts of {tokens:,} tokens, {problems_before:,} problems before".format(**new),
-            old["publish"],
             new["publish"],
         ),
-        ("one rank's refresh after it", old["refresh"], new["refresh"]),
+        ("one rank's refresh after it", new["refresh"]),
     ]
-    return (
-        "\n".join(
-            [
-                "| processor time, ms (median, highest) | before | now |",
-                "|---|---|---|",
-                *(
-                    f"| {name} | {a['p50_ms']:.1f}, {a['max_ms']:.1f} | {b['p50_ms']:.1f}, {b['max_ms']:.1f} |"
-                    for name, a, b in rows
-                ),
-                "",
-                f"Before: predictions of revision {BEFORE}; publishing and refresh if all is sealed at the sync.",
-            ]
-        )
-        + "\n"
-    )
+    lines = [f"| {name} | {took['p50_ms']:.1f} | {took['max_ms']:.1f} |" for name, took in rows]
+    return "\n".join(["| processor time, ms | median | highest |", "|---|---|---|", *lines]) + "\n"
 
 
 @click.command()
@@ -187,10 +145,9 @@ def main(json_file: Path, md_file: Path, problems: int, tokens: int, known: int,
     """Measure, and write what was found."""
     found = {
         "predictions": predict(16, problems, 5),
-        "weight_sync": sync(problems, tokens, known, syncs, ahead=True),
-        "weight_sync_sealed_at_the_end": sync(problems, tokens, known, max(1, syncs // 3), ahead=False),
+        "weight_sync": sync(problems, tokens, known, syncs),
     }
-    json_file.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
+    save(json_file, found | {"provenance": provenance()})
     md_file.write_text(table(found))
     print(table(found))
 

@@ -9,7 +9,6 @@ those of processes that share its cores.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from typing import Any
 import click
 import numpy as np
 import ray
-from provenance import provenance
+from provenance import provenance, save
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -338,7 +337,7 @@ def main(
         "one_node": one_node(problems, tokens, steps, seconds),
         "eight_nodes": eight_nodes(problems, tokens, seconds, at_home),
     }
-    json_file.write_text(json.dumps(found | {"provenance": provenance()}, indent=1) + "\n")
+    save(json_file, found | {"provenance": provenance()})
     md_file.write_text(table(found))
     print(table(found))
 

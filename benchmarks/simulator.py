@@ -33,7 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.config import parse as parse_das
 from das_adapter.core.latency import StepModel, StepTimes
@@ -386,7 +386,7 @@ def main() -> None:
         result["summary"] = errors(result)
         print(result["summary"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    save(args.out, result)
 
 
 if __name__ == "__main__":

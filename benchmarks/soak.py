@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import json
 import os
 import random
 import resource
@@ -30,7 +29,7 @@ import click
 import numpy as np
 import psutil
 import ray
-from provenance import provenance
+from provenance import provenance, save
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -325,7 +324,7 @@ def main(steps: int, every: int, out: Path) -> None:
             )
             if fault and len(done) >= 4:
                 result = summary(done)
-                out.write_text(json.dumps(result, indent=1) + "\n")
+                save(out, result)
                 click.echo(
                     {name: result[name] for name in ("steps", "steps_whose_tokens_differ", "largest_growth_mib")}
                 )

@@ -10,73 +10,37 @@ on any machine.
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
-from provenance import provenance
+from provenance import provenance, save
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "contract"))
 import v2_cpu
-from test_losslessness import prompts
+from jobs import Request, Round, engines
+from requested import ALWAYS, prompts
 
-CONTRACT = Path(v2_cpu.__file__).parent
 SAMPLES, SLOTS = 4, 16
 SMALL = {"drafter": "history", "history": {"device_bytes": "8MiB"}}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "every draft": {"das": {**SMALL, "budget": "unlimited", "speculate": "always"}},
+    "every draft": {"das": {**SMALL, **ALWAYS}},
     "controller": {"das": SMALL, "sabotage": "slow policy"},
 }
 """Without the controller; and with it, where it is told that a step takes the same time whatever it carries."""
 RUNNERS = {"V1": {"VLLM_USE_V2_MODEL_RUNNER": "0"}, "V2": v2_cpu.ENV}
 
 
-def rounds(count: int, visits: int, tokens: int) -> list[dict[str, Any]]:
+def rounds(count: int, visits: int, tokens: int) -> list[Round]:
     """Groups of samples for each of the problems, visit after visit."""
-    asked = [prompt for prompt in prompts(-(-count // SAMPLES)) for _ in range(SAMPLES)][:count]
-    return [
-        {
-            "requests": [
-                {
-                    "prompt": prompt,
-                    "params": {
-                        "temperature": 1.0,
-                        "max_tokens": tokens,
-                        "extra_args": {"das_problem": i // SAMPLES, "das_seed": 100_000 * visit + i},
-                    },
-                }
-                for i, prompt in enumerate(asked)
-            ],
-            "refresh": visit,
-            "brief": True,
-        }
-        for visit in range(1, visits + 1)
-    ]
+    asked = [Request(p, {"temperature": 1.0, "max_tokens": tokens}) for p in prompts(-(-count // SAMPLES))]
 
+    def labelled(visit: int, i: int) -> Request:
+        return asked[i // SAMPLES].labelled(das_problem=i // SAMPLES, das_seed=100_000 * visit + i)
 
-def run(jobs: list[dict[str, Any]], environment: dict[str, str]) -> list[list[dict[str, Any]]]:
-    """Run jobs of tests/contract/engine.py, and return what each gave."""
-    with tempfile.TemporaryDirectory() as directory:
-        log = Path(directory) / "log"
-        lines = "".join(json.dumps({**job, "log": str(log)}) + "\n" for job in jobs)
-        done = subprocess.run(
-            [sys.executable, CONTRACT / "engine.py"],
-            input=lines,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-            env={**os.environ, **environment},
-            stderr=subprocess.DEVNULL,
-        )
-        found = [line for line in done.stdout.splitlines() if line.startswith(("RESULT ", "FAILED "))]
-        if len(found) < len(jobs) or any(line.startswith("FAILED") for line in found):
-            raise click.ClickException(f"an engine failed: {log.read_text()[-4000:]}")
-        return [json.loads(line.removeprefix("RESULT ")) for line in found]
+    return [Round([labelled(v, i) for i in range(count)], refresh=v, brief=True) for v in range(1, visits + 1)]
 
 
 def figures(visits: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -119,8 +83,11 @@ def main(newest: Path, count: int, visits: int, tokens: int, out: Path | None) -
     path = str(newest.resolve())
     build = {"PYTHONPATH": path, "VLLM_CACHE_ROOT": f"{path}/.cache"}
     asked = rounds(count, visits, tokens)
-    jobs = [{**setting, "rounds": asked, "engine": {"max_num_seqs": SLOTS}} for setting in SETTINGS.values()]
-    arms = {name: run(jobs, build | environment) for name, environment in RUNNERS.items()}
+    arms = {}
+    for name, environment in RUNNERS.items():
+        with tempfile.TemporaryDirectory() as logs, engines(build | environment, Path(logs)) as run:
+            settings = SETTINGS.values()
+            arms[name] = [run(**setting, rounds=asked, engine={"max_num_seqs": SLOTS}) for setting in settings]
     result = {
         setting: compare({name: of[i] for name, of in arms.items()}) | {"settings": SETTINGS[setting]}
         for i, setting in enumerate(SETTINGS)
@@ -134,7 +101,7 @@ def main(newest: Path, count: int, visits: int, tokens: int, out: Path | None) -
             d.version for d in importlib.metadata.distributions(path=[path]) if d.metadata["Name"].startswith("vllm")
         )
         work = {"requests": count, "visits": visits, "tokens": tokens, "samples": SAMPLES, "slots": SLOTS}
-        out.write_text(json.dumps({"provenance": made, "work": work, "settings": result}, indent=1) + "\n")
+        save(out, {"provenance": made, "work": work, "settings": result})
 
 
 if __name__ == "__main__":

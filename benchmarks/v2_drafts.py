@@ -20,7 +20,7 @@ import torch
 from index import accepted
 from index_drafters import Ours
 from index_workload import SETTINGS, groups
-from provenance import provenance
+from provenance import provenance, save
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.values import Int32
@@ -144,7 +144,7 @@ def main(traces: Path, most: int, longest: int, settings: tuple[str, ...], out: 
             click.echo(f"{file.stem} {setting}: {json.dumps(figures)}")
     if out:
         made = provenance()
-        out.write_text(json.dumps({"provenance": made, "work": work}, indent=1) + "\n")
+        save(out, {"provenance": made, "work": work})
         out.with_suffix(".md").write_text(table(made, work))
 
 

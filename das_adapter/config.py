@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from das_adapter.config_errors import either, message, retired
+from das_adapter.config_errors import check_effects, message, retired, wrong
 from das_adapter.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
-_NEURAL_HISTORY = ("history+eagle3", "history+mtp", "history+draft_model")
-_HISTORY = ("history", "history+self", *_NEURAL_HISTORY)
+_WithHistory = Literal["history+eagle3", "history+mtp", "history+draft_model"]
+Drafter = Literal["none", "history", "self", "history+self", "eagle3", "mtp", "draft_model", _WithHistory, "ngram"]
+_HISTORY = ("history", "history+self", *get_args(_WithHistory))
 _COPY = ("self", "history+self")
-_NEURAL = ("eagle3", "mtp", "draft_model", *_NEURAL_HISTORY)
-_BLOCKS = ("dflash", "dspark")
+_NEURAL = ("eagle3", "mtp", "draft_model", *get_args(_WithHistory))
 MOST_BY_MODEL = 16
 """Most draft tokens of a model: each takes a pass of it, and the sixteenth is hardly ever accepted."""
 
@@ -40,7 +39,7 @@ def _read_size(size: Any) -> Any:
 def _refuse_drafter(drafter: Any) -> Any:
     if drafter is None or drafter is False:
         raise ValueError("to turn das-adapter off, write `drafter: none`")
-    if drafter in _BLOCKS:
+    if drafter in ("dflash", "dspark"):
         raise ValueError(
             "which drafts whole blocks, in every step, so that nothing is left to decide: name it in vLLM's own "
             "speculative_config (vLLM 0.24 has 'dflash', 0.27 'dspark' too), and write `drafter: none`"
@@ -56,19 +55,6 @@ def _read_speculate(when: Any) -> Any:
     raise ValueError(f"allowed: 'auto', 'always', or a number of running requests, 1 or more{hint}")
 
 
-Drafter = Literal[
-    "none",
-    "history",
-    "self",
-    "history+self",
-    "eagle3",
-    "mtp",
-    "draft_model",
-    "history+eagle3",
-    "history+mtp",
-    "history+draft_model",
-    "ngram",
-]
 Budget = Literal["optimal", "das", "uniform", "unlimited"]
 Speculate = Literal["auto", "always"] | int
 Size = Annotated[int, BeforeValidator(_read_size)]
@@ -171,7 +157,7 @@ class DasConfig(_Block):
     """File of `das-adapter calibrate` to start from, which also says what a step of stock vLLM takes. None: the first
     decode steps are the calibration, and those in which no drafter is asked stand for stock's."""
     log_dir: UserPath | None = None
-    """Directory into which every engine writes its decisions, which `das-adapter report` plots. None: they are not
+    """Directory into which every engine writes its decisions, which `das-adapter report` shows. None: they are not
     written."""
     history: HistoryConfig = HistoryConfig()
     self: SelfConfig = SelfConfig()
@@ -237,11 +223,6 @@ class DasConfig(_Block):
         """Whether tokens are sampled with keyed noise."""
         return self.verify.noise == "keyed" or (self.verify.noise is None and self.drafter != "none")
 
-    @property
-    def active(self) -> bool:
-        """False: the host must behave as if das-adapter were not installed."""
-        return self.drafter != "none" or self.keyed
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers that `parse` reads back to an equal config: the values that are not the default."""
         return self.model_dump(mode="json", exclude_defaults=True)
@@ -250,7 +231,7 @@ class DasConfig(_Block):
 NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history": {"drafter": _HISTORY},
     "history.max_bytes": {"history.scope": ("problem", "global")},
-    "history.device_bytes": {"drafter": ("history", *_NEURAL_HISTORY), "history.scope": ("problem", "global")},
+    "history.device_bytes": {"drafter": ("history", *get_args(_WithHistory)), "history.scope": ("problem", "global")},
     "history.load": {"history.scope": ("problem", "global")},
     "self": {"drafter": _COPY},
     "draft": {"drafter": _NEURAL},
@@ -266,10 +247,7 @@ LOSSY = {"rejection_sample_method": ("standard", "block")}
 
 
 def parse(block: Any) -> DasConfig | None:
-    """Read a `das:` block.
-
-    Args:
-        block: None (no block), a mapping (an OmegaConf node too) or a `DasConfig`.
+    """Read a `das:` block: None, a mapping (an OmegaConf node too) or a `DasConfig`.
 
     Returns:
         The config; None when there is no block or when it leaves the host as it is (`drafter: none` without
@@ -281,27 +259,22 @@ def parse(block: Any) -> DasConfig | None:
     """
     if block is None:
         return None
-    plain = block if isinstance(block, DasConfig) else _plain(block)
+    plain = _plain(block)
     if isinstance(plain, dict) and (old := retired(plain)):
         raise ConfigError("\n".join(old))
     try:
-        config = plain if isinstance(plain, DasConfig) else DasConfig.model_validate(plain)
+        config = DasConfig.model_validate(plain)
     except ValidationError as error:
         raise ConfigError("\n".join(message(e, DasConfig) for e in error.errors())) from None
     if config.drafter != "none":
-        _check_effects(config)
+        check_effects(config, NEEDS)
         _check_draft(config)
-    return config if config.active else None
+    return config if config.drafter != "none" or config.keyed else None
 
 
 def read(source: str) -> Any:
-    """Read a `das:` block that an environment variable holds or names.
-
-    Args:
-        source: the block as JSON, or the path of a YAML or JSON file with the block, or with `das:` above it.
-
-    Returns:
-        What `parse` takes; None where `source` is empty.
+    """Read a block that an environment variable holds: JSON, or the path of a YAML file, in which `das:` may stand
+    above it; None where it is empty. `parse` takes the answer.
 
     Raises:
         ConfigError: no such file, or not readable as YAML.
@@ -325,11 +298,7 @@ def read(source: str) -> Any:
 
 
 def block_of(parent: Any, where: str) -> Any:
-    """Return the `das:` block in a node of a host's config, None where there is none.
-
-    Args:
-        parent: the node, or whatever stands in its place.
-        where: its full key.
+    """Return the `das:` block in a node of a host's config, None where there is none; `where`: the node's full key.
 
     Raises:
         ConfigError: the block is empty, or a key is probably meant to be `das`.
@@ -357,82 +326,45 @@ def check_files(config: DasConfig) -> None:
     """
     if config.drafter == "none":
         return
-    if (calibration := config.calibration) is not None:
+    if config.calibration is not None:
         try:
-            json.loads(Path(calibration).read_text())
+            json.loads(Path(config.calibration).read_text())
         except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"das.calibration: found {calibration!r}, expected a file that das-adapter calibrate wrote: {error}"
+            raise wrong(
+                "calibration", config.calibration, f"expected a file that das-adapter calibrate wrote: {error}"
             ) from None
-    if (load := config.history.load) is not None and not os.path.isdir(load):
-        raise ConfigError(f"das.history.load: found {load!r}, expected a directory that exists")
+    if config.history.load is not None and not os.path.isdir(config.history.load):
+        raise wrong("history.load", config.history.load, "expected a directory that exists")
     if config.log_dir is not None:
         path = Path(config.log_dir).absolute()
-        there = next(p for p in (path, *path.parents) if os.path.exists(p))
+        there = next(p for p in (path, *path.parents) if p.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"das.log_dir: found {config.log_dir!r}, expected a directory that can be written to; "
-                f"{str(there)!r} can't"
-            )
-
-
-def _check_effects(config: DasConfig) -> None:
-    for key, value in _given(config):
-        for setting, values in (NEEDS.get(key.partition(".")[0], {}) | NEEDS.get(key, {})).items():
-            found: Any = functools.reduce(getattr, setting.split("."), config)
-            if found not in values:
-                raise ConfigError(
-                    f"das.{key}={value!r} has an effect only with das.{setting}={either(values)} "
-                    f"(found {found!r}): remove it"
-                )
-
-
-def _given(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys that were set, with their values."""
-    for name in type(block).model_fields:
-        value = getattr(block, name)
-        if isinstance(value, BaseModel):
-            yield from _given(value, f"{prefix}{name}.")
-        elif name in block.model_fields_set:
-            yield f"{prefix}{name}", value
+            raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to; {str(there)!r} can't")
 
 
 def _check_draft(config: DasConfig) -> None:
+    drafter = f"das.drafter={config.drafter!r}"
     if config.method in ("eagle3", "draft_model") and config.draft.model is None:
-        raise ConfigError(f"das.draft.model: found None, das.drafter={config.drafter!r} needs the drafter's checkpoint")
-    models = config.copies_policy or config.neural
-    if models and config.model_tokens > MOST_BY_MODEL:
-        raise ConfigError(
-            f"das.max_draft_tokens: found {config.max_draft_tokens}, allowed with das.drafter={config.drafter!r}: "
-            f"1 to {MOST_BY_MODEL}"
-        )
-    if config.copies_policy and config.self.ladder is not None and config.self.ladder[-1] > config.model_tokens:
-        raise ConfigError(
-            f"das.self.ladder: found {config.self.ladder}, allowed with das.max_draft_tokens="
-            f"{json.dumps(config.max_draft_tokens)} and das.drafter={config.drafter!r}: at most {config.model_tokens}"
-        )
+        raise wrong("draft.model", None, f"{drafter} needs the drafter's checkpoint")
+    if (config.copies_policy or config.neural) and config.model_tokens > MOST_BY_MODEL:
+        raise wrong("max_draft_tokens", config.max_draft_tokens, f"allowed with {drafter}: 1 to {MOST_BY_MODEL}")
+    ladder = config.self.ladder
+    if config.copies_policy and ladder is not None and ladder[-1] > config.model_tokens:
+        tokens = f"das.max_draft_tokens={json.dumps(config.max_draft_tokens)}"
+        raise wrong("self.ladder", ladder, f"allowed with {tokens} and {drafter}: at most {config.model_tokens}")
+    always = "das.budget='unlimited' and das.speculate='always'"
     if config.in_every_step and config.log_dir is not None:
-        raise ConfigError(
-            f"das.log_dir: found {config.log_dir!r}, allowed: null, because nothing is decided with "
-            "das.budget='unlimited' and das.speculate='always'"
-        )
+        raise wrong("log_dir", config.log_dir, f"allowed: null, because nothing is decided with {always}")
     for key, value in config.draft.options.items():
+        refused = None
         if key in ("method", "model", "num_speculative_tokens"):
-            raise ConfigError(
-                f"das.draft.options.{key}: found {value!r}; das.drafter, das.draft.model and "
-                "das.max_draft_tokens set it: remove it"
-            )
-        if value and key in IN_EVERY_STEP and not config.in_every_step:
-            raise ConfigError(
-                f"das.draft.options.{key}: found {value!r}, allowed only with das.drafter="
-                f"{config.method!r}, das.budget='unlimited' and das.speculate='always': "
-                "remove it"
-            )
-        lossy = value not in LOSSY[key] if key in LOSSY else bool(re.search("synthetic|lenien|typical|posterior", key))
-        if lossy:
-            raise ConfigError(
-                f"das.draft.options.{key}: found {value!r}, with which tokens lose the policy's distribution: remove it"
-            )
+            refused = "which das.drafter, das.draft.model and das.max_draft_tokens set"
+        elif value and key in IN_EVERY_STEP and not config.in_every_step:
+            refused = f"allowed only with das.drafter={config.method!r}, {always}"
+        elif value not in LOSSY[key] if key in LOSSY else re.search("synthetic|lenien|typical|posterior", key):
+            refused = "with which tokens lose the policy's distribution"
+        if refused:
+            raise wrong(f"draft.options.{key}", value, f"{refused}: remove it")
 
 
 def _plain(node: Any) -> Any:

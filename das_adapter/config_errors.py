@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+from das_adapter.errors import ConfigError
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -89,6 +92,33 @@ def message(error: ErrorDetails, model: type[BaseModel]) -> str:
     return f"{key}: found {found!r} ({type(found).__name__}), expected {_EXPECTED.get(kind, error['msg'])}"
 
 
+def wrong(key: str, found: Any, allowed: str) -> ConfigError:
+    """Make the error of a key's value."""
+    return ConfigError(f"das.{key}: found {found!r}, {allowed}")
+
+
+def check_effects(config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[str | None]]]) -> None:
+    """Refuse a key that was set and has no effect; `needs`: see `config.NEEDS`."""
+    for key, value in _set_keys(config):
+        for setting, values in {**needs.get(key.partition(".")[0], {}), **needs.get(key, {})}.items():
+            found: Any = functools.reduce(getattr, setting.split("."), config)
+            if found not in values:
+                *most, last = (repr(value) for value in values if value is not None)
+                either = f"{', '.join(most)} or {last}" if most else last
+                raise ConfigError(
+                    f"das.{key}={value!r} has an effect only with das.{setting}={either} (found {found!r}): remove it"
+                )
+
+
+def _set_keys(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys that were set, with their values."""
+    for name, value in block:
+        if isinstance(value, BaseModel):
+            yield from _set_keys(value, f"{prefix}{name}.")
+        elif name in block.model_fields_set:
+            yield f"{prefix}{name}", value
+
+
 def bounds(field: FieldInfo) -> str:
     """Describe the range of a key's values, such as "1 to 128"; empty where it has none."""
     found = {name: getattr(m, name) for m in field.metadata for name in ("ge", "le") if hasattr(m, name)}
@@ -96,12 +126,6 @@ def bounds(field: FieldInfo) -> str:
         return ""
     high = "2^63 - 1" if found.get("le") == 2**63 - 1 else found.get("le")
     return f"{found['ge']} or more" if high is None else f"{found['ge']} to {high}"
-
-
-def either(values: Iterable[str | None]) -> str:
-    """List the values that a key may have."""
-    *most, last = (repr(value) for value in values if value is not None)
-    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _innermost(model: type[BaseModel], loc: Iterable[int | str]) -> type[BaseModel]:

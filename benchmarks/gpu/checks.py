@@ -82,15 +82,16 @@ def _compare(tiny: bool, drafters: list[str]) -> Found:
 
     if not tiny:
         os.environ.pop("TORCHDYNAMO_DISABLE")  # the engine sets it for CPUs
-    from test_losslessness import OFF, PLAIN, requests, two_rounds
+    from jobs import Job
+    from requested import OFF, PLAIN, requests, two_rounds
 
     rounds = two_rounds(requests(PLAIN))
     settings = {"enforce_eager": tiny, **({} if tiny else HALF)}
-    off, found = run({"das": OFF, "engine": settings, "rounds": rounds}), {}
+    off, found = run(Job(OFF, rounds, settings)), {}
     for name in drafters:
         ahead = name == "draft_model"
-        job = {"das": DRAFTERS[name], "engine": settings | ({"async_scheduling": True} if ahead else {})}
-        on = run({**job, "rounds": rounds, "asynchronous": ahead and tiny})
+        scheduled = {"async_scheduling": True} if ahead else {}
+        on = run(Job(DRAFTERS[name], rounds, settings | scheduled, asynchronous=ahead and tiny))
         found[name] = _difference(off, on)
     return found
 

@@ -17,49 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-_QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "max_position_embeddings": 32768,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "eos_token_id": 0,
-    "bos_token_id": 0,
-    "torch_dtype": "bfloat16",
-}
+
+def _qwen2(layers: int, hidden: int, inner: int, heads: int, kv: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    about = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6}
+    about |= {"max_position_embeddings": 32768, "rope_theta": 1e6, "eos_token_id": 0, "bos_token_id": 0}
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
+    attention = {"num_attention_heads": heads, "num_key_value_heads": kv}
+    return {"torch_dtype": "bfloat16", "tie_word_embeddings": True, **about, **sizes, **attention, **more}
+
+
 SHAPES: dict[str, dict[str, Any]] = {
-    "7b": _QWEN2
-    | {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152064,
-        "tie_word_embeddings": False,
-    },
-    "1.5b": _QWEN2
-    | {
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    },
-    "tiny": _QWEN2
-    | {
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "vocab_size": 997,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-    },
+    "7b": _qwen2(28, 3584, 18944, 28, 4, 152064, tie_word_embeddings=False),
+    "1.5b": _qwen2(28, 1536, 8960, 12, 2, 151936),
+    "tiny": _qwen2(2, 128, 128, 2, 1, 997, torch_dtype="float32"),
 }
 """Qwen2.5's; `tiny` only tests this program."""
 

@@ -60,34 +60,8 @@ LAST_S = 60.0
 """Seconds before its end in which a part begins no further figure."""
 
 
-def bars(name: str) -> tuple[Bar, ...]:
-    """Return what a part must show. Imports no vLLM."""
-    import checks
-    import copies
-    import device_index
-    import proposing
-    import replay
-    import sampling
-    import steps
-
-    found: dict[str, tuple[Bar, ...]] = {
-        "kernel": sampling.BARS,
-        "index": device_index.BARS,
-        "propose": proposing.BARS,
-        "gate": steps.GATE_BARS,
-        "replay": replay.BARS,
-        "trace": steps.TRACE_BARS,
-        "lossless": checks.LOSSLESS_BARS,
-        "copy": copies.BARS,
-        "robust": checks.ROBUST_BARS,
-        "ranks": checks.RANKS_BARS,
-        "sweep": steps.SWEEP_BARS,
-    }
-    return found[name]
-
-
-def part(name: str, plan: Plan, traces: Path | None, out: Path) -> Iterator[Found]:
-    """Measure one part; give what is known whenever more of it is."""
+def known() -> dict[str, tuple[tuple[Bar, ...], Callable[[Plan, Path | None, Path], Iterator[Found]]]]:
+    """Return what each part must show, and what measures it. Imports no vLLM."""
     import checks
     import copies
     import device_index
@@ -97,22 +71,31 @@ def part(name: str, plan: Plan, traces: Path | None, out: Path) -> Iterator[Foun
     import steps
     from engines import apart
 
+    return {
+        "kernel": (sampling.BARS, lambda plan, *_: iter([apart(plan, sampling.kernel, plan)])),
+        "index": (device_index.BARS, lambda plan, *_: iter([device_index.measure(plan)])),
+        "propose": (proposing.BARS, lambda plan, *_: iter([proposing.propose(plan)])),
+        "gate": (steps.GATE_BARS, lambda plan, *_: steps.gate(plan)),
+        "replay": (replay.BARS, lambda plan, traces, _: replay.replay(plan, traces)),
+        "trace": (steps.TRACE_BARS, lambda plan, *_: steps.trace(plan)),
+        "lossless": (checks.LOSSLESS_BARS, lambda plan, *_: checks.lossless(plan)),
+        "copy": (copies.BARS, lambda plan, *_: copies.copy(plan)),
+        "robust": (checks.ROBUST_BARS, lambda plan, *_: checks.robust(plan)),
+        "ranks": (checks.RANKS_BARS, lambda plan, *_: checks.ranks(plan)),
+        "sweep": (steps.SWEEP_BARS, lambda plan, _, out: iter([steps.sweep(plan, out)])),
+    }
+
+
+def bars(name: str) -> tuple[Bar, ...]:
+    """Return what a part must show."""
+    return known()[name][0]
+
+
+def part(name: str, plan: Plan, traces: Path | None, out: Path) -> Iterator[Found]:
+    """Measure one part; give what is known whenever more of it is."""
     if name not in WITHOUT_VLLM and not has_vllm():
         return iter([{"why": "vLLM is not installed"}])
-    parts: dict[str, Callable[[], Iterator[Found]]] = {
-        "kernel": lambda: iter([apart(plan, sampling.kernel, plan)]),
-        "index": lambda: iter([device_index.measure(plan)]),
-        "propose": lambda: iter([proposing.propose(plan)]),
-        "gate": lambda: steps.gate(plan),
-        "replay": lambda: replay.replay(plan, traces),
-        "trace": lambda: steps.trace(plan),
-        "lossless": lambda: checks.lossless(plan),
-        "copy": lambda: copies.copy(plan),
-        "robust": lambda: checks.robust(plan),
-        "ranks": lambda: checks.ranks(plan),
-        "sweep": lambda: iter([steps.sweep(plan, out)]),
-    }
-    return parts[name]()
+    return known()[name][1](plan, traces, out)
 
 
 def measure(name: str, plan: Plan, traces: Path | None, out: Path) -> None:
@@ -148,9 +131,10 @@ def path(name: str, plan: Plan, out: Path) -> Path:
 
 def write(name: str, plan: Plan, out: Path, content: Found) -> None:
     """Write down a part's figures."""
+    from provenance import save
+
     head = {key: content[key] for key in ("provenance",) if key in content}
-    text = json.dumps(head | {"part": name, "shape": plan.shape} | content, indent=2)
-    path(name, plan, out).write_text(text + "\n")
+    save(path(name, plan, out), head | {"part": name, "shape": plan.shape} | content)
 
 
 def judge(name: str, plan: Plan, out: Path) -> list[str]:

@@ -78,7 +78,7 @@ class DasVllmGeneration(VllmGeneration):
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
         plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, *self._homes())
-        result = super().generate(_Planned(data, plan), greedy=greedy)
+        result = super().generate(Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
     async def generate_async(
@@ -164,7 +164,7 @@ class DasVllmGeneration(VllmGeneration):
         return futures
 
 
-class _Planned(BatchedDataDict[Any]):
+class Planned(BatchedDataDict[Any]):
     """A batch that is distributed by a plan instead of in equal pieces."""
 
     def __init__(self, data: BatchedDataDict[Any], plan: list[list[int]]):

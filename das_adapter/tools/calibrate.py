@@ -302,7 +302,7 @@ def _judge(model: Callable[[int, int, int], float], samples: Sequence[Sample], h
 
 
 def write(out: Path, model: str, measured: Measured, result: dict[str, Any], command: str) -> None:
-    """Write the calibration with its provenance (`calibration` reads it), and a plot beside it."""
+    """Write the calibration with its provenance (`calibration` reads it)."""
     provenance = {
         "command": command,
         "model": model,
@@ -318,20 +318,3 @@ def write(out: Path, model: str, measured: Measured, result: dict[str, Any], com
         "pass_samples": [asdict(s) for s in measured.passes],
     }
     out.write_text(json.dumps(content, indent=2) + "\n")
-    _plot(out.with_suffix(".png"), measured.samples, StepModel.of(result["line"]))
-
-
-def _plot(path: Path, samples: Sequence[Sample], line: StepModel) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 5), layout="constrained")
-    axis = figure.subplots()
-    for held_out, marker in ((False, "o"), (True, "x")):
-        b, s, d, t = _columns([sample for sample in samples if sample.held_out == held_out])
-        predicted = line.seconds(b * (1 + d), b, d > 0, b * s)
-        axis.loglog(1e3 * t, 1e3 * predicted, marker, label="held out" if held_out else "fitted", markersize=4)
-    ends = [min(s.seconds for s in samples) * 900, max(s.seconds for s in samples) * 1100]
-    axis.loglog(ends, ends, color="grey", linewidth=1)
-    axis.set(xlabel="measured step time, ms", ylabel="predicted, ms")
-    axis.legend()
-    figure.savefig(path, dpi=150)

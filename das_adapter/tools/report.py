@@ -1,23 +1,32 @@
-"""`das-adapter report`: a run's decision logs as a page, plots and a summary."""
+"""`das-adapter report`: a run's decision logs as a summary and one page, which needs no network.
+
+The page is a static template, in which plotly draws the figures that are put into it as JSON.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from das_adapter import __version__
 from das_adapter.core.length import LengthClass
 from das_adapter.errors import DasError
 from das_adapter.protocol.decision_log import Rollout
 from das_adapter.sim import rollouts as dumps
-from das_adapter.tools import report_page, run_series
+from das_adapter.tools import run_series as series
+from das_adapter.tools.run_series import Alarm, Rate, TrainingStep
 
-BLUE, ORANGE, GREY, INK = "#2a6f97", "#e07b1a", "#c3c9d1", "#22303c"
-CLASSES = {LengthClass.SHORT: "#9ecae1", LengthClass.MEDIUM: "#4292c6", LengthClass.LONG: "#08519c"}
+MAX_BARS = 2000
+"""Maximum number of requests drawn, the last to end."""
+MAX_POINTS = 3000
+"""Maximum number of decode steps drawn where each is a point."""
+TEMPLATE = Path(__file__).with_name("report_page.html")
+COUNTED = ("rollout", "engine", "request")
 
 
 def summary(rollouts: list[Rollout], waits: Mapping[int, float] | None = None) -> dict[str, Any]:
@@ -51,94 +60,127 @@ def write(
     written: Sequence[dumps.Rollout] | None = None,
     waits: Mapping[int, float] | None = None,
 ) -> list[Path]:
-    """Write report.html, summary.json and the plots; those over time show one rollout, the last complete one if none
-    is named.
+    """Write report.html and summary.json.
 
     Args:
         rollouts: of the decision logs.
         out: directory; made if there is none.
-        version: the weight version that followed the rollout shown over time.
+        version: the weight version that followed the rollout shown over time; None: the last complete one.
         written: the rollouts' text, for the similarity of epochs; None: it is not known.
         waits: of `decision_log.read_waits`.
 
     Raises:
-        DasError: the version named is not in the logs, or a plotting package is missing.
+        DasError: the version named is not in the logs, or plotly is missing.
     """
-    if missing := [name for name in ("matplotlib", "plotly") if importlib.util.find_spec(name) is None]:
-        raise DasError(f"report: found no {' and no '.join(missing)}: pip install 'das-adapter[plot]'")
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise DasError("report: found no plotly: pip install 'das-adapter[plot]'") from None
     versions = sorted({r.version for r in rollouts})
     if version is None:
         version = versions[-1]
     if version not in versions:
         raise DasError(f"report: found no rollout before weight version {version}, allowed: {versions}")
-    shown = [r for r in rollouts if r.version == version]
+    figures, steps = summary(rollouts, waits), series.by_training_step(rollouts)
+    drawn = _figures(rollouts, [r for r in rollouts if r.version == version], steps, waits)
+    if written is not None:
+        similarity = series.similarity(written)
+        drawn["similarity"] = np.where(np.isnan(similarity), -1, 100 * similarity).tolist()
+    counts = (f"{figures[f'{name}s']:,} {name}{'s' * (figures[f'{name}s'] != 1)}" for name in COUNTED)
+    parts = {
+        "COUNTS": "{} of {}, {}; das-adapter {}.".format(*counts, __version__),
+        "TILES": "".join(
+            f'<div class="tile"><b>{html.escape(figure)}</b>{html.escape(meaning)}</div>'
+            for figure, meaning in _tiles(rollouts, steps, figures, waits)
+        ),
+        "ALARMS": _alarms(series.alarms(rollouts)),
+        "DATA": json.dumps({k: v for k, v in drawn.items() if v}, default=np.ndarray.tolist).replace("<", "\\u003c"),
+        "PLOTLY": get_plotlyjs(),
+    }
+    page = TEMPLATE.read_text(encoding="utf-8")
+    for name, part in parts.items():
+        page = page.replace(f"<!--{name}-->", part)
     out.mkdir(parents=True, exist_ok=True)
-    figures = summary(rollouts, waits)
-    (out / "summary.json").write_text(json.dumps(figures, indent=2) + "\n")
-    plots = {"timeline": _timeline, "steps": _steps, "acceptance": _acceptance, "latency": _latency}
-    similarity = None if written is None else run_series.similarity(written)
-    report_page.write(out / "report.html", rollouts, shown, figures, similarity, waits)
     files = [out / "report.html", out / "summary.json"]
-    for name, draw in plots.items():
-        files.append(out / f"{name}.png")
-        _figure(files[-1], draw, rollouts if name in ("acceptance", "latency") else shown)
+    files[0].write_text(page, encoding="utf-8")
+    files[1].write_text(json.dumps(figures, indent=2) + "\n")
     return files
 
 
-def _figure(path: Path, draw: Any, rollouts: list[Rollout]) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    draw(figure.subplots(), rollouts)
-    figure.savefig(path, dpi=150)
-
-
-def _timeline(axis: Any, rollouts: list[Rollout]) -> None:
-    """Draw a bar per request, the last to end on top: which requests form the tail, and what share was drafted."""
-    start = run_series.begin(rollouts)
-    for row, bar in enumerate(run_series.requests_of(rollouts)):
-        colour, width = CLASSES[LengthClass(bar.length_class)], bar.end - bar.begin
-        axis.barh(row, width, left=bar.begin - start, color=colour, alpha=0.35, height=0.9)
-        axis.barh(row, width * bar.accepted / max(1, bar.tokens), left=bar.begin - start, color=colour, height=0.9)
-    for kind, colour in CLASSES.items():
-        axis.barh(0, 0, color=colour, label=f"predicted {kind.name.lower()}")
-    axis.set(xlabel="seconds", ylabel="requests by end", title="Requests; filled: share of tokens from drafts")
-    axis.legend(loc="lower right")
-
-
-def _steps(axis: Any, rollouts: list[Rollout]) -> None:
-    """Draw the running requests and the draft tokens of decode steps over time."""
-    over = run_series.timeline(rollouts)
-    right, bins = axis.twinx(), {"width": np.diff(over.bins), "align": "edge"}
-    right.bar(over.bins[:-1], over.accepted, color=ORANGE, label="accepted", **bins)
-    right.bar(over.bins[:-1], over.rejected, bottom=over.accepted, color=GREY, label="rejected", **bins)
-    axis.step(over.at, over.running, where="post", color=BLUE)
-    axis.set(xlabel="seconds", title="Running requests, and draft tokens per decode step", zorder=2)
-    axis.patch.set_visible(False)
-    axis.set_ylabel("running requests", color=BLUE)
-    right.set_ylabel("draft tokens per decode step")
-    right.legend(loc="upper right")
-    axis.set_ylim(bottom=0)
-
-
-def _acceptance(axis: Any, rollouts: list[Rollout]) -> None:
-    """Draw the share of draft tokens accepted, by the length of the response so far."""
-    rates = run_series.by_length(rollouts)
-    axis.bar([rate.kind for rate in rates], [100 * rate.share for rate in rates], color=ORANGE)
-    axis.set(xlabel="tokens of the response so far, from", ylabel="draft tokens accepted, %", ylim=(0, 100))
-    axis.set_title("Acceptance by length so far")
+def _figures(
+    rollouts: list[Rollout],
+    shown: list[Rollout],
+    steps: Sequence[TrainingStep],
+    waits: Mapping[int, float] | None,
+) -> dict[str, Any]:
+    """Return the numbers that each figure draws, by its name in the template; empty ones are not shown."""
+    start, requests = series.begin(shown), series.requests_of(shown)
+    decoded = [s for r in rollouts for s in r.steps if s.predicted]
+    ages = (
+        Rate("> 256" if r.kind == "older" else r.kind.replace("_", " to "), *r[1:]) for r in series.by_age(rollouts)
+    )
+    panels = {
+        "by training step": ("training step", [step.acceptance for step in steps if step.acceptance.drafted]),
+        "by epoch": ("visit of the problem", series.by_epoch(rollouts)),
+        "by age of the history": ("weight versions since the newest rollout", list(ages)),
+        "by source": ("drafted from", series.by_source(rollouts)),
+        "by length so far": ("tokens of the response, from", series.by_length(rollouts)),
+    }
+    return {
+        "timeline": {
+            "of": f"before weight version {shown[0].version}" if shown[0].version >= 0 else "at the end of the log",
+            "first": max(0, len(requests) - MAX_BARS),
+            "requests": [
+                [LengthClass(q.length_class).name.lower(), q.begin - start, q.end - start, q.tokens, q.accepted]
+                for q in requests
+            ],
+            **series.timeline(shown)._asdict(),
+        },
+        "acceptance": [[title, axis, rates] for title, (axis, rates) in panels.items() if rates],
+        "saved": [[s.version, s.tokens_per_forward, s.decode_seconds, s.saved_seconds] for s in steps],
+        "history": [[s.version, s.history_hits, s.history_tokens] for s in steps if s.history_tokens is not None],
+        "waits": list((waits or {}).items()),
+        "latency": [
+            [[1e3 * s.seconds, 1e3 * (s.predicted or 0.0)] for s in points[:: 1 + len(points) // MAX_POINTS]]
+            for points in ([s for s in decoded if (s.drafted > 0) == drafted] for drafted in (False, True))
+        ],
+    }
 
 
-def _latency(axis: Any, rollouts: list[Rollout]) -> None:
-    """Draw predicted over measured step times."""
-    steps = [s for r in rollouts for s in r.steps if s.predicted]
-    for drafted, colour, name in ((False, BLUE, "without drafts"), (True, ORANGE, "with drafts")):
-        points = np.array([(s.seconds, s.predicted) for s in steps if (s.drafted > 0) == drafted]) * 1e3
-        if len(points):
-            axis.plot(points[:, 0], points[:, 1], ".", color=colour, markersize=3, label=name, alpha=0.5)
-    if steps:
-        top = float(np.percentile([s.seconds for s in steps], 99.5)) * 1.2e3
-        axis.plot([0, top], [0, top], color=INK, linewidth=1)
-        axis.set(xlim=(0, top), ylim=(0, top))
-        axis.legend()
-    axis.set(xlabel="measured step time, ms", ylabel="predicted step time, ms", title="Step times")
+def _tiles(
+    rollouts: list[Rollout], steps: Sequence[TrainingStep], summary: dict[str, Any], waits: Mapping[int, float] | None
+) -> Iterable[tuple[str, str]]:
+    decoded = [s for r in rollouts for s in r.steps]
+    forwards = max(1, sum(s.requests for s in decoded))
+    seconds, saved = summary["decode_seconds"], summary["time_saved_s"]
+    yield f"{1 + sum(s.accepted for s in decoded) / forwards:.2f}", "tokens per forward pass"
+    yield f"{summary['accepted_tokens'] / max(1, summary['draft_tokens']):.0%}", "of draft tokens accepted"
+    yield f"{saved:,.0f} s", f"saved of {seconds + saved:,.0f} s of decoding (estimate)"
+    if waits:
+        yield f"{sum(waits.values()) / len(waits):,.1f} s", "waited for rollouts in a training step, mean"
+    hits = [step.history_hits for step in steps if step.history_hits is not None]
+    if hits:
+        yield f"{hits[-1]:.0%}", "of requests began with history, in the last step"
+    if summary["latency_model_error"] is not None:
+        yield f"{summary['latency_model_error']:.0%}", "mean error of predicted step times"
+
+
+def _alarms(alarms: Sequence[Alarm]) -> str:
+    if not alarms:
+        return '<p class="fine">No alarm: nothing in the log sets das/health to 0.</p>'
+    return "".join(
+        f'<div class="alarm"><b>Training {_ranges(alarm.versions)}:</b> {html.escape(alarm.reason)}</div>'
+        for alarm in alarms
+    )
+
+
+def _ranges(versions: Sequence[int]) -> str:
+    """Name training steps: `step 3`, or `steps 3 to 5, 9`."""
+    runs: list[list[int]] = []
+    for version in versions:
+        if runs and version == runs[-1][1] + 1:
+            runs[-1][1] = version
+        else:
+            runs.append([version, version])
+    names = ["the end of the log" if b < 0 else f"{a}" if a == b else f"{a} to {b}" for a, b in runs]
+    return ("steps " if len(versions) > 1 else "step ") + ", ".join(names)

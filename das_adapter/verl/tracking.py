@@ -23,7 +23,7 @@ def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
         rest = args[1:]
         step: Any = kwargs.get("step", rest[0] if rest else None)
         if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
-            exposed = _exposed(data)
+            exposed = exposed_generation(data)
             for waited in exposed.values():
                 session.note_wait(instance._das, step, waited)
             data = {**data, **exposed, **_under_both_names(ledger.metrics(step))}
@@ -36,7 +36,7 @@ _WAITS = ("timing_s/gen", "timing_s/switch_wait")
 what training does not hide where they overlap; the second only where engines are lent to the rollout."""
 
 
-def _exposed(data: dict[str, Any]) -> dict[str, float]:
+def exposed_generation(data: dict[str, Any]) -> dict[str, float]:
     """Return how long training waited for rollouts in this step (NeMo-RL's paper, section 3.3), where veRL says."""
     waits = [float(data[name]) for name in _WAITS if name in data]
     return {"das/exposed_generation_s": sum(waits)} if waits else {}

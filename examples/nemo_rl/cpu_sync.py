@@ -9,7 +9,13 @@ import argparse
 import json
 from pathlib import Path
 
-from arms import ARMS, ROOT, run, show
+from arms import ARMS, ROOT, Steps, run, show
+
+
+def both(out: Path, overrides: list[str], history: tuple[str, ...] = ()) -> dict[str, Steps]:
+    """Run both arms; `history`: further overrides of the second one."""
+    more = {"off": (), "history": history}
+    return {name: run(name, [*arm, *overrides, *more[name]], out) for name, arm in ARMS.items()}
 
 
 def main() -> None:
@@ -19,7 +25,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     args, overrides = parser.parse_known_args()
     common = [f"grpo.max_num_steps={args.steps}", *overrides]
-    arms = {name: run(name, [*arm, *common], args.out) for name, arm in ARMS.items()}
+    arms = both(args.out, common)
     (args.out / "summary.json").write_text(json.dumps(arms, indent=1) + "\n")
     show(arms, epoch=2)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import Any
 
+from jobs import Request
+
 Key = tuple[int, int]
 """Seed of a request, and position of the token that the policy has read."""
 
@@ -29,13 +31,13 @@ class Audit:
         self.drawn.clear()
         self.kept.clear()
 
-    def misplaced(self, request: dict[str, Any], text: list[int]) -> int:
+    def misplaced(self, request: Request, text: list[int]) -> int:
         """Count the tokens of a request that were not drawn with the key of their true position."""
-        if request["params"].get("temperature") == 0.0:
+        if request.params.get("temperature") == 0.0:
             return 0
         return sum(self.drawn.get(key) != token for key, token in zip(_keys(request, text), text, strict=False))
 
-    def reused(self, request: dict[str, Any], text: list[int]) -> int:
+    def reused(self, request: Request, text: list[int]) -> int:
         """Count the keys of a request's positions with which not exactly one token was written."""
         return sum(self.kept[key] != 1 for key in _keys(request, text))
 
@@ -102,9 +104,7 @@ def _pairs(seeds: Any, positions: Any) -> list[Key]:
     return list(zip(seeds.tolist(), positions.tolist(), strict=True))
 
 
-def _keys(request: dict[str, Any], text: list[int]) -> list[Key]:
+def _keys(request: Request, text: list[int]) -> list[Key]:
     """Return the keys of the true positions of a request's tokens; none of a request whose seed is not known here."""
-    params = request["params"]
-    seed = params.get("extra_args", {}).get("das_seed", params.get("seed"))
-    first = len(request["prompt"]) - 1
-    return [] if seed is None else [(seed, first + i) for i in range(len(text))]
+    first = len(request.prompt) - 1
+    return [] if request.seed is None else [(request.seed, first + i) for i in range(len(text))]

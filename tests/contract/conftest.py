@@ -1,19 +1,18 @@
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import functools
 import importlib.util
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import v2_cpu
+from jobs import Engine, engines
+from requested import HOST
 
 NEWEST = Path(os.environ.get("DAS_TEST_NEWEST", Path(sys.prefix) / "newest"))
 """Directory of the newest vLLM CPU build, put on top of the environment (`make env`)."""
@@ -41,20 +40,16 @@ def _newest() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def engine(
-    vllm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    """Run a job on a real engine, see engine.py. Equal jobs run once."""
-    with _engines(vllm_env, tmp_path_factory) as run:
+def engine(vllm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Run a job on a real engine, see jobs.py."""
+    with engines(vllm_env, tmp_path_factory.mktemp("engines")) as run:
         yield run
 
 
 @pytest.fixture(scope="session")
-def v2_engine(
-    newest_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., list[dict[str, Any]]]]:
+def v2_engine(newest_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """Run a job on a real engine with vLLM's V2 model runner, see v2_cpu.py, whose weights may change."""
-    with _engines({**newest_env, **v2_cpu.ENV, "DAS_CPU_WEIGHT_SYNC": "1"}, tmp_path_factory) as run:
+    with engines({**newest_env, **v2_cpu.ENV, **HOST}, tmp_path_factory.mktemp("engines")) as run:
         yield run
 
 
@@ -88,38 +83,3 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         return tiny_models.write(kind, out / kind)
 
     return policy
-
-
-@contextlib.contextmanager
-def _engines(
-    env: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[..., list[dict[str, Any]]]]:
-    done: dict[str, list[dict[str, Any]]] = {}
-    logs = tmp_path_factory.mktemp("engines")
-    with subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "engine.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, **env},
-    ) as process:
-
-        def run(**job: Any) -> list[dict[str, Any]]:
-            if dtype := os.environ.get("DAS_TEST_DTYPE"):  # what a GPU's kernels compute in
-                job = {**job, "engine": {"dtype": dtype, **job.get("engine", {})}}
-            text = json.dumps(job)
-            if text not in done:
-                log = logs / f"{len(done)}.log"
-                assert process.stdin is not None and process.stdout is not None
-                process.stdin.write(json.dumps({**job, "log": str(log)}) + "\n")
-                process.stdin.flush()
-                line = next((x for x in process.stdout if x.startswith(("RESULT ", "FAILED "))), "FAILED to start")
-                if line.startswith("FAILED"):
-                    raise RuntimeError(f"engine {line}:\n{log.read_text()[-6000:] if log.exists() else ''}")
-                done[text] = json.loads(line.removeprefix("RESULT "))
-                done[text][0]["log"] = log.read_text()
-            return done[text]
-
-        yield run
-        process.stdin.close()

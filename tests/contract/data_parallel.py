@@ -5,17 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from pathlib import Path
 from typing import Any
 
-POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
-ENV = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-}
+from jobs import ON_CPU, POLICY
 
 
 async def main() -> None:
@@ -51,5 +43,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update(ENV)
+    os.environ.update(ON_CPU)
     asyncio.run(main())

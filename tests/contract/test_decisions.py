@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_losslessness import OFF, PLAIN, requests, two_rounds
+from jobs import ON_CPU, POLICY
+from requested import OFF, PLAIN, requests, tokens, two_rounds
 
 from das_adapter.protocol.decision_log import read
 from das_adapter.tools import report, run_series
-
-POLICY = Path(__file__).resolve().parents[2] / "examples" / "tiny_math" / "policy"
 
 
 @pytest.mark.one_build
@@ -28,14 +27,14 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
         {"budget": "das", "speculate": 4},
     ):
         result = engine(das=das, rounds=rounds)
-        assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+        assert tokens(result) == tokens(reference)
         assert not any(r["stats"]["error"] for r in result)
         for r in result:
             assert sum(r["stats"]["class_steps"]) == r["stats"]["request_forwards"]
             assert sum(r["stats"]["class_drafts"]) == r["stats"]["draft_tokens"]
     rollouts = read(logs)
     figures = report.summary(rollouts)
-    assert figures["requests"] > 0
+    assert figures.requests > 0
     assert figures["decode_steps"] > 50
     assert figures["latency_model_error"] is not None
     counted = sum(counts["draft_tokens"] for rollout in rollouts for counts in rollout.counts)
@@ -45,36 +44,10 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
 @pytest.mark.one_build
 def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
-    command = [
-        sys.executable,
-        "-m",
-        "das_adapter.cli",
-        "calibrate",
-        str(POLICY),
-        "--out",
-        str(out),
-        "--rounds",
-        "4",
-        "--batches",
-        "1,4,16",
-        "--contexts",
-        "16,64",
-        "--drafts",
-        "0,3,15",
-        "--drafter",
-        '{"drafter": "self"}',
-        "--engine",
-        '{"dtype": "float32", "enforce_eager": true}',
-    ]
-    env = {
-        **os.environ,
-        **vllm_env,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    sizes = "--rounds 4 --batches 1,4,16 --contexts 16,64 --drafts 0,3,15".split()
+    how = ["--drafter", '{"drafter": "self"}', "--engine", '{"dtype": "float32", "enforce_eager": true}']
+    command = [sys.executable, "-m", "das_adapter.cli", "calibrate", POLICY, "--out", out, *sizes, *how]
+    env = {**os.environ, **vllm_env, **ON_CPU, "VLLM_CPU_KVCACHE_SPACE": "1"}
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stderr[-4000:]
     content = json.loads(out.read_text())

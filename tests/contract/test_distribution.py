@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine import POLICY
+from jobs import POLICY, Request, Round
 from scipy import stats
 
 PROMPT = random.Random(0).choices([25, 26, 27, 28], k=28)
@@ -53,7 +53,7 @@ def misfit(result: list[dict[str, Any]], law: dict[int, np.ndarray]) -> float:
 
 def job(das: dict[str, Any], **more: Any) -> dict[str, Any]:
     params = {"max_tokens": 3, "temperature": TEMPERATURE, "allowed_token_ids": sorted(set(PROMPT)), "logprobs": None}
-    part = {"requests": [{"prompt": PROMPT, "params": params}], "copies": SAMPLES, "brief": True}
+    part = Round([Request(PROMPT, params)], copies=SAMPLES, brief=True)
     return {"das": das, "engine": {"max_num_seqs": 64, "enable_prefix_caching": True}, "rounds": [part], **more}
 
 

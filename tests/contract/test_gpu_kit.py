@@ -16,16 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 import v2_cpu
+from jobs import ON_CPU
 
 from das_adapter.protocol.engine_args import RUNNER_VARIABLE
 
 RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "run.py"
-CPU = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "MKL_CBWR": "AUTO,STRICT",
-}
 EXACT = {
     "kernel": [
         "draws that differ from the definition, near-ties apart",
@@ -62,7 +57,9 @@ def traces(directory: Path) -> Path:
 def kit(out: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[dict[str, Any], str]:
     """Run parts; return what each has written, and what was said."""
     command = [sys.executable, str(RUN), *arguments, "--shape", "tiny", "--out", str(out)]
-    run = subprocess.run(command, env={**os.environ, **CPU, **(env or {})}, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        command, env={**os.environ, **ON_CPU, **(env or {})}, capture_output=True, text=True, check=False
+    )
     written = {p.name.split("_")[1]: json.loads(p.read_text()) for p in out.glob("gpu_*_tiny.json")}
     return written, run.stdout + run.stderr
 

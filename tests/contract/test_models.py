@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, SMALL, prompts, requests, two_rounds
+from jobs import Request, Round
+from requested import ALWAYS, HISTORY, MIXED, OFF, PLAIN, SELF, SMALL, prompts, requests, tokens, two_rounds
 
 ARMS = {"history": HISTORY, "self": SELF, "history+self": MIXED}
 ROUNDS = two_rounds(requests([*PLAIN, {"temperature": 0.0}]))
@@ -13,12 +14,7 @@ ROUNDS = two_rounds(requests([*PLAIN, {"temperature": 0.0}]))
 
 def model_drafts(policy: str) -> dict[str, Any]:
     """The block of a draft model that is the policy itself, and drafts in every step."""
-    return {
-        "drafter": "draft_model",
-        "draft": {"model": policy},
-        "budget": "unlimited",
-        "speculate": "always",
-    }
+    return {"drafter": "draft_model", "draft": {"model": policy}, **ALWAYS}
 
 
 @pytest.mark.parametrize("drafter", [*ARMS, "draft_model"])
@@ -38,7 +34,7 @@ def test_a_policy_of_experts_writes_the_tokens_of_off_and_returns_its_routing(
         return
     reference = engine(das=OFF, engine=replay, rounds=ROUNDS)
     result = engine(das=das, engine=replay, rounds=ROUNDS)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert tokens(result) == tokens(reference)
     assert [r["routing"] for r in result] == [r["routing"] for r in reference]
     assert result[1]["preemptions"] > 0
     assert not any(r["stats"]["error"] for r in result)
@@ -47,7 +43,7 @@ def test_a_policy_of_experts_writes_the_tokens_of_off_and_returns_its_routing(
         assert result[1]["stats"]["draft_tokens"] > result[1]["stats"]["accepted_tokens"] + 50
     if "self" in drafter:
         assert "shares the policy's experts" in result[0]["log"]
-    asked = [len(r["prompt"]) for r in ROUNDS[0]["requests"]]
+    asked = [len(r.prompt) for r in ROUNDS[0].requests]
     rows = [prompt + len(text) - 1 for prompt, text in zip(asked, result[0]["tokens"], strict=True)]
     assert [len(routing) for routing in result[0]["routing"]] == rows
     assert len({str(row) for routing in result[0]["routing"] for row in routing}) > 50
@@ -58,11 +54,11 @@ def test_problems_that_differ_only_in_their_images_have_histories_of_their_own(e
     """Without labels and seeds, in an engine that no host looks after."""
     (prompt,) = prompts(1)
 
-    def asked(*images: int) -> list[dict[str, Any]]:
+    def asked(*images: int) -> list[Request]:
         params = {"max_tokens": 60, "temperature": 1.0, "n": 2}
-        return [{"prompt": prompt, "image": seed, "params": params} for seed in images]
+        return [Request(prompt, params, image=seed) for seed in images]
 
-    rounds = [{"requests": asked(1), "refresh": 1}, {"requests": asked(2)}, {"requests": asked(2, 1)}]
+    rounds = [Round(asked(1), refresh=1), Round(asked(2)), Round(asked(2, 1))]
     job = {"standalone": True, "rounds": rounds, "engine": {"model": policies("images")}}
     reference, result = engine(das=OFF, **job), engine(das=HISTORY, **job)
     assert [r["samples"] for r in result] == [r["samples"] for r in reference]

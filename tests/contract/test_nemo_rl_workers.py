@@ -324,12 +324,12 @@ def test_one_sample_of_a_group_leads_and_older_requests_go_first(ray_here: None)
 def test_a_planned_batch_comes_back_in_its_own_order(workers: int) -> None:
     from das_adapter.core.length import Expected
     from das_adapter.core.routing import plan
-    from das_adapter.nemo_rl.generation import _Planned
+    from das_adapter.nemo_rl.generation import Planned
 
     problems = [1, 1, 2, 2, 3, 3, 4]
     data = BatchedDataDict({"input_ids": torch.arange(7)[:, None], "names": [str(i) for i in range(7)]})
     shares = plan(problems, Expected({3: 50.0, 2: 5.0}), workers)
-    shards = _Planned(data, shares).shard_by_batch_size(workers, allow_uneven_shards=True)
+    shards = Planned(data, shares).shard_by_batch_size(workers, allow_uneven_shards=True)
     assert [shard["names"] for shard in shards] == [[str(row) for row in rows] for rows in shares]
     # NeMo-RL's worker answers an empty share with empty tensors of no width
     empty: dict[str, Any] = {"input_ids": torch.zeros((0, 0), dtype=torch.long), "names": []}
@@ -379,25 +379,21 @@ def test_nemo_rls_own_tests_pass_with_the_adapter_installed() -> None:
         pytest.skip(f"{CHECKOUT} is not a whole checkout: it has no tests")
     here = Path(__file__).parent
     paths = [str(here), str(CHECKOUT), str(CHECKOUT / "tests"), str(tests)]
+    options = "-p nemo_rl_installed -p no:cacheprovider --noconftest --asyncio-mode=auto --deselect".split()
+    files = [f"test_{name}.py" for name in UPSTREAM]
     run = subprocess.run(
         [
             sys.executable,
             "-m",
             "pytest",
             "-q",
-            "-p",
-            "nemo_rl_installed",
-            "--noconftest",
             "-c",
             os.devnull,
             "--rootdir",
-            str(tests),
-            "-p",
-            "no:cacheprovider",
-            "--asyncio-mode=auto",
-            "--deselect",
+            tests,
+            *options,
             DOWNLOADS_A_MODEL,
-            *(f"test_{name}.py" for name in UPSTREAM),
+            *files,
         ],
         cwd=tests,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"},

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from jobs import Request, Round
+from requested import (
+    ALWAYS,
+    EVERY_PARAMETER,
+    HOST,
+    LORA,
+    OFF,
+    PLAIN,
+    SMALL,
+    lora,
+    lossless,
+    requests,
+    tokens,
+    two_rounds,
+)
 from scipy import stats
 from test_distribution import job, law, misfit  # noqa: F401
-from test_losslessness import EVERY_PARAMETER, OFF, PLAIN, SMALL, adapter, requests, two_rounds
 from test_ranks import ALONE, RANKS, ROUNDS, seeded
 
 from das_adapter.protocol.decision_log import read
 
 METHODS = ["draft_model", "eagle3", "mtp"]
-HOST = {"DAS_CPU_WEIGHT_SYNC": "1"}
 
 
 def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
@@ -41,12 +55,11 @@ def host(request: pytest.FixtureRequest, vllm_env: dict[str, str]) -> str | None
 def trained_drafter(drafters: Path, method: str, host: str | None) -> list[dict[str, Any]]:
     """Two rounds with a weight sync between them, at which the host sends the drafter's weights."""
     first, second = two_rounds(requests(PLAIN))
-    return [{**first, "draft_weights": str(drafters / method / "model.safetensors"), "host": host}, second]
+    return [replace(first, draft_weights=str(drafters / method / "model.safetensors"), host=host), second]
 
 
 AT_LEAST = [{"temperature": 1.0, "min_tokens": tokens} for tokens in range(30, 66, 3)]
 """Their texts would end before."""
-ALWAYS = {"budget": "unlimited", "speculate": "always"}
 
 
 @pytest.mark.one_build
@@ -63,7 +76,7 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
     result = engine(das=block(method, drafters, **ALWAYS), engine=how, rounds=rounds, asynchronous=ahead)
     assert [r["asynchronous"] for r in result] == [ahead] * 2
     assert all(r["misplaced"] == r["reused"] == 0 < r["audited"] for r in result)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert tokens(result) == tokens(reference)
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 100
     assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in result)
 
@@ -81,7 +94,7 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(engine: Any, drafters: Pat
     das = block(method, drafters, speculate="always")  # for such drafts lose
     result = engine(das=das, **EVERY_LENGTH, **small)
     assert all(r["misplaced"] == r["reused"] == 0 < r["audited"] for r in result)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert tokens(result) == tokens(reference)
     assert not any(r["stats"]["error"] or r["stats"]["alarm"] for r in result)
     assert all(r["stats"]["accepted_tokens"] > 60 for r in result)
     assert all(r["preemptions"] > 0 for r in result)
@@ -112,9 +125,9 @@ def test_two_ranks_run_the_drafter_together(engine: Any, vllm_env: dict[str, str
 
 def test_a_useless_drafter_is_not_run(engine: Any, drafters: Path, tmp_path: Path) -> None:
     """Not a pass in nearly all steps, once it is known: whatever the machine, such drafts are worth nothing."""
-    asked = [{**r, "params": {**r["params"], "max_tokens": 200, "ignore_eos": True}} for r in requests(PLAIN)]
+    asked = requests(PLAIN, max_tokens=200, ignore_eos=True)
     das = block("draft_model", drafters, draft={"weights": "trainer"}, log_dir=str(tmp_path))
-    engine(das=das, rounds=[{"requests": asked, "refresh": 1}], sabotage="drafter without weights")
+    engine(das=das, rounds=[Round(asked, refresh=1)], sabotage="drafter without weights")
     steps = [step for rollout in read(tmp_path) for step in rollout.steps]
     assert any(step.passes for step in steps[:40])
     assert len(steps) > 150
@@ -125,9 +138,9 @@ def test_a_useless_drafter_is_not_run(engine: Any, drafters: Path, tmp_path: Pat
 @pytest.mark.one_build
 @pytest.mark.parametrize("method", METHODS)
 def test_a_useful_drafter_is_run(engine: Any, drafters: Path, tmp_path: Path, method: str) -> None:
-    asked = [{**r, "params": {**r["params"], "max_tokens": 160, "ignore_eos": True}} for r in requests(PLAIN, 3)]
+    asked = requests(PLAIN, 3, max_tokens=160, ignore_eos=True)
     das = block(method, drafters, log_dir=str(tmp_path))
-    rounds = [{"requests": asked, "refresh": 1}]
+    rounds = [Round(asked, refresh=1)]
     result = engine(das=das, engine=policy(method, drafters), rounds=rounds, sabotage="slow policy")
     steps = [step for rollout in read(tmp_path) for step in rollout.steps][40:]
     assert sum(step.passes > 0 for step in steps) > 0.5 * len(steps)
@@ -137,23 +150,21 @@ def test_a_useful_drafter_is_run(engine: Any, drafters: Path, tmp_path: Path, me
 @pytest.mark.one_build
 @pytest.mark.parametrize("method", METHODS)
 def test_requests_may_end_at_max_model_len(engine: Any, drafters: Path, method: str) -> None:
-    asked = [{**r, "params": {**r["params"], "max_tokens": 200, "ignore_eos": True}} for r in requests(PLAIN, 6)]
+    asked = requests(PLAIN, 6, max_tokens=200, ignore_eos=True)
     small = {"max_model_len": 128, **policy(method, drafters)}
-    reference = engine(das=OFF, engine=small, rounds=[{"requests": asked}])
-    result = engine(das=block(method, drafters), engine=small, rounds=[{"requests": asked}], **EVERY_LENGTH)
+    reference = engine(das=OFF, engine=small, rounds=[Round(asked)])
+    result = engine(das=block(method, drafters), engine=small, rounds=[Round(asked)], **EVERY_LENGTH)
     assert result[0]["tokens"] == reference[0]["tokens"]
-    assert all(len(r["prompt"]) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
+    assert all(len(r.prompt) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 def test_a_lora_policy_writes_the_tokens_of_off(engine: Any, drafters: Path, method: str, tmp_path: Path) -> None:
     first, second = two_rounds(requests(PLAIN, 6))
-    rounds = [{**part, "adapter": adapter(tmp_path / str(i))} for i, part in enumerate((first, second))]
-    lora = {"enable_lora": True, "max_lora_rank": 8, **policy(method, drafters)}
-    reference = engine(das=OFF, engine=lora, rounds=rounds)
-    result = engine(das=block(method, drafters), engine=lora, rounds=rounds, **EVERY_LENGTH)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    rounds = [replace(part, adapter=lora(tmp_path / str(i))) for i, part in enumerate((first, second))]
+    both = {**LORA, **policy(method, drafters)}
+    result = lossless(engine, block(method, drafters), rounds, engine=both, **EVERY_LENGTH)
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 10
     assert not any(r["stats"]["error"] for r in result)
 
@@ -170,9 +181,9 @@ def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafters: P
 @pytest.mark.parametrize("method", METHODS)
 def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, method: str) -> None:
     """The second to fourth token of one prompt, with vLLM's rejection sampling of the drafter's probabilities."""
-    prompt = requests(PLAIN, 3)[0]["prompt"]
-    asked = [{"prompt": prompt, "params": {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True}}]
-    rounds = [{"requests": asked, "copies": 1000, "brief": True}]
+    prompt = requests(PLAIN, 3)[0].prompt
+    asked = [Request(prompt, {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True})]
+    rounds = [Round(asked, copies=1000, brief=True)]
     ours = policy(method, drafters)
     off = engine(das=None, engine=ours, rounds=rounds)[0]["tokens"]
     das = block(
@@ -221,7 +232,7 @@ def test_a_sync_without_the_drafters_weights_is_named(engine: Any, drafters: Pat
 def test_weights_lost_in_sleep_are_read_again(engine: Any, drafters: Path) -> None:
     first, second = two_rounds(requests(PLAIN))
     result = engine(
-        das=block("draft_model", drafters, **ALWAYS), rounds=[{**first, "lose_drafter": True}, second], env=HOST
+        das=block("draft_model", drafters, **ALWAYS), rounds=[replace(first, lose_drafter=True), second], env=HOST
     )
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
     assert rate[1] > 0.8 * rate[0] > 0.1
@@ -229,7 +240,7 @@ def test_weights_lost_in_sleep_are_read_again(engine: Any, drafters: Path) -> No
 
 
 def test_a_drafter_that_nobody_synced_lowers_health(engine: Any, drafters: Path) -> None:
-    long = [{**r, "params": {**r["params"], "max_tokens": 150, "ignore_eos": True}} for r in requests(PLAIN)]
+    long = requests(PLAIN, max_tokens=150, ignore_eos=True)
     das = block("draft_model", drafters, draft={"weights": "trainer"}, **ALWAYS)
-    result = engine(das=das, rounds=[{"requests": long}], env=HOST, sabotage="drafter without weights")
+    result = engine(das=das, rounds=[Round(long)], env=HOST, sabotage="drafter without weights")
     assert "acceptance of the draft_model drafter collapsed" in result[0]["stats"]["alarm"]

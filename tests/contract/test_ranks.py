@@ -6,23 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, prompts, requests, two_rounds
+from jobs import Request
+from requested import HISTORY, MIXED, OFF, PLAIN, SELF, TWO_RANKS, prompts, requests, two_rounds
 
 COPY = {"self": {"weights": os.environ.get("DAS_TEST_COPY", "int8")}}
 """A format that there is on the device, and for half of the policy's layers."""
-RANKS = {
-    "engine": {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
-    "env": {"TORCH_COMPILE_DISABLE": "1"},
-}
+RANKS = {"engine": TWO_RANKS, "env": {"TORCH_COMPILE_DISABLE": "1"}}
 ALONE: dict[str, Any] = RANKS if "DAS_TEST_DTYPE" in os.environ else {}
 """How the reference runs: half precision adds up otherwise over two ranks than on one."""
-UNSEEDED = [{"prompt": prompt, "params": {"temperature": 1.0, "max_tokens": 60}} for prompt in prompts(3)]
+UNSEEDED = [Request(prompt, {"temperature": 1.0, "max_tokens": 60}) for prompt in prompts(3)]
 """Whose tokens are others in every run, but the same on all ranks."""
-ROUNDS = [{**r, "requests": [*r["requests"], *UNSEEDED]} for r in two_rounds(requests(PLAIN, 6))]
+ROUNDS = [replace(r, requests=[*r.requests, *UNSEEDED]) for r in two_rounds(requests(PLAIN, 6))]
 
 
 def seeded(result: list[dict[str, Any]]) -> list[Any]:

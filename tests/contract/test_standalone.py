@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from test_losslessness import HISTORY, OFF, prompts
+from jobs import Request, Round
+from requested import HISTORY, HOST, OFF, prompts
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.identity import prompt_identity
@@ -21,14 +23,11 @@ from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.engine_args import RUN_KEY
 from das_adapter.protocol.spool import GRACE_S, SHARED_MEMORY
 
-ENV = {"DAS_CPU_WEIGHT_SYNC": "1"}
-"""Weights are written into the live model."""
 
-
-def rounds(**last: Any) -> list[dict[str, Any]]:
+def rounds() -> list[Round]:
     """The same prompts in three rounds, without labels and seeds, with an update of the weights after the second."""
-    asked = [{"prompt": prompt, "params": {"max_tokens": 60, "temperature": 1.0, "n": 2}} for prompt in prompts(4)]
-    return [{"requests": asked}, {"requests": asked, "perturb": 0.02}, {"requests": asked, **last}]
+    asked = [Request(prompt, {"max_tokens": 60, "temperature": 1.0, "n": 2}) for prompt in prompts(4)]
+    return [Round(asked), Round(asked, perturb=0.02), Round(asked)]
 
 
 def written(result: dict[str, Any]) -> list[list[int]]:
@@ -37,7 +36,7 @@ def written(result: dict[str, Any]) -> list[list[int]]:
 
 
 def test_it_drafts_from_its_own_history_after_a_weight_update_and_writes_the_same_tokens(engine: Any) -> None:
-    off, on = (engine(das=das, standalone=True, rounds=rounds(), env=ENV) for das in (OFF, HISTORY))
+    off, on = (engine(das=das, standalone=True, rounds=rounds(), env=HOST) for das in (OFF, HISTORY))
     assert list(map(written, on)) == list(map(written, off))
     assert written(on[0]) != written(on[1])  # the second request of a prompt has another seed
     assert len({tuple(text) for text in written(on[0])}) > 4  # as have the samples of one request
@@ -50,19 +49,18 @@ def test_it_drafts_from_its_own_history_after_a_weight_update_and_writes_the_sam
 
 
 def test_one_line_turns_it_off(engine: Any) -> None:
-    stock = engine(das=None, rounds=rounds()[:1], env=ENV)
-    off = engine(das={"drafter": "none"}, standalone=True, rounds=rounds()[:1], env=ENV)
+    stock = engine(das=None, rounds=rounds()[:1], env=HOST)
+    off = engine(das={"drafter": "none"}, standalone=True, rounds=rounds()[:1], env=HOST)
     assert list(map(written, off)) == list(map(written, stock))
     assert off[0]["samplers"] == stock[0]["samplers"]
 
 
 def test_validation_stays_out(engine: Any) -> None:
     """Requests with the label `das_record: 0`."""
-    asked = rounds()
-    for request in asked[1]["requests"]:
-        request["params"] = {**request["params"], "extra_args": {"das_record": 0}}
-    asked[0]["requests"] = [{**r, "params": {**r["params"], "extra_args": {}}} for r in asked[2]["requests"][:1]]
-    result = engine(das=HISTORY, standalone=True, rounds=asked, env=ENV)
+    first, second, third = rounds()
+    one = replace(first, requests=first.requests[:1])
+    validation = replace(second, requests=[r.labelled(das_record=0) for r in second.requests])
+    result = engine(das=HISTORY, standalone=True, rounds=[one, validation, third], env=HOST)
     assert 0 < result[2]["stats"]["history_tokens"] <= sum(map(len, written(result[0])))
 
 
@@ -70,7 +68,7 @@ def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str
     """What another engine of the node has written is drafted from in the first step. Nothing is left of an engine that
     ended normally, though vLLM kills all its workers' children."""
     run, alone = (f"test {os.getpid()} {vllm_env} {name}" for name in ("shared", "alone"))
-    first = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**ENV, "DAS_RUN": alone})[0]
+    first = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**HOST, "DAS_RUN": alone})[0]
     begin = time.monotonic()
     config, ended = (SimpleNamespace(additional_config={RUN_KEY: key}) for key in (run, alone))
     other = SharedHistory(history_name(config), HistoryConfig(), grace_s=0.1)
@@ -78,7 +76,7 @@ def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str
     for i, (prompt, text) in enumerate(texts):
         other.add(prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0, str(i))
     other.sync()
-    result = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**ENV, "DAS_RUN": run})[0]
+    result = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**HOST, "DAS_RUN": run})[0]
     assert written(result) == written(first)
     assert result["stats"]["history_hits"] == 8
     assert result["stats"]["accepted_tokens"] > first["stats"]["accepted_tokens"]
@@ -90,7 +88,7 @@ def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str
 
 def test_figures_are_in_vllms_own_metrics(engine: Any) -> None:
     log = {"disable_log_stats": False}
-    result = engine(das=HISTORY, standalone=True, rounds=rounds(), env=ENV, engine=log)
+    result = engine(das=HISTORY, standalone=True, rounds=rounds(), env=HOST, engine=log)
     assert result[2]["metrics"]["vllm:das_tokens_per_forward"] > 1.0
     assert result[2]["metrics"]["vllm:das_history_tokens"] > 0
     assert result[2]["metrics"]["vllm:das_health"] == 1.0

@@ -47,9 +47,11 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
 
 
 def test_exposed_generation_is_the_time_in_which_training_waits() -> None:
-    assert tracking._exposed({"timing_s/gen": 2.0, "timing_s/step": 5.0}) == {"das/exposed_generation_s": 2.0}
-    assert tracking._exposed({"timing_s/gen": 2.0, "timing_s/switch_wait": 1.5}) == {"das/exposed_generation_s": 3.5}
-    assert tracking._exposed(ONE_STEP_OFF) == {}
+    assert tracking.exposed_generation({"timing_s/gen": 2.0, "timing_s/step": 5.0}) == {"das/exposed_generation_s": 2.0}
+    assert tracking.exposed_generation({"timing_s/gen": 2.0, "timing_s/switch_wait": 1.5}) == {
+        "das/exposed_generation_s": 3.5
+    }
+    assert tracking.exposed_generation(ONE_STEP_OFF) == {}
 
 
 @pytest.mark.parametrize(

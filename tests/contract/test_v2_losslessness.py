@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from test_losslessness import EVERY_PARAMETER, PLAIN, adapter, prompts, requests, two_rounds
+from jobs import Request, Round
+from requested import (
+    ALWAYS,
+    EVERY_PARAMETER,
+    LORA,
+    OFF,
+    PLAIN,
+    TWO_RANKS,
+    lora,
+    lossless_v2,
+    prompts,
+    requests,
+    shortened,
+    stock,
+    synced,
+    tokens,
+    two_rounds,
+)
 
 from das_adapter.protocol.decision_log import Rollout, read
 from das_adapter.protocol.label import Labeller
 
 SMALL = {"history": {"device_bytes": "2MiB"}}
-HISTORY = {
-    "drafter": "history",
-    "budget": "unlimited",
-    "speculate": "always",
-    **SMALL,
-}
+HISTORY = {"drafter": "history", **ALWAYS, **SMALL}
 ARMS: dict[str, dict[str, Any]] = {
     "history": {"das": HISTORY},
     "crowded": {
@@ -30,7 +43,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "drafted": {"das": SMALL, "sabotage": "slow policy"},
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
-    "off": {"das": {"drafter": "none", "verify": {"noise": "keyed"}}},
+    "off": {"das": OFF},
 }
 
 
@@ -51,34 +64,9 @@ def assert_logged(rollouts: list[Rollout], result: list[dict[str, Any]]) -> None
         assert sum(step.drafted for step in rollout.steps) > 0.5 * counts["draft_tokens"]  # fillers too; timed steps
 
 
-def shortened(params: list[dict[str, Any]], tokens: int) -> list[dict[str, Any]]:
-    """The same requests, up to so many tokens."""
-    return [{**p, "max_tokens": tokens, **({"min_tokens": tokens} if "min_tokens" in p else {})} for p in params]
-
-
-def synced(*parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One round after another, with a weight sync after each."""
-    rounds = [part for both in parts for part in both]
-    return [{**part, "refresh": version} for version, part in enumerate(rounds, 1)]
-
-
-def stock(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rounds for an engine without das-adapter: the label's seed is vLLM's own, and nothing is handed over."""
-    return [
-        {
-            "requests": [
-                {**r, "params": {**r["params"], "seed": r["params"]["extra_args"]["das_seed"]}}
-                for r in part["requests"]
-            ],
-            **{name: part[name] for name in ("brief", "aborted", "perturb", "sleep", "adapter") if name in part},
-        }
-        for part in rounds
-    ]
-
-
 ROUNDS = synced(two_rounds(requests(shortened(PLAIN, 60))), two_rounds(requests(shortened(EVERY_PARAMETER, 30))))
 """Twelve requests with nothing but a temperature, twice, and twelve with every parameter, twice."""
-CHANGED = [{**part, "perturb": 0.3} if number == 2 else part for number, part in enumerate(ROUNDS)]
+CHANGED = [replace(part, perturb=0.3) if number == 2 else part for number, part in enumerate(ROUNDS)]
 """The same; the last weight sync changes the weights."""
 
 
@@ -97,8 +85,8 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path:
         assert (found["stats"]["model_runner"], found["hello"]["runner"]) == (2, "V2")
         assert found["tokens"] == expected["tokens"]
         assert found["misplaced"] == found["reused"] == 0 < found["audited"]
-        for tokens, a, b in zip(found["tokens"], expected["logprobs"], found["logprobs"], strict=True):
-            assert len(b) == len(tokens) > 0
+        for text, a, b in zip(found["tokens"], expected["logprobs"], found["logprobs"], strict=True):
+            assert len(b) == len(text) > 0
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
     if arm in ("history", "crowded", "drafted", "garbage"):
         assert sum(r["stats"]["draft_tokens"] for r in result) > 300
@@ -126,8 +114,8 @@ def test_history_of_the_last_round_is_drafted_and_accepted(v2_engine: Any) -> No
 def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(v2_engine: Any) -> None:
     reference = v2_engine(das=None, rounds=stock(CHANGED))[2:]
     das = {**HISTORY, "max_draft_tokens": 2}
-    rounds = synced(two_rounds(requests(shortened(EVERY_PARAMETER, 4), 9)))
-    rounds[0]["perturb"] = CHANGED[2]["perturb"]
+    first, second = synced(two_rounds(requests(shortened(EVERY_PARAMETER, 4), 9)))
+    rounds = [replace(first, perturb=CHANGED[2].perturb), second]
     result = v2_engine(das=das, rounds=rounds, interpreted=True)
     for found, expected in zip(result, reference, strict=True):
         assert found["tokens"] == [tokens[:4] for tokens in expected["tokens"][:9]]
@@ -139,7 +127,7 @@ def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(v2_e
 @pytest.mark.long
 def test_verification_by_ratio_would_write_other_tokens(v2_engine: Any) -> None:
     reference = v2_engine(das=None, rounds=stock(ROUNDS))
-    rounds = [{**part, "refresh": version} for version, part in enumerate(stock(ROUNDS[:2]), 1)]
+    rounds = [replace(part, refresh=version) for version, part in enumerate(stock(ROUNDS[:2]), 1)]
     result = v2_engine(das={**HISTORY, "verify": {"noise": "stock"}}, rounds=rounds)
     assert result[1]["stats"]["accepted_tokens"] > 50
     assert result[1]["tokens"] != reference[1]["tokens"]
@@ -160,13 +148,12 @@ def test_many_requests_with_siblings_preemptions_and_weight_syncs(v2_engine: Any
     rounds = []
     for version in range(1, 6):
         asked = requests([{"temperature": 1.0, "max_tokens": 40}], 48)
-        for i, request in enumerate(asked):
-            request["params"]["extra_args"] |= {"das_seed": 10_000 * version + i, "das_problem": i // 6}
-        rounds.append({"requests": asked, "refresh": version, "brief": True})
+        asked = [r.labelled(das_seed=10_000 * version + i, das_problem=i // 6) for i, r in enumerate(asked)]
+        rounds.append(Round(asked, refresh=version, brief=True))
     engine = {"block_size": 32, "num_gpu_blocks_override": 24}
     reference = v2_engine(das=None, engine=engine, rounds=stock(rounds))
     result = v2_engine(das=HISTORY, engine=engine, rounds=rounds)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert tokens(result) == tokens(reference)
     assert result[-1]["preemptions"] > 0 < reference[-1]["preemptions"]
     assert result[-1]["stats"]["accepted_tokens"] > 300
 
@@ -182,16 +169,12 @@ STOPS = [
 def test_stops_chunked_prompts_cached_prefixes_aborts_new_weights_and_sleep_change_no_token(v2_engine: Any) -> None:
     first, second = two_rounds(requests(shortened(STOPS, 40)))
     rounds = synced(
-        [{**first, "perturb": 0.02}, {**second, "aborted": 4}], [{**second, "sleep": 2}, {**first, "sleep": 1}, first]
+        [replace(first, perturb=0.02), replace(second, aborted=4)],
+        [replace(second, sleep=2), replace(first, sleep=1), first],
     )
-    job = {
-        "engine": {"max_num_batched_tokens": 24, "block_size": 32, "enable_prefix_caching": True},
-        "env": {"DAS_CPU_WEIGHT_SYNC": "1"},
-    }
-    reference = v2_engine(das=None, rounds=stock(rounds), **job)
-    result = v2_engine(das=HISTORY, rounds=rounds, **job)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
-    written = [r["tokens"] for r in result]
+    small = {"max_num_batched_tokens": 24, "block_size": 32, "enable_prefix_caching": True}
+    result = lossless_v2(v2_engine, HISTORY, rounds, engine=small)
+    written = tokens(result)
     assert written[1] == written[2]  # by other weights than the first and the last
     assert written[0] == written[3] == written[4]
     assert min(r["stats"]["accepted_tokens"] for r in result[1:]) > 10
@@ -201,11 +184,9 @@ def test_stops_chunked_prompts_cached_prefixes_aborts_new_weights_and_sleep_chan
 @pytest.mark.long
 def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, tmp_path: Path) -> None:
     first, second = synced(two_rounds(requests(shortened(PLAIN, 40), 6)))
-    lora, where = {"enable_lora": True, "max_lora_rank": 8}, adapter(tmp_path / "adapter")
-    rounds = [{**part, "adapter": where} for part in (first, second)]
-    reference = v2_engine(das=None, engine=lora, rounds=stock(rounds))
-    result = v2_engine(das=HISTORY, engine=lora, rounds=rounds)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    where = lora(tmp_path / "adapter")
+    rounds = [replace(part, adapter=where) for part in (first, second)]
+    result = lossless_v2(v2_engine, HISTORY, rounds, engine=LORA)
     assert result[1]["stats"]["accepted_tokens"] > 10
 
 
@@ -213,11 +194,8 @@ def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, tmp_path: Path) 
 def test_an_engine_without_a_host_drafts_from_what_it_wrote_before_the_weights_changed(v2_engine: Any) -> None:
     ends = [{"temperature": 1.0}, {"stop_token_ids": [30, 31]}, {"temperature": 1.0, "ignore_eos": True}]
     first, second = two_rounds(requests(shortened(ends, 40), 9))
-    rounds = [{"requests": first["requests"], "perturb": 0.02}, {"requests": second["requests"]}]
-    env = {"DAS_CPU_WEIGHT_SYNC": "1"}
-    reference = v2_engine(das=None, rounds=stock(rounds), env=env)
-    result = v2_engine(das=HISTORY, standalone=True, rounds=rounds, env=env)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    rounds = [Round(first.requests, perturb=0.02), Round(second.requests)]
+    result = lossless_v2(v2_engine, HISTORY, rounds, standalone=True)
     assert result[1]["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert result[1]["asynchronous"]
     assert result[0]["stats"]["history_tokens"] == 0
@@ -230,19 +208,15 @@ def test_nemo_rls_hooks_label_harvest_and_refresh(v2_engine: Any) -> None:
     """Through the run's history under Ray, with weights that change at the refit."""
     labeller = Labeller(0, source=1)
 
-    def labelled() -> list[dict[str, Any]]:
-        return [{**r, "params": {**r["params"], "seed": labeller.label(r["prompt"], False).seed}} for r in asked]
+    def labelled() -> list[Request]:
+        return [r.having(seed=labeller.label(r.prompt, False).seed) for r in asked]
 
-    asked = [{"prompt": p, "params": {"temperature": 1.0, "max_tokens": 40}} for p in prompts(4) for _ in range(3)]
-    rounds = [{"requests": asked, "refit": 0.1}, {"requests": asked, "refit": 0.1}, {"requests": asked}]
-    plain = [
-        {"requests": labelled(), "perturb": 0.1},
-        {"requests": labelled(), "perturb": 0.1},
-        {"requests": labelled()},
-    ]
+    asked = [Request(p, {"temperature": 1.0, "max_tokens": 40}) for p in prompts(4) for _ in range(3)]
+    rounds = [Round(asked, refit=0.1), Round(asked, refit=0.1), Round(asked)]
+    plain = [Round(labelled(), perturb=0.1), Round(labelled(), perturb=0.1), Round(labelled())]
     reference = v2_engine(das=None, rounds=plain)
     result = v2_engine(das=HISTORY, rounds=rounds, nemo_rl=True)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert tokens(result) == tokens(reference)
     assert all((r["runner"], r["stats"]["error"]) == ("vllm.v1.worker.cpu.model_runner", None) for r in result)
     written = [sum(map(len, r["tokens"])) for r in result]
     assert [r["stats"]["history_tokens"] for r in result] == [0, written[0], written[0] + written[1]]
@@ -255,9 +229,7 @@ def test_nemo_rls_hooks_label_harvest_and_refresh(v2_engine: Any) -> None:
 def test_grammars_hold_and_draw_stock_vllms_tokens(v2_engine: Any) -> None:
     grammars = [{"structured_outputs": {"regex": "[0-9]{1,3}( [0-9]{1,3}){2,9}"}}, {"temperature": 1.0}]
     rounds = synced(two_rounds(requests(shortened(grammars, 30), 6)))
-    reference = v2_engine(das=None, rounds=stock(rounds))
-    result = v2_engine(das=HISTORY, rounds=rounds)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    result = lossless_v2(v2_engine, HISTORY, rounds)
     assert result[1]["stats"]["accepted_tokens"] > 10
 
 
@@ -266,9 +238,8 @@ def test_samples_of_one_request_and_resumed_requests_draw_stock_vllms_tokens(v2_
     which its sibling, with the same seed, is drafted."""
     prompt = prompts(1)[0]
 
-    def asked(label: dict[str, int], prompt: list[int] = prompt, **params: Any) -> dict[str, Any]:
-        params = {"max_tokens": 30, "temperature": 1.0, "ignore_eos": True, **params}
-        return {"prompt": prompt, "params": {**params, "extra_args": label}}
+    def asked(label: dict[str, int], prompt: list[int] = prompt, **params: Any) -> Request:
+        return Request(prompt, {"max_tokens": 30, "temperature": 1.0, "ignore_eos": True, **params}, label)
 
     together = [
         asked({"das_problem": 0, "das_seed": 70}, n=3),
@@ -276,13 +247,13 @@ def test_samples_of_one_request_and_resumed_requests_draw_stock_vllms_tokens(v2_
         *[asked({"das_problem": 2})] * 2,
     ]
     alone = [asked({}, seed=seed) for seed in (70, 71, 72, 77, 78)]
-    texts = v2_engine(das=None, rounds=[{"requests": alone}])[0]["tokens"]
+    texts = v2_engine(das=None, rounds=[Round(alone)])[0]["tokens"]
     label = {"das_problem": 3, "das_seed": 70}
     resumed = asked({**label, "das_start": len(prompt)}, [*prompt, *texts[0][:20]], max_tokens=1)
     rounds = [
-        {"requests": together, "refresh": 1, "unrecorded": True},
-        {"requests": [resumed], "unrecorded": True},
-        {"requests": [asked(label)], "refresh": 2, "unrecorded": True},
+        Round(together, refresh=1, unrecorded=True),
+        Round([resumed], unrecorded=True),
+        Round([asked(label)], refresh=2, unrecorded=True),
     ]
     many, again, sibling = v2_engine(das=HISTORY, rounds=rounds)
     assert many["samples"][:2] == [texts[:3], texts[3:]]
@@ -295,7 +266,7 @@ def test_samples_of_one_request_and_resumed_requests_draw_stock_vllms_tokens(v2_
 @pytest.mark.long
 def test_the_v1_runner_is_taken_where_it_is_needed(v2_engine: Any) -> None:
     """And where it is not, the runner is vLLM's own choice; the tokens are the same."""
-    rounds = [{"requests": requests([{"temperature": 1.0, "max_tokens": 8}], 3)}]
+    rounds = [Round(requests([{"temperature": 1.0, "max_tokens": 8}], 3))]
     reference = v2_engine(das=None, rounds=stock(rounds))[0]
     v1, copied = "vllm.v1.worker.cpu_model_runner", {"drafter": "self"}
     for job, chosen, runner in (
@@ -313,16 +284,10 @@ def test_the_v1_runner_is_taken_where_it_is_needed(v2_engine: Any) -> None:
 def test_a_nodes_history_is_drafted_from_and_that_of_other_nodes_when_it_comes(v2_engine: Any, tmp_path: Path) -> None:
     """As hosts bring it, without a weight sync between the first round, which finds nothing, and the second."""
     first, second = two_rounds(requests(shortened(PLAIN, 40)))
-    for request in first["requests"]:
-        request["params"]["extra_args"]["das_record"] = 0  # nor may the second find its text live
-    rounds = [
-        {"requests": first["requests"], "visit": str(tmp_path / "guests")},
-        {**second, "refresh": 1, "shared": str(tmp_path / "own")},
-        second,
-    ]
-    reference = v2_engine(das=None, rounds=stock(rounds))
-    result = v2_engine(das=HISTORY, rounds=rounds)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    unrecorded = [r.labelled(das_record=0) for r in first.requests]  # nor may the second find its text live
+    guests = Round(unrecorded, visit=str(tmp_path / "guests"))
+    own = replace(second, refresh=1, shared=str(tmp_path / "own"))
+    result = lossless_v2(v2_engine, HISTORY, [guests, own, second])
     assert result[0]["visited"] == [{"generation": 0, "problems": 4}]
     pace = [r["stats"]["tokens"] / r["stats"]["request_forwards"] for r in result[1:]]
     assert pace[1] > pace[0] > 1.7  # the same tokens are written again
@@ -334,9 +299,8 @@ def test_two_ranks_write_the_tokens_of_one(v2_engine: Any) -> None:
     """The first one drafts; the other reads the same tokens, or the policy's logits would be wrong."""
     rounds = two_rounds(requests(PLAIN, 6))
     reference = v2_engine(das=None, rounds=stock(rounds))
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    result = v2_engine(das=HISTORY, rounds=rounds, engine=two)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    result = v2_engine(das=HISTORY, rounds=rounds, engine=TWO_RANKS)
+    assert tokens(result) == tokens(reference)
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 50
     assert all(r["asynchronous"] for r in result)
     assert "history_tokens" not in result[1]["ranks"][1]
@@ -345,7 +309,7 @@ def test_two_ranks_write_the_tokens_of_one(v2_engine: Any) -> None:
 @pytest.mark.long
 def test_many_weight_syncs_leave_nothing_behind(v2_engine: Any) -> None:
     asked = requests([{"temperature": 1.0, "max_tokens": 12}], 6)
-    rounds = [{"requests": asked, "refresh": version, "brief": True} for version in range(1, 52)]
+    rounds = [Round(asked, refresh=version, brief=True) for version in range(1, 52)]
     result = v2_engine(das={**HISTORY, "history": {"device_bytes": "1MiB"}}, rounds=rounds)
     assert result[-1]["memory"] - result[8]["memory"] < 4 * 2**20
     assert result[-1]["stats"]["live_bytes"] == result[0]["stats"]["live_bytes"]

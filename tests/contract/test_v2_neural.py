@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_losslessness import PLAIN, adapter, requests, two_rounds
-from test_neural import ALWAYS, HOST, assert_same_distribution, block, policy, trained_drafter
-from test_v2_losslessness import ROUNDS, shortened, stock, synced
+from jobs import Request, Round
+from requested import (
+    ALWAYS,
+    HOST,
+    LORA,
+    PLAIN,
+    TWO_RANKS,
+    lora,
+    lossless_v2,
+    requests,
+    shortened,
+    stock,
+    synced,
+    tokens,
+    two_rounds,
+)
+from test_neural import assert_same_distribution, block, policy, trained_drafter
+from test_v2_losslessness import ROUNDS
 
 RUNNER = "vllm.v1.worker.cpu.model_runner"
 METHODS = ["draft_model", "eagle3"]
@@ -21,7 +37,7 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: 
     reference = v2_engine(das=None, rounds=stock(ROUNDS))  # the policy for `mtp` writes the same text
     job = {"engine": policy(method, drafters), "rounds": ROUNDS, "sabotage": "any draft length"}
     result = v2_engine(das=block(method, drafters), **job)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert tokens(result) == tokens(reference)
     for found in result:
         assert found["runner"] == RUNNER
         assert found["asynchronous"]
@@ -53,9 +69,9 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
     """And the V1 runner, whose noise is the same, takes as many steps."""
     reference = v2_engine(das=None, rounds=stock(ROUNDS))
     result = v2_engine(das=block(method, drafters, **ALWAYS), rounds=ROUNDS)
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    assert tokens(result) == tokens(reference)
     on_v1 = engine(das=block(method, drafters, **ALWAYS), rounds=ROUNDS, env=HOST)
-    assert [r["tokens"] for r in on_v1] == [r["tokens"] for r in reference]
+    assert tokens(on_v1) == tokens(reference)
     for a, b in zip(result, on_v1, strict=True):
         assert a["stats"]["steps"] == pytest.approx(b["stats"]["steps"], rel=0.05)
 
@@ -66,14 +82,12 @@ def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
     v2_engine: Any, drafters: Path, method: str
 ) -> None:
     """The cache holds too few requests; the second time their prompts are in it."""
-    asked = [{**r, "params": {**r["params"], "max_tokens": 200, "ignore_eos": True}} for r in requests(PLAIN, 9)]
-    rounds = synced([{"requests": asked}, {"requests": asked}])
+    asked = requests(PLAIN, 9, max_tokens=200, ignore_eos=True)
+    rounds = synced([Round(asked), Round(asked)])
     small = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 20, "enable_prefix_caching": True}
     das = {"drafter": "history"} if method == "history" else block(method, drafters)
-    reference = v2_engine(das=None, engine=small, rounds=stock(rounds))
-    result = v2_engine(das=das, engine=small, rounds=rounds, sabotage="any draft length")
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
-    assert all(len(r["prompt"]) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
+    result = lossless_v2(v2_engine, das, rounds, engine=small, sabotage="any draft length")
+    assert all(len(r.prompt) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
     assert result[-1]["preemptions"] > 0
     assert result[1]["stats"]["accepted_tokens"] > 20
 
@@ -89,7 +103,7 @@ def test_each_request_has_the_better_draft_of_the_history_and_a_model(
     history = v2_engine(das={"drafter": "history", **small}, rounds=ROUNDS, sabotage="slow policy")
     both = v2_engine(das=block(f"history+{method}", drafters, **small), rounds=ROUNDS, sabotage="slow policy")
     reference = v2_engine(das=None, rounds=stock(ROUNDS))
-    assert [r["tokens"] for r in both] == [r["tokens"] for r in reference]
+    assert tokens(both) == tokens(reference)
     forwards = [[r["stats"]["request_forwards"] for r in arm] for arm in (model, history, both)]
     assert sum(forwards[2]) < 1.02 * min(sum(forwards[0]), sum(forwards[1]))
     assert sum(r["stats"]["drafter_passes"] for r in both) > 50
@@ -105,7 +119,7 @@ def test_the_controller_chooses_the_lengths(v2_engine: Any, drafters: Path) -> N
         sabotage="drafter without weights",
     )
     for result in (useful, useless):
-        assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+        assert tokens(result) == tokens(reference)
     for good, bad in zip(useful, useless, strict=True):
         assert good["stats"]["draft_tokens"] > good["stats"]["request_forwards"]
         assert bad["stats"]["draft_tokens"] < 0.5 * bad["stats"]["request_forwards"]
@@ -115,12 +129,10 @@ def test_the_controller_chooses_the_lengths(v2_engine: Any, drafters: Path) -> N
 @pytest.mark.long
 @pytest.mark.parametrize("method", [*METHODS, "mtp"])
 def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, drafters: Path, method: str, tmp_path: Path) -> None:
-    where = adapter(tmp_path / "adapter")
-    rounds = [{**part, "adapter": where} for part in synced(two_rounds(requests(shortened(PLAIN, 40), 6)))]
-    lora = {"enable_lora": True, "max_lora_rank": 8, **policy(method, drafters)}
-    reference = v2_engine(das=None, engine=lora, rounds=stock(rounds))
-    result = v2_engine(das=block(method, drafters), engine=lora, rounds=rounds, sabotage="any draft length")
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    where = lora(tmp_path / "adapter")
+    rounds = [replace(part, adapter=where) for part in synced(two_rounds(requests(shortened(PLAIN, 40), 6)))]
+    both = {**LORA, **policy(method, drafters)}
+    result = lossless_v2(v2_engine, block(method, drafters), rounds, engine=both, sabotage="any draft length")
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 10
     assert not any(r["stats"]["error"] for r in result)
 
@@ -130,9 +142,9 @@ def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, drafters: Path, 
 def test_vllms_own_sampling_keeps_the_distribution(v2_engine: Any, drafters: Path, method: str) -> None:
     """As `test_neural.py` on V1; no request has a seed. The most likely tokens are drafted: the interpreter cannot run
     vLLM's kernel that verifies by the drafter's probabilities."""
-    prompt = requests(PLAIN, 3)[0]["prompt"]
-    asked = [{"prompt": prompt, "params": {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True, "logprobs": None}}]
-    rounds = [{"requests": asked, "copies": 800, "brief": True}]
+    prompt = requests(PLAIN, 3)[0].prompt
+    asked = [Request(prompt, {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True, "logprobs": None})]
+    rounds = [Round(asked, copies=800, brief=True)]
     crowd = {"max_num_seqs": 64, **policy(method, drafters)}
     off = v2_engine(das=None, engine=crowd, rounds=rounds)[0]
     das = block(method, drafters, verify={"noise": "stock"})
@@ -155,9 +167,7 @@ def test_the_trainers_weights_reach_the_drafter(v2_engine: Any, drafters: Path, 
 
 @pytest.mark.long
 def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: Path) -> None:
-    reference = v2_engine(das=None, rounds=stock(ROUNDS))
-    result = v2_engine(das=block("eagle3", drafters, **ALWAYS), rounds=ROUNDS, sabotage="failing drafter")
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    result = lossless_v2(v2_engine, block("eagle3", drafters, **ALWAYS), ROUNDS, sabotage="failing drafter")
     assert all("broken on purpose" in r["stats"]["error"] for r in result)
     assert result[0]["log"].count("the eagle3 drafter failed; no drafts until the next weight sync") == len(ROUNDS)
 
@@ -167,7 +177,6 @@ def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: P
 def test_two_ranks_run_the_drafter_together(v2_engine: Any, drafters: Path, method: str) -> None:
     rounds = synced(two_rounds(requests(shortened(PLAIN, 20), 6)))
     reference = v2_engine(das=None, rounds=stock(rounds))
-    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    result = v2_engine(das=block(method, drafters), rounds=rounds, engine=two, sabotage="any draft length")
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]
+    result = v2_engine(das=block(method, drafters), rounds=rounds, engine=TWO_RANKS, sabotage="any draft length")
+    assert tokens(result) == tokens(reference)
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 20

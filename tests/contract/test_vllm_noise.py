@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
 
 import pytest
-from engine import POLICY
-from test_losslessness import OFF, prompts
+import v2_cpu
+from jobs import Engine, Request, Round
+from requested import OFF, prompts
 
-_STAND_IN = """
-import triton.backends
-
-class Driver:
-    is_active = staticmethod(lambda: True)
-
-class Backend:
-    driver, compiler = Driver, None
-
-triton.backends.backends["cpu"] = Backend  # so that vLLM, which finds no GPU, imports its kernels all the same
-"""
 _SCRIPT = """
+import v2_cpu  # it has Triton take the CPU for a device
 import numpy as np, torch, triton, triton.language as tl
 from vllm.v1.worker.gpu.sample import gumbel as theirs
 from das_adapter.core.noise import gumbel, hashed
@@ -58,51 +48,21 @@ for vocab in (96, 3000):
 """
 
 
-def run(script: str, environment: dict[str, str], *arguments: str) -> str:
-    """Run a script under Triton's interpreter; return what it prints."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, **environment, "TRITON_INTERPRET": "1", "VLLM_PLUGINS": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", _STAND_IN + script, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_definition_and_both_kernels_are_vllms(newest_env: dict[str, str]) -> None:
-    run(_SCRIPT, newest_env)
-
-
-_ENGINE = """
-import json, sys
-import vllm.v1.sample.ops.topk_topp_sampler as truncation
-from vllm import LLM, SamplingParams
-truncation.HAS_TRITON = False  # the interpreter fails in that kernel
-job = json.loads(sys.argv[1])
-llm = LLM(job["policy"], dtype="float32", enforce_eager=True, max_model_len=512, max_num_seqs=16, seed=0,
-          kv_cache_memory_bytes=2**26)
-runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-assert type(runner).__module__ == "vllm.v1.worker.cpu.model_runner", type(runner)  # the second, on a CPU
-outputs = llm.generate([{"prompt_token_ids": r["prompt"]} for r in job["requests"]],
-                       [SamplingParams(**r["params"]) for r in job["requests"]], use_tqdm=False)
-print("RESULT " + json.dumps([list(o.outputs[0].token_ids) for o in outputs]))
-"""
+    pytest.importorskip("triton")
+    path = os.pathsep.join((newest_env["PYTHONPATH"], str(Path(__file__).parent)))
+    environment = {**os.environ, **newest_env, **v2_cpu.ENV, "PYTHONPATH": path, "VLLM_PLUGINS": ""}
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.one_build
-def test_stock_v2_writes_the_same_tokens(engine: Any, newest_env: dict[str, str]) -> None:
-    """The newest vLLM's second runner without das-adapter, and our samplers in a first runner."""
+def test_stock_v2_writes_the_same_tokens(engine: Engine, v2_engine: Engine) -> None:
+    """The newest vLLM's second runner without das-adapter and with its own kernels, and our samplers in a first one."""
     params = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"temperature": 1.3}]
     asked = [
-        {"prompt": prompt, "params": {"max_tokens": 24, "seed": 2**40 * i + 11, **params[i]}}
-        for i, prompt in enumerate(prompts(4))
+        Request(prompt, {"max_tokens": 24, "seed": 2**40 * i + 11, **params[i]}) for i, prompt in enumerate(prompts(4))
     ]
-    printed = run(
-        _ENGINE, {**newest_env, "VLLM_USE_V2_MODEL_RUNNER": "1"}, json.dumps({"policy": str(POLICY), "requests": asked})
-    )
-    line = next(x for x in printed.splitlines() if x.startswith("RESULT "))
-    assert engine(das=OFF, rounds=[{"requests": asked}])[0]["tokens"] == json.loads(line.removeprefix("RESULT "))
+    (stock,) = v2_engine(das=None, rounds=[Round(asked)], interpreted=True)
+    assert stock["runner"] == "vllm.v1.worker.cpu.model_runner"  # the second, on a CPU
+    assert engine(das=OFF, rounds=[Round(asked)])[0]["tokens"] == stock["tokens"]

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_losslessness import HISTORY, MIXED, OFF, PLAIN, SELF, requests, two_rounds
-
-HOST = {"DAS_CPU_WEIGHT_SYNC": "1"}
-"""Weights are written into the live model, as veRL does on a CPU."""
+from jobs import Round
+from requested import HISTORY, HOST, MIXED, OFF, PLAIN, SELF, requests, tokens, two_rounds
 
 
 @pytest.mark.one_build
 @pytest.mark.parametrize("das", [SELF, MIXED], ids=["self", "history+self"])
 def test_the_drafter_follows_the_policy(engine: Any, das: dict[str, Any]) -> None:
     first, second = two_rounds(requests(PLAIN))
-    rounds = [{**first, "perturb": 0.05}, {**second, "fresh_copy": True}]
+    rounds = [replace(first, perturb=0.05), replace(second, fresh_copy=True)]
     reference = engine(das=OFF, rounds=rounds, env=HOST)
     result = engine(das=das, rounds=rounds, env=HOST)
     unchanged = engine(das=OFF, rounds=[first, second], env=HOST)
     assert reference[1]["tokens"] != unchanged[1]["tokens"]  # the policy changed
-    assert [r["tokens"] for r in result] == [r["tokens"] for r in reference]  # and no old KV or draft is left
+    assert tokens(result) == tokens(reference)  # and no old KV or draft is left
     assert result[1]["fresh_copy"]  # bit for bit
     assert result[1]["stats"]["requantise_s"] > 0
     if das is MIXED:
@@ -29,7 +28,7 @@ def test_the_drafter_follows_the_policy(engine: Any, das: dict[str, Any]) -> Non
 
 def test_a_text_that_ends_with_the_last_step_before_a_sync_is_not_live_after_it(engine: Any) -> None:
     (asked,) = requests([{"temperature": 1.0, "ignore_eos": True}], 3)[:1]
-    part = {"requests": [asked], "refresh": 100, "unrecorded": True}
+    part = Round([asked], refresh=100, unrecorded=True)
     first, second = engine(das=HISTORY, rounds=[part, part])
     assert second["tokens"] == first["tokens"]
     assert 0 < second["stats"]["accepted_tokens"] == first["stats"]["accepted_tokens"]
@@ -37,7 +36,7 @@ def test_a_text_that_ends_with_the_last_step_before_a_sync_is_not_live_after_it(
 
 def test_a_copy_that_is_not_quantised_anew_drafts_for_the_old_policy(engine: Any) -> None:
     first, second = two_rounds(requests(PLAIN))
-    rounds = [{**first, "perturb": 1.0}, second]
+    rounds = [replace(first, perturb=1.0), second]
     rate = [
         r[1]["stats"]["accepted_tokens"] / r[1]["stats"]["draft_tokens"]
         for r in (
@@ -51,7 +50,7 @@ def test_a_copy_that_is_not_quantised_anew_drafts_for_the_old_policy(engine: Any
 @pytest.mark.one_build
 def test_fifty_syncs_hold_the_memory(engine: Any) -> None:
     asked = requests(PLAIN, 3)
-    part = [{"requests": asked, "refresh": i + 1, "perturb": 0.001, "brief": True} for i in range(60)]
+    part = [Round(asked, refresh=i + 1, perturb=0.001, brief=True) for i in range(60)]
     result = engine(das=MIXED, rounds=part, env=HOST)
     memory = [r["memory"] for r in result]
     assert max(memory[-10:]) - max(memory[10:20]) < 4 * 2**20
@@ -65,15 +64,15 @@ def test_fifty_syncs_hold_the_memory(engine: Any) -> None:
 def test_sleep_and_wake_leave_the_tokens(engine: Any, das: dict[str, Any], level: int) -> None:
     first, second = two_rounds(requests(PLAIN))
     plain = engine(das=das, rounds=[first, second], env=HOST)
-    slept = engine(das=das, rounds=[{**first, "sleep": level}, second], env=HOST)
-    assert [r["tokens"] for r in slept] == [r["tokens"] for r in plain]
+    slept = engine(das=das, rounds=[replace(first, sleep=level), second], env=HOST)
+    assert tokens(slept) == tokens(plain)
     assert slept[1]["stats"]["accepted_tokens"] > 0
 
 
 def test_slots_for_drafts_are_reserved(engine: Any) -> None:
     """Requests that end their blocks (128 tokens) while drafting, beside others: nobody writes into a neighbour's."""
-    asked = [{**r, "params": {**r["params"], "max_tokens": 300, "ignore_eos": True}} for r in requests(PLAIN, 6)]
-    reference, result = (engine(das=das, rounds=[{"requests": asked}]) for das in (OFF, SELF))
+    asked = requests(PLAIN, 6, max_tokens=300, ignore_eos=True)
+    reference, result = (engine(das=das, rounds=[Round(asked)]) for das in (OFF, SELF))
     assert result[0]["tokens"] == reference[0]["tokens"]
     assert result[0]["lookahead"] == 5
     assert reference[0]["lookahead"] == 0
@@ -81,7 +80,7 @@ def test_slots_for_drafts_are_reserved(engine: Any) -> None:
 
 def test_a_length_that_replicas_agreed_on_is_drafted(engine: Any) -> None:
     first, second = two_rounds(requests(PLAIN))
-    result = engine(das=SELF, rounds=[{**first, "draft_length": 2}, second], env=HOST)
+    result = engine(das=SELF, rounds=[replace(first, draft_length=2), second], env=HOST)
     length = [r["stats"]["draft_tokens"] / r["stats"]["drafted_forwards"] for r in result]
     assert length[0] > 4
     assert 1.9 < length[1] <= 2

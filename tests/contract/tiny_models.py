@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from engine import POLICY
+from jobs import POLICY
 from safetensors.torch import load_file, save_file
 
 SHAPE = {
@@ -42,33 +42,12 @@ PIXELS = 16
 
 def images() -> Any:
     """BLIP-2: a vision tower and a Q-Former of one layer, which make two tokens of an image, before an OPT."""
-    vision = transformers.Blip2VisionConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=PIXELS,
-        patch_size=PIXELS // 2,
-    )
-    between = transformers.Blip2QFormerConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        encoder_hidden_size=32,
-        cross_attention_frequency=1,
-    )
-    text = transformers.OPTConfig(
-        hidden_size=64,
-        ffn_dim=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=97,
-        word_embed_proj_dim=64,
-        eos_token_id=1,
-        pad_token_id=0,
-        bos_token_id=None,
-    )
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = transformers.Blip2VisionConfig(**small, image_size=PIXELS, patch_size=PIXELS // 2)
+    between = transformers.Blip2QFormerConfig(**small, encoder_hidden_size=32, cross_attention_frequency=1)
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 2, "vocab_size": 97}
+    ends = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    text = transformers.OPTConfig(**sizes, **ends, num_attention_heads=2)
     config = transformers.Blip2Config(
         vision_config=vision, qformer_config=between, text_config=text, num_query_tokens=2, image_token_index=96
     )
@@ -106,7 +85,7 @@ KINDS = {"experts": mixture_of_experts, "images": images}
 def write_mtp(directory: Path) -> str:
     """Write the tiny policy with a layer for multi-token prediction (MiMo's), fitted to the policy's own text by least
     squares; its attention is random and weak."""
-    from test_losslessness import prompts
+    from requested import prompts
 
     policy = transformers.Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
     shape, generator = policy.config, torch.Generator().manual_seed(0)

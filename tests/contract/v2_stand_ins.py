@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 U, F = np.uint32, np.float32
 NEVER = F(-np.inf)
@@ -32,7 +33,7 @@ class Launch:
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def run(*args: Any, **constants: Any) -> None:
-            tensors = [x for x in args if x is None or isinstance(x, torch.Tensor)]
+            tensors = [x for x in args if x is None or isinstance(x, Tensor)]
             if self._kernel is None:
                 return self._compute(*tensors, **constants)
             copies = [None if x is None else x.clone() for x in tensors]
@@ -43,7 +44,7 @@ class Launch:
         return run
 
 
-def compare(compute: Callable[..., Any], found: Sequence[torch.Tensor | None], expected: Sequence[Any]) -> None:
+def compare(compute: Callable[..., Any], found: Sequence[Tensor | None], expected: Sequence[Any]) -> None:
     """Hold what stands in against what it stands for."""
     for a, b in zip(found, expected, strict=True):
         assert a is None or a.contiguous().numpy().tobytes() == b.contiguous().numpy().tobytes(), compute.__doc__
@@ -103,8 +104,8 @@ def both(compute: Callable[..., Any], stock: Callable[..., Any], written: Callab
 
 
 def gather_block_tables(
-    self: Any, idx_mapping: torch.Tensor, num_reqs_padded: int, out: tuple[torch.Tensor, ...] | None = None, **_: Any
-) -> tuple[torch.Tensor, ...]:
+    self: Any, idx_mapping: Tensor, num_reqs_padded: int, out: tuple[Tensor, ...] | None = None, **_: Any
+) -> tuple[Tensor, ...]:
     """`BlockTables.gather_block_tables`, of groups without a sliding window."""
     targets = self.input_block_tables if out is None else out
     for source, target, counts in zip(self.block_tables, targets, self.num_blocks.gpu, strict=True):
@@ -116,12 +117,12 @@ def gather_block_tables(
 
 def compute_slot_mappings(
     self: Any,
-    idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    positions: torch.Tensor,
+    idx_mapping: Tensor,
+    query_start_loc: Tensor,
+    positions: Tensor,
     num_tokens_padded: int,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Tensor | None = None,
+) -> Tensor:
     """`BlockTables.compute_slot_mappings`."""
     target = self.slot_mappings if out is None else out
     starts = query_start_loc[: len(idx_mapping) + 1].numpy()
@@ -135,13 +136,13 @@ def compute_slot_mappings(
 
 
 def read_prompts(
-    input_ids: torch.Tensor,
-    following: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    texts: torch.Tensor,
-    prefill: torch.Tensor,
-    computed: torch.Tensor,
+    input_ids: Tensor,
+    following: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    texts: Tensor,
+    prefill: Tensor,
+    computed: Tensor,
     **_: int,
 ) -> None:
     """`_prepare_prefill_inputs_kernel`."""
@@ -154,14 +155,7 @@ def read_prompts(
                 following[i, slot] = texts[slot, after + i] if after + i < whole else 0
 
 
-def place(
-    pos: torch.Tensor,
-    seq_lens: torch.Tensor,
-    slots: torch.Tensor,
-    starts: torch.Tensor,
-    computed: torch.Tensor,
-    **_: int,
-) -> None:
+def place(pos: Tensor, seq_lens: Tensor, slots: Tensor, starts: Tensor, computed: Tensor, **_: int) -> None:
     """`_prepare_pos_seq_lens_kernel`."""
     seq_lens[len(slots) :] = 0
     for row, done in enumerate(computed[slots].tolist()):
@@ -171,15 +165,15 @@ def place(
 
 
 def read_drafts(
-    input_ids: torch.Tensor,
-    slots: torch.Tensor,
-    last: torch.Tensor,
-    starts: torch.Tensor,
-    seq_lens: torch.Tensor,
-    prefill: torch.Tensor,
-    drafts: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    logits_indices: torch.Tensor,
+    input_ids: Tensor,
+    slots: Tensor,
+    last: Tensor,
+    starts: Tensor,
+    seq_lens: Tensor,
+    prefill: Tensor,
+    drafts: Tensor,
+    cu_num_logits: Tensor,
+    logits_indices: Tensor,
     NUM_NEW_SAMPLED_TOKENS: int = 1,
     **_: int,
 ) -> None:
@@ -196,9 +190,7 @@ def read_drafts(
             input_ids[begin + 1 : end] = drafts[slot, : after - first - 1]
 
 
-def expand(
-    slots: torch.Tensor, expanded: torch.Tensor, local: torch.Tensor, cu_num_logits: torch.Tensor, **_: int
-) -> None:
+def expand(slots: Tensor, expanded: Tensor, local: Tensor, cu_num_logits: Tensor, **_: int) -> None:
     """`_expand_idx_mapping_kernel`."""
     counts = cu_num_logits[: len(slots) + 1].diff()
     expanded.copy_(slots.repeat_interleave(counts))
@@ -206,12 +198,7 @@ def expand(
 
 
 def count(
-    num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    slots: torch.Tensor,
-    prefill: torch.Tensor,
+    num_sampled: Tensor, num_rejected: Tensor, seq_lens: Tensor, cu_num_logits: Tensor, slots: Tensor, prefill: Tensor
 ) -> None:
     """`_get_num_sampled_and_rejected_kernel`."""
     reading = seq_lens[: len(slots)] < prefill[slots]
@@ -220,17 +207,17 @@ def count(
 
 
 def append(
-    slots: torch.Tensor,
-    computed: torch.Tensor,
-    last: torch.Tensor,
-    written: torch.Tensor | None,
-    sampled: torch.Tensor,
-    num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
-    starts: torch.Tensor | None,
-    texts: torch.Tensor,
-    total_len: torch.Tensor,
-    drafts: torch.Tensor | None = None,
+    slots: Tensor,
+    computed: Tensor,
+    last: Tensor,
+    written: Tensor | None,
+    sampled: Tensor,
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    starts: Tensor | None,
+    texts: Tensor,
+    total_len: Tensor,
+    drafts: Tensor | None = None,
     *_: Any,
     **__: int,
 ) -> None:
@@ -248,14 +235,7 @@ def append(
         computed[slot] += starts[row + 1] - starts[row] - num_rejected[row]
 
 
-def mask(
-    logits: torch.Tensor,
-    places: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    bits: torch.Tensor,
-    MASK_STRIDE: int,
-    **_: int,
-) -> None:
+def mask(logits: Tensor, places: Tensor, cu_num_logits: Tensor, bits: Tensor, MASK_STRIDE: int, **_: int) -> None:
     """`_apply_grammar_bitmask_kernel`."""
     for row, place in enumerate(places.tolist()):
         request, local = divmod(place, MASK_STRIDE)
@@ -265,25 +245,23 @@ def mask(
             logits.numpy()[first + local, allowed == 0] = NEVER
 
 
-def flatten(
-    flat: torch.Tensor, sampled: torch.Tensor, num_sampled: torch.Tensor, cu_num_logits: torch.Tensor, **_: int
-) -> None:
+def flatten(flat: Tensor, sampled: Tensor, num_sampled: Tensor, cu_num_logits: Tensor, **_: int) -> None:
     """`_flatten_sampled_kernel`."""
     for row, (got, first) in enumerate(zip(num_sampled.tolist(), cu_num_logits.tolist(), strict=False)):
         flat[first : first + got] = sampled[row, :got]
 
 
 def gumbel_sample(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    temperature: torch.Tensor,
-    seed: torch.Tensor,
-    pos: torch.Tensor,
+    logits: Tensor,
+    slots: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    pos: Tensor,
     apply_temperature: bool,
     is_drafting: bool = False,
     use_fp64: bool = False,
     **others: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Draw one token a row, as vLLM's `gumbel_sample` does."""
     assert not (is_drafting or use_fp64 or others)
     rows, at = logits.float().numpy(), slots.numpy()
@@ -327,14 +305,14 @@ def _noise(u: np.ndarray) -> np.ndarray:
         return -np.log(-np.where(u < F(0.25), -u * p, direct))
 
 
-def temper(logits: torch.Tensor, slots: torch.Tensor, temperature: torch.Tensor, **_: int) -> None:
+def temper(logits: Tensor, slots: Tensor, temperature: Tensor, **_: int) -> None:
     """`_temperature_kernel`."""
     rows, own = logits.numpy(), temperature.numpy()[slots.numpy()]
     hot = (own != 0) & (own != 1)
     rows[hot] /= own[hot, None]
 
 
-def log_softmax(output: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, BLOCK_SIZE: int, **_: int) -> None:
+def log_softmax(output: Tensor, logits: Tensor, ids: Tensor, BLOCK_SIZE: int, **_: int) -> None:
     """`_topk_log_softmax_kernel`."""
     rows = logits.float().numpy()
     most, total = rows.max(1), np.zeros(len(rows), dtype=F)
@@ -347,22 +325,22 @@ def log_softmax(output: torch.Tensor, logits: torch.Tensor, ids: torch.Tensor, B
     output.copy_(torch.from_numpy(chosen - most[:, None] - np.log(total)[:, None]))
 
 
-def rank(output: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, **_: int) -> None:
+def rank(output: Tensor, logits: Tensor, tokens: Tensor, **_: int) -> None:
     """`_ranks_kernel`."""
     rows = logits.numpy()
     output.copy_(torch.from_numpy((rows >= np.take_along_axis(rows, tokens.numpy()[:, None], 1)).sum(1)))
 
 
 def penalise(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    fed: torch.Tensor,
-    local: torch.Tensor,
-    repetition: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    in_prompt: torch.Tensor,
-    written: torch.Tensor,
+    logits: Tensor,
+    slots: Tensor,
+    fed: Tensor,
+    local: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    in_prompt: Tensor,
+    written: Tensor,
     **_: int,
 ) -> None:
     """`_penalties_kernel`."""
@@ -382,18 +360,18 @@ def penalise(
 
 
 def bias_logits(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    allowed: torch.Tensor,
-    allowed_ids: torch.Tensor,
-    biased: torch.Tensor,
-    biased_ids: torch.Tensor,
-    bias: torch.Tensor,
-    pos: torch.Tensor,
-    least: torch.Tensor,
-    stops: torch.Tensor,
-    restored: torch.Tensor,
-    stop_ids: torch.Tensor,
+    logits: Tensor,
+    slots: Tensor,
+    allowed: Tensor,
+    allowed_ids: Tensor,
+    biased: Tensor,
+    biased_ids: Tensor,
+    bias: Tensor,
+    pos: Tensor,
+    least: Tensor,
+    stops: Tensor,
+    restored: Tensor,
+    stop_ids: Tensor,
     CHECK_ALL_MASKED_ROWS: bool,
     **_: int,
 ) -> None:
@@ -416,16 +394,16 @@ def bias_logits(
 
 
 def forbid_words(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    words: torch.Tensor,
-    offsets: torch.Tensor,
-    number: torch.Tensor,
-    texts: torch.Tensor,
-    prompt_len: torch.Tensor,
-    total_len: torch.Tensor,
-    fed: torch.Tensor,
-    local: torch.Tensor,
+    logits: Tensor,
+    slots: Tensor,
+    words: Tensor,
+    offsets: Tensor,
+    number: Tensor,
+    texts: Tensor,
+    prompt_len: Tensor,
+    total_len: Tensor,
+    fed: Tensor,
+    local: Tensor,
 ) -> None:
     """`_bad_words_kernel`."""
     rows, places = logits.numpy(), local.tolist()
@@ -439,7 +417,7 @@ def forbid_words(
                 rows[row, last] = NEVER
 
 
-def cut_improbable(logits: torch.Tensor, slots: torch.Tensor, min_p: torch.Tensor, **_: int) -> None:
+def cut_improbable(logits: Tensor, slots: Tensor, min_p: Tensor, **_: int) -> None:
     """`_min_p_kernel`."""
     rows, least = logits.numpy(), min_p.numpy()[slots.numpy()]
     some = np.flatnonzero(least)

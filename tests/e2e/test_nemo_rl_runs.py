@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples/nemo_rl"))
 import arms  # noqa: E402
 import cpu_async  # noqa: E402
+import cpu_sync  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -35,13 +36,8 @@ PER_STEP = 8
 
 @pytest.fixture(scope="module")
 def sync(tmp_path_factory: pytest.TempPathFactory) -> dict[str, arms.Steps]:
-    out = tmp_path_factory.mktemp("sync")
-    return {
-        "off": arms.run("off", [*arms.ARMS["off"], *SMALL], out),
-        "history": arms.run(
-            "history", [*arms.ARMS["history"], *SMALL, "++policy.generation.das.routing=least_loaded"], out
-        ),
-    }
+    routing = "++policy.generation.das.routing=least_loaded"
+    return cpu_sync.both(tmp_path_factory.mktemp("sync"), SMALL, history=(routing,))
 
 
 def test_training_is_the_same_to_the_last_token_and_the_last_gradient(sync: Any) -> None:

@@ -47,16 +47,8 @@ def train(
     variables: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a pipeline on a CPU example; metrics go to `out`. `variables`: more of the environment."""
-    command = [
-        sys.executable,
-        "-m",
-        module,
-        "--config-path",
-        str(ROOT / "examples/verl"),
-        "--config-name",
-        config,
-        *overrides,
-    ]
+    where = ["--config-path", ROOT / "examples/verl", "--config-name", config]
+    command = [sys.executable, "-m", module, *where, *overrides]
     env = {
         **os.environ,
         **cpu_env(),

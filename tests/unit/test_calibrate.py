@@ -91,7 +91,6 @@ def test_what_is_written_is_read_back_and_says_where_it_comes_from(tmp_path: Pat
     content = json.loads((tmp_path / "c.json").read_text())
     assert content["provenance"]["command"] == "das-adapter calibrate a-model"
     assert len(content["samples"]) == 40
-    assert (tmp_path / "c.png").stat().st_size > 1000
     with pytest.raises(DasError, match=r"das\.calibration"):
         read_calibration(str(tmp_path / "missing.json"))
 

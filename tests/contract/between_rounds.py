@@ -1,0 +1,135 @@
+"""What is done to an engine between its rounds: weights that change, sleep, texts that are handed over."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import torch
+from jobs import POLICY, Round
+from safetensors.torch import load_file
+
+from das_adapter.core.index.store import HistoryStore
+from das_adapter.protocol.messages import Trajectory, responses
+
+
+def perturb(policy: Any, size: float) -> None:
+    """Send the policy's checkpoint as a host does, every matrix changed by `size` of its standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(POLICY / "model.safetensors")
+
+    def changed(weight: Any) -> Any:
+        noise = torch.randn(weight.shape, generator=generator) if weight.ndim == 2 else 0
+        return weight.float() + size * weight.float().std() * noise
+
+    policy.load_weights([(name, changed(weight)) for name, weight in weights.items()])
+
+
+def lose(runner: Any) -> None:
+    """Overwrite the drafter's own weights with noise, as when their memory was given away."""
+    torch.manual_seed(0)
+    shared = {p.data_ptr() for p in runner.model.parameters()}
+    drafter = getattr(runner, "speculator", None) or runner.drafter
+    for parameter in drafter.model.parameters():
+        if parameter.is_floating_point() and parameter.data_ptr() not in shared:
+            parameter.data.normal_(std=0.5)
+
+
+def drafter_without_weights() -> None:
+    """Let neural drafters start with noise for weights."""
+    from das_adapter.engine.draft_weights import DraftWeights
+
+    stock = DraftWeights.take_loaded
+
+    def take_loaded(self: Any) -> None:
+        stock(self)
+        lose(self._runner)
+
+    DraftWeights.take_loaded = take_loaded
+
+
+def send_drafter(runner: Any, file: str, host: str | None) -> None:
+    """Send a file as the drafter's weights, as the host does."""
+    weights = [(name, weight.float()) for name, weight in load_file(file).items()]
+    if runner.speculative_config.method == "mtp":  # hosts send it the policy's
+        send(runner, weights, host)
+        if host is None:
+            runner.drafter.model.load_weights(weights)
+    else:
+        send(runner, [(f"draft.{name}", weight) for name, weight in weights], host)
+
+
+def send(runner: Any, weights: list[Any], host: str | None) -> None:
+    """Load weights from a trainer's stream, by NeMo-RL's code where that is the host."""
+    if host != "nemo_rl":
+        runner.model.load_weights(weights)
+        return
+    from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+
+    worker = VllmInternalWorkerExtension()
+    worker.model_runner = runner
+    worker._load_weights(weights)
+
+
+def sleep(llm: Any, level: int) -> None:
+    """Sleep and wake up; a CPU engine has no memory pool, so what level 2 discards is discarded here."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    llm.reset_prefix_cache()
+    if level == 2:
+        for parameter in runner.model.parameters():
+            parameter.data.zero_()
+        source = getattr(getattr(runner, "drafter", None), "model_source", None)
+        for _, weight in source.copy.layers if source else ():
+            for tensor in weight.tensors():
+                tensor.zero_()
+        perturb(runner.model, 0.0)  # what the host sends after waking up
+
+
+def copy_is_fresh(runner: Any) -> bool:
+    """Return whether the policy copy equals one made from the policy's present weights, bit for bit."""
+    from das_adapter.engine.v1.policy_copy import PolicyCopy
+
+    drafter = runner.drafter
+    fresh = PolicyCopy(runner.model, drafter.config.self.weights)
+    return all(
+        torch.equal(a, b)
+        for (_, x), (_, y) in zip(drafter.model_source.copy.layers, fresh.layers, strict=True)
+        for a, b in zip(x.tensors(), y.tensors(), strict=True)
+    )
+
+
+def handed_over(part: Round, texts: list[tuple[int, list[int]]]) -> dict[str, Any]:
+    """Return what the engine is told at the weight sync behind a round that has written texts of problems."""
+    if part.foreign_token is not None:
+        texts = texts + [(0, [part.foreign_token])] * 8  # more than the problem's own texts, so that it is drafted
+    trajectories = [(p, np.asarray(t, dtype=np.int32).tobytes(), part.refresh - 1) for p, t in texts]
+    told: dict[str, Any] = {"version": part.refresh}
+    if part.draft_length is not None:
+        told["draft_length"] = part.draft_length
+    if part.shared is None:
+        return told | {"trajectories": trajectories}
+    lengths = responses(Trajectory(*t) for t in trajectories).tobytes()
+    return told | {"history": publish(part.shared, trajectories, part.lose), "lengths": lengths}
+
+
+def publish(directory: str, trajectories: list[tuple[int, bytes, int]], lose: str | None) -> tuple[str, int]:
+    """Publish trajectories as a node's history does; return what the engine is told."""
+    with HistoryStore(directory) as store:
+        for problem, text, version in trajectories:
+            store.add(problem, np.frombuffer(text, dtype=np.int32), version)
+        generation = store.seal()
+        for _ in range(4 if lose == "generation" else 0):
+            store.seal()
+    if lose == "directory":
+        shutil.rmtree(directory)
+    return directory, generation
+
+
+def give(file: str, texts: list[tuple[int, list[int]]]) -> None:
+    """Write texts of problems as the node does on which they are at home."""
+    with HistoryStore(f"{file}-store") as store:
+        for problem, text in texts:
+            store.add(problem, np.asarray(text, dtype=np.int32), 0)
+        store.seal()
+        store.give(file, sorted({problem for problem, _ in texts}))

@@ -1,0 +1,244 @@
+"""Parts of das-adapter that are broken or slowed down on the V1 runner, to see that they are needed or that nothing
+depends on them."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from between_rounds import drafter_without_weights
+
+from das_adapter.core import account, plain_time
+from das_adapter.cpu import vllm_fixes
+from das_adapter.engine.history import HistorySource
+from das_adapter.engine.v1 import neural_drafts, verification
+from das_adapter.engine.v1.decode_graphs import DecodePasses
+from das_adapter.engine.v1.policy_copy import CopySource, PolicyCopy
+from das_adapter.engine.v1.proposer import Proposer
+from das_adapter.engine.v1.worker import HostWorkerState
+
+NOTED: dict[str, int] = {}
+"""What a sabotage has to tell."""
+
+
+def garbage_drafts() -> None:
+    """Draft arbitrary tokens."""
+    Proposer.begin_drafts = _garbage
+
+
+def _garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
+    rng = random.Random(len(sampled))
+    return [[rng.randrange(90) for _ in range(rng.randrange(17))] if tokens else [] for tokens in sampled]
+
+
+def failing_drafter() -> None:
+    """Draft arbitrary tokens, and fail once there is a history or a long text."""
+
+    def propose(self: Any, sampled: list[list[int]], *args: Any) -> list[list[int]]:
+        if self.engine.history.index.tokens or max(args[0][: len(sampled)]) > 60:
+            raise RuntimeError("the drafter is broken on purpose")
+        return _garbage(self, sampled)
+
+    Proposer.begin_drafts = propose
+
+
+def failing_once() -> None:
+    """Fail at a long text while there is no history."""
+    stock = Proposer.begin_drafts
+
+    def propose(self: Any, sampled: list[list[int]], *args: Any) -> Any:
+        if max(args[0][: len(sampled)]) > 60 and not self.engine.history.index.tokens:
+            self.engine.live.clear()  # whatever state it is in
+            raise RuntimeError("the drafter is broken on purpose")
+        return stock(self, sampled, *args)
+
+    Proposer.begin_drafts = propose
+
+
+def failing_search() -> None:
+    """Fail where the host's search for drafts is read."""
+
+    def found(_: Any) -> Any:
+        raise RuntimeError("the search is broken on purpose")
+
+    HistorySource.found = found
+
+
+def dear_drafter() -> None:
+    """Let a look for drafts take ten times as long as a step, and look in every step."""
+    plain_time.LEAST_STEPS, account.BASELINE_STEPS, account.LOOK_STEPS = 24, (2, 2), 1
+    clock = Clock()
+    Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
+    HistorySource.look = taking(clock, 0.03, HistorySource.look)
+
+
+def slow_policy() -> None:
+    """Let a step of the policy take so long that every draft pays."""
+    Proposer.time_step = taking(Clock(), 0.03, Proposer.time_step)
+
+
+def failing_pass() -> None:
+    """Let the second rank fail in the fifth of the drafts that all ranks make together."""
+    stock = CopySource._draft
+
+    def draft(self: Any, *args: Any) -> Any:
+        self.drafted = getattr(self, "drafted", 0) + 1
+        if not self._drafter.leads and self.drafted == 5:
+            raise RuntimeError("the pass is broken on purpose")
+        return stock(self, *args)
+
+    CopySource._draft = draft
+
+
+def small_chunks() -> None:
+    """Verify in chunks of few rows, and note of how many chunks a step was put together at most."""
+    joined = verification._joined
+
+    def note(parts: Any) -> Any:
+        NOTED["chunks"] = max(NOTED.get("chunks", 0), len(parts))
+        return joined(parts)
+
+    verification._CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
+    verification._joined = note
+
+
+def any_length(kept_bytes: int) -> None:
+    """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
+    stock = Proposer.begin_drafts
+
+    def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
+        drafts = stock(self, sampled, lengths, tokens)
+        if not self.leads:
+            return drafts
+        self.proposed = getattr(self, "proposed", 0) + 1
+        rng = random.Random(self.proposed)
+        for row, (req_id, new) in enumerate(zip(self.runner.input_batch.req_ids, sampled, strict=True)):
+            room = self.engine.live[req_id].end - 1 - int(lengths[row]) if new else 0
+            wanted = rng.randrange(self.config.model_tokens + 1) if self.proposed % 16 < 6 else 0
+            self.model_tokens[row] = max(0, min(room, wanted))
+        return drafts
+
+    Proposer.begin_drafts = propose
+    neural_drafts.KEPT_BYTES = kept_bytes
+
+
+def failing_rank() -> None:
+    """Let the first rank fail until the first weight sync, the second one from then on."""
+    stock, stock_refresh = Proposer.begin_drafts, Proposer.refresh
+
+    def propose(self: Any, sampled: list[list[int]], *args: Any) -> Any:
+        self.proposed = getattr(self, "proposed", 0) + 1
+        if self.leads == (not self._synced_once) and self.proposed > 4:
+            raise RuntimeError("the rank is broken on purpose")
+        return stock(self, sampled, *args)
+
+    def refresh(self: Any, message: Any) -> Any:
+        self._synced_once = True
+        return stock_refresh(self, message)
+
+    Proposer._synced_once = False
+    Proposer.begin_drafts, Proposer.refresh = propose, refresh
+
+
+class Clock:
+    """Tells das-adapter the time, so that what it decides does not depend on the machine: every look takes 0.1 ms."""
+
+    def __init__(self) -> None:
+        self.now, real = 0.0, time.perf_counter
+
+        def perf_counter() -> float:
+            if not sys._getframe(1).f_globals["__name__"].startswith("das_adapter.engine."):
+                return real()
+            self.now += 1e-4
+            return self.now
+
+        time.perf_counter = perf_counter
+
+
+def taking(clock: Clock, seconds: float, stock: Any) -> Any:
+    """Let a call take so many seconds of the clock."""
+
+    def call(*args: Any, **named: Any) -> Any:
+        clock.now += seconds
+        return stock(*args, **named)
+
+    return call
+
+
+def replayed_passes() -> None:
+    """Have passes captured and replayed by what stands for vLLM's graph wrapper: it only looks whether a pass reads
+    from where it read when the graph of its size was captured."""
+
+    stock = DecodePasses.__call__
+
+    def wrap(model: Any, _: Any) -> Any:
+        from vllm.config import CUDAGraphMode
+        from vllm.forward_context import get_forward_context
+
+        addresses: dict[int, list[int]] = {}
+
+        def run(ids: Any, positions: Any) -> Any:
+            context = get_forward_context()
+            if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
+                attention = next(iter(context.attn_metadata.values()))
+                read = (
+                    ids,
+                    positions,
+                    *context.slot_mapping.values(),
+                    attention.block_table,
+                    attention.seq_lens,
+                    attention.query_start_loc,
+                    attention.slot_mapping,
+                )
+                at = [tensor.data_ptr() for tensor in read]
+                assert addresses.setdefault(len(ids), at) == at
+                assert context.batch_descriptor.num_tokens == len(ids) in (1, 4, 16)
+            return model(ids, positions)
+
+        return run
+
+    def call(self: Any, *args: Any) -> Any:
+        if not self.sizes:
+            self.capture([1, 4, 16], wrap)
+        return stock(self, *args)
+
+    DecodePasses.__call__ = call
+
+
+def stale_copy() -> None:
+    """Never quantise the policy's weights again."""
+    PolicyCopy.quantise = lambda self: None
+
+
+def no_room_at_the_end() -> None:
+    """Draft nothing near max_model_len but what vLLM makes of it."""
+    HostWorkerState.draft_up_to_the_end = lambda self: None
+
+
+def no_cpu_fix() -> None:
+    """Leave vLLM's CPU sampler as it is."""
+    vllm_fixes.expand_draft_parameters = SimpleNamespace(apply=lambda: None)
+
+
+SABOTAGE = {
+    "a rank fails": failing_rank,
+    "a rank fails in the passes": failing_pass,
+    "any draft length": functools.partial(any_length, 300_000),
+    "any draft length, reading along": functools.partial(any_length, -1),
+    "dear drafter": dear_drafter,
+    "drafter that fails once": failing_once,
+    "drafter without weights": drafter_without_weights,
+    "failing drafter": failing_drafter,
+    "failing search": failing_search,
+    "garbage drafts": garbage_drafts,
+    "no CPU fix": no_cpu_fix,
+    "no room near max_model_len": no_room_at_the_end,
+    "replayed passes": replayed_passes,
+    "slow policy": slow_policy,
+    "small chunks": small_chunks,
+    "stale copy": stale_copy,
+}

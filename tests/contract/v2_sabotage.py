@@ -1,0 +1,98 @@
+"""Parts of das-adapter that are broken or slowed down on the V2 runner, to see that nothing depends on them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import torch
+from between_rounds import drafter_without_weights
+from v2_stand_ins import COMPARED
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+from das_adapter.engine.v2.device_index import DeviceIndex
+from das_adapter.engine.v2.lengths import DraftLengths
+from das_adapter.engine.v2.neural import Speculation
+from das_adapter.engine.v2.reading import MissedText
+from das_adapter.protocol.engine_args import DraftTokens
+
+
+def garbage_drafts() -> None:
+    """Draft arbitrary tokens from the history."""
+    stock = DeviceIndex.draft
+
+    def draft(self: Any, slots: torch.Tensor, num_sampled: torch.Tensor, total_len: torch.Tensor) -> Any:
+        drafts = stock(self, slots, num_sampled, total_len)
+        generator = torch.Generator().manual_seed(int(total_len.sum()))
+        drafts.copy_(torch.randint(0, 90, drafts.shape, generator=generator))
+        self.real[: len(slots)] = drafts.shape[1]
+        self.confidence[: len(slots)] = 0.5
+        return drafts
+
+    DeviceIndex.draft = draft  # type: ignore[method-assign]
+
+
+def failing_drafter() -> None:
+    """Fail once there is a history, and in every eighth draft of a model."""
+    steps, draft, propose = itertools.count(), DeviceIndex.draft, Speculation.propose
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the drafter is broken on purpose")
+
+    def from_history(self: Any, *args: Any) -> Any:
+        return broken() if self.arena.sealed_tokens else draft(self, *args)
+
+    def by_model(self: Any, run: Any, *args: Any) -> Any:
+        return propose(self, run if next(steps) % 8 else broken, *args)
+
+    DeviceIndex.draft = from_history  # type: ignore[method-assign]
+    Speculation.propose = by_model  # type: ignore[method-assign]
+
+
+def slow_policy() -> None:
+    """Tell the controller that a step takes the same time whatever it carries."""
+    steps, output = itertools.count(), DraftLengths.output
+
+    def slowly(self: Any, step: Any, sampled: Any, now: float) -> int:
+        return output(self, step, sampled, 50.0 * next(steps))
+
+    DraftLengths.output = slowly  # type: ignore[method-assign]
+
+
+def small_chunks() -> None:
+    """Verify in chunks of few rows, and count them."""
+    chunks = rejection_sampler._iter_request_chunks
+
+    def counted(*args: Any) -> Any:
+        for chunk in chunks(*args):
+            COMPARED["chunks"] = COMPARED.get("chunks", 0) + 1
+            yield chunk
+
+    rejection_sampler.MAX_CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
+    rejection_sampler._iter_request_chunks = counted
+
+
+def any_length(reading_along: bool) -> None:
+    """Draft arbitrary numbers of tokens, by the model in most steps."""
+    steps, output = itertools.count(), DraftLengths.output
+
+    def arbitrary(self: Any, step: Any, sampled: Any, now: float) -> int:
+        output(self, step, sampled, now)
+        number = next(steps)
+        return DraftTokens((3, 1, 0, 0, 0, 0, 0, 2)[number % 8], by_model=number // 8 % 3 > 0)
+
+    DraftLengths.output = arbitrary  # type: ignore[method-assign]
+    if reading_along:
+        MissedText.may_miss = lambda *_: False  # type: ignore[method-assign]
+
+
+SABOTAGE = {
+    "any draft length": functools.partial(any_length, False),
+    "any draft length, reading along": functools.partial(any_length, True),
+    "drafter without weights": drafter_without_weights,
+    "failing drafter": failing_drafter,
+    "garbage drafts": garbage_drafts,
+    "slow policy": slow_policy,
+    "small chunks": small_chunks,
+}
