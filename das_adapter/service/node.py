@@ -214,14 +214,16 @@ class NodeHistory:
         return synced
 
     def _send(self, wait: bool = False) -> None:
-        """Send the ledger what the engines wrote and counted."""
+        """Send the ledger what the engines wrote and counted; ValueError: there is none, and it is kept."""
+        if not (self._lengths or self._reports):
+            return
+        actor = ledger.running()
         with self.writer.lock:
             lengths, self._lengths = self._lengths, []
             reports, self._reports = self._reports, []
-        if lengths or reports:
-            call = ledger.running().take.remote(np.concatenate([np.zeros(0, RESPONSE), *lengths]), reports)
-            if wait:
-                ask(call, PEER_S)
+        call = actor.take.remote(np.concatenate([np.zeros(0, RESPONSE), *lengths]), reports)
+        if wait:
+            ask(call, PEER_S)
 
     def _begin(self) -> None:
         """Start the history from what lies in the directory, else from what the run was given. What fails is tried
