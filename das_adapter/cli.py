@@ -219,15 +219,8 @@ def replay(path: Path, tokenizer: str | None, **options: Any) -> None:
     rows = []
     for kind in ("all", "by_source", "by_length", "by_visit", "by_budget", "by_step"):
         for name, f in figures.get(kind, {"sources": figures}).items():
-            shown = (f["tokens_per_forward"], f["accepted_per_round"], f["drafted_per_round"])
-            rows.append(
-                (
-                    f"{kind.removeprefix('by_')} {name}",
-                    *(f"{x:.2f}" for x in shown),
-                    str(f["rounds"]),
-                    f"{f['hits']:.0%}",
-                )
-            )
+            rates = "{tokens_per_forward:.2f} {accepted_per_round:.2f} {drafted_per_round:.2f} {rounds} {hits:.0%}"
+            rows.append((f"{kind.removeprefix('by_')} {name}", *rates.format(**f).split()))
     _print_table(("", "tokens/forward", "accepted", "drafted", "rounds", "hits"), rows)
     positions = " ".join(f"{p:.2f}" for p in figures["acceptance_by_position"])
     click.echo(f"acceptance by draft position: {positions}; calibration error {figures['calibration_error']:.3f}")
