@@ -1,5 +1,5 @@
-"""What lies in the device's arena and where: sealed text of the problems that are drafted for, and the texts of
-requests that have ended since the weight sync. It decides, and touches no device."""
+"""Allocate the device's arena: sealed text of the problems that are drafted for, and the texts of requests that have
+ended since the weight sync. Pure host bookkeeping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Words:
-    """Stretches of an array that are given away, and taken back."""
+    """The free stretches of an array."""
 
     def __init__(self, size: int) -> None:
         self._free = [(0, size)] if size else []
