@@ -70,20 +70,15 @@ def refuse_arguments(das: DasConfig, block: str, place: str, given: Mapping[str,
 
 
 def engine_args(config: DasConfig | None) -> dict[str, Any]:
-    """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a `das:` block.
+    """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a `das:` block; none without a block.
 
-    Args:
-        config: what `das_adapter.config.parse` returned; None gives no arguments: stock vLLM.
-
-    Returns:
-        `additional_config`, and `speculative_config` where a drafter drafts on the V1 runner; on V2 the plug-in adds it
-        where the engine's config is made. The engine's process must have the environment `engine_env(config)`.
+    They are `additional_config`, and `speculative_config` where a drafter drafts on the V1 runner; on V2 the plug-in
+    adds it where the engine's config is made. The engine's process must have the environment `engine_env(config)`.
     """
     if config is None:
         return {}
-    if needs_v1(config) is None:
-        return {"additional_config": {SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
-    return v1_args(config)
+    args = v1_args(config)
+    return args if needs_v1(config) else {"additional_config": args["additional_config"]}
 
 
 def v1_args(config: DasConfig) -> dict[str, Any]:

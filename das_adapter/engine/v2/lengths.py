@@ -84,7 +84,7 @@ class DraftLengths:
                 live, decoded = self._decoded(step, sampled)
                 if not failed:
                     return self._output(step, live, decoded, now)
-                self.engine.skip(decoded.slots, decoded.got)
+                self.engine.controller.skipped(decoded.slots, decoded.got)
             except Exception as error:
                 if not failed:
                     self.engine.fail(error)
@@ -150,7 +150,7 @@ class DraftLengths:
         asked = self.engine.able and self.engine.ask(len(live), decoded.carried is not None)
         chosen = self._choose(live, decoded) if asked else DraftTokens(0)
         if not asked:
-            self.engine.skip(decoded.slots, decoded.got)
+            self.engine.controller.skipped(decoded.slots, decoded.got)
         if self._over and live:
             self._first = chosen
         self._over = not live or all(request.ended for request in self.engine.live.values())
