@@ -41,7 +41,7 @@ from das_adapter.core.length import RESPONSE
 from das_adapter.sim.config import parse
 from das_adapter.sim.controlled import Controlled, Drafters
 from das_adapter.sim.drafting import Drafting, no_drafts
-from das_adapter.sim.fleet import Fleet, Settings
+from das_adapter.sim.fleet import Fleet
 from das_adapter.sim.pays import sample
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, read
@@ -82,7 +82,6 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         "most": [q["most"] for q in wanted],
     }
     rows = requests.add(**{name: np.array(column, dtype=np.int64) for name, column in columns.items()})
-    steps = Line(model)
     drafting: Drafting = no_drafts(requests)
     if arm != "idle":
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]))
@@ -111,7 +110,7 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
         (controller,) = drafting.controllers
         controller.times = StepTimes(model)
         controller.sync(np.array([(problem, len(ids) // 4, version) for problem, ids, version in history], RESPONSE))
-    engine = Fleet(1, requests, Settings(64), steps, drafting)
+    engine = Fleet(1, requests, Line(model), drafting, slots=64)
     engine.submit(rows, rows * 0, rows * 0, 0.0)
     engine.run()
     return {

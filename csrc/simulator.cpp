@@ -75,16 +75,14 @@ struct Given {
   const int64_t* visit;
   const double* survival;
   int64_t visits, longest;
-  double coverage;
   uint64_t seed;
 
   Draft of(int64_t row, int64_t written, int64_t limit, double least) const {
     const uint64_t key = mixed(mixed(static_cast<uint64_t>(row) + (seed << 32)) + static_cast<uint64_t>(written));
-    const auto uniform = [](uint64_t bits) { return (static_cast<double>(bits) + 0.5) * 0x1p-32; };
     int64_t count = std::min(limit, longest);
-    if (count <= 0 || uniform(key >> 32) >= coverage || (least > 0 && !std::isfinite(least))) return {0, 0};
+    if (count <= 0 || (least > 0 && !std::isfinite(least))) return {0, 0};
     const double* chance = chances(row);
-    const double luck = uniform(key & 0xFFFFFFFFULL), lowest = std::exp(least);
+    const double luck = (static_cast<double>(key & 0xFFFFFFFFULL) + 0.5) * 0x1p-32, lowest = std::exp(least);
     int64_t hit = 0;
     while (hit < longest && chance[hit] > luck) ++hit;
     while (count > 0 && chance[count - 1] < lowest) --count;
@@ -204,17 +202,13 @@ Traced traced(const In<int64_t>& rows, size_t height, DAS_TRACED) {
   return {text.data(), ends.data(), trace_drafted.data(), trace_hits.data(), log_first.data(), log_ratio.data(), size};
 }
 
-#define DAS_GIVEN In<int64_t> visit, Table<const double> survival, double coverage, uint64_t seed
-#define DAS_GIVEN_NAMES nb::arg("visit"), nb::arg("survival"), nb::arg("coverage"), nb::arg("seed")
+#define DAS_GIVEN In<int64_t> visit, Table<const double> survival, uint64_t seed
+#define DAS_GIVEN_NAMES nb::arg("visit"), nb::arg("survival"), nb::arg("seed")
 
 Given given(const In<int64_t>& rows, size_t height, DAS_GIVEN) {
   check_rows(rows, height, visit);
-  return {visit.data(),
-          survival.data(),
-          static_cast<int64_t>(survival.shape(0)),
-          static_cast<int64_t>(survival.shape(1)),
-          coverage,
-          seed};
+  return {visit.data(), survival.data(), static_cast<int64_t>(survival.shape(0)),
+          static_cast<int64_t>(survival.shape(1)), seed};
 }
 
 }  // namespace
@@ -245,7 +239,7 @@ void bind_simulator(nb::module_& m) {
   m.def(
       "walk_given",
       [](DAS_STEPS, DAS_GIVEN) {
-        walk(given(rows, written.size(), visit, survival, coverage, seed), rows, bounds, steps, least, limit,
+        walk(given(rows, written.size(), visit, survival, seed), rows, bounds, steps, least, limit,
              Columns{length, most, prompt, written, forwards, drafted, accepted, draft, hits}, taken, tokens, context);
       },
       DAS_STEP_NAMES, DAS_GIVEN_NAMES, "Step engines with drafts of given chances; see walk_traced.");
@@ -259,7 +253,7 @@ void bind_simulator(nb::module_& m) {
   m.def(
       "offer_given",
       [](DAS_OFFER, DAS_GIVEN) {
-        return offer(given(rows, written.size(), visit, survival, coverage, seed), rows, limits, least, written);
+        return offer(given(rows, written.size(), visit, survival, seed), rows, limits, least, written);
       },
       DAS_OFFER_NAMES, DAS_GIVEN_NAMES, "Draft with given chances; see offer_traced.");
 }

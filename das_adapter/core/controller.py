@@ -191,12 +191,12 @@ class Controller:
         cut = self._policy == "optimal"
         return self._share_out(slots, Offer(search.limits, chances, offsets, model, self._floor, cut))
 
-    def missed(self, slots: Ints, tokens: Ints) -> None:
+    def skipped(self, slots: Ints, tokens: Ints) -> None:
         """Take tokens that requests got, one a step, in steps in which nothing was planned, int64 [requests] each."""
         self.requests.written[slots] += tokens
         np.add.at(self._by_class.steps, self.requests.length_class[slots], tokens)
 
-    def beside(self, seconds: float) -> None:
+    def drafted_beside_prompts(self, seconds: float) -> None:
         """Take what the model that drafts took in a step that also read prompts."""
         self.account.time.beside(seconds)
         self.account.model(took=seconds)

@@ -15,7 +15,6 @@ from das_adapter.core.index.values import Shrunk
 
 logger = logging.getLogger("das_adapter")
 
-
 WINDOW = 8
 """Visits of a problem that are drafted from, the newest: a visit is a weight version that wrote rollouts of it. A run
 that keeps 1, 2, 4 or 8 of them takes 0.50 to 0.52 of the time without drafts: the number matters little, and older
@@ -39,7 +38,6 @@ class HistoryPolicy:
     """The `history:` block as rules."""
 
     def __init__(self, config: HistoryConfig, window: int = WINDOW) -> None:
-        """`window`: visits of a problem that are kept."""
         self.config, self.window = config, window
         self._alone = itertools.count(1)
 
@@ -61,15 +59,8 @@ class HistoryPolicy:
         store.seal(self.window)
 
     def take(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31) -> None:
-        """Add finished trajectories.
-
-        One that is no text of the policy is left out, and a line in the log says so.
-
-        Args:
-            store: takes them in.
-            trajectories: (problem, int32 token ids of the response, weight version that wrote it).
-            vocabulary: of the policy.
-        """
+        """Add finished trajectories: (problem, int32 token ids of the response, weight version that wrote it). One that
+        is no text of the policy, of so many tokens, is left out, and a line in the log says so."""
         refused: list[str] = []
         for trajectory in trajectories:
             try:

@@ -17,7 +17,7 @@ def request_seed(run_seed: int, problem: int, step: int, sample: int, row: int =
 
     Args:
         run_seed: `verify.seed` of the run.
-        problem: 64-bit identity of the problem (`prompt_identity`).
+        problem: see `prompt_identity`.
         step: training step (weight version) the rollout belongs to.
         sample: index of the sample within its group; turns of a conversation differ by position, not by seed.
         row: index of the prompt in the data set: two rows with the same prompt draw different samples.
@@ -63,12 +63,8 @@ class FirstTurns:
         """Of the known prompts: tokens, and images."""
 
     def problem(self, prompt: npt.NDArray[np.int32], media: Sequence[str] = ()) -> int:
-        """Return the 64-bit identity of the conversation's first prompt.
-
-        Args:
-            prompt: int32 [tokens]; in later turns it begins with the first turn's prompt.
-            media: hashes of the images in it; in later turns they begin with the first turn's.
-        """
+        """Return the 64-bit identity of the conversation's first prompt. In later turns the prompt, int32 [tokens], and
+        the hashes of its images begin with those of the first turn."""
         identity = prompt_identity(prompt, *media)
         if identity not in self._known:
             identity = self._prefix(prompt, media) or identity

@@ -28,8 +28,6 @@ Name = TypeVar("Name", bound=Hashable)
 
 CAPACITY = Capacity(64.0, 1024.0)
 """What a decode step holds that takes twice as long as an empty one, before an engine has measured it."""
-
-
 SLACK = 0.1
 """Share of the rollout by which a group must end earlier elsewhere, to leave the node where its history is."""
 
@@ -71,13 +69,8 @@ class Replicas(Generic[Name]):
         group: int = 1,
         slots: float = math.inf,
     ) -> None:
-        """
-        Args:
-            names: of the replicas.
-            worth: of siblings.
-            group: samples of a problem that come at once; more where more of one problem were in flight.
-            slots: requests that a replica runs at once.
-        """
+        """`group`: samples of a problem that come at once, more where more of one problem were in flight; `slots`:
+        requests that a replica runs at once."""
         self._worth, self._assumed, self._group = worth, worth, group
         self._capacity, self._slots = CAPACITY, slots
         self._spread = Expected().spread
@@ -119,7 +112,6 @@ class Replicas(Generic[Name]):
         """Choose a replica for a request, and count it there. There must be a replica.
 
         Args:
-            problem: its problem.
             length: predicted tokens of the response.
             known: whether the problem has history.
             group: samples of the problem that come at once, if not as many as usual.
@@ -235,10 +227,7 @@ def plan(
     Args:
         problems: the problem of each row.
         expected: response lengths, and what the run's engines have shown.
-        workers: how many.
-        worth: of siblings, as it is taken to be before.
-        slots: requests that a worker runs at once.
-        nodes, node_of: see `Replicas.settle`.
+        worth, slots, nodes, node_of: see `Replicas`.
 
     Returns:
         For each worker its rows, in the order in which they start; every row is in exactly one list.
@@ -273,11 +262,8 @@ class StartOrder:
     """
 
     def __init__(self, worth: Worth = Worth(), group: int = 1) -> None:
-        """
-        Args:
-            worth: of siblings, before the engines have shown it; `NO_SIBLINGS`: nobody leads.
-            group: samples of a problem that come at once; more where more of one problem came.
-        """
+        """`worth`: of siblings, before the engines have shown it, `NO_SIBLINGS`: nobody leads; `group`: samples of a
+        problem that come at once, more where more of one problem came."""
         self._worth, self._assumed, self._group = worth, worth, group
         self._expected, self._version = Expected(), 0
         self._started: Counter[int] = Counter()

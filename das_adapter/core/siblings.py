@@ -91,14 +91,8 @@ class Siblings:
         return self._finished[problem]
 
     def end(self, problem: int, finished: int, known: bool, tokens: float, forwards: float) -> None:
-        """Take a request that ended.
-
-        Args:
-            problem: its problem.
-            finished: what `begin` returned.
-            known: whether the problem has history.
-            tokens, forwards: that it got, and took part in.
-        """
+        """Take a request that ended, with what `begin` returned, whether its problem has history, and the tokens and
+        forward passes that it got."""
         self._growing[problem] -= 1
         alongside = self._growing[problem] + max(0, self._finished[problem] - finished)
         self._finished[problem] += 1

@@ -43,13 +43,11 @@ class EngineController:
     ) -> None:
         """
         Args:
-            config: the block.
-            vllm_config: of the engine.
             drafts: of the model that drafts, where there is one.
             lengths: draft lengths to choose from where all requests of a step share one (V2); None: each request has
                 its own, and steps in which no drafter is asked are taken to see what they cost.
             leads: whether this rank decides, and drafts from the history.
-            logs: whether it writes the decision log.
+            logs: whether this rank writes the decision log.
         """
         self.config = config
         self.counters = Counters()
@@ -77,12 +75,11 @@ class EngineController:
     def open(
         self, request: LiveRequest, length: int, prompt: np.ndarray = _NO_TOKENS, text: np.ndarray = _NO_TOKENS
     ) -> None:
-        """Take a request that joins the batch.
+        """Take a request that joins the batch, and give it a slot.
 
         Args:
-            request: it gets a slot.
             length: of its text before the present step, prompt included.
-            prompt, text: its prompt and all its text so far, int32 token ids, where the host looks up its drafts.
+            prompt, text: all of it so far, int32 token ids, where the host looks up its drafts.
         """
         start = request.start
         request.slot = self.controller.open(request.problem, length - start, request.end - start)
@@ -120,19 +117,11 @@ class EngineController:
         return account.idle or account.model_rests is not None
 
     def ask(self, requests: int, drafted: bool) -> bool:
-        """Decide at the end of a decode step whether a drafter is asked at all.
-
-        Args:
-            requests: in the batch.
-            drafted: whether the step has verified drafts.
-        """
+        """Decide at the end of a decode step of some requests, which has `drafted` or not, whether a drafter is asked
+        at all."""
         if not (self._takes_baselines or self.controller.account.idle):
             return True
         return self.controller.ask(requests, drafted)
-
-    def skip(self, slots: np.ndarray, tokens: np.ndarray) -> None:
-        """Take the tokens that requests got in steps at whose end no drafter was asked, int64 [requests] each."""
-        self.controller.missed(slots, tokens)
 
     def verified(self, decoded: Decoded) -> None:
         """Count the drafts that a step has verified, by their source and their place in the response."""
@@ -172,10 +161,6 @@ class EngineController:
             self.log.add(decision_log.Step(begin, *record))
         self.controller.timed(step)
         self._tell()
-
-    def drafted_beside_prompts(self, seconds: float) -> None:
-        """Take what the model that drafts took in a step that is not timed, because it also read prompts."""
-        self.controller.beside(seconds)
 
     # Failures
 
@@ -219,11 +204,6 @@ class EngineController:
         stats |= self.history.stats() if self.history is not None else {}
         return cast(EngineStats, stats)
 
-    def restart(self, controller: Controller) -> None:
-        """Start again with another controller, as a measurement does for each of its arms."""
-        self.close(list(self.live))
-        self.controller = controller
-
     # Inside
 
     def _close(self, request: LiveRequest) -> None:
@@ -232,16 +212,15 @@ class EngineController:
             forwards = float(table.steps[request.slot])
             self.history.close(request, forwards + float(table.accepted[request.slot]), forwards)
         if self.log is not None:
-            counts = table.counts(request.slot)
-            self.log.add(decision_log.Request(*counts[:2], request.began, time.time(), *counts[2:]))
+            self.log.add(decision_log.Request(*table.counts(request.slot), request.began, time.time()))
         self.controller.close(request.slot)
 
     def _judge(self, message: Refresh) -> None:
         """Judge the rollout that a weight sync ends, and start the next."""
         account, model = self.controller.account, self.controller.times.model
-        share, saved, stopped = account.of_stock(), account.time.saved(), account.reason if account.stopped else None
+        saved, stopped = account.time.saved(), account.reason if account.stopped else None
         self.controller.sync(message.responses)
         if self.log is not None:
-            fitted, news = None if model is None else model.to_dict(), account.reason
-            self.log.sync(decision_log.WeightSync(message.version, time.time(), fitted, saved, stopped, share, news))
+            fitted = None if model is None else model.to_dict()
+            self.log.sync(decision_log.WeightSync(message.version, fitted, saved, stopped))
         self._tell()

@@ -48,8 +48,8 @@ class DraftWeights:
             if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
                 self._read_checkpoint()
             self._mark = self._fingerprint()
-        split_weight_stream.apply(self.load, owner=self._runner.model)
-        take_drafter_weights.apply(self._take, owner=self.drafter)
+        see_weight_stream.apply(self.load, owner=self._runner.model)
+        see_weight_stream.apply(self._take, owner=self.drafter)
 
     def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
         """Load the policy's weights from a stream (with `stock`), and the drafter's that are among them."""
@@ -129,14 +129,8 @@ class DraftWeights:
 
 
 @patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
-def split_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
-    """Without it the policy refuses the drafter's weights in the trainer's stream, and the drafter never gets them.
-    Remove this patch when vLLM's weight updates reach the drafter."""
+def see_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
+    """Without it the policy refuses the drafter's weights in the trainer's stream and the drafter never gets them, and
+    a weight sync that brought it nothing, or what it was not to have, goes unnoticed. Remove this patch when vLLM's
+    weight updates reach the drafter, and report which of its weights they brought."""
     return functools.wraps(stock)(functools.partial(load, stock))
-
-
-@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
-def take_drafter_weights(stock: Any, take: Callable[..., Any]) -> Any:
-    """Without it a weight sync that brought the drafter nothing goes unnoticed, and so do weights that it was not to
-    have. Remove this patch when vLLM's weight updates report which of the drafter's weights they brought."""
-    return functools.wraps(stock)(functools.partial(take, stock))

@@ -32,9 +32,6 @@ def _publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
     """Take the answers of each engine's ranks to `stats`."""
     parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
     figures = merge(parts)
-    for name in ("history_tokens", "history_bytes"):
-        if found := [part[name] for part in parts if name in part]:
-            figures[f"das/{name}"] = float(max(found))
     told: set[str] = vars(engine).setdefault("_das_told", set())
     for fault, reason in faults(parts).items():
         if fault not in told:

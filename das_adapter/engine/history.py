@@ -24,7 +24,6 @@ from das_adapter.protocol.messages import Published, Refresh
 
 logger = logging.getLogger("das_adapter")
 
-
 SHARED, THREADS = 64, 4
 """Requests for which another thread is worth beginning; most threads that draft."""
 
@@ -75,7 +74,7 @@ class HistorySource:
         self._handles, self._lengths, self._ages = (with_room(column, slot + 1) for column in columns)
         self._handles[slot], self._lengths[slot], self._ages[slot] = handle, len(text), bracket(age)
 
-    def close(self, live: LiveRequest, tokens: float = 0.0, forwards: float = 0.0) -> None:
+    def close(self, live: LiveRequest, tokens: float, forwards: float) -> None:
         """Close a request, with the tokens that it got from so many forward passes; what it wrote stays available to
         its siblings, if it may be recorded."""
         begun, slot = self._begun.pop(live.slot), live.slot
@@ -91,14 +90,8 @@ class HistorySource:
     def look(
         self, slots: np.ndarray, rows: np.ndarray, written: np.ndarray, tokens: np.ndarray, search: Search
     ) -> None:
-        """Begin to draft for some requests.
-
-        Args:
-            slots, rows: of the requests, the latter in the batch, int64 [requests].
-            written: tokens of each request's text, prompt included, int64 [requests].
-            tokens: of the batch's rows, as in `Drafter.propose`.
-            search: what to look for.
-        """
+        """Begin to draft for some requests, given their slots, their rows of the batch and the lengths `written`, int64
+        [requests] each; `tokens` as in `Proposer.propose`."""
         handles = self._handles[slots]
         threads = min(self.threads, 1 + len(slots) // SHARED)
         self._looking = self.index.draft_rows(handles, tokens, rows, self._lengths[slots], written, *search, threads)

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 import threading
+from dataclasses import replace
 from typing import Any
 
 from das_adapter.config import DasConfig
@@ -44,8 +45,7 @@ class RequestLabels:
             with self._lock:
                 own = self._labeller.label(prompt, validate=not given.record, media=media(request))
             seed = own.seed if seed is None else seed
-            own_args = {key: value for key, value in own.extra_args().items() if key != "das_seed"}
-            params.extra_args = {**own_args, **(params.extra_args or {})}
+            params.extra_args = {**replace(own, seed=None).extra_args(), **(params.extra_args or {})}
         if self._keyed:
             params.seed = _signed(seed, request.request_id, params.n)
 

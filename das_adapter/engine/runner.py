@@ -27,11 +27,9 @@ class Choice(NamedTuple):
 
 
 def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str | None = None) -> Choice:
-    """Choose the model runner of an engine.
+    """Choose the model runner of an engine (vLLM's `EngineArgs`).
 
     Args:
-        args: vLLM's `EngineArgs`, with a block.
-        config: the block.
         triton: whether vLLM finds a device that Triton compiles for.
         lacking: why vLLM has not taken V2 when it was tried; None: it was not.
 

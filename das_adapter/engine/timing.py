@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from vllm.platforms import current_platform
 
 from das_adapter.config import DasConfig
 from das_adapter.core.latency import Calibration, read_calibration
+from das_adapter.core.requests import NOBODY
 from das_adapter.core.roofline import cold_start
 from das_adapter.core.steps import TimedStep
 
@@ -18,29 +18,14 @@ _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
 """By vLLM's name of the quantisation."""
 
 
-@dataclass(slots=True)
-class _Step:
-    """A forward pass that only decodes."""
-
-    begin: float
-    tokens: int
-    req_ids: list[str]
-    slots: np.ndarray | None = None
-    """int64 [b], like `got`; None until it was sampled."""
-    got: np.ndarray | None = None
-    context: int = 0
-    """Tokens of context that its requests have together."""
-    drafting_seconds: float = 0.0
-    passes: int = 0
-    asked: bool = True
-    """Whether it carried drafts, or a drafter was asked at its end."""
-
-
 class StepTimer:
     """Times the steps that only decode; steps that also read prompts, and pauses, are left out."""
 
     def __init__(self) -> None:
-        self._step: _Step | None = None
+        self._step: TimedStep | None = None
+        """The present step; it has no slots until it was sampled. None: it is not timed."""
+        self._begin = 0.0
+        self._req_ids: list[str] = []
 
     def begin(self, scheduled: Any, now: float) -> TimedStep | None:
         """Begin a step (vLLM's `SchedulerOutput`, seconds), and return the previous one, if it was timed."""
@@ -48,34 +33,31 @@ class StepTimer:
         counts, new = scheduled.num_scheduled_tokens, scheduled.scheduled_new_reqs
         drafts = scheduled.scheduled_spec_decode_tokens
         if counts and not new and scheduled.total_num_scheduled_tokens == len(counts) + sum(map(len, drafts.values())):
-            self._step = _Step(now, scheduled.total_num_scheduled_tokens, list(counts))
-        if step is None or (new and not any(req_id in counts for req_id in step.req_ids)):
-            return None  # a pause without requests lies between them
-        if step.slots is None or step.got is None:
-            return None
-        seconds = now - step.begin - step.drafting_seconds
-        figures = step.tokens, seconds, step.drafting_seconds, step.passes, step.context, step.asked
-        return TimedStep(step.slots, step.got, *figures)
+            self._step = TimedStep(NOBODY, NOBODY, scheduled.total_num_scheduled_tokens, 0.0)
+        begin, before, self._begin, self._req_ids = self._begin, self._req_ids, now, list(counts)
+        if step is None or not len(step.slots) or (new and not any(req_id in counts for req_id in before)):
+            return None  # it was not sampled, or a pause without requests lies between them
+        return step._replace(seconds=now - begin - step.drafting_seconds)
 
     def sampled(self, slots: np.ndarray, got: np.ndarray, context: int = 0) -> None:
         """Take what the step sampled: slots of its requests and the tokens that each got, int64 [b], and the tokens of
         context that they have together."""
         if self._step is not None:
-            self._step.slots, self._step.got, self._step.context = slots, got, context
+            self._step = self._step._replace(slots=slots, got=got, context=context)
 
     def unasked(self, requests: int, context: int) -> None:
         """Note that the step sampled a token for each of so many requests, which have so many tokens of context
         together, and that no drafter is asked."""
         if self._step is not None and self._step.tokens == requests:
             one = np.ones(requests, dtype=np.int64)
-            self._step.slots, self._step.got, self._step.context, self._step.asked = one, one, context, False
+            self._step = self._step._replace(slots=one, got=one, context=context, asked=False)
 
     def drafted(self, seconds: float, passes: int) -> bool:
         """Take the seconds and the forward passes of a model that drafted at the end of the step; return whether the
         step is timed."""
         if self._step is None:
             return False
-        self._step.drafting_seconds, self._step.passes = seconds, passes
+        self._step = self._step._replace(drafting_seconds=seconds, passes=passes)
         return True
 
 

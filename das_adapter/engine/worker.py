@@ -21,6 +21,7 @@ from das_adapter.engine.standalone.weights import (
 from das_adapter.engine.standalone.worker import Response, Standalone
 from das_adapter.engine.timing import without_graphs
 from das_adapter.errors import DasError
+from das_adapter.protocol.decision_log import Counts
 from das_adapter.protocol.messages import Refresh, Refreshed, Started, plain
 from das_adapter.protocol.metrics import Counters, EngineStats
 
@@ -50,8 +51,6 @@ class WorkerState:
     def __init__(self, runner: Any, config: DasConfig, drafter: Drafter | None, harvests: bool):
         """
         Args:
-            runner: vLLM's model runner.
-            config: the block.
             drafter: None: vLLM's decides, or another rank's, or nobody drafts.
             harvests: whether this rank has a part in the history of an engine without a host.
         """
@@ -69,12 +68,7 @@ class WorkerState:
         raise NotImplementedError
 
     def stand_alone(self, worker: Any, directory: str) -> None:
-        """Let the engine look after its own history: no host does.
-
-        Args:
-            worker: vLLM's, of this state.
-            directory: name of the history on this node.
-        """
+        """Let the engine look after its own history, which has this name on the node: no host does."""
         if not self._harvests:
             return
         self.standalone = own = Standalone(self, directory)
@@ -161,5 +155,5 @@ class WorkerState:
         if self._decides is not None:
             stats |= self._decides.stats() | self.own_stats()
             if self._decides.engine.log:
-                self._decides.engine.log.counts(stats)
+                self._decides.engine.log.add(Counts({**stats, "propose_seconds": []}))
         return stats

@@ -51,11 +51,7 @@ def save_history(stock: Any) -> Any:
 
 def begin(master_config: Any, tokenizer: Any) -> None:
     """Check the block, choose what the history starts with, and leave in the generation config what labels and
-    checkpoints need; before anything is launched. Does nothing without an active block.
-
-    Raises:
-        ConfigError, UnsupportedHost: see `settings.check`.
-        DasError: what `history.load` names can't be used (see `checkpoint.begin`).
+    checkpoints need; before anything is launched. Raises as `settings.check` and `checkpoint.begin`.
     """
     generation = _generation(master_config)
     das = settings.check(generation)
@@ -64,13 +60,12 @@ def begin(master_config: Any, tokenizer: Any) -> None:
     from nemo_rl.utils.checkpoint import CheckpointManager
 
     from das_adapter.service import checkpoint
-    from das_adapter.service.checkpoint import Facts
 
     latest = CheckpointManager(master_config.checkpointing).get_latest_checkpoint_path()
     resumed = None if latest is None else Path(latest)
     generation[settings.STEP] = 0 if resumed is None else int(resumed.name.removeprefix("step_"))
     if das.shares_history:
-        facts = Facts.of(das.history.scope, tokenizer)
+        facts = checkpoint.Facts.of(das.history.scope, tokenizer)
         generation[settings.FACTS] = asdict(facts)
         checkpoint.begin(das.history, facts, settings.BLOCK, resumed, version=0)
 
@@ -82,9 +77,8 @@ def save(folder: Path, run_config: Any) -> None:
     if das is None:
         return
     from das_adapter.service import checkpoint
-    from das_adapter.service.checkpoint import Facts
 
-    checkpoint.save(folder, Facts(**generation[settings.FACTS]), das.history)
+    checkpoint.save(folder, checkpoint.Facts(**generation[settings.FACTS]), das.history)
 
 
 def _generation(config: Any) -> dict[str, Any]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import functools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from das_adapter.config import DasConfig
 from das_adapter.core.routing import start_order
@@ -41,10 +42,10 @@ class EngineHooks:
     """The part that does not depend on whether the engine is synchronous."""
 
     def __init__(self, llm: Any, das: DasConfig, source: int, resumed: int = 0):
-        """
+        """Put the hooks on an engine.
+
         Args:
             llm: `vllm.LLM` or `AsyncLLM`; its `generate` and `collective_rpc` do the work.
-            das: the run's block.
             source: distinguishes this worker's unlabelled requests from those of other workers.
             resumed: training step from which the run resumes.
         """
@@ -53,14 +54,8 @@ class EngineHooks:
         self._labeller = Labeller(das.verify.seed, source, resumed)
         self._llm, self._generate, self._rpc = llm, llm.generate, llm.collective_rpc
         self._session = Session(das, self._das_rpc)
-
-    @classmethod
-    def attach(cls, llm: Any, das: DasConfig, source: int, resumed: int = 0, **kwargs: Any) -> Self:
-        """Put the hooks on an engine; see the constructor for the arguments."""
-        hooks = cls(llm, das, source, resumed, **kwargs)
-        see_requests.apply(hooks.generate, owner=llm)
-        see_refits.apply(hooks.collective_rpc, owner=llm)
-        return hooks
+        see_requests.apply(self.generate, owner=llm)
+        see_refits.apply(self.collective_rpc, owner=llm)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the engine does, with labels; trajectories go into the history."""
@@ -111,7 +106,7 @@ class EngineHooks:
         self.version += 1
         return True
 
-    def _report(self) -> list[dict[str, Any]]:
+    def report(self) -> Any:
         """Return the counts since the last report; they set the ladder's draft length at the next refit but one."""
         return [{**counts, "weight_version": self.version} for counts in self._session.report(self.version + 1)]
 
@@ -144,10 +139,6 @@ class SyncEngineHooks(EngineHooks):
         """Make sure that das-adapter is in the engine's workers."""
         self._session.start()
 
-    def report(self) -> list[dict[str, Any]]:
-        """Return the counts since the last report."""
-        return self._report()
-
     def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
         return [self._rpc("das_rpc", timeout=timeout, args=(command, payload))]
 
@@ -170,9 +161,9 @@ class AsyncEngineHooks(EngineHooks):
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         given: Sequence[Label | None] = labels.get() or [None]
         mark = self._label(prompt, given[0])
-        if self._order is not None and mark is not None and mark.problem is not None:
-            kwargs["priority"] = kwargs.get("priority") or self._order.priority(mark.problem)
         if mark is not None and mark.problem is not None:
+            if self._order is not None:
+                kwargs["priority"] = kwargs.get("priority") or self._order.priority(mark.problem)
             self._find_loop()
             self._session.begun([mark.problem])
         texts: dict[int, list[int]] = {}
@@ -193,8 +184,7 @@ class AsyncEngineHooks(EngineHooks):
             self._find_loop()
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:
-                expected = await asyncio.to_thread(self._session.expected)
-                self._order.refresh(expected, self.version)
+                self._order.refresh(await asyncio.to_thread(self._session.expected), self.version)
         return result
 
     async def start(self) -> None:
@@ -203,9 +193,8 @@ class AsyncEngineHooks(EngineHooks):
         await asyncio.to_thread(self._session.start)
 
     async def report(self) -> list[dict[str, Any]]:
-        """Return the counts since the last report."""
         self._find_loop()
-        return await asyncio.to_thread(self._report)
+        return await asyncio.to_thread(super().report)
 
     def _find_loop(self) -> None:
         """Take note of the loop on which `_das_rpc` must call the engine."""
@@ -220,16 +209,11 @@ def see_requests(stock: Any, generate: Any) -> Any:
     """Without it requests of NeMo-RL have no label, and what they wrote does not reach the history. It is applied to
     the worker's own engine, synchronous (`LLM`) or asynchronous (`AsyncLLM`). Remove this patch when NeMo-RL lets a
     plug-in label its requests."""
-    return _function(generate)
+    return functools.partial(generate)
 
 
 @patch("vllm.entrypoints.llm:LLM.collective_rpc", since="0.24")
 def see_refits(stock: Any, collective_rpc: Any) -> Any:
     """Without it nothing says when a refit is over. It is applied to the worker's own engine, as `see_requests`. Remove
     this patch when NeMo-RL tells plug-ins that a refit is over."""
-    return _function(collective_rpc)
-
-
-def _function(method: Any) -> Any:
-    """A plain function, to which `patch` can put its mark."""
-    return lambda *args, **kwargs: method(*args, **kwargs)
+    return functools.partial(collective_rpc)

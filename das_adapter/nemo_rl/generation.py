@@ -85,12 +85,9 @@ class DasVllmGeneration(VllmGeneration):
         self, data: BatchedDataDict[Any], greedy: bool = False
     ) -> AsyncGenerator[tuple[int, BatchedDataDict[Any]], None]:
         """Generate one sample on the worker that `routing` chooses."""
-        if self.das is None or not len(data["input_ids"]):
-            async for result in super().generate_async(data, greedy=greedy):
-                yield result
-            return
-        data = self._labelled(data)
-        if self.das.routing == "host":
+        if self.das is not None and len(data["input_ids"]):
+            data = self._labelled(data)
+        if self.das is None or self.das.routing == "host" or not len(data["input_ids"]):
             async for result in super().generate_async(data, greedy=greedy):
                 yield result
             return

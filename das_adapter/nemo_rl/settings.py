@@ -8,7 +8,7 @@ from typing import Any
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.errors import ConfigError
-from das_adapter.protocol.engine_args import needs_v1
+from das_adapter.protocol.engine_args import refuse_arguments
 
 GENERATION = "policy.generation"
 _VLLM = "nemo_rl.models.generation.vllm"
@@ -52,19 +52,7 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
         return None
     if generation.get("backend", "vllm") != "vllm":
         raise ConfigError(f"{BLOCK}: found {GENERATION}.backend={generation['backend']!r}, allowed: 'vllm'")
-    additional = _vllm_kwargs(generation).get("additional_config")
-    if additional is not None and not isinstance(additional, Mapping):
-        raise ConfigError(f"{ADDITIONAL}: found {additional!r}, expected a mapping")
-    if das.drafter != "none" and _vllm_kwargs(generation).get("speculative_config"):
-        raise ConfigError(
-            f"{BLOCK}.drafter={das.drafter!r} and {GENERATION}.vllm_kwargs.speculative_config both choose a "
-            "drafter: remove one of them"
-        )
-    if das.controlled and needs_v1(das) and _vllm_kwargs(generation).get("async_scheduling"):
-        raise ConfigError(
-            f"{BLOCK}.drafter={das.drafter!r}: found {GENERATION}.vllm_kwargs.async_scheduling=True, which "
-            "vLLM's V1 runner refuses: remove it"
-        )
+    refuse_arguments(das, BLOCK, f"{GENERATION}.vllm_kwargs", _vllm_kwargs(generation))
     stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
     if das.drafter != "none" and stages > 1:
         raise ConfigError(

@@ -40,13 +40,27 @@ def source_of(llm_kwargs: dict[str, Any]) -> int:
     return 1 + (llm_kwargs.get("seed") or 0)
 
 
-class DasGenerationWorkerImpl(VllmGenerationWorkerImpl):
+class _Calls:
+    """Calls of the generation that both kinds of workers answer."""
+
+    hooks: Any
+
+    def das_validation(self, on: bool) -> None:
+        """Mark requests from now on as a validation's; off: no longer."""
+        self.hooks.validating = on
+
+    def das_home(self) -> str:
+        """Return the name of the history on this node."""
+        return history_here()
+
+
+class DasGenerationWorkerImpl(_Calls, VllmGenerationWorkerImpl):
     """One data-parallel replica of a synchronous run."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         das = prepare_engine(self.cfg, llm_kwargs)
         super()._create_engine(llm_kwargs)
-        self.hooks = SyncEngineHooks.attach(self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0))
+        self.hooks = SyncEngineHooks(self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0))
 
     def post_init(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
@@ -61,20 +75,12 @@ class DasGenerationWorkerImpl(VllmGenerationWorkerImpl):
         finally:
             labels.reset(token)
 
-    def das_validation(self, on: bool) -> None:
-        """Mark requests from now on as a validation's; off: no longer."""
-        self.hooks.validating = on
-
-    def das_home(self) -> str:
-        """Return the name of the history on this node."""
-        return history_here()
-
     def das_report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report."""
         return self.hooks.report()
 
 
-class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
+class DasAsyncGenerationWorkerImpl(_Calls, VllmAsyncGenerationWorkerImpl):
     """One data-parallel replica of an asynchronous run."""
 
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
@@ -83,7 +89,7 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
             llm_kwargs.setdefault("scheduling_policy", "priority")
         super()._create_engine(llm_kwargs)
         owner = getattr(self, "_engine_owner_loop", None)  # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
-        self.hooks = AsyncEngineHooks.attach(
+        self.hooks = AsyncEngineHooks(
             self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0), loop=owner and owner.loop
         )
 
@@ -97,14 +103,6 @@ class DasAsyncGenerationWorkerImpl(VllmAsyncGenerationWorkerImpl):
         labels.set(data.pop(LABELS, None))
         async for result in super().generate_async(data, greedy=greedy):
             yield result
-
-    async def das_validation(self, on: bool) -> None:
-        """Mark requests from now on as a validation's; off: no longer."""
-        self.hooks.validating = on
-
-    async def das_home(self) -> str:
-        """Return the name of the history on this node."""
-        return history_here()
 
     async def das_report(self) -> list[dict[str, Any]]:
         """Return the counts since the last report."""

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ logger = logging.getLogger("das_adapter")
 _WAITS = "waits.jsonl"
 _OCTAVES = 24
 _LINES = 256
-"""Lines that are kept back before they are written together."""
+"""Lines that are written together."""
 
 
 class Step(NamedTuple):
@@ -52,11 +52,11 @@ class Request(NamedTuple):
 
     problem: int
     length_class: int
-    begin: float
-    end: float
     tokens: int
     drafted: int
     accepted: int
+    begin: float
+    end: float
 
 
 class Acceptance(NamedTuple):
@@ -70,17 +70,12 @@ class WeightSync(NamedTuple):
     """A weight sync, which ends a rollout."""
 
     version: int
-    at: float
     model: dict[str, Any] | None
     """The latency model."""
     saved: float
     """Seconds that speculation saved since the last one."""
     stopped: str | None
     """Why speculation stopped, if it did."""
-    of_stock: float | None = None
-    """Seconds of decode steps since the last one over those of stock vLLM's; None: not known."""
-    silent: str | None = None
-    """Why rollouts begin without drafts from now on, if that is new."""
 
 
 class Counts(NamedTuple):
@@ -119,10 +114,6 @@ class DecisionLog:
         octave = np.log2(np.maximum(written, 1)).astype(np.int64)
         self._drafted += np.bincount(octave, weights=drafted, minlength=_OCTAVES)
         self._accepted += np.bincount(octave, weights=accepted, minlength=_OCTAVES)
-
-    def counts(self, stats: Mapping[str, Any]) -> None:
-        """Write what a worker counted (`protocol.metrics.EngineStats`), without the time of each single draft."""
-        self.add(Counts({**stats, "propose_seconds": []}))
 
     def sync(self, record: WeightSync) -> None:
         """Write a weight sync; everything so far is on disk after it."""

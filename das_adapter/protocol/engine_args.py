@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import DasConfig
+from das_adapter.errors import ConfigError
 
 SETTINGS_KEY = "das"
 """Key of vLLM's `additional_config` under which every engine process finds the `das:` block."""
@@ -46,21 +48,37 @@ def needs_v1(config: DasConfig) -> str | None:
     return None
 
 
-def engine_args(config: DasConfig | None) -> dict[str, Any]:
-    """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a `das:` block.
+def refuse_arguments(das: DasConfig, block: str, place: str, given: Mapping[str, Any]) -> None:
+    """Refuse, with a ConfigError, a host's own engine arguments that contradict a block.
 
     Args:
-        config: what `das_adapter.config.parse` returned; None gives no arguments: stock vLLM.
+        block, place: keys of the block and of the arguments in the run's config.
+        given: the arguments.
+    """
+    additional = given.get("additional_config")
+    if additional is not None and not isinstance(additional, Mapping):
+        raise ConfigError(f"{place}.additional_config: found {additional!r}, expected a mapping")
+    if das.drafter != "none" and given.get("speculative_config"):
+        raise ConfigError(
+            f"{block}.drafter={das.drafter!r} and {place}.speculative_config both choose a drafter: remove one of them"
+        )
+    if das.controlled and needs_v1(das) and given.get("async_scheduling"):
+        raise ConfigError(
+            f"{block}.drafter={das.drafter!r}: found {place}.async_scheduling=True, which vLLM's V1 runner refuses: "
+            "remove it"
+        )
 
-    Returns:
-        `additional_config`, and `speculative_config` where a drafter drafts on the V1 runner; on V2 the plug-in adds it
-        where the engine's config is made. The engine's process must have the environment `engine_env(config)`.
+
+def engine_args(config: DasConfig | None) -> dict[str, Any]:
+    """Return the engine arguments (`vllm.LLM(**args)`, `AsyncEngineArgs`) of a `das:` block; none without a block.
+
+    They are `additional_config`, and `speculative_config` where a drafter drafts on the V1 runner; on V2 the plug-in
+    adds it where the engine's config is made. The engine's process must have the environment `engine_env(config)`.
     """
     if config is None:
         return {}
-    if needs_v1(config) is None:
-        return {"additional_config": {SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
-    return v1_args(config)
+    args = v1_args(config)
+    return args if needs_v1(config) else {"additional_config": args["additional_config"]}
 
 
 def v1_args(config: DasConfig) -> dict[str, Any]:

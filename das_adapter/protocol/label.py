@@ -14,8 +14,8 @@ import numpy.typing as npt
 from das_adapter.core.identity import FirstTurns, prompt_identity, request_seed
 from das_adapter.errors import DasError
 
-_KEYS = {"problem": "das_problem", "seed": "das_seed", "record": "das_record", "start": "das_start"}
-_MOST = {"das_problem": 2**64 - 1, "das_seed": 2**63 - 1, "das_record": 1, "das_start": 2**31 - 1}
+_MOST = {"problem": 2**64 - 1, "seed": 2**63 - 1, "record": 1, "start": 2**31 - 1}
+"""The fields of a label, `das_` before them in `extra_args`, and their largest values."""
 
 
 class BadLabel(DasError, ValueError):
@@ -46,12 +46,16 @@ class Label:
             BadLabel: a value is no integer, or out of range.
         """
         given = extra_args or {}
-        found = {name: _integer(key, given[key]) for name, key in _KEYS.items() if key in given}
+        found = {name: _integer(name, given[f"das_{name}"]) for name in _MOST if f"das_{name}" in given}
         return cls(found.get("problem"), found.get("seed"), bool(found.get("record", True)), found.get("start"))
 
     def extra_args(self) -> dict[str, int]:
         """Return the entries of `extra_args` that `of` reads back."""
-        return {key: int(value) for name, key in _KEYS.items() if (value := getattr(self, name)) is not None}
+        return {f"das_{name}": int(value) for name in _MOST if (value := getattr(self, name)) is not None}
+
+    def put_into(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return sampling parameters with this label in their `extra_args`."""
+        return {**params, "extra_args": {**(params.get("extra_args") or {}), **self.extra_args()}}
 
     def problem_of(self, prompt_ids: npt.ArrayLike, media: Sequence[str] = ()) -> int:
         """Return the problem that a request with this prompt is about; `media`: hashes of the prompt's images."""
@@ -79,13 +83,8 @@ class Labeller:
         self._drawn: Counter[tuple[int, bool]] = Counter()
 
     def label(self, prompt: Any, validate: bool, media: Sequence[str] = ()) -> Label:
-        """Label a request.
-
-        Args:
-            prompt: token ids, without padding.
-            validate: whether its text must stay out of the history.
-            media: hashes of the images, sound and video in the prompt.
-        """
+        """Label a request with a prompt (token ids without padding, and the hashes of its images, sound and video);
+        `validate`: its text must stay out of the history."""
         problem = self._first_turns.problem(np.asarray(prompt, dtype=np.int32), media)
         number = self._drawn[problem, validate]
         self._drawn[problem, validate] += 1
@@ -93,12 +92,12 @@ class Labeller:
         return Label(problem, seed, record=not validate)
 
 
-def _integer(key: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     """Return a value of a label; JSON may carry a large integer as text."""
     try:
         found = operator.index(int(value) if isinstance(value, str) else value)
     except (TypeError, ValueError):
         found = -1
-    if not 0 <= found <= _MOST[key]:
-        raise BadLabel(f"{key}: found {value!r}, allowed: an integer from 0 to {_MOST[key]}")
+    if not 0 <= found <= _MOST[name]:
+        raise BadLabel(f"das_{name}: found {value!r}, allowed: an integer from 0 to {_MOST[name]}")
     return found

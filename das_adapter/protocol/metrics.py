@@ -74,14 +74,6 @@ class EngineStats(TypedDict, total=False):
     """Those of a neural drafter."""
 
 
-class RolloutStats(TypedDict):
-    """The answer of `RolloutClock.take`."""
-
-    begin: float
-    ends: list[float]
-    token_hash: int
-
-
 @dataclass
 class Counters:
     """Counts since the last `take`, of training rollouts only. A request forward is one request's part in one decode
@@ -104,13 +96,8 @@ class Counters:
     accepted. Survives `take`, until the next weight sync."""
 
     def step(self, got: Sequence[int], drafts: Sequence[int], seconds: float = 0.0) -> None:
-        """Count one decode step.
-
-        Args:
-            got: how many tokens each request of the batch got; 0 where its prompt is still being read.
-            drafts: draft tokens each request carried into the step.
-            seconds: it took.
-        """
+        """Count one decode step: how many tokens each request of the batch got (0 while its prompt is read), and the
+        draft tokens that each carried into it."""
         self.steps += 1
         self.busy_seconds += seconds
         for tokens, drafted in zip(got, drafts, strict=True):
@@ -139,35 +126,25 @@ class RolloutClock:
         self._hash = 0
 
     def finished(self, begin: float, end: float, seed: int, tokens: bytes) -> None:
-        """Count one response.
-
-        Args:
-            begin, end: seconds since the epoch.
-            seed: of the request.
-            tokens: int32 token ids.
-        """
+        """Count one response, int32 token ids, to a request with this seed; times in seconds since the epoch."""
         self._begin = min(self._begin, begin)
         self._ends.append(end)
         digest = hashlib.blake2b(tokens, key=seed.to_bytes(8, "little"), digest_size=6).digest()
         self._hash += int.from_bytes(digest, "little")
 
-    def take(self) -> RolloutStats:
+    def take(self) -> dict[str, Any]:
         """Return begin, ends and the hash, which does not depend on the order, and start again."""
-        taken = RolloutStats(begin=self._begin, ends=self._ends, token_hash=self._hash % 2**48)
+        taken = {"begin": self._begin, "ends": self._ends, "token_hash": self._hash % 2**48}
         self.__init__()  # type: ignore[misc]
         return taken
 
 
 def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Add up the reports of all replicas to the figures of a training step; empty if there is none.
+    """Add up the reports of all replicas, with the keys of `EngineStats` and `RolloutClock.take`, to the figures of a
+    training step; empty if there is none.
 
-    Args:
-        reports: one a replica, with the keys of `EngineStats` and `RolloutStats`.
-
-    Returns:
-        `merge`'s figures, and `das/rollout_s`: from the first request to the last response; `das/tail_s`: the part of
-        it after 80 % of the responses had ended; `das/history_tokens`, `das/history_bytes`: of a node;
-        `das/token_hash`: of all responses; it does not depend on their order.
+    Returns `merge`'s figures, and `das/rollout_s`: from the first request to the last response; `das/tail_s`: the part
+    of it after 80 % of the responses had ended; `das/token_hash`: of all responses, whatever their order.
     """
     if not reports:
         return {}
@@ -175,63 +152,63 @@ def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     ends = np.sort(np.concatenate([np.asarray(r["ends"], dtype=float) for r in reports]))
     late = ends[max(0, int(np.ceil(0.8 * len(ends))) - 1)] if len(ends) else 0.0
     return {
+        "das/history_tokens": 0.0,
+        "das/history_bytes": 0.0,
         **merge(reports),
         "das/rollout_s": max(0.0, float(ends[-1] - begin)) if len(ends) else 0.0,
         "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
-        "das/history_tokens": float(max(r.get("history_tokens", 0) for r in reports)),
-        "das/history_bytes": float(max(r.get("history_bytes", 0) for r in reports)),
         "das/token_hash": float(sum(r["token_hash"] for r in reports) % 2**48),
     }
 
 
-def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Compute a training step's figures from the counts of all engines, under the names the trainer logs.
+_LARGEST = (
+    *("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"),
+    *("history_tokens", "history_bytes", "live_bytes", "staged_bytes"),
+)
+"""Figures that are not added up: the largest of all engines is logged."""
 
-    The README ("What is logged") says what each means. Figures of a controller, of the history and of a policy copy are
-    there if an engine has one.
-    """
-    added = ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens", "busy_seconds")
-    total = {name: sum(p[name] for p in parts) for name in added}
-    forwards, drafted = total["request_forwards"], total["drafted_forwards"]
-    rejected = total["draft_tokens"] - total["accepted_tokens"]
-    seconds = np.concatenate([np.asarray(p["propose_seconds"], dtype=float) for p in parts] or [np.zeros(0)])
+
+def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Compute a training step's figures from the counts of all engines, under the names the trainer logs
+    (docs/metrics.md says what each means). Figures of a controller, of the history and of a policy copy are there if an
+    engine has one."""
+
+    def each(name: str) -> list[Any]:
+        return [part[name] for part in parts if name in part]
+
+    counted = ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens")
+    forwards, drafts, drafted, accepted, tokens = (sum(each(name)) for name in counted)
     metrics = {
-        "das/tokens_per_forward": total["tokens"] / max(1, forwards),
-        "das/tokens_per_s": total["tokens"] / max(1e-9, total["busy_seconds"]),
-        "das/draft_coverage": drafted / max(1, forwards),
-        "das/acceptance_length": 1.0 + total["accepted_tokens"] / max(1, drafted),
-        "das/verify_waste": rejected / max(1, forwards + total["draft_tokens"]),
+        "das/tokens_per_forward": tokens / max(1, forwards),
+        "das/tokens_per_s": tokens / max(1e-9, sum(each("busy_seconds"))),
+        "das/draft_coverage": drafts / max(1, forwards),
+        "das/acceptance_length": 1.0 + accepted / max(1, drafts),
+        "das/verify_waste": (drafted - accepted) / max(1, forwards + drafted),
         "das/health": float(not faults(parts)),
-        "das/draft_tokens": float(total["draft_tokens"]),
-        "das/accepted_tokens": float(total["accepted_tokens"]),
-        "das/drafts": float(drafted),
+        "das/draft_tokens": float(drafted),
+        "das/accepted_tokens": float(accepted),
+        "das/drafts": float(drafts),
     }
-    if len(seconds):
+    if seconds := [second for of_engine in each("propose_seconds") for second in of_engine]:
         p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
         metrics |= {"das/propose_ms/p50": float(p50), "das/propose_ms/p99": float(p99)}
-    decided = [p for p in parts if "class_steps" in p]
-    if decided:
-        rounds, drafts = (np.sum([p[name] for p in decided], axis=0) for name in ("class_steps", "class_drafts"))
-        budgets = drafts / np.maximum(rounds, 1.0)
-        metrics |= {
-            f"das/budget_{name}": float(b) for name, b in zip(("short", "medium", "long"), budgets, strict=True)
-        }
-        metrics["das/time_saved_s"] = float(sum(p["time_saved_s"] for p in decided))
-        metrics["das/latency_model_error"] = float(np.mean([p["latency_model_error"] for p in decided]))
-    if of_stock := [p["of_stock"] for p in parts if p.get("of_stock")]:
+    if steps := each("class_steps"):
+        budgets = np.sum(each("class_drafts"), axis=0) / np.maximum(np.sum(steps, axis=0), 1.0)
+        for name, budget in zip(("short", "medium", "long"), budgets.tolist(), strict=True):
+            metrics[f"das/budget_{name}"] = budget
+        metrics["das/time_saved_s"] = float(sum(each("time_saved_s")))
+        metrics["das/latency_model_error"] = float(np.mean(each("latency_model_error")))
+    if of_stock := list(filter(None, each("of_stock"))):
         metrics["das/of_stock"] = float(max(of_stock))
-    if requests := sum(p.get("history_requests", 0) for p in parts):
-        metrics["das/history_hits"] = sum(p.get("history_hits", 0) for p in parts) / requests
-    if by_age := [p["staleness"] for p in parts if "staleness" in p]:
+    if requests := sum(each("history_requests")):
+        metrics["das/history_hits"] = sum(each("history_hits")) / requests
+    if by_age := each("staleness"):
         for name, (tried, kept) in zip(AGES, np.sum(by_age, axis=0).tolist(), strict=True):
             if tried:
                 metrics[f"das/accept_rate_age_{name}"] = kept / tried
-    if passes := [p["drafter_passes"] for p in parts if "drafter_passes" in p]:
+    if passes := each("drafter_passes"):
         metrics["das/drafter_passes"] = float(sum(passes))
-    for name in ("model_runner", "requantise_s", "drafter_bytes", "self_acceptance", "live_bytes", "staged_bytes"):
-        if found := [p[name] for p in parts if name in p]:
-            metrics[f"das/{name}"] = float(max(found))
-    return metrics
+    return metrics | {f"das/{name}": float(max(found)) for name in _LARGEST if (found := each(name))}
 
 
 LOST_SHARE, LOST_REQUESTS = 0.25, 8
@@ -239,12 +216,10 @@ LOST_SHARE, LOST_REQUESTS = 0.25, 8
 has met before."""
 
 
-_REASONS = "reason", "slow"
-
-
 def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Say why `das/health` is 0, by kind of fault; empty: it is 1."""
-    found = {kind: str(part[kind]) for kind in ("error", "alarm", *_REASONS) for part in parts if part.get(kind)}
+    kinds = ("error", "alarm", "reason", "slow")
+    found = {kind: str(part[kind]) for kind in kinds for part in parts if part.get(kind)}
     if "error" in found:
         found["error"] = f"a drafter failed: {found['error']}"
     counted = ("draft_tokens", "accepted_tokens", "history_requests", "history_lost")

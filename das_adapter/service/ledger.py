@@ -117,7 +117,7 @@ class Ledger(LengthLog):
             self.report(step, report)
 
     def report(self, step: int, report: dict[str, Any]) -> None:
-        """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutStats`; say, once per run and
+        """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutClock`; say, once per run and
         kind of fault, why `das/health` is 0."""
         if step not in self._reports:
             self._siblings = self._siblings.faded(SIBLINGS_FADE)

@@ -40,9 +40,9 @@ class StepsBlock(_Block):
     """How long a decode step takes."""
 
     kind: Literal["roofline", "calibration", "sweep", "line"] = "roofline"
-    """`roofline`: from model and hardware; `calibration`: a file of `das-adapter calibrate`; `sweep`: a CSV of measured
-    steps; `line`: base + token·n + bend·max(0, n - knee) + request·b + context·c seconds, with c tokens of context, and
-    `draft` with drafts."""
+    """`roofline`: from model and hardware; `calibration`: the line in a file of `das-adapter calibrate`; `sweep`: a CSV
+    of measured steps; `line`: base + token·n + bend·max(0, n - knee) + request·b + context·c seconds, with c tokens of
+    context, and `draft` with drafts."""
     file: str | None = None
     """`calibration`, `sweep`: the file."""
     line: dict[str, float] = {}
@@ -60,29 +60,20 @@ class EngineBlock(_Block):
 
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     """Requests that run at once."""
-    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Tokens of a forward pass."""
-    gpu_memory_utilization: Share = 0.9
-    """Share of the device's memory for weights and KV cache."""
     kv_tokens: Annotated[int, Field(ge=16)] | None = None
-    """Tokens that the KV cache holds; null: what the weights leave of the memory (without a device: no limit)."""
-    prefix_caching: bool = True
-    """Whether siblings on one engine read their prompt once."""
+    """Tokens that the KV cache holds; null: what the weights leave of nine tenths of the memory (without a device: no
+    limit)."""
 
 
 class LengthsBlock(_Block):
-    """How long responses are."""
+    """How long responses are: log-normal, ended at the cap."""
 
-    kind: Literal["tail", "curve"] = "tail"
-    """`tail`: log-normal, ended at the cap; `curve`: with a given number of running requests over time."""
     mean: Positive = 2000.0
-    """`tail`: mean tokens, with the cap applied."""
+    """Mean tokens, with the cap applied."""
     sigma: Positive = 0.8
-    """`tail`: standard deviation of the logarithm."""
+    """Standard deviation of the logarithm, without the cap."""
     within: Share = 0.5
-    """Share of its variance that samples of one problem have in common."""
-    running: list[tuple[float, float]] = []
-    """`curve`: (time, running requests), times rising."""
+    """Share of its variance that samples of one problem have in common, also from one visit of it to the next."""
 
 
 class RolloutBlock(_Block):

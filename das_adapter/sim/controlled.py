@@ -17,12 +17,10 @@ from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.siblings import Siblings
 from das_adapter.core.steps import Decoded, TimedStep
 from das_adapter.sim.drafting import Drafting, Ticked, Walk
-from das_adapter.sim.requests import Requests
-from das_adapter.sim.sources import Given, Offer, Source
+from das_adapter.sim.requests import Ints, Requests
+from das_adapter.sim.sources import Given, Native, Offer, Source
 from das_adapter.sim.steps import Seconds
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 FADE = 0.9
 """Share of the siblings' counts that a weight sync keeps, as a run's ledger does."""
 SHARED = 16
@@ -37,14 +35,11 @@ REQUEST_S = 3e-6
 class Drafters:
     """What the controllers of all engines decide about."""
 
-    history: Source | None = None
+    history: Source
     copy: Given | None = None
     """What the tokens of the policy copy, or of a neural drafter, are worth; None: no model drafts."""
     pass_seconds: Seconds | None = None
     """Of one pass of that model."""
-    narrows: bool = True
-    """Whether a pass is for the requests that still draft alone, as the policy copy's is; a neural drafter's is for
-    the whole batch."""
 
 
 class Controlled(Drafting):
@@ -63,11 +58,7 @@ class Controlled(Drafting):
     ) -> None:
         """
         Args:
-            das: the block of a run.
-            requests: of the fleet.
-            engines: of the fleet.
             limit: tokens of the longest response that is possible.
-            drafters: see there.
             prior: what the controllers know of step times before the first.
             graphs: tokens for which CUDA graphs are captured, as in `StepModel.sizes`.
             stride: a controller that knows what steps take is asked once in so many of them, and again at once if it
@@ -82,10 +73,6 @@ class Controlled(Drafting):
                 controller.times, controller.lengths = self.controllers[0].times, self.controllers[0].lengths
         self._siblings = [Siblings() for _ in range(engines)]
         self._ladder = Ladder(tuple(das.self.ladder)) if das.self.ladder and drafters.copy else None
-        self._slot = np.zeros(0, dtype=np.int64)
-        self._finished = np.zeros(0, dtype=np.int64)  # siblings that had finished when a request began
-        self._least: Floats = np.zeros(0)  # logarithm of the chance at which each request's draft was ended
-        self._limit = np.zeros(0, dtype=np.int64)  # maximum tokens of its drafts
         self._walked = np.zeros(engines, dtype=np.int64)  # steps since the controller was asked
         self._left = np.zeros(engines, dtype=np.int64)  # steps until it is asked again
         self._on = np.ones(engines, dtype=bool)  # whether an engine drafts
@@ -97,58 +84,45 @@ class Controlled(Drafting):
 
     def _controller(self, limit: int, prior: Calibration | None, graphs: tuple[int, ...]) -> Controller:
         das, drafters = self._das, self.drafters
-        model = ModelDrafts(das.model_tokens, narrows=drafters.narrows) if drafters.copy else None
+        model = ModelDrafts(das.model_tokens, narrows=not das.neural) if drafters.copy else None
         if model is not None and prior is not None:
             model.expect(prior.passes)
-        return Controller(
-            das,
-            limit,
-            prior and prior.steps,
-            model,
-            sizes=graphs,
-        )
+        return Controller(das, limit, prior and prior.steps, model, sizes=graphs)
 
     def walk(self, rows: Ints) -> Walk | None:
         if not self._left.any():
             return None
-        assert self.drafters.history is not None
-        least = np.where(self._on[self._requests.engine[rows]], self._least[rows], np.inf)
-        return Walk(self.drafters.history, self._left, least, self._limit[rows], lambda b, _: STEP_S + REQUEST_S * b)
+        r, history = self._requests, self.drafters.history
+        assert isinstance(history, Native)
+        least = np.where(self._on[r.engine[rows]], r.least[rows], np.inf)
+        return Walk(history, self._left, least, r.limit[rows], lambda b, _: STEP_S + REQUEST_S * b)
 
     def walked(self, steps: Ints) -> None:
         self._left -= steps
         self._walked += steps
 
     def begin(self, rows: Ints) -> None:
-        r, more = self._requests, len(self._requests) - len(self._slot)
-        self._slot = np.append(self._slot, np.full(more, -1))
-        self._finished = np.append(self._finished, np.full(more, -1))
-        self._least = np.append(self._least, np.full(more, np.inf))
-        self._limit = np.append(self._limit, np.zeros(more, np.int64))
-        if self.drafters.history:
-            self.drafters.history.begin(rows)
-        for row in rows[self._finished[rows] < 0].tolist():
-            self._finished[row] = self._siblings[r.engine[row]].begin(int(r.problem[row]))
+        r = self._requests
+        self.drafters.history.begin(rows)
+        for row in rows[r.siblings[rows] < 0].tolist():
+            r.siblings[row] = self._siblings[r.engine[row]].begin(int(r.problem[row]))
 
     def step(self, ticks: list[Ticked]) -> list[float]:
         return [self._plan(tick) for tick in ticks]
 
     def end(self, rows: Ints) -> None:
         r, history = self._requests, self.drafters.history
-        known = history.known(rows) if history else np.zeros(len(rows), bool)
-        if history:
-            history.end(rows)
+        known = history.known(rows)
+        history.end(rows)
         for row, knew in zip(rows.tolist(), known.tolist(), strict=True):
             engine = int(r.engine[row])
-            if self._slot[row] >= 0:
-                self.controllers[engine].close(int(self._slot[row]))
-                self._slot[row] = -1
-            problem, finished = int(r.problem[row]), int(self._finished[row])
+            if r.slot[row] >= 0:
+                self.controllers[engine].close(int(r.slot[row]))
+            problem, finished = int(r.problem[row]), int(r.siblings[row])
             self._siblings[engine].end(problem, finished, knew, float(r.written[row]), float(r.forwards[row]))
 
     def sync(self, version: int, rows: Ints, responses: Responses) -> None:
-        if self.drafters.history:
-            self.drafters.history.sync(version, rows)
+        self.drafters.history.sync(version, rows)
         capacities, self.moments = [], self.moments.faded(FADE)
         for engine, controller in enumerate(self.controllers):
             self.moments += self._siblings[engine].take()
@@ -163,8 +137,7 @@ class Controlled(Drafting):
             self._counts[:] = 0
 
     def close(self) -> None:
-        if self.drafters.history:
-            self.drafters.history.close()
+        self.drafters.history.close()
 
     def _agree(self, length: int) -> None:
         for controller in self.controllers:
@@ -175,13 +148,14 @@ class Controlled(Drafting):
         """Ask an engine's controller; return the seconds of its work and of the drafting model's passes."""
         r, rows, controller = self._requests, tick.rows, self.controllers[tick.engine]
         history, copy = self.drafters.history, self.drafters.copy
-        slots = self._slots(controller, rows)
+        for row in rows[r.slot[rows] < 0].tolist():
+            r.slot[row] = controller.open(int(r.problem[row]), int(r.written[row]), int(r.most[row]))
+        slots = r.slot[rows]
         controller.requests.written[slots] = r.written[rows] - tick.got
         room, context = r.room(rows), r.prompt[rows] + r.written[rows]
         asked: list[tuple[Ints, float, Offer]] = []
 
         def search(limits: Ints, floor: float) -> tuple[npt.NDArray[np.float32], Ints]:
-            assert history is not None
             offer = history.offer(rows, np.minimum(limits, room), floor)
             asked.append((limits.copy(), floor, offer))
             return offer.chances, offer.offsets
@@ -195,7 +169,7 @@ class Controlled(Drafting):
             1 + int(self._walked[tick.engine]),
             context,
         )
-        plan = controller.plan(decoded, search if history else None)
+        plan = controller.plan(decoded, search if self._das.looked_up else None)
         r.draft[rows], r.hits[rows] = plan.history, asked[-1][2].hits if asked else 0
         self._keep_drafting(tick.engine, rows, plan.history, asked)
         passes = self._copied(controller, tick, np.minimum(plan.model, room), context) if copy else 0.0
@@ -215,13 +189,6 @@ class Controlled(Drafting):
         self._left[engine] = 0 if differs or not known else self._stride - 1
         self._walked[engine] = 0
 
-    def _slots(self, controller: Controller, rows: Ints) -> Ints:
-        """Return the requests' places in their controller, opened where they have none."""
-        r = self._requests
-        for row in rows[self._slot[rows] < 0].tolist():
-            self._slot[row] = controller.open(int(r.problem[row]), int(r.written[row]), int(r.most[row]))
-        return self._slot[rows]
-
     def _copied(self, controller: Controller, tick: Ticked, drafted: Ints, context: Ints) -> float:
         """Let the model draft so many tokens; return the seconds of its passes."""
         r, rows, drafters = self._requests, tick.rows, self.drafters
@@ -231,7 +198,7 @@ class Controlled(Drafting):
         r.copied[rows], r.copy_hits[rows] = drafted, drafters.copy.offer(rows, drafted, 0.0).hits
         passes = 0.0
         for place in range(int(drafted.max(initial=0))):
-            mine = drafted > (place if drafters.narrows else 0)
+            mine = drafted > (0 if self._das.neural else place)
             count, read = int(mine.sum()), float(context[mine].sum())
             seconds = float(drafters.pass_seconds(np.array([float(count)]), np.array([read]))[0])
             controller.drafts.timed_pass(count, seconds, read)
@@ -248,9 +215,10 @@ class Controlled(Drafting):
         if not some or self._stride == 1:
             return
         limits, floor, (chances, offsets, _) = asked[-1]
-        room = self._requests.room(rows)
+        r = self._requests
+        room = r.room(rows)
         ended = np.append(chances, 0.0)[offsets[:-1] + kept] * (1.0 + 1e-6)  # the first token that was left out
         with np.errstate(divide="ignore"):
             least = np.log(np.where(kept < np.diff(offsets), ended, floor))
         least[(limits <= 0) & (room > 0)] = np.inf
-        self._least[rows], self._limit[rows] = least, np.where(limits < room, limits, self._das.num_draft_tokens)
+        r.least[rows], r.limit[rows] = least, np.where(limits < room, limits, self._das.num_draft_tokens)

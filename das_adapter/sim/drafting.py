@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core.latency import Capacity
 from das_adapter.core.length import Responses
 from das_adapter.core.siblings import Moments
-from das_adapter.sim.requests import Requests
-from das_adapter.sim.sources import Given, Source
+from das_adapter.sim.requests import Floats, Ints, Requests
+from das_adapter.sim.sources import Given, Native
 from das_adapter.sim.steps import Seconds
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 class Ticked(NamedTuple):
@@ -40,7 +36,7 @@ class Ticked(NamedTuple):
 class Walk(NamedTuple):
     """How engines continue in native code until their drafter is asked again."""
 
-    source: Source
+    source: Native
     steps: Ints | int
     """Maximum number of steps: of each engine, int64 [engines], or of all."""
     least: Floats
@@ -86,23 +82,12 @@ class Drafting:
 class Fixed(Drafting):
     """A drafter that vLLM runs by itself: the same number of draft tokens for every request in every step."""
 
-    def __init__(self, requests: Requests, source: Source, tokens: int, pass_seconds: Seconds | None = None) -> None:
-        """
-        Args:
-            requests: of the fleet.
-            source: of the drafts.
-            tokens: of each draft.
-            pass_seconds: of one pass of the drafter; each draft token takes one. None: drafting takes no time.
-        """
+    def __init__(self, requests: Requests, source: Native, tokens: int, pass_seconds: Seconds | None = None) -> None:
+        """Each of the `tokens` of a draft takes `pass_seconds`; None: drafting takes no time."""
         self._requests, self._source, self._tokens, self._pass_seconds = requests, source, tokens, pass_seconds
 
     def walk(self, rows: Ints) -> Walk | None:
-        if not self._source.walks:
-            return None
         return Walk(self._source, 2**30, np.full(len(rows), -np.inf), np.full(len(rows), self._tokens), self._passes)
-
-    def begin(self, rows: Ints) -> None:
-        self._source.begin(rows)
 
     def step(self, ticks: list[Ticked]) -> list[float]:
         rows, r = np.concatenate([tick.rows for tick in ticks]), self._requests
@@ -112,12 +97,6 @@ class Fixed(Drafting):
         context = [float((r.prompt[t.rows] + r.written[t.rows] - t.got).sum()) for t in ticks]  # as the step read it
         passes: list[float] = self._passes(counts, np.array(context)).tolist()
         return passes
-
-    def end(self, rows: Ints) -> None:
-        self._source.end(rows)
-
-    def sync(self, version: int, rows: Ints, responses: Responses) -> None:
-        self._source.sync(version, rows)
 
     def _passes(self, requests: Floats, context: Floats) -> Floats:
         if self._pass_seconds is None:

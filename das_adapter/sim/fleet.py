@@ -10,55 +10,44 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.errors import DasError
 from das_adapter.sim.drafting import Drafting, Ticked
-from das_adapter.sim.requests import Requests
+from das_adapter.sim.requests import Bools, Floats, Ints, Requests
 from das_adapter.sim.steps import Steps
 from das_adapter.sim.texts import offsets_of
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 LEAP = 256
 """Maximum number of steps that an engine takes at once."""
 UNLIMITED = 2**40
 """KV blocks of an engine that has more than any rollout takes."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What an engine can hold; vLLM's names and defaults."""
-
-    max_num_seqs: int = 256
-    kv_blocks: int = UNLIMITED
-    """Blocks of the KV cache."""
-    block: int = 16
-    """Tokens of a block."""
-    max_num_batched_tokens: int = 8192
-    """Tokens of a forward pass; prompts are read in such chunks."""
-    prefix_caching: bool = True
-    """Whether siblings on one engine read their prompt once."""
+BLOCK = 16
+"""Tokens of a KV block, as vLLM has them by default."""
+BATCHED_TOKENS = 8192
+"""Maximum tokens of a forward pass, as vLLM's `max_num_batched_tokens`; prompts are read in such chunks."""
 
 
 class Fleet:
-    """Engines that are alike, and the requests on them."""
+    """Engines that are alike, and the requests on them. Siblings on one engine read their prompt once."""
 
-    def __init__(self, engines: int, requests: Requests, settings: Settings, steps: Steps, drafting: Drafting) -> None:
-        self.engines, self.requests, self.settings = engines, requests, settings
+    def __init__(
+        self,
+        engines: int,
+        requests: Requests,
+        steps: Steps,
+        drafting: Drafting,
+        slots: int = 256,
+        kv_blocks: int = UNLIMITED,
+    ) -> None:
+        """Each engine runs `slots` requests at once, whose KV cache has so many blocks."""
+        self.engines, self.requests, self.slots, self.kv_blocks = engines, requests, slots, kv_blocks
         self.steps, self.drafting = steps, drafting
         self.clock: Floats = np.zeros(engines)
         self.busy_s: Floats = np.zeros(engines)
         """Seconds of steps."""
         self.step_count: Ints = np.zeros(engines, dtype=np.int64)
-        self.drafting_s: Floats = np.zeros(engines)
-        """Seconds of drafting, in `busy_s`."""
-        self.prefilled = 0
-        """Tokens read."""
         self.running: Ints = np.zeros(0, dtype=np.int64)
         """Rows of admitted requests, engine after engine, in the order of their admission."""
         self._waiting: list[list[tuple[int, int, int]]] = [[] for _ in range(engines)]
@@ -74,11 +63,11 @@ class Fleet:
             DasError: a request that no engine can hold.
         """
         r = self.requests
-        needed = int(((r.prompt[rows] + r.length[rows]) // self.settings.block + 1).max(initial=0))
-        if needed > self.settings.kv_blocks:
+        needed = int(((r.prompt[rows] + r.length[rows]) // BLOCK + 1).max(initial=0))
+        if needed > self.kv_blocks:
             raise DasError(
                 f"engine: a request needs {needed} blocks of KV cache, an engine has "
-                f"{self.settings.kv_blocks}: more devices an engine, or shorter responses"
+                f"{self.kv_blocks}: more devices an engine, or shorter responses"
             )
         r.engine[rows], r.sent[rows] = engines, at
         occupied = self._occupied
@@ -106,13 +95,8 @@ class Fleet:
         self._read = [set() for _ in range(self.engines)]
 
     def run(self, until: float = np.inf, slack: float = np.inf, ended: Callable[[Ints], bool] | None = None) -> None:
-        """Step until nobody is left or all clocks have reached `until`.
-
-        Args:
-            until: seconds.
-            slack: engines step together whose clocks are so close, seconds.
-            ended: receives the requests that ended, and returns whether to stop.
-        """
+        """Step until nobody is left, all clocks have reached `until`, or `ended` says so, which receives the requests
+        that ended; engines step together whose clocks are within `slack` seconds."""
         while True:
             busy = self.busy & (self.clock < until)
             if not busy.any():
@@ -138,7 +122,7 @@ class Fleet:
             return np.zeros(self.engines, dtype=bool), rows[:0]
         at, requests = r.engine[rows], self._sums(r.engine[rows])
         steps = np.minimum(walk.steps, np.full(self.engines, leap))
-        if self.settings.kv_blocks < UNLIMITED:
+        if self.kv_blocks < UNLIMITED:
             steps = np.minimum(steps, self._room(rows, requests) // (1 + walk.limit.max(initial=0)))
         active &= (steps > 0) & (requests > 0)
         chosen, mine = np.flatnonzero(active), active[at]
@@ -161,7 +145,7 @@ class Fleet:
         which = np.repeat(np.arange(len(chosen)), taken)
         each = self.steps.decode(counts[which], tokens[there], context[there])
         drafting = _sums(which, walk.seconds(counts[which], context[there]), len(chosen))
-        self._pass_time(chosen, _sums(which, each, len(chosen)) + drafting, drafting, taken)
+        self._pass_time(chosen, _sums(which, each, len(chosen)) + drafting, taken)
         went = np.zeros(self.engines, dtype=np.int64)
         went[chosen] = taken
         self.drafting.walked(went)
@@ -192,13 +176,12 @@ class Fleet:
         r.accepted[stepped] += got - 1
         extra = self._draft(stepped, got, drafted, tokens, seconds, prompts == 0)
         chosen = np.unique(r.engine[rows])
-        self._pass_time(chosen, (seconds + extra)[chosen], extra[chosen], 1)
+        self._pass_time(chosen, (seconds + extra)[chosen], 1)
         return self._end(stepped)
 
-    def _pass_time(self, engines: Ints, seconds: Floats, drafting: Floats, steps: Ints | int) -> None:
+    def _pass_time(self, engines: Ints, seconds: Floats, steps: Ints | int) -> None:
         self.clock[engines] += seconds
         self.busy_s[engines] += seconds
-        self.drafting_s[engines] += drafting
         self.step_count[engines] += steps
 
     def _sums(self, engine: Ints, values: Ints | Floats | None = None) -> Floats:
@@ -225,33 +208,25 @@ class Fleet:
         rows, got, drafted = rows[order], got[order], drafted[order]
         engine, copied = r.engine[rows], r.copied[rows]
         bounds = np.flatnonzero(np.r_[True, engine[1:] != engine[:-1], True]).tolist()
-        ticks = [
-            Ticked(
-                int(engine[a]),
-                rows[a:b],
-                got[a:b],
-                drafted[a:b],
-                copied[a:b],
-                int(tokens[engine[a]]),
-                float(seconds[engine[a]]),
-                bool(timed[engine[a]]),
-            )
-            for a, b in itertools.pairwise(bounds)
-        ]
+        ticks = []
+        for a, b in itertools.pairwise(bounds):
+            e, some = int(engine[a]), slice(a, b)
+            step = int(tokens[e]), float(seconds[e]), bool(timed[e])
+            ticks.append(Ticked(e, rows[some], got[some], drafted[some], copied[some], *step))
         extra[[tick.engine for tick in ticks]] = self.drafting.step(ticks)
         return extra
 
     def _room(self, rows: Ints, requests: Floats) -> Ints:
         """Return how many tokens each request of an engine can write before the KV cache may be full."""
-        free = self.settings.kv_blocks - self._sums(self.requests.engine[rows], self._blocks(rows))
-        room: Ints = (np.floor(free / np.maximum(requests, 1) - 1) * self.settings.block).astype(np.int64)
+        free = self.kv_blocks - self._sums(self.requests.engine[rows], self._blocks(rows))
+        room: Ints = (np.floor(free / np.maximum(requests, 1) - 1) * BLOCK).astype(np.int64)
         return room
 
     def _blocks(self, rows: Ints) -> Ints:
         """Return the blocks that requests need for their next step."""
         r = self.requests
         tokens = r.prompt[rows] + r.written[rows] + 1 + r.draft[rows] + r.copied[rows]
-        return -(-tokens // self.settings.block)
+        return -(-tokens // BLOCK)
 
     def used_blocks(self) -> Ints:
         """Return the KV blocks that each engine's requests take."""
@@ -260,13 +235,13 @@ class Fleet:
 
     def _preempt(self, active: Bools) -> None:
         """Take their place from the requests that were admitted last, where the KV cache is full."""
-        if self.settings.kv_blocks == UNLIMITED:
+        if self.kv_blocks == UNLIMITED:
             return
         r, lost = self.requests, list[int]()
-        for e in np.flatnonzero(active & (self.used_blocks() > self.settings.kv_blocks)).tolist():
+        for e in np.flatnonzero(active & (self.used_blocks() > self.kv_blocks)).tolist():
             mine = self.running[r.engine[self.running] == e]
             blocks = self._blocks(mine)
-            excess = blocks.sum() - self.settings.kv_blocks
+            excess = blocks.sum() - self.kv_blocks
             count = int(np.searchsorted(np.cumsum(blocks[::-1]), excess)) + 1
             for row in mine[::-1][:count].tolist():
                 r.draft[row] = r.copied[row] = 0
@@ -282,25 +257,25 @@ class Fleet:
 
     def _admit(self, active: Bools) -> None:
         """Start waiting requests where there are a slot and KV blocks."""
-        r, settings = self.requests, self.settings
+        r = self.requests
         if not (self._open & active).any():
             return
         occupied, used = self._occupied, self.used_blocks()
         admitted: list[int] = []
         for e in np.flatnonzero(self._open & active).tolist():
-            waiting, free = self._waiting[e], settings.kv_blocks - int(used[e])
+            waiting, free = self._waiting[e], self.kv_blocks - int(used[e])
             count = int(occupied[e])
-            while waiting and count < settings.max_num_seqs:
+            while waiting and count < self.slots:
                 row = waiting[0][2]
                 tokens = int(r.prompt[row] + r.written[row])
-                blocks = -(-(tokens + 1) // settings.block)
+                blocks = -(-(tokens + 1) // BLOCK)
                 if blocks > free and count:
                     break
                 heapq.heappop(waiting)
                 self._queued[e] -= 1
                 free, count = free - blocks, count + 1
                 problem = int(r.problem[row])
-                known = int(r.prompt[row]) if settings.prefix_caching and problem in self._read[e] else 0
+                known = int(r.prompt[row]) if problem in self._read[e] else 0
                 self._read[e].add(problem)
                 r.unread[row] = max(1, tokens - known)
                 r.begun[row] = self.clock[e]
@@ -318,10 +293,9 @@ class Fleet:
         before = np.cumsum(unread) - unread
         first = np.r_[True, engine[1:] != engine[:-1]][: len(rows)]
         before -= np.maximum.accumulate(np.where(first, before, 0))
-        room = np.maximum(self.settings.max_num_batched_tokens - decoding, 1).astype(np.int64)
+        room = np.maximum(BATCHED_TOKENS - decoding, 1).astype(np.int64)
         chunk = np.clip(room[engine] - before, 0, unread)
         r.unread[rows] -= chunk
-        self.prefilled += int(chunk.sum())
         return rows[r.unread[rows] == 0], self._sums(engine, chunk)
 
 

@@ -51,11 +51,8 @@ MODELS["Qwen/Qwen3-235B-A22B"] |= _EXPERTS
 
 
 def sizes(model: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of a model, under the names of a Hugging Face config.
-
-    Args:
-        model: a name in the table (instruct, base and math variants have the sizes of the plain one), a `config.json`
-            or the directory of one, or the sizes themselves.
+    """Return the sizes of a model, under the names of a Hugging Face config: of a name in the table (instruct, base and
+    math variants have the sizes of the plain one), of a `config.json` or its directory; sizes stay as they are.
 
     Raises:
         DasError: it is none of these, or a size is missing.

@@ -13,6 +13,7 @@ from das_adapter.core.hardware import COMPUTE, device
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
 from das_adapter.sim.config import parse
+from das_adapter.sim.fleet import BLOCK
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run
 from das_adapter.sim.rollouts import Rollout
@@ -92,23 +93,15 @@ def would_it_pay(
     copies: int = 1,
     history: dict[str, Any] | None = None,
     budget: int | None = None,
-    candidates: dict[str, dict[str, Any]] | None = None,
     progress: Progress | None = None,
 ) -> Answer:
-    """Simulate a dump on given hardware.
+    """Simulate a dump on given hardware: several steps, with every problem that the run visits.
 
     Args:
-        rollouts: recorded ones, several steps of them, with every problem that the run visits.
-        gpu, gpus, per_engine: as in `HardwareBlock`.
-        model: as in `SimConfig.model`.
-        precision: `bf16` or `fp8`.
+        gpu, model, gpus, per_engine, precision, engine, copies: as in `SimConfig`.
         other_s: seconds of a step beside its rollout; None: estimated from the model's size.
-        engine: keys of `EngineBlock`.
-        copies: how often each problem is there, where the dump holds a part of the run.
         history: keys of the `history:` block of all candidates that have one.
-        budget: maximum draft tokens of a request in a round; None: each candidate's.
-        candidates: `das:` blocks by name; None: `CANDIDATES`, `SCATTERED` where that can be told, and `ASSUMED`.
-        progress: receives what is done.
+        budget: maximum draft tokens of a request in a step; None: each candidate's.
 
     Raises:
         DasError: a value that does not fit, with its key.
@@ -116,12 +109,11 @@ def would_it_pay(
     tokens, steps = sum(len(r.tokens) for r in rollouts), len({(r.step, r.run) for r in rollouts})
     train_s = training_seconds(model, gpu, gpus, copies * tokens / steps) if other_s is None else other_s
     exact = copies == 1 and tokens <= EXACT
-    assumed: dict[str, dict[str, Any]] = {}
-    if candidates is None:
-        candidates, assumed = CANDIDATES | (SCATTERED if exact else {}), ASSUMED
-        if budget is not None:
-            candidates = {name: das for name, das in candidates.items() if "max_draft_tokens" not in das}
-    blocks = {name: _given(das, history, budget) for name, das in (candidates | assumed).items()}
+    candidates = CANDIDATES | (SCATTERED if exact else {}) | ASSUMED
+    if budget is not None:
+        candidates = {name: das for name, das in candidates.items() if "max_draft_tokens" not in das}
+    chosen = ({"history": history} if history else {}) | ({} if budget is None else {"max_draft_tokens": budget})
+    blocks = {name: das | (chosen if "history" in das["drafter"] else {}) for name, das in candidates.items()}
     content = {
         "model": model,
         "precision": precision,
@@ -135,31 +127,13 @@ def would_it_pay(
     simulation = Simulation(parse(content, "replay"), rollouts)
     runs, of_dump = simulation.run_all(progress), {"tokens": tokens, "steps": steps}
     settings = _settings(simulation) | of_dump | {"other_s_estimated": other_s is None}
-    return _answer(runs, blocks, assumed, settings)
-
-
-def _answer(
-    runs: dict[str, Run], blocks: dict[str, dict[str, Any]], assumed: dict[str, Any], settings: dict[str, Any]
-) -> Answer:
-    """Compare the runs with the first, which has no drafts."""
     total = {name: sum(s.rollout_s for s in run.steps) for name, run in runs.items()}
     arms = {name: total[name] / total["off"] for name in blocks}
-    others = {name: arms.pop(name) for name in assumed}
+    assumed = {name: arms.pop(name) for name in ASSUMED}
     best = min(arms, key=lambda name: arms[name])
     block = blocks[best] if arms[best] <= 1 - WORTH else {"drafter": "none"}
     shown = {"off": runs["off"], best: runs[best]}
-    return Answer(_epochs(*shown.values()), block, arms, others, shown, settings)
-
-
-def _given(das: dict[str, Any], history: dict[str, Any] | None, budget: int | None) -> dict[str, Any]:
-    """Return a block with what was asked for, as far as its drafter has it."""
-    found = dict(das)
-    if "history" in das.get("drafter", "history"):
-        if history:
-            found["history"] = {**das.get("history", {}), **history}
-        if budget is not None:
-            found["max_draft_tokens"] = budget
-    return found
+    return Answer(_epochs(*shown.values()), block, arms, assumed, shown, settings)
 
 
 def training_seconds(model: str, gpu: str, gpus: int, tokens: float) -> float:
@@ -175,21 +149,16 @@ def _epochs(off: Run, on: Run) -> list[Epoch]:
     for number, step in enumerate(off.steps):
         steps[round(step.visit)].append(number)
 
-    def mean(run: Run, numbers: list[int], name: str) -> float:
-        return float(np.mean([getattr(run.steps[i], name) for i in numbers]))
-
-    return [
-        Epoch(
-            visit + 1,
-            len(of),
-            mean(off, of, "rollout_s"),
-            mean(on, of, "rollout_s"),
-            mean(off, of, "step_s"),
-            mean(on, of, "step_s"),
-            sum(on.steps[i].tokens for i in of) / sum(on.steps[i].forwards for i in of),
+    def epoch(visit: int, numbers: list[int]) -> Epoch:
+        off_s, on_s, off_step_s, on_step_s = (
+            float(np.mean([getattr(run.steps[i], name) for i in numbers]))
+            for name in ("rollout_s", "step_s")
+            for run in (off, on)
         )
-        for visit, of in sorted(steps.items())
-    ]
+        per_forward = sum(on.steps[i].tokens for i in numbers) / sum(on.steps[i].forwards for i in numbers)
+        return Epoch(visit + 1, len(numbers), off_s, on_s, off_step_s, on_step_s, per_forward)
+
+    return [epoch(visit, numbers) for visit, numbers in sorted(steps.items())]
 
 
 def _settings(simulation: Simulation) -> dict[str, Any]:
@@ -199,7 +168,7 @@ def _settings(simulation: Simulation) -> dict[str, Any]:
         "gpu": config.hardware.gpu,
         "gpus": config.hardware.gpus,
         "engines": simulation.engines,
-        "kv_tokens": simulation.settings.kv_blocks * simulation.settings.block,
+        "kv_tokens": simulation.kv_blocks * BLOCK,
         "copies": config.rollout.copies,
         "other_s": config.pipeline.train_s,
         "copy_rate": config.acceptance.copy_rate,

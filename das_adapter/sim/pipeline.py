@@ -11,16 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.core.length import RESPONSE
 from das_adapter.sim.config import PipelineBlock
 from das_adapter.sim.fleet import Fleet
-from das_adapter.sim.requests import Requests
+from das_adapter.sim.requests import Floats, Ints, Requests
 from das_adapter.sim.routing import Router, arrivals
 from das_adapter.sim.workload import Workload
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -59,12 +56,12 @@ class Run:
     spans: list[tuple[float, float]]
     """Begin and end of each step's rollout."""
 
-    def running(self, step: int, points: int = 400) -> tuple[npt.NDArray[np.float64], Ints]:
+    def running(self, step: int) -> tuple[Floats, Ints]:
         """Return seconds since the rollout began, and the requests that run then, for a plot."""
         begin, end = self.spans[step]
         begun, ended = self.requests.begun, self.requests.ended
         mine = (ended > begin) & (begun < end)
-        at = np.linspace(begin, end, points)
+        at = np.linspace(begin, end, 400)
         there = np.searchsorted(np.sort(begun[mine]), at, side="right")
         gone = np.searchsorted(np.sort(ended[mine]), at, side="right")
         return at - begin, (there - gone).astype(np.int64)
@@ -77,15 +74,7 @@ def run(
     pipeline: PipelineBlock,
     progress: Callable[[int], None] | None = None,
 ) -> Run:
-    """Simulate a run.
-
-    Args:
-        fleet: fresh engines.
-        workload: the requests.
-        router: where they go.
-        pipeline: what a step takes beside the rollout.
-        progress: receives after each step how many are done.
-    """
+    """Simulate a run on fresh engines; `progress` receives after each step how many are done."""
     told = progress or (lambda _: None)
     if pipeline.kind == "async":
         return _Continuous(fleet, workload, router, pipeline).run(told)

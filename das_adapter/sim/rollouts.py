@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,7 +77,8 @@ def _read(path: Path, tokenizer: str | None) -> list[Rollout]:
     if path.suffix == ".npz":
         rollouts = _from_arrays(path)
     else:
-        problems, runs = _Numbers(), _Numbers()
+        # numbers in the order in which they are first asked for
+        problems, runs = (defaultdict[str, int](itertools.count().__next__) for _ in range(2))
         tokenize = _tokenizer(tokenizer, path)
         rollouts = [r for file in files for r in _from_lines(file, problems, runs, tokenize)]
     if not rollouts:
@@ -104,7 +106,7 @@ def _from_arrays(path: Path) -> list[Rollout]:
     ]
 
 
-def _from_lines(path: Path, problems: _Numbers, runs: _Numbers, tokenize: Tokenize) -> Iterator[Rollout]:
+def _from_lines(path: Path, problems: dict[str, int], runs: dict[str, int], tokenize: Tokenize) -> Iterator[Rollout]:
     in_name = re.search(r"step_?(\d+)|^(\d+)\.", path.name)
     default = int(next(filter(None, in_name.groups()))) if in_name else 0
     for number, line in enumerate(_lines(path), start=1):
@@ -165,11 +167,3 @@ def _tokenizer(name: str | None, path: Path) -> Tokenize:
 
     tokenizer = AutoTokenizer.from_pretrained(name)
     return lambda text: tokenizer.encode(text, add_special_tokens=False)
-
-
-class _Numbers(dict[str, int]):
-    """Numbers keys in the order in which they are first asked for."""
-
-    def __missing__(self, key: str) -> int:
-        self[key] = len(self)
-        return self[key]

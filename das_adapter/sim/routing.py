@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core.latency import Capacity
 from das_adapter.core.length import Expected, LengthLog, Responses
 from das_adapter.core.routing import Replicas, start_order, worth_of
 from das_adapter.core.siblings import Moments
-from das_adapter.sim.requests import Requests
+from das_adapter.sim.requests import Ints, Requests
 
-Ints = npt.NDArray[np.int64]
 STREAMS = 8
 """Workers of the host that send requests at the same time, each the samples of one problem after the other."""
 

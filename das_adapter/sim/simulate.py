@@ -10,26 +10,26 @@ from typing import Any
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
 from das_adapter.core.hardware import device
-from das_adapter.core.latency import Calibration, StepModel
-from das_adapter.core.latency import read_calibration as read_steps
+from das_adapter.core.latency import Calibration, StepModel, read_calibration
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim.config import ArmBlock, SimConfig
 from das_adapter.sim.controlled import Controlled, Drafters
 from das_adapter.sim.drafting import Drafting, Fixed, no_drafts
-from das_adapter.sim.fleet import UNLIMITED, Fleet, Settings
-from das_adapter.sim.lengths import Curve, Lengths, Tail
+from das_adapter.sim.fleet import BLOCK, UNLIMITED, Fleet
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Run, run
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, read
 from das_adapter.sim.routing import Router
-from das_adapter.sim.sources import Given, Indexed, Source, Trace, Traced, record
-from das_adapter.sim.steps import Instance, Line, Seconds, Steps, instance, read_calibration, read_sweep
+from das_adapter.sim.sources import Given, Indexed, Native, Source, Trace, Traced, record
+from das_adapter.sim.steps import Instance, Line, Seconds, Steps, instance, read_sweep
 from das_adapter.sim.workload import Workload, drawn, recorded
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight in a linear layer."""
+MEMORY = 0.9
+"""Share of a device's memory for weights and KV cache: vLLM's `gpu_memory_utilization`."""
 Progress = Callable[[str], None]
 """Hears what is done, such as `history: step 3`."""
 
@@ -38,17 +38,14 @@ class Simulation:
     """A config with what its arms have in common: step times, recorded rollouts, the trace of their drafts."""
 
     def __init__(self, config: SimConfig, rollouts: Sequence[Rollout] | None = None) -> None:
-        """
-        Args:
-            config: see there.
-            rollouts: recorded ones; None: those of `rollout.dump`.
+        """Take recorded rollouts, or read those of `rollout.dump`.
 
         Raises:
             ConfigError, DasError: a value that does not fit, with its key.
         """
         self.config = config
-        self._arms = {name: (_das(name, arm), arm) for name, arm in config.arms.items()}
-        if not self._arms:
+        self._blocks = {name: _das(name, arm) for name, arm in config.arms.items()}
+        if not self._blocks:
             raise ConfigError("arms: found none, needed: one or more")
         if rollouts is None and config.rollout.dump is not None:
             rollouts = read(Path(config.rollout.dump), config.rollout.tokenizer)
@@ -62,56 +59,43 @@ class Simulation:
                 f"hardware: found gpus {config.hardware.gpus}, per_engine {config.hardware.per_engine}: "
                 "the first must be a multiple of the second"
             )
-        self.settings = Settings(
-            config.engine.max_num_seqs,
-            kv_blocks(config, self.steps),
-            max_num_batched_tokens=config.engine.max_num_batched_tokens,
-            prefix_caching=config.engine.prefix_caching,
-        )
+        self.kv_blocks = kv_blocks(config, self.steps)
         self._traces: dict[str, Trace] = {}
 
     def run(self, name: str, progress: Progress | None = None) -> Run:
         """Run an arm."""
-        das, _ = self._arms[name]
-        fleet, workload = self.fleet(name, progress)
-        router = Router(das, self.engines, workload.group, self.settings.max_num_seqs, self.config.rollout.seed)
+        das, (fleet, workload) = self._blocks[name], self.fleet(name)
+        router = Router(das, self.engines, workload.group, fleet.slots, self.config.rollout.seed)
         told = (lambda done: progress(f"{name}: step {done}")) if progress else None
         try:
             return run(fleet, workload, router, self.config.pipeline, told)
         finally:
             fleet.drafting.close()
 
-    def fleet(self, name: str, progress: Progress | None = None) -> tuple[Fleet, Workload]:
+    def fleet(self, name: str) -> tuple[Fleet, Workload]:
         """Return fresh engines with the drafter of an arm, and the requests to send."""
-        das, arm = self._arms[name]
         requests, workload = Requests(), self._workload()
-        source = self._history(das, requests, workload, progress)
-        drafting = self._drafting(das, arm.stride, requests, source)
-        return Fleet(self.engines, requests, self.settings, self.steps, drafting), workload
+        drafting = self._drafting(name, requests, workload)
+        slots = self.config.engine.max_num_seqs
+        return Fleet(self.engines, requests, self.steps, drafting, slots, self.kv_blocks), workload
 
     def run_all(self, progress: Progress | None = None) -> dict[str, Run]:
         """Run every arm."""
-        return {name: self.run(name, progress) for name in self._arms}
+        return {name: self.run(name, progress) for name in self._blocks}
 
     def _workload(self) -> Workload:
         r = self.config.rollout
-        if self.rollouts is not None:
-            return recorded(self.rollouts, max(r.cap, max(len(x.tokens) for x in self.rollouts)), r.copies)
-        block = r.lengths
-        lengths: Lengths
-        if block.kind == "tail":
-            lengths = Tail(r.cap, block.within, r.seed, block.mean, block.sigma)
-        elif block.running:
-            lengths = Curve(r.cap, block.within, r.seed, block.running)
-        else:
-            raise ConfigError("rollout.lengths.running: needed with `kind: curve`")
-        return drawn(lengths, max(r.dataset, r.problems), r.problems, r.samples, r.prompt, r.cap, r.steps, r.seed)
+        if self.rollouts is None:
+            return drawn(r)
+        return recorded(self.rollouts, max(r.cap, max(len(x.tokens) for x in self.rollouts)), r.copies)
 
-    def _drafting(self, das: DasConfig, stride: int, requests: Requests, source: Source | None) -> Drafting:
+    def _drafting(self, name: str, requests: Requests, workload: Workload) -> Drafting:
+        das, stride = self._blocks[name], self.config.arms[name].stride
         if das.drafter == "none":
             return no_drafts(requests)
         accept, seed = self.config.acceptance, self.config.rollout.seed
         copy = passes = None
+        source = self._history(das, requests, workload) if das.uses_history else Source(requests)
         if das.copies_policy:
             copy, passes = Given(requests, [[accept.copy_rate]], longest=16, seed=seed + 1), self._copy_pass(das)
         elif das.neural or das.drafter == "ngram":
@@ -121,18 +105,15 @@ class Simulation:
             if not das.uses_history and das.speculate == "always" and das.budget == "unlimited":
                 return Fixed(requests, given, tokens, passes)
             source, copy = (source, given) if das.neural else (given, None)
-        if stride > 1 and (copy is not None or source is None or not source.walks):
+        if stride > 1 and (copy is not None or not isinstance(source, Native)):
             raise ConfigError("arms: stride needs acceptance.history given or trace, and no model that drafts")
         limit = self.config.rollout.cap + self.config.rollout.prompt
-        if self.rollouts is not None:
-            limit = max(limit, max(len(r.prompt) + len(r.tokens) for r in self.rollouts))
-        drafters = Drafters(source, copy, passes, narrows=not das.neural)
+        limit = max([limit, *(len(r.prompt) + len(r.tokens) for r in self.rollouts or ())])
+        drafters = Drafters(source, copy, passes)
         graphs = self.steps.model.sizes if isinstance(self.steps, Line) else ()
         return Controlled(das, requests, self.engines, limit, drafters, self._prior(das), graphs, stride)
 
-    def _history(self, das: DasConfig, requests: Requests, work: Workload, progress: Progress | None) -> Source | None:
-        if not das.uses_history:
-            return None
+    def _history(self, das: DasConfig, requests: Requests, work: Workload) -> Source:
         accept, longest = self.config.acceptance, das.num_draft_tokens
         if accept.history == "given":
             return Given(requests, accept.rates, longest, self.config.rollout.seed, accept.spread)
@@ -140,14 +121,13 @@ class Simulation:
             return Indexed(requests, work.texts, self.engines, das.history)
         key = das.history.model_dump_json() + str(longest)
         if key not in self._traces:
-            told = (lambda share: progress(f"what the index offers: {share:.0%}")) if progress else None
-            self._traces[key] = record(work.texts.rollouts, longest, das.history, progress=told)
+            self._traces[key] = record(work.texts.rollouts, longest, das.history)
         return Traced(requests, work.texts, self._traces[key])
 
     def _prior(self, das: DasConfig) -> Calibration | None:
         """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
         if das.calibration:
-            return read_steps(das.calibration)
+            return read_calibration(das.calibration)
         if das.speculate != "auto" or not isinstance(self.steps, Instance):
             return None
         config = self.config
@@ -188,7 +168,10 @@ def step_times(config: SimConfig) -> Steps:
     if block.kind in ("calibration", "sweep"):
         if block.file is None:
             raise ConfigError(f"steps.file: needed with `kind: {block.kind}`")
-        return read_calibration(block.file) if block.kind == "calibration" else read_sweep(block.file)
+        if block.kind == "sweep":
+            return read_sweep(block.file)
+        found = read_calibration(block.file, "steps.file")
+        return Line(found.steps, found.passes)
     return instance(
         sizes(config.model),
         device(hardware.gpu),
@@ -202,19 +185,19 @@ def step_times(config: SimConfig) -> Steps:
     )
 
 
-def kv_blocks(config: SimConfig, steps: Steps, block: int = 16) -> int:
+def kv_blocks(config: SimConfig, steps: Steps) -> int:
     """Return the blocks of an engine's KV cache.
 
     Raises:
         DasError: the weights leave no room for it.
     """
     if config.engine.kv_tokens is not None:
-        return config.engine.kv_tokens // block
+        return config.engine.kv_tokens // BLOCK
     if not isinstance(steps, Instance):
         return UNLIMITED
-    roof, room = steps.roof, config.engine.gpu_memory_utilization * device(config.hardware.gpu).memory
+    roof, room = steps.roof, MEMORY * device(config.hardware.gpu).memory
     weights = roof.weight_bytes + roof.table_bytes + roof.expert_bytes
-    blocks = int((room - weights) / (roof.kv_bytes * block))
+    blocks = int((room - weights) / (roof.kv_bytes * BLOCK))
     if blocks < 64:
         raise DasError(
             f"hardware: the weights take {weights / 1e9:.0f} of {room / 1e9:.0f} GB on each device: "

@@ -1,29 +1,30 @@
-"""How long an engine's decode step takes: from a fitted line, from a measured sweep, or from a roofline."""
+"""How long an engine's decode step takes: from a fitted line, from a roofline, or from a measured sweep."""
 
 from __future__ import annotations
 
 import csv
-import json
+import itertools
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from das_adapter.core import latency
 from das_adapter.core.hardware import Device, Hardware
 from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
+from das_adapter.sim.requests import Floats, Ints
 
-Floats = npt.NDArray[np.float64]
 Seconds = Callable[[Floats, Floats], Floats]
 """Times by requests and by the context tokens that these have together, float64 [n] each."""
 PASS_SHARE = 0.05
 """Time of a pass of a neural drafter, as a share of a plain step, where it is neither given nor measured."""
+PROMPT_S = 1e-5
+"""Seconds of a prompt token beside a measured sweep."""
 NETWORK = 50e9
 """Bytes per second of a device between NVLink domains: 400 Gb/s, NVIDIA's reference design for HGX systems."""
 HOP_S = 8e-6
@@ -52,12 +53,8 @@ class Steps:
         raise NotImplementedError
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
-        """Return the time of a pass of a neural drafter.
-
-        Args:
-            share: of a plain step; None: as measured, else `PASS_SHARE`.
-            drafter: as in the block of a run.
-        """
+        """Return the time of a pass of a neural drafter: a share of a plain step; None: as measured, else
+        `PASS_SHARE`."""
         if share is None and self.passes is not None:
             return self.copy_pass
         return self._shared_pass(PASS_SHARE if share is None else share)
@@ -143,22 +140,9 @@ class Instance(Steps):
 
 
 def instance(
-    sizes: dict[str, Any],
-    device: Device,
-    devices: int,
-    precision: str,
-    data_parallel: bool = False,
-    **own: Any,
+    sizes: dict[str, Any], device: Device, devices: int, precision: str, data_parallel: bool = False, **own: Any
 ) -> Instance:
-    """Return the roofline of a model on so many devices.
-
-    Args:
-        sizes: of `models.sizes`.
-        device: each of them.
-        devices: of the engine.
-        precision: `bf16` or `fp8`.
-        data_parallel: whether each device has all of the attention, and only routed experts are spread.
-        own: fields of `Instance`.
+    """Return the roofline of a model on so many devices; `own`: further fields of `Instance`.
 
     Raises:
         DasError: attention can't be data-parallel, since there are no experts to spread.
@@ -180,17 +164,15 @@ def instance(
 
 @dataclass(frozen=True)
 class Sweep(Steps):
-    """Measured step times over a full grid of requests, mean context and draft tokens, interpolated linearly; past
-    the grid its last piece continues."""
+    """Step times measured over a full grid of requests, mean context and draft tokens, interpolated linearly; past the
+    grid its last piece continues. Prompts are read at `PROMPT_S` a token."""
 
     grid: list[Floats]
     """Requests [b], context [s] and draft tokens [d], each rising, the last from 0."""
     seconds: Floats
     """float64 [b, s, d]."""
-    passes: Floats | None = None
-    """Of the model that drafts, float64 [b, s]; None: not measured."""
-    token_s: float = 1e-5
-    """Of a prompt token."""
+    passes: Floats
+    """Of the model that drafts, float64 [b, s]."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         b = np.maximum(requests, 1e-9)
@@ -198,14 +180,9 @@ class Sweep(Steps):
         return np.where(requests > 0, found, self.seconds.min())
 
     def prefill(self, tokens: Floats) -> Floats:
-        return np.asarray(self.token_s * tokens)
+        return PROMPT_S * tokens
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        if self.passes is None:
-            raise DasError(
-                "steps: found no passes of the model that drafts in the sweep or calibration, which the "
-                "drafter needs (das-adapter calibrate --drafter)"
-            )
         b = np.maximum(requests, 1e-9)
         return _interpolate(self.grid[:2], self.passes, np.stack([requests, context / b]))
 
@@ -213,7 +190,7 @@ class Sweep(Steps):
 def _interpolate(grid: list[Floats], values: Floats, points: Floats) -> Floats:
     """Interpolate `values` on a grid at points [dimensions, n], linearly in each dimension; beyond the first points of
     the grid the value stays, beyond the last ones the line goes on."""
-    corners: list[tuple[npt.NDArray[np.int64], Floats]] = []
+    corners: list[tuple[Ints, Floats]] = []
     for axis, at in zip(grid, points, strict=True):
         if len(axis) == 1:
             corners.append((np.zeros(len(at), np.int64), np.zeros(len(at))))
@@ -231,69 +208,30 @@ def _interpolate(grid: list[Floats], values: Floats, points: Floats) -> Floats:
     return total
 
 
-def read_calibration(path: str) -> Line | Sweep:
-    """Read the file of `das-adapter calibrate`: its samples where they fill a grid, else its fitted line; and its model
-    of the drafting model's passes, where they were measured.
-
-    Raises:
-        DasError: no such file.
-    """
-    found = latency.read_calibration(path, "steps.file")
-    try:
-        rows = json.loads(Path(path).read_text())["samples"]
-        cells = {(r["requests"], r["context"], r["drafts"]): r["seconds"] for r in rows}
-    except (ValueError, KeyError, TypeError) as error:
-        raise DasError(
-            f"steps.file={path!r}: found {error!r}, expected a file that das-adapter calibrate wrote"
-        ) from None
-    sweep = _sweep(cells)
-    if sweep is None:
-        return Line(found.steps, found.passes)
-    passes = None
-    if found.passes is not None:
-        b, s = sweep.grid[0][:, None], sweep.grid[1]
-        passes = found.passes.seconds(b, b, False, b * s)
-    return replace(sweep, passes=passes, token_s=found.steps.slope(np.inf))
-
-
 def read_sweep(path: str) -> Sweep:
     """Read a sweep in CSV: EfficientRollout's columns `batch, seq, gamma, mode, mean_ms`, with the modes
-    `target_decode` (plain), `target_verify` and `drafter_decode`.
+    `target_decode` (plain), `target_verify` and `drafter_decode`. Cells beyond the largest full grid are left out.
 
     Raises:
         DasError: no such file, or no full grid.
     """
     cells: dict[tuple[float, float, float], float] = {}
-    passes: dict[tuple[float, float], list[float]] = {}
+    passes: defaultdict[tuple[float, float], list[float]] = defaultdict(list)
     try:
         with Path(path).open() as file:
             for row in csv.DictReader(file):
-                batch, seq, gamma, mode = float(row["batch"]), float(row["seq"]), float(row["gamma"]), row["mode"]
-                if batch < 1:
-                    continue
-                if "draft" in mode:
-                    passes.setdefault((batch, seq), []).append(float(row["mean_ms"]) * 1e-3)
-                else:
-                    cells[batch, seq, 0.0 if mode == "target_decode" else gamma] = float(row["mean_ms"]) * 1e-3
+                batch, seq, gamma, seconds = (float(row[name]) for name in ("batch", "seq", "gamma", "mean_ms"))
+                if "draft" in row["mode"]:
+                    passes[batch, seq].append(seconds * 1e-3)
+                elif batch >= 1:
+                    cells[batch, seq, 0.0 if row["mode"] == "target_decode" else gamma] = seconds * 1e-3
     except (OSError, KeyError, ValueError) as error:
         raise DasError(
-            f"steps.sweep: found {path!r}, expected a CSV with batch, seq, gamma, mode, mean_ms: {error!r}"
+            f"steps.file: found {path!r}, expected a CSV with batch, seq, gamma, mode, mean_ms: {error!r}"
         ) from None
-    sweep = _sweep(cells)
-    if sweep is None:
-        raise DasError(f"steps.sweep: found {path!r}, whose cells do not fill a grid")
-    if not passes:
-        return sweep
-    batches, contexts, _ = sweep.grid
-    return replace(sweep, passes=np.array([[np.mean(passes[b, s]) for s in contexts] for b in batches]))
-
-
-def _sweep(cells: dict[tuple[float, float, float], float]) -> Sweep | None:
-    """The largest full grid of cells, whose drafts are those that any pair of requests and context has; None if it has
-    no drafts."""
-    axes = [np.array(sorted({key[i] for key in cells}), dtype=float) for i in range(3)]
-    drafts = [d for d in axes[2] if all((b, s, d) in cells for b in axes[0] for s in axes[1])]
-    if len(drafts) < 2 or drafts[0] != 0:
-        return None
-    values = np.array([[[cells[b, s, d] for d in drafts] for s in axes[1]] for b in axes[0]])
-    return Sweep([*axes[:2], np.array(drafts)], values)
+    b, s, d = (np.array(sorted({key[i] for key in cells}), dtype=float) for i in range(3))
+    d = np.array([x for x in d if all((*cell, x) in cells for cell in itertools.product(b, s))])
+    if len(d) < 2 or d[0] != 0 or not all(cell in passes for cell in itertools.product(b, s)):
+        raise DasError(f"steps.file: found {path!r}, whose cells do not fill a grid")
+    values = np.array([[[cells[x, y, z] for z in d] for y in s] for x in b])
+    return Sweep([b, s, d], values, np.array([[np.mean(passes[x, y]) for y in s] for x in b]))

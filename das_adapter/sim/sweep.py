@@ -40,14 +40,8 @@ def sweep(
     jobs: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Simulate all combinations; return their values and `summary`, in the order of `variants`.
-
-    Args:
-        config: what they have in common.
-        values: by key.
-        jobs: processes; None: as many as cores.
-        progress: receives how many of how many are done.
-    """
+    """Simulate all combinations in processes (`jobs` None: one a core); return their values and `summary`, in the order
+    of `variants`. `progress` receives how many of how many are done."""
     chosen, configs = zip(*variants(config, values), strict=True)
     with ProcessPoolExecutor(min(jobs or os.cpu_count() or 1, len(configs)), get_context("spawn")) as pool:
         found = list[dict[str, Any]]()

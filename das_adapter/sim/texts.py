@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from das_adapter.core.index.values import Int32
+from das_adapter.sim.requests import Ints
 from das_adapter.sim.rollouts import Rollout
-
-Ints = npt.NDArray[np.int64]
-Int32 = npt.NDArray[np.int32]
 
 
 class Texts:
@@ -32,13 +30,8 @@ class Texts:
         return self.tokens[ragged(self.ends[rows] + begin, counts)], offsets_of(counts)
 
     def agreeing(self, rows: Ints, at: Ints, drafts: Int32, offsets: Ints) -> Ints:
-        """Return how many tokens of each draft the responses confirm, int64 [n].
-
-        Args:
-            rows: of the responses, [n].
-            at: tokens that are written already, [n].
-            drafts, offsets: draft i is `drafts[offsets[i]:offsets[i + 1]]`; it may not pass the response's end.
-        """
+        """Return how many tokens of each draft `drafts[offsets[i]:offsets[i + 1]]` the response confirms that has `at`
+        tokens already, int64 [n]. No draft may pass its response's end."""
         counts = np.diff(offsets)
         place = np.arange(len(drafts)) - np.repeat(offsets[:-1], counts)
         wrong = self.tokens[ragged(self.ends[rows] + at, counts)] != drafts

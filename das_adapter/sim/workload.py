@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from das_adapter.sim.lengths import Lengths
+from das_adapter.errors import DasError
+from das_adapter.sim.config import RolloutBlock
+from das_adapter.sim.requests import Ints
 from das_adapter.sim.rollouts import Rollout, steps_of
 from das_adapter.sim.texts import Texts
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,8 @@ class Workload:
 
 
 def recorded(rollouts: Sequence[Rollout], cap: int, copies: int = 1) -> Workload:
-    """Return recorded rollouts: the responses of one step and run are a step.
-
-    Args:
-        rollouts: of any steps.
-        cap: maximum tokens that the run allows.
-        copies: how often each problem is there, under numbers of its own.
-    """
+    """Return recorded rollouts: the responses of one step and run are a step; each copy of a problem has a number of
+    its own."""
     steps = steps_of(sorted(rollouts, key=lambda r: r.problem))
     texts = Texts([r for step in steps for r in step])
     group = max(max(Counter(r.problem for r in step).values()) for step in steps)
@@ -59,36 +54,54 @@ def recorded(rollouts: Sequence[Rollout], cap: int, copies: int = 1) -> Workload
     return Workload(columns, group, texts)
 
 
-def drawn(
-    lengths: Lengths, dataset: int, problems: int, samples: int, prompt: int, cap: int, steps: int, seed: int = 0
-) -> Workload:
-    """Return requests of drawn lengths; an epoch visits each problem of a data set once, in another order each time.
-
-    Args:
-        lengths: draws them.
-        dataset: problems in all.
-        problems: in a step.
-        samples: of each problem in a step.
-        prompt: tokens of a prompt.
-        cap: maximum tokens of a response.
-        steps: of the run.
-        seed: of the order and the lengths.
-    """
-    rng, visits, columns = np.random.default_rng(seed), Counter[int](), list[dict[str, Ints]]()
-    order = np.concatenate([rng.permutation(dataset) for _ in range(max(-(-steps * problems // dataset), 1))])
-    for number in range(steps):
-        chosen = order[number * problems : (number + 1) * problems].astype(np.int64)
-        length = lengths.draw(chosen, samples, np.random.default_rng((seed, number))).ravel()
-        problem, same = np.repeat(chosen, samples), np.ones(len(length), np.int64)
+def drawn(rollout: RolloutBlock) -> Workload:
+    """Return requests of drawn lengths; an epoch visits each problem of a data set once, another order each time."""
+    rng, visits, columns = np.random.default_rng(rollout.seed), Counter[int](), list[dict[str, Ints]]()
+    dataset = max(rollout.dataset, rollout.problems)
+    epochs = max(-(-rollout.steps * rollout.problems // dataset), 1)
+    order = np.concatenate([rng.permutation(dataset) for _ in range(epochs)])
+    for number in range(rollout.steps):
+        chosen = order[number * rollout.problems : (number + 1) * rollout.problems].astype(np.int64)
+        length = draw_lengths(rollout, chosen, np.random.default_rng((rollout.seed, number))).ravel()
+        problem, same = np.repeat(chosen, rollout.samples), np.ones(len(length), np.int64)
         columns.append(
             {
                 "problem": problem,
                 "visit": np.array([visits[p] for p in problem.tolist()]),
                 "text": -same,
-                "prompt": prompt * same,
-                "length": np.minimum(length, cap),
-                "most": cap * same,
+                "prompt": rollout.prompt * same,
+                "length": length,
+                "most": rollout.cap * same,
             }
         )
         visits.update(chosen.tolist())
-    return Workload(columns, samples, Texts([]))
+    return Workload(columns, rollout.samples, Texts([]))
+
+
+def draw_lengths(rollout: RolloutBlock, problems: Ints, rng: np.random.Generator) -> Ints:
+    """Draw lengths of at least 1, int64 [problems, samples], for problems with these numbers.
+
+    Raises:
+        DasError: the mean is not under the cap.
+    """
+    lengths, cap = rollout.lengths, rollout.cap
+    if not 1 <= lengths.mean < cap:
+        raise DasError(f"rollout.lengths.mean: found {lengths.mean}, allowed: 1 to under rollout.cap, which is {cap}")
+    low, high = 0.0, math.log(cap) + 6 * lengths.sigma  # of the logarithm's mean
+    for _ in range(60):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if _capped_mean(middle, lengths.sigma, cap) < lengths.mean else (low, middle)
+    own = np.array([np.random.default_rng((rollout.seed, int(p))).standard_normal() for p in problems])
+    noise = rng.standard_normal((len(problems), rollout.samples))
+    z = math.sqrt(lengths.within) * own[:, None] + math.sqrt(1 - lengths.within) * noise
+    return np.clip(np.exp(low + lengths.sigma * z), 1, cap).astype(np.int64)
+
+
+def _capped_mean(location: float, sigma: float, cap: int) -> float:
+    """Return the mean of a log-normal distribution that ends at a cap."""
+
+    def normal(z: float) -> float:
+        return 0.5 * (1.0 + math.erf(z / math.sqrt(2.0)))
+
+    z = (math.log(cap) - location) / sigma
+    return math.exp(location + sigma**2 / 2) * normal(z - sigma) + cap * (1.0 - normal(z))

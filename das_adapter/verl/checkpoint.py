@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from das_adapter.config import DasConfig
+from das_adapter.config import HistoryConfig
 from das_adapter.verl import settings
 
 if TYPE_CHECKING:
@@ -54,35 +54,37 @@ def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begin(trainer: Any) -> None:
     """Choose what the history starts with, and refuse what can't be used (see `checkpoint.begin`)."""
-    das = settings.of_run(trainer.config)
-    if das is None or not das.shares_history:
+    if (found := _history_of(trainer)) is None:
         return
     from das_adapter.service import checkpoint
 
     config, step, resumed = trainer.config.trainer, _step(trainer), None
     if config.resume_mode != "disable" and step:
         resumed = Path(config.resume_from_path) if config.resume_mode == "resume_path" else _folder(trainer)
-    checkpoint.begin(das.history, _facts(trainer, das), settings.BLOCK, resumed, step)
+    checkpoint.begin(*found, settings.BLOCK, resumed, step)
 
 
 def _save(trainer: Any) -> None:
-    das = settings.of_run(trainer.config)
-    if das is None or not das.shares_history:
+    if (found := _history_of(trainer)) is None:
         return
     from das_adapter.service import checkpoint
 
-    folder = _folder(trainer)
-    checkpoint.save(folder, _facts(trainer, das), das.history)
+    folder, (history, facts) = _folder(trainer), found
+    checkpoint.save(folder, facts, history)
     for old in folder.parent.glob("global_step_*"):  # veRL has removed its other files
         if not (old / "actor").exists():
             for left in old.glob(f"{checkpoint.NAME}*"):
                 shutil.rmtree(left, ignore_errors=True)
 
 
-def _facts(trainer: Any, das: DasConfig) -> Facts:
-    from das_adapter.service import checkpoint
+def _history_of(trainer: Any) -> tuple[HistoryConfig, Facts] | None:
+    """Return what a run's checkpoints say of its history; None: it keeps none."""
+    das = settings.of_run(trainer.config)
+    if das is None or not das.shares_history:
+        return None
+    from das_adapter.service.checkpoint import Facts
 
-    return checkpoint.Facts.of(das.history.scope, trainer.tokenizer)
+    return das.history, Facts.of(das.history.scope, trainer.tokenizer)
 
 
 def _folder(trainer: Any) -> Path:

@@ -13,6 +13,7 @@ import wrapt
 
 from das_adapter import compat
 from das_adapter.patching import patch, when_imported
+from das_adapter.verl import checkpoint, identity, settings, tracking
 
 _FULLY_ASYNC = (
     "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.__ray_metadata__.modified_class"
@@ -23,18 +24,22 @@ _FULLY_ASYNC = (
 # strips a wrapt proxy off.
 
 
-@patch("verl.utils.config:validate_config", since="0.9.1", needs="config")
+@patch(
+    "verl.utils.config:validate_config",
+    "verl.trainer.main_ppo:run_ppo",
+    since="0.9.1",
+    needs="config",
+)
 def check_at_start(stock: Any) -> Any:
-    """Without it a wrong `das:` block is found when engines start, or never. Remove this patch when veRL lets plug-ins
-    check the config."""
-    return _checked(stock)
+    """Without it a wrong `das:` block is found when engines start, or never; `fully_async_main` starts without
+    `validate_config`. Remove this patch when veRL lets plug-ins check the config of every pipeline."""
 
+    @functools.wraps(stock)
+    def check_first(config: Any, *args: Any, **kwargs: Any) -> Any:
+        settings.check(config)
+        return stock(config, *args, **kwargs)
 
-@patch("verl.trainer.main_ppo:run_ppo", since="0.9.1", needs="config")
-def check_at_start_of_every_pipeline(stock: Any) -> Any:
-    """Without it `fully_async_main`, which starts without `validate_config`, finds a wrong block late or never. Remove
-    this patch when veRL lets plug-ins check the config of every pipeline."""
-    return _checked(stock)
+    return check_first
 
 
 @patch(
@@ -45,8 +50,6 @@ def check_at_start_of_every_pipeline(stock: Any) -> Any:
 def follow_samples(stock: Any) -> Any:
     """Without it requests have no identity. Every agent loop, also the user's own, runs under that of its sample.
     Remove this patch when veRL passes a sample's identity with its requests."""
-    from das_adapter.verl import identity
-
     return identity.around_agent_loop(stock)
 
 
@@ -58,8 +61,6 @@ def follow_samples(stock: Any) -> Any:
 def label_requests(stock: Any) -> Any:
     """Without it the identity of a sample does not reach the engine. Remove this patch when veRL passes a sample's
     identity with its requests."""
-    from das_adapter.verl import identity
-
     return wrapt.FunctionWrapper(stock, identity.around_generate)
 
 
@@ -70,8 +71,6 @@ def refuse_other_replicas(stock: Any) -> Any:
 
     @functools.wraps(stock)
     async def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        from das_adapter.verl import settings
-
         if settings.of_rollout(self.rollout_config) is not None:
             from das_adapter.verl.server import check_replica_class
 
@@ -99,8 +98,6 @@ def route_requests(stock: Any) -> Any:
 )
 def save_history(stock: Any) -> Any:
     """Without it checkpoints have no history. Remove this patch when veRL tells plug-ins that it saves a checkpoint."""
-    from das_adapter.verl import checkpoint
-
     return checkpoint.after_save(stock)
 
 
@@ -113,8 +110,6 @@ def save_history(stock: Any) -> Any:
 )
 def load_history(stock: Any) -> Any:
     """Without it a resumed run starts cold. Remove this patch when veRL tells plug-ins that it loads a checkpoint."""
-    from das_adapter.verl import checkpoint
-
     return checkpoint.after_load(stock)
 
 
@@ -126,8 +121,6 @@ def load_history(stock: Any) -> Any:
 def know_the_block(stock: Any) -> Any:
     """Without it the logger does not know whether there are figures to log. Remove this patch when veRL lets plug-ins
     add metrics to a step."""
-    from das_adapter.verl import tracking
-
     return wrapt.FunctionWrapper(stock, tracking.around_init)
 
 
@@ -135,14 +128,11 @@ def know_the_block(stock: Any) -> Any:
 def log_figures(stock: Any) -> Any:
     """Without it the trainer's logger does not get the rollouts' figures. Remove this patch when veRL lets plug-ins add
     metrics to a step."""
-    from das_adapter.verl import tracking
-
     return wrapt.FunctionWrapper(stock, tracking.around_log)
 
 
 HOOKS = (
-    *(check_at_start, check_at_start_of_every_pipeline, refuse_other_replicas),
-    *(follow_samples, label_requests, route_requests),
+    *(check_at_start, refuse_other_replicas, follow_samples, label_requests, route_requests),
     *(save_history, load_history, know_the_block, log_figures),
 )
 """Applied in every process that imports veRL, each when its module is imported."""
@@ -166,14 +156,3 @@ def _register_replica(module: Any) -> None:
         return DasVLLMReplica
 
     module.RolloutReplicaRegistry.register("vllm", load)
-
-
-def _checked(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def check_first(config: Any, *args: Any, **kwargs: Any) -> Any:
-        from das_adapter.verl.settings import check
-
-        check(config)
-        return stock(config, *args, **kwargs)
-
-    return check_first

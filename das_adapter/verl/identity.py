@@ -43,10 +43,7 @@ _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
 
 
 def around_agent_loop(stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Wrap `AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, *, agent_name, ...)`: set the sample.
-
-    A plain function: Ray ships the methods of an actor class by pickle, which strips a wrapt proxy off.
-    """
+    """Wrap `AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, *, agent_name, ...)`: set the sample."""
 
     @functools.wraps(stock)
     async def run(self: Any, sampling_params: Any, trajectory: dict[str, Any], **kwargs: Any) -> Any:
@@ -71,18 +68,14 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
     if not hasattr(instance, "_das"):
         instance._das = settings.of_run(instance.config)
     sample = _current.get()
-    if instance._das is not None and sample is not None:
-        params, media = dict(kwargs["sampling_params"]), any(kwargs.get(name) for name in MEDIA)
-        params["extra_args"] = {
-            **(params.get("extra_args") or {}),
-            **label(instance._das, sample, kwargs["prompt_ids"], media).extra_args(),
-        }
-        kwargs = {**kwargs, "sampling_params": params}
-        output = await stock(*args, **kwargs)
-        if output.stop_reason not in ABORTED:
-            sample.start = len(kwargs["prompt_ids"]) + len(output.token_ids)
-        return output
-    return await stock(*args, **kwargs)
+    if instance._das is None or sample is None:
+        return await stock(*args, **kwargs)
+    prompt, media = kwargs["prompt_ids"], any(kwargs.get(name) for name in MEDIA)
+    params = label(instance._das, sample, prompt, media).put_into(kwargs["sampling_params"])
+    output = await stock(*args, **{**kwargs, "sampling_params": params})
+    if output.stop_reason not in ABORTED:
+        sample.start = len(prompt) + len(output.token_ids)
+    return output
 
 
 def label(das: DasConfig, sample: Sample, prompt_ids: Any, media: bool = False) -> Label:

@@ -37,7 +37,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._das = das
         self._session: Session
         self._seen: Counter[int] = Counter()
-        self._strangers = 0
+        self._stranger_came = False
         hosts = self.config.scheduling_policy == "priority"  # the run's own priorities stand
         self._order = None if hosts else start_order(das, self.config.n)
 
@@ -66,8 +66,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         if label.problem is None:
             images = [media_hash(item) for name in MEDIA for item in kwargs.get(name) or ()]
             label = self._label_stranger(prompt_ids, images)
-            extra = {**(sampling_params.get("extra_args") or {}), **label.extra_args()}
-            sampling_params = {**sampling_params, "extra_args": extra}
+            sampling_params = label.put_into(sampling_params)
         if self._order is not None:
             begun = label.start_in(len(prompt_ids)) < len(prompt_ids)
             kwargs["priority"] = self._order.priority(label.problem_of(prompt_ids), begun)
@@ -81,12 +80,12 @@ class DasVLLMHttpServer(vLLMHttpServer):
 
     def _label_stranger(self, prompt_ids: list[int], images: Sequence[str]) -> Label:
         """The label of a request that did not come from veRL's agent loop."""
-        if not self._strangers:
+        if not self._stranger_came:
+            self._stranger_came = True
             logger.warning(
                 "das: a request came without identity, not from veRL's agent loop: it counts as training and its "
                 "seed depends on the order of arrival"
             )
-        self._strangers += 1
         problem, version = prompt_identity(prompt_ids, *images), int(self.global_steps or 0)
         seed = request_seed(self._das.verify.seed, problem, version, self._seen[problem])
         self._seen[problem] += 1
@@ -103,8 +102,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._seen.clear()
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)
         if self._order is not None:
-            expected = await asyncio.to_thread(self._session.expected)
-            self._order.refresh(expected, int(global_steps or 0))
+            self._order.refresh(await asyncio.to_thread(self._session.expected), int(global_steps or 0))
 
 
 def _show_warnings() -> None:
@@ -125,11 +123,7 @@ class DasVLLMReplica(vLLMReplica):
 
 
 def check_replica_class(found: type) -> None:
-    """Refuse a class of replicas, for a rollout with an active block, whose server is not das-adapter's.
-
-    Raises:
-        ConfigError: names the class.
-    """
+    """Refuse, with a ConfigError, a class of replicas whose server is not das-adapter's, where a block is active."""
     if not issubclass(found, DasVLLMReplica):
         raise ConfigError(
             f"{settings.BLOCK}: found replicas of {found.__module__}.{found.__qualname__}, allowed: DasVLLMReplica of "

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
 from das_adapter.errors import ConfigError
-from das_adapter.protocol.engine_args import needs_v1
+from das_adapter.protocol.engine_args import refuse_arguments
 
 ROLLOUT = "actor_rollout_ref.rollout"
 BLOCK = f"{ROLLOUT}.custom.das"
@@ -21,8 +20,7 @@ def of_rollout(rollout: Any) -> DasConfig | None:
 
 def of_run(config: Any) -> DasConfig | None:
     """Return the block of a whole run's config; None where there is none."""
-    rollout = _get(_get(config, "actor_rollout_ref"), "rollout")
-    return of_rollout(rollout)
+    return of_rollout(_get(_get(config, "actor_rollout_ref"), "rollout"))
 
 
 def check(config: Any) -> DasConfig | None:
@@ -43,21 +41,9 @@ def check(config: Any) -> DasConfig | None:
             f"{BLOCK}: found {ROLLOUT}.disaggregation.enabled=True, whose replicas take the place of "
             "das-adapter's; allowed: False"
         )
-    engine = _get(_get(rollout, "engine_kwargs"), "vllm")
-    additional = _get(engine, "additional_config")
-    if additional is not None and not isinstance(additional, Mapping):
-        raise ConfigError(f"{ROLLOUT}.engine_kwargs.vllm.additional_config: found {additional!r}, expected a mapping")
+    given = _get(_get(rollout, "engine_kwargs"), "vllm") or {}
+    refuse_arguments(das, BLOCK, f"{ROLLOUT}.engine_kwargs.vllm", given)
     if das.drafter != "none":
-        if _get(engine, "speculative_config"):
-            raise ConfigError(
-                f"{BLOCK}.drafter={das.drafter!r} and {ROLLOUT}.engine_kwargs.vllm.speculative_config both choose a "
-                "drafter: remove one of them"
-            )
-        if das.controlled and needs_v1(das) and _get(engine, "async_scheduling"):
-            raise ConfigError(
-                f"{BLOCK}.drafter={das.drafter!r}: found {ROLLOUT}.engine_kwargs.vllm.async_scheduling=True, which "
-                "vLLM's V1 runner refuses: remove it"
-            )
         mtp = _get(_get(config.actor_rollout_ref, "model"), "mtp")
         if _get(mtp, "enable") and _get(mtp, "enable_rollout"):
             raise ConfigError(

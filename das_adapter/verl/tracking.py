@@ -16,19 +16,18 @@ def around_init(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[s
 
 def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrap `Tracking.log(data, step, backend)` to add the step's figures to the trainer's."""
-    if getattr(instance, "_das", None) is not None:
-        from das_adapter.service import ledger, session
+    if getattr(instance, "_das", None) is None:
+        return stock(*args, **kwargs)
+    from das_adapter.service import ledger, session
 
-        data = kwargs.pop("data", args[0] if args else None)
-        rest = args[1:]
-        step: Any = kwargs.get("step", rest[0] if rest else None)
-        if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
-            exposed = exposed_generation(data)
-            for waited in exposed.values():
-                session.note_wait(instance._das, step, waited)
-            data = {**data, **exposed, **_under_both_names(ledger.metrics(step))}
-        args = (data, *rest)
-    return stock(*args, **kwargs)
+    given = {**dict(zip(("data", "step", "backend"), args, strict=False)), **kwargs}
+    data, step = given["data"], given["step"]
+    if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
+        exposed = exposed_generation(data)
+        for waited in exposed.values():
+            session.note_wait(instance._das, step, waited)
+        given["data"] = {**data, **exposed, **_under_both_names(ledger.metrics(step))}
+    return stock(**given)
 
 
 _WAITS = ("timing_s/gen", "timing_s/switch_wait")

@@ -168,8 +168,8 @@ def test_a_dummy_run_compiles_what_rollouts_draw_with(monkeypatch: pytest.Monkey
 
 
 TYPES = {
-    **dict.fromkeys(("temperatures", "best", "tops", "sums", "logprobs", "chosen"), "*fp32"),
-    **dict.fromkeys(("seeds", "positions", "winners", "tokens", "ranks"), "*i64"),
+    **dict.fromkeys(("temperatures", "found", "logprobs", "chosen"), "*fp32"),
+    **dict.fromkeys(("seeds", "positions", "tokens", "ranks"), "*i64"),
     **dict.fromkeys(("stride", "vocab", "blocks"), "i32"),
 }
 

@@ -36,7 +36,7 @@ def test_drafts_that_save_little_are_not_recommended() -> None:
         Rollout(i, 0, 0, r.prompt, workload.np.random.default_rng(i).integers(0, 10**6, 60, dtype="int32"))
         for i, r in enumerate(GROUPS)
     ]
-    answer = pays.would_it_pay(unlike, "h100", "Qwen/Qwen2.5-7B", gpus=1, candidates={"history": {}})
+    answer = pays.would_it_pay(unlike, "h100", "Qwen/Qwen2.5-7B", gpus=1)
     assert answer.block == {"drafter": "none"} and answer.settings["other_s_estimated"]
     assert "one step" in str(pays.check(unlike)) and pays.check(DUMP) is None
 
@@ -56,7 +56,7 @@ def test_a_sample_of_problems_stands_for_all() -> None:
     assert pays.sample(DUMP, tokens) == (DUMP, 1)
     with pytest.raises(DasError, match="allowed: 1 or more"):
         pays.sample(DUMP, 0)
-    answer = pays.would_it_pay(kept, "h100", "Qwen/Qwen2.5-7B", gpus=2, copies=copies, candidates={"history": {}})
+    answer = pays.would_it_pay(kept, "h100", "Qwen/Qwen2.5-7B", gpus=2, copies=copies)
     assert answer.runs["off"].steps[0].requests == copies * 8
     assert answer.settings["drafts"] == "from a trace"
 

@@ -25,7 +25,7 @@ def logged(directory: Path, steps: int = 300) -> DecisionLog:
             log.verified(np.array([5, 40]), np.array([4, 2]), np.array([3, 0]))
         log.add(Request(2**63, length_class=2, begin=100.0, end=250.0, tokens=700, drafted=900, accepted=450))
         if version == 1:
-            log.sync(WeightSync(version, 250.0, {"base": 0.1}, saved=12.5, stopped=None))
+            log.sync(WeightSync(version, {"base": 0.1}, saved=12.5, stopped=None))
     log.flush()
     return log
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from das_adapter.core.staleness import AGES
-from das_adapter.protocol.decision_log import DecisionLog, Request, Rollout, Step, WeightSync, read
+from das_adapter.protocol.decision_log import Counts, DecisionLog, Request, Rollout, Step, WeightSync, read
 from das_adapter.sim.rollouts import Rollout as Text
 from das_adapter.tools import report, run_series
 
@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
                 log.add(Step(begin + i, 4, 12, 8, kept, 0.5, 0.4))
             log.verified(np.full(4, 40), np.full(4, 80), np.full(4, 10 * kept))
             for i in range(4):
-                log.add(Request(problem, i % 3, begin, begin + 10 * (i + 1), 100, 80, 10 * kept))
+                log.add(Request(problem, i % 3, 100, 80, 10 * kept, begin, begin + 10 * (i + 1)))
             stats = {
                 "request_forwards": 160,
                 "drafted_forwards": 160,
@@ -71,9 +71,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
                 "staleness": [[320, 40 * kept] if a == (2 if version > 2 else 0) else [0, 0] for a in range(len(AGES))],
                 "neural_counts": (100, 60),
             }
-            log.counts(stats)
+            log.add(Counts(stats))
             stopped = "speculation cost 1.00 s in 2.00 s of drafted steps" if version == 3 else None
-            log.sync(WeightSync(version, begin + 50, None, saved=2.5, stopped=stopped))
+            log.sync(WeightSync(version, None, saved=2.5, stopped=stopped))
     return read(directory)
 
 

@@ -97,7 +97,7 @@ def rollouts(count: int, lengths: np.ndarray, truth: StepModel, reading: float) 
     for version in range(count):
         rests += "s" if controller.account.model_rests else "-"
         read = 0.0 if controller.account.model_rests else reading
-        controller.beside(read)
+        controller.drafted_beside_prompts(read)
         seconds.append(read + rollout(controller, lengths, truth, 0.6, 0.3, version))
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
         controller.sync(np.zeros(0, RESPONSE))  # nothing lies between them

@@ -20,6 +20,7 @@ from das_adapter.core.index.values import (
     Float32,
     Int32,
     Int64,
+    Number,
     Shrunk,
     Tokens,
     check_knobs,
@@ -67,11 +68,8 @@ class SuffixIndex:
 
         Args:
             problem: identity of the problem, 0 to 2^64 - 1.
-            tokens: response token ids (the prompt excluded), shape (n,), int32, 0 to 2^23 - 1. May be empty.
+            tokens: response token ids (the prompt excluded), int32 [n], 0 to 2^23 - 1, else ValueError. May be empty.
             version: weight version that wrote it; later ones count more, whatever the difference.
-
-        Raises:
-            ValueError: a negative or too large token id, or an array that is not one-dimensional integers.
         """
         self._owned("add")
         self._core.add(problem_id(problem), token_ids(tokens), version)
@@ -79,10 +77,7 @@ class SuffixIndex:
     def seal(self, window: int | None = None, threads: int = 1) -> None:
         """Seal what was added, at the end of a step: it becomes history.
 
-        Args:
-            window: visits that each problem added to keeps, the newest; None: all.
-            threads: that seal problems in parallel.
-        """
+        `window`: visits that each problem added to keeps, the newest; None: all."""
         self._owned("seal")
         self._core.seal(visits(window), True, threads)
 
@@ -92,22 +87,13 @@ class SuffixIndex:
         The largest problems first, down to about the same size: of a problem the stretches of text stay, each once,
         that are worth most for their bytes, by the rollouts that share them; of equals the newest. Where every problem
         would be left with less than 256 bytes, those not seen for longest are dropped whole.
-
-        Args:
-            max_bytes: 0 or more.
-            threads: that thin problems out in parallel.
         """
         self._owned("shrink")
         return shrink(self._core, max_bytes, threads)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sealed history to a file, all or nothing (temporary file beside it, then renamed).
-
-        Staged trajectories, live requests and the learned chances are not written.
-
-        Raises:
-            OSError: the file can't be written; an older file of that name is then left as it was.
-        """
+        """Write the sealed history to a file, all or nothing; an OSError leaves an older file as it was. Staged
+        trajectories, live requests and the learned chances are not written."""
         self._core.save(os.fspath(path))
 
     @classmethod
@@ -129,21 +115,14 @@ class SuffixIndex:
 
     @classmethod
     def attach(cls, directory: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
-        """Return an index whose history is what a `HistoryStore` has published in `directory`, mapped and not copied.
-
-        `max_depth` is the store's. A directory in which nothing is published yet gives an empty history;
-        raises as `map`."""
+        """Return an index, with the store's `max_depth`, whose history is mapped; see `map`."""
         index = cls(half_life=half_life)
         index.map(directory)
         return index
 
     def map(self, directory: str | os.PathLike[str]) -> None:
-        """Replace the history by what a `HistoryStore` publishes in `directory`; live requests and the learned chances
-        stay.
-
-        Raises:
-            IndexFileError, OSError: as `refresh`, and where the directory is a link or another user's; the history is
-                then what it was.
+        """Replace the history by what a `HistoryStore` publishes in `directory`, nothing at first; live requests and
+        learned chances stay. Raises as `refresh`, and an IndexFileError if the directory is a link or another user's.
         """
         check_owner(Path(directory))
         self._core.attach(os.fspath(directory), False)
@@ -179,13 +158,13 @@ class SuffixIndex:
 
     # Live requests
 
-    def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens | None = None) -> int:
+    def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens = ()) -> int:
         """Start a request.
 
         Args:
             problem: identity of the problem; requests of one problem are siblings and draft from each other.
             prompt_ids: prompt token ids, shape (n,), int32, >= 0; searched for this request only. May be empty.
-            prefix: response token ids that exist already (a resumed request); None: none.
+            prefix: response token ids that exist already (a resumed request).
 
         Returns:
             A handle > 0 that is never used again.
@@ -194,25 +173,15 @@ class SuffixIndex:
             ValueError: as in `add`.
             IndexFileError: the problem's mapped history is damaged; the request is not opened.
         """
-        prefix_ids = token_ids(() if prefix is None else prefix)
-        return int(self._core.open(problem_id(problem), token_ids(prompt_ids), prefix_ids))
+        return int(self._core.open(problem_id(problem), token_ids(prompt_ids), token_ids(prefix)))
 
     def extend(self, handle: int, ids: Tokens) -> None:
         """Append accepted token ids, shape (n,), int32, to a request's response; raises as `extend_many`."""
         self.extend_many([handle], ids, [0, len(ids)])
 
     def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
-        """Append accepted token ids to a batch of requests; nothing is appended when anything is wrong.
-
-        Args:
-            handles: shape (b,), int64.
-            flat_tokens: token ids of all requests, one after the other, shape (n,), int32.
-            offsets: shape (b + 1,), int64; request i gets `flat_tokens[offsets[i]:offsets[i + 1]]`.
-
-        Raises:
-            UnknownHandle: a request is not open.
-            ValueError: as in `add`, or offsets that don't fit.
-        """
+        """Append `flat_tokens[offsets[i]:offsets[i + 1]]` to each request i of a batch. Nothing is appended on an
+        error: UnknownHandle for a request that is not open, ValueError for bad token ids or offsets."""
         self._core.extend_many(integers(handles, "handles"), token_ids(flat_tokens), integers(offsets, "offsets"))
 
     def draft(
@@ -264,13 +233,9 @@ class SuffixIndex:
         before. Where anything is wrong, nothing is appended.
 
         Args:
-            handles, budgets, min_chance, threads: as in `draft_flat`.
+            handles, budgets, min_chance, threads: as in `draft_flat`, with its errors.
             tokens: shape (m, n), int32, contiguous.
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
-
-        Raises:
-            UnknownHandle: a request is not open.
-            ValueError: as in `add` and `draft_flat`, or rows and bounds that don't fit.
         """
         columns = {"rows": rows, "begins": begins, "ends": ends, "budgets": budgets}
         arrays = [integers(values, name) for name, values in columns.items()]
@@ -319,32 +284,15 @@ class SuffixIndex:
         weights: npt.NDArray[np.uint32] = self._core.fading
         return weights
 
-    @property
-    def generation(self) -> int:
-        """The store's generation that is mapped; 0: none."""
-        return int(self._core.generation)
-
-    @property
-    def max_depth(self) -> int:
-        """Tokens of left context that are compared."""
-        return int(self._core.max_depth)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sealed history; of an attached index, bytes that it shares with all others."""
-        return int(self._core.nbytes)
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the live text and what finds places in it."""
-        return int(self._core.live_bytes)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the sealed history."""
-        return int(self._core.tokens)
-
-    @property
-    def problems(self) -> int:
-        """Problems with sealed history."""
-        return int(self._core.problems)
+    generation = Number("generation")
+    """The store's generation that is mapped; 0: none."""
+    max_depth = Number("max_depth")
+    """Tokens of left context that are compared."""
+    nbytes = Number("nbytes")
+    """Bytes of the sealed history; of an attached index, bytes that it shares with all others."""
+    live_bytes = Number("live_bytes")
+    """Bytes of the live text and what finds places in it."""
+    tokens = Number("tokens")
+    """Tokens in the sealed history."""
+    problems = Number("problems")
+    """Problems with sealed history."""

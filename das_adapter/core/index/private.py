@@ -10,24 +10,14 @@ from das_adapter.core.index.errors import IndexFileError
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory for this user alone, or take over one that is there.
-
-    Raises:
-        IndexFileError: as `check_owner`.
-        OSError: it can't be created.
-    """
+    """Create a directory for this user alone, or take over one that is there; raises as `check_owner`."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_owner(directory)
     directory.chmod(0o700)
 
 
 def check_owner(directory: Path) -> None:
-    """Refuse what another user has put at the place of a directory.
-
-    Raises:
-        IndexFileError: it is a link, no directory, or another user's.
-        OSError: there is nothing.
-    """
+    """Raise IndexFileError if a link, a file or another user's directory is in the place of a directory."""
     found = directory.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise IndexFileError(

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.index.private import make_private
-from das_adapter.core.index.values import Shrunk, Tokens, check_knobs, problem_id, shrink, token_ids, visits
+from das_adapter.core.index.values import Number, Shrunk, Tokens, check_knobs, problem_id, shrink, token_ids, visits
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
@@ -37,18 +37,13 @@ class HistoryStore:
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_depth: int = 64, threads: int = 1) -> None:
-        """
-        Args:
-            directory: created if need be, for this user alone; a history that an earlier store left there is taken
-                over, with its depth.
-            max_depth: as in `SuffixIndex`.
-            threads: that seal problems in parallel.
+        """Create the directory for this user alone, or take over what an earlier store left there, with its depth.
 
         Raises:
             DasError: another store writes there.
             IndexFileError: it is a link or another user's, or what was left there is damaged.
         """
-        check_knobs(max_depth, 1.0)
+        check_knobs(max_depth)
         self.directory = Path(directory)
         self._threads = threads
         self._lock = threading.RLock()
@@ -85,9 +80,6 @@ class HistoryStore:
 
         Problems are sealed that have as many trajectories as problems had in the generation before; all, once nothing
         more is added.
-
-        Args:
-            window: as in `SuffixIndex.seal`.
         """
         with self._lock:
             self._window = visits(window)
@@ -96,11 +88,8 @@ class HistoryStore:
     def seal(self, window: int | None = None, tokens: int = 2**62) -> int:
         """Publish what was added, at the end of a step; return the generation.
 
-        Segments of earlier steps are merged in the background, and published as one more generation.
-
-        Args:
-            window: as in `SuffixIndex.seal`.
-            tokens: about so many are sealed at most; the others follow in the background, for the next generation.
+        Segments of earlier steps are merged in the background, and published as one more generation. About `tokens` are
+        sealed at most; the others follow in the background, for the next generation.
         """
         with self._lock:
             self._core.seal(visits(window), False, self._threads, 0, tokens)
@@ -197,15 +186,9 @@ class HistoryStore:
             self._core.give(os.fspath(path), np.asarray(problems, dtype=np.uint64))
 
     def absorb(self, path: str | os.PathLike[str], problems: npt.ArrayLike | None = None) -> None:
-        """Take in what `give` or `save` wrote, as older than what is there; it is published by the next `seal`.
-
-        Args:
-            path: of the file.
-            problems: whose history is taken in, uint64 [n]; None: all. One that was taken in before is left as it is.
-
-        Raises:
-            IndexFileError, OSError: as `SuffixIndex.load`; nothing is taken in.
-        """
+        """Take in what `give` or `save` wrote of some problems, uint64 [n], or of all, as older than what is there; the
+        next `seal` publishes it. A problem that was taken in before is left as it is. Raises as `SuffixIndex.load`;
+        nothing is taken in then."""
         chosen = problems_in(path) if problems is None else np.asarray(problems, dtype=np.uint64)
         with self._lock:
             self._core.absorb(os.fspath(path), chosen)
@@ -226,25 +209,11 @@ class HistoryStore:
                 os.close(self._writer)
                 self._writer = -1
 
-    def _number(self, name: str) -> int:
-        with self._lock:
-            return int(getattr(self._core, name))
-
     def __enter__(self) -> HistoryStore:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def staged(self) -> int:
-        """Tokens that were added and are not sealed."""
-        return self._number("staged_tokens")
-
-    @property
-    def generation(self) -> int:
-        """The generation published last; 0: none."""
-        return self._number("generation")
 
     @property
     def intact(self) -> bool:
@@ -253,46 +222,29 @@ class HistoryStore:
             there = sum(file.stat().st_size for file in self.directory.glob("segments-*"))
             return there >= self._core.file_bytes and (self.directory / "writer").exists()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sealed history, as in `SuffixIndex`."""
-        return self._number("nbytes")
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the generation's files: `nbytes`, and at most a third more that no longer counts."""
-        return self._number("file_bytes")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the sealed history."""
-        return self._number("tokens")
-
-    @property
-    def newest(self) -> int:
-        """The newest weight version that was ever sealed here; meaningless while there is none."""
-        return self._number("newest")
-
-    @property
-    def problems(self) -> int:
-        """Problems with sealed history."""
-        return self._number("problems")
+    staged = Number("staged_tokens")
+    """Tokens that were added and are not sealed."""
+    generation = Number("generation")
+    """The generation published last; 0: none."""
+    nbytes = Number("nbytes")
+    """Bytes of the sealed history, as in `SuffixIndex`."""
+    file_bytes = Number("file_bytes")
+    """Bytes of the generation's files: `nbytes`, and at most a third more that no longer counts."""
+    tokens = Number("tokens")
+    """Tokens in the sealed history."""
+    newest = Number("newest")
+    """The newest weight version that was ever sealed here; meaningless while there is none."""
+    problems = Number("problems")
+    """Problems with sealed history."""
 
 
 def problems_in(path: str | os.PathLike[str]) -> UInt64:
-    """Return the problems, uint64 [n], of a file that `give` or `save` wrote; one may occur several times.
-
-    Raises:
-        IndexFileError, OSError: as `SuffixIndex.load`.
-    """
+    """Return the problems, uint64 [n], of a file that `give` or `save` wrote; one may occur several times. Raises as
+    `SuffixIndex.load`."""
     found: UInt64 = native().read_index_file(os.fspath(path), False)[0]
     return found
 
 
 def newest_in(path: str | os.PathLike[str]) -> int:
-    """Return the newest weight version that was sealed before such a file was written; meaningless while none was.
-
-    Raises:
-        IndexFileError, OSError: as `SuffixIndex.load`.
-    """
+    """Return the newest weight version that was sealed before such a file was written; meaningless while none was."""
     return int(native().read_index_file(os.fspath(path), False)[1])

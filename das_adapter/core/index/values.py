@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,17 @@ class Drafting(Protocol):
         """Wait for them, once; return what `SuffixIndex.draft_flat` does."""
 
 
+class Number:
+    """A number of the native index, read from `_core` of its owner, under `_lock` where that has one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> int:
+        with getattr(owner, "_lock", contextlib.nullcontext()):
+            return int(getattr(owner._core, self._name))
+
+
 class Shrunk(NamedTuple):
     """What went to keep a byte budget."""
 
@@ -32,11 +44,8 @@ class Shrunk(NamedTuple):
 
 
 def token_ids(tokens: Tokens) -> Int32:
-    """Return token ids as a contiguous int32 array of shape (n,); the index refuses those out of range.
-
-    Raises:
-        ValueError: not one-dimensional integers, or a token id that doesn't fit int32.
-    """
+    """Return token ids as a contiguous int32 array of shape (n,); ValueError: they are not one-dimensional integers of
+    32 bits."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
         return np.ascontiguousarray(tokens)
     wide = integers(tokens, "token ids")
@@ -47,11 +56,7 @@ def token_ids(tokens: Tokens) -> Int32:
 
 
 def integers(values: npt.ArrayLike, name: str) -> Int64:
-    """Return integers as a contiguous int64 array of shape (n,).
-
-    Raises:
-        ValueError: not one-dimensional integers.
-    """
+    """Return integers as a contiguous int64 array of shape (n,); ValueError: they are not one-dimensional integers."""
     if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1:
         return np.ascontiguousarray(values)
     array = np.asarray(values)
@@ -61,17 +66,13 @@ def integers(values: npt.ArrayLike, name: str) -> Int64:
 
 
 def problem_id(problem: int) -> int:
-    """Check a problem identity, and return it.
-
-    Raises:
-        ValueError: it doesn't fit an unsigned 64-bit integer.
-    """
+    """Return a problem's identity; ValueError: it doesn't fit an unsigned 64-bit integer."""
     if not 0 <= problem < 2**64:
         raise ValueError(f"problem: found {problem}, allowed: 0 to 2^64 - 1")
     return int(problem)
 
 
-def check_knobs(max_depth: int, half_life: float) -> None:
+def check_knobs(max_depth: int, half_life: float = 1.0) -> None:
     """Refuse a knob of the index that is out of range, with a ValueError."""
     if not 8 <= max_depth <= 255:
         raise ValueError(f"max_depth: found {max_depth}, allowed: 8 to 255")
@@ -80,11 +81,7 @@ def check_knobs(max_depth: int, half_life: float) -> None:
 
 
 def visits(window: int | None) -> int:
-    """Check how many visits a problem keeps, and return it; None: all.
-
-    Raises:
-        ValueError: it is below 1.
-    """
+    """Return how many visits a problem keeps, None: all; ValueError: below 1."""
     if window is None:
         return 2**63
     if window < 1:
@@ -93,11 +90,7 @@ def visits(window: int | None) -> int:
 
 
 def shrink(core: Any, max_bytes: int, threads: int) -> Shrunk:
-    """Call a native index's `shrink`.
-
-    Raises:
-        ValueError: `max_bytes` is negative.
-    """
+    """Call a native index's `shrink`; ValueError: `max_bytes` is negative."""
     if max_bytes < 0:
         raise ValueError(f"max_bytes: found {max_bytes}, allowed: 0 or more")
     return Shrunk(*core.shrink(max_bytes, threads))

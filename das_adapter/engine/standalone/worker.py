@@ -43,11 +43,7 @@ class Standalone:
     and, where all draft, tells the others, so that all map the same."""
 
     def __init__(self, state: State, directory: str):
-        """
-        Args:
-            state: of the worker.
-            directory: name of the history on this node.
-        """
+        """`directory`: name of the history on this node."""
         from vllm.distributed import get_tp_group
 
         self._state = state

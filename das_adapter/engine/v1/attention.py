@@ -20,13 +20,8 @@ class Queries(NamedTuple):
 
 
 def queries(blocks: torch.Tensor, block_size: int, begins: np.ndarray, ends: np.ndarray) -> Queries:
-    """Describe a pass that reads positions `begins` to `ends` (exclusive) of some requests.
-
-    Args:
-        blocks: of each request's KV cache, int [requests, most blocks], on the device.
-        block_size: tokens in a block.
-        begins, ends: int64 [requests].
-    """
+    """Describe a pass that reads positions `begins` to `ends` (exclusive) of some requests, int64 [requests] each;
+    `blocks`: of each request's KV cache, int [requests, most blocks], on the device."""
     device, n, counts = blocks.device, len(begins), ends - begins
     starts = np.concatenate([[0], np.cumsum(counts)])
     who = np.repeat(np.arange(n), counts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,14 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from das_adapter.core.requests import NOBODY
 from das_adapter.engine.v1.attention import Queries, queries
 from das_adapter.patching import patch
 
 logger = logging.getLogger("das_adapter")
 
 
-def graph_sizes(runner: Any, vllm_config: VllmConfig) -> list[int]:
+def requests_captured(runner: Any, vllm_config: VllmConfig) -> list[int]:
     """Return the numbers of requests for which vLLM captures full graphs of decode steps; none where the attention
     backend, or the user, allows no such graphs."""
     config = vllm_config.compilation_config
@@ -41,12 +42,8 @@ class DecodePasses:
     enough. Rows that only fill it up read one token of vLLM's null block, and write there."""
 
     def __init__(self, runner: Any, vllm_config: VllmConfig, model: Any) -> None:
-        """
-        Args:
-            runner: vLLM's; its attention groups and block tables are the model's.
-            vllm_config: of the engine.
-            model: called with token ids and positions, int64 [tokens] each; returns hidden states.
-        """
+        """Take vLLM's runner, whose attention groups and block tables are the model's, and the model: it is called
+        with token ids and positions, int64 [tokens] each, and returns hidden states."""
         self.sizes: list[int] = []
         """Requests of the graphs captured, rising."""
         self.runner, self.config, self._model = runner, vllm_config, model
@@ -60,18 +57,13 @@ class DecodePasses:
             return
         self._graphs = wrap(self._model, self.config)
         for size in sorted(sizes, reverse=True):
-            rows, zeros = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
             for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-                self._replay(size, rows, zeros, zeros, mode, self.config.model_config.max_model_len)
+                self._replay(size, NOBODY, NOBODY, NOBODY, mode, self.config.model_config.max_model_len)
         self.sizes = sorted(sizes)
 
     def __call__(self, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        """Return hidden states [requests, width] of rows of the batch after one more token of each.
-
-        Args:
-            rows: of the runner's batch, int64 [requests].
-            ids, positions: of the tokens, int64 [requests].
-        """
+        """Return hidden states [requests, width] of rows of the batch after one more token of each; `rows`, and the
+        tokens' `ids` and `positions`: int64 [requests]."""
         n = len(rows)
         size = next((size for size in self.sizes if size >= n), None)
         if size is not None:
@@ -117,7 +109,7 @@ class DecodePasses:
     def _keep(self, gid: int, asked: Queries, longest: int | None) -> Queries:
         """Put what is on the device into the buffers from which the graphs read."""
         metadata = {
-            name: self._buffer(f"{gid}.{name}", value) if on_device(name, value) else value
+            name: self._buffer(f"{gid}.{name}", value) if _on_device(name, value) else value
             for name, value in asked.metadata.items()
         }
         metadata["max_seq_len"] = longest or metadata["max_seq_len"]
@@ -135,7 +127,8 @@ class DecodePasses:
     ) -> Any:
         metadata, slots = {}, {}
         for groups, of_group in zip(self.runner.attn_groups, asked, strict=True):
-            cam = common_metadata(of_group.metadata)
+            known = CommonAttentionMetadata.__dataclass_fields__.keys() & of_group.metadata.keys()
+            cam = CommonAttentionMetadata(**{name: of_group.metadata[name] for name in known})
             for group in groups:
                 metadata.update(dict.fromkeys(group.layer_names, group.get_metadata_builder().build(0, cam)))
                 slots.update(dict.fromkeys(group.layer_names, of_group.slots))
@@ -150,21 +143,9 @@ class DecodePasses:
         )
 
 
-def on_device(name: str, value: Any) -> bool:
+def _on_device(name: str, value: Any) -> bool:
     """Whether a field of the attention's metadata is read by its kernels."""
     return isinstance(value, torch.Tensor) and "cpu" not in name and name not in ("is_prefilling", "positions")
-
-
-@functools.cache
-def _fields() -> frozenset[str]:
-    import dataclasses
-
-    return frozenset(f.name for f in dataclasses.fields(CommonAttentionMetadata))
-
-
-def common_metadata(fields: Mapping[str, Any]) -> CommonAttentionMetadata:
-    """Make vLLM's metadata of those fields that its version has."""
-    return CommonAttentionMetadata(**{name: value for name, value in fields.items() if name in _fields()})
 
 
 @patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.capture_model", since="0.24")
@@ -179,7 +160,7 @@ def capture_with_policy(stock: Any, passes: DecodePasses) -> Any:
 
         taken = stock(*args, **kwargs)
         runner = passes.runner
-        sizes = graph_sizes(runner, passes.config)
+        sizes = requests_captured(runner, passes.config)
         if not sizes:
             return taken
         try:

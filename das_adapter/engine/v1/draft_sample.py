@@ -12,16 +12,12 @@ from das_adapter.engine.v1.truncation import truncate
 
 
 def draw(logits: torch.Tensor, keys: Keys, sampling: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Draw one token a row, with the temperature, top-k, top-p and noise of the policy's sampler.
+    """Draw one token a row, int64 [rows], with the temperature, top-k, top-p and noise of the policy's sampler.
 
     Args:
         logits: [rows, vocab] of the drafter.
-        keys: of the rows.
         sampling: vLLM's SamplingMetadata of the batch.
         rows: int64 [rows], the rows of the batch; None: all of them.
-
-    Returns:
-        int64 [rows].
     """
     if sampling.all_greedy:
         return logits.argmax(dim=-1)

@@ -59,7 +59,7 @@ def keyed_sample(
     Args:
         logits: float32 or bfloat16 or float16 [rows, vocab]; need not be normalised; -inf excludes a token.
         temperature: float32 [rows]; 0: the most likely token. None: 1 for all.
-        keys: of the rows, on the logits' device.
+        keys: on the logits' device.
         scores: whose log-probabilities and ranks to return; None: neither.
     """
     if temperature is None:
@@ -141,57 +141,45 @@ if triton is not None:
             raw = tl.load(logits + row * stride + token, mask=token < vocab, other=0.0)
             tl.store(logits + row * stride + token, raw / temperature, mask=token < vocab)
 
+    @triton.jit
+    def _scaled(raw, temperature):  # type: ignore[no-untyped-def]
+        if temperature >= 1e-5 and temperature != 1.0:
+            raw = raw / temperature
+        return raw
+
     @triton.jit(do_not_specialize_on_alignment=_ANY_PLACE)
     def _draw_blocks(  # type: ignore[no-untyped-def]
-        logits,
-        stride,
-        temperatures,
-        seeds,
-        positions,
-        best,
-        winners,
-        tops,
-        sums,
-        vocab,
-        blocks,
-        SCORES: tl.constexpr,
-        BLOCK: tl.constexpr,
+        logits, stride, temperatures, seeds, positions, found, vocab, blocks, SCORES: tl.constexpr, BLOCK: tl.constexpr
     ):
-        """Each block's best token, and the sum of its exponentials (relative to its largest logit)."""
+        """Each block's best score, its token, the largest logit, and the sum of the exponentials relative to it."""
         row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
         token = block * BLOCK + tl.arange(0, BLOCK)
         valid = token < vocab
         raw = tl.load(logits + row * stride + token, mask=valid, other=-float("inf")).to(tl.float32)
         temperature = tl.load(temperatures + row)
-        scaled = raw
-        if temperature >= 1e-5 and temperature != 1.0:
-            scaled = raw / temperature
+        scaled = _scaled(raw, temperature)
         score = scaled
         if temperature >= 1e-5:
             seed, position = tl.load(seeds + row), tl.load(positions + row)
             score = tl.where(valid, scaled + _gumbel(seed, position, token), -float("inf"))
         score = tl.where(score == score, score, -float("inf"))  # NaN would win at a place that is no token's
         value, at = tl.max(score, axis=0, return_indices=True)
-        tl.store(best + row * blocks + block, value)
-        tl.store(winners + row * blocks + block, block * BLOCK + at)
+        here = found + (row * blocks + block) * 4
+        tl.store(here, value)
+        tl.store(here + 1, (block * BLOCK + at).to(tl.float32))  # exact up to 2^24
         if SCORES != 0:
-            x = raw
-            if SCORES == 2:
-                x = scaled
+            x = scaled if SCORES == 2 else raw
             top = tl.max(x, axis=0)
             shifted = tl.where(x > -float("inf"), x - top, -float("inf"))  # a block may be excluded as a whole
-            tl.store(tops + row * blocks + block, top)
-            tl.store(sums + row * blocks + block, tl.sum(tl.exp(shifted), axis=0))
+            tl.store(here + 2, top)
+            tl.store(here + 3, tl.sum(tl.exp(shifted), axis=0))
 
     @triton.jit(do_not_specialize_on_alignment=["temperatures"])
     def _best_of_blocks(  # type: ignore[no-untyped-def]
         logits,
         stride,
         temperatures,
-        best,
-        winners,
-        tops,
-        sums,
+        found,
         tokens,
         logprobs,
         chosen,
@@ -202,22 +190,19 @@ if triton is not None:
         """Each row's token, its logit and its log-probability."""
         row = tl.program_id(0).to(tl.int64)
         block = tl.arange(0, BLOCKS)
-        there = block < blocks
-        score = tl.load(best + row * blocks + block, mask=there, other=-float("inf"))
-        _, at = tl.max(score, axis=0, return_indices=True)
-        token = tl.load(winners + row * blocks + at)
+        here, there = found + (row * blocks + block) * 4, block < blocks
+        _, at = tl.max(tl.load(here, mask=there, other=-float("inf")), axis=0, return_indices=True)
+        token = tl.load(found + (row * blocks + at) * 4 + 1).to(tl.int64)
         tl.store(tokens + row, token)
         if SCORES != 0:
-            top = tl.load(tops + row * blocks + block, mask=there, other=-float("inf"))
-            part = tl.load(sums + row * blocks + block, mask=there, other=0.0)
+            top = tl.load(here + 2, mask=there, other=-float("inf"))
+            part = tl.load(here + 3, mask=there, other=0.0)
             highest = tl.max(top, axis=0)
             total = tl.sum(tl.where(top > -float("inf"), part * tl.exp(top - highest), 0.0), axis=0)
             raw = tl.load(logits + row * stride + token).to(tl.float32)
             x = raw
             if SCORES == 2:
-                temperature = tl.load(temperatures + row)
-                if temperature >= 1e-5 and temperature != 1.0:
-                    x = raw / temperature
+                x = _scaled(raw, tl.load(temperatures + row))
             tl.store(logprobs + row, x - highest - tl.log(total))
             tl.store(chosen + row, raw)
 
@@ -245,44 +230,17 @@ if triton is not None:
         rows, vocab = logits.shape
         kind, blocks = {None: 0, "raw": 1, "processed": 2}[scores], triton.cdiv(vocab, _BLOCK)
         # Tensors of their own: parts of one would be aligned by the number of rows.
-        best, tops, sums = (logits.new_empty(rows, blocks, dtype=torch.float32) for _ in range(3))
-        winners = logits.new_empty(rows, blocks, dtype=torch.int64)
+        found = logits.new_empty(rows, blocks, 4, dtype=torch.float32)
         tokens, ranks = (logits.new_zeros(rows, dtype=torch.int64) for _ in range(2))
         logprobs, chosen = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        if not rows:
-            return Drawn(tokens) if scores is None else Drawn(tokens, logprobs, ranks)
-        stride, seeds, positions = logits.stride(0), *(key.contiguous() for key in keys)
-        _draw_blocks[(rows, blocks)](
-            logits,
-            stride,
-            temperature.contiguous(),
-            seeds,
-            positions,
-            best,
-            winners,
-            tops,
-            sums,
-            vocab,
-            blocks,
-            SCORES=kind,
-            BLOCK=_BLOCK,
-        )
-        _best_of_blocks[(rows,)](
-            logits,
-            stride,
-            temperature.contiguous(),
-            best,
-            winners,
-            tops,
-            sums,
-            tokens,
-            logprobs,
-            chosen,
-            blocks,
-            SCORES=kind,
-            BLOCKS=triton.next_power_of_2(blocks),
-        )
+        if rows:
+            read = logits, logits.stride(0), temperature.contiguous()
+            keyed = (key.contiguous() for key in keys)
+            _draw_blocks[(rows, blocks)](*read, *keyed, found, vocab, blocks, SCORES=kind, BLOCK=_BLOCK)
+            written, padded = (tokens, logprobs, chosen), triton.next_power_of_2(blocks)
+            _best_of_blocks[(rows,)](*read, found, *written, blocks, SCORES=kind, BLOCKS=padded)
         if scores is None:
             return Drawn(tokens)
-        _count_likelier[(rows, blocks)](logits, stride, chosen, ranks, vocab, BLOCK=_BLOCK)
+        if rows:
+            _count_likelier[(rows, blocks)](*read[:2], chosen, ranks, vocab, BLOCK=_BLOCK)
         return Drawn(tokens, logprobs, ranks)

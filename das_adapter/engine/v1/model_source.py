@@ -40,12 +40,10 @@ class ModelSource:
     follows = False
     """Whether it must see every step of the policy, those without drafts too."""
 
+    counts_as: str
+    """Name in `EngineStats` of the draft tokens verified, and of those accepted, in training rollouts."""
+
     def __init__(self, drafter: Drafter, drafts: ModelDrafts):
-        """
-        Args:
-            drafter: its runner and seeds are used.
-            drafts: learns how long the passes take.
-        """
         self.drafts = drafts
         self.passes = 0
         """Forward passes since `stats` was called last."""
@@ -67,22 +65,19 @@ class ModelSource:
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the model since the last call."""
-        passes, self.passes = self.passes, 0
-        return {"drafter_passes": passes}
+        found = {"drafter_passes": self.passes, self.counts_as: self._counts}
+        self.passes, self._counts = 0, (0, 0)
+        return found
 
     def verified(self, req_ids: Sequence[str], got: np.ndarray) -> np.ndarray:
-        """Return how many draft tokens of the model each of these requests carried into the step, int64 [requests].
-
-        Args:
-            req_ids: [requests].
-            got: tokens that each got, int64 [requests].
-        """
+        """Return how many draft tokens of the model each of these requests carried into the step in which it `got` so
+        many tokens, int64 [requests] each."""
         mine = np.array([self._drafted.pop(req_id, 0) for req_id in req_ids], dtype=np.int64)
         self._drafted = {}  # of requests that are gone
-        training = [self._drafter.label(req_id).record for req_id in req_ids] if mine.any() else []
-        counted = mine * training if training else mine
-        drafted, accepted = self._counts
-        self._counts = drafted + int(counted.sum()), accepted + int(np.minimum(counted, got - 1).sum())
+        if mine.any():
+            counted = mine * [self._drafter.label(req_id).record for req_id in req_ids]
+            drafted, accepted = self._counts
+            self._counts = drafted + int(counted.sum()), accepted + int(np.minimum(counted, got - 1).sum())
         return mine
 
     def draft(

@@ -47,7 +47,7 @@ class _Kept(NamedTuple):
 class NeuralSource(ModelSource):
     """Runs the drafter that vLLM has loaded, for any rows of the batch and draft lengths."""
 
-    follows = True
+    follows, counts_as = True, "neural_counts"
 
     def __init__(self, drafter: Drafter, drafts: ModelDrafts):
         super().__init__(drafter, drafts)
@@ -78,11 +78,6 @@ class NeuralSource(ModelSource):
     def refresh(self, length: int | None) -> float:
         self._whole = True  # hosts empty the prefix cache at a weight sync
         return super().refresh(length)
-
-    def stats(self) -> dict[str, Any]:
-        """Return the figures of the drafter."""
-        counts, self._counts = self._counts, (0, 0)
-        return super().stats() | {"neural_counts": counts}
 
     def forget(self) -> None:
         self._req_ids: list[str] = []

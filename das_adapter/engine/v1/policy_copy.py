@@ -93,6 +93,7 @@ class _QuantisedMethod(UnquantizedLinearMethod):
 class CopySource(ModelSource):
     """Runs the policy copy, with the noise that the policy's sampler will use."""
 
+    counts_as = "self_counts"
     copy: PolicyCopy
     decode: DecodePasses
 
@@ -129,16 +130,13 @@ class CopySource(ModelSource):
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the copy."""
-        counts, self._counts = self._counts, (0, 0)
-        own = {
+        return super().stats() | {
             "requantise_s": self._requantise_s,
             "drafter_bytes": self.copy.nbytes,
             "drafter_full_bytes": self.copy.full_bytes,
             "drafter_graphs": len(self.decode.sizes),
             "self_acceptance": self.drafts.acceptance.rate,
-            "self_counts": counts,
         }
-        return super().stats() | own
 
     @torch.inference_mode()
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:

@@ -36,22 +36,16 @@ def acts(processor: Any) -> bool:
 def of_rows(
     processors: Any, rows_of: RowsOf, requests: npt.NDArray[np.int64], positions: torch.Tensor | None
 ) -> SimpleNamespace:
-    """Return the processors of a batch for some of its rows, as `SamplingMetadata.logitsprocs`.
-
-    Args:
-        processors: vLLM's.
-        rows_of: which of these rows are a request's.
-        requests: int64 [rows], index of each row's request in the batch.
-        positions: int64 [rows], as in `Keys`.
-    """
+    """Return the processors of a batch for some of its rows, as `SamplingMetadata.logitsprocs`; `requests`: index of
+    each row's request in the batch; `positions`: as in `Keys`; int64 [rows] each."""
     found = SimpleNamespace(argmax_invariant=[], non_argmax_invariant=[])
     for processor in filter(acts, (*processors.argmax_invariant, *processors.non_argmax_invariant)):
         if isinstance(processor, MinPLogitsProcessor):
-            found.argmax_invariant.append(_Apply(_min_p, processor.min_p_cpu[requests]))
+            found.argmax_invariant.append(_applying(_min_p, processor.min_p_cpu[requests]))
         elif isinstance(processor, LogitBiasLogitsProcessor):
-            found.non_argmax_invariant.append(_Apply(_bias, processor.biases, rows_of))
+            found.non_argmax_invariant.append(_applying(_bias, processor.biases, rows_of))
         elif isinstance(processor, MinTokens):
-            found.non_argmax_invariant.append(_Apply(processor.ban, positions, rows_of))
+            found.non_argmax_invariant.append(_applying(processor.ban, positions, rows_of))
         else:
             raise UnsupportedHost(
                 f"das: found logits processor {type(processor)}, allowed with drafts: vLLM's built-in ones"
@@ -59,11 +53,8 @@ def of_rows(
     return found
 
 
-class _Apply:
-    """A processor that calls a function with the logits and what else it needs."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], *args: Any) -> None:
-        self.apply = lambda logits: function(logits, *args)
+def _applying(function: Callable[..., torch.Tensor], *args: Any) -> SimpleNamespace:
+    return SimpleNamespace(apply=lambda logits: function(logits, *args))
 
 
 def _min_p(logits: torch.Tensor, min_p: npt.NDArray[np.float32]) -> torch.Tensor:
@@ -106,13 +97,8 @@ class MinTokens(MinTokensLogitsProcessor):
         return self.ban(logits, self.positions, lambda request: slice(request, request + 1))
 
     def ban(self, logits: torch.Tensor, positions: torch.Tensor | None, rows_of: RowsOf) -> torch.Tensor:
-        """Exclude what would end a request too early, in place.
-
-        Args:
-            logits: [rows, vocab].
-            positions: int64 [rows], as in `Keys`.
-            rows_of: which of these rows are a request's.
-        """
+        """Exclude what would end a request too early from logits [rows, vocab], in place; `positions` int64 [rows], as
+        in `Keys`."""
         for request, (least, written, stops, *_) in self.min_toks.items():
             rows = rows_of(request)
             if rows is None or not stops:

@@ -86,12 +86,8 @@ class Proposer:
     # A decode step
 
     def begin_step(self, scheduled: Any, now: float) -> None:
-        """Note that the engine starts a forward pass: the one before, if it only decoded, took until now.
-
-        Args:
-            scheduled: vLLM's `SchedulerOutput`.
-            now: seconds of a monotonic clock.
-        """
+        """Note that the engine starts a forward pass (vLLM's `SchedulerOutput`): the one before, if it only decoded,
+        took until now, seconds of a monotonic clock."""
         self.settle()
         if self.engine.counters.error is None:
             try:
@@ -117,17 +113,14 @@ class Proposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Draft for every request of the batch.
+        """Draft for every request of the batch: at most `num_speculative_tokens` tokens each, once `settle` has been
+        called; none at all where the drafter has failed since the last weight sync.
 
         Args:
             sampled_token_ids: tokens each request got in this step; empty while its prompt is read.
             num_tokens_no_spec: int [max_batch], tokens known of each request.
             token_ids_cpu: int32 [max_batch, max_model_len], the tokens.
             slot_mappings: not used.
-
-        Returns:
-            Per request at most `num_speculative_tokens` draft tokens, once `settle` has been called; none at all where
-            the drafter has failed since the last weight sync.
         """
         self.settle()
         begin = time.perf_counter()
@@ -212,8 +205,8 @@ class Proposer:
     def restart(self, controller: Controller) -> None:
         """Start again with another controller, as a measurement does for each of its arms."""
         self.settle()
-        self.engine.restart(controller)
-        self._batch, self.timer = ([], NOBODY), StepTimer()
+        self._close(list(self.engine.live))
+        self.engine.controller, self.timer = controller, StepTimer()
 
     # Inside
 
@@ -232,7 +225,7 @@ class Proposer:
             return [[] for _ in drafts]
         seconds = time.perf_counter() - begin
         if not self.timer.drafted(seconds, source.passes - passes) and not rests:
-            self.engine.drafted_beside_prompts(seconds)
+            self.engine.controller.drafted_beside_prompts(seconds)
         return drafts
 
     def _decide(self) -> None:
@@ -257,7 +250,7 @@ class Proposer:
             slots[i] = everyone[row] = self._open(req_id, tokens[row, : now[i]], int(got[i]))
         skipped = now - got - self._lengths[slots]
         if skipped.any():
-            self.engine.skip(slots, skipped)
+            self.engine.controller.skipped(slots, skipped)
         self._lengths[slots] = now
         carried = None if self.carried is None else np.asarray(self.carried, dtype=np.int64)[rows]
         self.carried = None

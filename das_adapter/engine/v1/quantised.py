@@ -32,11 +32,7 @@ class QuantisedWeight(Protocol):
 
 
 def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
-    """Quantise a copy of `weight` [rows, inputs].
-
-    Args:
-        weight: float32 or bfloat16 on a CPU; float16 or bfloat16 on a GPU.
-        weights: `self.weights` of the config.
+    """Quantise a copy of `weight` [rows, inputs] in the format `weights`.
 
     Raises:
         ConfigError: the format or dtype does not exist on the weight's device.
@@ -73,34 +69,19 @@ class _CpuWeight:
         self.codes = torch.empty(blocks, groups, ROWS * GROUP * self.bits // 8, dtype=torch.uint8)
         self.scales = torch.empty(blocks, groups, ROWS, dtype=torch.float32)
         self.zeros = torch.empty(blocks, groups, ROWS, dtype=torch.uint8)
-        self._copy = (*(t.data_ptr() for t in (self.codes, self.scales, self.zeros)),)
+        copy = (t.data_ptr() for t in self.tensors())
+        self._matrix = self.rows, self.inputs, self.bits, *copy
 
     def quantise(self, weight: torch.Tensor) -> None:
         weight = weight.detach().contiguous()
-        native().quantise(
-            weight.data_ptr(),
-            weight.dtype == torch.bfloat16,
-            self.rows,
-            self.inputs,
-            self.bits,
-            *self._copy,
-            torch.get_num_threads(),
-        )
+        half = weight.dtype == torch.bfloat16
+        native().quantise(weight.data_ptr(), half, *self._matrix, torch.get_num_threads())
 
     def linear(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.inputs).contiguous()
         out = torch.empty(*x.shape[:-1], self.rows, dtype=x.dtype)
-        native().quantised_linear(
-            flat.data_ptr(),
-            x.dtype == torch.bfloat16,
-            len(flat),
-            self.rows,
-            self.inputs,
-            self.bits,
-            *self._copy,
-            out.data_ptr(),
-            torch.get_num_threads(),
-        )
+        half, threads = x.dtype == torch.bfloat16, torch.get_num_threads()
+        native().quantised_linear(flat.data_ptr(), half, len(flat), *self._matrix, out.data_ptr(), threads)
         return out
 
     def tensors(self) -> list[torch.Tensor]:

@@ -32,14 +32,10 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round to the nearest of 16 values for each row and group of inputs.
+    """Round a weight [rows, inputs] to the nearest of 16 values for each row and group of inputs.
 
-    Args:
-        weight: [rows, inputs], of any dtype.
-
-    Returns:
-        Codes float32 [rows, inputs]; scales [rows, groups] in the weight's dtype; zero points float32 [rows, groups].
-        A weight is about `scale * (code - zero)`.
+    Returns codes float32 [rows, inputs], scales [rows, groups] in the weight's dtype and zero points float32 [rows,
+    groups]: a weight is about `scale * (code - zero)`.
     """
     grouped = weight.float().view(len(weight), -1, GROUP)
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)

@@ -82,15 +82,8 @@ def by_row(
     logits: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> SamplingMetadata:
-    """Return sampling metadata with one entry for each of some rows instead of one for each request.
-
-    Args:
-        sampling: of the batch's requests.
-        metadata: their drafts.
-        rows: of the entries.
-        logits: of these rows.
-        positions: of these rows, as in `Keys`.
-    """
+    """Return sampling metadata with one entry for each of some rows instead of one for each request of the batch;
+    `logits` and `positions` (as in `Keys`) are of these rows."""
     at = beside(rows.requests, logits)
     names = ["temperature", "top_p", "top_k", "allowed_token_ids_mask"]
     if not sampling.no_penalties:

@@ -24,8 +24,6 @@ from das_adapter.engine.v1.processors import MinTokens, acts, beside
 from das_adapter.engine.v1.rows import Rows, by_row
 from das_adapter.engine.v1.truncation import truncate
 
-__all__ = ["KeyedRejectionSampler", "KeyedSampler", "MinTokens"]
-
 _SCORES: dict[str, Scores] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 _CHUNK_BYTES = 2**30
 """Size of the float32 logits that are processed at once where requests truncate or shift their distribution."""
@@ -45,16 +43,8 @@ class KeyedSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> SamplerOutput:
-        """Sample each row; see `Sampler.forward`.
-
-        Args:
-            logits: [rows, vocab] in the policy's dtype.
-            sampling_metadata: of the rows.
-            predict_bonus_token, logprobs_mode_override: as there.
-
-        Returns:
-            int32 [rows, 1] tokens, and their log-probabilities if asked for.
-        """
+        """Sample each row of logits [rows, vocab] in the policy's dtype: tokens int32 [rows, 1]; see
+        `Sampler.forward`."""
         if self.keys is None:  # a dummy run: what the first steps of a rollout would compile is compiled here
             for x, scores in product((logits[:1], logits[:1].float()), (None, "raw", "processed")):
                 keyed_sample(x, None, self._keys_of(x), cast(Scores | None, scores))
@@ -83,16 +73,8 @@ class KeyedSampler(Sampler):
     def sample(
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw from processed logits; see `Sampler.sample`.
-
-        Args:
-            logits: float32 [rows, vocab], after penalties; changed in place.
-            sampling_metadata: of the rows.
-            logprobs_mode_override: as in the base class.
-
-        Returns:
-            int64 [rows] tokens, and the processed log-probabilities or logits if that mode is on.
-        """
+        """Draw from logits float32 [rows, vocab] after penalties, which are changed in place: tokens int64 [rows]; see
+        `Sampler.sample`."""
         if sampling_metadata.all_greedy:
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
         greedy = None if sampling_metadata.all_random else logits.argmax(dim=-1)

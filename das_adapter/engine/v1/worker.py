@@ -107,8 +107,7 @@ class HostWorkerState(WorkerState):
         The positions are those that the policy has just read, on the device: under asynchronous scheduling the host
         does not know how many draft tokens of the step before were accepted.
 
-        Args:
-            metadata: vLLM's SpecDecodeMetadata of the step, None where nobody carries a draft.
+        `metadata`: vLLM's SpecDecodeMetadata of the step, None where nobody carries a draft.
         """
         runner, seeds = self.runner, self.seeds()
         positions = getattr(runner.positions, "gpu", runner.positions)
@@ -126,7 +125,7 @@ class HostWorkerState(WorkerState):
             self.counters.step(got, drafts or [0] * len(sampled), time.perf_counter() - self.began)
 
     def begin_step(self, scheduled: Any) -> None:
-        """Note that a step begins; `scheduled` is vLLM's `SchedulerOutput`."""
+        """Note that a step begins (vLLM's `SchedulerOutput`)."""
         self.began = time.perf_counter()
         self.begin_standalone(scheduled)
         if self.drafter:

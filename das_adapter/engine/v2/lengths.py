@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ class Step:
 
     begun: Sequence[LiveRequest]
     """Requests that joined the batch, or came back to it."""
-    ended: frozenset[str]
+    ended: Set[str]
     """Requests that had ended before it."""
     unrecorded: bool
     """Whether these ended before the last weight sync."""
@@ -69,15 +69,11 @@ class DraftLengths:
         """Whether nobody decoded after the last step."""
 
     def output(self, step: Step, sampled: Sequence[list[int]], now: float) -> int:
-        """Take the output of a step.
+        """Take the output of a step; return how many tokens each request of the next unscheduled step is to draft.
 
         Args:
-            step: which.
             sampled: tokens that each of its requests got, in batch order; none while its prompt is read.
             now: seconds of a monotonic clock.
-
-        Returns:
-            How many tokens each request of the next step that is not scheduled yet is to draft.
         """
         with self._lock:
             failed = self.engine.counters.error is not None
@@ -88,7 +84,7 @@ class DraftLengths:
                 live, decoded = self._decoded(step, sampled)
                 if not failed:
                     return self._output(step, live, decoded, now)
-                self.engine.skip(decoded.slots, decoded.got)
+                self.engine.controller.skipped(decoded.slots, decoded.got)
             except Exception as error:
                 if not failed:
                     self.engine.fail(error)
@@ -154,7 +150,7 @@ class DraftLengths:
         asked = self.engine.able and self.engine.ask(len(live), decoded.carried is not None)
         chosen = self._choose(live, decoded) if asked else DraftTokens(0)
         if not asked:
-            self.engine.skip(decoded.slots, decoded.got)
+            self.engine.controller.skipped(decoded.slots, decoded.got)
         if self._over and live:
             self._first = chosen
         self._over = not live or all(request.ended for request in self.engine.live.values())
@@ -178,7 +174,7 @@ class DraftLengths:
         for call in step.proposals:
             if drafts is not None and call.usual:
                 drafts.timed_pass(call.requests, call.seconds / call.passes)
-        passes, drafting = (sum(call.passes for call in step.proposals), sum(call.seconds for call in step.proposals))
+        passes, drafting = sum(call.passes for call in step.proposals), sum(call.seconds for call in step.proposals)
         self._passes += passes
         if step.decodes and self._last is not None and live:
             seconds = max(0.0, now - self._last - drafting)

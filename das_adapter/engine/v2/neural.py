@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
+from das_adapter.config import DasConfig
 from das_adapter.engine.v2.reading import Inputs, MissedText, may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator
 from das_adapter.patching import patch
@@ -46,22 +47,20 @@ class Speculation:
         self,
         speculator: Any,
         decodes: Callable[[], bool],
-        keyed: bool,
+        config: DasConfig,
         texts: torch.Tensor,
-        tokens: int,
-        beside: Beside | None = None,
+        beside: Beside | None,
     ) -> None:
         """
         Args:
             speculator: vLLM's.
             decodes: whether the present step reads no prompt.
-            keyed: whether drafts are drawn with the policy's noise.
+            config: the block.
             texts: int32 [slots, length], the text of the request in each slot.
-            tokens: of a draft, at most.
             beside: who drafts as well; None: nobody.
         """
         self.speculator = speculator
-        self._tokens, self._beside = tokens, beside
+        self._tokens, self._beside = config.model_tokens, beside
         self.on_failure: Callable[[Exception], None] | None = None
         """Told why drafting failed; the speculator does not run any more until `resume`."""
         self._decodes, self._failed = decodes, False
@@ -71,7 +70,7 @@ class Speculation:
         run_speculator.apply(self, owner=speculator)
         if beside is not None:
             capture_beside.apply(beside, owner=speculator)
-        if keyed:
+        if config.keyed:
             draw_as_the_policy.apply(speculator, owner=speculator)
 
     def resume(self) -> None:
@@ -90,16 +89,12 @@ class Speculation:
     def propose(
         self, run: Callable[..., Any], inputs: Inputs, wanted: int | None, num_sampled: torch.Tensor
     ) -> torch.Tensor:
-        """Draft.
+        """Draft `wanted` tokens for each request, None: as many as there can be; return them, int64 [requests, most].
+        Where it has failed, they are tokens that the policy can read.
 
         Args:
             run: runs the speculator with some inputs and further keywords; it writes its drafts down.
-            inputs: what it is to read.
-            wanted: tokens of each draft; None: as many as there can be.
             num_sampled: int32 [requests], tokens that each request got.
-
-        Returns:
-            int64 [requests, most]; where it has failed, tokens that the policy can read.
         """
         if self._beside is None or wanted is None:
             return self._draft(run, inputs, wanted)

@@ -196,6 +196,18 @@ def _with_best(best, key):
 
 
 @triton.jit
+def _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, mine, grows):
+    """Return the traits of places that are so ranked; `mine`: in the request's own text."""
+    length = tl.where(rank < 4, DEPTH, rank - 3)
+    differing = place - length
+    going = (length < DEPTH) & (differing >= 0)
+    beyond = _beyond(arena, at, own, n, differing, length, lowest, going)
+    strength = tl.where(rank < 4, rank - 1, 2 * length + beyond)
+    weight = tl.where(is_prompt, PROMPT, tl.where(mine, OWN, SIBLING))
+    return _traits(strength, weight, mine.to(tl.int32), (rank < 4).to(tl.int32), grows.to(tl.int32))
+
+
+@triton.jit
 def scan_live(
     arena,
     slots,
@@ -250,15 +262,8 @@ def scan_live(
         text = tl.load(members + row * MEMBERS + m, mask=kept & (m >= 0), other=0)
         at = tl.where(is_prompt, own - prompt, tl.load(text_at + text, mask=kept, other=0))
         size = tl.where(is_prompt, prompt, tl.load(text_len + text, mask=kept, other=0))
-        length = tl.where(rank < 4, DEPTH, rank - 3)
-        differing = place - length
-        going = (length < DEPTH) & (differing >= 0)
-        beyond = _beyond(arena, at, own, n, differing, length, lowest, going)
-        strength = tl.where(rank < 4, rank - 1, 2 * length + beyond)
         mine = is_prompt | (text == slot)
-        weight = tl.where(is_prompt, PROMPT, tl.where(mine, OWN, SIBLING))
-        grows = mine & (m >= 0)
-        traits = _traits(strength, weight, mine.to(tl.int32), (rank < 4).to(tl.int32), grows.to(tl.int32))
+        traits = _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, mine, mine & (m >= 0))
         tl.store(out, at + place + 1)
         tl.store(out + PLACES, tl.where(kept, traits, 0).to(tl.int64))
         tl.store(out + 2 * PLACES, (size - 1 - place).to(tl.int64))

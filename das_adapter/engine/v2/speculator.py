@@ -37,37 +37,27 @@ class Offer:
     """What was drafted for the requests of a step, on its way to the host."""
 
     def __init__(self, index: DeviceIndex, requests: int, streams: tuple[Any, Any] | None) -> None:
-        """
-        Args:
-            index: has just drafted.
-            requests: of the batch.
-            streams: on which it drafted, and on which the copy goes; None: on a CPU.
-        """
-        self.event: Any = None
-        self._by_model: torch.Tensor | None = None
+        """`streams`: on which the index has just drafted, and on which the copy goes; None: on a CPU."""
+        self.event: Any = None if streams is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._streams = streams
-        if streams is None:
-            self._real, self._confidence = index.real[:requests].clone(), index.confidence[:requests].clone()
-            return
-        main, copy = streams
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        copy.wait_stream(main)
-        with torch.cuda.stream(copy):
-            self._real = index.real[:requests].to("cpu", non_blocking=True)
-            self._confidence = index.confidence[:requests].to("cpu", non_blocking=True)
-            self.event.record(copy)
+        self._by_model: torch.Tensor | None = None
+        self._real, self._confidence = self._copied(index.real[:requests], index.confidence[:requests])
 
     def note(self, by_model: torch.Tensor) -> None:
         """Take for which requests a model's draft stands in the place of that from the history, bool [requests]."""
+        (self._by_model,) = self._copied(by_model)
+        if self._streams is not None:
+            by_model.record_stream(self._streams[1])
+
+    def _copied(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         if self._streams is None:
-            self._by_model = by_model
-            return
+            return [tensor.clone() for tensor in tensors]
         main, copy = self._streams
         copy.wait_stream(main)
-        by_model.record_stream(copy)
         with torch.cuda.stream(copy):
-            self._by_model = by_model.to("cpu", non_blocking=True)
+            copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
             self.event.record(copy)
+        return copies
 
     def modelled(self, req_ids: Sequence[str]) -> set[str]:
         """Return for which of the batch's requests a model drafted."""
@@ -98,11 +88,7 @@ class HistorySpeculator(BaseSpeculator):
     pcp_manager: Any = None
 
     def __init__(self, vllm_config: Any, device: torch.device, config: DasConfig) -> None:
-        """
-        Args:
-            vllm_config, device: as vLLM's `init_speculator` gets them.
-            config: the block.
-        """
+        """`vllm_config`, `device`: as vLLM's `init_speculator` gets them."""
         slots, steps = vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config.num_speculative_tokens
         self._group = get_tp_group()
         self._config, self._vocabulary = config, vllm_config.model_config.get_vocab_size()
@@ -175,11 +161,8 @@ class HistorySpeculator(BaseSpeculator):
         dummy_run: bool = False,
         **__: Any,
     ) -> torch.Tensor:
-        """Draft for every request of the batch; see `BaseSpeculator.propose`.
-
-        Returns:
-            int64 [requests, steps]; beyond a draft the request's last token, which the policy can read.
-        """
+        """Draft for every request of the batch, int64 [requests, steps]; beyond a draft the request's last token, which
+        the policy can read. See `BaseSpeculator.propose`."""
         if not dummy_run:
             self.draft(input_batch, num_sampled)
             self.share(input_batch.num_reqs)
@@ -196,13 +179,8 @@ class HistorySpeculator(BaseSpeculator):
                 self._drafts[: input_batch.num_reqs].zero_()
 
     def take_better(self, drafts: torch.Tensor, tokens: int, worth: float) -> None:
-        """Put a model's drafts where that from the history is expected to bring less.
-
-        Args:
-            drafts: int64 [requests, steps], the model's.
-            tokens: of each of them.
-            worth: accepted tokens to be expected of each.
-        """
+        """Put a model's drafts, int64 [requests, steps], of which `tokens` count and `worth` are expected to be
+        accepted, where that from the history is expected to bring less."""
         if self._offer is None or not self.wanted:
             return
         chances = self.draft_token_confidence_probs[: len(drafts), : self.wanted].cumprod(1)

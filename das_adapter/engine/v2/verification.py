@@ -69,17 +69,12 @@ def accept_drawn(
 
     Args:
         logits: float32 [rows, vocab], processed; request after request, its drafted positions and one more.
-        draft_logits: not used: whether a draft token is accepted does not depend on how it was found.
         fed: int [rows], the token that was read at each row; -1: it may not be accepted.
         cu_num_logits: int32 [requests + 1], first row of each request.
         pos: int64 [rows], position of the row's token.
-        idx_mapping: int64 [requests], not used.
         expanded_idx_mapping: int64 [rows], slot of the row's request.
         expanded_local_pos: int32 [rows], number of the row within its request.
         temperature, seed: [slots].
-        num_speculative_steps: most draft tokens of a request.
-        synthetic_conditional_rates: not used.
-        use_fp64: whether noise is computed in float64.
 
     Returns:
         int64 [requests, num_speculative_steps + 1], the tokens, of which the first `num_sampled` count; and that, int32

@@ -135,6 +135,51 @@ def _kind(share, strength, number, alone):
 
 
 @triton.jit
+def _places(found):
+    """Load a request's places: where the text goes on and how many tokens are left, strength, weight, whether it is the
+    request's own text, whether the place votes, and whether its text is being written (see `search`)."""
+    lane = tl.arange(0, CANDIDATES)
+    at, left = tl.load(found + lane), tl.load(found + 2 * CANDIDATES + lane)
+    traits = tl.load(found + CANDIDATES + lane).to(tl.int32)
+    strength, weight = traits & 0xFF, ((traits >> 8) & 0xFFFF).to(tl.int64)
+    own, differs = ((traits >> 24) & 1) > 0, ((traits >> 25) & 1) > 0
+    valid, grows = ((traits >> 26) & 1) > 0, ((traits >> 27) & 1) > 0
+    strongest = tl.max(tl.where(valid & (differs == 0), strength, 0), axis=0)
+    return at, left, strength, weight, own, valid & (tl.where(differs, strongest, 0) < SURE), grows
+
+
+@triton.jit
+def _following(arena, at, left, step, valid, grows, draft, column):
+    """Return the token that follows at each place, and which places have one. Where none has, texts that are being
+    written go on with the draft itself."""
+    token = tl.load(arena + at + step, mask=valid & (step < left), other=-1)
+    alive = valid & (token >= 0)
+    if tl.max(alive.to(tl.int32), axis=0) == 0:
+        beyond = step - left
+        grown = tl.sum(tl.where(column[None, :] == beyond[:, None], draft[None, :], 0), axis=1)
+        token = tl.where(grows & (beyond >= 0), grown, token)
+        alive = valid & grows & (beyond >= 0)
+    return token, alive
+
+
+@triton.jit
+def _elected(token, alive, strong, weight, own):
+    """Return the token with the most votes, the places that voted for it, and its kind as a draft token."""
+    power = (strong + 1).to(tl.int64)
+    power = power * power * power
+    votes = tl.where(alive, power * power * weight, 0)
+    agree = (token[:, None] == token[None, :]) & alive[None, :]
+    total = tl.where(alive, tl.sum(tl.where(agree, votes[None, :], 0), axis=1), -1)
+    most = tl.max(total, axis=0)
+    winner = tl.min(tl.where(total == most, token, 0x7FFFFFFF), axis=0)
+    voters = alive & (token == winner)
+    share = most.to(tl.float64) / tl.sum(votes, axis=0).to(tl.float64)
+    longest = tl.max(tl.where(voters, strong, 0), axis=0)
+    alone = tl.sum((voters & (own == 0)).to(tl.int32), axis=0) == 0
+    return winner, voters, _kind(share, longest, tl.sum(voters.to(tl.int32), axis=0), alone)
+
+
+@triton.jit
 def vote(
     arena,
     slots,
@@ -164,42 +209,18 @@ def vote(
     if slot >= 0:
         n = tl.load(text_len + slot)
         last = tl.load(arena + tl.load(text_at + slot) + n - 1)
-        mine = found + request * 3 * CANDIDATES + tl.arange(0, CANDIDATES)
-        at, left = tl.load(mine), tl.load(mine + 2 * CANDIDATES)
-        traits = tl.load(mine + CANDIDATES).to(tl.int32)
-        strength, weight = traits & 0xFF, ((traits >> 8) & 0xFFFF).to(tl.int64)
-        own, differs = ((traits >> 24) & 1) > 0, ((traits >> 25) & 1) > 0
-        valid, grows = ((traits >> 26) & 1) > 0, ((traits >> 27) & 1) > 0
-        strongest = tl.max(tl.where(valid & (differs == 0), strength, 0), axis=0)
-        valid = valid & (tl.where(differs, strongest, 0) < SURE)
+        at, left, strength, weight, own, valid, grows = _places(found + request * 3 * CANDIDATES)
         draft = tl.zeros([PADDED], tl.int32) + last
         offer = offers + slot * (4 + 2 * STEPS)
         survival = (0 * n + 1).to(tl.float64)
-        count, asked, step = 0 * n, 0 * n, 0 * n
+        asked, step = 0 * n, 0 * n
         going = tl.load(num_sampled + request) > 0
         while going:
-            token = tl.load(arena + at + step, mask=valid & (step < left), other=-1)
-            alive = valid & (token >= 0)
-            if tl.max(alive.to(tl.int32), axis=0) == 0:
-                beyond = step - left
-                grown = tl.sum(tl.where(column[None, :] == beyond[:, None], draft[None, :], 0), axis=1)
-                token = tl.where(grows & (beyond >= 0), grown, token)
-                alive = valid & grows & (beyond >= 0)
-            strong = tl.minimum(strength + 2 * step, STRONGEST)
-            power = (strong + 1).to(tl.int64)
-            power = power * power * power
-            votes = tl.where(alive, power * power * weight, 0)
-            agree = (token[:, None] == token[None, :]) & alive[None, :]
-            total = tl.where(alive, tl.sum(tl.where(agree, votes[None, :], 0), axis=1), -1)
-            most = tl.max(total, axis=0)
-            going = most >= 0
+            token, alive = _following(arena, at, left, step, valid, grows, draft, column)
+            going = tl.max(alive.to(tl.int32), axis=0) > 0
             if going:
-                winner = tl.min(tl.where(total == most, token, 0x7FFFFFFF), axis=0)
-                voters = alive & (token == winner)
-                share = most.to(tl.float64) / tl.sum(votes, axis=0).to(tl.float64)
-                longest = tl.max(tl.where(voters, strong, 0), axis=0)
-                alone = tl.sum((voters & (own == 0)).to(tl.int32), axis=0) == 0
-                kind = _kind(share, longest, tl.sum(voters.to(tl.int32), axis=0), alone)
+                strong = tl.minimum(strength + 2 * step, STRONGEST)
+                winner, voters, kind = _elected(token, alive, strong, weight, own)
                 winner = tl.minimum(winner, vocabulary - 1)
                 tl.store(offer + 2 + step, winner)
                 tl.store(offer + 3 + STEPS + step, kind)
@@ -210,12 +231,11 @@ def vote(
                 if going:
                     draft = tl.where(column == step, winner, draft)
                     tl.store(confidence + request * STEPS + step, token_chance.to(tl.float32))
-                    count = step + 1
                     valid = voters
                     step = step + 1
         cell = request * STEPS + column
-        tl.store(confidence + cell, tl.zeros([PADDED], tl.float32), mask=(column < STEPS) & (column >= count))
-        tl.store(drafts + cell, tl.where(column < count, draft, last).to(tl.int64), mask=column < STEPS)
-        tl.store(real + request, count)
+        tl.store(confidence + cell, tl.zeros([PADDED], tl.float32), mask=(column < STEPS) & (column >= step))
+        tl.store(drafts + cell, tl.where(column < step, draft, last).to(tl.int64), mask=column < STEPS)
+        tl.store(real + request, step)
         tl.store(offer, asked)
         tl.store(offer + 1, n)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.distributed.parallel_state import get_tp_group
@@ -98,27 +100,27 @@ class DeviceWorkerState(WorkerState):
             if self._harvest is not None:
                 self._harvest.begin(begun, list(text[begun.start :]))
             self._begun.append(begun)
-        if self.index is None:
-            return
-        self._complete = not self._policy.kept
-        try:
-            self.index.open(opened)
-        except Exception as error:
-            self._fail(error)
+        if self.index is not None:
+            self._complete = not self._policy.kept
+            with self._drafting():
+                self.index.open(opened)
 
-    def _fail(self, error: Exception) -> None:
-        if self.source is not None:
-            self.source.fail(error)
+    @contextlib.contextmanager
+    def _drafting(self) -> Iterator[None]:
+        """Switch the history's drafts off where something fails inside."""
+        try:
+            yield
+        except Exception as error:
+            self._complete = True
+            if self.source is not None:
+                self.source.fail(error)
 
     def bring_history(self) -> None:
         """Bring more of the sealed text that is drafted from to the device, before a step."""
         if self._complete or self.index is None or self.lengths is None or self.lengths.engine.history is None:
             return
-        try:
+        with self._drafting():
             self._complete = self.index.bring(self.lengths.engine.history.index)
-        except Exception as error:
-            self._complete = True
-            self._fail(error)
 
     def end(self, scheduled: Any) -> None:
         """Take the requests that have ended or were preempted, while the runner has them still."""
@@ -134,27 +136,17 @@ class DeviceWorkerState(WorkerState):
                 most = int(before) + step - int(self.index.arena.tables.begin[slot])
                 closed.append((slot, max(0, min(most, self._max_model_len)) if kept else 0))
         self._ended |= scheduled.finished_req_ids
-        try:
-            if closed and self.index is not None:
+        if closed and self.index is not None:
+            with self._drafting():
                 self.index.close(closed, states.total_len.gpu)
-        except Exception as error:
-            self._fail(error)
 
     def start_step(self, scheduled: Any) -> None:
         """Note the step that the runner has begun."""
         drafts = {req_id: len(tokens) for req_id, tokens in scheduled.scheduled_spec_decode_tokens.items()}
         counts = scheduled.num_scheduled_tokens
         decodes = not self._begun and scheduled.total_num_scheduled_tokens == len(counts) + sum(drafts.values())
-        self._step = Step(
-            tuple(self._begun),
-            frozenset(self._ended),
-            self._unrecorded,
-            dict(counts),
-            drafts,
-            decodes,
-            time.perf_counter(),
-        )
-        self._begun, self._ended = [], set()
+        begun, ended, self._begun, self._ended = self._begun, self._ended, [], set()
+        self._step = Step(begun, ended, self._unrecorded, dict(counts), drafts, decodes, time.perf_counter())
 
     def watch(self, output: Any) -> Any:
         """Have the draft length of the next steps chosen when a step's output is on the host; return the output."""
@@ -230,19 +222,17 @@ class DeviceWorkerState(WorkerState):
             self._bind_history(source)
             beside = Beside(source, self._model_worth)
         texts = self.runner.req_states.all_token_ids.gpu
-        self.speculation = Speculation(
-            self.runner.speculator, self._decodes, config.keyed, texts, config.model_tokens, beside
-        )
+
+        def decodes() -> bool:
+            return self._step is not None and self._step.decodes
+
+        self.speculation = Speculation(self.runner.speculator, decodes, config, texts, beside)
         if self.lengths is not None:
             self.speculation.on_failure = self.lengths.engine.fail
 
     def _model_worth(self, tokens: int) -> float:
         drafts = self.lengths and self.lengths.engine.drafts
         return float(drafts.acceptance.chances(tokens).sum()) if drafts else 0.0
-
-    def _decodes(self) -> bool:
-        """Whether the step that is going on reads no prompt."""
-        return self._step is not None and self._step.decodes
 
 
 def stop_tokens(params: Any) -> frozenset[int]:
