@@ -377,7 +377,7 @@ class Refitted:
 def test_a_refit_that_fails_half_way_is_no_new_version(run: Run) -> None:
     engine = Refitted()
     das = test_history.parse(test_history.DAS)
-    hooks = SyncEngineHooks.attach(engine, das, source=1)
+    hooks = SyncEngineHooks(engine, das, source=1)
     for answers in ([True, False], RuntimeError("a rank died"), [True, True], [{"loaded": 3}], [None, None]):
         engine.answers = answers
         try:
