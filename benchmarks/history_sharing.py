@@ -46,7 +46,7 @@ def filled(tokens: int, root: str) -> tuple[NodeHistory, int]:
     while version * PROBLEMS_A_STEP * SAMPLES * TOKENS < tokens:
         arrive(history, step(version, np.random.default_rng(version)))
         version += 1
-        history.sync(version, "fill", 0, ())
+        history.sync(version, 0, ())
     history.writer.store.settle()
     return history, version
 

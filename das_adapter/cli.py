@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -73,20 +74,17 @@ def cpu_env() -> None:
     """Print the environment that a veRL run without a GPU needs, for `env $(das-adapter cpu-env) python -m ...`."""
     from das_adapter.cpu import environment
 
-    for name, value in environment.cpu_env().items():
-        click.echo(f"{name}={value}")
+    click.echo("\n".join(f"{name}={value}" for name, value in environment.cpu_env().items()))
+
+
+_EXISTING = click.Path(exists=True, path_type=Path)
 
 
 @main.command()
 @click.argument("run_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), help="Where the page goes; default: RUN_DIR/report.")
 @click.option("--version", type=int, help="Show the rollout before this weight version over time; default: the last.")
-@click.option(
-    "--rollouts",
-    "dump",
-    type=click.Path(exists=True, path_type=Path),
-    help="The run's dumped rollouts, as for replay: shows how similar epochs are.",
-)
+@click.option("--rollouts", "dump", type=_EXISTING, help="The run's dumped rollouts: shows how similar epochs are.")
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where they hold text.")
 def report(run_dir: Path, out: Path | None, version: int | None, dump: Path | None, tokenizer: str | None) -> None:
     """Turn the decision logs of a run (das.log_dir) into a page to look at, report.html, and figures."""
@@ -101,9 +99,9 @@ def report(run_dir: Path, out: Path | None, version: int | None, dump: Path | No
     click.echo("\n".join(map(str, written)))
 
 
-def _numbers(_: click.Context, __: click.Parameter, text: str | None) -> tuple[int, ...]:
+def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
     try:
-        return () if text is None else tuple(int(part) for part in text.split(","))
+        return tuple(map(int, text.split(",")))
     except ValueError:
         raise click.BadParameter(f"found {text!r}, expected whole numbers such as 1,4,16") from None
 
@@ -122,11 +120,7 @@ def _json(_: click.Context, __: click.Parameter, text: str | None) -> Any:
 @click.option("--contexts", default="256,1024", callback=_numbers, show_default=True, help="Mean tokens of a request.")
 @click.option("--drafts", default="0,1,3,7,15", callback=_numbers, show_default=True, help="Draft tokens per request.")
 @click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
-@click.option(
-    "--drafter",
-    callback=_json,
-    help='Also measure the passes of the model of a `das:` block, JSON: \'{"drafter": "self"}\'.',
-)
+@click.option("--drafter", callback=_json, help="A `das:` block as JSON: also measure the passes of its model.")
 @click.option("--engine", default="{}", callback=_json, help="JSON: further arguments of vllm.LLM, as dtype.")
 def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **grid: tuple[int, ...]) -> None:
     """Measure MODEL's decode steps here, with drafts and without, and those of a vLLM engine without das-adapter; fit
@@ -148,10 +142,7 @@ def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **g
     stock = sweep.measure_stock(model, grid["batches"], grid["contexts"], 4 * rounds, **engine)
     measured = sweep.measure(model, rounds=rounds, das=parse(drafter), **grid, **engine)
     result = sweep.analyse(measured, config, stock)
-    options = " ".join(f"--{name} {','.join(map(str, values))}" for name, values in grid.items())
-    options += f" --drafter '{json.dumps(drafter)}'" if drafter else ""
-    command = f"das-adapter calibrate {model} {options} --rounds {rounds} --engine '{json.dumps(engine)}'"
-    sweep.write(out, model, measured, result, command)
+    sweep.write(out, model, measured, result, shlex.join(["das-adapter", *sys.argv[1:]]))
     click.echo(json.dumps(result["validation"], indent=2))
     click.echo(str(out))
 
@@ -161,11 +152,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 
 def _writable(_: click.Context, option: click.Parameter, value: Path | None) -> Path | None:
     """Refuse a file whose directory is not there before minutes of work, and a picture of an unknown kind."""
-    if value is None:
-        return None
-    if not value.parent.is_dir():
+    if value and not value.parent.is_dir():
         raise click.BadParameter(f"found {str(value)!r}, whose directory does not exist")
-    if option.name == "picture":
+    if value and option.name == "picture":
         try:
             from matplotlib.backend_bases import FigureCanvasBase
         except ImportError:
@@ -195,7 +184,7 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: in
 
 
 @main.command()
-@click.argument("path", type=click.Path(exists=True, path_type=Path), metavar="FILE")
+@click.argument("path", type=_EXISTING, metavar="FILE")
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where FILE holds text.")
 @click.option("--budget", type=int, show_default="8", help="Most draft tokens of a request in a round.")
 @click.option("--min-chance", default=0.0, show_default=True, help="A draft ends where its chance falls under this.")
@@ -206,49 +195,38 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: in
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="--hardware: GPUs that generate.")
 @click.option("--per-engine", type=click.IntRange(1), default=1, show_default=True, help="--hardware: GPUs an engine.")
 @click.option("--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", help="--hardware: of the weights.")
-@click.option(
-    "--max-num-seqs", type=click.IntRange(1), help="--hardware: requests that an engine runs at once; default: 256."
-)
-@click.option(
-    "--other-s", type=click.FloatRange(0), help="--hardware: seconds of a step beside its rollout; default: estimated."
-)
-@click.option(
-    "--tokens",
-    default=2_000_000,
-    show_default=True,
-    help="--hardware: tokens that are simulated; problems of a larger dump are sampled, and count several times.",
-)
+@click.option("--max-num-seqs", type=click.IntRange(1), help="--hardware: requests of an engine; default: 256.")
+@click.option("--other-s", type=click.FloatRange(0), help="--hardware: seconds of a step beside its rollout.")
+@click.option("--tokens", default=2_000_000, show_default=True, help="--hardware: most tokens that are simulated.")
 @_figures
 @click.option("--plot", "picture", type=_FILE, callback=_writable, help="Draw them here.")
-def replay(path: Path, tokenizer: str | None, target: Path | None, picture: Path | None, **options: Any) -> None:
+def replay(path: Path, tokenizer: str | None, **options: Any) -> None:
     """Replay dumped rollouts (FILE or a directory) step by step, as the drafter would have seen them.
 
     FILE: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or .npz / .jsonl / .jsonl.zst of responses.
     """
-    from das_adapter.config import parse
+    from das_adapter.config import DasConfig, parse
     from das_adapter.sim import rollouts
     from das_adapter.tools import replay as simulator
 
     _refuse_without_effect(options["hardware"] is not None)
     history = {"max_bytes": options["max_bytes"]} if options["max_bytes"] else {}
     if options["hardware"] is not None:
-        return _pays(path, tokenizer, history, options, target, picture)
-    das = parse({"history": history})
-    assert das is not None
+        return _pays(path, tokenizer, history, **options)
+    das = parse({"history": history}) or DasConfig()
     dump = rollouts.read(path, tokenizer)
     figures = simulator.report(dump, options["budget"] or 8, options["min_chance"], das.history, options["batch"])
     rows = []
     for kind in ("all", "by_source", "by_length", "by_visit", "by_budget", "by_step"):
-        for name, f in ({"all sources": figures} if kind == "all" else figures[kind]).items():
-            title = name if kind == "all" else f"{kind.removeprefix('by_')} {name}"
-            shown = (f["tokens_per_forward"], f["accepted_per_round"], f["drafted_per_round"])
-            rows.append((title, *(f"{x:.2f}" for x in shown), str(f["rounds"]), f"{f['hits']:.0%}"))
+        for name, f in figures.get(kind, {"sources": figures}).items():
+            rates = "{tokens_per_forward:.2f} {accepted_per_round:.2f} {drafted_per_round:.2f} {rounds} {hits:.0%}"
+            rows.append((f"{kind.removeprefix('by_')} {name}", *rates.format(**f).split()))
     _print_table(("", "tokens/forward", "accepted", "drafted", "rounds", "hits"), rows)
     positions = " ".join(f"{p:.2f}" for p in figures["acceptance_by_position"])
     click.echo(f"acceptance by draft position: {positions}; calibration error {figures['calibration_error']:.3f}")
-    _write(target, figures)
-    if picture:
-        simulator.plot(figures, picture)
+    _write(options["target"], figures)
+    if options["picture"]:
+        simulator.plot(figures, options["picture"])
 
 
 @main.command()
@@ -265,10 +243,9 @@ def simulate(path: Path, vary: tuple[str, ...], jobs: int | None, target: Path |
 
     if vary and picture:
         raise click.BadParameter("found --vary as well, which draws nothing", param_hint="--plot")
-    figures: Any
     config = configs.read(path)
     if vary:
-        figures = sweep(config, _varied(vary), jobs, lambda done, of: _tell(f"{done} of {of}"))
+        figures: Any = sweep(config, _varied(vary), jobs, lambda done, of: _tell(f"{done} of {of}"))
         _tell("")
         for row in figures:
             click.echo(", ".join(f"{key}={value}" for key, value in row["values"].items()))
@@ -325,14 +302,7 @@ def _refuse_without_effect(hardware: bool) -> None:
         raise click.UsageError(f"{', '.join(wrong)}: no effect with{'' if hardware else 'out'} --hardware")
 
 
-def _pays(
-    path: Path,
-    tokenizer: str | None,
-    history: dict[str, Any],
-    options: dict[str, Any],
-    target: Path | None,
-    picture: Path | None,
-) -> None:
+def _pays(path: Path, tokenizer: str | None, history: dict[str, Any], **options: Any) -> None:
     """Say what a dump's rollouts would take on a cluster, off and on, and which block takes least."""
     import yaml
 
@@ -352,8 +322,8 @@ def _pays(
         progress=_tell,
     )
     _tell("")
-    if picture:
-        plots.draw(answer.runs, picture)
+    if options["picture"]:
+        plots.draw(answer.runs, options["picture"])
     rows = []
     for e in answer.epochs:
         shown = (e.off_s, e.on_s, e.on_s / e.off_s, e.off_step_s, e.on_step_s, e.on_step_s / e.off_step_s)
@@ -373,7 +343,7 @@ def _pays(
     if warning := pays.check(dump):
         click.echo(f"Note: {warning}.")
     click.echo("Recommended:\n" + yaml.safe_dump({"das": answer.block}, sort_keys=False).rstrip())
-    _write(target, answer.to_dict())
+    _write(options["target"], answer.to_dict())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -54,23 +54,17 @@ class Host:
 
     @property
     def symbols(self) -> tuple[Symbol, ...]:
-        """All symbols: those that no patch names, and the targets of the patches."""
-        return self.relied_on + _patched(self.package, self.oldest)
-
-
-def _patched(package: str, version: str) -> tuple[Symbol, ...]:
-    """Return the targets of the patches that a version of a package needs. Those for a CPU are checked when they are
-    applied. Where a patch adds its attribute, the class must be there."""
-    found = []
-    for change in patching.changes():
-        module, _, name = change.target.replace(".__ray_metadata__.modified_class", "").partition(":")
-        if module.split(".")[0] != package or change.source.startswith("cpu."):
-            continue
-        if numbers(change.since) <= numbers(version):
-            name = name.rpartition(".")[0] if change.adds else name
-            needs = tuple(re.findall(r"\w+", change.needs))
-            found.append(Symbol(module, name, f"patch {change.patch}", needs, change.optional))
-    return tuple(found)
+        """All symbols: those that no patch names, and the targets of the patches that `oldest` needs. Patches for a CPU
+        are checked when they are applied. Where a patch adds its attribute, the class must be there."""
+        found = list(self.relied_on)
+        for change in patching.changes():
+            module, _, name = change.target.replace(".__ray_metadata__.modified_class", "").partition(":")
+            foreign = module.split(".")[0] != self.package or change.source.startswith("cpu.")
+            if not foreign and numbers(change.since) <= numbers(self.oldest):
+                name = name.rpartition(".")[0] if change.adds else name
+                needs = tuple(re.findall(r"\w+", change.needs))
+                found.append(Symbol(module, name, f"patch {change.patch}", needs, change.optional))
+        return tuple(found)
 
 
 def _symbols(reasons: Mapping[str, str]) -> tuple[Symbol, ...]:
@@ -213,26 +207,12 @@ def numbers(release: str) -> tuple[int, ...]:
 
 
 @functools.cache
-def missing(host: str) -> list[Symbol]:
+def missing(host: str | Host) -> list[Symbol]:
     """List the required symbols that the installed package lacks, or has with other parameters; read from its source
     files, nothing is imported."""
-    return _lacking(HOSTS[host].symbols)
-
-
-@functools.cache
-def missing_on_v2(host: Host) -> list[Symbol]:
-    """List what the installed vLLM's V2 model runner lacks, as `missing` does."""
-    return _lacking(host.symbols)
-
-
-def _lacking(symbols: tuple[Symbol, ...]) -> list[Symbol]:
+    symbols = (HOSTS[host] if isinstance(host, str) else host).symbols
     sources = {module: _parsed(module) for module in {symbol.module for symbol in symbols}}
-    return [
-        symbol
-        for symbol in symbols
-        if not _defined(sources[symbol.module], symbol)
-        and not (symbol.optional and not _there(sources[symbol.module], symbol.name.partition(".")[0]))
-    ]
+    return [symbol for symbol in symbols if not _defined(sources[symbol.module], symbol)]
 
 
 def require(host: str) -> None:
@@ -251,41 +231,32 @@ def require(host: str) -> None:
 
 
 def for_cpu(host: str) -> Any:
-    """Return what the room `cpu` has for a host; its entry points name it, so that no other room imports that one.
-
-    Raises:
-        UnsupportedHost: this installation has no such entry point.
-    """
+    """Return what the room `cpu` has for a host; its entry points name it, so that no other room imports that one."""
     found = importlib.metadata.entry_points(group="das_adapter.cpu", name=host)
     if not found:
         raise UnsupportedHost(f"{host} on a CPU: das-adapter has no entry point for it here; install das-adapter anew")
     return found[host].load()
 
 
-def _there(body: list[ast.stmt], name: str) -> bool:
-    return any(name in _names(node) for node in _flat(body))
-
-
 def _defined(body: list[ast.stmt], symbol: Symbol) -> bool:
-    scope: ast.AST | None = None
+    scope: ast.stmt | None = None
     for name in symbol.name.split("."):
         found = next((node for node in _flat(body) if name in _names(node)), None)
         if found is None:
-            return scope is not None and _assigned_on_self(scope, name)
+            return _assigned_on_self(scope, name) if scope else symbol.optional
         scope, body = found, getattr(found, "body", [])
     return _takes(scope, name, symbol.parameters)
 
 
-def _takes(node: ast.AST | None, name: str, parameters: tuple[str, ...]) -> bool:
-    """Whether a function has these parameters; one that is imported has them where it is defined."""
+def _takes(node: ast.stmt | None, name: str, parameters: tuple[str, ...]) -> bool:
+    """Return whether a function has these parameters; one that is imported has them where it is defined."""
     if isinstance(node, ast.ImportFrom) and node.module and not node.level and parameters:
         there = next(alias.name for alias in node.names if name in (alias.name, alias.asname))
         return _defined(_parsed(node.module), Symbol(node.module, there, "", parameters))
     if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return True
-    arguments = node.args
-    names = {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-    return names.issuperset(parameters)
+    taken = node.args
+    return {a.arg for a in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)}.issuperset(parameters)
 
 
 def _parsed(module: str) -> list[ast.stmt]:
@@ -299,15 +270,13 @@ def _parsed(module: str) -> list[ast.stmt]:
     return ast.parse(path.read_text(encoding="utf-8")).body if path else []
 
 
-def _flat(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Statements of a body, those inside `if` and `try` included."""
-    out: list[ast.stmt] = []
+def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a body, those inside `if` and `try` included."""
     for node in body:
-        out.append(node)
+        yield node
         if isinstance(node, (ast.If, ast.Try)):
-            handlers = [s for h in getattr(node, "handlers", []) for s in h.body]
-            out += _flat([*node.body, *node.orelse, *handlers])
-    return out
+            handlers = (s for h in getattr(node, "handlers", []) for s in h.body)
+            yield from _flat([*node.body, *node.orelse, *handlers])
 
 
 def _names(node: ast.stmt) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
-from das_adapter.config_errors import check_effects, message, retired, wrong
+from das_adapter.config_errors import check_effects, check_options, message, resembles_das, retired, wrong
 from das_adapter.errors import ConfigError
 
 _UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -166,13 +165,12 @@ class DasConfig(_Block):
 
     @property
     def in_every_step(self) -> bool:
-        """Whether a neural drafter drafts in every step, as vLLM has it, so that nothing is decided on the host."""
+        """Whether a neural drafter drafts in every step, as vLLM has it."""
         return self.neural and not self.uses_history and self.speculate == "always" and self.budget == "unlimited"
 
     @property
     def controlled(self) -> bool:
-        """Whether das-adapter's controller decides on the draft tokens. Then they are drafted on the host, between two
-        steps, and may be any number."""
+        """Whether das-adapter's controller decides on the draft tokens; then they may be any number in a step."""
         return self.drafter != "none" and not self.in_every_step
 
     @property
@@ -183,9 +181,9 @@ class DasConfig(_Block):
     @property
     def looked_up(self) -> HistoryConfig | None:
         """Where drafts are looked up: the run's history, the request's own text (`ngram`), or, None, nowhere."""
-        return (
-            self.history if self.uses_history else HistoryConfig(scope="request") if self.drafter == "ngram" else None
-        )
+        if self.drafter == "ngram":
+            return HistoryConfig(scope="request")
+        return self.history if self.uses_history else None
 
     @property
     def shares_history(self) -> bool:
@@ -240,11 +238,6 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
 """The values of other keys that a key needs to have an effect. The entry of a block holds for each of its keys, unless
 the key's own entry names the same setting. Keys without an entry act with every drafter."""
 
-IN_EVERY_STEP = ("parallel_drafting", "disable_padded_drafter_batch")
-"""Keys of vLLM's speculative_config with which a neural drafter has to draft in every step, as vLLM has it."""
-LOSSY = {"rejection_sample_method": ("standard", "block")}
-"""Keys of vLLM's speculative_config that decide acceptance, and their values that keep the policy's distribution."""
-
 
 def parse(block: Any) -> DasConfig | None:
     """Read a `das:` block: None, a mapping (an OmegaConf node too) or a `DasConfig`.
@@ -254,8 +247,7 @@ def parse(block: Any) -> DasConfig | None:
         keyed noise).
 
     Raises:
-        ConfigError: an unknown, retired or ill-typed key, a value out of range, a key without effect, or keys that
-            contradict each other.
+        ConfigError: names each key that is unknown, retired, ill-typed, out of range or without effect.
     """
     if block is None:
         return None
@@ -287,13 +279,10 @@ def read(source: str) -> Any:
     try:
         found = yaml.safe_load(source if inline else Path(source).expanduser().read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(
-            f"found {source!r}, allowed: a das: block as JSON, or the path of a YAML file: {error}"
-        ) from None
+        allowed = "allowed: a das: block as JSON, or the path of a YAML file"
+        raise ConfigError(f"found {source!r}, {allowed}: {error}") from None
     if not isinstance(found, Mapping):
-        raise ConfigError(
-            f"{source}: found {found!r}, expected a das: block; for the defaults write `drafter: history`"
-        )
+        raise ConfigError(f"{source}: found {found!r}, expected a das: block, such as `drafter: history`")
     return block_of(found, source) if "das" in found else found
 
 
@@ -306,10 +295,8 @@ def block_of(parent: Any, where: str) -> Any:
     if not isinstance(parent, Mapping):
         return None
     if "das" not in parent:
-        for key in map(str, parent):
-            word = re.split("[_-]", key.lower())[0]
-            if len(word) > 2 and difflib.get_close_matches(word, ["das"], cutoff=0.8):
-                raise ConfigError(f"{where}.{key}: unknown key; did you mean 'das'?")
+        for key in filter(resembles_das, map(str, parent)):
+            raise ConfigError(f"{where}.{key}: unknown key; did you mean 'das'?")
     elif parent["das"] is None:
         raise ConfigError(
             f"{where}.das: found an empty block: to turn das-adapter off, remove the key or write "
@@ -319,20 +306,15 @@ def block_of(parent: Any, where: str) -> Any:
 
 
 def check_files(config: DasConfig) -> None:
-    """Refuse files and directories of the block that this machine can't read or write.
-
-    Raises:
-        ConfigError: names the key and the path.
-    """
+    """Refuse files and directories of the block that this machine can't read or write."""
     if config.drafter == "none":
         return
     if config.calibration is not None:
         try:
             json.loads(Path(config.calibration).read_text())
         except (OSError, ValueError) as error:
-            raise wrong(
-                "calibration", config.calibration, f"expected a file that das-adapter calibrate wrote: {error}"
-            ) from None
+            expected = "expected a file that das-adapter calibrate wrote"
+            raise wrong("calibration", config.calibration, f"{expected}: {error}") from None
     if config.history.load is not None and not os.path.isdir(config.history.load):
         raise wrong("history.load", config.history.load, "expected a directory that exists")
     if config.log_dir is not None:
@@ -355,16 +337,7 @@ def _check_draft(config: DasConfig) -> None:
     always = "das.budget='unlimited' and das.speculate='always'"
     if config.in_every_step and config.log_dir is not None:
         raise wrong("log_dir", config.log_dir, f"allowed: null, because nothing is decided with {always}")
-    for key, value in config.draft.options.items():
-        refused = None
-        if key in ("method", "model", "num_speculative_tokens"):
-            refused = "which das.drafter, das.draft.model and das.max_draft_tokens set"
-        elif value and key in IN_EVERY_STEP and not config.in_every_step:
-            refused = f"allowed only with das.drafter={config.method!r}, {always}"
-        elif value not in LOSSY[key] if key in LOSSY else re.search("synthetic|lenien|typical|posterior", key):
-            refused = "with which tokens lose the policy's distribution"
-        if refused:
-            raise wrong(f"draft.options.{key}", value, f"{refused}: remove it")
+    check_options(config.draft.options, None if config.in_every_step else f"das.drafter={config.method!r}, {always}")
 
 
 def _plain(node: Any) -> Any:

@@ -44,6 +44,10 @@ _VALUES = {
     ("budget.policy", "classes"): "das",
 }
 """What is written today for an old key's value; the others are as they were."""
+IN_EVERY_STEP = ("parallel_drafting", "disable_padded_drafter_batch")
+"""Keys of vLLM's speculative_config with which a neural drafter has to draft in every step, as vLLM has it."""
+LOSSY = {"rejection_sample_method": ("standard", "block")}
+"""Keys of vLLM's speculative_config that decide acceptance, and their values that keep the policy's distribution."""
 _EXPECTED = {
     "int_type": "an integer",
     "string_type": "a string",
@@ -108,6 +112,29 @@ def check_effects(config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[s
                 raise ConfigError(
                     f"das.{key}={value!r} has an effect only with das.{setting}={either} (found {found!r}): remove it"
                 )
+
+
+def check_options(options: Mapping[str, Any], needed: str | None) -> None:
+    """Refuse keys of vLLM's speculative_config that das-adapter sets, or with which tokens lose their distribution.
+
+    `needed`: what the keys of `IN_EVERY_STEP` need; None: they are allowed.
+    """
+    for key, value in options.items():
+        refused = None
+        if key in ("method", "model", "num_speculative_tokens"):
+            refused = "which das.drafter, das.draft.model and das.max_draft_tokens set"
+        elif value and key in IN_EVERY_STEP and needed:
+            refused = f"allowed only with {needed}"
+        elif value not in LOSSY[key] if key in LOSSY else re.search("synthetic|lenien|typical|posterior", key):
+            refused = "with which tokens lose the policy's distribution"
+        if refused:
+            raise wrong(f"draft.options.{key}", value, f"{refused}: remove it")
+
+
+def resembles_das(key: str) -> bool:
+    """Return whether a key of the host's config is probably meant to be `das`."""
+    word = re.split("[_-]", key.lower())[0]
+    return len(word) > 2 and bool(difflib.get_close_matches(word, ["das"], cutoff=0.8))
 
 
 def _set_keys(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -133,6 +133,6 @@ def _no_draft_lengths(args: Any) -> str | None:
     """Say why vLLM's V2 runner would draft equally many tokens in every step; None: it would not."""
     if max(args.data_parallel_size, int(os.environ.get("VLLM_DP_SIZE") or 1)) > 1:
         return "V2 has no draft lengths by step beside data_parallel_size > 1"
-    if args.async_scheduling is False and compat.missing_on_v2(compat.V2_NEURAL):
+    if args.async_scheduling is False and compat.missing(compat.V2_NEURAL):
         return "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
     return None

@@ -15,12 +15,13 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from das_adapter.config import DasConfig
 from das_adapter.core.routing import start_order
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label, Labeller
+from das_adapter.service import ledger
 from das_adapter.service.session import Session, of_async_engine
 
 REFITS = frozenset(
@@ -42,10 +43,10 @@ class EngineHooks:
     """The part that does not depend on whether the engine is synchronous."""
 
     def __init__(self, llm: Any, das: DasConfig, source: int, resumed: int = 0):
-        """
+        """Put the hooks on an engine.
+
         Args:
             llm: `vllm.LLM` or `AsyncLLM`; its `generate` and `collective_rpc` do the work.
-            das: the run's block.
             source: distinguishes this worker's unlabelled requests from those of other workers.
             resumed: training step from which the run resumes.
         """
@@ -54,14 +55,8 @@ class EngineHooks:
         self._labeller = Labeller(das.verify.seed, source, resumed)
         self._llm, self._generate, self._rpc = llm, llm.generate, llm.collective_rpc
         self._session = Session(das, self._das_rpc)
-
-    @classmethod
-    def attach(cls, llm: Any, das: DasConfig, source: int, resumed: int = 0, **kwargs: Any) -> Self:
-        """Put the hooks on an engine; see the constructor for the arguments."""
-        hooks = cls(llm, das, source, resumed, **kwargs)
-        see_requests.apply(hooks.generate, owner=llm)
-        see_refits.apply(hooks.collective_rpc, owner=llm)
-        return hooks
+        see_requests.apply(self.generate, owner=llm)
+        see_refits.apply(self.collective_rpc, owner=llm)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as the engine does, with labels; trajectories go into the history."""
@@ -190,7 +185,7 @@ class AsyncEngineHooks(EngineHooks):
             self._find_loop()
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:
-                self._order.refresh(await asyncio.to_thread(self._session.expected), self.version)
+                self._order.refresh(await asyncio.to_thread(ledger.expected, 25.0), self.version)
         return result
 
     async def start(self) -> None:

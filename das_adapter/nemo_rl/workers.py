@@ -60,7 +60,7 @@ class DasGenerationWorkerImpl(_Calls, VllmGenerationWorkerImpl):
     def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
         das = prepare_engine(self.cfg, llm_kwargs)
         super()._create_engine(llm_kwargs)
-        self.hooks = SyncEngineHooks.attach(self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0))
+        self.hooks = SyncEngineHooks(self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0))
 
     def post_init(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
@@ -89,7 +89,7 @@ class DasAsyncGenerationWorkerImpl(_Calls, VllmAsyncGenerationWorkerImpl):
             llm_kwargs.setdefault("scheduling_policy", "priority")
         super()._create_engine(llm_kwargs)
         owner = getattr(self, "_engine_owner_loop", None)  # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
-        self.hooks = AsyncEngineHooks.attach(
+        self.hooks = AsyncEngineHooks(
             self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0), loop=owner and owner.loop
         )
 

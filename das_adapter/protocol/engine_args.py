@@ -43,7 +43,7 @@ def needs_v1(config: DasConfig) -> str | None:
         return f"vLLM {installed} is older than {needed.oldest}"
     if os.environ.get(RUNNER_VARIABLE) == "0":
         return f"{RUNNER_VARIABLE}=0 in the environment"
-    if lacking := compat.missing_on_v2(needed):
+    if lacking := compat.missing(needed):
         return f"vLLM {installed} lacks {', '.join(map(str, lacking))}"
     return None
 

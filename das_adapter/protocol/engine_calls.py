@@ -7,17 +7,8 @@ from typing import Any
 
 
 async def call_workers(engine: Any, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
-    """Call a method of every worker.
-
-    Args:
-        engine: vLLM's `AsyncLLM`. Its own `collective_rpc` calls the workers of all its data-parallel engines, and
-            returns the answers of the first one's alone.
-        method: its name.
-        args: its arguments.
-
-    Returns:
-        The answers of each data-parallel engine's ranks.
-    """
+    """Call a method of every worker of vLLM's `AsyncLLM`; return the answers of each data-parallel engine's ranks. Its
+    own `collective_rpc` calls all of them too, and returns the answers of the first engine's alone."""
     core: Any = getattr(engine, "engine_core", None)
     if len(engines := getattr(core, "core_engines", ())) < 2:
         return [await engine.collective_rpc(method, args=args)]

@@ -57,11 +57,7 @@ def pack(trajectories: Sequence[Trajectory]) -> bytes:
 
 
 def unpack(content: bytes) -> list[Trajectory]:
-    """Return what was packed.
-
-    Raises:
-        ValueError: the bytes are no trajectories.
-    """
+    """Return what was packed; ValueError: the bytes are no trajectories."""
     count = int(np.frombuffer(content, np.uint64, 1)[0])
     rows = np.frombuffer(content, _ROW, count, offset=8)
     ends = 8 + rows.nbytes + np.cumsum(rows["bytes"])

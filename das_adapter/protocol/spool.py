@@ -61,11 +61,7 @@ def root_for(name: str, size: int) -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file for this user alone, without following a link.
-
-    Raises:
-        OSError: it can't be written.
-    """
+    """Write a file for this user alone, without following a link."""
     with open(path, "wb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as file:
         file.write(content)
 
@@ -103,13 +99,12 @@ class Ask(NamedTuple):
 
     def put(self, directory: Path, engine: str) -> None:
         """Leave it in a spool; `put` says what is raised."""
-        put(directory, f"{ASK}-{engine}", json.dumps(self._asdict()).encode())
+        put(directory, f"{ASK}-{engine}", json.dumps(self).encode())
 
     @classmethod
     def read(cls, path: Path) -> Ask:
         """Read what was left; ValueError, TypeError: it is no request."""
-        found = cls(**json.loads(path.read_bytes()))
-        return cls(int(found.number), int(found.cursor))
+        return cls(*map(int, json.loads(path.read_bytes())))
 
 
 class Answer(NamedTuple):
@@ -120,22 +115,21 @@ class Answer(NamedTuple):
     """To be mapped."""
     cursor: int
     """To ask with the next time."""
-    lengths: Responses
-    """Of the responses of all engines since the cursor that was asked with."""
     log: Sequence[str]
     """Lines for the engine's log: somebody reads that."""
+    lengths: Responses
+    """Of the responses of all engines since the cursor that was asked with."""
 
     def put(self, directory: Path, engine: str) -> None:
         """Leave it in a spool, a line of JSON before the lengths; `put` says what is raised."""
-        head = json.dumps([self.number, self.generation, self.cursor, list(self.log)]).encode()
-        put(directory, f"{ANSWER}-{engine}", head + b"\n" + self.lengths.tobytes())
+        put(directory, f"{ANSWER}-{engine}", json.dumps(self[:4]).encode() + b"\n" + self.lengths.tobytes())
 
     @classmethod
     def read(cls, path: Path) -> Answer:
         """Read what was left; ValueError, TypeError: it is no answer."""
         head, _, rows = path.read_bytes().partition(b"\n")
         number, generation, cursor, log = json.loads(head)
-        return cls(int(number), int(generation), int(cursor), np.frombuffer(rows, RESPONSE), list(map(str, log)))
+        return cls(int(number), int(generation), int(cursor), list(map(str, log)), np.frombuffer(rows, RESPONSE))
 
 
 class Gathered:
@@ -156,10 +150,10 @@ class Gathered:
             self._batch.append(trajectory)
             first = len(self._batch) == 1
         if first:
-            later(GATHER_S, self._flush_later)
+            later(GATHER_S, self.flush)
 
     def flush(self) -> None:
-        """Leave now what was gathered; what `leave` raises is raised."""
+        """Leave now what was gathered; if that fails, a line in the log says so."""
         with self._leaving:
             with self._lock:
                 batch, self._batch = self._batch, []
@@ -167,16 +161,10 @@ class Gathered:
                 if batch:
                     self._leave(batch)
             except Exception:
+                logger.exception("das: trajectories do not reach the history")
                 if sum(len(trajectory.tokens) for trajectory in batch) < KEPT:
                     with self._lock:
                         self._batch = batch + self._batch
-                raise
-
-    def _flush_later(self) -> None:
-        try:
-            self.flush()
-        except Exception:
-            logger.exception("das: trajectories do not reach the history")
 
 
 def later(seconds: float, act: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.index.store import newest_in
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
-from das_adapter.service.ledger import history_actors, ledger
+from das_adapter.service.ledger import histories, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -51,52 +51,34 @@ class Facts:
 
 
 def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callable[[Path], int]) -> None:
-    """Write a history to a directory, all of it or nothing: it gets its name when everything is on the disk.
-
-    Args:
-        directory: a history that was there before is replaced.
-        facts, lengths: of the run.
-        save_parts: writes the index to a directory, a file `0`, `1`, ... for each node; returns how many.
+    """Write a history to a directory, in the place of what was there, all of it or nothing: it gets its name when
+    everything is on the disk. `save_parts` writes the index to a directory, a file `0`, `1`, ... for each node, and
+    returns how many.
 
     Raises:
         OSError: it can't be written; what was there before is left as it was.
     """
-    partial = partial_of(directory)
+    partial = directory.with_name(f"{directory.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a writer that was killed
         (partial / INDEX).mkdir(parents=True)
         count = save_parts(partial / INDEX)
         for part in range(count):
             (partial / INDEX / str(part)).stat()  # another node may have another directory of this name
-        with (partial / _LENGTHS).open("wb") as file:
-            np.save(file, lengths.view(np.uint64).reshape(-1, 3))
-            os.fsync(file.fileno())
-        with (partial / _FACTS).open("w") as file:
-            file.write(json.dumps({**asdict(facts), "parts": count}, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_directory(partial / INDEX)
-        _sync_directory(partial)
+        np.save(partial / _LENGTHS, lengths.view(np.uint64).reshape(-1, 3))
+        (partial / _FACTS).write_text(json.dumps({**asdict(facts), "parts": count}, indent=1) + "\n")
+        for written in (partial / _LENGTHS, partial / _FACTS, partial / INDEX, partial):
+            _to_disk(written)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
-        _sync_directory(directory.parent)
+        _to_disk(directory.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def partial_of(directory: Path) -> Path:
-    """Return where a history is written before it is complete."""
-    return directory.with_name(f"{directory.name}.partial")
-
-
 def check(directory: Path, facts: Facts, key: str) -> None:
-    """Refuse a history that can't be used in a run, after reading all of it.
-
-    Args:
-        directory: what `write` wrote.
-        facts: the run's.
-        key: the key of the config that chose the directory.
+    """Refuse a history that can't be used in a run, after reading all of it; `key` of the config chose the directory.
 
     Raises:
         DasError: no history lies there, it is damaged, or it has another scope, vocabulary or tokenizer.
@@ -120,32 +102,24 @@ def check(directory: Path, facts: Facts, key: str) -> None:
 
 
 def parts(directory: Path) -> list[Path]:
-    """Return the files of a saved history's index.
-
-    Raises:
-        OSError: there is none.
-    """
+    """Return the files of a saved history's index; OSError: there is none."""
     return sorted((directory / INDEX).iterdir())
 
 
 def lengths(directory: Path, version: int) -> Responses:
     """Read the lengths of a saved history; their weight versions are moved back so that none is newer than `version`.
-
-    Raises:
-        DasError: they are missing or damaged.
-    """
+    DasError: they are missing or damaged."""
     try:
-        found: Responses = (
-            np.load(directory / _LENGTHS, allow_pickle=False).astype(np.uint64).view(RESPONSE).reshape(-1)
-        )
+        rows = np.load(directory / _LENGTHS, allow_pickle=False)
+        found: Responses = rows.astype(np.uint64).view(RESPONSE).reshape(-1)
     except Exception as error:  # NumPy raises whatever its parser does
         raise DasError(f"history: found damaged lengths in {str(directory)!r} ({error})") from None
     found["version"] += version - found["version"].max(initial=version)
     return found
 
 
-def _sync_directory(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def _to_disk(path: Path) -> None:
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:
@@ -167,17 +141,20 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
     Raises:
         DasError: what `history.load` names is no history, is damaged, or has another scope, vocabulary or tokenizer.
     """
-    chosen = None
+    found: Responses | None = None
     if resumed is not None:
+        directory = (resumed / NAME).absolute()
         try:
-            chosen = _readable(resumed / NAME, facts, "checkpoint", version)
+            check(directory, facts, "checkpoint")
+            found = lengths(directory, version)
         except DasError as error:
             logger.error("das: the checkpoint %s has no history to resume from: %s", resumed, error)
-    if chosen is None and config.load is not None:
-        chosen = _readable(Path(config.load), facts, f"{block}.history.load", version)
-    if chosen is None:
+    if found is None and config.load is not None:
+        directory = Path(config.load).absolute()
+        check(directory, facts, f"{block}.history.load")
+        found = lengths(directory, version)
+    if found is None:
         return
-    directory, found = chosen
     service = ledger()
     try:
         newest = max((newest_in(part) for part in parts(directory)), default=version)
@@ -188,35 +165,20 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
         logger.error("das: the history does not start with %s: %r", directory, error)
 
 
-def _readable(directory: Path, facts: Facts, key: str, version: int) -> tuple[Path, Responses]:
-    """Return a saved history's directory and lengths; see `check` and `lengths` for what is refused."""
-    directory = directory.absolute()
-    check(directory, facts, key)
-    return directory, lengths(directory, version)
-
-
 def save(folder: Path, facts: Facts, config: HistoryConfig) -> None:
-    """Save the run's history with a checkpoint, wholly or not at all; if that fails, a line in the log says so and the
-    run goes on.
-
-    Args:
-        folder: the checkpoint's directory; every node sees it.
-        facts: the run's.
-        config: the run's `history:` block.
-    """
-    target = folder / NAME
+    """Save the run's history in a checkpoint's folder, which every node sees, wholly or not at all; if that fails, a
+    line in the log says so and the run goes on."""
     try:
-        if not (histories := list(history_actors().values())):
+        if not (actors := [ray.get_actor(name) for name in histories()]):
             raise DasError("no node's history is running")
-        ray.get([history.flush.remote() for history in histories], timeout=_PATIENCE_S)
+        ray.get([actor.flush.remote() for actor in actors], timeout=_PATIENCE_S)
         known = ray.get(ledger().since.remote(0), timeout=_PATIENCE_S)
 
         def save_parts(index: Path) -> int:
-            saved = [history.save.remote(str(index / str(part))) for part, history in enumerate(histories)]
+            saved = [actor.save.remote(str(index / str(part))) for part, actor in enumerate(actors)]
             ray.get(saved, timeout=_PATIENCE_S)
             return len(saved)
 
-        write(target, facts, known, save_parts)
+        write(folder / NAME, facts, known, save_parts)
     except Exception:
         logger.exception("das: the history was not saved with the checkpoint %s", folder)
-        shutil.rmtree(partial_of(target), ignore_errors=True)  # of an actor that was killed

@@ -3,7 +3,6 @@ training step, and what the run's history starts from."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import uuid
@@ -15,9 +14,8 @@ import ray
 
 from das_adapter.core.ladder import Ladder
 from das_adapter.core.latency import Capacity
-from das_adapter.core.length import Expected, LengthLog
+from das_adapter.core.length import Expected, LengthLog, Responses
 from das_adapter.core.siblings import Moments
-from das_adapter.protocol.messages import Published
 from das_adapter.protocol.metrics import faults, figures
 
 logger = logging.getLogger("das_adapter")
@@ -37,14 +35,10 @@ class Synced(NamedTuple):
     """To ask with at the next weight sync."""
     lengths: ray.ObjectRef
     """Of the responses since the cursor, see `LengthLog.since`."""
-    expected: ray.ObjectRef
-    """See `Ledger.expected`."""
     draft_length: int | None
     """See `Ledger.draft_length`; None: the engine has no ladder."""
     nodes: tuple[str, ...]
     """Names of the histories of the run's nodes: the homes of its problems."""
-    history: Published | None = None
-    """What the engine's node has published; None: no history is shared."""
 
 
 class Ledger(LengthLog):
@@ -55,6 +49,7 @@ class Ledger(LengthLog):
         self._name = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self._reports: dict[int, list[dict[str, Any]]] = {}
         self._told: set[str] = set()
+        """Faults that were logged."""
         self._start: tuple[str | None, int] = None, 0
         self._nodes: tuple[str, ...] = ()
         self._first: frozenset[str] = frozenset()
@@ -67,14 +62,12 @@ class Ledger(LengthLog):
         self._siblings = Moments()
 
     def sync(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced:
-        """Tell an engine, or a node's history for its engines, what the run knows, at a weight sync.
-
-        The first one of a weight version settles what all hear: lengths that arrive later are told at the next.
+        """Tell an engine, or a node's history for its engines, what the run knows, at a weight sync to `version`. The
+        first call for a weight version fixes the answer for all: lengths that arrive later are told at the next.
 
         Args:
-            version: the engine's weight version from now on.
-            cursor: of its last weight sync; 0: it had none.
-            rungs: of its ladder; empty: it has none.
+            cursor: of the last weight sync; 0: there was none.
+            rungs: of the engine's ladder; empty: it has none.
         """
         if version > self._version:
             self._version, self._heard = version, self.count
@@ -84,7 +77,7 @@ class Ledger(LengthLog):
         if cursor not in self._lengths:
             self._lengths[cursor] = ray.put(self.since(cursor, self._heard))
         length = self.draft_length(rungs, version) if rungs else None
-        return Synced(self._heard, self._lengths[cursor], self.expected(), length, self._nodes)
+        return Synced(self._heard, self._lengths[cursor], length, self._nodes)
 
     def expected(self) -> ray.ObjectRef:
         """Return the arguments of `core.length.Expected` at the last weight sync: an object that all share."""
@@ -94,16 +87,12 @@ class Ledger(LengthLog):
         return self._expected
 
     def run(self) -> str:
-        """Return the run's name, for the files written about it."""
+        """Return the run's name, for its logs."""
         return self._name
 
     def start_from(self, directory: str | None, offset: int = 0) -> None:
-        """Let the run's history begin with what lies in a directory (see `service.checkpoint`).
-
-        Args:
-            directory: None: it begins empty.
-            offset: from the run's weight versions to those of the history.
-        """
+        """Let the run's history begin with what lies in a directory (see `service.checkpoint`), whose weight versions
+        are `offset` above the run's; None: it begins empty."""
         self._start = directory, offset
 
     def start(self, node: str | None = None) -> tuple[str | None, int]:
@@ -111,8 +100,10 @@ class Ledger(LengthLog):
         directory, offset = self._start
         return None if self._first and node and node not in self._first else directory, offset
 
-    def reports(self, reports: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Take the counts of several replicas, each with its step; see `report`."""
+    def take(self, lengths: Responses, reports: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Take the lengths of responses, and the counts of several replicas, each with its step; see `report`."""
+        if len(lengths):
+            self.add(lengths)
         for step, report in reports:
             self.report(step, report)
 
@@ -143,17 +134,13 @@ class Ledger(LengthLog):
         return self._ladder.length
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the figures of a step over all replicas, under the names the trainer logs; empty if nobody
-        reported."""
+        """Return the figures of a step over all replicas, under the names the trainer logs."""
         return figures(self._reports.get(step, []))
 
 
 def ask(call: ray.ObjectRef, timeout: float) -> Any:
-    """Wait for what an actor answers; a call that times out is taken back, so that nobody waits for its turn.
-
-    Raises:
-        RayError: there is no answer; GetTimeoutError: not in time.
-    """
+    """Wait for what an actor answers; a call that times out is taken back, so that nobody waits for its turn. RayError:
+    there is no answer."""
     try:
         return ray.get(call, timeout=timeout)
     except ray.exceptions.GetTimeoutError:
@@ -195,22 +182,11 @@ def history_here() -> str:
     return history_of(ray.get_runtime_context().get_node_id())
 
 
-def history_actors() -> dict[str, Any]:
-    """Return the histories of all nodes of the run, by name."""
-    found = {}
-    for name in histories():
-        with contextlib.suppress(ValueError):  # it ended just now
-            found[name] = ray.get_actor(name)
-    return found
-
-
 def histories_of(actors: Mapping[Any, Any]) -> dict[Any, str]:
     """Return the name of the history on each actor's node, by the actor's key; none, with a line in the log, where one
     does not answer."""
-
-    calls = {
-        key: actor.__ray_call__.remote(lambda _: history_here()) for key, actor in actors.items() if actor is not None
-    }
+    known = {key: actor for key, actor in actors.items() if actor is not None}
+    calls = {key: actor.__ray_call__.remote(lambda _: history_here()) for key, actor in known.items()}
     try:
         return dict(zip(calls, ray.get(list(calls.values()), timeout=_NODES_S), strict=True))
     except ray.exceptions.RayError as error:
@@ -240,8 +216,7 @@ def named(name: str, kind: type, *args: Any, **options: Any) -> Any:
 
 
 def metrics(step: int) -> dict[str, float]:
-    """Ask for the figures of a step, for the trainer's logger; empty, with one warning, if the ledger does not
-    answer."""
+    """Return the figures of a step, for the trainer's logger; none, with a warning, if the ledger does not answer."""
     try:
         found: dict[str, float] = ask(running().metrics.remote(step), timeout=10)
         return found

@@ -8,10 +8,10 @@ It leaves the process that starts it at once, so that it is not ended together w
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-import logging
+import logging.handlers
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -29,32 +29,16 @@ _TICK_S = 0.02
 """How often it looks for what has arrived."""
 
 
-class Told(logging.Handler):
-    """Keeps what is logged here for the next engine that asks: it has a log that somebody reads."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line."""
-        self._lines = [*self._lines[-99:], self.format(record)]
-
-    def take(self) -> list[str]:
-        """Return the lines since the last call."""
-        lines, self._lines = self._lines, []
-        return lines
-
-
 class LocalHistory:
     """A writer for engines that ask by files. Each counts weight versions of its own from 0; those of an engine that
     comes later follow what is there."""
 
     def __init__(self, directory: Path, config: HistoryConfig, grace_s: float):
         """Arguments and errors as in `Writer`."""
-        self._told = Told()
+        self._told = logging.handlers.BufferingHandler(100)  # for the next engine that asks: somebody reads its log
+        self._told.setLevel(logging.WARNING)
         logger.addHandler(self._told)
-        self._writer = Writer(config, directory.name, str(directory.parent), grace_s)
+        self._writer = Writer(config, directory, grace_s)
         self._lengths = LengthLog()
         self._offsets: dict[str, int] = {}
         """By engine: from its weight versions to the history's."""
@@ -70,45 +54,39 @@ class LocalHistory:
             self._lengths.add(responses(fresh))
             self._writer.seal_ahead()
             if self._tidy:
-                self._writer.tidy()
+                self._writer.policy.tidy(self._writer.store)
                 self._tidy = False
         for engine, path, ask in asked:
             self._writer.restore()
             self._writer.publish()
-            self._writer.recovered()
             store, lengths = self._writer.store, self._lengths
-            answer = Answer(ask.number, store.generation, lengths.count, lengths.since(ask.cursor), self._told.take())
+            told = [self._told.format(record) for record in self._told.buffer]
+            self._told.flush()
+            answer = Answer(ask.number, store.generation, lengths.count, told, lengths.since(ask.cursor))
             answer.put(store.directory, engine)
             path.unlink(missing_ok=True)
             self._tidy = True
 
     def serve(self, grace_s: float) -> None:
-        """Work until there has been no engine for so long, then remove the directory."""
+        """Work until there has been no engine for so long; the janitor removes the directory then."""
         last = time.monotonic()
-        while True:
+        while time.monotonic() < last + grace_s:
             try:
                 self.work()
             except Exception as error:  # a full disk, say: engines ask again
                 self._writer.report(error)
-            if self._used(over := time.monotonic() - last > grace_s):
+            if self._used():
                 last = time.monotonic()
-            elif over:
-                return
             time.sleep(min(_TICK_S, grace_s))
 
-    def _used(self, remove: bool) -> bool:
-        """Return whether engines live; if none does and `remove`, remove the directory before another comes."""
-        try:
-            with (self._writer.directory / USERS).open("r+b") as users:
-                try:
-                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError:
-                    return True
-                if remove:
-                    shutil.rmtree(self._writer.directory, ignore_errors=True)
-                return False
-        except FileNotFoundError:  # files were removed, which the next engine that asks will notice
-            return False
+    def _used(self) -> bool:
+        """Return whether engines live."""
+        with contextlib.suppress(FileNotFoundError), (self._writer.directory / USERS).open("r+b") as users:
+            try:
+                fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False  # or files were removed, which the next engine that asks will notice
 
     def _offset(self, engine: str, version: int) -> int:
         if engine not in self._offsets:  # engines of one run may be one weight version apart
@@ -119,7 +97,7 @@ class LocalHistory:
 
 
 def main(directory: Path, config: HistoryConfig, grace_s: float) -> None:
-    """Serve a directory until its engines are gone, then remove it; end at once where another process serves it."""
+    """Serve a directory until its engines are gone; end at once where another process serves it."""
     try:
         history = LocalHistory(directory, config, grace_s)
     except (DasError, OSError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import tempfile
 import threading
 import time
@@ -21,7 +22,7 @@ from das_adapter.core.index.store import problems_in
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Published, Trajectory, responses
-from das_adapter.protocol.spool import BATCH, GRACE_S, KINDS, SEGMENTS, TEXTS, put, root_for
+from das_adapter.protocol.spool import BATCH, GRACE_S, KINDS, put, root_for
 from das_adapter.service import checkpoint, ledger
 from das_adapter.service.ledger import Synced, ask
 from das_adapter.service.peers import PEER_S, Peers
@@ -40,11 +41,8 @@ _TRIES = 2
 
 
 class NodeHistory:
-    """The history of the problems at home on a node. Whatever happens to the directory, `sync` answers.
-
-    Each text that engines leave in the spool goes to its problem's home: here into the store, elsewhere through an
-    outbox into that history's spool. A file is removed when all its texts are published here or have arrived there.
-    """
+    """The history of the problems at home on a node: each text that engines leave in the spool goes to its problem's
+    home. Whatever happens to the directory, `sync` answers."""
 
     def __init__(
         self,
@@ -56,31 +54,25 @@ class NodeHistory:
     ):
         """
         Args:
-            config, name, root, grace_s: see `Writer`; where the directory can't be taken over, a new one is begun.
-            node: its name among the histories of the run; None: all problems are at home here, and nothing is done
-                but by calls.
+            config: the run's `history:` block.
+            name: of the directory; where it can't be taken over, a new one is begun.
+            root: where it lies; None: in shared memory if there is room for `max_bytes`.
+            grace_s: see `GRACE_S`.
+            node: its name among the histories of the run; None: all problems are at home here, and no thread works.
         """
-        root = root or str(root_for(name, config.max_bytes))
+        directory = Path(root or root_for(name, config.max_bytes)) / name
         try:
-            self.writer = Writer(config, name, root, grace_s)
+            self.writer = Writer(config, directory, grace_s)
         except (DasError, OSError) as error:
-            logger.error("das: history: %s/%s can't be taken over (%r); a new history begins", root, name, error)
-            self.writer = Writer(config, Path(tempfile.mkdtemp(prefix=f"{name}-", dir=root)).name, root, grace_s)
+            logger.error("das: history: %s can't be taken over (%r); a new history begins", directory, error)
+            self.writer = Writer(config, Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory.parent)), grace_s)
         self._node = node or ""
         self._peers = Peers(self.writer, self._node)
         self._arrived: list[tuple[str, list[Trajectory]]] = []
         """Files of the spool that were read, whose texts have no place yet."""
-        self._said: dict[tuple[int, int], Synced] = {}
-        """What the ledger said, by weight version and cursor."""
         self._lengths: list[Responses] = []
         self._reports: list[tuple[int, dict[str, Any]]] = []
-        self._engines: set[str] = set()
-        self._heard: set[str] = set()
-        """The engines that have had the last weight sync but one, and the last one."""
         self._version = self._tidied = 0
-        self._synced = time.monotonic()
-        self._told = 1.0
-        """Seconds after the last weight sync at which lengths go to the ledger."""
         self._sealable = _AT_A_SYNC
         """Tokens that may still be sealed at this weight sync."""
         self._offset: int | None = None
@@ -96,21 +88,11 @@ class NodeHistory:
         self.writer.restore()
         return str(self.writer.directory)
 
-    def sync(self, version: int, engine: str, cursor: int, rungs: Sequence[int]) -> tuple[Published, Synced | None]:
-        """Publish what has arrived, at a weight sync of one engine.
-
-        Args:
-            version: the engine's weight version from now on.
-            engine: who asks.
-            cursor, rungs: see `Ledger.sync`.
-
-        Returns:
-            What to map, and what the ledger says; None: it does not answer.
-        """
+    def sync(self, version: int, cursor: int, rungs: Sequence[int]) -> tuple[Published, Synced | None]:
+        """Publish what has arrived, at a weight sync of one engine; return what to map, and what the ledger says (None:
+        it does not answer). Arguments as in `Ledger.sync`."""
         if first := version > self._version:
-            self._version, self._synced, self._told, self._sealable = version, time.monotonic(), 1.0, _AT_A_SYNC
-            self._engines, self._heard = self._heard, set()
-        self._heard.add(engine)
+            self._version, self._sealable = version, _AT_A_SYNC
         synced = None
         try:
             self._take((BATCH,))
@@ -121,10 +103,9 @@ class NodeHistory:
             self._begin()
             self._distribute()
             self._sealable -= self.writer.publish(self._sealable)
-            self.writer.recovered()
         except Exception as error:
             self.writer.report(error)
-        self._peers.post()
+        self._post()
         return Published(str(self.writer.directory), self.writer.store.generation), synced
 
     def report(self, step: int, counts: dict[str, Any]) -> None:
@@ -133,20 +114,15 @@ class NodeHistory:
             self._reports.append((step, {**counts, "staged_bytes": self.writer.spool.nbytes}))
 
     @ray.method(concurrency_group="peers")
-    def receive(self, content: bytes) -> None:
-        """Take texts from another node, see `pack`; they are safe when it returns, and dropped if they came before."""
-        self._put(TEXTS, content)
+    def receive(self, kind: str, content: bytes) -> None:
+        """Take what another node sends: texts (see `pack`), or the history of problems that are at home here from now
+        on (see `HistoryStore.give`). It is safe when this returns; one that comes twice while it waits is one file."""
+        put(self.writer.directory, f"{kind}-{hashlib.blake2b(content, digest_size=16).hexdigest()}", content)
 
     @ray.method(concurrency_group="peers")
     def give(self, problems: Sequence[int]) -> bytes:
         """Return the history of some problems, see `HistoryStore.give`."""
         return self._peers.given(np.array(problems, dtype=np.uint64))
-
-    @ray.method(concurrency_group="peers")
-    def absorb(self, content: bytes) -> None:
-        """Take the history of problems that are at home here from now on, see `HistoryStore.give`; it is safe when this
-        returns."""
-        self._put(SEGMENTS, content)
 
     @ray.method(concurrency_group="engines")
     def fetch(self, problems: Sequence[int]) -> list[str]:
@@ -157,52 +133,57 @@ class NodeHistory:
         """Bring all texts here to their homes, and lengths to the ledger, and wait for that; for a checkpoint."""
         until = time.monotonic() + PEER_S
         self._take()
-        self._send_lengths(wait=True)
+        self._send(wait=True)
         self._distribute()
-        self._peers.post()
-        while not self._peers.sent() and time.monotonic() < until:
+        self._post()
+        while any(outbox.texts for outbox in self._peers.outboxes) and time.monotonic() < until:
             time.sleep(_TICK_S / 5)
 
     def save(self, path: str) -> None:
         """Write the history at home here to a file, including what arrived since the last weight sync."""
         self._take()
         self._distribute()
-        self.writer.save(path)
+        self.writer.publish()
+        self.writer.store.save(path)
 
     def figures(self) -> dict[str, int | str]:
-        """Return the writer's figures."""
-        return self.writer.figures()
+        """Return the size of the history, what waits, where it lies, and this process's id."""
+        store = self.writer.store
+        return {
+            "tokens": store.tokens,
+            "problems": store.problems,
+            "bytes": store.nbytes,
+            "staged": store.staged,
+            "spool": self.writer.spool.nbytes,
+            "directory": str(store.directory),
+            "pid": os.getpid(),
+        }
 
     def tick(self) -> None:
         """Do what waits for no weight sync: take what has arrived, send what is for others, apply the byte budget."""
         self._take()
         self._distribute()
         self.writer.seal_ahead()
-        if self._lengths and time.monotonic() > self._synced + self._told:
-            self._told *= 2
-            self._send_lengths()
-        self._send_reports()
-        self._peers.work()
+        self._send()
+        for outbox in self._peers.outboxes:
+            outbox.work()
         if self._tidied < self._version:
             self._tidied = self._version
-            self.writer.tidy()
+            self.writer.policy.tidy(self.writer.store)
         self._peers.move()
 
     def _carry(self) -> None:
-        trouble = ""
         while True:
             time.sleep(_TICK_S)
             try:
                 self.tick()
-                trouble = ""
-            except Exception as error:
-                if trouble != repr(error):
-                    logger.exception("das: history: what waits is done later")
-                trouble = repr(error)
+            except Exception as error:  # what waits is done later
+                self.writer.report(error)
 
-    def _put(self, kind: str, content: bytes) -> None:
-        """Leave a message in the spool; one that comes twice while it waits there is one file."""
-        put(self.writer.directory, f"{kind}-{hashlib.blake2b(content, digest_size=16).hexdigest()}", content)
+    def _post(self) -> None:
+        """Let what is for other nodes be sent without waiting for more."""
+        for outbox in self._peers.outboxes:
+            outbox.post()
 
     def _take(self, kinds: Sequence[str] = KINDS) -> None:
         """Read what has arrived in the spool."""
@@ -220,39 +201,29 @@ class NodeHistory:
                     self._peers.distribute(*self._arrived.pop(0), self._offset)
 
     def _ask(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced | None:
-        """Send the ledger what the engines counted and wrote, and take what it says."""
+        """Tell the ledger what it has not heard, and take what it says."""
         try:
-            self._send_lengths()
-            if self._heard >= self._engines:
-                self._send_reports(wait=True)
-            if (version, cursor) not in self._said:
-                synced: Synced = ask(ledger.running().sync.remote(version, cursor, rungs), _LEDGER_S)
-                self._said = {key: said for key, said in self._said.items() if key[0] == version}
-                self._said[version, cursor] = synced
+            self._send()
+            synced: Synced = ask(ledger.running().sync.remote(version, cursor, rungs), _LEDGER_S)  # it has those now
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("das: history: the ledger does not answer: %r", error)
             return None
-        synced = self._said[version, cursor]
         if self._node in synced.nodes and synced.nodes != self._peers.nodes:
             with self.writer.lock:
                 self._arrived += self._peers.reorder(synced.nodes)
         return synced
 
-    def _send_lengths(self, wait: bool = False) -> None:
+    def _send(self, wait: bool = False) -> None:
+        """Send the ledger what the engines wrote and counted; ValueError: there is none, and it is kept."""
+        if not (self._lengths or self._reports):
+            return
+        actor = ledger.running()
         with self.writer.lock:
-            sent, self._lengths = self._lengths, []
-        if sent:
-            call = ledger.running().add.remote(np.concatenate([np.zeros(0, RESPONSE), *sent]))
-            if wait:
-                ask(call, PEER_S)
-
-    def _send_reports(self, wait: bool = False) -> None:
-        with self.writer.lock:
-            sent, self._reports = self._reports, []
-        if sent:
-            call = ledger.running().reports.remote(sent)
-            if wait:
-                ask(call, _LEDGER_S)
+            lengths, self._lengths = self._lengths, []
+            reports, self._reports = self._reports, []
+        call = actor.take.remote(np.concatenate([np.zeros(0, RESPONSE), *lengths]), reports)
+        if wait:
+            ask(call, PEER_S)
 
     def _begin(self) -> None:
         """Start the history from what lies in the directory, else from what the run was given. What fails is tried
@@ -274,7 +245,7 @@ class NodeHistory:
         self._offset = max(offset, store.newest - self._version if store.tokens else 0)
 
 
-def here(config: HistoryConfig, root: str | None = None, grace_s: float = GRACE_S) -> Any:
+def here(config: HistoryConfig, grace_s: float = GRACE_S) -> Any:
     """Return this node's history, started if need be. It lives as long as the process that started it."""
     context = ray.get_runtime_context()
     node, name = context.get_node_id(), ledger.history_here()
@@ -283,4 +254,4 @@ def here(config: HistoryConfig, root: str | None = None, grace_s: float = GRACE_
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
     directory = f"das-history-{context.get_job_id()}-{node[:16]}"
-    return ledger.named(name, NodeHistory, config, directory, root, grace_s, name, **options)
+    return ledger.named(name, NodeHistory, config, directory, None, grace_s, name, **options)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import ray
 
 from das_adapter.core.homes import homes
 from das_adapter.protocol.messages import Trajectory
-from das_adapter.protocol.spool import BATCH, write
+from das_adapter.protocol.spool import BATCH, SEGMENTS, write
 from das_adapter.service.ledger import ask
 from das_adapter.service.outbox import Outbox
 from das_adapter.service.writer import HERE, Writer
@@ -47,63 +46,52 @@ class Peers:
         """Nodes to which history may have to move."""
         self._moves: list[tuple[str, Problems]] = []
         """Problems that move to other nodes, a slice at a time."""
-        self._guests: dict[int, Path] = {}
-        """Files with the history of problems at home elsewhere, that were fetched since the last weight sync."""
-        self._fetched: list[list[Path]] = [[], []]
-        """All such files; those of the weight version before, and of this one."""
+        self._guests: list[dict[int, Path]] = [{}, {}]
+        """Files with the history of problems at home elsewhere, fetched in the last weight version and in this one."""
 
     def distribute(self, file: str, texts: Sequence[Trajectory], offset: int) -> None:
         """Give the texts of a file to the store, their weight versions moved by `offset`, and to the outboxes."""
-        parts: dict[str, list[Trajectory]] = {}
-        for text, whom in zip(texts, self._whom(file, texts), strict=True):
-            for home in whom:
-                parts.setdefault(home, []).append(text)
+        if self._everywhere:
+            to = self.nodes if file.startswith(BATCH) else (self._own,)
+            parts = {home: [*texts] for home in to}
+        else:
+            parts = {}
+            for text, home in zip(texts, homes([text.problem for text in texts], self.nodes), strict=True):
+                parts.setdefault(self.nodes[home], []).append(text)
         self._writer.spool.expect(file, [HERE if home == self._own else home for home in parts])
         for home, part in parts.items():
             if home == self._own:
                 self._writer.keep(file, [text._replace(version=text.version + offset) for text in part])
             else:
-                if home not in self._outboxes:
-                    self._outboxes[home] = Outbox(home, self._writer)
-                self._outboxes[home].add(file, part)
+                self._outboxes.setdefault(home, Outbox(home, self._writer)).add(file, part)
 
     def reorder(self, nodes: tuple[str, ...]) -> list[tuple[str, list[Trajectory]]]:
         """Take the run's nodes, after some came or went; return the texts that were for the latter, by file."""
         before, self.nodes = self.nodes, nodes
-        again = []
+        again: dict[str, list[Trajectory]] = {}
         for peer in self._outboxes.keys() - set(nodes):
-            for file, texts in self._outboxes.pop(peer).left().items():
+            for file, text in self._outboxes.pop(peer).texts:
+                again.setdefault(file, []).append(text)
                 self._writer.spool.expect(file, [""], instead=peer)
-                again.append((file, texts))
         if not self._everywhere:
             self._joined = nodes
         elif self._own == min({*before} & {*nodes}, default=""):
             self._joined = [node for node in nodes if node not in before]
-        return again
+        return list(again.items())
 
-    def post(self) -> None:
-        """Let what is in the outboxes be sent without waiting for more."""
-        for outbox in list(self._outboxes.values()):
-            outbox.post()
-
-    def work(self) -> None:
-        """Send what is due."""
-        for outbox in list(self._outboxes.values()):
-            outbox.work()
-
-    def sent(self) -> bool:
-        """Whether all texts have arrived."""
-        return not any(outbox.left() for outbox in list(self._outboxes.values()))
+    @property
+    def outboxes(self) -> list[Outbox]:
+        """One for each node that was sent texts."""
+        return list(self._outboxes.values())
 
     def move(self) -> None:
         """Send some slices of history to their home, as long as nobody waits."""
         if self._joined and not self._writer.store.staged:
-            joined, self._joined = self._joined, ()
-            self._moves = self._slices(joined)
+            self._moves, self._joined = self._slices(self._joined), ()
         until = time.monotonic() + _MOVE_S
         while self._moves and time.monotonic() < until:
             peer, problems = self._moves[0]
-            ask(ray.get_actor(peer).absorb.remote(self.given(problems)), PEER_S)
+            ask(ray.get_actor(peer).receive.remote(SEGMENTS, self.given(problems)), PEER_S)
             self._moves.pop(0)
             if not self._everywhere:
                 self._writer.store.forget(problems)
@@ -112,7 +100,8 @@ class Peers:
     def fetch(self, problems: Sequence[int]) -> list[str]:
         """Return files to `SuffixIndex.visit` with the history of problems at home elsewhere, as far as it can be had;
         each problem is fetched once in a weight version."""
-        keys = np.array([p for p in problems if p not in self._guests], dtype=np.uint64)
+        guests = self._guests[-1]
+        keys = np.array([p for p in problems if p not in guests], dtype=np.uint64)
         calls = {}
         for peer, chosen in self.by_home(keys).items():
             if peer != self._own:
@@ -123,19 +112,14 @@ class Peers:
             with contextlib.suppress(ray.exceptions.RayError):
                 path, content = self._temporary(), ray.get(answer)
                 write(path, content)
-                with self._writer.lock:
-                    self._fetched[-1].append(path)
-                    self._guests |= dict.fromkeys(calls[answer].tolist(), path)
-        with self._writer.lock:
-            return sorted({str(self._guests[problem]) for problem in problems if problem in self._guests})
+                guests.update(dict.fromkeys(calls[answer].tolist(), path))
+        return sorted({str(guests[problem]) for problem in problems if problem in guests})
 
     def drop_guests(self) -> None:
         """Forget what was fetched in the weight version before; engines have it mapped."""
-        with self._writer.lock:
-            for path in self._fetched.pop(0):
-                path.unlink(missing_ok=True)
-            self._fetched.append([])
-            self._guests = {}
+        for path in set(self._guests.pop(0).values()):
+            path.unlink(missing_ok=True)
+        self._guests.append({})
 
     def given(self, problems: Problems) -> bytes:
         """Return the history of some problems, see `HistoryStore.give`."""
@@ -155,24 +139,16 @@ class Peers:
         found = homes(problems, self.nodes)
         return {self.nodes[home]: problems[found == home] for home in np.unique(found).tolist()}
 
-    def _whom(self, file: str, texts: Sequence[Trajectory]) -> Iterable[tuple[str, ...]]:
-        """For each of a file's texts, the histories that it is for."""
-        if self._everywhere:
-            return itertools.repeat(self.nodes if file.startswith(BATCH) else (self._own,), len(texts))
-        found = homes([text.problem for text in texts], self.nodes)
-        return [(self.nodes[home],) for home in found.tolist()]
-
     def _slices(self, nodes: Sequence[str]) -> list[tuple[str, Problems]]:
         """Cut what is at home at some nodes, and not here, in slices."""
         problems, sizes = self._writer.store.contents()
-        bytes_of = dict(zip(problems.tolist(), sizes.tolist(), strict=True))
         moves = []
         for peer, chosen in self.by_home(problems).items():
             if peer in nodes and peer != self._own:
-                ends = np.cumsum([bytes_of[problem] for problem in chosen.tolist()]) // _SLICE
+                ends = np.cumsum(sizes[np.isin(problems, chosen)]) // _SLICE
                 moves += [(peer, part) for part in np.split(chosen, np.flatnonzero(np.diff(ends)) + 1)]
         return moves
 
     def _temporary(self) -> Path:
-        """The path of a file that the next store of the directory removes."""
+        """Return the path of a file that the next store of the directory removes."""
         return self._writer.directory / f"{uuid.uuid4().hex}.tmp"

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import ray
 
 from das_adapter.config import DasConfig
 from das_adapter.core.homes import homes
-from das_adapter.core.length import Expected
 from das_adapter.errors import plugin_not_loaded
 from das_adapter.protocol import decision_log
 from das_adapter.protocol.engine_calls import call_workers
@@ -25,7 +23,7 @@ from das_adapter.protocol.messages import Published, Refresh, Refreshed, Traject
 from das_adapter.protocol.metrics import RolloutClock
 from das_adapter.protocol.spool import Gathered, later, put_batch
 from das_adapter.service import node
-from das_adapter.service.ledger import Synced, ask, history_here, ledger
+from das_adapter.service.ledger import ask, history_here, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -35,11 +33,9 @@ _GUESTS_S = 0.05
 """How long problems are gathered whose history is fetched together."""
 
 
-class Rpc(Protocol):
-    """Calls `das_rpc` in every worker of an engine, and returns the answers of each of its data-parallel engines'
-    ranks; raises TimeoutError after `timeout`."""
-
-    def __call__(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]: ...
+Rpc = Callable[[str, dict[str, Any], float], list[list[Any]]]
+"""Calls `das_rpc` with a command and its payload in every worker of an engine, and returns the answers of each of its
+data-parallel engines' ranks; raises TimeoutError after so many seconds."""
 
 
 def of_async_engine(engine: Any, loop: asyncio.AbstractEventLoop) -> Rpc:
@@ -60,7 +56,6 @@ class Session:
 
     def __init__(self, das: DasConfig, rpc: Rpc):
         self._das, self._rpc = das, rpc
-        self._shared = das.shares_history
         self._clock = RolloutClock()
         self._name = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
@@ -68,24 +63,19 @@ class Session:
         self._wanted: list[int] = []
         self._asked: set[int] = set()
         """Problems whose history is to be fetched, and those for which that was asked since the last weight sync."""
-        self._directory = ""
-        """Of the node's history, as far as it is known."""
+        self._directory = "/nowhere"
+        """Of the node's history, once it is known."""
         self._version = self._cursor = 0
         self._here: Any = None
         """The history of this node; None: none is shared."""
         self._nodes: tuple[str, ...] = ()
         self._own = history_here()
         """Names of all histories, and of this node's."""
-        self._expected: ray.ObjectRef | None = None
         self._find()
 
     def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers: a plug-in that was left out is an error now, not a run
-        that silently does without.
-
-        Raises:
-            UnsupportedHost: it is not.
-        """
+        that silently does without. UnsupportedHost: it is not."""
         try:
             hello = self._rpc("hello", {}, PATIENCE_S)
         except Exception as error:
@@ -94,21 +84,16 @@ class Session:
 
     def begun(self, problems: Iterable[int], wait: bool = False) -> None:
         """Fetch the history of problems that are at home on other nodes, for requests that begin; each once in a weight
-        version. They draft from it as soon as it is there, and never wait for it.
-
-        Args:
-            problems: of the requests.
-            wait: until it was fetched; for an engine that can't be called while it generates.
-        """
+        version. They draft from it as soon as it is there, and never wait for it; `wait` until it was fetched is for an
+        engine that can't be called while it generates."""
         if len(self._nodes) < 2 or self._das.history.scope == "global":
             return
         try:
             with self._lock:
                 new = [p for p in dict.fromkeys(problems) if p not in self._asked]
                 self._asked.update(new)
-                away = [
-                    p for p, home in zip(new, homes(new, self._nodes), strict=True) if self._nodes[home] != self._own
-                ]
+                of = homes(new, self._nodes)
+                away = [p for p, home in zip(new, of, strict=True) if self._nodes[home] != self._own]
                 first = bool(away) and not self._wanted
                 self._wanted += away
             if first and wait:
@@ -119,14 +104,8 @@ class Session:
             logger.exception("das: a request begins without the history of its problem")
 
     def finished(self, label: Label, tokens: Sequence[int], begin: float, end: float, version: int) -> None:
-        """Take a finished response into the step's figures and into the history, if it may be recorded.
-
-        Args:
-            label: of the request, with problem and seed.
-            tokens: token ids, the prompt excluded.
-            begin, end: seconds since the epoch.
-            version: weight version that wrote it.
-        """
+        """Take a finished response, without its prompt, into the step's figures and into the history, if it may be
+        recorded; `begin` and `end` are seconds since the epoch."""
         if not label.record or label.problem is None:
             return
         try:
@@ -144,7 +123,7 @@ class Session:
             reports = []
             for ranks in self._rpc("stats", {}, timeout):
                 counts = max(ranks, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
-                reports.append({**counts, **self._clock.take()})  # the first one's are those of all
+                reports.append({**counts, **self._clock.take()})  # the clock's go to the first engine
                 (self._here or self._ledger).report.remote(step, reports[-1])
             return reports
         except Exception:
@@ -156,10 +135,7 @@ class Session:
 
         It takes `PATIENCE_S` at most. Where the history does not answer, and whatever else goes wrong, the engine
         drafts from what it has; where its ranks have mapped different histories, and would draft apart, from none.
-
-        Args:
-            version: weight version from now on.
-            report: whether the figures of the step that ends are reported first.
+        `report`: the figures of the step that ends are reported first.
         """
         deadline = time.monotonic() + PATIENCE_S
 
@@ -172,25 +148,13 @@ class Session:
                 self.report(version, left())
             message = self._message(version, lambda: left() / 2)  # the rest is the engine's
             self._version = version
-            self._agree(self._rpc("refresh", message.payload(), left()), left)
+            self._agree(self._rpc("refresh", message.payload(), left()), left())
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 
-    def expected(self, timeout: float = 25.0) -> Expected:
-        """Return what the ledger expected at the last weight sync; nothing, with a line in the log, where it can't be
-        had."""
-        try:
-            return Expected() if self._expected is None else Expected(*ray.get(self._expected, timeout=timeout))
-        except ray.exceptions.RayError as error:
-            logger.warning("das: no predicted lengths: %r", error)
-            return Expected()
-
     def flush(self) -> None:
         """Leave the trajectories of the open batch for the history now; that is done anyway after half a second."""
-        try:
-            self._gathered.flush()
-        except Exception:
-            logger.exception("das: trajectories do not reach the history")
+        self._gathered.flush()
 
     def _message(self, version: int, left: Callable[[], float]) -> Refresh:
         """What the engine hears; without a history, and with a line in the log, where that does not answer."""
@@ -198,34 +162,33 @@ class Session:
         try:
             self.flush()
             rungs = (self._das.copies_policy and self._das.self.ladder) or ()
-            synced: Synced | None
             if self._here is None:
                 synced = ask(self._ledger.sync.remote(version, self._cursor, rungs), left())
             else:
-                history, synced = ask(self._here.sync.remote(version, self._name, self._cursor, rungs), left())
+                history, synced = ask(self._here.sync.remote(version, self._cursor, rungs), left())
                 self._directory = history.directory
             if synced is not None:
                 length, lengths = synced.draft_length, ray.get(synced.lengths, timeout=left()).tobytes()
-                self._cursor, self._expected, self._nodes = synced.cursor, synced.expected, synced.nodes
+                self._cursor, self._nodes = synced.cursor, synced.nodes
         except Exception as error:
             logger.error("das: weight sync %s without fresh history; decoding goes on: %r", version, error)
         with self._lock:
             self._asked.clear()
         return Refresh(version, history, lengths, draft_length=length)
 
-    def _agree(self, answers: Sequence[Sequence[Refreshed]], left: Callable[[], float]) -> None:
+    def _agree(self, answers: Sequence[Sequence[Refreshed]], timeout: float) -> None:
         """Let the ranks draft from no history where those of one engine would draft from different ones."""
         drafting = [[rank for rank in ranks if rank and ("generation" in rank or "error" in rank)] for ranks in answers]
         if any(len({(rank.get("generation"), rank.get("problems")) for rank in ranks}) > 1 for ranks in drafting):
             logger.error(
                 "das: weight sync %s: the ranks of an engine see different histories: they draft without", self._version
             )
-            self._rpc("refresh", Refresh(self._version, Published("", 0)).payload(), left())
+            self._rpc("refresh", Refresh(self._version, Published("", 0)).payload(), timeout)
 
     def _find(self) -> None:
         """Find the actors of the run, and start those again that are gone."""
         self._ledger = ledger()
-        if self._shared:
+        if self._das.shares_history:
             self._here = node.here(self._das.history)
 
     def _leave(self, batch: Sequence[Trajectory]) -> None:
@@ -235,11 +198,11 @@ class Session:
         if self._here is None:
             self._ledger.add.remote(responses(batch))
             return
-        if self._directory:
-            with contextlib.suppress(FileNotFoundError):  # it was removed
-                return put_batch(self._directory, self._name, batch)
-        self._directory = ask(self._here.directory.remote(), PATIENCE_S)
-        return put_batch(self._directory, self._name, batch)
+        try:
+            put_batch(self._directory, self._name, batch)
+        except FileNotFoundError:  # it is not known, or was removed
+            self._directory = ask(self._here.directory.remote(), PATIENCE_S)
+            put_batch(self._directory, self._name, batch)
 
     def _fetch(self) -> None:
         """Let the engine map the history of problems that are at home on other nodes."""
@@ -250,7 +213,7 @@ class Session:
                 return
             files = ask(self._here.fetch.remote(wanted), PATIENCE_S)
             if files:
-                self._agree(self._rpc("visit", {"files": files}, PATIENCE_S), lambda: PATIENCE_S)
+                self._agree(self._rpc("visit", {"files": files}, PATIENCE_S), PATIENCE_S)
         except Exception as error:
             logger.warning("das: requests go on without the history of their problems: %r", error)
 

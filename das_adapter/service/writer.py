@@ -16,7 +16,7 @@ from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Trajectory, unpack
-from das_adapter.protocol.spool import GRACE_S, KINDS, SEGMENTS, SHARED_MEMORY, USERS, root_for
+from das_adapter.protocol.spool import GRACE_S, KINDS, SEGMENTS, SHARED_MEMORY, USERS
 from das_adapter.service import janitor
 from das_adapter.service.spool import Spool
 
@@ -32,13 +32,8 @@ class Writer:
     """The one writer of a directory. A file of the spool is removed when its texts are published: a writer that is
     killed finds it again, and drops what it had published already. Any thread may call."""
 
-    def __init__(self, config: HistoryConfig, name: str, root: str | None = None, grace_s: float = GRACE_S):
-        """
-        Args:
-            config: the run's `history:` block.
-            name: of the directory; a history that an earlier writer left there is taken over.
-            root: where the directory lies; None: in shared memory if there is room for `max_bytes`.
-            grace_s: see `GRACE_S`.
+    def __init__(self, config: HistoryConfig, directory: Path, grace_s: float = GRACE_S):
+        """Take over the history that an earlier writer left in the directory, or begin one; `grace_s`: see `GRACE_S`.
 
         Raises:
             DasError: another writer is there.
@@ -52,13 +47,13 @@ class Writer:
         """Whether the store was changed by something else than texts, which is to be published."""
         self._grace_s = grace_s
         for place in (SHARED_MEMORY, Path(tempfile.gettempdir())):
-            janitor.sweep(place, besides=name)
+            janitor.sweep(place, besides=directory.name)
         self._unpublished: list[str] = []
         """Files with texts that the store has, and may not have published."""
         self._known: dict[bytes, None] = {}
         """`Trajectory.digest` of what came last, the oldest first."""
         self._trouble = ""
-        self.store = self._opened((Path(root) if root else root_for(name, config.max_bytes)) / name)
+        self.store = self._opened(directory)
         self.spool = Spool(self.store.directory)
 
     @property
@@ -116,20 +111,11 @@ class Writer:
                 return 0
             staged = self.store.staged
             self.store.seal(self.policy.window, tokens)
-            self.altered = False
+            self.altered, self._trouble = False, ""
             if not self.store.staged:
                 self.spool.done(self._unpublished, HERE)
                 self._unpublished = []
             return staged - self.store.staged
-
-    def tidy(self) -> None:
-        """Apply the byte budget."""
-        self.policy.tidy(self.store)
-
-    def save(self, path: str) -> None:
-        """Write the history to a file, including what was kept since the last generation."""
-        self.publish()
-        self.store.save(path)
 
     def restore(self) -> None:
         """Publish the history again if files were removed; what is mapped stays readable here."""
@@ -155,31 +141,10 @@ class Writer:
             self.altered = True
 
     def report(self, error: Exception) -> None:
-        """Log an error once, until `recovered`."""
+        """Log an error once, until something is published."""
         if self._trouble != repr(error):
             logger.error("das: history: %r; engines go on with what is published", error)
         self._trouble = repr(error)
-
-    def recovered(self) -> None:
-        """Take note that the last errors are over."""
-        self._trouble = ""
-
-    def figures(self) -> dict[str, int | str]:
-        """Return tokens, problems, bytes, tokens not yet sealed, bytes in the spool and directory of the history, and
-        this process's id."""
-        return {
-            "tokens": self.store.tokens,
-            "problems": self.store.problems,
-            "bytes": self.store.nbytes,
-            "staged": self.store.staged,
-            "spool": self.spool.nbytes,
-            "directory": str(self.directory),
-            "pid": os.getpid(),
-        }
-
-    def close(self) -> None:
-        """Stop writing; the directory stays, for the next writer, until the janitor removes it."""
-        self.store.close()
 
     def _hold(self, file: str) -> None:
         """Let a file wait until its texts are published."""

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from itertools import product
@@ -29,8 +30,7 @@ _ACCEPTED = (0.2, 0.5, 0.8)
 """Shares of a draft's tokens that count as accepted when on/off decisions are compared."""
 
 _TOO_FEW = (
-    "calibrate: too few steps to measure of %d requests with %d tokens of context and %d draft tokens each: is the KV "
-    "cache too small?"
+    "calibrate: too few steps of %d requests with %d tokens of context and %d draft tokens: is the KV cache small?"
 )
 
 
@@ -102,8 +102,7 @@ def measure(
     longest = max(contexts) + steps + most + 2
     settings = {**_settings(longest, max(batches)), "enable_prefix_caching": False}
     llm = LLM(model, **{**settings, **args, **engine})
-    plain = tuple(d for d in (0, *drafts) if d == 0)[:1]
-    SweepDrafter.turns, SweepDrafter.ragged = (*plain, *(d for d in drafts if d)), tuple(ragged)
+    SweepDrafter.turns, SweepDrafter.ragged = (0, *(d for d in drafts if d)), tuple(ragged)
     kinds = [(draft, False) for draft in sorted({0, *drafts})] + [(mean, True) for mean in ragged]
     measured = Measured([], [], captured_tokens(llm.llm_engine.vllm_config))
     for number, (requests, context) in enumerate(product(batches, contexts)):
@@ -138,23 +137,16 @@ def measure_stock(
     """
     import vllm  # noqa: F401  # the process need not import it again
 
-    context: Any = multiprocessing.get_context("fork")
-    heard, told = context.Pipe(duplex=False)
-    process = context.Process(target=_stock_samples, args=(told, model, batches, contexts, steps, engine))
-    process.start()
-    told.close()
-    try:
-        samples: list[Sample] = heard.recv()
-    except EOFError:
-        raise DasError("calibrate: stock vLLM's engine did not run: see its messages") from None
-    finally:
-        process.join()
-    return samples
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        try:
+            return pool.submit(_stock_samples, model, batches, contexts, steps, engine).result()
+        except Exception as error:
+            raise DasError("calibrate: stock vLLM's engine did not run: see its messages") from error
 
 
 def _stock_samples(
-    told: Any, model: str, batches: Sequence[int], contexts: Sequence[int], steps: int, engine: dict[str, Any]
-) -> None:
+    model: str, batches: Sequence[int], contexts: Sequence[int], steps: int, engine: dict[str, Any]
+) -> list[Sample]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(model, **{**_settings(max(contexts) + steps + 8, max(batches)), **engine})
@@ -171,23 +163,17 @@ def _stock_samples(
         seconds(requests, context, 2)  # the prompts' keys and values are cached from here on
         short, long = (min(seconds(requests, context, n) for _ in range(2)) for n in (2, 2 + steps))
         samples.append(Sample(requests, context, 0, max(1e-9, long - short) / steps, steps, False))
-    told.send(samples)
-    told.close()
     llm.llm_engine.engine_core.shutdown()
+    return samples
 
 
 def _settings(longest: int, requests: int) -> dict[str, Any]:
     """Return the arguments of both engines; on a CPU vLLM would take nearly all memory that there is."""
     from vllm.platforms import current_platform
 
-    settings = {
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "max_num_seqs": requests,
-        "seed": 0,
-        "max_model_len": longest,
-    }
-    return settings | ({"gpu_memory_utilization": 0.4} if current_platform.is_cpu() else {})
+    room = {"gpu_memory_utilization": 0.4} if current_platform.is_cpu() else {}
+    sizes = {"max_num_seqs": requests, "max_model_len": longest}
+    return {"load_format": "dummy", "skip_tokenizer_init": True, "seed": 0, **sizes, **room}
 
 
 def _prompts(requests: int, context: int, steps: int) -> list[dict[str, list[int]]]:
@@ -286,13 +272,10 @@ def _judge(model: Callable[[int, int, int], float], samples: Sequence[Sample], h
     plain = {(s.requests, s.context): s.seconds for s in samples if not s.drafts}
     right = []
     for s in hidden:
-        if not s.drafts or (s.requests, s.context) not in plain:
-            continue
-        predicted = model(s.requests, s.context, 0) / model(s.requests, s.context, s.drafts)
-        measured = plain[s.requests, s.context] / s.seconds
-        for share in _ACCEPTED:
-            length = 1 + share * s.drafts
-            right.append((length * predicted >= 1.05) == (length * measured >= 1.05))
+        if s.drafts and (before := plain.get((s.requests, s.context))):
+            predicted = model(s.requests, s.context, 0) / model(s.requests, s.context, s.drafts)
+            gains = [1 + share * s.drafts for share in _ACCEPTED]
+            right += [(gain * predicted >= 1.05) == (gain * before / s.seconds >= 1.05) for gain in gains]
     return {
         "mape": float(np.mean(errors)),
         "held_out": len(errors),
@@ -303,18 +286,17 @@ def _judge(model: Callable[[int, int, int], float], samples: Sequence[Sample], h
 
 def write(out: Path, model: str, measured: Measured, result: dict[str, Any], command: str) -> None:
     """Write the calibration with its provenance (`calibration` reads it)."""
-    provenance = {
-        "command": command,
-        "model": model,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch", "numpy")},
-        "hardware": hardware(),
-    }
-    out.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "provenance": provenance,
+        "provenance": {
+            "command": command,
+            "model": model,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch", "numpy")},
+            "hardware": hardware(),
+        },
         **result,
         "samples": [asdict(s) for s in measured.samples],
         "pass_samples": [asdict(s) for s in measured.passes],
     }
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(content, indent=2) + "\n")

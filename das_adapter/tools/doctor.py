@@ -16,6 +16,8 @@ from das_adapter.config import DasConfig
 from das_adapter.errors import UnsupportedHost
 from das_adapter.protocol.engine_args import V2_DRAFTERS, needs_v1
 
+_DEVICE = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -35,14 +37,16 @@ def examine() -> Iterator[Finding]:
     """Check the parts of the installation one after the other."""
     yield Finding("das-adapter", "ok", __version__)
     yield _native_core()
-    for host in ("torch", *compat.HOSTS):
-        yield _host(host)
+    torch = any(importlib.metadata.distributions(name="torch")) and importlib.metadata.version("torch")
+    yield Finding("torch", "ok" if torch else "broken", torch or "not installed")
+    yield from map(_host, compat.HOSTS)
     yield _entry_points()
     if compat.version("vllm"):
         yield _runner()
     if compat.version("vllm") and not compat.missing("vllm"):
         yield _engine_process()
-        yield _equality()
+        run = subprocess.run([sys.executable, "-c", _DEVICE], capture_output=True, text=True, check=False)
+        yield Finding("equal tokens", "ok", equality(run.stdout.strip(), os.environ))
 
 
 def _native_core() -> Finding:
@@ -63,11 +67,6 @@ def _native_core() -> Finding:
 
 
 def _host(host: str) -> Finding:
-    if host == "torch":
-        try:
-            return Finding("torch", "ok", importlib.metadata.version("torch"))
-        except importlib.metadata.PackageNotFoundError:
-            return Finding("torch", "broken", "not installed")
     version, state, known = compat.version(host), compat.state(host), compat.HOSTS[host]
     if state == "absent":
         return Finding(host, "broken" if host == "vllm" else "absent", "not installed")
@@ -89,19 +88,6 @@ def _entry_points() -> Finding:
     if lacking:
         return Finding("entry points", "broken", f"{', '.join(lacking)}: das-adapter is not installed, only importable")
     return Finding("entry points", "ok", ", ".join(groups))
-
-
-_DEVICE = """
-import torch
-print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")
-"""
-
-
-def _equality() -> Finding:
-    """Say whether this machine gives equal tokens with and without drafts, or equal distributions only."""
-    run = subprocess.run([sys.executable, "-c", _DEVICE], capture_output=True, text=True, check=False)
-    gpu = run.stdout.strip()
-    return Finding("equal tokens", "ok", equality(gpu, os.environ))
 
 
 def equality(gpu: str, environment: Mapping[str, str]) -> str:

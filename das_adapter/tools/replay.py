@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +13,9 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import WINDOW, HistoryPolicy
 from das_adapter.core.index import SuffixIndex
+from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, steps_of
+from das_adapter.sim.texts import Texts
 
 SOURCES = ("own", "own+siblings", "own+siblings+history")
 CLASSES = ("short", "medium", "long")
@@ -23,20 +23,24 @@ BUDGETS = (100, 50, 25, 10)
 """Percent of the bytes that the history takes at most."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Tally:
-    """Draft tokens, and how many of them the recorded responses confirm."""
+    """What the recorded responses of some requests confirm of their drafts."""
 
-    rounds: int = 0
-    """Forward passes that wrote the responses: each writes what was accepted and one token."""
-    drafted: int = 0
-    accepted: int = 0
-    tokens: int = 0
-    requests: int = 0
-    hits: int = 0
+    requests: int
+    hits: int
     """Requests that began with history of their problem."""
+    tokens: int
+    drafted: int
+    accepted: int
+
+    @property
+    def rounds(self) -> int:
+        """Forward passes that wrote the responses: each writes what was accepted and one token."""
+        return self.tokens - self.accepted
 
     def figures(self) -> dict[str, float]:
+        """Return the counts and what they are a round, for JSON."""
         rounds = max(self.rounds, 1)
         return {
             "requests": self.requests,
@@ -53,39 +57,40 @@ class Tally:
 class Outcome:
     """The result of one replay."""
 
-    total: Tally = field(default_factory=Tally)
-    by_step: dict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    by_length: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    by_visit: dict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    """By how often the problem has been seen: the first time, the second, ..."""
-    bytes: int = 0
-    """The most that the history took."""
-    tried: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    tried: np.ndarray
     """Draft tokens by position in the draft, only those whose predecessors were accepted; shape (budget,)."""
-    right: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    right: np.ndarray
     """Those of them that were accepted."""
     bins: np.ndarray = field(default_factory=lambda: np.zeros((20, 3)))
     """Draft tokens by their chance, in 20 equal bins: how many, sum of chances, survivors."""
-    draft_seconds: float = 0.0
-    extend_seconds: float = 0.0
-    seal_seconds: float = 0.0
+    bytes: int = 0
+    """The most that the history took."""
+    total: Tally = Tally(0, 0, 0, 0, 0)
+    by_step: dict[int, Tally] = field(default_factory=dict)
+    by_length: dict[str, Tally] = field(default_factory=dict)
+    by_visit: dict[int, Tally] = field(default_factory=dict)
+    """By how often the problem has been seen: the first time, the second, ..."""
 
-    def tallies(self, step: int, length: str, visit: int, known: bool) -> tuple[Tally, ...]:
-        """Count a request, which has history or not; return the tallies that it belongs to."""
-        found = (self.total, self.by_step[step], self.by_length[length], self.by_visit[visit])
-        for tally in found:
-            tally.requests += 1
-            tally.hits += known
-        return found
+    def drafted(self, chances: np.ndarray, offsets: np.ndarray, hits: np.ndarray) -> None:
+        """Count a round's drafts: their tokens' chances, where each begins, and how many of its tokens are right."""
+        counts = np.diff(offsets)
+        place = np.arange(len(chances)) - np.repeat(offsets[:-1], counts)
+        survived, reached = place < np.repeat(hits, counts), place <= np.repeat(hits, counts)
+        self.right += np.bincount(place[survived], minlength=len(self.right))
+        self.tried += np.bincount(place[reached], minlength=len(self.tried))
+        which = np.minimum((chances * 20).astype(int), 19)
+        for column, values in enumerate((np.ones(len(chances)), chances, survived)):
+            self.bins[:, column] += np.bincount(which, weights=values, minlength=20)
 
     def figures(self) -> dict[str, Any]:
+        """Return the tallies and what the chances are worth, for JSON."""
         count = self.bins[:, 0]
         return {
             **self.total.figures(),
-            "by_step": {str(step): t.figures() for step, t in sorted(self.by_step.items())},
-            "by_visit": {str(visit): t.figures() for visit, t in sorted(self.by_visit.items())},
+            "by_step": {str(step): t.figures() for step, t in self.by_step.items()},
+            "by_visit": {str(visit): t.figures() for visit, t in self.by_visit.items()},
             "history_bytes": self.bytes,
-            "by_length": {name: self.by_length[name].figures() for name in CLASSES if name in self.by_length},
+            "by_length": {name: t.figures() for name, t in self.by_length.items()},
             "acceptance_by_position": (self.right / np.maximum(self.tried, 1)).tolist(),
             "calibration_error": float(np.abs(self.bins[:, 1] - self.bins[:, 2]).sum() / max(count.sum(), 1)),
             "reliability": [
@@ -93,20 +98,7 @@ class Outcome:
                 for b in self.bins.tolist()
                 if b[0]
             ],
-            "draft_us_per_request": self.draft_seconds / max(self.total.rounds, 1) * 1e6,
-            "extend_us_per_request": self.extend_seconds / max(self.total.rounds, 1) * 1e6,
-            "seal_seconds": self.seal_seconds,
         }
-
-
-@dataclass(eq=False)
-class Live:
-    """A response that is being written again."""
-
-    rollout: Rollout
-    handle: int
-    tallies: tuple[Tally, ...]
-    at: int = 0
 
 
 def replay(
@@ -133,67 +125,58 @@ def replay(
     """
     index = SuffixIndex() if index is None else index
     outcome = Outcome(tried=np.zeros(budget), right=np.zeros(budget))
-    policy, with_history = HistoryPolicy(history or HistoryConfig(), window), sources.endswith("history")
-    medium, long = np.quantile([len(r.tokens) for r in rollouts], (0.5, 0.9))
-    unique, visits = itertools.count(2**32), defaultdict[int, int](int)
-    for written in steps_of(sorted(rollouts, key=lambda r: r.problem)):
-        step = written[0].step
-        for problem in {r.problem for r in written}:
-            visits[problem] += 1
-        waiting = written[::-1]
-        live: list[Live] = []
-        while waiting or live:
-            while waiting and len(live) < batch:
-                r = waiting.pop()
-                handle = index.open(next(unique) if sources == "own" else policy.key(r.problem), r.prompt)
-                name = CLASSES[int(np.searchsorted((medium, long), len(r.tokens)))]
-                tallies = outcome.tallies(step, name, visits[r.problem], known=index.age(handle) is not None)
-                live.append(Live(r, handle, tallies))
-            advance(index, live, outcome, budget, min_chance)
-            for done in [x for x in live if x.at >= len(x.rollout.tokens)]:
-                index.close(done.handle, keep=sources != "own")
-            live = [x for x in live if x.at < len(x.rollout.tokens)]
-        if with_history:
-            start = time.perf_counter()
-            policy.remember(index, ((r.problem, r.tokens.tobytes(), step) for r in written))
+    policy, visits = HistoryPolicy(history or HistoryConfig(), window), Counter[int]()
+    steps, visit = steps_of(sorted(rollouts, key=lambda r: r.problem)), list[int]()
+    for written in steps:
+        visits.update({r.problem for r in written})
+        visit += [visits[r.problem] for r in written]
+    texts, requests = Texts([r for step in steps for r in step]), Requests()
+    problems, lengths = np.array([r.problem for r in texts.rollouts]), np.diff(texts.ends)
+    waiting = requests.add(problem=problems, visit=np.array(visit), length=lengths, most=lengths)
+    handles, known = np.zeros(len(rollouts), np.int64), np.zeros(len(rollouts), bool)
+    for written in steps:
+        (rows, waiting), live = np.split(waiting, [len(written)]), waiting[:0]
+        while len(live) or len(rows):
+            begun, rows = np.split(rows, [batch - len(live)])
+            for row in begun.tolist():
+                r = texts.rollouts[row]
+                handles[row] = index.open(2**32 + row if sources == "own" else policy.key(r.problem), r.prompt)
+                known[row] = index.age(int(handles[row])) is not None
+            live = np.append(live, begun)
+            at = requests.written[live]
+            tokens, chances, offsets = index.draft_flat(
+                handles[live], np.minimum(budget, requests.room(live)), min_chance
+            )
+            hits = texts.agreeing(live, at, tokens, offsets)
+            index.extend_many(handles[live], *texts.part(live, at, at + hits + 1))
+            outcome.drafted(chances, offsets, hits)
+            requests.written[live] += hits + 1
+            requests.drafted[live] += np.diff(offsets)
+            requests.accepted[live] += hits
+            done = requests.written[live] >= requests.length[live]
+            for handle in handles[live[done]].tolist():
+                index.close(handle, keep=sources != "own")
+            live = live[~done]
+        if sources.endswith("history"):
+            policy.remember(index, ((r.problem, r.tokens.tobytes(), r.step) for r in written))
             index.shrink(policy.config.max_bytes)
-            outcome.seal_seconds += time.perf_counter() - start
             outcome.bytes = max(outcome.bytes, index.nbytes)
         index.clear_live()
+    _tally(outcome, requests, np.array([r.step for r in texts.rollouts]), known)
     return outcome
 
 
-def advance(index: SuffixIndex, live: list[Live], out: Outcome, budget: int, min_chance: float) -> None:
-    """Write one round of the responses: the drafts that they confirm, and one token each."""
-    handles = np.array([x.handle for x in live])
-    budgets = np.array([min(budget, len(x.rollout.tokens) - x.at - 1) for x in live])
-    start = time.perf_counter()
-    tokens, chances, offsets = index.draft_flat(handles, budgets, min_chance)
-    out.draft_seconds += time.perf_counter() - start
-    survived = np.zeros(len(tokens), dtype=bool)
-    grown = []
-    bounds = offsets.tolist()
-    for x, begin, end in zip(live, bounds, bounds[1:], strict=False):
-        text = x.rollout.tokens
-        kept = int(np.argmin(np.append(text[x.at : x.at + end - begin] == tokens[begin:end], False)))
-        survived[begin : begin + kept] = True
-        out.right[:kept] += 1
-        out.tried[: min(kept + 1, end - begin)] += 1
-        grown.append(text[x.at : x.at + kept + 1])
-        x.at += len(grown[-1])
-        for tally in x.tallies:
-            tally.rounds += 1
-            tally.drafted += end - begin
-            tally.accepted += kept
-            tally.tokens += len(grown[-1])
-    which = np.minimum((chances * 20).astype(int), 19)
-    columns: list[np.ndarray] = [np.ones(len(tokens)), chances, survived]
-    for column, values in enumerate(columns):
-        out.bins[:, column] += np.bincount(which, weights=values, minlength=20)
-    joined, ends = np.concatenate(grown), np.cumsum([0, *map(len, grown)])
-    start = time.perf_counter()
-    index.extend_many(handles, joined, ends)
-    out.extend_seconds += time.perf_counter() - start
+def _tally(outcome: Outcome, requests: Requests, steps: np.ndarray, known: np.ndarray) -> None:
+    columns = np.stack([known, requests.length, requests.drafted, requests.accepted])
+
+    def groups(of: np.ndarray) -> dict[int, Tally]:
+        found = ((group, of == group) for group in np.unique(of).tolist())
+        return {group: Tally(int(rows.sum()), *map(int, columns[:, rows].sum(axis=1))) for group, rows in found}
+
+    outcome.total = groups(np.zeros_like(steps))[0]
+    outcome.by_step, outcome.by_visit = groups(steps), groups(requests.visit)
+    lengths = np.searchsorted(np.quantile(requests.length, (0.5, 0.9)), requests.length)
+    outcome.by_length = {CLASSES[number]: tally for number, tally in groups(lengths).items()}
 
 
 def report(

@@ -49,7 +49,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         return ["request_id"]
 
     def acquire_server(self, request_id: str, sampling_params: dict[str, Any] | None = None) -> tuple[str, Any]:
-        """Choose a replica for a request; later turns of a trajectory stay on theirs."""
+        """Choose a replica for a request; later turns of a trajectory stay on the same one."""
         if not self._inflight_requests:
             return super().acquire_server(request_id)  # says so
         if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):

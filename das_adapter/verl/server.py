@@ -19,6 +19,7 @@ from das_adapter.core.routing import start_order
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import engine_args, engine_env
 from das_adapter.protocol.label import Label
+from das_adapter.service import ledger
 from das_adapter.service.session import Session, for_run, of_async_engine
 from das_adapter.verl import settings
 from das_adapter.verl.identity import ABORTED, MEDIA
@@ -102,7 +103,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._seen.clear()
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)
         if self._order is not None:
-            self._order.refresh(await asyncio.to_thread(self._session.expected), int(global_steps or 0))
+            self._order.refresh(await asyncio.to_thread(ledger.expected, 25.0), int(global_steps or 0))
 
 
 def _show_warnings() -> None:

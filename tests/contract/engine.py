@@ -281,7 +281,7 @@ def hooked(llm: Any, das: Any) -> Any:
     from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks
 
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
-    hooks = SyncEngineHooks.attach(llm, das, source=1)
+    hooks = SyncEngineHooks(llm, das, source=1)
     hooks.start()
     return hooks
 

@@ -35,7 +35,7 @@ from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
 from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint, janitor  # noqa: E402
-from das_adapter.service.ledger import histories, history_actors, ledger, running  # noqa: E402
+from das_adapter.service.ledger import histories, history_of, ledger, running  # noqa: E402
 
 FACTS = checkpoint.Facts.of("problem", TOKENIZER)
 NAMESPACE = "shared by two jobs"
@@ -119,7 +119,7 @@ class Run:
         )
 
     def history(self, of: int) -> Any:
-        return next(actor for name, actor in history_actors().items() if name.endswith(self.nodes[of].node_id))
+        return ray.get_actor(history_of(self.nodes[of].node_id))
 
     def figures(self, of: int) -> dict[str, Any]:
         """Ask a history for its figures, again while it is being restarted."""
@@ -377,7 +377,7 @@ class Refitted:
 def test_a_refit_that_fails_half_way_is_no_new_version(run: Run) -> None:
     engine = Refitted()
     das = test_history.parse(test_history.DAS)
-    hooks = SyncEngineHooks.attach(engine, das, source=1)
+    hooks = SyncEngineHooks(engine, das, source=1)
     for answers in ([True, False], RuntimeError("a rank died"), [True, True], [{"loaded": 3}], [None, None]):
         engine.answers = answers
         try:

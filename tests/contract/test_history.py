@@ -34,7 +34,7 @@ from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Published, Refresh, Trajectory, pack  # noqa: E402
 from das_adapter.protocol.metrics import Counters  # noqa: E402
-from das_adapter.protocol.spool import put_batch  # noqa: E402
+from das_adapter.protocol.spool import TEXTS, put_batch  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
 from das_adapter.service import ledger as ledger_module  # noqa: E402
 from das_adapter.service import session  # noqa: E402
@@ -112,7 +112,7 @@ class Alone(NodeHistory):
         self.tick()
 
     def published(self, version: int) -> Published:
-        return self.sync(version, "engine", 0, ())[0]
+        return self.sync(version, 0, ())[0]
 
     @property
     def files(self) -> list[str]:
@@ -235,7 +235,7 @@ def test_what_arrives_is_published_once_and_what_is_old_is_dropped(writer: Alone
 
 def test_a_message_of_another_node_that_comes_twice_is_taken_once(writer: Alone) -> None:
     for request in (1, 1, 2, 2, 1):
-        writer.receive(pack([Trajectory(1, POEM.tobytes(), 0, request)]))
+        writer.receive(TEXTS, pack([Trajectory(1, POEM.tobytes(), 0, request)]))
         writer.tick()
         published = writer.published(1)
     assert tokens(published) == 60
@@ -513,7 +513,7 @@ from das_adapter.service import ledger, node
 ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
 ledger.ledger()
 here = node.here(HistoryConfig(max_bytes=2**26), grace_s=1.0)
-print(ray.get(here.sync.remote(1, "a", 0, ()))[0].directory, flush=True)
+print(ray.get(here.sync.remote(1, 0, ()))[0].directory, flush=True)
 if sys.argv[1] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -176,7 +176,7 @@ def block() -> Any:
 
 def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_here: None) -> None:
     engine = Engine()
-    front = SyncEngineHooks.attach(engine, block(), source=1)
+    front = SyncEngineHooks(engine, block(), source=1)
     front.start()
     engine.generate([{"prompt_token_ids": [1, 2]}] * 2, SamplingParams())
     front.validating = True
@@ -198,7 +198,7 @@ def test_requests_that_come_past_the_driver_are_harvested_too(ray_here: None) ->
     """NeMo-Gym's requests reach the engine over HTTP, without labels, and some ask for several samples."""
 
     async def serve() -> Refresh:
-        front = AsyncEngineHooks.attach(engine, block(), source=3)
+        front = AsyncEngineHooks(engine, block(), source=3)
         await front.start()
         for params in (SamplingParams(), SamplingParams(n=2, seed=5)):
             async for _ in engine.generate({"prompt_token_ids": [1, 2]}, params, "id"):
@@ -288,7 +288,7 @@ def test_a_host_without_our_plug_in_is_told_so(ray_here: None) -> None:
     engine = Engine()
     engine.collective_rpc = lambda *_, **__: [][0]  # type: ignore[method-assign]
     with pytest.raises(UnsupportedHost, match="entry point"):
-        SyncEngineHooks.attach(engine, block(), source=1).start()
+        SyncEngineHooks(engine, block(), source=1).start()
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def ray_here() -> Any:
 
 def test_one_sample_of_a_group_leads_and_older_requests_go_first(ray_here: None) -> None:
     async def serve() -> list[int]:
-        front = AsyncEngineHooks.attach(engine, block(), source=4)
+        front = AsyncEngineHooks(engine, block(), source=4)
         await front.start()
 
         async def write(prompt: int, samples: int) -> None:

@@ -15,8 +15,8 @@ import reference
 from omegaconf import DictConfig, OmegaConf
 
 from das_adapter import compat
-from das_adapter.config import IN_EVERY_STEP, NEEDS, DasConfig, block_of, check_files, parse
-from das_adapter.config_errors import RETIRED
+from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse
+from das_adapter.config_errors import IN_EVERY_STEP, RETIRED
 from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import settings as nemo_rl
 from das_adapter.protocol.engine_args import DRAFTER, engine_args

@@ -17,7 +17,7 @@ from das_adapter.protocol import engine_args as args
 @pytest.fixture
 def newest(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(compat, "version", lambda host: "0.32.0")
-    monkeypatch.setattr(compat, "missing_on_v2", lambda host: [])
+    monkeypatch.setattr(compat, "missing", lambda host: [])
     monkeypatch.setenv(args.RUNNER_VARIABLE, "")  # so that it is put back
     monkeypatch.delenv(args.RUNNER_VARIABLE)
     return monkeypatch
@@ -74,9 +74,9 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     assert needs_v1({}) == "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
     newest.setenv(args.RUNNER_VARIABLE, "1")
     assert needs_v1({}) is None
-    newest.setattr(compat, "missing_on_v2", lambda host: [compat.Symbol("vllm.x", "gone", "")])
+    newest.setattr(compat, "missing", lambda host: [compat.Symbol("vllm.x", "gone", "")])
     assert needs_v1({}) == "vLLM 0.32.0 lacks vllm.x.gone"
-    newest.setattr(compat, "missing_on_v2", lambda host: [])
+    newest.setattr(compat, "missing", lambda host: [])
     newest.setattr(compat, "version", lambda host: "0.31.2")
     assert needs_v1({}) is None
     assert needs_v1({"drafter": "eagle3", "draft": {"model": "m"}}) == "vLLM 0.31.2 is older than 0.32.0"
@@ -123,7 +123,7 @@ def test_data_parallel_engines_of_a_host_run_v1_with_the_drafter_of_v1(
 
 
 def test_synchronous_scheduling_needs_v1_where_v2_would_draft_in_every_step(newest: pytest.MonkeyPatch) -> None:
-    newest.setattr(compat, "missing_on_v2", lambda host: [object()] if host is compat.V2_NEURAL else [])
+    newest.setattr(compat, "missing", lambda host: [object()] if host is compat.V2_NEURAL else [])
     off: dict[str, object] = {"drafter": "none", "verify": {"noise": "keyed"}}
     assert choose(off, async_scheduling=False).v2
     assert "scheduling is synchronous" in str(choose({"drafter": "history"}, async_scheduling=False).v1)

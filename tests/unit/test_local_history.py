@@ -118,7 +118,7 @@ def test_removed_files_are_published_anew(name: str) -> None:
 def test_half_an_answer_is_none(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
-    Answer(3, 7, 2, np.zeros(2, RESPONSE), ["a line"]).put(tmp_path, "engine")
+    Answer(3, 7, 2, ["a line"], np.zeros(2, RESPONSE)).put(tmp_path, "engine")
     path = folder / f"{ANSWER}-engine"
     whole = path.read_bytes()
     assert Answer.read(path)[:3] == (3, 7, 2)

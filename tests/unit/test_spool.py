@@ -39,7 +39,7 @@ def take(writer: Writer) -> int:
 
 
 def opened(root: Path) -> Writer:
-    return Writer(HistoryConfig(max_bytes=2**24), "das-history-test", str(root), grace_s=0.1)
+    return Writer(HistoryConfig(max_bytes=2**24), root / "das-history-test", grace_s=0.1)
 
 
 def test_trajectories_survive_the_way() -> None:
@@ -80,7 +80,7 @@ def test_one_text_that_comes_twice_counts_once_and_equal_texts_of_two_requests_t
         put_batch(writer.directory, "engine", [again])
     assert take(writer) == 90 + 3 * 30
     assert writer.spool.nbytes == 0
-    writer.close()
+    writer.store.close()
 
 
 def test_what_was_published_ahead_of_a_crash_counts_once(tmp_path: Path) -> None:
@@ -91,13 +91,13 @@ def test_what_was_published_ahead_of_a_crash_counts_once(tmp_path: Path) -> None
     for file, texts in writer.read():
         writer.keep(file, texts)
     writer.store.seal(16)  # as in the background: the file is still there
-    writer.close()  # the process ends
+    writer.store.close()  # the process ends
     put_batch(writer.directory, "engine", [written(3, version=1)])  # meanwhile; the policy still writes the same
     again = opened(tmp_path)
     assert again.spool.nbytes > 0
     assert take(again) == 120
     assert again.spool.nbytes == 0
-    again.close()
+    again.store.close()
 
 
 @pytest.mark.parametrize("left", [b"", b"half of a", pack(SOME)[:-1]])
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_told_and_dropped(tmp_path: Path, caplog: Any, left: b
     assert take(writer) == 30
     assert [path.name for path in (writer.directory / FOLDER).glob(f"{BATCH}-*")] == [f"{BATCH}-c.123.tmp"]
     assert len([record for record in caplog.records if record.message.startswith("das: history: ")]) == 1
-    writer.close()
+    writer.store.close()
 
 
 def test_what_a_killed_engine_had_not_completed_goes(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_what_a_killed_engine_had_not_completed_goes(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == [f"{BATCH}-new.1.tmp"]
 
 
-def test_what_cannot_be_left_is_kept_for_the_next_time() -> None:
+def test_what_cannot_be_left_is_kept_for_the_next_time(caplog: Any) -> None:
     left: list[Trajectory] = []
     full = True
 
@@ -135,8 +135,8 @@ def test_what_cannot_be_left_is_kept_for_the_next_time() -> None:
     gathered = Gathered(leave)
     for text in SOME[:2]:
         gathered.add(text)
-        with pytest.raises(OSError):
-            gathered.flush()
+        gathered.flush()
+    assert caplog.text.count("trajectories do not reach the history") == 2
     full = False
     gathered.add(SOME[2])
     gathered.flush()

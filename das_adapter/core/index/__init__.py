@@ -20,6 +20,7 @@ from das_adapter.core.index.values import (
     Float32,
     Int32,
     Int64,
+    Number,
     Shrunk,
     Tokens,
     check_knobs,
@@ -283,32 +284,15 @@ class SuffixIndex:
         weights: npt.NDArray[np.uint32] = self._core.fading
         return weights
 
-    @property
-    def generation(self) -> int:
-        """The store's generation that is mapped; 0: none."""
-        return int(self._core.generation)
-
-    @property
-    def max_depth(self) -> int:
-        """Tokens of left context that are compared."""
-        return int(self._core.max_depth)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sealed history; of an attached index, bytes that it shares with all others."""
-        return int(self._core.nbytes)
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the live text and what finds places in it."""
-        return int(self._core.live_bytes)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the sealed history."""
-        return int(self._core.tokens)
-
-    @property
-    def problems(self) -> int:
-        """Problems with sealed history."""
-        return int(self._core.problems)
+    generation = Number("generation")
+    """The store's generation that is mapped; 0: none."""
+    max_depth = Number("max_depth")
+    """Tokens of left context that are compared."""
+    nbytes = Number("nbytes")
+    """Bytes of the sealed history; of an attached index, bytes that it shares with all others."""
+    live_bytes = Number("live_bytes")
+    """Bytes of the live text and what finds places in it."""
+    tokens = Number("tokens")
+    """Tokens in the sealed history."""
+    problems = Number("problems")
+    """Problems with sealed history."""

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.index.private import make_private
-from das_adapter.core.index.values import Shrunk, Tokens, check_knobs, problem_id, shrink, token_ids, visits
+from das_adapter.core.index.values import Number, Shrunk, Tokens, check_knobs, problem_id, shrink, token_ids, visits
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
@@ -209,25 +209,11 @@ class HistoryStore:
                 os.close(self._writer)
                 self._writer = -1
 
-    def _number(self, name: str) -> int:
-        with self._lock:
-            return int(getattr(self._core, name))
-
     def __enter__(self) -> HistoryStore:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def staged(self) -> int:
-        """Tokens that were added and are not sealed."""
-        return self._number("staged_tokens")
-
-    @property
-    def generation(self) -> int:
-        """The generation published last; 0: none."""
-        return self._number("generation")
 
     @property
     def intact(self) -> bool:
@@ -236,30 +222,20 @@ class HistoryStore:
             there = sum(file.stat().st_size for file in self.directory.glob("segments-*"))
             return there >= self._core.file_bytes and (self.directory / "writer").exists()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sealed history, as in `SuffixIndex`."""
-        return self._number("nbytes")
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of the generation's files: `nbytes`, and at most a third more that no longer counts."""
-        return self._number("file_bytes")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the sealed history."""
-        return self._number("tokens")
-
-    @property
-    def newest(self) -> int:
-        """The newest weight version that was ever sealed here; meaningless while there is none."""
-        return self._number("newest")
-
-    @property
-    def problems(self) -> int:
-        """Problems with sealed history."""
-        return self._number("problems")
+    staged = Number("staged_tokens")
+    """Tokens that were added and are not sealed."""
+    generation = Number("generation")
+    """The generation published last; 0: none."""
+    nbytes = Number("nbytes")
+    """Bytes of the sealed history, as in `SuffixIndex`."""
+    file_bytes = Number("file_bytes")
+    """Bytes of the generation's files: `nbytes`, and at most a third more that no longer counts."""
+    tokens = Number("tokens")
+    """Tokens in the sealed history."""
+    newest = Number("newest")
+    """The newest weight version that was ever sealed here; meaningless while there is none."""
+    problems = Number("problems")
+    """Problems with sealed history."""
 
 
 def problems_in(path: str | os.PathLike[str]) -> UInt64:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,17 @@ class Drafting(Protocol):
 
     def result(self) -> tuple[Int32, Float32, Int64]:
         """Wait for them, once; return what `SuffixIndex.draft_flat` does."""
+
+
+class Number:
+    """A number of the native index, read from `_core` of its owner, under `_lock` where that has one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> int:
+        with getattr(owner, "_lock", contextlib.nullcontext()):
+            return int(getattr(owner._core, self._name))
 
 
 class Shrunk(NamedTuple):

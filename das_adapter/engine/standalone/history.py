@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 
@@ -40,12 +40,8 @@ class SharedHistory:
     waits. No method raises."""
 
     def __init__(self, name: str, config: HistoryConfig, grace_s: float = GRACE_S):
-        """
-        Args:
-            name: of the history's directory; engines of the node with the same name share it.
-            config: the `history:` block.
-            grace_s: see `protocol.spool.GRACE_S`.
-        """
+        """Engines of the node with the same `name`, that of the history's directory, share it; `grace_s`: see
+        `protocol.spool.GRACE_S`."""
         self._config, self._grace_s = config, grace_s
         self._directory = root_for(name, config.max_bytes) / name
         self._engine = uuid.uuid4().hex
@@ -84,12 +80,8 @@ class SharedHistory:
             self._report(error)
 
     def _enter(self) -> None:
-        """Make sure that the directory is there, belongs to this user, and is not removed while this engine lives.
-
-        Raises:
-            IndexFileError: it is a link or another user's.
-            OSError: it can't be created.
-        """
+        """Make sure that the directory is there, belongs to this user, and is not removed while this engine lives;
+        errors as in `make_private`."""
         for directory in (self._directory, self._directory / FOLDER):
             make_private(directory)
         while not (self._users and _lies(self._users, self._directory / USERS)):
@@ -97,23 +89,13 @@ class SharedHistory:
             fcntl.flock(self._users, fcntl.LOCK_SH)
 
     def _start_writer(self) -> None:
-        """Start the process that writes; where another one writes there, it ends at once.
-
-        Raises:
-            SubprocessError: it can't be started.
-        """
+        """Start the process that writes; where another one writes there, it ends at once. SubprocessError: it can't be
+        started."""
         command = [sys.executable, "-m", "das_adapter.service.local", str(self._directory)]
-        nowhere = subprocess.DEVNULL  # it outlives this process, and must not keep its output open
         arguments = [self._config.model_dump_json(), str(self._grace_s)]
-        subprocess.run(
-            [*command, *arguments],
-            stdin=nowhere,
-            stdout=nowhere,
-            stderr=nowhere,
-            start_new_session=True,
-            timeout=PATIENCE_S,
-            check=True,
-        )
+        # It outlives this process, and must not keep its output open.
+        nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        subprocess.run([*command, *arguments], start_new_session=True, timeout=PATIENCE_S, check=True, **nowhere)
 
     def _leave(self, batch: Sequence[Trajectory]) -> None:
         self._enter()
@@ -128,14 +110,13 @@ class SharedHistory:
         """
         self._number += 1
         path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
-        begin = asked = 0.0
-        while not begin or time.monotonic() < begin + self._patience_s:
-            if time.monotonic() > asked + AGAIN_S or not begin:
-                if begin:
-                    self._start_writer()
-                begin, asked = begin or time.monotonic(), time.monotonic()
-                self._enter()
-                Ask(self._number, self._cursor).put(self._directory, self._engine)
+        self._leave_ask()
+        begin = asked = time.monotonic()
+        while (now := time.monotonic()) < begin + self._patience_s:
+            if now > asked + AGAIN_S:
+                self._start_writer()
+                self._leave_ask()
+                asked = now
             try:
                 answer = Answer.read(path)
                 path.unlink()
@@ -145,6 +126,10 @@ class SharedHistory:
                 time.sleep(0.002)
         waited, self._patience_s = self._patience_s, IMPATIENCE_S
         raise TimeoutError(f"no answer within {waited} s")
+
+    def _leave_ask(self) -> None:
+        self._enter()
+        Ask(self._number, self._cursor).put(self._directory, self._engine)
 
     def _report(self, error: Exception) -> None:
         """Log an error once, until a weight sync succeeds."""

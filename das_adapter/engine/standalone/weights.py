@@ -13,14 +13,7 @@ from das_adapter.patching import patch
 def follow_loaded_policy(stock: Any, loaded: Callable[[], None]) -> Any:
     """Without it nobody sees the weights that a trainer loads into the policy. Remove this patch when vLLM tells
     plug-ins that its weights were updated."""
-
-    @functools.wraps(stock)
-    def load_model(*args: Any, **kwargs: Any) -> Any:
-        result = stock(*args, **kwargs)
-        loaded()
-        return result
-
-    return load_model
+    return _then(stock, loaded)
 
 
 def _then(stock: Any, changed: Callable[[], None]) -> Any:

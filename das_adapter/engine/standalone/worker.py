@@ -60,22 +60,15 @@ class Standalone:
             self._shared = SharedHistory(directory, state.config.history)
 
     def weights_changed(self, version: int | None = None) -> None:
-        """Take note that the weights are other ones from the next step on. A weight sync of many calls counts once.
-
-        Args:
-            version: their number; None: one more than before.
-        """
+        """Take note that the weights are other ones from the next step on, with this version or, if None, one more than
+        before. A weight sync of many calls counts once."""
         self._due = True
         if version is not None:
             self._version = max(self._version, version - 1)
 
     def begin_step(self, scheduled: Any, updating: bool) -> None:
         """Take what has finished since the last step, and bring the drafter up to date if the weights have changed.
-
-        Args:
-            scheduled: vLLM's `SchedulerOutput`.
-            updating: whether a weight update is under way: it ends later.
-        """
+        `scheduled`: vLLM's `SchedulerOutput`; `updating`: a weight update is under way, which ends later."""
         self._harvest(scheduled.finished_req_ids)
         if not scheduled.total_num_scheduled_tokens or updating:
             return

@@ -1,5 +1,5 @@
-"""What lies in the device's arena and where: sealed text of the problems that are drafted for, and the texts of
-requests that have ended since the weight sync. It decides, and touches no device."""
+"""Allocate the device's arena: sealed text of the problems that are drafted for, and the texts of requests that have
+ended since the weight sync. Pure host bookkeeping."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class Words:
-    """Stretches of an array that are given away, and taken back."""
+    """The free stretches of an array."""
 
     def __init__(self, size: int) -> None:
         self._free = [(0, size)] if size else []
@@ -132,13 +132,8 @@ class Arena:
     """The arena of an engine. A text is numbered by its request's slot, and from `slots` on once that has ended."""
 
     def __init__(self, words: int, slots: int, closed: int, members: int) -> None:
-        """
-        Args:
-            words: of 32 bits.
-            slots: most requests at once.
-            closed: most texts of ended requests.
-            members: most texts of a problem that are searched, the newest.
-        """
+        """Take so many words of 32 bits for the requests in so many slots, so many texts of ended requests, and the
+        newest `members` texts of a problem, which are searched."""
         self.words = Words(words)
         self.tables = Tables(slots, slots + closed, members)
         self.changed = True
@@ -167,14 +162,8 @@ class Arena:
         return sum(s.tokens for s in self._sealed.values() if s)
 
     def open(self, slot: int, problem: int, at: int, begin: int) -> None:
-        """Take a request that begins.
-
-        Args:
-            slot: vLLM's.
-            problem: key of its text in the history.
-            at: offset of its response.
-            begin: tokens before it.
-        """
+        """Take a request that begins in one of vLLM's slots, with its key in the history, the offset of its response
+        and the tokens before that."""
         self.close(slot)
         known = self._problems.setdefault(problem, Problem())
         if known.row < 0:
@@ -188,12 +177,8 @@ class Arena:
         self._describe(problem)
 
     def close(self, slot: int, room: int = 0) -> Kept | None:
-        """Take a request that ended, or was preempted; return where its text is to be copied.
-
-        Args:
-            slot: its slot.
-            room: tokens that its text has at most; 0: it is not kept.
-        """
+        """Take a request that ended, or was preempted; return where its text, of at most `room` tokens, is to be
+        copied. None: it is not kept."""
         problem = self._of_slot.pop(slot, None)
         if problem is None:
             return None

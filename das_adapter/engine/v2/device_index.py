@@ -86,8 +86,7 @@ class DeviceIndex:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        own = (x for x in vars(self).values() if isinstance(x, torch.Tensor) and x is not self.texts)
-        return sum(x.nbytes for x in own)
+        return sum(x.nbytes for x in vars(self).values() if isinstance(x, torch.Tensor) and x is not self.texts)
 
     def shortage(self) -> str | None:
         """Say, the first time that it is so, that the arena is too small."""
@@ -110,12 +109,8 @@ class DeviceIndex:
             self.offers[:, 0].index_fill_(0, self._to_device(slots), 0)
 
     def close(self, closed: Sequence[tuple[int, int]], total_len: torch.Tensor) -> None:
-        """Take requests that end: slot, and tokens that its response has at most, 0 for a text that is not kept.
-
-        Args:
-            closed: the requests.
-            total_len: int32 [slots], tokens of each request.
-        """
+        """Take requests that end: slot, and tokens that its response has at most, 0 for a text that is not kept;
+        `total_len`: int32 [slots], tokens of each request."""
         kept = [k for slot, room in closed if (k := self.arena.close(slot, room)) is not None]
         if kept:
             self.flush()

@@ -161,11 +161,8 @@ class HistorySpeculator(BaseSpeculator):
         dummy_run: bool = False,
         **__: Any,
     ) -> torch.Tensor:
-        """Draft for every request of the batch; see `BaseSpeculator.propose`.
-
-        Returns:
-            int64 [requests, steps]; beyond a draft the request's last token, which the policy can read.
-        """
+        """Draft for every request of the batch, int64 [requests, steps]; beyond a draft the request's last token, which
+        the policy can read. See `BaseSpeculator.propose`."""
         if not dummy_run:
             self.draft(input_batch, num_sampled)
             self.share(input_batch.num_reqs)
@@ -182,13 +179,8 @@ class HistorySpeculator(BaseSpeculator):
                 self._drafts[: input_batch.num_reqs].zero_()
 
     def take_better(self, drafts: torch.Tensor, tokens: int, worth: float) -> None:
-        """Put a model's drafts where that from the history is expected to bring less.
-
-        Args:
-            drafts: int64 [requests, steps], the model's.
-            tokens: of each of them.
-            worth: accepted tokens to be expected of each.
-        """
+        """Put a model's drafts, int64 [requests, steps], of which `tokens` count and `worth` are expected to be
+        accepted, where that from the history is expected to bring less."""
         if self._offer is None or not self.wanted:
             return
         chances = self.draft_token_confidence_probs[: len(drafts), : self.wanted].cumprod(1)

@@ -222,17 +222,17 @@ class DeviceWorkerState(WorkerState):
             self._bind_history(source)
             beside = Beside(source, self._model_worth)
         texts = self.runner.req_states.all_token_ids.gpu
-        self.speculation = Speculation(self.runner.speculator, self._decodes, config, texts, beside)
+
+        def decodes() -> bool:
+            return self._step is not None and self._step.decodes
+
+        self.speculation = Speculation(self.runner.speculator, decodes, config, texts, beside)
         if self.lengths is not None:
             self.speculation.on_failure = self.lengths.engine.fail
 
     def _model_worth(self, tokens: int) -> float:
         drafts = self.lengths and self.lengths.engine.drafts
         return float(drafts.acceptance.chances(tokens).sum()) if drafts else 0.0
-
-    def _decodes(self) -> bool:
-        """Whether the step that is going on reads no prompt."""
-        return self._step is not None and self._step.decodes
 
 
 def stop_tokens(params: Any) -> frozenset[int]:
