@@ -1,17 +1,108 @@
-// The controller's arithmetic for one decode step of a batch; das_adapter/core/requests.py and length.py explain it.
+// The controller's arithmetic for one decode step of a batch; das_adapter/core/controller.py and budget.py explain it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <stdexcept>
+#include <utility>
+#include <vector>
 
 #include "columns.hpp"
 
 namespace nb = nanobind;
 
 namespace {
+
+// Cost of m draft tokens on top of the batch: `slope` each, `bend` more for each beyond the first `room`.
+struct Cost {
+  double slope, bend, room;
+  double of(double m) const { return slope * m + bend * std::max(0.0, m - std::max(room, 0.0)); }
+};
+
+// The best set of tokens: those of greatest value whose sum minus cost is greatest, described by a threshold.
+//
+// On a straight part of the cost a token is kept if and only if its value exceeds the slope, so the best set is what
+// one of the two slopes keeps, or it ends where they meet. The values above a threshold are a prefix of each draft.
+struct Best {
+  double gain = 0;
+  float threshold = 0;    // keep all values above it
+  int64_t ties = 0;       // and so many values that equal it
+};
+
+Best best_set(std::vector<float>& values, const Cost& cost) {
+  const int64_t n = static_cast<int64_t>(values.size());
+  Best best;
+  best.threshold = INFINITY;
+  const auto consider = [&](double threshold) {
+    double sum = 0;
+    int64_t m = 0;
+    for (const float v : values)
+      if (v > threshold) sum += v, ++m;
+    const double gain = sum - cost.of(static_cast<double>(m));
+    if (m && gain > best.gain) best = {gain, static_cast<float>(threshold), 0};
+  };
+  // A threshold must be exact in float, or rounding would let an equal value through on one side only.
+  consider(static_cast<float>(cost.slope));
+  if (cost.bend == 0) return best;
+  consider(static_cast<float>(cost.slope + cost.bend));
+  const auto knee = static_cast<int64_t>(std::floor(cost.room));
+  for (const int64_t m : {knee, knee + 1}) {
+    if (m <= 0 || m > n) continue;
+    std::nth_element(values.begin(), values.begin() + (m - 1), values.end(), std::greater<>());
+    const float least = values[m - 1];
+    double sum = 0;
+    int64_t equal = 0;
+    for (int64_t i = 0; i < m; ++i) sum += values[i], equal += values[i] == least;
+    const double gain = sum - cost.of(static_cast<double>(m));
+    if (gain > best.gain) best = {gain, least, equal};
+  }
+  return best;
+}
+
+std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own,
+                                    const In<double>& tail, const In<double>& fade, double slope, double bend,
+                                    double room, double fixed, bool cut, Out<int64_t> keep) {
+  const size_t batch = own.size();
+  const auto n = static_cast<int64_t>(chances.size());
+  if (offsets.size() != batch + 1 || keep.size() != batch || tail.size() != batch || fade.size() != batch)
+    throw std::invalid_argument("allocate: own, tail, fade, offsets and keep differ in their number of requests");
+  const float* c = chances.data();
+  const int64_t* at = offsets.data();
+  if (at[0] != 0 || at[batch] != n || !std::is_sorted(at, at + batch + 1))
+    throw std::invalid_argument("allocate: offsets: expected ascending numbers from 0 to the number of chances");
+  std::vector<float> value(n);
+  for (size_t i = 0; i < batch; ++i) {
+    const auto always = static_cast<float>(own.data()[i]);
+    auto deciding = static_cast<float>(tail.data()[i]);
+    const auto less = static_cast<float>(std::exp(-fade.data()[i]));
+    for (int64_t j = at[i]; j < at[i + 1]; ++j, deciding *= less) value[j] = c[j] * (always + deciding);
+  }
+  const Cost cost{slope, bend, room};
+  int64_t* kept = keep.data();
+  if (!cut) {
+    double gain = 0;
+    for (const float v : value) gain += v;
+    for (size_t i = 0; i < batch; ++i) kept[i] = at[i + 1] - at[i];
+    return {gain - cost.of(static_cast<double>(n)) - (n ? fixed : 0.0), n};
+  }
+  std::vector<float> scratch = value;
+  Best best = best_set(scratch, cost);
+  best.gain -= fixed;
+  if (best.gain <= 0) best.threshold = INFINITY, best.ties = 0;
+  int64_t total = 0;
+  for (size_t i = 0; i < batch; ++i) {
+    int64_t j = at[i];
+    while (j < at[i + 1] && value[j] > best.threshold) ++j;
+    for (; best.ties && j < at[i + 1] && value[j] == best.threshold; ++j) --best.ties;
+    kept[i] = j - at[i];
+    total += kept[i];
+  }
+  return {std::max(best.gain, 0.0), total};
+}
 
 // Adds one decode step to the requests in `slots`; arrays are RequestTable's columns (das_adapter/core/requests.py).
 void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& carried, double memory,
@@ -68,6 +159,10 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 }  // namespace
 
 void bind_controller(nb::module_& m) {
+  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"), nb::arg("fade"),
+        nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("cut"), nb::arg("keep"),
+        "Choose how many draft tokens of each request to verify, into keep int64 [b]. Return the expected gain in "
+        "seconds and the number of tokens.");
   m.def("advance", &advance, nb::arg("slots"), nb::arg("got"), nb::arg("carried"), nb::arg("memory"),
         nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),
         nb::arg("drafts"), nb::arg("drafts_hit"), nb::arg("steps"), nb::arg("length_class"), nb::arg("class_steps"),

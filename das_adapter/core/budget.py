@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import LengthClass, beyond
+from das_adapter.core.native import native
 from das_adapter.core.steps import Chances, Ints, StepPlan
 
 Floats = npt.NDArray[np.float64]
@@ -137,6 +138,18 @@ def allocate(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cu
         model: what the step costs.
         cut: False: keep all tokens, and return what that gains.
     """
+    requests = len(worth.own)
+    if model.sizes:
+        return _allocate_in_steps(chances, offsets, worth, model, cut)
+    keep = np.empty(requests, dtype=np.int64)
+    costs = model.token, model.bend, model.knee - requests, model.draft
+    gain = native().allocate(chances, offsets, *worth, *costs, cut, keep)[0]
+    return StepPlan(keep, np.zeros_like(keep), gain)
+
+
+def _allocate_in_steps(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cut: bool) -> StepPlan:
+    """Allocate where a step's time rises at captured sizes: of the tokens of greatest value, in order, the number that
+    gains most by the step's own time."""
     requests, counts = len(worth.own), np.arange(len(chances) + 1)
     value = worth.of_tokens(chances, offsets)
     order = np.argsort(-value, kind="stable")
