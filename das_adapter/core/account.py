@@ -30,7 +30,7 @@ MARGIN = 0.05
 """Predicted gain of a step, as a share of its time, at which drafting begins. The latency model errs by some percent: a
 smaller gain would switch it to and fro."""
 LEAST_GAIN = 0.02
-"""Predicted gain under which a step is not drafted in, as a share of its time: less than step times vary."""
+"""Minimum predicted gain of a drafted step, as a fraction of its time: step times vary by about as much."""
 RAMP = 8
 """Steps without an arrival after which the batch only drains: what paid once goes on to."""
 LOOK_STEPS = 16

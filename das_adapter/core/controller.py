@@ -73,8 +73,7 @@ class Controller:
             limit: longest response there can be, tokens.
             prior: latency model until the engine's own steps give one.
             drafts: of the model that drafts (the policy copy, a neural drafter), where there is one.
-            common: lengths of which all requests of a step have the same, rising, whatever there is to draft for each;
-                None: each has its own.
+            common: draft lengths to choose from when all requests share one, rising; None: each has its own.
             sizes: tokens for which the engine has captured CUDA graphs, rising, see `StepModel`.
             stock: what a step of stock vLLM takes; None: what a step takes in which no drafter is asked.
         """

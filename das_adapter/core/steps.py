@@ -23,7 +23,7 @@ class Decoded(NamedTuple):
     got: Ints
     """Tokens."""
     carried: Ints | None
-    """Draft tokens that were verified; None if nobody had any."""
+    """Draft tokens that were verified; None if no request carried a draft."""
     by_model: Ints | None
     """How many of these a model drafted."""
     room: Ints
