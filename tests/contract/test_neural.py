@@ -37,6 +37,11 @@ def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
     return {"drafter": method, "draft": {**model, **more.pop("draft", {})}, **more}
 
 
+def always(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
+    """A block that drafts even at a loss, as drafts of arbitrary lengths are."""
+    return block(method, drafters, speculate="always", **more)
+
+
 def policy(method: str, drafters: Path) -> dict[str, str]:
     """Name the policy to the engine: for `mtp` the one that has a layer for it, which writes the same text."""
     return {"model": str(drafters / "mtp")} if "mtp" in method else {}
@@ -91,7 +96,7 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(engine: Any, drafters: Pat
     rounds, ours = two_rounds(requests(PLAIN * 3 + EVERY_PARAMETER)), policy(method, drafters)
     reference = engine(das=OFF, engine=ours, rounds=rounds)
     small = {"rounds": rounds, "engine": {**SMALL, **ours}}
-    das = block(method, drafters, speculate="always")  # for such drafts lose
+    das = always(method, drafters)
     result = engine(das=das, **EVERY_LENGTH, **small)
     assert all(r["misplaced"] == r["reused"] == 0 < r["audited"] for r in result)
     assert tokens(result) == tokens(reference)
@@ -114,7 +119,7 @@ def test_two_ranks_run_the_drafter_together(engine: Any, vllm_env: dict[str, str
     if vllm_env:
         pytest.skip("two ranks take long: on the other build only")
     reference = engine(das=OFF, rounds=ROUNDS, **ALONE)
-    das = block(method, drafters, speculate="always")
+    das = always(method, drafters)
     result = engine(das=das, rounds=ROUNDS, **EVERY_LENGTH, **RANKS)
     assert seeded(result) == seeded(reference)
     for found in result:
@@ -153,7 +158,7 @@ def test_requests_may_end_at_max_model_len(engine: Any, drafters: Path, method: 
     asked = requests(PLAIN, 6, max_tokens=200, ignore_eos=True)
     small = {"max_model_len": 128, **policy(method, drafters)}
     reference = engine(das=OFF, engine=small, rounds=[Round(asked)])
-    result = engine(das=block(method, drafters), engine=small, rounds=[Round(asked)], **EVERY_LENGTH)
+    result = engine(das=always(method, drafters), engine=small, rounds=[Round(asked)], **EVERY_LENGTH)
     assert result[0]["tokens"] == reference[0]["tokens"]
     assert all(len(r.prompt) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
 
@@ -164,7 +169,7 @@ def test_a_lora_policy_writes_the_tokens_of_off(engine: Any, drafters: Path, met
     first, second = two_rounds(requests(PLAIN, 6))
     rounds = [replace(part, adapter=lora(tmp_path / str(i))) for i, part in enumerate((first, second))]
     both = {**LORA, **policy(method, drafters)}
-    result = lossless(engine, block(method, drafters), rounds, engine=both, **EVERY_LENGTH)
+    result = lossless(engine, always(method, drafters), rounds, engine=both, **EVERY_LENGTH)
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 10
     assert not any(r["stats"]["error"] for r in result)
 
@@ -186,7 +191,7 @@ def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, 
     rounds = [Round(asked, copies=1000, brief=True)]
     ours = policy(method, drafters)
     off = engine(das=None, engine=ours, rounds=rounds)[0]["tokens"]
-    das = block(
+    das = always(
         method, drafters, verify={"noise": "stock"}, draft={"options": {"draft_sample_method": "probabilistic"}}
     )
     drafted = engine(das=das, engine=ours, rounds=rounds, **EVERY_LENGTH)[0]
