@@ -34,7 +34,7 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
             assert sum(r["stats"]["class_drafts"]) == r["stats"]["draft_tokens"]
     rollouts = read(logs)
     figures = report.summary(rollouts)
-    assert figures.requests > 0
+    assert figures["requests"] > 0
     assert figures["decode_steps"] > 50
     assert figures["latency_model_error"] is not None
     counted = sum(counts["draft_tokens"] for rollout in rollouts for counts in rollout.counts)
