@@ -156,9 +156,9 @@ class ReferenceIndex:
 
     # Live requests
 
-    def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens | None = None) -> int:
+    def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens = ()) -> int:
         request = Request(problem_id(problem), _checked(prompt_ids))
-        ids = _checked(() if prefix is None else prefix)
+        ids = _checked(prefix)
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._requests[handle] = request
         self.extend(handle, ids)

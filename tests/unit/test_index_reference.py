@@ -88,8 +88,8 @@ class SameDrafts(RuleBasedStateMachine):
         ]
         assert found[0] == found[1]
 
-    @rule(problem=PROBLEMS, prompt=texts(), prefix=st.none() | texts())
-    def open(self, problem: int, prompt: list[int], prefix: list[int] | None) -> None:
+    @rule(problem=PROBLEMS, prompt=texts(), prefix=texts())
+    def open(self, problem: int, prompt: list[int], prefix: list[int]) -> None:
         self.handles.append(self.each(lambda index: index.open(problem, prompt, prefix)))
 
     @precondition(lambda self: self.handles)
