@@ -35,7 +35,6 @@ class Router:
     """Chooses engines as veRL's balancer with das-adapter does: one request at a time, as they arrive."""
 
     def __init__(self, das: DasConfig, engines: int, group: int, slots: int, seed: int = 0) -> None:
-        self._das, self._engines = das, engines
         self._ours = das.drafter != "none" and das.routing == "longest_first"
         self._replicas = Replicas(range(engines), worth_of(das), group, slots)
         self._orders = [start_order(das, group) if self._ours else None for _ in range(engines)]
