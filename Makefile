@@ -23,8 +23,9 @@ gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytes
 test: quality $(VENV)/newest  # run the quality checks and every test
 	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
 
-long: $(VENV)/newest  # run the tests that make test leaves out: minutes each, or on the other vLLM build
+long: $(VENV)/newest  # run the tests that make test leaves out: minutes each, on the other vLLM build, or with new random examples
 	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest tests/unit -n 2 --hypothesis-profile=long
 
 hosts: env  # run the tests of trainers on plain vLLM servers, some minutes each
 	$(BIN)/python -m pytest -m hosts

@@ -2,7 +2,6 @@
 
     python benchmarks/controller.py rollout --model random --out FILE.json    # long-tailed batch, every policy
     python benchmarks/controller.py batches --model random --out FILE.json    # starting batches from 1 to 64
-    python benchmarks/controller.py routing --model tiny --group 8 --out FILE.json    # two replicas, by routing policy
     python benchmarks/controller.py off --model random --out FILE.json        # the same rollouts without a drafter
 
 There are two policies. `tiny`: examples/tiny_math/policy in float32, or a wider one (`--policy`); the history is its
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
-import itertools
 import json
 import os
 import random
@@ -93,7 +91,6 @@ class Bench:
             "max_num_seqs": at_once,
             "seed": 0,
             "enable_prefix_caching": False,
-            "scheduling_policy": "priority",
         }
         if model == "random":
             directory = Path(f"/tmp/das-random-{os.getpid()}")
@@ -130,10 +127,8 @@ class Bench:
             for i, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
         ]
 
-    def run(
-        self, requests: list[dict[str, Any]], offset: int = 0, priority: list[int] | None = None
-    ) -> tuple[float, list[list[int]]]:
-        """Seconds of a rollout and its tokens; `offset` draws others, `priority` says who starts first."""
+    def run(self, requests: list[dict[str, Any]], offset: int = 0) -> tuple[float, list[list[int]]]:
+        """Seconds of a rollout and its tokens; `offset` draws others."""
         from vllm import SamplingParams
 
         params = [
@@ -148,7 +143,7 @@ class Bench:
         ]
         prompts = [{"prompt_token_ids": r["prompt"]} for r in requests]
         begin = time.perf_counter()
-        outputs = self.llm.generate(prompts, params, use_tqdm=False, priority=priority)
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
 
     def history(self, requests: list[dict[str, Any]], texts: list[list[int]]) -> list[tuple[int, bytes, int]]:
@@ -191,6 +186,7 @@ class Bench:
         """A controller for an arm, with the step times seen so far, and the history under new problem ids."""
         from das_adapter.config import DasConfig
         from das_adapter.core.controller import Controller
+        from das_adapter.engine.timing import StepTimer
         from das_adapter.protocol.messages import Refresh, Trajectory
 
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]) if arm[0] == "k" else MOST)
@@ -199,8 +195,10 @@ class Bench:
         das = DasConfig(budget=policy, max_draft_tokens=most, speculate=speculate)
         controller = Controller(das, self.runner.max_model_len)
         if times is not None:
-            controller.times = copy.deepcopy(times)
-        drafter.restart(controller)
+            controller.account.time.engine = copy.deepcopy(times)
+        drafter.settle()
+        drafter.engine.close(list(drafter.engine.live))
+        drafter.engine.controller, drafter.timer = controller, StepTimer()
         drafter.engine.counters.take()
         self.turn += 1
         shift, version = self.turn * PROBLEMS, self.turn * WINDOW
@@ -276,74 +274,6 @@ def compare(bench: Bench, arms: list[str], count: int, longest: int, repeats: in
     }
 
 
-def routing(bench: Bench, count: int, longest: int, repeats: int, times: Any) -> dict[str, Any]:
-    """A rollout over two replicas: each replica's share runs on the engine by itself, the later end is the makespan.
-
-    Requests arrive in groups, the groups in another order each time. `spread`: each request goes where the fewest
-    predicted tokens are in flight, longest first. `together`: as das-adapter does it, by the predicted end of the
-    rollout; `leaders`: with the first sample of each group early. Once without history, once with it.
-    """
-    from das_adapter.core.length import Expected, LengthLog
-    from das_adapter.core.routing import Replicas, StartOrder
-    from das_adapter.core.siblings import NO_SIBLINGS, Worth
-    from das_adapter.protocol.messages import Trajectory, responses
-
-    requests = bench.requests(count, longest)
-    bench.prepare("idle", [])
-    _, texts = bench.run(requests)
-    trajectories = bench.history(requests, texts)
-    log = LengthLog()
-    log.add(responses(Trajectory(*trajectory) for trajectory in trajectories))
-    groups = [list(rows) for _, rows in itertools.groupby(range(count), lambda i: requests[i]["problem"])]
-    bench.prepare("optimal", [], times)
-    bench.drafter.stats()
-    for some in range(4):
-        bench.run(requests, offset=1000 * some)
-    shown = bench.drafter.stats()["siblings"], times.model.capacity()  # what the engines of a run have shown
-    found: dict[str, Any] = {}
-    for turn in range(repeats):
-        order = [groups[i] for i in np.random.default_rng(turn).permutation(len(groups))]
-        for arm, kept in {"no history": [], "history": trajectories}.items():
-            expected = Expected(log.predictions() if kept else {}, *shown)
-            for policy, worth in {"spread": NO_SIBLINGS, "together": NO_SIBLINGS, "leaders": Worth()}.items():
-                replicas = Replicas((0, 1), Worth(), bench.group, bench.at_once)
-                replicas.learn(expected)
-                before = [(replicas.pick(q["problem"], expected[q["problem"]], bool(kept)), q) for q in requests]
-                for place, q in before:  # an earlier step, from which it knows how much comes at once
-                    replicas.done(place, q["problem"])
-                tokens = [0.0, 0.0]
-                shares: list[list[int]] = [[], []]
-                for rows in order:
-                    problem = requests[rows[0]]["problem"]
-                    for row in rows:
-                        place = replicas.pick(problem, expected[problem], problem in expected)
-                        if policy == "spread":
-                            place = tokens.index(min(tokens))
-                        tokens[place] += expected[problem]
-                        shares[place].append(row)
-                ends, same = [], True
-                for mine in shares:
-                    start = StartOrder(worth, bench.group)
-                    start.refresh(expected, 0)
-                    bench.prepare("optimal", kept, times)
-                    first = [start.priority(requests[i]["problem"]) for i in mine]
-                    seconds, written = bench.run([requests[i] for i in mine], priority=first)
-                    ends.append(seconds)
-                    same &= written == [texts[i] for i in mine]
-                figures = found.setdefault(f"{arm}, {policy}", {"identical_tokens": True, "ends_s": []})
-                figures["ends_s"].append([round(e, 3) for e in ends])
-                figures["identical_tokens"] &= same
-                figures["mean_makespan_s"] = float(np.mean([max(e) for e in figures["ends_s"]]))
-    return {
-        "requests": count,
-        "longest": max(map(len, texts)),
-        "at_once": bench.at_once,
-        "capacity": shown[1]._asdict(),
-        "worth": vars(Worth().fitted(shown[0])),
-        "arms": found,
-    }
-
-
 def warm(bench: Bench) -> Any:
     """Step times of an engine that has been rolling out for a while."""
     requests = bench.requests(48, 96)
@@ -362,7 +292,7 @@ def warm(bench: Bench) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rollout", "batches", "routing", "off"])
+    parser.add_argument("what", choices=["rollout", "batches", "off"])
     parser.add_argument("--model", choices=["tiny", "random"], default="random")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--longest", type=int, default=400)
@@ -401,16 +331,7 @@ def main() -> None:
         times = warm(bench)
         result = {"latency_model": times.model.to_dict(), "rollouts": []}
         print(times.model, flush=True)
-        if args.what == "routing":
-            result["rollouts"].append(routing(bench, args.requests, args.longest, args.repeats, times))
-            for name, figures in result["rollouts"][0]["arms"].items():
-                print(
-                    f"  {name:24} {figures['mean_makespan_s']:7.2f} s  {figures['ends_s']}  "
-                    f"identical tokens: {figures['identical_tokens']}",
-                    flush=True,
-                )
-        counts = {"rollout": [args.requests], "batches": args.batches, "routing": []}
-        for count in counts[args.what]:
+        for count in [args.requests] if args.what == "rollout" else args.batches:
             row = compare(bench, args.arms, count, args.longest, args.repeats, times)
             result["rollouts"].append(row)
             base = row["arms"][args.arms[0]]["seconds"]

@@ -95,7 +95,7 @@ class Engines:
 
 def count_traffic(history: Any) -> None:
     """Count what a history sends to other nodes, in its process."""
-    from das_adapter.service import node, outbox
+    from das_adapter.service import node
 
     traffic = history.traffic = Counter()
 
@@ -105,13 +105,13 @@ def count_traffic(history: Any) -> None:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = stock(*args, **kwargs)
             traffic[f"{what} calls"] += 1
-            traffic[f"{what} bytes"] += size(result)
+            traffic[f"{what} bytes"] += size(result, *args)
             return result
 
         setattr(owner, name, call)
 
-    counted(outbox, "pack", "texts", len)
-    counted(history._peers, "given", "segments", len)
+    counted(node, "pack", "texts", lambda content, _: len(content))
+    counted(history.writer.store, "give", "segments", lambda _, path, __: path.stat().st_size)
 
     class Ledger:
         """The ledger, with its calls counted."""
@@ -222,7 +222,7 @@ def one_node(problems: int, tokens: int, steps: int, seconds: float) -> dict[str
 
 
 def eight_nodes(problems: int, tokens: int, seconds: float, at_home: float) -> dict[str, Any]:
-    """Measure what each of eight nodes sends, and how much they hold together; then a ninth joins."""
+    """Measure what each of eight nodes sends, and how much they hold together."""
     run = Run(8, 8)
     try:
         found: dict[str, Any] = {
@@ -253,52 +253,18 @@ def eight_nodes(problems: int, tokens: int, seconds: float, at_home: float) -> d
         assert sum(one["tokens"] for one in figures) == 2 * problems * GROUP * tokens
         found["held_over_fullest_node"] = sum(held) / max(held)
         found["history_bytes"] = sum(held)
-        found["join"] = joined(run)
     finally:
         run.close()
     return found
 
 
-def joined(run: Run) -> dict[str, Any]:
-    """Let a ninth node join, and compare the others' weight syncs while history moves with those before and after."""
-    others = len(run.engines)
-
-    def syncs(times: int) -> list[float]:
-        return [seconds for _ in range(times) for node in run.sync()[:others] for seconds in node]
-
-    before = syncs(8)
-    run.nodes.append(run.add_node())
-    run.engines.append(run.start(run.nodes[-1]))
-    ray.get(run.engines[-1].sync.remote(run.version))  # its processes have started, which takes these cores
-    begin, during, seconds = time.monotonic(), [], 0.0
-    tokens = sum(ray.get(h.figures.remote())["tokens"] for h in run.histories())
-    while True:
-        during += syncs(1)
-        figures = ray.get([history.figures.remote() for history in run.histories()])
-        share = figures[-1]["tokens"] / tokens
-        if share > 0.08 and sum(one["tokens"] for one in figures) == tokens and not figures[-1]["spool"]:
-            seconds = time.monotonic() - begin
-            break
-        assert time.monotonic() < begin + 120, "the join did not end"
-        time.sleep(0.3)
-    return {
-        "seconds": seconds,
-        "share_of_the_ninth": share,
-        "bytes_moved": figures[-1]["bytes"],
-        "peers_sync_before_ms": spread(before),
-        "peers_sync_during_ms": spread(during),
-        "peers_sync_after_ms": spread(syncs(8)),
-    }
-
-
 def table(found: dict[str, Any]) -> str:
     """Write the results as a table."""
     one, many = found["one_node"], found["eight_nodes"]
-    first, second, join = many["first_visit"], many["second_visit"], many["join"]
+    first, second = many["first_visit"], many["second_visit"]
     added = one["sync_ms"]["p99"] - one["sync_without_text_ms"]["p50"]
     share, again = (part["bytes_per_node_over_own_share"]["mean"] for part in (first, second))
     calls = max(part["calls_per_node_two_syncs"]["max"] for part in (first, second)) / 2
-    syncs = [join[f"peers_sync_{when}_ms"] for when in ("before", "during", "after")]
     rows = [
         (
             f"weight sync of a node, 8 engines, {one['rollouts']:,} rollouts of {one['tokens']:,} tokens: added",
@@ -310,11 +276,6 @@ def table(found: dict[str, Any]) -> str:
         ),
         ("calls to other nodes and the ledger per node and weight sync, 8 nodes x 8 engines", f"{calls:.0f} at most"),
         ("history that 8 nodes hold, over what the fullest holds", f"{many['held_over_fullest_node']:.1f}"),
-        (
-            f"a ninth node joins: {join['bytes_moved'] / 2**20:.0f} MiB move in {join['seconds']:.0f} s; "
-            "weight sync of the others before, meanwhile and after, p50 and highest",
-            "; ".join(f"{sync['p50']:.0f}, {sync['max']:.0f} ms" for sync in syncs),
-        ),
     ]
     lines = [f"| {what} | {value} |" for what, value in rows]
     return "\n".join(["| | measured |", "|---|---|", *lines]) + "\n"

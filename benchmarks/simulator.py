@@ -2,18 +2,12 @@
 
     python benchmarks/simulator.py recorded --out FILE.json       # results that lie in results/ already
     python benchmarks/simulator.py engine --out FILE.json         # measured now, in one engine, and simulated
-    python benchmarks/simulator.py demo --run DIR --out FILE.json     # a run of the demo
-    python benchmarks/simulator.py speed --traces TRACES_DIR --out FILE.json    # a step of 65 536 rollouts, one core
     python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together or scattered
     python benchmarks/simulator.py varied --traces TRACES_DIR --out FILE.json   # what changes the answer
 
 `recorded` and `engine` take from the measured run its requests, its arms and the latency model that its engine had
 fitted before they began; nothing else, and no time of an arm. The texts are random tokens, as those of the benchmark's
 policy are; histories are made from them by the benchmark's own recipe.
-
-`demo` takes a run of `python examples/verl/demo.py --out DIR '++trainer.rollout_data_dir=DIR/rollouts'
-'++actor_rollout_ref.rollout.custom.das.log_dir=DIR/das'`: the texts, and the latency model of the drafting engine. No
-time of an arm but what the first epoch's rollouts take beside their decode steps.
 """
 
 from __future__ import annotations
@@ -22,10 +16,8 @@ import argparse
 import copy
 import itertools
 import json
-import resource
 import subprocess
 import sys
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -39,10 +31,9 @@ from das_adapter.config import parse as parse_das
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import RESPONSE
 from das_adapter.sim.config import parse
-from das_adapter.sim.controlled import Controlled, Drafters
+from das_adapter.sim.controlled import Controlled
 from das_adapter.sim.drafting import Drafting, no_drafts
 from das_adapter.sim.fleet import Fleet
-from das_adapter.sim.pays import sample
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, read
 from das_adapter.sim.simulate import Simulation, summary
@@ -51,10 +42,6 @@ from das_adapter.sim.steps import Line
 from das_adapter.sim.texts import Texts
 
 RESULTS = Path(__file__).parent / "results"
-SETS = {"code_humaneval_codegen16b_k100": 4, "misguided_attention_k3": 64}
-"""Steps from one question to the controller to the next: responses of 50 and of 4600 tokens."""
-ENGINES = (256, 32)
-"""Engines on the 2048 GPUs."""
 ROUTED: dict[str, tuple[tuple[int, int, int | None], int]] = {
     # problems, samples of a group, steps; seeds
     "code_humaneval_codegen16b_k100": ((96, 8, 3), 2),
@@ -106,9 +93,9 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
             for problem, ids, version in bench.history(wanted, [text.tolist() for text in texts])
         ]
         source.remember(history)
-        drafting = Controlled(das, requests, 1, 1024, Drafters(source))
+        drafting = Controlled(das, requests, 1, 1024, source)
         (controller,) = drafting.controllers
-        controller.times = StepTimes(model)
+        controller.account.time.engine = StepTimes(model)
         controller.sync(np.array([(problem, len(ids) // 4, version) for problem, ids, version in history], RESPONSE))
     engine = Fleet(1, requests, Line(model), drafting, slots=64)
     engine.submit(rows, rows * 0, rows * 0, 0.0)
@@ -141,8 +128,9 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
         same = sum(map(len, texts)) == row["tokens"]
         arms = {}
         for arm, theirs in row["arms"].items():
-            policy = {"classes": "das"}.get(arm, arm)  # its name when these results were measured
-            ours = arm_seconds(policy, wanted, texts, model, bench)
+            if arm == "classes":  # a policy that is gone: its budgets were not those of `das`
+                continue
+            ours = arm_seconds(arm, wanted, texts, model, bench)
             seconds = float(np.mean(theirs["all_seconds"]))  # the model is fitted to medians, not to the fastest
             arms[arm] = {
                 "measured": seconds,
@@ -169,49 +157,6 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
     return {"of": measured.get("provenance", {}), "latency_model": measured["latency_model"], "rollouts": found}
 
 
-def demo(run: Path) -> dict[str, Any]:
-    """Simulate the rollouts of a run of the demo, step by step: from the latency model that its drafting engine had at
-    the end of the first epoch, and at the end of the run. The first epoch also says what a rollout takes beside its
-    decode steps; the others are judged."""
-    from das_adapter.protocol import decision_log
-
-    summary = json.loads((run / "summary.json").read_text())
-    dump = read(run / "rollouts", str(Path(__file__).parents[1] / "runs" / "tiny_math_31m"))
-    logged, measured = decision_log.read(run / "das"), summary["arms"]
-    epoch = len(logged) // summary["epochs"]
-    decoded = [sum(step.seconds for step in rollout.steps) for rollout in logged]
-    # the first rollout's log has the warm-up's steps too
-    host_s = float(np.mean(np.subtract(measured["history"]["rollout_s"], decoded)[1:epoch]))
-    found: dict[str, Any] = {
-        "command": summary["command"],
-        "host_s": host_s,
-        "measured": {
-            arm: {key: figures[key] for key in ("rollout_s", "tokens_per_forward")} for arm, figures in measured.items()
-        },
-    }
-    for name, at in (("model of the first epoch", epoch), ("model at the end", len(logged))):
-        line = logged[at - 1].end.model
-        config = parse(
-            {
-                "hardware": {"gpus": 1},
-                "steps": {"kind": "line", "line": line},
-                "acceptance": {"history": "index"},
-                "arms": {"off": {"das": {"drafter": "none"}}, "history": {"das": {}}},
-            }
-        )
-        found[name] = {"line": line}
-        for arm, simulated in Simulation(config, dump).run_all().items():
-            ours = [s.rollout_s + host_s for s in simulated.steps]
-            error = sum(ours[epoch:]) / sum(measured[arm]["rollout_s"][epoch:]) - 1
-            found[name][arm] = {
-                "error": error,
-                "rollout_s": ours,
-                "tokens_per_forward": [s.tokens_per_forward for s in simulated.steps],
-            }
-            print(name, arm, f"{error:+.0%}", flush=True)
-    return found
-
-
 def errors(result: dict[str, Any]) -> dict[str, Any]:
     """Sum up all comparisons."""
     values = [
@@ -228,44 +173,6 @@ def errors(result: dict[str, Any]) -> dict[str, Any]:
         "within_10_percent": float(np.mean(np.array(values) <= 0.1)),
         "pairs_in_order": pairs.sum(axis=0).tolist(),
     }
-
-
-def speed(traces: Path, name: str, engines: int, stride: int) -> dict[str, Any]:
-    """A step of 4096 x 16 rollouts on 2048 GPUs, one core: recorded lengths, sampled as `das-adapter replay` samples
-    them, and a trace of what the index offers."""
-    seen: Counter[int] = Counter()
-    chosen = []
-    for r in read(traces / f"{name}.npz"):
-        seen[r.problem] += 1
-        if seen[r.problem] <= 16 and len(chosen) < 2048:
-            chosen.append(Rollout(r.problem, 0, 0, r.prompt, r.tokens[:16384]))
-    chosen, _ = sample(chosen, 1_000_000)
-    copies = -(-4096 * 16 // len(chosen))
-    config = parse(
-        {
-            "model": "Qwen/Qwen2.5-7B",
-            "hardware": {"gpu": "h100", "gpus": 2048, "per_engine": 2048 // engines},
-            "rollout": {"copies": copies, "cap": 16384},
-            "acceptance": {"history": "trace"},
-            "arms": {"off": {"das": {"drafter": "none"}}, "history": {"stride": stride}},
-        }
-    )
-    found: dict[str, Any] = {"engines": engines, "stride": stride, "set": name, "requests": len(chosen) * copies}
-    begin = time.process_time()
-    simulation = Simulation(config, chosen)
-    for arm in config.arms:
-        start = time.process_time()
-        run = simulation.run(arm)
-        found[arm] = {
-            "processor_s": time.process_time() - start,
-            "rollout_s": run.steps[0].rollout_s,
-            "tokens": run.steps[0].tokens,
-            "tokens_per_forward": run.steps[0].tokens_per_forward,
-        }
-        print(arm, found[arm], flush=True)
-    found["processor_s"] = time.process_time() - begin
-    found["memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return found
 
 
 def dealt(path: Path, problems: int, group: int, steps: int | None, seed: int) -> list[Rollout]:
@@ -348,22 +255,14 @@ def varied(traces: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["recorded", "engine", "demo", "speed", "routing", "varied"])
+    parser.add_argument("what", choices=["recorded", "engine", "routing", "varied"])
     parser.add_argument("--traces", type=Path)
-    parser.add_argument("--run", type=Path, help="the demo's directory")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--longest", type=int, default=160)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance()}
-    if args.what == "speed":
-        result["steps"] = [
-            speed(args.traces, name, engines, stride) for name, stride in SETS.items() for engines in ENGINES
-        ]
-        print(json.dumps(result["steps"], indent=1))
-    elif args.what == "demo":
-        result["demo"] = demo(args.run)
-    elif args.what == "varied":
+    if args.what == "varied":
         result |= varied(args.traces)
     elif args.what == "routing":
         result["rows"] = [

@@ -50,24 +50,15 @@ class Replica:
     """An engine and its session, as a host holds them."""
 
     def __init__(self, block: dict[str, Any]):
-        os.environ.update(
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
-            VLLM_CPU_OMP_THREADS_BIND="nobind",
-            VLLM_LOGGING_LEVEL="ERROR",
-            VLLM_NO_USAGE_STATS="1",
-            HF_HUB_OFFLINE="1",
-            OMP_NUM_THREADS="1",
-            MKL_CBWR="AUTO,STRICT",
-            TORCHDYNAMO_DISABLE="1",
-            DAS_CPU_WEIGHT_SYNC="1",
-        )
         from das_adapter.config import parse
+        from das_adapter.cpu.environment import cpu_env
         from das_adapter.protocol.engine_args import engine_args, engine_env
         from das_adapter.service.session import Session
 
         das = parse(block)
         assert das is not None
-        os.environ.update(engine_env(das))
+        quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+        os.environ.update(cpu_env() | quiet | engine_env(das), VLLM_ENABLE_V1_MULTIPROCESSING="0")
         from safetensors.torch import load_file
         from vllm import LLM
 
@@ -176,13 +167,12 @@ class Run:
 
     def save(self, name: str) -> str:
         """Save a checkpoint; return what is wrong with it, empty: nothing."""
-        from das_adapter.config import HistoryConfig
         from das_adapter.errors import DasError
         from das_adapter.service import checkpoint
 
         facts = checkpoint.Facts("problem", 96, "tiny")
         shutil.rmtree(self.folder / name, ignore_errors=True)
-        checkpoint.save(self.folder / name, facts, HistoryConfig())
+        checkpoint.save(self.folder / name, facts)
         try:
             checkpoint.check(self.folder / name / checkpoint.NAME, facts, "soak")
         except DasError as error:

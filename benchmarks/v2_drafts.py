@@ -54,7 +54,7 @@ class Device:
 
     def seal(self) -> None:
         self.index.seal()
-        self.device.arena.forget_sealed()
+        self.device.arena.forget()
 
     def open(self, problem: int, prompt: Int32) -> int:
         slot = self._free.pop()

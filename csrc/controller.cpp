@@ -1,7 +1,6 @@
 // The controller's arithmetic for one decode step of a batch; das_adapter/core/controller.py and budget.py explain it.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/pair.h>
 
 #include <algorithm>
 #include <cmath>
@@ -63,9 +62,8 @@ Best best_set(std::vector<float>& values, const Cost& cost) {
   return best;
 }
 
-std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own,
-                                    const In<double>& tail, const In<double>& fade, double slope, double bend,
-                                    double room, double fixed, bool cut, Out<int64_t> keep) {
+double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own, const In<double>& tail,
+                const In<double>& fade, double slope, double bend, double room, double fixed, Out<int64_t> keep) {
   const size_t batch = own.size();
   const auto n = static_cast<int64_t>(chances.size());
   if (offsets.size() != batch + 1 || keep.size() != batch || tail.size() != batch || fade.size() != batch)
@@ -83,39 +81,31 @@ std::pair<double, int64_t> allocate(const In<float>& chances, const In<int64_t>&
   }
   const Cost cost{slope, bend, room};
   int64_t* kept = keep.data();
-  if (!cut) {
-    double gain = 0;
-    for (const float v : value) gain += v;
-    for (size_t i = 0; i < batch; ++i) kept[i] = at[i + 1] - at[i];
-    return {gain - cost.of(static_cast<double>(n)) - (n ? fixed : 0.0), n};
-  }
   std::vector<float> scratch = value;
   Best best = best_set(scratch, cost);
   best.gain -= fixed;
   if (best.gain <= 0) best.threshold = INFINITY, best.ties = 0;
-  int64_t total = 0;
   for (size_t i = 0; i < batch; ++i) {
     int64_t j = at[i];
     while (j < at[i + 1] && value[j] > best.threshold) ++j;
     for (; best.ties && j < at[i + 1] && value[j] == best.threshold; ++j) --best.ties;
     kept[i] = j - at[i];
-    total += kept[i];
   }
-  return {std::max(best.gain, 0.0), total};
+  return std::max(best.gain, 0.0);
 }
 
 // Adds one decode step to the requests in `slots`; arrays are RequestTable's columns (das_adapter/core/requests.py).
 void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& carried, double memory,
              Out<double> written, Out<double> pace, Out<double> load, Out<double> drafted, Out<double> accepted,
-             Out<double> drafts, Out<double> drafts_hit, Out<double> steps, const In<int64_t>& length_class,
-             Out<double> class_steps, Out<double> class_drafts) {
+             Out<double> steps, const In<int64_t>& length_class, Out<double> class_steps, Out<double> class_drafts,
+             Out<double> curve) {
   const size_t width = written.size(), classes = class_steps.size();
   if (got.size() != slots.size() || (carried.size() && carried.size() != slots.size()))
     throw std::invalid_argument("advance: slots, got and carried differ in length");
-  for (const auto* column : {&pace, &load, &drafted, &accepted, &drafts, &drafts_hit, &steps})
+  for (const auto* column : {&pace, &load, &drafted, &accepted, &steps})
     if (column->size() != width) throw std::invalid_argument("advance: the columns differ in length");
-  if (length_class.size() != width || class_drafts.size() != classes)
-    throw std::invalid_argument("advance: expected one length class per slot and two counts per class");
+  if (length_class.size() != width || class_drafts.size() != classes || curve.size() != 4)
+    throw std::invalid_argument("advance: expected one length class per slot, two counts per class and four in all");
   for (size_t i = 0; i < slots.size(); ++i) {
     const auto slot = static_cast<size_t>(slots.data()[i]);
     if (slot >= width) throw std::out_of_range("advance: no such slot");
@@ -132,8 +122,8 @@ void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>
     if (draft <= 0) continue;
     drafted.data()[slot] += draft;
     accepted.data()[slot] += tokens - 1;
-    drafts.data()[slot] += 1;
-    drafts_hit.data()[slot] += tokens > 1;
+    const double counted[] = {draft, tokens - 1, 1.0, static_cast<double>(tokens > 1)};
+    for (size_t k = 0; k < 4; ++k) curve.data()[k] += counted[k];
   }
 }
 
@@ -160,15 +150,14 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 
 void bind_controller(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"), nb::arg("fade"),
-        nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("cut"), nb::arg("keep"),
+        nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("keep"),
         "Choose how many draft tokens of each request to verify, into keep int64 [b]. Return the expected gain in "
-        "seconds and the number of tokens.");
+        "seconds.");
   m.def("advance", &advance, nb::arg("slots"), nb::arg("got"), nb::arg("carried"), nb::arg("memory"),
-        nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),
-        nb::arg("drafts"), nb::arg("drafts_hit"), nb::arg("steps"), nb::arg("length_class"), nb::arg("class_steps"),
-        nb::arg("class_drafts"),
+        nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"), nb::arg("steps"),
+        nb::arg("length_class"), nb::arg("class_steps"), nb::arg("class_drafts"), nb::arg("curve"),
         "Add one decode step to the requests in `slots`: update the float64 [slots] columns in place, and count "
-        "request forwards and draft tokens by length class, float64 [classes] each.");
+        "request forwards and draft tokens by length class, float64 [classes] each, and for the acceptance curve [4].");
   m.def("interpolate", &interpolate, nb::arg("cdf"), nb::arg("scale"), nb::arg("lengths"), nb::arg("out"),
         "Evaluate distribution functions float64 [b, g] at lengths float64 [b, k], linear in the logarithm, into out "
         "[b, k].");

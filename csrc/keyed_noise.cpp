@@ -1,6 +1,6 @@
-// Gumbel-max sampling whose noise is a pure function of (seed, position, token): see das_adapter/core/noise.py.
+// Gumbel-max sampling whose noise is a pure function of (seed, position, token): see engine/v1/keyed_sample.py.
 //
-// A row's sample is argmax over v of logits[v] / temperature + G with G = -log(E), E = -log(1 - u) and u made of a
+// A row's sample is argmax over v of logits[v] + G with G = -log(E), E = -log(1 - u) and u made of a
 // 32-bit hash h. Few tokens can win: G <= (1 + leading zeros of h) * log 2, so the logarithms are only evaluated where
 // logit + bound reaches the best score so far.
 #include <nanobind/nanobind.h>
@@ -50,23 +50,20 @@ float gumbel(uint32_t h) {
 }
 
 constexpr int kBlock = 256;
-constexpr float kGreedy = 1e-5f;  // vLLM's _SAMPLING_EPS
 
-int64_t sample_row(const float* logits, int64_t vocab, float temperature, uint32_t state) {
-  const bool greedy = temperature < kGreedy;
-  const float divisor = greedy ? 1.0f : temperature;
+int64_t sample_row(const float* logits, int64_t vocab, uint32_t state) {
   // Start from the most likely token, so that the bound excludes tokens from the first block on.
   int64_t winner = 0;
   for (int64_t v = 1; v < vocab; ++v)
     if (logits[v] > logits[winner]) winner = v;
-  if (greedy || !(logits[winner] > -std::numeric_limits<float>::infinity())) return winner;
-  float best = logits[winner] / divisor + gumbel(token_hash(state, static_cast<uint32_t>(winner)));
+  if (!(logits[winner] > -std::numeric_limits<float>::infinity())) return winner;
+  float best = logits[winner] + gumbel(token_hash(state, static_cast<uint32_t>(winner)));
   uint32_t h[kBlock];
   for (int64_t begin = 0; begin < vocab; begin += kBlock) {
     const int n = static_cast<int>(std::min<int64_t>(kBlock, vocab - begin));
     for (int i = 0; i < n; ++i) h[i] = token_hash(state, static_cast<uint32_t>(begin + i));
     for (int i = 0; i < n; ++i) {
-      const float logit = logits[begin + i] / divisor;
+      const float logit = logits[begin + i];
       // h = 0 has 32 leading zeros; u >= 2^-33 then still holds, hence the 1. The rest allows for rounding.
       const int zeros = h[i] ? __builtin_clz(h[i]) : 32;
       const float bound = (zeros + 1) * 0.6931472f + 1e-4f + 1e-6f * std::abs(logit);
@@ -79,29 +76,27 @@ int64_t sample_row(const float* logits, int64_t vocab, float temperature, uint32
 }
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Tokens = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-void sample(const Logits& logits, const Floats& temperature, const Ints& seeds, const Ints& positions, Tokens& out) {
+void sample(const Logits& logits, const Ints& seeds, const Ints& positions, Tokens& out) {
   const size_t rows = logits.shape(0);
   const auto vocab = static_cast<int64_t>(logits.shape(1));
-  if (temperature.size() != rows || seeds.size() != rows || positions.size() != rows || out.size() != rows)
+  if (seeds.size() != rows || positions.size() != rows || out.size() != rows)
     throw std::invalid_argument("keyed noise: the arguments differ in their number of rows");
-  const float *x = logits.data(), *t = temperature.data();
+  const float* x = logits.data();
   const int64_t *seed = seeds.data(), *position = positions.data();
   int64_t* token = out.data();
   nb::gil_scoped_release release;
   for (size_t r = 0; r < rows; ++r)
-    token[r] = sample_row(x + r * vocab, vocab, t[r],
-                          row_state(static_cast<uint64_t>(seed[r]), static_cast<uint64_t>(position[r])));
+    token[r] =
+        sample_row(x + r * vocab, vocab, row_state(static_cast<uint64_t>(seed[r]), static_cast<uint64_t>(position[r])));
 }
 
 }  // namespace
 
 void bind_keyed_noise(nb::module_& m) {
-  m.def("keyed_sample", &sample, nb::arg("logits"), nb::arg("temperature"), nb::arg("seeds"), nb::arg("positions"),
-        nb::arg("out"),
-        "Write the keyed-noise sample of each row of float32 logits [rows, vocab] to out int64 [rows]; temperature "
-        "float32 [rows] (0: the most likely token), seeds and positions of the input tokens int64 [rows].");
+  m.def("keyed_sample", &sample, nb::arg("logits"), nb::arg("seeds"), nb::arg("positions"), nb::arg("out"),
+        "Write the keyed-noise sample of each row of float32 logits [rows, vocab] to out int64 [rows]; seeds and "
+        "positions of the input tokens int64 [rows].");
 }

@@ -35,34 +35,6 @@ struct Columns {
   }
 };
 
-// Drafts as a trace has them (das_adapter/sim/sources.py, Trace): token i survives with first * ratio ** i.
-struct Traced {
-  const int64_t *text, *ends;
-  const uint8_t *drafted, *hits;
-  const float *log_first, *log_ratio;
-  int64_t size;
-
-  Draft of(int64_t row, int64_t written, int64_t limit, double least) const {
-    const int64_t at = std::min(ends[text[row]] + written, size - 1);
-    int64_t count = std::min<int64_t>(limit, drafted[at]);
-    if (count > 0 && std::isfinite(least)) {  // least: logarithm of the chance under which a draft ends
-      const double room = log_first[at] - least;
-      if (room < 0)
-        count = 0;
-      else if (log_ratio[at] < 0)
-        count = std::min(count, static_cast<int64_t>(std::min(255.0, room / -log_ratio[at])) + 1);
-    } else if (least > 0) {
-      count = 0;
-    }
-    return {count, std::min<int64_t>(count, hits[at])};
-  }
-
-  double chance(int64_t row, int64_t written, int64_t place) const {
-    const int64_t at = std::min(ends[text[row]] + written, size - 1);
-    return std::exp(log_first[at] + static_cast<double>(place) * log_ratio[at]);
-  }
-};
-
 uint64_t mixed(uint64_t x) {  // SplitMix64
   x *= 0x9E3779B97F4A7C15ULL;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
@@ -89,15 +61,11 @@ struct Given {
     return {count, std::min(hit, count)};
   }
 
-  double chance(int64_t row, int64_t, int64_t place) const { return chances(row)[place]; }
-
- private:
   const double* chances(int64_t row) const { return survival + std::min(visit[row], visits - 1) * longest; }
 };
 
 // Drafts of requests at where they are: chances, offsets and hits as in das_adapter/sim/sources.py, Offer.
-template <class Source>
-nb::tuple offer(const Source& source, const In<int64_t>& rows, const In<int64_t>& limits, double least,
+nb::tuple offer(const Given& source, const In<int64_t>& rows, const In<int64_t>& limits, double least,
                 const In<int64_t>& written) {
   if (limits.size() != rows.size()) throw std::invalid_argument("offer: expected one limit for each row");
   std::vector<float> chances;
@@ -106,7 +74,7 @@ nb::tuple offer(const Source& source, const In<int64_t>& rows, const In<int64_t>
     const int64_t row = rows.data()[i], at = written.data()[row];
     const Draft draft = source.of(row, at, std::max<int64_t>(limits.data()[i], 0), least);
     for (int64_t place = 0; place < draft.tokens; ++place)
-      chances.push_back(static_cast<float>(source.chance(row, at, place)));
+      chances.push_back(static_cast<float>(source.chances(row)[place]));
     offsets.push_back(static_cast<int64_t>(chances.size()));
     hits.push_back(draft.hits);
   }
@@ -121,8 +89,7 @@ struct Going {
 };
 
 // Steps each engine so often, or until one of its requests ends.
-template <class Source>
-void walk(const Source& source, const In<int64_t>& rows, const In<int64_t>& bounds, const In<int64_t>& steps,
+void walk(const Given& source, const In<int64_t>& rows, const In<int64_t>& bounds, const In<int64_t>& steps,
           const In<double>& least, const In<int64_t>& limit, const Columns& of, Out<int64_t>& taken,
           Table<double>& tokens, Table<double>& context) {
   const size_t engines = taken.size(), width = tokens.shape(1), height = of.written.size();
@@ -183,29 +150,8 @@ void check_rows(const In<int64_t>& rows, size_t height, const In<int64_t>& colum
     if (static_cast<size_t>(rows.data()[i]) >= height) throw std::out_of_range("drafts: no such row");
 }
 
-#define DAS_TRACED                                                                                            \
-  In<int64_t> text, In<int64_t> ends, In<uint8_t> trace_drafted, In<uint8_t> trace_hits, In<float> log_first, \
-      In<float> log_ratio
-#define DAS_TRACED_NAMES                                                                                   \
-  nb::arg("text"), nb::arg("ends"), nb::arg("trace_drafted"), nb::arg("trace_hits"), nb::arg("log_first"), \
-      nb::arg("log_ratio")
-
-Traced traced(const In<int64_t>& rows, size_t height, DAS_TRACED) {
-  check_rows(rows, height, text);
-  const auto size = static_cast<int64_t>(trace_drafted.size());
-  for (const int64_t i : {static_cast<int64_t>(trace_hits.size()), static_cast<int64_t>(log_first.size()),
-                          static_cast<int64_t>(log_ratio.size())})
-    if (i != size || !size) throw std::invalid_argument("drafts: the parts of the trace differ in length");
-  for (size_t i = 0; i < rows.size(); ++i)
-    if (static_cast<size_t>(text.data()[rows.data()[i]]) + 1 >= ends.size())
-      throw std::out_of_range("drafts: no such text");
-  return {text.data(), ends.data(), trace_drafted.data(), trace_hits.data(), log_first.data(), log_ratio.data(), size};
-}
-
-#define DAS_GIVEN In<int64_t> visit, Table<const double> survival, uint64_t seed
-#define DAS_GIVEN_NAMES nb::arg("visit"), nb::arg("survival"), nb::arg("seed")
-
-Given given(const In<int64_t>& rows, size_t height, DAS_GIVEN) {
+Given given(const In<int64_t>& rows, size_t height, const In<int64_t>& visit, const Table<const double>& survival,
+            uint64_t seed) {
   check_rows(rows, height, visit);
   return {visit.data(), survival.data(), static_cast<int64_t>(survival.shape(0)),
           static_cast<int64_t>(survival.shape(1)), seed};
@@ -213,47 +159,28 @@ Given given(const In<int64_t>& rows, size_t height, DAS_GIVEN) {
 
 }  // namespace
 
-#define DAS_STEPS                                                                                                   \
-  In<int64_t> rows, In<int64_t> bounds, In<int64_t> steps, In<double> least, In<int64_t> limit, In<int64_t> length, \
-      In<int64_t> most, In<int64_t> prompt, Out<int64_t> written, Out<int64_t> forwards, Out<int64_t> drafted,      \
-      Out<int64_t> accepted, Out<int64_t> draft, Out<int64_t> hits, Out<int64_t> taken, Table<double> tokens,       \
-      Table<double> context
-#define DAS_STEP_NAMES                                                                                         \
-  nb::arg("rows"), nb::arg("bounds"), nb::arg("steps"), nb::arg("least"), nb::arg("limit"), nb::arg("length"), \
-      nb::arg("most"), nb::arg("prompt"), nb::arg("written"), nb::arg("forwards"), nb::arg("drafted"),         \
-      nb::arg("accepted"), nb::arg("draft"), nb::arg("hits"), nb::arg("taken"), nb::arg("tokens"), nb::arg("context")
-#define DAS_OFFER In<int64_t> rows, In<int64_t> limits, double least, In<int64_t> written
-#define DAS_OFFER_NAMES nb::arg("rows"), nb::arg("limits"), nb::arg("least"), nb::arg("written")
-
 void bind_simulator(nb::module_& m) {
   m.def(
-      "walk_traced",
-      [](DAS_STEPS, DAS_TRACED) {
-        walk(traced(rows, written.size(), text, ends, trace_drafted, trace_hits, log_first, log_ratio), rows, bounds,
-             steps, least, limit, Columns{length, most, prompt, written, forwards, drafted, accepted, draft, hits},
-             taken, tokens, context);
-      },
-      DAS_STEP_NAMES, DAS_TRACED_NAMES,
-      "Step engines with drafts from a trace: columns int64 [requests] change in place; taken int64 [engines] steps, "
-      "and tokens and context of each, float64 [engines, steps], come out.");
-  m.def(
       "walk_given",
-      [](DAS_STEPS, DAS_GIVEN) {
+      [](In<int64_t> rows, In<int64_t> bounds, In<int64_t> steps, In<double> least, In<int64_t> limit,
+         In<int64_t> length, In<int64_t> most, In<int64_t> prompt, Out<int64_t> written, Out<int64_t> forwards,
+         Out<int64_t> drafted, Out<int64_t> accepted, Out<int64_t> draft, Out<int64_t> hits, Out<int64_t> taken,
+         Table<double> tokens, Table<double> context, In<int64_t> visit, Table<const double> survival, uint64_t seed) {
         walk(given(rows, written.size(), visit, survival, seed), rows, bounds, steps, least, limit,
              Columns{length, most, prompt, written, forwards, drafted, accepted, draft, hits}, taken, tokens, context);
       },
-      DAS_STEP_NAMES, DAS_GIVEN_NAMES, "Step engines with drafts of given chances; see walk_traced.");
-  m.def(
-      "offer_traced",
-      [](DAS_OFFER, DAS_TRACED) {
-        return offer(traced(rows, written.size(), text, ends, trace_drafted, trace_hits, log_first, log_ratio), rows,
-                     limits, least, written);
-      },
-      DAS_OFFER_NAMES, DAS_TRACED_NAMES, "Draft from a trace, down to the chance whose logarithm is `least`.");
+      nb::arg("rows"), nb::arg("bounds"), nb::arg("steps"), nb::arg("least"), nb::arg("limit"), nb::arg("length"),
+      nb::arg("most"), nb::arg("prompt"), nb::arg("written"), nb::arg("forwards"), nb::arg("drafted"),
+      nb::arg("accepted"), nb::arg("draft"), nb::arg("hits"), nb::arg("taken"), nb::arg("tokens"), nb::arg("context"),
+      nb::arg("visit"), nb::arg("survival"), nb::arg("seed"),
+      "Step engines with drafts of given chances: columns int64 [requests] change in place; taken int64 [engines] "
+      "steps, and tokens and context of each, float64 [engines, steps], come out.");
   m.def(
       "offer_given",
-      [](DAS_OFFER, DAS_GIVEN) {
+      [](In<int64_t> rows, In<int64_t> limits, double least, In<int64_t> written, In<int64_t> visit,
+         Table<const double> survival, uint64_t seed) {
         return offer(given(rows, written.size(), visit, survival, seed), rows, limits, least, written);
       },
-      DAS_OFFER_NAMES, DAS_GIVEN_NAMES, "Draft with given chances; see offer_traced.");
+      nb::arg("rows"), nb::arg("limits"), nb::arg("least"), nb::arg("written"), nb::arg("visit"), nb::arg("survival"),
+      nb::arg("seed"), "Draft with given chances, down to the chance whose logarithm is `least`.");
 }

@@ -208,14 +208,7 @@ void bind_suffix_index(nb::module_& m) {
            [](SuffixIndex& index, const std::string& path, const In<uint64_t>& problems) {
              das::unlocked([&] { index.absorb(path, das::ids(problems)); });
            })
-      .def("forget", [](SuffixIndex& index, const In<uint64_t>& problems) { index.forget(das::ids(problems)); })
       .def("visit", &SuffixIndex::visit, unlocked())
-      .def("contents",
-           [](const SuffixIndex& index) {
-             std::vector<uint64_t> problems, bytes;
-             for (const auto& [id, size] : index.contents()) problems.push_back(id), bytes.push_back(size);
-             return nb::make_tuple(owned(std::move(problems)), owned(std::move(bytes)));
-           })
       .def("attach", &SuffixIndex::attach, unlocked())
       .def("refresh", &SuffixIndex::refresh, unlocked())
       .def("write", &SuffixIndex::write, unlocked())
@@ -245,11 +238,6 @@ void bind_suffix_index(nb::module_& m) {
            [](const SuffixIndex& index, uint64_t problem, uint64_t most) {
              auto flat = das::unlocked([&] { return index.flat(problem, most); });
              return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.places)));
-           })
-      .def("texts",
-           [](const SuffixIndex& index, uint64_t problem) {
-             auto texts = index.texts(problem);
-             return nb::make_tuple(owned(std::move(texts.tokens)), owned(std::move(texts.versions)));
            })
       .def_prop_ro("fading", [](const SuffixIndex& index) { return owned(std::vector(index.fading())); })
       .def("clear_live", &SuffixIndex::clear_live)

@@ -35,6 +35,8 @@ void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<V
 }  // namespace
 
 SuffixIndex::SuffixIndex(uint32_t max_depth, double half_life) : depth_(max_depth), fading_(256) {
+  if (max_depth < 8 || max_depth > 255 || !(half_life > 0))
+    throw std::invalid_argument("suffix index: allowed are a max_depth of 8 to 255 and a half_life above 0");
   for (size_t age = 0; age < fading_.size(); ++age)
     fading_[age] = std::max<uint32_t>(1, std::lround(kSibling * std::exp2(-static_cast<double>(age) / half_life)));
 }
@@ -250,21 +252,6 @@ SuffixIndex::Flat SuffixIndex::flat(uint64_t id, uint64_t most) const {
   out.places.reserve(segment.places.size);
   for (const Segment::Place& p : segment.places)
     out.places.push_back(p.position | ages[&segment.run(p.position) - segment.runs.begin()] << 24);
-  return out;
-}
-
-SuffixIndex::Texts SuffixIndex::texts(uint64_t id) const {
-  Texts out;
-  const auto it = problems_.find(id);
-  if (it == problems_.end()) return out;
-  Problem problem;
-  problem.history = it->second.history;
-  problem.look();
-  for (const Segment& segment : problem.history)
-    for (const Segment::Run& run : segment.runs) {
-      out.tokens.insert(out.tokens.end(), &segment.tokens[run.start], &segment.tokens[segment.end(run)]);
-      out.versions.resize(out.tokens.size(), run.version);
-    }
   return out;
 }
 
@@ -492,14 +479,7 @@ void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
     histories[id].back().file = nullptr;  // it is in memory only, so that a store writes it
   }
   std::vector<uint64_t> taken;
-  for (const auto& [id, list] : histories) {
-    const int32_t oldest = list.front().runs[0].version;
-    const auto known = [&](const Segment& segment) {
-      return std::any_of(segment.runs.begin(), segment.runs.end(), [&](auto& run) { return run.version == oldest; });
-    };
-    const auto& history = problems_[id].history;
-    if (std::none_of(history.begin(), history.end(), known)) taken.push_back(id);
-  }
+  for (const auto& [id, list] : histories) taken.push_back(id);
   newest_ = std::max(newest_, found.newest);
   const Change change(*this, taken);
   for (uint64_t id : taken) {
@@ -511,14 +491,6 @@ void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
     history = das::merged(history, depth_);
     if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
   }
-}
-
-void SuffixIndex::forget(const Ids& problems) {
-  std::vector<uint64_t> known;
-  for (uint64_t id : problems)
-    if (const auto it = problems_.find(id); it != problems_.end() && !it->second.history.empty()) known.push_back(id);
-  const Change change(*this, known);
-  for (uint64_t id : known) problems_.at(id).history.clear(), problems_.at(id).visits.clear();
 }
 
 void SuffixIndex::visit(const std::string& path) {
@@ -538,16 +510,6 @@ void SuffixIndex::visit(const std::string& path) {
     problem.look();
     guests_.insert(id);
   }
-}
-
-std::vector<std::pair<uint64_t, uint64_t>> SuffixIndex::contents() const {
-  std::vector<std::pair<uint64_t, uint64_t>> all;
-  for (const auto& [id, problem] : problems_) {
-    uint64_t bytes = 0;
-    for (const Segment& segment : problem.history) bytes += segment.nbytes();
-    if (bytes) all.emplace_back(id, bytes);
-  }
-  return all;
 }
 
 void SuffixIndex::attach(const std::string& directory, bool write) {
@@ -610,7 +572,7 @@ void SuffixIndex::publish(bool hurry) {
       if (!problem.history.empty()) list(table, id, problem.history);
     return table;
   };
-  store_->publish(changed, segments_, all, header(), hurry);
+  store_->publish(changed, segments_, all, header());
   changed_.clear();
   if (sealed_group_) group_ = sealed_group_;
   sealed_group_ = 0;

@@ -34,16 +34,13 @@ class SuffixIndex {
   Shrunk shrink(uint64_t max_bytes, size_t threads);
   void save(const std::string& path) const;
   void load(const std::string& path);  // into an index without history
-  // Some problems' history, to be used by another index: written to a file for this user alone, taken in as older than
-  // what there is already, and left out from now on. A problem that has text of the file's oldest version of it was
-  // taken in before.
+  // Some problems' history, to be used by another index: written to a file for this user alone, and taken in as older
+  // than what there is already.
   using Ids = std::unordered_set<uint64_t>;
   void give(const std::string& path, const Ids& problems) const;
   void absorb(const std::string& path, const Ids& problems);
-  void forget(const Ids& problems);
   // Maps what `give` wrote for problems without history: they keep it while they have live text.
   void visit(const std::string& path);
-  std::vector<std::pair<uint64_t, uint64_t>> contents() const;  // problems with history, and its bytes
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
   // Puts about 16 MiB of what is in no file into one, and where it may `compact`, what lies in files of which more than
@@ -70,13 +67,6 @@ class SuffixIndex {
     std::vector<uint32_t> places;  // its places: 24 bits of position, 8 of the text's age in visits
   };
   Flat flat(uint64_t problem, uint64_t most) const;
-
-  // The sealed texts of a problem, each with what precedes it.
-  struct Texts {
-    std::vector<Token> tokens;
-    std::vector<int32_t> versions;  // of each token's text
-  };
-  Texts texts(uint64_t problem) const;
 
   bool is_open(int64_t handle) const { return requests_.count(handle); }
   int64_t age(

@@ -96,16 +96,15 @@ class Store {
   }
 
   // Publishes the next generation: `changed` has what is new in it, `all()` everything. A complete manifest is written
-  // when it costs no more than those of the changes since the last one did, or, where the caller is in a `hurry`, when
-  // it costs far less.
+  // when it costs no more than those of the changes since the last one did.
   template <class All>
-  void publish(const Table& changed, uint64_t count, All&& all, FileHeader header, bool hurry) {
+  void publish(const Table& changed, uint64_t count, All&& all, FileHeader header) {
     header.number = generation() + 1;
     header = write_manifest({name("manifest", header.number)}, kManifestMagic, header_.checksum, changed, header);
     header_ = header;
     manifests_.insert(header.number);
     since_ += changed.size();
-    if (wholes_.empty() || count <= kSmall + (hurry ? since_ / 4 : since_)) {
+    if (wholes_.empty() || count <= kSmall + since_) {
       const std::vector<std::string> targets{name("whole", header.number), "manifest"};
       write_manifest(targets, kWholeMagic, header.checksum, all(), header);
       wholes_.insert(header.number), since_ = 0;

@@ -6,16 +6,22 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+)
 
 from das_adapter.config_errors import check_effects, check_options, message, resembles_das, retired, wrong
 from das_adapter.errors import ConfigError
-
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 _WithHistory = Literal["history+eagle3", "history+mtp", "history+draft_model"]
 Drafter = Literal["none", "history", "self", "history+self", "eagle3", "mtp", "draft_model", _WithHistory, "ngram"]
@@ -26,38 +32,23 @@ MOST_BY_MODEL = 16
 """Most draft tokens of a model: each takes a pass of it, and the sixteenth is hardly ever accepted."""
 
 
-def _read_size(size: Any) -> Any:
-    if not isinstance(size, str):
-        return size
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size)
-    if match is None or match[2] not in _UNITS:
-        raise ValueError("expected a size such as 512MiB or 8GiB")
-    return int(Decimal(match[1]) * _UNITS[match[2]])
-
-
-def _refuse_drafter(drafter: Any) -> Any:
-    if drafter is None or drafter is False:
-        raise ValueError("to turn das-adapter off, write `drafter: none`")
-    if drafter in ("dflash", "dspark"):
-        raise ValueError(
-            "which drafts whole blocks, in every step, so that nothing is left to decide: name it in vLLM's own "
-            "speculative_config (vLLM 0.24 has 'dflash', 0.27 'dspark' too), and write `drafter: none`"
-        )
-    return drafter
-
-
 def _read_speculate(when: Any) -> Any:
-    number = isinstance(when, int) and not isinstance(when, bool) and when >= 1
-    if number or when in ("auto", "always"):
+    if when in ("auto", "always") or (type(when) is int and when >= 1):
         return when
-    hint = "; to turn das-adapter off, write `drafter: none`" if when in (None, False, 0) else ""
-    raise ValueError(f"allowed: 'auto', 'always', or a number of running requests, 1 or more{hint}")
+    raise ValueError("allowed: 'auto', 'always', or a number of running requests, 1 or more")
+
+
+def _read_size(size: Any) -> Any:
+    if (type(size) is int and size > 0) or (
+        isinstance(size, str) and re.fullmatch(r"\d+(\.\d+)? *([kmgtpe]i?)?b?", size, re.I)
+    ):
+        return size
+    raise ValueError("allowed: a number of bytes, 65536 or more, or a size such as 512MiB")
 
 
 Budget = Literal["optimal", "das", "uniform", "unlimited"]
 Speculate = Literal["auto", "always"] | int
-Size = Annotated[int, BeforeValidator(_read_size)]
-"""Bytes; reads 512MiB and the like."""
+Size = Annotated[ByteSize, BeforeValidator(_read_size), Field(ge=2**16)]
 UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 """Path (or name on the hub) in which a leading `~` is expanded."""
 
@@ -74,12 +65,12 @@ class HistoryConfig(_Block):
     scope: Literal["problem", "global", "request"] = "problem"
     """Whose text a request drafts from. `problem`: the rollouts of its own prompt; `global`: those of all prompts;
     `request`: its own text alone."""
-    max_bytes: Annotated[Size, Field(ge=2**16)] = 8 * 2**30
+    max_bytes: Size = ByteSize(8 * 2**30)
     """Size of a node's history, such as 512MiB. Above it the largest problems are thinned out to the stretches of text
     that are worth most for their bytes; all problems keep some history as long as 256 bytes of each fit."""
-    device_bytes: Annotated[Size, Field(ge=2**16)] = 2**30
-    """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems in
-    its batch, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
+    device_bytes: Size = ByteSize(2**30)
+    """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems of
+    a rollout, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
     drafts on the host and has none."""
     load: UserPath | None = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
@@ -131,7 +122,7 @@ class VerifyConfig(_Block):
 class DasConfig(_Block):
     """The whole `das:` block."""
 
-    drafter: Annotated[Drafter, BeforeValidator(_refuse_drafter)] = "history"
+    drafter: Drafter = "history"
     """Where draft tokens come from: the run's `history`; a quantised copy of the policy (`self`); a neural drafter
     (`eagle3`, `mtp`, `draft_model`); whichever of two is worth more (`history+self`, `history+eagle3`, ...); the
     request's own prompt and text alone (`ngram`). `none`: nowhere, and the other keys may stay as they are."""
@@ -299,29 +290,24 @@ def block_of(parent: Any, where: str) -> Any:
             raise ConfigError(f"{where}.{key}: unknown key; did you mean 'das'?")
     elif parent["das"] is None:
         raise ConfigError(
-            f"{where}.das: found an empty block: to turn das-adapter off, remove the key or write "
-            "`drafter: none` under it; for the defaults, write `das: {}`"
+            f"{where}.das: found an empty block: write `drafter: none` in it, or `das: {{}}` for the defaults"
         )
     return parent.get("das")
 
 
 def check_files(config: DasConfig) -> None:
-    """Refuse files and directories of the block that this machine can't read or write."""
+    """Refuse files and directories of the block that are not on this machine, and make that of the decision log."""
     if config.drafter == "none":
         return
-    if config.calibration is not None:
-        try:
-            json.loads(Path(config.calibration).read_text())
-        except (OSError, ValueError) as error:
-            expected = "expected a file that das-adapter calibrate wrote"
-            raise wrong("calibration", config.calibration, f"{expected}: {error}") from None
+    if config.calibration is not None and not os.path.isfile(config.calibration):
+        raise wrong("calibration", config.calibration, "expected a file that das-adapter calibrate wrote")
     if config.history.load is not None and not os.path.isdir(config.history.load):
         raise wrong("history.load", config.history.load, "expected a directory that exists")
     if config.log_dir is not None:
-        path = Path(config.log_dir).absolute()
-        there = next(p for p in (path, *path.parents) if p.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to; {str(there)!r} can't")
+        try:
+            os.makedirs(config.log_dir, exist_ok=True)
+        except OSError as error:
+            raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to: {error}") from None
 
 
 def _check_draft(config: DasConfig) -> None:

@@ -6,11 +6,10 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 
 from das_adapter.errors import ConfigError
 
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 RETIRED = {
     "toggle": "write `speculate: auto`",
-    "toggle.mode": "write `speculate: {value}`",
+    "toggle.mode": "write `speculate: auto` for roofline, `speculate: always` for off, `speculate: 32` for threshold",
     "toggle.threshold": "write `speculate: {value}`",
     "toggle.margin": "it is a constant now, 0.05: remove it",
     "toggle.calibration": "write `calibration: {value}`",
-    "budget.policy": "write `budget: {value}`",
+    "budget.policy": "write `budget: {value}`; what was `classes` is `budget: das`",
     "budget.max_draft_tokens": "write `max_draft_tokens: {value}`",
     "budget.admission": "drafts are never admitted by request now: remove it",
     "budget.min_chance": "it is a constant now, 0.15, which `budget: unlimited` does without: remove it",
@@ -35,26 +34,11 @@ RETIRED = {
     "draft.tokens": "write `max_draft_tokens: {value}`",
     "verify.allow_lossy": "options that change the policy's distribution are always refused: remove it",
 }
-"""What to do about each key that earlier versions had; `{value}`: see `_VALUES`."""
-_VALUES = {
-    ("toggle.mode", "roofline"): "auto",
-    ("toggle.mode", "off"): "always",
-    ("toggle.mode", "False"): "always",
-    ("toggle.mode", "threshold"): "N` with N as das.toggle.threshold was (32 by default), as in `speculate: 32",
-    ("budget.policy", "classes"): "das",
-}
-"""What is written today for an old key's value; the others are as they were."""
+"""What to do about each key that earlier versions had; `{value}`: what it was set to."""
 IN_EVERY_STEP = ("parallel_drafting", "disable_padded_drafter_batch")
 """Keys of vLLM's speculative_config with which a neural drafter has to draft in every step, as vLLM has it."""
 LOSSY = {"rejection_sample_method": ("standard", "block")}
 """Keys of vLLM's speculative_config that decide acceptance, and their values that keep the policy's distribution."""
-_EXPECTED = {
-    "int_type": "an integer",
-    "string_type": "a string",
-    "list_type": "a list",
-    "dict_type": "a mapping",
-    "string_too_short": "a path",
-}
 
 
 def retired(block: dict[str, Any]) -> list[str]:
@@ -63,8 +47,7 @@ def retired(block: dict[str, Any]) -> list[str]:
     for key, value in _leaves(block):
         if key in RETIRED:
             plain = value if isinstance(value, str) else json.dumps(value)
-            sentence = RETIRED[key].format(value=_VALUES.get((key, str(value)), plain))
-            said.append(f"das.{key}: found {value!r}; the key is retired: {sentence}")
+            said.append(f"das.{key}: found {value!r}; the key is retired: {RETIRED[key].format(value=plain)}")
     return said
 
 
@@ -78,22 +61,15 @@ def _leaves(block: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def message(error: ErrorDetails, model: type[BaseModel]) -> str:
     """Say one of pydantic's errors about a block that `model` read."""
-    loc, kind, found = error["loc"], error["type"], error["input"]
-    key = "das" + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
-    block = _innermost(model, loc)
-    if kind == "extra_forbidden":
-        return f"{key}: unknown key{_suggestion(loc[-1], block.model_fields)}{', '.join(block.model_fields)}"
-    if kind == "model_type":
-        return f"{key}: found {found!r}, expected a block with the keys {', '.join(block.model_fields)}"
-    if kind == "literal_error":
-        allowed = error["ctx"]["expected"]
-        hint = _suggestion(found, re.findall("'(.+?)'", allowed))
-        return f"{key}: found {found!r}{hint}{allowed}"
-    if kind in ("greater_than_equal", "less_than_equal"):
-        return f"{key}: found {found}, allowed: {bounds(block.model_fields[str(loc[-1])])}"
-    if kind == "value_error":
-        return f"{key}: found {found!r}, {error['ctx']['error']}"
-    return f"{key}: found {found!r} ({type(found).__name__}), expected {_EXPECTED.get(kind, error['msg'])}"
+    *parents, name = error["loc"] or ("",)
+    key = ".".join(map(str, ("das", *error["loc"])))
+    if error["type"] != "extra_forbidden":
+        return f"{key}: found {error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
+    for parent in parents:
+        model = model.model_fields[str(parent)].annotation  # type: ignore[assignment]  # a block, as it has keys
+    near = difflib.get_close_matches(str(name), model.model_fields, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{key}: unknown key{hint} Allowed: {', '.join(model.model_fields)}"
 
 
 def wrong(key: str, found: Any, allowed: str) -> ConfigError:
@@ -107,10 +83,9 @@ def check_effects(config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[s
         for setting, values in {**needs.get(key.partition(".")[0], {}), **needs.get(key, {})}.items():
             found: Any = functools.reduce(getattr, setting.split("."), config)
             if found not in values:
-                *most, last = (repr(value) for value in values if value is not None)
-                either = f"{', '.join(most)} or {last}" if most else last
+                allowed = " or ".join(repr(value) for value in values if value is not None)
                 raise ConfigError(
-                    f"das.{key}={value!r} has an effect only with das.{setting}={either} (found {found!r}): remove it"
+                    f"das.{key}={value!r} has an effect only with das.{setting}={allowed} (found {found!r}): remove it"
                 )
 
 
@@ -144,25 +119,3 @@ def _set_keys(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _set_keys(value, f"{prefix}{name}.")
         elif name in block.model_fields_set:
             yield f"{prefix}{name}", value
-
-
-def bounds(field: FieldInfo) -> str:
-    """Describe the range of a key's values, such as "1 to 128"; empty where it has none."""
-    found = {name: getattr(m, name) for m in field.metadata for name in ("ge", "le") if hasattr(m, name)}
-    if not found:
-        return ""
-    high = "2^63 - 1" if found.get("le") == 2**63 - 1 else found.get("le")
-    return f"{found['ge']} or more" if high is None else f"{found['ge']} to {high}"
-
-
-def _innermost(model: type[BaseModel], loc: Iterable[int | str]) -> type[BaseModel]:
-    """Return the innermost block that a key names or lies in."""
-    for part in loc:
-        inner = getattr(model.model_fields.get(str(part)), "annotation", None)
-        model = inner if isinstance(inner, type) and issubclass(inner, BaseModel) else model
-    return model
-
-
-def _suggestion(word: Any, allowed: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(word), list(allowed), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}? Allowed: " if near else ". Allowed: "

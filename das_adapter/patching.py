@@ -37,11 +37,6 @@ class Patch:
     adds: bool = False
     """Whether nothing stands there in the package itself."""
 
-    @property
-    def name(self) -> str:
-        """What messages call it."""
-        return self.replacement.__name__
-
     def apply(self, *context: Any, owner: Any = None) -> None:
         """Put the replacement in its place; a second time changes nothing.
 
@@ -57,7 +52,7 @@ class Patch:
             self._apply_to(target, owner, context)
 
     def _apply_to(self, target: str, owner: Any = None, context: tuple[Any, ...] = ()) -> None:
-        module, _, dotted = target.partition(":")
+        name, (module, _, dotted) = self.replacement.__name__, target.partition(":")
         *path, attribute = dotted.split(".")
         if owner is None:
             owner = importlib.import_module(module)
@@ -65,15 +60,15 @@ class Patch:
                 owner = getattr(owner, part, None)
         stock = getattr(owner, attribute, None)
         first = getattr(stock, _MARK, None)
-        if first == self.name:
+        if first == name:
             return
         if first is not None:
-            raise DasError(f"patch {self.name}: {target} is patched already, by {first}")
+            raise DasError(f"patch {name}: {target} is patched already, by {first}")
         if (stock is None and not self.adds) or owner is None:
-            raise UnsupportedHost(f"patch {self.name}: found no {target}")
+            raise UnsupportedHost(f"patch {name}: found no {target}")
         replaced = self.replacement(stock, *context)
         if replaced is not stock:
-            setattr(replaced, _MARK, self.name)
+            setattr(replaced, _MARK, name)
             setattr(owner, attribute, replaced)
 
     def try_apply(self) -> None:
@@ -101,7 +96,7 @@ def _try(act: Callable[[], None]) -> None:
 
 
 def patch(
-    *targets: str, since: str, needs: str = "", upstream: str = "", adds: bool = False, optional: bool = False
+    *targets: str, since: str, needs: str = "", adds: bool = False, optional: bool = False
 ) -> Callable[[Callable[..., Any]], Patch]:
     """Make a function the patch of its targets; see `Change` for the arguments that `changes` reads."""
     return lambda replacement: Patch(targets, replacement, adds)
@@ -123,8 +118,6 @@ class Change:
     """First version of the package that needs the patch."""
     needs: str = ""
     """Parameters of the target that the patch relies on, separated by commas."""
-    upstream: str = ""
-    """Issue or pull request that would make the patch superfluous."""
     adds: bool = False
     optional: bool = False
     """Whether the package may lack the target's class or function, so that the patch does nothing."""

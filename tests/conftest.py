@@ -7,7 +7,9 @@ from typing import Any
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("das", deadline=None)  # a busy machine is no failure
+# A busy machine is no failure, and a revision passes or fails every time; make long draws new examples.
+hypothesis.settings.register_profile("das", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("das")
 
 

@@ -88,13 +88,13 @@ def _measure(plan: Plan, weights: str) -> Found:
         if sleeps:
             llm.sleep(1 + turn % 2)
             llm.wake_up()
-        seconds.append(llm.collective_rpc("das_rpc", args=("refresh", {"version": turn + 1}))[0].get("requantise_s"))
-    stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+        llm.collective_rpc("das_rpc", args=("refresh", {"version": turn + 1}))
+        stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+        seconds.append(stats["requantise_s"])
     return found | {
-        "requantise_s": max(s or 1e9 for s in seconds),
+        "requantise_s": max(seconds),
         "error": stats["error"],
         "drafter_bytes": stats["drafter_bytes"],
-        "full_bytes": stats["drafter_full_bytes"],
     }
 
 

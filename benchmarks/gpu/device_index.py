@@ -44,8 +44,7 @@ class World:
         self.index = DeviceIndex(texts.to(device), min(STEPS, length // 4), words, 0.0, vocabulary)
         self.index.weigh(sealed.fading)
         self.index.open([(slot, slot // GROUP, 8) for slot in range(batch)])
-        while not self.index.bring(sealed):
-            pass
+        self.index.bring(sealed)
         self.slots = torch.arange(batch, device=device)
         self.sampled = torch.ones(batch, dtype=torch.int32, device=device)
 

@@ -1,5 +1,5 @@
 """`propose`: what the V1 runner's drafter does on the host in a step, beside what the step takes on a GPU by its data
-sheet. Without vLLM: its index and controller alone."""
+sheet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from engines import SHAPES, Bar, Found, Plan, has_vllm
+from engines import SHAPES, Bar, Found, Plan
 
 GROUP, MOST = 8, 16
 SCHEDULER_S = 5e-6
@@ -20,9 +20,9 @@ EVERY: dict[str, Any] = {"budget": "unlimited", "max_draft_tokens": MOST, "specu
 
 
 def propose(plan: Plan) -> Found:
-    """By batch, beside steps on an H100 (roofline): median milliseconds of index and controller where they draft for
-    every request, on one thread; and of what the engine waits for the whole proposer that, and as its default is, over
-    rollouts whose drafts are verified, on as many threads as on a GPU's host, beside vLLM's scheduler."""
+    """By batch, beside steps on an H100 (roofline): what the engine waits for a proposer that drafts for every request,
+    and as its default is, over rollouts whose drafts are verified, on as many threads as on a GPU's host, beside vLLM's
+    scheduler."""
     from das_adapter.core.hardware import DEVICES
     from das_adapter.core.roofline import Roofline
 
@@ -31,23 +31,17 @@ def propose(plan: Plan) -> Found:
     for batch in plan.batches:
         world = World(plan, batch, context)
         rows[str(batch)] = {
-            "index_ms": 1e3 * _index_seconds(world),
-            "undrafted_step_ms": 1e3 * float(roof.verify(batch, context, 0)),
-            "verifying_step_ms": 1e3 * float(roof.verify(batch, context, MOST)),
+            "undrafted_step_ms": 1e3 * float(roof.seconds(batch, context, 0)),
+            "verifying_step_ms": 1e3 * float(roof.seconds(batch, context, MOST)),
+            "every draft": _rollout(world, EVERY, roof),
+            "default": _rollout(world, {}, roof),
         }
-        if has_vllm():
-            rows[str(batch)] |= {"every draft": _rollout(world, EVERY, roof), "default": _rollout(world, {}, roof)}
     return {"context": context, "rows": rows}
 
 
 def _share(found: Found, proposer: str) -> float:
     """Return the share of its steps that a proposer takes at the largest batch."""
-    row = found["rows"][max(found["rows"], key=int)]
-    if proposer in row:
-        return float(row[proposer]["share"])
-    if proposer == "default":
-        raise LookupError("not run without vLLM")
-    return float(row["index_ms"] / row["verifying_step_ms"])
+    return float(found["rows"][max(found["rows"], key=int)][proposer]["share"])
 
 
 BARS = (
@@ -75,42 +69,6 @@ class World:
         """Tokens that each request has written already."""
 
 
-def _index_seconds(world: World) -> float:
-    """Draft in every step."""
-    from das_adapter.config import DasConfig
-    from das_adapter.core.controller import Controller
-    from das_adapter.core.index import SuffixIndex
-    from das_adapter.core.steps import Decoded, TimedStep
-
-    index, batch, begins = SuffixIndex(), world.batch, world.begins.tolist()
-    for problem, text in world.past:
-        index.add(problem, text, 0)
-    index.seal()
-    handles = np.array(
-        [
-            index.open(i // GROUP, text[:8], prefix=text[8:begin])
-            for i, (text, begin) in enumerate(zip(world.texts, begins, strict=True))
-        ]
-    )
-    controller = Controller(DasConfig(**EVERY), 2**15)
-    slots = np.array([controller.open(i // GROUP, begin, 2**15) for i, begin in enumerate(begins)])
-    one, room, times = np.ones(batch, dtype=np.int64), np.full(batch, 10**6), []
-    offsets = np.arange(batch + 1, dtype=np.int64)
-    for step in range(world.steps):
-        new = world.texts[np.arange(batch), world.begins + step]
-
-        def look(limits: np.ndarray, floor: float, new: np.ndarray = new) -> Any:
-            index.extend_many(handles, new, offsets)
-            _, chances, at = index.draft_flat(handles, limits, floor)
-            return chances, at
-
-        begin = time.perf_counter()
-        controller.plan(Decoded(slots, one, None, None, room), look)
-        controller.timed(TimedStep(slots, one, batch, 0.01))
-        times.append(time.perf_counter() - begin)
-    return float(np.median(times))
-
-
 def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     """Draft as vLLM's V1 runner has it done, but for the runner, in steps that take what the roofline says; drafts are
     accepted where they are what the request writes."""
@@ -136,7 +94,7 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
             compilation_config=SimpleNamespace(cudagraph_mode=None),
         )
     )
-    drafter.engine.controller.times = StepTimes(roof.line())  # what it begins with on that GPU
+    drafter.engine.controller.account.time.engine = StepTimes(roof.line())  # what it begins with on that GPU
     drafter.engine.history.threads = min(THREADS, len(os.sched_getaffinity(0)))
     names = [str(slot) for slot in range(world.batch)]
     params = SimpleNamespace(max_tokens=None)
@@ -162,7 +120,7 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
         drafter.begin_step(scheduled, now)
         took = time.perf_counter() - begin
         carried = list(map(len, drafts))
-        now += float(roof.verify(world.batch, float(lengths.mean()), sum(carried) / world.batch))
+        now += float(roof.seconds(world.batch, float(lengths.mean()), sum(carried) / world.batch))
         sampled = []
         for row, (draft, at) in enumerate(zip(drafts, lengths.tolist(), strict=True)):
             accepted = next((i for i, token in enumerate(draft) if token != texts[row][at + i]), len(draft))

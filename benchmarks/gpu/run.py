@@ -24,8 +24,7 @@ code is 0 if none was missed or cut short and no part failed. Parts and their mi
     ranks    1    two GPUs
     sweep    1.5  the step-time model, and a file for the key calibration
 
-The first three need no vLLM (`propose` measures more where there is one); the first needs PyTorch, Triton and NumPy
-alone.
+The first two need no vLLM, but PyTorch, Triton and NumPy alone.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ from engines import CONTRACT, TINY, Bar, Found, Plan, has_vllm, in_time, runner_
 
 PARTS = ("kernel", "index", "propose", "gate", "replay", "trace", "lossless", "copy", "robust", "ranks", "sweep")
 """In the order in which they run: what there is no time for is at the end."""
-WITHOUT_VLLM = PARTS[:3]
+WITHOUT_VLLM = PARTS[:2]
 PART_S, ALL_S = 480.0, 1500.0
 """Seconds after which a part, and everything, is ended."""
 NOT_GOOD = ("MISSED", "cut short", "failed")

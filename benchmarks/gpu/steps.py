@@ -104,8 +104,7 @@ MOST_CONTEXT = 2**18
 
 
 def sweep(plan: Plan, out: Path) -> dict[str, Any]:
-    """Fit the step-time model to steps with 0 to 15 draft tokens a request, and hold it against steps in which every
-    second request drafts; the file serves `calibration`."""
+    """Fit the step-time model to steps with 0 to 15 draft tokens a request; the file serves `calibration`."""
     result = apart(plan, _sweep, plan, env=IN_PROCESS | V1)
     (out / "gpu_calibration.json").write_text(json.dumps(result, indent=2) + "\n")
     return result
@@ -116,17 +115,16 @@ def _sweep(plan: Plan) -> dict[str, Any]:
 
     tiny = {"kv_cache_memory_bytes": 2**26, "enforce_eager": True} if plan.tiny else {}
     contexts = (min(plan.contexts) // 8, min(plan.contexts) // 2)
-    measured = measure(str(directory(plan)), plan.batches, contexts, plan.drafts, 6, ragged=plan.drafts[1:3], **tiny)
-    return analyse(measured, SHAPES[plan.shape]) | {"samples": [asdict(s) for s in measured.samples]}
+    measured = measure(str(directory(plan)), plan.batches, contexts, plan.drafts, 6, **tiny)
+    return analyse(measured) | {"samples": [asdict(s) for s in measured.samples]}
 
 
 SWEEP_BARS = (
     Bar(
-        "error of the better step-time model on kinds of step that it did not see",
+        "error of the step-time model on kinds of step that it did not see",
         0.1,
-        lambda f: min(f["validation"][model]["mape"] for model in ("line", "roofline")),
+        lambda f: f["validation"]["line"]["mape"],
     ),
-    Bar("error of the step-time model where draft lengths differ", 0.1, lambda f: f["validation"]["ragged"]["mape"]),
 )
 
 

@@ -1,18 +1,14 @@
-"""How many draft tokens are accepted: DAS's curve per problem, for a rollout, and the policy copy's rate, per token.
+"""How many draft tokens are accepted: DAS's curve, for a rollout, and the rate of a model that drafts, per token.
 `SuffixIndex` estimates the chance of a token from the history."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-
-Counts = npt.NDArray[np.float64]
-"""Tokens written, drafted, accepted; drafts, and those whose first token was accepted: float64 [5]."""
 
 
 @dataclass
@@ -44,54 +40,31 @@ class AcceptanceRate:
         return cast("npt.NDArray[np.float64]", self.rate ** np.arange(1, length + 1))
 
 
-class AcceptanceCurves:
-    """DAS's A_i(p) = k_i·l_i·(1 - exp(-alpha_i·p / l_i)) for every problem (section 4.2): tokens of a rollout of l_i
-    that are accepted when p are drafted over it.
+class AcceptanceCurve:
+    """DAS's A(p) = k·l·(1 - exp(-alpha·p / l)) (section 4.2): tokens of a rollout of l that are accepted when p are
+    drafted over it.
 
     alpha·k is the measured acceptance rate of a draft's first token; k then follows from the share of all draft tokens
-    that was accepted. A problem is weighted by the tokens it has written, the population by `POPULATION` tokens. The
-    paper does not say how it estimates alpha and k.
+    that was accepted. Only the tokens of steps that carried drafts count: the others say nothing of what would have
+    been accepted, and would make the curve look as if it ended early. The paper has a curve for each problem, and does
+    not say how it estimates it; here all share one.
     """
 
-    POPULATION = 256.0
-    PROBLEMS = 2**17
-    """Most problems with counts of their own; those not seen for longest are forgotten first."""
-
     def __init__(self) -> None:
-        self._problems: OrderedDict[int, tuple[int, Counts]] = OrderedDict()  # weight syncs before the last visit
         # Before anything is observed: half of the first tokens are accepted, and k is 0.6.
-        self._all: tuple[int, Counts] = (0, np.array([100.0, 80.0, 29.0, 40.0, 20.0]))
-        self._syncs = 0
-
-    def observe(
-        self, problem: int, tokens: int, drafted: int, accepted: int, first_tried: int, first_kept: int
-    ) -> None:
-        """Take a finished rollout: its tokens, draft tokens verified and accepted, and how many drafts it carried and
-        how many of those had their first token accepted."""
-        new = np.array([tokens, drafted, accepted, first_tried, first_kept], dtype=float)
-        self._problems[problem] = self._added(self._problems.get(problem, (self._syncs, np.zeros(5))), new)
-        self._problems.move_to_end(problem)
-        if len(self._problems) > self.PROBLEMS:
-            self._problems.popitem(last=False)
-        self._all = self._added(self._all, new)
+        self.counts = np.array([160.0, 38.0, 40.0, 20.0])
+        """Tokens drafted, accepted; drafts, and those whose first token was accepted: float64 [4]."""
 
     def sync(self) -> None:
-        """Note a weight sync: a problem's past loses half its weight when the problem is next visited."""
-        self._syncs += 1
+        """Halve the weight of the past, at a weight sync."""
+        if self.counts[2] > 80.0:
+            self.counts *= 0.5
 
-    def of(self, problem: int) -> tuple[float, float]:
-        """Return (alpha, k) of a problem: alpha·k <= 1, 0 < k < 1."""
-        everyone = self._all[1]
-        own = self._problems[problem][1] if problem in self._problems else 0.0
-        pooled = own + self.POPULATION / max(everyone[0], 1.0) * everyone
-        tokens, drafted, accepted, first_tried, first_kept = pooled.tolist()
-        first = min(0.99, max(0.01, first_kept / max(first_tried, 1e-9)))
-        return solve_curve(first, drafted / tokens, accepted / tokens)
-
-    def _added(self, before: tuple[int, Counts], new: Counts) -> tuple[int, Counts]:
-        """Add counts; the first ones after a weight sync halve the weight of the past."""
-        syncs, counts = before
-        return self._syncs, (1.0 if syncs == self._syncs else 0.5) * counts + new
+    def fitted(self) -> tuple[float, float]:
+        """Return (alpha, k): alpha·k <= 1, 0 < k < 1."""
+        drafted, accepted, drafts, hit = self.counts.tolist()
+        tokens = drafts + accepted
+        return solve_curve(min(0.99, max(0.01, hit / drafts)), drafted / tokens, accepted / tokens)
 
 
 def solve_curve(first: float, drafted: float, accepted: float) -> tuple[float, float]:

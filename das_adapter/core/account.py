@@ -1,22 +1,10 @@
-"""The one account of a rollout's time, and the one state of an engine.
-
-1. It drafts while the predicted gain is at least 2 % of a step; to begin, the gain must reach the margin.
-2. While nothing is worth drafting it rests, and looks again after 1, 2, 4, ... 16 steps or when the batch has become
-   smaller by a tenth.
-3. It probes: now and then a step is taken the other way (plain while it drafts, without asking a drafter while nothing
-   is drafted, with a few drafts while it rests), so that both kinds stay known.
-4. A rollout that took longer than 1.02 of plain decoding beyond doubt is followed by 1, 2, 4, ... 16 that begin at
-   rest, until a trial of a few steps gains time; trials lose at most 1 % of a rollout. A model that drafts beside the
-   history rests by the same rule, while the history goes on.
-5. A loss within a rollout, or collapsed acceptance, stops it until the next weight sync; a drafter that raises has
-   failed until then.
-"""
+"""The one account of a rollout's time, and the one state of an engine: the five rules in docs/how_it_works.md."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -31,18 +19,18 @@ MARGIN = 0.05
 smaller gain would switch it to and fro."""
 LEAST_GAIN = 0.02
 """Minimum predicted gain of a drafted step, as a fraction of its time: step times vary by about as much."""
-RAMP = 8
-"""Steps without an arrival after which the batch only drains: what paid once goes on to."""
 LOOK_STEPS = 16
 """While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at most this many."""
 PROBE_STEPS, RARE_STEPS = 128, 1024
 """After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""
-BASELINE_STEPS = 4, 64
+FIRST_STEPS = 24
+"""The same for drafted steps while plain ones are not known."""
+BASELINE_STEPS = 3, 63
 """Plain steps after which no drafter is asked in one: at first, and where such steps are well known."""
 TRIAL_STEPS, TRIAL_DRAFTS = 16, 8
 """Steps of a trial at most, and before the next at least; drafted steps after which it is over."""
 TRIAL_SHARE = 0.01
-"""Share of a rollout's time that its trials may lose; twice as much where the batch has become half as large."""
+"""Share of a rollout's time that its trials may lose."""
 GUARD_STEPS, GUARD_LOSS = 64, 0.1
 """Drafted steps between two looks at the time saved; the loss that stops drafting, as a share of their time."""
 COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
@@ -57,6 +45,11 @@ class State(Enum):
     RESTING = "resting"
     STOPPED = "stopped"
     FAILED = "failed"
+
+
+Probe = Literal["plain", "drafted", "baseline"]
+"""How a step is taken the other way, so that all kinds of step stay known: without drafts, while it drafts; with a few,
+while nothing is worth drafting; no drafter is asked, while nothing is drafted."""
 
 
 def collapsed(drafted: float, accepted: float) -> str | None:
@@ -116,16 +109,15 @@ class Account:
         self._speculate = speculate
         self._rest, self._model_rest = Rest(), Rest()
         self._news: str | None = None
-        self._since_baseline = 0
-        self._since_plain, self._since_draft = 0, 0  # drafted steps in a row, plain ones
+        self._waited: dict[Probe, int] = dict.fromkeys(get_args(Probe), 0)
+        """Steps after which a probe may be due: drafted ones in a row, plain ones in a row, plain ones."""
         self._restart()
 
     def _restart(self) -> None:
         self.time.restart()
         self._trial: _Trial | None = None
-        self._since_trial, self._trial_size, self._lost = 0, 0, 0.0  # seconds that trials took beyond plain decoding
-        self._on = self._held = False
-        self._quiet = 0
+        self._since_trial, self._lost = 0, 0.0  # seconds that trials took beyond plain decoding
+        self._on = False
         self._drafted_steps = 0
         self._model_took, self._model_saved = 0.0, 0.0
 
@@ -144,19 +136,12 @@ class Account:
             return True
         if self.idle:
             self._since_trial += 1
-            share = TRIAL_SHARE * (2 if requests <= self._trial_size // 2 else 1)
-            if self._since_trial < TRIAL_STEPS or self._lost > share * self.time.passed:
+            if self._since_trial < TRIAL_STEPS or self._lost > TRIAL_SHARE * self.time.passed:
                 return False
-            self._trial, self._trial_size = _Trial(), requests
+            self._trial = _Trial()
             self._enter(State.PROBING, self._rest.reason)
             return True
-        self._since_baseline += not drafted
-        first, last = BASELINE_STEPS
-        known = self.time.baseline.plain_steps(requests)
-        if drafted or self._trial or self._since_baseline < min(last, first + known):
-            return True
-        self._since_baseline = 0
-        return False
+        return drafted or self._trial is not None or not self.probe("baseline", requests)
 
     @property
     def idle(self) -> bool:
@@ -173,43 +158,41 @@ class Account:
         """Why the model that drafts does not run in this rollout; None: it does."""
         return self._model_rest.reason
 
-    def draws(self, running: int, gain: float | None, optimal: bool, arrived: bool) -> bool:
+    def draws(self, running: int, gain: float | None, optimal: bool) -> bool:
         """Decide whether a step is drafted in.
 
         Args:
             running: requests in the batch.
             gain: predicted, as a share of the step's time; None: nothing is there to draft.
             optimal: whether the drafts were chosen for their gain.
-            arrived: whether a request joined since the last call.
         """
         worth = gain is not None and gain >= LEAST_GAIN
         if self._speculate == "always":
             return worth or not optimal
-        self._quiet = 0 if arrived else self._quiet + 1
-        self._held = self._held and not arrived
         if self._speculate == "auto":
-            wanted = gain is not None and gain >= (0.0 if self._on else MARGIN)
+            self._on = gain is not None and gain >= (0.0 if self._on else MARGIN)
         else:
-            wanted = running <= self._speculate * (1.25 if self._on else 1.0)
-        self._on = wanted or self._held
-        self._held = self._held or (wanted and self._quiet >= RAMP)
+            self._on = running <= self._speculate * (1.25 if self._on else 1.0)
         return self._on and (worth or not optimal)
 
-    def probe(self, running: int) -> Literal["plain", "drafted", ""]:
-        """Return whether this step is taken the other way."""
-        unknown = self.time.engine.plain_steps(running) < 3
-        if self._since_plain >= (24 if unknown else PROBE_STEPS):
-            self._since_plain = 0
-            return "plain"
-        if self._since_draft >= self.probe_wait and not isinstance(self._speculate, int):
-            self._since_draft, self.probe_wait = 0, min(2 * self.probe_wait, RARE_STEPS)
-            return "drafted"
-        return ""
+    def due(self, kind: Probe, running: int) -> bool:
+        """Return whether the next step is due to be taken the other way."""
+        if kind == "baseline":
+            wait = min(BASELINE_STEPS[1], BASELINE_STEPS[0] + self.time.baseline.plain_steps(running))
+        elif kind == "plain":
+            wait = PROBE_STEPS if self.time.engine.plain_steps(running) >= 3 else FIRST_STEPS
+        else:
+            wait = self.probe_wait
+        return self._waited[kind] >= wait and (kind != "drafted" or isinstance(self._speculate, str))
 
-    @property
-    def probes_next(self) -> bool:
-        """Whether the next step is drafted in to see what that costs."""
-        return self._since_draft >= self.probe_wait
+    def probe(self, kind: Probe, running: int) -> bool:
+        """Return whether this step is taken the other way; if so, the next one of its kind waits again."""
+        due = self.due(kind, running)
+        if due:
+            self._waited[kind] = 0
+            if kind == "drafted":
+                self.probe_wait = min(2 * self.probe_wait, RARE_STEPS)
+        return due
 
     def decided(self, running: int, drafted: bool, probing: bool, plain: bool = False) -> None:
         """Take what was decided for a step; `probing`, `plain`: to see what a drafted, or a plain, step costs."""
@@ -227,8 +210,10 @@ class Account:
     ) -> None:
         """Take a step at whose end the drafter was asked, or one that was drafted in; see `PlainTime.asked`."""
         requests, time = len(slots), self.time
-        self._since_plain = self._since_plain + 1 if drafted else 0
-        self._since_draft = 0 if drafted else self._since_draft + 1
+        waited = self._waited
+        waited["plain"] = waited["plain"] + 1 if drafted else 0
+        waited["drafted"] = 0 if drafted else waited["drafted"] + 1
+        waited["baseline"] += not drafted
         seconds = time.asked(slots, got, seconds, drafted, predicted, context)
         if self._trial is not None and (plain := time.step(requests, context)) is not None:
             self._trial.step(seconds, int(got.sum()) / requests * plain, drafted)

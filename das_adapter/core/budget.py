@@ -4,7 +4,6 @@ the same trade-off for one decode step."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ CLASS_SHARE = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: 1 / 3, LengthClass.LO
 """Share of the largest budget that a class gets. DAS calls them none, moderate and aggressive, without numbers."""
 
 
-def drafts_needed(rounds: float, lengths: Floats, alpha: Floats, k: Floats) -> Floats:
+def drafts_needed(rounds: float, lengths: Floats, alpha: float, k: float) -> Floats:
     """Return p_i*(N): draft tokens with which a rollout of l tokens ends within N rounds; 0 where l <= N (equation 7).
 
     It solves l - A(p) = N with A(p) = k·l·(1 - exp(-alpha·p/l)), the tokens accepted of p drafted. Infinite where that
@@ -33,61 +32,51 @@ def drafts_needed(rounds: float, lengths: Floats, alpha: Floats, k: Floats) -> F
     return needed
 
 
-@dataclass(frozen=True)
-class RolloutPlan:
-    """A rollout's budgets: decode rounds until the last request ends, and each request's draft tokens in all."""
-
-    rounds: float
-    drafts: Floats
-
-
-def plan_rollout(lengths: Floats, alpha: Floats, k: Floats, base: float, token: float) -> RolloutPlan:
-    """Compute the budgets that minimise a rollout's time, c_base·N + c_tok·sum_i(min(l_i, N) + p_i*(N)).
+def plan_rollout(lengths: Floats, alpha: float, k: float, base: float, token: float) -> tuple[float, Floats]:
+    """Compute the budgets that minimise a rollout's time, c_base·N + c_tok·sum_i(min(l_i, N) + p_i*(N)): decode rounds
+    until the last request ends, and each request's draft tokens in all.
 
     Convex in N while alpha·k <= 1, so that bisection on its derivative finds the minimum.
 
     Args:
         lengths: tokens each request is going to write, shape (b,).
-        alpha, k: the acceptance curves, shape (b,); alpha·k is clamped to 1.
+        alpha, k: the acceptance curve; alpha·k is clamped to 1.
         base, token: seconds of a step, and of a token in it.
     """
-    alpha = np.minimum(alpha, 1.0 / k)
-    low, high = float(np.max(lengths * (1.0 - k))), float(np.max(lengths))
+    alpha = min(alpha, 1.0 / k)
+    high = float(np.max(lengths))
+    low = high * (1.0 - k)
     for _ in range(30):
         rounds = 0.5 * (low + high)
         longer = lengths > rounds
-        per_round = alpha[longer] * (k[longer] - 1.0 + rounds / lengths[longer])
+        per_round = alpha * (k - 1.0 + rounds / lengths[longer])
         slope = base + token * np.sum(1.0 - 1.0 / np.maximum(per_round, 1e-12))
         if slope < 0.0:
             low = rounds
         else:
             high = rounds
-    return RolloutPlan(high, drafts_needed(high, lengths, alpha, k))
+    return high, drafts_needed(high, lengths, alpha, k)
 
 
-def class_budgets(classes: npt.NDArray[np.int64], most: int) -> Ints:
-    """Return the draft tokens per round of each request by its `LengthClass`, shape (b,)."""
-    shares = np.array([round(CLASS_SHARE[c] * most) for c in LengthClass], dtype=np.int64)
-    return shares[classes]
-
-
-def das_budgets(lengths: Floats, alpha: Floats, k: Floats, classes: Ints, model: StepModel | None, most: int) -> Floats:
+def das_budgets(
+    lengths: Floats, curve: tuple[float, float], classes: Ints, model: StepModel | None, most: int
+) -> Floats:
     """Return DAS's draft tokens of each request in a round, p_i*/N*, shape (b,). Short requests get none (section 4.3);
     before it is known what steps cost, the others get their class's share.
 
     Args:
-        lengths, alpha, k: see `plan_rollout`.
+        lengths, curve: see `plan_rollout`; (alpha, k).
         classes: `LengthClass` of each, shape (b,).
         model: what a step costs; None: not known.
         most: draft tokens of a request in a step.
     """
     if model is None:
-        return class_budgets(classes, most).astype(float)
+        return np.array([round(CLASS_SHARE[c] * most) for c in LengthClass], dtype=float)[classes]
     running = len(lengths)
     token = max(model.slope(running), 1e-9)
     base = max(model.step(running, running, False) - token * running, 1e-9)
-    planned = plan_rollout(lengths, alpha, k, base, token)
-    budgets: Floats = np.minimum(planned.drafts / planned.rounds, most)
+    rounds, drafts = plan_rollout(lengths, *curve, base, token)
+    budgets: Floats = np.minimum(drafts / rounds, most)
     budgets[classes == LengthClass.SHORT] = 0.0
     return budgets
 
@@ -138,16 +127,21 @@ def allocate(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cu
         model: what the step costs.
         cut: False: keep all tokens, and return what that gains.
     """
-    requests = len(worth.own)
-    if model.sizes:
-        return _allocate_in_steps(chances, offsets, worth, model, cut)
-    keep = np.empty(requests, dtype=np.int64)
-    costs = model.token, model.bend, model.knee - requests, model.draft
-    gain = native().allocate(chances, offsets, *worth, *costs, cut, keep)[0]
+    requests, tokens = len(worth.own), len(chances)
+    if not cut:
+        keep = np.diff(offsets)
+        cost = model.step(requests + tokens, requests, tokens > 0) - model.step(requests, requests, False)
+        gain = float(worth.of_tokens(chances, offsets).sum()) - cost
+    elif model.sizes:
+        keep, gain = _allocate_in_steps(chances, offsets, worth, model)
+    else:
+        keep = np.empty(requests, dtype=np.int64)
+        costs = model.token, model.bend, model.knee - requests, model.draft
+        gain = native().allocate(chances, offsets, *worth, *costs, keep)
     return StepPlan(keep, np.zeros_like(keep), gain)
 
 
-def _allocate_in_steps(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cut: bool) -> StepPlan:
+def _allocate_in_steps(chances: Chances, offsets: Ints, worth: Worth, model: StepModel) -> tuple[Ints, float]:
     """Allocate where a step's time rises at captured sizes: of the tokens of greatest value, in order, the number that
     gains most by the step's own time."""
     requests, counts = len(worth.own), np.arange(len(chances) + 1)
@@ -155,9 +149,9 @@ def _allocate_in_steps(chances: Chances, offsets: Ints, worth: Worth, model: Ste
     order = np.argsort(-value, kind="stable")
     costs = model.seconds(requests + counts, requests, counts > 0) - model.step(requests, requests, False)
     gain = np.concatenate([[0.0], np.cumsum(value[order])]) - costs
-    most = int(np.argmax(gain)) if cut else len(chances)
+    most = int(np.argmax(gain))
     keep = np.bincount(np.repeat(np.arange(requests), np.diff(offsets))[order[:most]], minlength=requests)
-    return StepPlan(keep, np.zeros_like(keep), float(gain[most]))
+    return keep, float(gain[most])
 
 
 AHEAD = 16.0

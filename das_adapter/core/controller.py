@@ -6,9 +6,7 @@ A draft token costs what it adds to the step, and, where a model drafts it, a pa
 keep arriving nobody decides the end, and a token is worth the engine's time per token.
 
 A decode step is one call, `plan`: what the step brought goes in, the next step's drafts come out. How long it took is
-known when the next one begins; then comes `timed`. Everything follows from what the controller is told, step times
-included; it reads no clock. In a tensor-parallel engine vLLM takes the drafts of one rank and hands them to all, so
-that what the others decide does not matter.
+known when the next one begins; then comes `timed`. The controller reads no clock.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.config import Budget, DasConfig
-from das_adapter.core.acceptance import AcceptanceCurves
+from das_adapter.core.acceptance import AcceptanceCurve
 from das_adapter.core.account import Account
 from das_adapter.core.backoff import Backoff
 from das_adapter.core.budget import Floats, Worth, das_budgets, makespan_weights
@@ -28,7 +26,7 @@ from das_adapter.core.length import LengthModel, Responses, classes, expected_re
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
 from das_adapter.core.planners import Offer, alike, everything, first, one_length, own_lengths
-from das_adapter.core.requests import PACE_STEPS, ClassCounts, RequestTable
+from das_adapter.core.requests import PACE_STEPS, RequestTable, class_counts
 from das_adapter.core.steps import Chances, Decoded, HistoryDrafts, Ints, Search, StepPlan, TimedStep
 
 REPLAN_STEPS = 64
@@ -86,23 +84,19 @@ class Controller:
         self._always = config.speculate == "always" and config.budget != "optimal"
         """Whether nothing is asked but the fixed budgets."""
         self._common = common
-        self._curves = AcceptanceCurves()
-        self._running, self._arrivals = 0, 0  # requests; those that joined since drafts were last considered
+        self._curve = AcceptanceCurve()
+        self._running, self._arrived = 0, False  # requests; whether one joined since drafts were last considered
         self._last_end = self._last_refill = _NEVER  # steps in which a request left, in which another took its place
         self._replan = Backoff(4, REPLAN_STEPS)
         self._least_chance = LEAST_CHANCE
         self._model: StepModel | None = None  # the latency model at the batch's context
         self._drafting_seconds = 0.0  # a step's, lately
-        self._by_class = ClassCounts()
+        self._by_class = class_counts()
 
     @property
     def times(self) -> StepTimes:
         """Step times of the engine."""
         return self.account.time.engine
-
-    @times.setter
-    def times(self, times: StepTimes) -> None:
-        self.account.time.engine = times
 
     # Requests
 
@@ -115,7 +109,7 @@ class Controller:
             self._settle()
         elif self._last_end >= 0:
             self._last_refill = self.account.now
-        self._arrivals += 1
+        self._arrived = True
         self._running += 1
         slot, lengths = self.requests.open(problem, written, cdf), self.lengths
         first = classes(cdf[None, :], lengths.edges, np.array([float(written)]), lengths.bounds)
@@ -123,23 +117,17 @@ class Controller:
         return slot
 
     def close(self, slot: int) -> None:
-        """Close the slot of a request that ended, and learn from what became of it."""
-        table = self.requests
+        """Close the slot of a request that ended."""
         self.account.time.close(slot)
-        tokens = int(table.written[slot] - table.begun[slot])
-        if tokens:
-            drafted, accepted = int(table.drafted[slot]), int(table.accepted[slot])
-            drafts, hit = int(table.drafts[slot]), int(table.drafts_hit[slot])
-            self._curves.observe(int(table.problem[slot]), tokens, drafted, accepted, drafts, hit)
         self._last_end = self.account.now
         self._running -= 1
-        table.close(slot)
+        self.requests.close(slot)
 
     def sync(self, responses: Responses) -> None:
         """Learn finished responses' lengths, at a weight sync, and start again."""
         self.lengths.observe(responses)
         self.lengths.refit()
-        self._curves.sync()
+        self._curve.sync()
         self.times.fit()
         self.account.sync(self.drafts is not None and not self.drafts.always)
         if self.drafts is not None:
@@ -158,15 +146,15 @@ class Controller:
         """Take what a decode step brought, and say what to look for; None: nothing is drafted for the next."""
         slots, running, account = decoded.slots, len(decoded.slots), self.account
         account.now += decoded.steps
-        self.requests.advance(slots, decoded.got, decoded.carried, self._by_class)
+        self.requests.advance(slots, decoded.got, decoded.carried, self._by_class, self._curve.counts)
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
             worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
             account.model(saved=self.drafts.verified(decoded.by_model, decoded.got, worth))
         if account.stopped or not running or not (self._always or account.look.due(account.now, running)):
             return None
         context = np.zeros(running) if decoded.context is None else decoded.context
-        self._model = self.times.model and self.times.model.at(float(context.mean()))
-        return Search(self._draft_limits(slots, decoded.room, context), self._floor)
+        self._model = self.times.model and self.times.model.at(float(context.sum()) / running)
+        return Search(self._draft_limits(slots, decoded.room, context), self._floor(running))
 
     def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
         """Decide on the drafts of the next step.
@@ -182,18 +170,17 @@ class Controller:
         chances, offsets = drafts or (_NO_DRAFTS, np.zeros(len(slots) + 1, dtype=np.int64))
         model = None if self.account.model_rests else self.drafts
         cut = self._policy == "optimal"
-        return self._share_out(slots, Offer(search.limits, chances, offsets, model, self._floor, cut))
+        return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut))
 
     def skipped(self, slots: Ints, tokens: Ints) -> None:
         """Take the tokens, one a step, of steps at whose end no drafter was asked, int64 [requests] each."""
         self.requests.written[slots] += tokens
-        np.add.at(self._by_class.steps, self.requests.length_class[slots], tokens)
+        np.add.at(self._by_class[0], self.requests.length_class[slots], tokens)
 
     def timed(self, step: TimedStep) -> None:
         """Take how long a decode step took."""
         running, drafted = len(step.slots), step.tokens > len(step.slots)
-        predicted = self.predicted(step)
-        self.times.add(step.tokens, running, drafted, step.seconds, step.context)
+        predicted = self.times.add(step.tokens, running, drafted, step.seconds, step.context)
         self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
         self.times.keep_fitted()
         if not step.asked:
@@ -214,12 +201,11 @@ class Controller:
 
     def take(self) -> dict[str, Any]:
         """Return the figures since the last call, as plain numbers."""
-        counts, self._by_class = self._by_class, ClassCounts()
+        (steps, drafts), self._by_class = self._by_class.tolist(), class_counts()
         return {
-            "class_steps": counts.steps.tolist(),
-            "class_drafts": counts.drafts.tolist(),
+            "class_steps": steps,
+            "class_drafts": drafts,
             "latency_model_error": self.times.take_error(),
-            "capacity": None if self.times.present is None else self.times.present.capacity(),
             **self.account.figures(),
         }
 
@@ -227,20 +213,17 @@ class Controller:
 
     @property
     def _refilling(self) -> bool:
-        """Whether requests still arrive while others end."""
         return self.account.now - self._last_refill < REFILL_STEPS
 
-    @property
-    def _floor(self) -> float:
-        """Chance under which the drafter need not go on."""
+    def _floor(self, running: int) -> float:
         if self._policy == "optimal":
-            return LEAST_CHANCE if self.account.probes_next else self._least_chance
+            return LEAST_CHANCE if self.account.due("drafted", running) else self._least_chance
         return least_chance(self._policy)
 
     def _draft_limits(self, slots: Ints, room: Ints, context: Floats | Ints) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft; `context`: tokens
         of its text."""
-        running, now, arrived = len(slots), self.account.now, self._arrivals > 0
+        running, now, arrived = len(slots), self.account.now, self._arrived
         if arrived or self._replan.due(now, running):
             self._replan.done(now, running, again_soon=arrived)
             self._value_requests(slots, context)
@@ -261,32 +244,34 @@ class Controller:
     def _share_out(self, slots: Ints, offer: Offer) -> StepPlan:
         """Decide how many tokens of each draft are verified, and for whom the model drafts instead."""
         account, running, limits = self.account, len(slots), offer.limits
-        arrived, self._arrivals = self._arrivals > 0, 0
+        self._arrived = False
         nothing = np.zeros(running, dtype=np.int64)
         plan, model = StepPlan(nothing, nothing), self._model
         if self._always:
             plan = everything(offer)
             account.decided(running, True, False)
         elif model is None:
-            account.probe(running)
-            if account.draws(running, 1.0, offer.cut, arrived) and account.now % (2 if offer.cut else 4):
+            if account.draws(running, 1.0, offer.cut) and account.now % (2 if offer.cut else 4):
                 plan = everything(offer)
             account.decided(running, False, True)
         else:
-            probe, table, common = account.probe(running), self.requests, self._common
+            plain, table, common = account.probe("plain", running), self.requests, self._common
             worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
             found = one_length(offer, worth, model, common) if common else own_lengths(offer, worth, model)
             total = found.total
             drafting = model.step(running + total, running, total > 0) + found.passes_s
             gain = found.gain / drafting if total else None
-            if account.draws(running, gain, offer.cut, arrived) and probe != "plain":
+            drafts = account.draws(running, gain, offer.cut) and not plain and total > 0
+            if drafts:
                 plan = found
-            probing = probe == "drafted" and (len(offer.chances) > 0 or offer.drafts is not None)
+            there = len(offer.chances) > 0 or offer.drafts is not None
+            probing = account.probe("drafted", running) and there
             if probing:
                 offered = np.diff(offer.offsets) if len(offer.chances) else limits
                 some = np.minimum(offered, first(slots, offered > 0, min(PROBE_REQUESTS, running / 4)))
                 plan = StepPlan(some, nothing) if len(offer.chances) else StepPlan(nothing, some)
-            account.decided(running, plan.total > 0, probing, probe == "plain")
+                drafts = bool(some.any())
+            account.decided(running, drafts, probing, plain)
         if self._common is None:
             return plan
         return StepPlan(alike(limits if self._always else plan.history, self._common), alike(plan.model, self._common))
@@ -326,17 +311,14 @@ class Controller:
         return Worth(own, last * min(tail, (tail + self._drafting_seconds) / float(last @ pace)), fade)
 
     def _plan_rollout(self, slots: Ints) -> None:
-        """Set DAS's budgets, draft tokens a round, of what is left of the rollout."""
         table, lengths = self.requests, self.lengths
         risen = np.where(table.length_class[slots] > table.first_class[slots], table.length_class[slots], 0)
         remaining = np.maximum(
             expected_remaining(table.cdf[slots], lengths.edges, table.written[slots]),
             lengths.class_lengths[risen] - table.written[slots],
         )
-        problems, which = np.unique(table.problem[slots], return_inverse=True)
-        curves = np.array([self._curves.of(problem) for problem in problems.tolist()])[which]
         kinds = table.length_class[slots]
-        table.budget[slots] = das_budgets(remaining, curves[:, 0], curves[:, 1], kinds, self._model, self._most)
+        table.budget[slots] = das_budgets(remaining, self._curve.fitted(), kinds, self._model, self._most)
 
     def _settle(self) -> None:
         """A batch is over: what follows has a beginning of its own."""

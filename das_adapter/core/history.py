@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.index.values import Shrunk
+from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.store import HistoryStore
 
 logger = logging.getLogger("das_adapter")
 
@@ -21,17 +20,8 @@ that keeps 1, 2, 4 or 8 of them takes 0.50 to 0.52 of the time without drafts: t
 visits stray further from the policy."""
 
 
-class Store(Protocol):
-    """Where trajectories are kept: an engine's own `SuffixIndex`, or a node's `HistoryStore`."""
-
-    def add(self, problem: int, tokens: npt.NDArray[np.int32], version: int) -> None: ...
-
-    def seal(self, window: int) -> object: ...
-
-    def shrink(self, max_bytes: int) -> Shrunk: ...
-
-    @property
-    def tokens(self) -> int: ...
+Store = SuffixIndex | HistoryStore
+"""Where trajectories are kept: an engine's own index, or a node's history."""
 
 
 class HistoryPolicy:

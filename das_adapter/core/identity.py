@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 
-def request_seed(run_seed: int, problem: int, step: int, sample: int, row: int = 0) -> int:
-    """Compute the seed of one request: the same in every run that draws this sample of this problem in this step.
+def request_seed(run_seed: int, problem: int, step: int, sample: int, row: str | int = 0) -> int:
+    """Compute the seed of one request: the same in every run that draws this sample of this problem in this step, and
+    another for every other request of the run. It is the only place where seeds are made.
 
     Args:
         run_seed: `verify.seed` of the run.
         problem: see `prompt_identity`.
         step: training step (weight version) the rollout belongs to.
         sample: index of the sample within its group; turns of a conversation differ by position, not by seed.
-        row: index of the prompt in the data set: two rows with the same prompt draw different samples.
+        row: what tells apart requests that agree in all of this: rows of a batch with one prompt, or front ends
+            that count requests independently.
 
     Returns:
         An integer in [0, 2^63).
@@ -58,9 +59,8 @@ class FirstTurns:
 
     def __init__(self, remembered: int = 4096):
         self._remembered = remembered
-        self._known: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        self._sizes: Counter[tuple[int, int]] = Counter()
-        """Of the known prompts: tokens, and images."""
+        self._known: dict[int, tuple[int, int]] = {}
+        """Tokens and images of the prompts that were asked, the latest last."""
 
     def problem(self, prompt: npt.NDArray[np.int32], media: Sequence[str] = ()) -> int:
         """Return the 64-bit identity of the conversation's first prompt. In later turns the prompt, int32 [tokens], and
@@ -68,16 +68,15 @@ class FirstTurns:
         identity = prompt_identity(prompt, *media)
         if identity not in self._known:
             identity = self._prefix(prompt, media) or identity
-        if identity in self._known:
-            self._known.move_to_end(identity)
-        else:
-            self._remember(identity, (len(prompt), len(media)))
+        self._known[identity] = self._known.pop(identity, (len(prompt), len(media)))
+        if len(self._known) > self._remembered:
+            del self._known[next(iter(self._known))]
         return identity
 
     def _prefix(self, prompt: npt.NDArray[np.int32], media: Sequence[str]) -> int | None:
         """The shortest known prompt that this one begins with."""
         digest, begin = _hash(), 0
-        sizes = (size for size in self._sizes if size[0] < len(prompt) and size[1] <= len(media))
+        sizes = {size for size in self._known.values() if size[0] < len(prompt) and size[1] <= len(media)}
         for length, images in sorted(sizes, key=lambda size: (size[0], -size[1])):
             digest.update(_text(prompt[begin:length]))
             begin = length
@@ -85,15 +84,6 @@ class FirstTurns:
             if self._known.get(identity) == (length, images):
                 return identity
         return None
-
-    def _remember(self, identity: int, size: tuple[int, int]) -> None:
-        self._known[identity] = size
-        self._sizes[size] += 1
-        if len(self._known) > self._remembered:
-            _, forgotten = self._known.popitem(last=False)
-            self._sizes[forgotten] -= 1
-            if not self._sizes[forgotten]:
-                del self._sizes[forgotten]
 
 
 def _hash() -> hashlib.blake2b:

@@ -8,10 +8,10 @@ so the fit chooses the best of a few small models, of which the line is one.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
 from math import log2
 from operator import itemgetter
 from pathlib import Path
@@ -27,19 +27,6 @@ SURPRISE = 0.25
 """Relative error of recent predictions at which the latency model is fitted again at once."""
 KNEES = (4, 8, 16, 32, 64, 128, 256, 512)
 """Tokens in a step at which a fitted curve may bend."""
-
-
-class Capacity(NamedTuple):
-    """What is in a decode step that takes twice as long as an empty one, if it grows in one respect alone."""
-
-    requests: float
-    tokens: float
-    """In the forward pass, drafts included."""
-
-    @classmethod
-    def median(cls, of: Sequence[Sequence[float]]) -> Capacity | None:
-        """Return the median of several engines', each by itself; None of none."""
-        return cls(*np.median(of, axis=0).tolist()) if of else None
 
 
 @dataclass(frozen=True)
@@ -91,6 +78,11 @@ class StepModel:
         at = np.searchsorted(self.sizes, n)
         return np.where(at < len(self.sizes), np.take(self.sizes, at, mode="clip"), n)
 
+    def size(self, tokens: float) -> float:
+        """Return the tokens that one step of so many computes."""
+        at = bisect_left(self.sizes, tokens)
+        return self.sizes[at] if at < len(self.sizes) else tokens
+
     def seconds(
         self, tokens: npt.ArrayLike, requests: npt.ArrayLike, drafted: npt.ArrayLike, context: npt.ArrayLike = 0.0
     ) -> Floats:
@@ -105,7 +97,7 @@ class StepModel:
 
     def step(self, tokens: float, requests: float, drafted: bool, context: float = 0.0) -> float:
         """Return the seconds of one step, for plain numbers."""
-        n = float(self.padded(tokens)) if self.sizes else tokens
+        n = self.size(tokens)
         bent = self.bend * (n - self.knee) if n > self.knee else 0.0
         read = (self.context + self.attention * n / requests) * context if context else 0.0
         return self.base + self.token * n + bent + self.request * requests + read + (self.draft if drafted else 0.0)
@@ -114,13 +106,6 @@ class StepModel:
         """Return the time of steps without drafts."""
         return self.seconds(requests, requests, False)
 
-    def capacity(self, tokens: int = 64) -> Capacity:
-        """Return what doubles a step, by the line through one token and so many; 1 to 1024 of each."""
-        smooth = replace(self, sizes=())
-        slopes = self.request, (smooth.step(tokens, 0, False) - smooth.step(1, 0, False)) / (tokens - 1)
-        empty = smooth.step(1, 0, False) - slopes[1]
-        return Capacity(*(min(1024.0, max(1.0, empty / slope)) if slope > 0 else 1024.0 for slope in slopes))
-
     def slope(self, tokens: float) -> float:
         """Return the seconds that one more token adds to a step of about `tokens`, padding apart."""
         return self.token + (self.bend if tokens >= self.knee else 0.0)
@@ -128,7 +113,7 @@ class StepModel:
     def marginal(self, tokens: float) -> float:
         """Return the seconds that one more token adds to a step of `tokens`: none where it takes the place of
         padding."""
-        return self.slope(tokens) if not self.sizes or self.padded(tokens) == tokens else 0.0
+        return self.slope(tokens) if self.size(tokens) == tokens else 0.0
 
 
 @dataclass
@@ -170,10 +155,12 @@ class StepTimes:
         self._judged = 0
         self._context = 0.0  # of a request, lately
 
-    def add(self, tokens: int, requests: int, drafted: bool, seconds: float, context: float = 0.0) -> None:
-        """Take the time of one decode step; `context`: tokens of context that all requests have together."""
-        if self.model is not None and seconds > 0:
-            error = min(1.0, abs(self.model.step(tokens, requests, drafted, context) / seconds - 1.0))
+    def add(self, tokens: int, requests: int, drafted: bool, seconds: float, context: float = 0.0) -> float | None:
+        """Take the time of one decode step; return what was predicted, None before there is a model. `context`: tokens
+        of context that all requests have together."""
+        predicted = None if self.model is None else self.model.step(tokens, requests, drafted, context)
+        if predicted is not None and seconds > 0:
+            error = min(1.0, abs(predicted / seconds - 1.0))
             self._error += error
             self._judged += 1
             self.surprise += (error - self.surprise) / 8
@@ -181,7 +168,7 @@ class StepTimes:
         self._plain[requests.bit_length()] += not drafted
         mean = context / max(requests, 1)
         self._context += (mean - self._context) / min(self.observed, 64)
-        tokens = int(self._empty.padded(tokens))
+        tokens = int(self._empty.size(tokens))
         key = (_eighths(tokens), _eighths(requests), drafted, round(2 * log2(mean)) if mean > 1 else 0)
         cell = self._cells.get(key)
         if cell is None:
@@ -190,6 +177,7 @@ class StepTimes:
         cell.requests += 0.2 * (requests - cell.requests)
         cell.context += 0.2 * (context - cell.context)
         cell.seconds.append(seconds)
+        return predicted
 
     @property
     def present(self) -> StepModel | None:
@@ -259,10 +247,7 @@ def fit(
     weight = np.broadcast_to(np.asarray(weights, dtype=float), t.shape) / t
     columns = {"base": np.ones_like(n), "token": n, "request": b, "draft": d, "context": s, "attention": s * n / b}
     line = ("base", "token") if n.max() > n.min() else ("base",)
-    shapes: list[tuple[tuple[str, ...], float]] = [(line, 0.0)]
-    for knee in map(float, KNEES):
-        if n.min() < knee < n.max():
-            shapes += [(("base", "bend"), knee), (("base", "token", "bend"), knee)]
+    knees = [float(knee) for knee in KNEES if n.min() < knee < n.max()]
     extras: list[str] = []
     if 0 < d.sum() < len(d):
         extras.append("draft")
@@ -271,17 +256,15 @@ def fit(
     if (s / b).max() >= 1.5 * (s / b).min() and s.any():  # else a context's share can't be told from a request's
         extras += ["context", "attention"] if d.any() else ["context"]
 
-    def judged(shape: tuple[tuple[str, ...], float], extra: Sequence[str]) -> tuple[float, Any, dict[str, float]]:
-        names, bends_at = (*shape[0], *extra), shape[1]
+    def judged(knee: float, extra: Sequence[str]) -> tuple[float, float, dict[str, float]]:
+        names = (*line, "bend", *extra) if knee else (*line, *extra)
         if len(names) >= max(len(t), 3):
-            return np.inf, shape, {}
-        found, loss = _robust(names, {**columns, "bend": np.maximum(0.0, n - bends_at)}, t, weight)
-        return len(t) * np.log(loss + 1e-6) + len(found) * np.log(len(t)), shape, found
+            return np.inf, knee, {}
+        found, loss = _robust(names, {**columns, "bend": np.maximum(0.0, n - knee)}, t, weight)
+        return len(t) * np.log(loss + 1e-6) + len(found) * np.log(len(t)), knee, found
 
-    # What the bend is shows beside all other terms; which of these there are, then.
-    best = min((judged(shape, extra) for shape in shapes for extra in ((), extras)), key=itemgetter(0))
-    some = (extra for count in range(1, len(extras)) for extra in combinations(extras, count))
-    _, (_, knee), found = min([best, *(judged(best[1], extra) for extra in some)], key=itemgetter(0))
+    tried = [judged(knee, extra) for knee in (0.0, *knees) for extra in ((), extras)]
+    _, knee, found = min(tried, key=itemgetter(0))
     return StepModel.of(
         {"base": 0.0, "token": 0.0, "knee": knee if found.get("bend") else 0.0, "sizes": sizes, **found}
     )

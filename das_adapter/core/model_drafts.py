@@ -14,7 +14,7 @@ import numpy as np
 from das_adapter.core.acceptance import AcceptanceRate
 from das_adapter.core.budget import Worth
 from das_adapter.core.latency import Floats, StepModel, StepTimes
-from das_adapter.core.steps import Chances, Ints, StepPlan
+from das_adapter.core.steps import Ints, StepPlan
 
 UNSEEN_PASS = 0.4
 """Time of a pass of the model before one was timed, as a share of the policy's decode step."""
@@ -63,14 +63,6 @@ class ModelDrafts:
         lengths = range(1, self.most + 1) if self.agreed is None else [self.agreed]
         return [length for length in lengths if self.acceptance.rate**length >= least_chance]
 
-    def offer(self, limits: Ints) -> tuple[Chances, Ints]:
-        """Return the chances of the longest drafts that it could make for requests with these limits, shape (b,): of
-        each token to be reached and accepted, float32 [n], and where each draft's begin, int64 [b + 1]."""
-        lengths = np.minimum(limits, self.most)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        place = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-        return self.acceptance.chances(self.most)[place].astype(np.float32), offsets
-
     def seconds(self, drafted: Ints, plain: float) -> float:
         """Return what the passes take that draft so many tokens for each request, shape (b,), beyond those of every
         step; `plain`: a step of the policy."""
@@ -106,10 +98,10 @@ class ModelDrafts:
         worths = worth.of_drafts(self.acceptance.chances(max(lengths, default=0)))
         slope, plain = model.slope(batch + found.total), model.step(batch, batch, False)
         net = worths - slope * np.arange(worths.shape[1])
-        shortest = _peaks(net) if cut and self.agreed is None else np.broadcast_to(np.arange(net.shape[1]), net.shape)
+        longest = np.minimum(limits, net.argmax(axis=1)) if cut and self.agreed is None else limits
         rows = np.arange(batch)
         for length in lengths:
-            drafted = shortest[rows, np.minimum(limits, length)]
+            drafted = np.minimum(longest, length)
             chosen = (drafted > 0) & (net[rows, drafted] > theirs - slope * found.history)
             if not chosen.any():
                 continue
@@ -121,11 +113,3 @@ class ModelDrafts:
             if gain > best.gain:
                 best = mixed._replace(gain=gain, passes_s=passes)
         return best
-
-
-def _peaks(values: Floats) -> Ints:
-    """Return where the maximum of each prefix of each row first stands, shape of `values`."""
-    highest = np.maximum.accumulate(values, axis=1)
-    rises = np.diff(highest, axis=1, prepend=-np.inf) > 0
-    peaks: Ints = np.maximum.accumulate(np.where(rises, np.arange(values.shape[1]), 0), axis=1)
-    return peaks

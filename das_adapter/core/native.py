@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 
+@functools.cache
 def native() -> Any:
     """Return the module `das_adapter._native`."""
     return importlib.import_module("das_adapter._native")

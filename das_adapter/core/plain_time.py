@@ -86,7 +86,7 @@ class _Batch:
     def plain(self, step: Seconds) -> float:
         """Return the seconds of its tokens: by rounds, for all requests begin together; where they come and go, at the
         rate of each step's batch, if that takes longer: in favour of drafts."""
-        rounds = seconds_of([*self.finished, *self.written], self.widest, step)
+        rounds = seconds_of(np.append(self.written, self.finished), self.widest, step)
         if not self.refilled:
             return rounds
         sizes = np.fromiter(self.shares, dtype=float, count=len(self.shares))
@@ -153,8 +153,11 @@ class PlainTime:
         batch.context += context
         batch.widest = max(batch.widest, requests)
         batch.shares[requests] += int(got.sum()) / requests
-        batch.written = with_room(batch.written, int(slots.max()) + 1)
-        batch.written[slots] += got
+        try:
+            batch.written[slots] += got
+        except IndexError:
+            batch.written = with_room(batch.written, int(slots.max()) + 1)
+            batch.written[slots] += got
         return seconds
 
     def add(self, seconds: float) -> None:

@@ -45,9 +45,9 @@ def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[i
     running, found, drafts = len(offer.limits), np.diff(offer.offsets), offer.drafts
     nothing, plain = np.zeros_like(offer.limits), model.step(running, running, False)
     best = StepPlan(nothing, nothing)
-    theirs, begins = (offer.chances, offer.offsets) if drafts is None else drafts.offer(offer.limits)
-    there = np.maximum(found, np.diff(begins))
-    needed = alike(np.minimum(offer.limits, there), lengths).max(initial=0)
+    mine = nothing if drafts is None else np.minimum(offer.limits, drafts.most)
+    theirs = worth.of_drafts(drafts.acceptance.chances(drafts.most) if drafts else np.zeros(0))
+    needed = alike(np.minimum(offer.limits, np.maximum(found, mine)), lengths).max(initial=0)
     for length in lengths:
         if length > needed or (length < needed and not offer.cut):
             continue
@@ -59,7 +59,7 @@ def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[i
             if drafts is not None:  # where the history drafts, the model still reads what was drafted, in a pass
                 passes = drafts.seconds(np.minimum(same, drafts.most if by_model else 1), plain)
             if by_model:
-                saved = np.maximum(saved, worth.of_kept(theirs, begins, np.minimum(np.diff(begins), length)))
+                saved = np.maximum(saved, theirs[np.arange(running), np.minimum(mine, length)])
             gain = float(saved.sum()) - passes - verified
             if gain > best.gain or not offer.cut:
                 best = StepPlan(*((nothing, same) if by_model else (same, nothing)), gain, passes)

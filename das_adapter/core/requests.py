@@ -19,7 +19,7 @@ PACE_STEPS = 16
 """Steps over which a request's tokens per step are averaged."""
 
 
-_ADVANCED = ("written", "pace", "load", "drafted", "accepted", "drafts", "drafts_hit", "steps", "length_class")
+_ADVANCED = ("written", "pace", "load", "drafted", "accepted", "steps", "length_class")
 """Columns that the native `advance` brings forward or reads, under the same names."""
 
 
@@ -35,12 +35,9 @@ def with_room(column: Column, slots: int) -> Column:
     return cast(Column, np.concatenate([column, empty]))
 
 
-@dataclass
-class ClassCounts:
-    """Request forwards and draft tokens by `LengthClass`, float64 [classes] each."""
-
-    steps: Floats = field(default_factory=lambda: np.zeros(len(LengthClass)))
-    drafts: Floats = field(default_factory=lambda: np.zeros(len(LengthClass)))
+def class_counts() -> Floats:
+    """Return counts of request forwards and of draft tokens by `LengthClass`, float64 [2, classes]."""
+    return np.zeros((2, len(LengthClass)))
 
 
 def _column() -> Floats:
@@ -60,14 +57,8 @@ class RequestTable:
     drafted: Floats = field(default_factory=_column)
     """Draft tokens verified."""
     accepted: Floats = field(default_factory=_column)
-    drafts: Floats = field(default_factory=_column)
-    """Drafts verified."""
-    drafts_hit: Floats = field(default_factory=_column)
-    """Drafts whose first token was accepted."""
     steps: Floats = field(default_factory=_column)
     """Decode steps taken part in."""
-    begun: Floats = field(default_factory=_column)
-    """Tokens that were there when it joined."""
     budget: Floats = field(default_factory=_column)
     """Draft tokens a step that DAS plans."""
     worth_own: Floats = field(default_factory=_column)
@@ -96,23 +87,25 @@ class RequestTable:
         for column in self._columns:
             getattr(self, column)[slot] = 0
         self.problem[slot], self.written[slot], self.pace[slot] = problem, written, 1.0
-        self.length_class[slot], self.cdf[slot], self.begun[slot] = LengthClass.MEDIUM, cdf, written
+        self.length_class[slot], self.cdf[slot] = LengthClass.MEDIUM, cdf
         return slot
 
     def close(self, slot: int) -> None:
         """Free a request's slot."""
         self._free.append(slot)
 
-    def advance(self, slots: Ints, got: Ints, carried: Ints | None, counts: ClassCounts) -> None:
-        """Take a decode step: tokens that each request got, draft tokens that each carried into it (None: nobody)."""
+    def advance(self, slots: Ints, got: Ints, carried: Ints | None, counts: Floats, curve: Floats) -> None:
+        """Take a decode step: tokens that each request got, draft tokens that each carried into it (None: nobody).
+        `counts`: of `class_counts`, and `curve`: `AcceptanceCurve.counts`, to which it is added."""
         native().advance(
             slots,
             got,
             NOBODY if carried is None else carried,
             PACE_STEPS,
             **self._advanced,
-            class_steps=counts.steps,
-            class_drafts=counts.drafts,
+            class_steps=counts[0],
+            class_drafts=counts[1],
+            curve=curve,
         )
 
     def _grow(self) -> None:

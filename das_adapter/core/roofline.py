@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,10 +42,6 @@ class Roofline:
     """Bytes of all routed experts, of which a step reads those that its tokens choose; not in `weight_bytes`."""
     expert_share: float = 0.0
     """Share of a layer's routed experts that a token chooses."""
-    experts: int = 1
-    """Routed experts of a layer on each device."""
-    expert_devices: int = 1
-    """Devices that a layer's routed experts are spread over; a step waits for the one that reads most of them."""
     table_bytes: float = 0.0
     """Bytes of the input embeddings, of which a token reads one row; not in `weight_bytes`. 0: they are the head's."""
 
@@ -97,8 +92,6 @@ class Roofline:
         if experts:
             values["expert_bytes"] = bytes_per_weight * layers * experts * feed_forward / tensor_parallel
             values["expert_share"] = chosen / experts
-            values["expert_devices"] = min(tensor_parallel, experts)
-            values["experts"] = experts // values["expert_devices"]
         return cls(hardware=hardware, **{**values, **fitted})
 
     def seconds(self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike) -> Floats:
@@ -109,16 +102,10 @@ class Roofline:
         host = np.where(d > 0, self.verify_us, self.plain_us)
         return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)) + host * b * 1e-6)
 
-    def verify(self, requests: float, context: float, drafts: float) -> float:
-        """Return the seconds of a step that verifies `drafts` tokens of each request; 0 drafts is a plain step."""
-        return float(self.seconds(requests, context, drafts))
-
     def read_bytes(self, tokens: npt.ArrayLike) -> Floats:
         """Return the bytes of weights that a step of so many tokens reads: of the experts those that any token chooses,
-        on the device where these are most, if each token's choice is independent and even."""
+        if each token's choice is independent and even."""
         touched = 1.0 - (1.0 - self.expert_share) ** np.asarray(tokens, dtype=float)
-        if self.expert_devices > 1:
-            touched = _fullest(touched, self.experts, self.expert_devices)
         return np.asarray(self.weight_bytes + self.expert_bytes * touched)
 
     def drafts(self, requests: npt.ArrayLike, context: npt.ArrayLike, share: float) -> Floats:
@@ -145,16 +132,6 @@ class Roofline:
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
         token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops
         return np.asarray(np.asarray(requests, dtype=float) * token / self.hardware.flops)
-
-
-def _fullest(chance: Floats, count: int, groups: int) -> Floats:
-    """Return the share of the things that happen in the group where most do, mean: there are so many in each group, and
-    each happens with this chance by itself."""
-    at_most, found = np.zeros_like(chance), np.zeros_like(chance)
-    for happen in range(count):
-        at_most += math.comb(count, happen) * chance**happen * (1.0 - chance) ** (count - happen)
-        found += 1.0 - np.minimum(at_most, 1.0) ** groups
-    return np.asarray(found / count)
 
 
 def cold_start(

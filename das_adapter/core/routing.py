@@ -10,36 +10,48 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.homes import homes
-from das_adapter.core.latency import Capacity
-from das_adapter.core.length import Expected, LengthModel
-from das_adapter.core.siblings import NO_SIBLINGS, Worth
+from das_adapter.core.length import Expected
 
 Name = TypeVar("Name", bound=Hashable)
 
-CAPACITY = Capacity(64.0, 1024.0)
-"""What a decode step holds that takes twice as long as an empty one, before an engine has measured it."""
-SLACK = 0.1
-"""Share of the rollout by which a group must end earlier elsewhere, to leave the node where its history is."""
+REQUESTS, TOKENS = 64.0, 1024.0
+"""What is in a decode step that takes twice as long as an empty one, if it grows in one respect alone."""
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Tokens that a request gets from a forward pass, by the siblings it can draft from: they grow with the logarithm
+    of the siblings' text. The defaults lie between those of recorded rollouts (`benchmarks/results/routing.md`)."""
+
+    alone: float = 1.8
+    """Tokens without siblings."""
+    doubling: float = 0.5
+    """Tokens that twice the text adds."""
+    growing: float = 0.2
+    """What a sibling that is being written counts for, in finished ones."""
+    history: float = 8.0
+    """What a problem's history counts for, in finished siblings."""
+
+    def tokens(self, growing: float, finished: float = 0.0, known: bool = False) -> float:
+        """Return the tokens from a forward pass beside so many siblings; `known`: the problem has history."""
+        text = 1.0 + self.growing * growing + finished + self.history * known
+        return self.alone + self.doubling * math.log2(text)
+
+
+NO_SIBLINGS = Worth(doubling=0.0)
+"""For a drafter that does not draft from siblings."""
 
 
 def worth_of(das: DasConfig) -> Worth:
     """Return what siblings are worth with the block's drafter."""
     return Worth() if das.uses_history and das.history.scope != "request" else NO_SIBLINGS
-
-
-def highest(count: int) -> float:
-    """Return the mean of the largest of so many standard normal numbers (Blom's approximation)."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 @dataclass
@@ -58,8 +70,7 @@ class Replicas(Generic[Name]):
 
     When its first sample comes, a group is placed on one replica, or in equal parts on two, three, and so on, as long
     as each division ends the rollout earlier. Work counts against a replica only beyond its share of the most that is
-    in flight at once, since the groups to come level out what lies below. What they cannot level out is the error of
-    the predicted lengths: groups that turn out long meet on one replica by chance, the fewer groups the more so.
+    in flight at once, since the groups to come level out what lies below.
     """
 
     def __init__(
@@ -71,27 +82,12 @@ class Replicas(Generic[Name]):
     ) -> None:
         """`group`: samples of a problem that come at once, more where more of one problem were in flight; `slots`:
         requests that a replica runs at once."""
-        self._worth, self._assumed, self._group = worth, worth, group
-        self._capacity, self._slots = CAPACITY, slots
-        self._spread = Expected().spread
+        self._worth, self._group, self._slots = worth, group, slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
         self._loads: dict[Name, tuple[float, float]] = {}  # of the replicas whose parts are as they were
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         self._peak, self._expected = 0.0, math.inf
-        self._nodes: Sequence[str] = ()
-        self._node_of: Mapping[Name, str] = {}
-
-    def settle(self, nodes: Sequence[str], node_of: Mapping[Name, str]) -> None:
-        """Take the nodes where problems are at home (see `core.homes`), and on which of them replicas are; it applies
-        to groups that are placed from now on."""
-        self._nodes, self._node_of = nodes, node_of
-
-    def learn(self, expected: Expected) -> None:
-        """Take what the run's engines have shown; it applies to groups that are placed from now on."""
-        self._worth = self._assumed.fitted(expected.siblings)
-        self._capacity = expected.capacity or CAPACITY
-        self._spread = expected.spread
 
     def expect(self, work: float) -> None:
         """Take the most work that will be in flight at once, in decode steps. It is taken to be endless in the first
@@ -144,7 +140,7 @@ class Replicas(Generic[Name]):
         """Return what a request adds to the time of all decode steps, in steps; arguments as in `pick`, and the samples
         of its problem beside it."""
         rounds = length / self._worth.tokens(others, known=known)
-        return max(rounds / self._slots, rounds / self._capacity.requests + length / self._capacity.tokens)
+        return max(rounds / self._slots, rounds / REQUESTS + length / TOKENS)
 
     def load(self, replica: Name) -> tuple[float, float]:
         """Return the rounds of a replica's longest part, and the work of all its requests."""
@@ -160,15 +156,7 @@ class Replicas(Generic[Name]):
         longest, work = np.array([self.load(replica) for replica in names]).T
         whole = samples * self.work(length, samples - 1, known)
         self._peak = max(self._peak, whole + float(work.sum()))
-        expected = max(self._expected, self._peak)
-        share, groups = expected / len(names), expected / whole
-        error = LengthModel.SPREAD if known else self._spread  # of a predicted length, relative to it
-        # Groups of which nothing is known are all placed alike, and the longest of them ends last.
-        alike = groups if not known and math.isfinite(groups) else 1.0
-        longer = 1.0 + error * highest(round(alike))
-        home = self._nodes[homes([problem], self._nodes)[0]] if len(self._nodes) > 1 and problem >= 0 else None
-        slack = SLACK * share if math.isfinite(share) else 0.0
-        away = np.array([0.0 if home is None or self._node_of.get(r) == home else slack for r in names])
+        share = max(self._expected, self._peak) / len(names)
         parts_there = [self._parts[r].get(problem) for r in names]
         there = [part.samples if part else 0 for part in parts_there]
         first, places, each = math.inf, list[Name](), 0
@@ -176,16 +164,14 @@ class Replicas(Generic[Name]):
             if each == (each := math.ceil(samples / parts)):
                 continue
             beside = {n: n + each - 1 for n in set(there)}
-            rounds = {n: longer * self._rounds(length, others + 1, known) for n, others in beside.items()}
+            rounds = {n: self._rounds(length, others + 1, known) for n, others in beside.items()}
             more = {n: each * self.work(length, others, known) for n, others in beside.items()}
             added = np.array([more[n] for n in there])
             longest_after, work_after = np.maximum(longest, [rounds[n] for n in there]), work + added
-            chosen = np.argsort(longest_after + work_after + away, kind="stable")[:parts]
+            chosen = np.argsort(longest_after + work_after, kind="stable")[:parts]
             ends = longest + np.maximum(0.0, work - share)
             ends[chosen] = longest_after[chosen] + np.maximum(0.0, work_after[chosen] - share)
-            mine = float(added[chosen].sum())
-            uneven = error * mine * math.sqrt((1 / parts - 1 / len(names)) / groups / max(1, len(names) - 1))
-            end = float(ends.max()) + alike * (mine / len(names) + highest(len(names)) * uneven)
+            end = float(ends.max() + added[chosen].sum() / len(names))
             if end >= first:
                 break
             first, places = end, [names[i] for i in chosen for _ in range(each)][:samples]
@@ -201,7 +187,6 @@ class Replicas(Generic[Name]):
         part.work = self.work(length, part.samples - 1, known)
 
     def _rounds(self, length: float, samples: int, known: bool) -> float:
-        """Return the rounds that so many samples of a problem take on a replica that runs nothing else."""
         return length / self._worth.tokens(samples - 1, known=known) * max(1, math.ceil(samples / self._slots))
 
     def _leave(self, replica: Name, problem: int) -> None:
@@ -218,16 +203,14 @@ def plan(
     workers: int,
     worth: Worth = Worth(),
     slots: float = math.inf,
-    nodes: Sequence[str] = (),
-    node_of: Mapping[int, str] = MappingProxyType({}),
 ) -> list[list[int]]:
     """Distribute a batch over data-parallel workers, the groups with most to write first. On a worker that has more
     rows than slots the first sample of each group leads.
 
     Args:
         problems: the problem of each row.
-        expected: response lengths, and what the run's engines have shown.
-        worth, slots, nodes, node_of: see `Replicas`.
+        expected: response lengths.
+        worth, slots: see `Replicas`.
 
     Returns:
         For each worker its rows, in the order in which they start; every row is in exactly one list.
@@ -237,8 +220,6 @@ def plan(
         rows_of.setdefault(problem, []).append(row)
     groups = sorted(rows_of.items(), key=lambda group: -expected[group[0]] * len(group[1]))
     replicas = Replicas(range(workers), worth, slots=slots)
-    replicas.learn(expected)
-    replicas.settle(nodes, node_of)
     replicas.expect(sum(len(rows) * replicas.work(expected[p], len(rows) - 1, p in expected) for p, rows in groups))
     shares: list[list[int]] = [[] for _ in range(workers)]
     for problem, rows in groups:
@@ -262,16 +243,15 @@ class StartOrder:
     """
 
     def __init__(self, worth: Worth = Worth(), group: int = 1) -> None:
-        """`worth`: of siblings, before the engines have shown it, `NO_SIBLINGS`: nobody leads; `group`: samples of a
-        problem that come at once, more where more of one problem came."""
-        self._worth, self._assumed, self._group = worth, worth, group
+        """`worth`: of siblings, `NO_SIBLINGS`: nobody leads; `group`: samples of a problem that come at once, more
+        where more of one problem came."""
+        self._worth, self._group = worth, group
         self._expected, self._version = Expected(), 0
         self._started: Counter[int] = Counter()
 
     def refresh(self, expected: Expected, version: int) -> None:
         """Take what is expected and the weight version, at a weight sync."""
         self._expected, self._version = expected, version
-        self._worth = self._assumed.fitted(expected.siblings)
         self._started.clear()
 
     def priority(self, problem: int, begun: bool = False) -> int:

@@ -79,4 +79,4 @@ class StepPlan(NamedTuple):
     @property
     def total(self) -> int:
         """Draft tokens of all requests."""
-        return int(self.history.sum() + self.model.sum())
+        return int((self.history + self.model).sum())

@@ -18,13 +18,13 @@ prepare()  # an engine's own process comes here first, for CpuWorker
 from nemo_rl.models.generation.vllm import vllm_backend  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
-from das_adapter.cpu import vllm_fixes  # noqa: E402
-from das_adapter.nemo_rl.engine import Refits  # noqa: E402
+from das_adapter.cpu import environment, vllm_fixes  # noqa: E402
 
-vllm_fixes.apply(weight_sync=True)
+os.environ[environment.WEIGHT_SYNC] = "1"
+vllm_fixes.prepare(None)
 
 
-class CpuWorker(Refits, vllm_backend.VllmInternalWorkerExtension, CPUWorker):
+class CpuWorker(vllm_backend.VllmInternalWorkerExtension, CPUWorker):
     """vLLM's CPU worker with NeMo-RL's refit protocol: weights come as bytes instead of as CUDA IPC handles."""
 
     def __init__(self, *args: Any, **kwargs: Any):

@@ -10,36 +10,32 @@ import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
-import psutil
 import ray
 import torch
 import torch.distributed
-from verl.plugin.platform import PlatformBase, PlatformRegistry
+from verl.plugin.platform import PlatformRegistry
+from verl.plugin.platform.platform_cuda import PlatformCUDA
 
 from das_adapter.cpu import environment
 from das_adapter.patching import patch, when_imported
 
 
-def _memory(*_: Any, **__: Any) -> int:
-    return int(psutil.Process().memory_info().rss)
+def _nothing(*_: Any, **__: Any) -> int:
+    return 0
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-_NO_OPERATIONS = ("empty_cache", "ipc_collect", "reset_peak_memory_stats", "reset_accumulated_memory_stats")
-_FIGURES = ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved")
+_NOT_ON_A_CPU = (
+    *("empty_cache", "ipc_collect", "reset_peak_memory_stats", "reset_accumulated_memory_stats"),
+    *("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"),
+)
 
 
 def _complete_torch_cpu() -> None:
     """Add to `torch.cpu` what veRL calls on the device module of any platform, and what it lacks."""
     lacking = {
-        **dict.fromkeys(_NO_OPERATIONS, _nothing),
-        **dict.fromkeys(_FIGURES, _memory),
+        **dict.fromkeys(_NOT_ON_A_CPU, _nothing),
         "manual_seed": torch.manual_seed,
         "manual_seed_all": torch.manual_seed,
         "get_rng_state": lambda *_, **__: torch.get_rng_state(),
@@ -71,29 +67,22 @@ def job() -> str:
     return f"{context.get_job_id()}-{context.gcs_address.rpartition(':')[2]}"
 
 
-@patch("verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.__init__", since="0.9")
-def send_in_private(stock: Any) -> Any:
+@patch(
+    "verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.__init__",
+    "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.__init__",
+    since="0.9",
+)
+def sync_in_private(stock: Any) -> Any:
     """Without it two runs on one machine take one socket for their weights, which veRL names by Ray's job alone: an
-    engine gets the other run's weights, or waits for ever (trainer; `receive_in_private` is the other end). Remove this
-    patch when veRL names its weight sockets by the cluster as well as by the job."""
-
-    @functools.wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        stock(self, *args, **kwargs)
-        self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), job())
-
-    return init
-
-
-@patch("verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.__init__", since="0.9")
-def receive_in_private(stock: Any) -> Any:
-    """Without it engines look for their weights at another socket than `send_in_private` has (server). Remove this
-    patch when `send_in_private` is removed."""
+    engine gets the other run's weights, or waits for ever. The trainer's end has the name, the server's end makes it of
+    the environment. Remove this patch when veRL names its weight sockets by the cluster as well as by the job."""
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         stock(self, *args, **kwargs)
         os.environ["VERL_RAY_JOB_ID"] = job()
+        if hasattr(self, "zmq_handle"):
+            self.zmq_handle = self.zmq_handle.replace(ray.get_runtime_context().get_job_id(), job())
 
     return init
 
@@ -102,8 +91,7 @@ def install() -> None:
     """Make this process one of a run on a CPU: the platform, and what it needs where it is needed."""
     _complete_torch_cpu()
     start_gloo.apply()
-    send_in_private.when_imported()
-    receive_in_private.when_imported()
+    sync_in_private.when_imported()
     PlatformRegistry.register(platform="cpu")(PlatformCPU)
     when_imported("verl.checkpoint_engine.base", _register_weight_sync)
 
@@ -113,12 +101,13 @@ def _register_weight_sync(_: Any) -> None:
     from das_adapter.cpu import verl_weights  # noqa: F401
 
 
-class PlatformCPU(PlatformBase):
+class PlatformCPU(PlatformCUDA):
     """One CPU device. Ray's resource "GPU" stands for it: `ray.init(num_gpus=N)` needs no hardware."""
 
-    device_name = "cpu"
-    vendor_name = "cpu"
-    device_module: ModuleType = torch.cpu
+    device_name = vendor_name = "cpu"
+    device_module = torch.cpu
+    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
 
     def is_available(self) -> bool:
         return True
@@ -129,26 +118,8 @@ class PlatformCPU(PlatformBase):
     def current_device(self) -> Any:
         return torch.device("cpu")
 
-    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
-    profiler_start = profiler_stop = cudart = _nothing
-
-    def manual_seed(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-        return None, None
-
     def communication_backend_name(self) -> str:
         return "gloo"
-
-    def visible_devices_envvar(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    def ray_resource_name(self) -> str:
-        return "GPU"
 
     def ray_noset_envvars(self) -> list[str]:
         return []

@@ -18,19 +18,9 @@ def prepare(config: DasConfig | None) -> None:
     """Apply to a worker's process what an engine with this block needs; a second call changes nothing."""
     weight_sync = bool(os.environ.get(WEIGHT_SYNC))
     if config is not None or weight_sync:
-        apply(weight_sync, copied=config is not None and config.copies_policy)
-
-
-def apply(weight_sync: bool, copied: bool = False) -> None:
-    """Apply the fixes to this process; a second call changes nothing.
-
-    Args:
-        weight_sync: whether the host writes weights into the running engine.
-        copied: whether a drafter is made from the policy's weights.
-    """
-    expand_draft_parameters.apply()
-    accept_fp64_keyword.apply()
-    if weight_sync or copied:
+        expand_draft_parameters.apply()
+        accept_fp64_keyword.apply()
+    if weight_sync or (config is not None and config.copies_policy):
         keep_linear_weights.apply(not weight_sync)
 
 
@@ -38,7 +28,6 @@ def apply(weight_sync: bool, copied: bool = False) -> None:
     "vllm.v1.sample.rejection_sampler:expand_batch_to_tokens",
     since="0.24",
     needs="x, cu_num_tokens, num_tokens, replace_from, replace_to",
-    upstream="vllm#55005",
 )
 def expand_draft_parameters(stock: Any) -> Any:
     """Without it temperature, top-k and top-p of every draft position are uninitialised memory: the CPU stand-in of the

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 from das_adapter import compat
-from das_adapter.config import DasConfig
 from das_adapter.engine.settings import history_name, hosted, runs_v2, settings
 from das_adapter.errors import UnsupportedHost
 from das_adapter.patching import patch
@@ -39,44 +38,37 @@ def bind_worker(stock: Any) -> Any:
     @functools.wraps(stock)
     def init_device(self: Any) -> None:
         config = settings(self.vllm_config)
-        if self.vllm_config.device_config.device_type == "cpu":
+        on_cpu = self.vllm_config.device_config.device_type == "cpu"
+        if on_cpu:
             compat.for_cpu("vllm")(config)
         if config is None:
             return stock(self)
         compat.require("vllm")
         v2 = runs_v2(self.vllm_config) and needs_v1(config) is None
+        if v2 and on_cpu:
+            import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before V2's is imported
         if v2:
-            _prepare_v2(self.vllm_config)
-        elif config.keyed:
-            build_row_processors.apply()
+            from das_adapter.engine.v2.verification import verify_by_equality
+
+            build_speculator.apply()
+            if config.keyed:
+                verify_by_equality.apply()
         stock(self)
-        state = _worker_state(self.worker.model_runner, config, v2)
+        state: Any
+        if v2:
+            from das_adapter.engine.v2.worker import DeviceWorkerState
+
+            state = DeviceWorkerState(self.worker.model_runner, config)
+        else:
+            from das_adapter.engine.v1.worker import HostWorkerState
+
+            state = HostWorkerState(self.worker.model_runner, config)
         state.bind()
         if not hosted(self.vllm_config):
             state.stand_alone(self.worker, history_name(self.vllm_config))
         setattr(self.worker, STATE, state)
 
     return init_device
-
-
-def _prepare_v2(vllm_config: Any) -> None:
-    """Change the V2 runner's module before a runner is built."""
-    if vllm_config.device_config.device_type == "cpu":
-        import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before the runner is imported
-    from das_adapter.engine.v2.verification import verify_by_equality
-
-    build_speculator.apply()
-    verify_by_equality.apply()
-
-
-def _worker_state(runner: Any, config: DasConfig, v2: bool) -> Any:
-    if v2:
-        from das_adapter.engine.v2.worker import DeviceWorkerState
-
-        return DeviceWorkerState(runner, config)
-    from das_adapter.engine.v1.worker import HostWorkerState
-
-    return HostWorkerState(runner, config)
 
 
 @patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.31", needs="vllm_config, device")
@@ -94,25 +86,3 @@ def build_speculator(stock: Any) -> Any:
         return HistorySpeculator(vllm_config, device, config)
 
     return init_speculator
-
-
-@patch("vllm.v1.worker.gpu_model_runner:build_logitsprocs", since="0.24")
-def build_row_processors(stock: Any) -> Any:
-    """Without it vLLM does not even build the processors of min_p and logit_bias beside a drafter, and that of
-    min_tokens counts draft tokens that may be rejected (worker). Remove this patch when vLLM's own processors apply to
-    drafted positions."""
-    from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
-
-    @functools.wraps(stock)
-    def build(vllm_config: Any, device: Any, pin_memory: bool, is_pooling_model: bool, custom: Any = ()) -> Any:
-        config = settings(vllm_config)
-        if is_pooling_model or custom or not vllm_config.speculative_config or not config:
-            return stock(vllm_config, device, pin_memory, is_pooling_model, custom)
-        from das_adapter.engine.v1.processors import MinTokens
-
-        kinds = [
-            MinTokens if config.keyed and issubclass(MinTokens, kind) else kind for kind in BUILTIN_LOGITS_PROCESSORS
-        ]
-        return LogitsProcessors(kind(vllm_config, device, pin_memory) for kind in kinds)
-
-    return build

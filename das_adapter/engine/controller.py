@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,8 @@ _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 class EngineController:
     """The controller of one engine. A runner's drafter opens and closes requests, and after each decode step asks
-    whether anybody is to draft (`ask`), says what the step brought (`plan`, or `begin` and `decide`), and how long it
-    took (`timed`). Nothing here knows a runner."""
+    whether anybody is to draft (`ask`), says what the step brought (`plan`, or `Controller.begin` and then `decide`),
+    and how long it took (`timed`). Nothing here knows a runner."""
 
     def __init__(
         self,
@@ -40,15 +40,13 @@ class EngineController:
         *,
         lengths: Sequence[int] | None = None,
         leads: bool = True,
-        logs: bool = True,
     ) -> None:
         """
         Args:
             drafts: of the model that drafts, where there is one.
             lengths: draft lengths to choose from where all requests of a step share one (V2); None: each request has
                 its own, and steps in which no drafter is asked are taken to see what they cost.
-            leads: whether this rank decides, and drafts from the history.
-            logs: whether this rank writes the decision log.
+            leads: whether this rank decides, drafts from the history and writes the decision log.
         """
         self.config = config
         self.counters = Counters()
@@ -56,7 +54,7 @@ class EngineController:
         vocabulary = vllm_config.model_config.get_vocab_size()
         self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
         self.drafts = drafts
-        self.log = DecisionLog(config.log_dir) if config.log_dir and logs else None
+        self.log = DecisionLog(config.log_dir) if config.log_dir and leads else None
         known, sizes = before_the_first_step(config, vllm_config), captured_tokens(vllm_config)
         if known and drafts is not None:
             drafts.expect(known.passes)
@@ -91,18 +89,18 @@ class EngineController:
     def close(self, req_ids: Iterable[str]) -> None:
         """Close those of these requests that are live; their texts become history."""
         for req_id in req_ids:
-            if request := self.live.pop(req_id, None):
-                self._close(request)
-
-    def disown(self, req_ids: Collection[str]) -> None:
-        """Keep the texts of requests out of the history: the present policy has not written them."""
-        for req_id in self.live.keys() & req_ids:
-            self.live[req_id].record = False
-
-    @property
-    def slots(self) -> np.ndarray:
-        """Slots of the live requests, int64 [live]."""
-        return np.array([request.slot for request in self.live.values()], dtype=np.int64)
+            request = self.live.pop(req_id, None)
+            if request is None:
+                continue
+            if self.history is not None:
+                self.history.close(request)
+            if self.log is not None:
+                table = self.controller.requests
+                columns = table.problem, table.length_class, table.written, table.drafted, table.accepted
+                problem, kind, written, drafted, accepted = (int(column[request.slot]) for column in columns)
+                times = request.began, time.time()
+                self.log.add(decision_log.Request(problem, kind, written, drafted, accepted, *times))
+            self.controller.close(request.slot)
 
     # A decode step
 
@@ -110,12 +108,6 @@ class EngineController:
     def able(self) -> bool:
         """Whether anybody may draft before the next weight sync."""
         return not self.controller.account.stopped
-
-    @property
-    def model_rests(self) -> bool:
-        """Whether the model that drafts need not even follow the policy."""
-        account = self.controller.account
-        return account.idle or account.model_rests is not None
 
     def ask(self, requests: int, drafted: bool) -> bool:
         """Decide at the end of a decode step of some requests, which has `drafted` or not, whether a drafter is asked
@@ -125,22 +117,12 @@ class EngineController:
         return self.controller.account.ask(requests, drafted)
 
     def verified(self, decoded: Decoded) -> None:
-        """Count the drafts that a step has verified, by their source and their place in the response."""
+        """Count the drafts from the history that a step has verified."""
         carried, by_model = decoded.carried, decoded.by_model
-        if carried is None:
+        if carried is None or self.history is None:
             return
-        accepted = np.minimum(decoded.got - 1, carried)
-        if self.history is not None:
-            looked_up = carried if by_model is None else np.where(by_model > 0, 0, carried)
-            self.history.verified(decoded.slots, looked_up, np.minimum(accepted, looked_up))
-        if self.log is not None:
-            self.log.verified(self.controller.requests.written[decoded.slots], carried, accepted)
-
-    def begin(self, decoded: Decoded) -> Search | None:
-        """As `Controller.begin`."""
-        search = self.controller.begin(decoded)
-        self._tell()
-        return search
+        looked_up = carried if by_model is None else np.where(by_model > 0, 0, carried)
+        self.history.verified(decoded.slots, looked_up, np.minimum(decoded.got - 1, looked_up))
 
     def decide(self, slots: np.ndarray, search: Search) -> StepPlan:
         """As `Controller.decide`, with what the history has found."""
@@ -148,9 +130,7 @@ class EngineController:
 
     def plan(self, decoded: Decoded, offers: HistoryDrafts) -> StepPlan:
         """As `Controller.plan`."""
-        plan = self.controller.plan(decoded, None if self.history is None else offers)
-        self._tell()
-        return plan
+        return self.controller.plan(decoded, None if self.history is None else offers)
 
     def timed(self, step: TimedStep) -> None:
         """Take a decode step that has ended."""
@@ -165,8 +145,15 @@ class EngineController:
 
     # Failures
 
+    @property
+    def failed(self) -> bool:
+        """Whether the drafter has failed since the last weight sync."""
+        return self.counters.error is not None
+
     def fail(self, error: Exception) -> None:
-        """Draft no more until the next weight sync, and say so."""
+        """Draft no more until the next weight sync, and say so once."""
+        if self.failed:
+            return
         self.counters.error = repr(error)
         self.controller.account.stop(repr(error), State.FAILED)
         drafter = self.config.drafter
@@ -189,7 +176,13 @@ class EngineController:
         answer = Refreshed()
         if self.history is not None:
             answer["generation"] = self.history.refresh(message)
-        self._judge(message)
+        account, model = self.controller.account, self.controller.times.model
+        saved, stopped = account.time.saved(), account.reason if account.stopped else None
+        self.controller.sync(message.responses)
+        if self.log is not None:
+            fitted = None if model is None else model.to_dict()
+            self.log.add(decision_log.WeightSync(message.version, fitted, saved, stopped))
+        self._tell()
         return answer
 
     def visit(self, files: Sequence[str]) -> Refreshed:
@@ -201,30 +194,4 @@ class EngineController:
 
     def stats(self) -> EngineStats:
         """Return the figures of the controller, the account and the history since the last call."""
-        stats = self.controller.take()
-        stats |= self.history.stats() if self.history is not None else {}
-        return cast(EngineStats, stats)
-
-    # Inside
-
-    def _close(self, request: LiveRequest) -> None:
-        table = self.controller.requests
-        if self.history is not None:
-            forwards = float(table.steps[request.slot])
-            self.history.close(request, forwards + float(table.accepted[request.slot]), forwards)
-        if self.log is not None:
-            columns = table.problem, table.length_class, table.written, table.drafted, table.accepted
-            problem, kind, written, drafted, accepted = (int(column[request.slot]) for column in columns)
-            times = request.began, time.time()
-            self.log.add(decision_log.Request(problem, kind, written, drafted, accepted, *times))
-        self.controller.close(request.slot)
-
-    def _judge(self, message: Refresh) -> None:
-        """Judge the rollout that a weight sync ends, and start the next."""
-        account, model = self.controller.account, self.controller.times.model
-        saved, stopped = account.time.saved(), account.reason if account.stopped else None
-        self.controller.sync(message.responses)
-        if self.log is not None:
-            fitted = None if model is None else model.to_dict()
-            self.log.sync(decision_log.WeightSync(message.version, fitted, saved, stopped))
-        self._tell()
+        return self.controller.take() | (self.history.stats() if self.history is not None else {})

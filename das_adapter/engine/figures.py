@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from das_adapter.protocol.engine_calls import call_workers
+from das_adapter.protocol.messages import call_workers
 from das_adapter.protocol.metrics import faults, merge
 
 logger = logging.getLogger("vllm.das_adapter")
@@ -29,7 +29,8 @@ def log(engine: Any) -> None:
 
 
 def _publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
-    """Take the answers of each engine's ranks to `stats`."""
+    from prometheus_client import Gauge
+
     parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
     figures = merge(parts)
     told: set[str] = vars(engine).setdefault("_das_told", set())
@@ -39,17 +40,6 @@ def _publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
             logger.error("das: das/health is 0: %s", reason)
     if not sum(part["request_forwards"] for part in parts):
         return
-    _set_gauges(engine, figures)
-    names = ("tokens_per_forward", "acceptance_length", "draft_coverage", "history_tokens", "health")
-    logger.info(
-        "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
-        *(figures.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1) for name in names),
-    )
-
-
-def _set_gauges(engine: Any, figures: dict[str, float]) -> None:
-    from prometheus_client import Gauge
-
     known: dict[str, Any] = vars(engine).setdefault("_das_gauges", {})
     for key, value in figures.items():
         name = "vllm:das_" + key.removeprefix("das/").replace("/", "_")
@@ -58,3 +48,8 @@ def _set_gauges(engine: Any, figures: dict[str, float]) -> None:
             gauge = Gauge(name, what, ["model_name"], multiprocess_mode="mostrecent")
             known[name] = gauge.labels(engine.vllm_config.model_config.served_model_name or "")
         known[name].set(value)
+    names = ("tokens_per_forward", "acceptance_length", "draft_coverage", "history_tokens", "health")
+    logger.info(
+        "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
+        *(figures.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1) for name in names),
+    )

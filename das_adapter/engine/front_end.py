@@ -1,4 +1,4 @@
-"""What das-adapter changes in vLLM's front ends: the engine's config, its requests, its figures, its routes."""
+"""What das-adapter changes in vLLM's front ends: the engine's config, its requests, its figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from das_adapter.config import DasConfig
 from das_adapter.engine import figures
 from das_adapter.engine.labels import RequestLabels
-from das_adapter.engine.runner import has_triton, refuse, runner_for, set_v1
+from das_adapter.engine.runner import refuse, runner_for, set_v1
 from das_adapter.engine.settings import (
     alone,
     hosted,
@@ -22,8 +22,8 @@ from das_adapter.patching import patch
 
 logger = logging.getLogger("vllm.das_adapter")
 
-KEYED = "_das_keyed"
-"""Attribute of vLLM's speculative config: whether our keyed verification checks the drafts."""
+VERIFIES = "_das_verifies"
+"""Attribute of vLLM's speculative config: the model runner, 1 or 2, on which our keyed verification checks drafts."""
 LABELS = "_das_labels"
 """Attribute of vLLM's input processor: its `RequestLabels`; None: the engine has no block."""
 
@@ -41,8 +41,9 @@ def choose_runner(stock: Any) -> Any:
             return stock(self, *args, **kwargs)
         if not hosted(self):
             prepare_standalone(self, config)
-        triton = has_triton()
-        choice = runner_for(self, config, triton)
+        from vllm.triton_utils import HAS_TRITON
+
+        choice = runner_for(self, config, HAS_TRITON)
         if choice.v2:
             vars(self).update(choice.arguments)
             made = stock(self, *args, **kwargs)
@@ -50,9 +51,9 @@ def choose_runner(stock: Any) -> Any:
                 logger.info("das: vLLM's V2 model runner: %s drafts on the device", config.drafter)
                 return _checked(made, config)
             self.speculative_config = None
-            choice = runner_for(self, config, triton, "vLLM cannot run V2 here (its log says why)")
+            choice = runner_for(self, config, HAS_TRITON, "vLLM cannot run V2 here (its log says why)")
         if choice.v1 is not None:
-            set_v1(choice.v1, triton)
+            set_v1(choice.v1)
         vars(self).update(choice.arguments)
         return _checked(stock(self, *args, **kwargs), config)
 
@@ -60,11 +61,10 @@ def choose_runner(stock: Any) -> Any:
 
 
 def _checked(made: Any, config: DasConfig) -> Any:
-    """Return an engine's config, if its drafter can do with it."""
     refuse(config, made)
-    if made.speculative_config is not None:
-        ours = ("custom_class", "ngram_gpu", config.method)
-        setattr(made.speculative_config, KEYED, config.keyed and made.speculative_config.method in ours)
+    ours = ("custom_class", "ngram_gpu", config.method)
+    if config.keyed and made.speculative_config is not None and made.speculative_config.method in ours:
+        setattr(made.speculative_config, VERIFIES, 2 if runs_v2(made) else 1)
     return made
 
 
@@ -84,14 +84,19 @@ def allow_look_up(stock: Any) -> Any:
 
 
 @patch("vllm.sampling_params:SamplingParams._validate_spec_decode", since="0.24", needs="speculative_config")
-def allow_row_processors(stock: Any) -> Any:
-    """Without it vLLM refuses min_p and logit_bias beside any drafter, because its rejection sampler does not apply
-    them to drafted positions. Keyed verification does. Remove this patch when vLLM's rejection sampler applies min_p
-    and logit_bias to drafted positions."""
+def judge_row_processors(stock: Any) -> Any:
+    """Without it vLLM refuses min_p and logit_bias beside any drafter, although V2's sampler applies them to drafted
+    positions, and allows min_tokens on V1, where it counts draft tokens that may be rejected. Remove this patch when
+    vLLM's verification applies all three to drafted positions."""
 
     @functools.wraps(stock)
     def validate(self: Any, speculative_config: Any) -> None:
-        if not getattr(speculative_config, KEYED, False):
+        runner = getattr(speculative_config, VERIFIES, None)
+        if runner == 1 and self.min_tokens:
+            raise ValueError(
+                f"das: found min_tokens={self.min_tokens}, allowed beside drafts on vLLM's V1 model runner: 0"
+            )
+        if runner != 2:
             stock(self, speculative_config)
 
     return validate
@@ -145,34 +150,3 @@ def log_figures_offline(stock: Any) -> Any:
         return stock(self)
 
     return logged
-
-
-@patch("vllm.entrypoints.serve:register_vllm_serve_api_routers", since="0.24", needs="app")
-def serve_refresh(stock: Any) -> Any:
-    """Without it a trainer that writes weights where das-adapter cannot see it has to call `collective_rpc`, which vLLM
-    serves in its development mode alone. Remove this patch when vLLM lets plug-ins add routes to its server."""
-
-    @functools.wraps(stock)
-    def register(app: Any) -> None:
-        stock(app)
-        app.add_route("/v1/das/refresh", _refresh, methods=["POST"])
-
-    return register
-
-
-async def _refresh(request: Any) -> Any:
-    """Answer `POST /v1/das/refresh`: the weights have changed. Its body: nothing or `{"version": number}`."""
-    from starlette.responses import JSONResponse
-
-    engine = request.app.state.engine_client
-    if settings(engine.vllm_config) is None:
-        return JSONResponse({"error": "this engine has no das: block"}, 409)
-    try:
-        body = await request.json() if await request.body() else {}
-        version = body.get("version")
-        if version is not None and (not isinstance(version, int) or version < 0):
-            raise ValueError
-    except (ValueError, AttributeError):
-        return JSONResponse({"error": 'allowed: nothing, or {"version": a whole number}'}, 400)
-    await engine.collective_rpc("das_rpc", args=("refresh", {} if version is None else {"version": version}))
-    return JSONResponse({"refreshed": True})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import Drafting, IndexFileError, SuffixIndex
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.returns import Returns
-from das_adapter.core.siblings import Siblings
 from das_adapter.core.staleness import Staleness, bracket
 from das_adapter.core.steps import Search
 from das_adapter.engine.requests import LiveRequest
@@ -28,32 +26,22 @@ SHARED, THREADS = 64, 4
 """Requests for which another thread is worth beginning; most threads that draft."""
 
 
-@dataclass(slots=True)
-class _Begun:
-    """What was there when a request began."""
-
-    finished: int
-    """Siblings that had finished when it began."""
-    lacks: int | None
-    """The problem whose history it is counted as not having found."""
-
-
 class HistorySource:
     """The suffix index of an engine, over its own history or a node's."""
 
     def __init__(self, config: HistoryConfig, vocabulary: int):
         self.index = SuffixIndex()
-        self.threads = _threads()
-        """Most that draft."""
+        cores = len(os.sched_getaffinity(0)) // max(1, current_platform.device_count())
+        self.threads = 1 if current_platform.is_cpu() else max(1, min(THREADS, cores))
+        """Most that draft: one where the policy runs on the processor, else as the cores allow."""
         self._policy = HistoryPolicy(config)
         self._vocabulary = vocabulary
         self._directory = ""
         """Directory of the history that a service publishes and the index maps; empty: the index keeps its own."""
         self._staleness = Staleness()
         self._returns = Returns()
-        self._siblings = Siblings()
-        self._begun: dict[int, _Begun] = {}
-        """By slot."""
+        self._lacking: dict[int, int] = {}
+        """Problems whose history requests are counted as not having found, by slot."""
         self._handles = self._lengths = self._ages = NOBODY
         """By slot: of the request in the index; tokens that the index knows of, prompt included; age of its problem's
         history when it began, see `staleness.bracket`."""
@@ -62,25 +50,20 @@ class HistorySource:
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
-        key = self._policy.key(live.problem)
-        handle = self.index.open(key, prompt[: live.start], prefix=text[live.start :])
+        handle = self.index.open(self._policy.key(live.problem), prompt[: live.start], prefix=text[live.start :])
         age, slot = self.index.age(handle), live.slot
-        counted = live.record and self._policy.kept
-        if counted:
+        if live.record and self._policy.kept:
             self._returns.begin(live.problem, age is not None)
-        lacks = live.problem if counted and age is None else None
-        self._begun[slot] = _Begun(self._siblings.begin(key), lacks)
+            if age is None:
+                self._lacking[slot] = live.problem
         columns = (self._handles, self._lengths, self._ages)
         self._handles, self._lengths, self._ages = (with_room(column, slot + 1) for column in columns)
         self._handles[slot], self._lengths[slot], self._ages[slot] = handle, len(text), bracket(age)
 
-    def close(self, live: LiveRequest, tokens: float, forwards: float) -> None:
-        """Close a request, with the tokens that it got from so many forward passes; what it wrote stays available to
-        its siblings, if it may be recorded."""
-        begun, slot = self._begun.pop(live.slot), live.slot
-        self.index.close(int(self._handles[slot]), keep=live.record and self._policy.kept)
-        counted, known = forwards if live.record else 0.0, bool(self._ages[slot] > 0)
-        self._siblings.end(self._policy.key(live.problem), begun.finished, known, tokens, counted)
+    def close(self, live: LiveRequest) -> None:
+        """Close a request; what it wrote stays available to its siblings, if it may be recorded."""
+        self._lacking.pop(live.slot, None)
+        self.index.close(int(self._handles[live.slot]), keep=live.record and self._policy.kept)
 
     def verified(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
         """Count draft tokens from the history that were verified, and those accepted, int64 [requests] each, as the
@@ -121,10 +104,9 @@ class HistorySource:
         if message.history is not None:
             self._map(message.history)
         elif not self._directory and self._policy.kept:
-            self._policy.remember(self.index, (text[:3] for text in message.trajectories), self._vocabulary)
+            self._policy.remember(self.index, message.trajectories, self._vocabulary)
             self._policy.tidy(self.index)
         self.index.clear_live()
-        self._siblings.clear()
         self._returns.met(message.responses["problem"])
         return self.index.generation
 
@@ -136,10 +118,10 @@ class HistorySource:
                 self.index.visit(file)
             except (OSError, IndexFileError) as error:
                 logger.warning("das: history: a problem's history from another node was not mapped: %r", error)
-        for slot, begun in self._begun.items():
-            if begun.lacks is not None and self.index.age(int(self._handles[slot])) is not None:
-                self._returns.arrived(begun.lacks)
-                begun.lacks = None
+        for slot, problem in list(self._lacking.items()):
+            if self.index.age(int(self._handles[slot])) is not None:
+                self._returns.arrived(problem)
+                del self._lacking[slot]
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the history."""
@@ -151,17 +133,8 @@ class HistorySource:
             "history_requests": requests,
             "history_hits": hits,
             "history_lost": lost,
-            "lost_because": self._cause(),
             "staleness": self._staleness.take(),
-            "siblings": self._siblings.take(),
         }
-
-    def _cause(self) -> str:
-        """Say why a problem that comes back probably finds no history, and what to do."""
-        limit = self._policy.config.max_bytes
-        if self.index.nbytes > limit / 2:
-            return f"das.history.max_bytes={limit} is full: raise it"
-        return "It could not be kept or mapped: lines that begin with 'das: history:' say more"
 
     def _map(self, history: Published) -> None:
         """Map what a service has published; if that fails, what is mapped stays."""
@@ -178,10 +151,3 @@ class HistorySource:
                     self.index.refresh()
         except (OSError, IndexFileError) as error:
             logger.error("das: history: not mapped: %r; drafts come from generation %s", error, self.index.generation)
-
-
-def _threads() -> int:
-    """Return how many threads may draft: one where the policy runs on the processor, else as the cores allow."""
-    if current_platform.is_cpu():
-        return 1
-    return max(1, min(THREADS, len(os.sched_getaffinity(0)) // max(1, current_platform.device_count())))

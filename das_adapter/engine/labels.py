@@ -57,13 +57,10 @@ def _signed(seed: int | None, req_id: str, samples: int) -> int:
     return min((int(seed) + 2**63) % 2**64 - 2**63, 2**63 - samples)
 
 
-def _source(vllm_config: Any) -> int:
+def _source(vllm_config: Any) -> str:
     """Return what distinguishes this front end from others of the run, which count the same prompts: their samples must
     differ."""
-    parts = (
-        socket.gethostname(),
-        os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-        vllm_config.model_config.seed,
-        vllm_config.parallel_config.data_parallel_rank,
-    )
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=6).digest(), "little")
+    parallel = vllm_config.parallel_config
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    ranks = parallel.data_parallel_rank, parallel._api_process_rank
+    return repr((socket.gethostname(), devices, vllm_config.model_config.seed, *ranks))

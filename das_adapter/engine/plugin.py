@@ -6,24 +6,21 @@ from __future__ import annotations
 from das_adapter.engine.binding import bind_worker, reach_workers
 from das_adapter.engine.front_end import (
     allow_look_up,
-    allow_row_processors,
     choose_runner,
+    judge_row_processors,
     label_requests,
     log_figures,
     log_figures_offline,
-    serve_refresh,
 )
 from das_adapter.engine.scheduler import hear_draft_length, reserve_draft_slots, see_weight_calls
 
 AT_START = (
-    *(choose_runner, allow_row_processors, label_requests),  # front end
+    *(choose_runner, allow_look_up, judge_row_processors, label_requests),  # front end
     *(reserve_draft_slots, hear_draft_length, see_weight_calls),  # engine core
     *(reach_workers, bind_worker),  # workers
 )
 """Applied in every process of vLLM, before anything is built."""
-AT_START_OF_V2 = (allow_look_up,)
-"""So too, where there is a V2 runner."""
-IN_FRONT_ENDS = (log_figures, log_figures_offline, serve_refresh)
+IN_FRONT_ENDS = (log_figures, log_figures_offline)
 """Applied when a process imports their modules: few do."""
 
 
@@ -33,7 +30,7 @@ def register() -> None:
     Called by vLLM in the front end, the engine core and every worker, before anything is built; a second call changes
     nothing.
     """
-    for patch in (*AT_START, *AT_START_OF_V2):
+    for patch in AT_START:
         patch.try_apply()
     for patch in IN_FRONT_ENDS:
         patch.when_imported()

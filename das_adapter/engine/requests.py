@@ -30,6 +30,8 @@ class LiveRequest:
     began: float = field(default_factory=time.time)
     length: int = 0
     """Its length, tokens. This and what follows: on the V2 runner alone."""
+    text: list[int] | None = None
+    """What it has written, where the host needs that."""
     stops: frozenset[int] = frozenset()
     """Tokens that end it."""
     ended: bool = False
@@ -55,4 +57,6 @@ class LiveRequest:
         count = next((i + 1 for i, token in enumerate(tokens[:count]) if token in self.stops), count)
         self.ended = tokens[count - 1] in self.stops or self.length + count >= self.end
         self.length += count
+        if self.text is not None:
+            self.text += tokens[:count]
         return count

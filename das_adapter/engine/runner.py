@@ -66,7 +66,7 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
     return Choice(why, False, changed)
 
 
-def set_v1(why: str, triton: bool) -> None:
+def set_v1(why: str) -> None:
     """Have the processes of an engine run vLLM's V1 model runner, and say why; a host has mostly set it already
     (`engine_env`).
 
@@ -78,15 +78,7 @@ def set_v1(why: str, triton: bool) -> None:
             f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "
             f"model runner ({why}): unset it"
         )
-    slower = triton and compat.numbers(compat.version("vllm") or "0") >= compat.numbers(compat.V2_RUNNER.oldest)
-    logger.log(logging.WARNING if slower else logging.INFO, "das: vLLM's V1 model runner: %s", why)
-
-
-def has_triton() -> bool:
-    """Return whether vLLM finds a device that Triton compiles for."""
-    from vllm.triton_utils import HAS_TRITON
-
-    return bool(HAS_TRITON)
+    logger.info("das: vLLM's V1 model runner: %s", why)
 
 
 def refuse(config: DasConfig, vllm_config: Any) -> None:
@@ -120,12 +112,6 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
         raise ConfigError(
             f"das.drafter={config.drafter!r}: found a policy with recurrent state on a CPU, where vLLM's convolutions "
             "keep what rejected draft tokens left: other tokens would be written; allowed: das.drafter='none'"
-        )
-    if model.is_hybrid:
-        logger.warning(
-            "das: the policy has recurrent state: vLLM keeps 1 + %d copies of it for each request, so that drafts can "
-            "be rejected; fewer draft tokens leave more room",
-            config.num_draft_tokens,
         )
 
 

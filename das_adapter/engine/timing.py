@@ -70,19 +70,6 @@ def captured_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
     return tuple(sorted(compilation.cudagraph_capture_sizes or ()))
 
 
-def without_graphs(vllm_config: VllmConfig, draft_tokens: int) -> str | None:
-    """Say from how many requests on drafted steps replay no CUDA graph, where each has so many draft tokens; None: all
-    replay one, or none does."""
-    sizes = captured_tokens(vllm_config)
-    if not sizes or vllm_config.scheduler_config.max_num_seqs * (1 + draft_tokens) <= sizes[-1]:
-        return None
-    requests = sizes[-1] // (1 + draft_tokens) + 1
-    return (
-        f"steps of more than {sizes[-1]} tokens, such as {requests} requests with {draft_tokens} draft tokens each, "
-        "replay no CUDA graph; compilation_config.max_cudagraph_capture_size moves that"
-    )
-
-
 def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Calibration | None:
     """Return what steps take before any was timed: what was calibrated, or the roofline of model and GPU; None where
     there is neither."""

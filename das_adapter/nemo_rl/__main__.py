@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
+from pathlib import Path
 
-from das_adapter.nemo_rl.install import run
+from das_adapter.nemo_rl.install import install
 
 if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         sys.exit(f"{__doc__}\nThe script's own arguments follow it.")
-    run(sys.argv[1], sys.argv[2:])
+    install()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")

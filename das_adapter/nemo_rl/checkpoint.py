@@ -43,7 +43,10 @@ def save_history(stock: Any) -> Any:
     @functools.wraps(stock)
     def init_tmp_checkpoint(self: Any, step: int, training_info: Any, run_config: Any = None, *args: Any) -> Any:
         folder = stock(self, step, training_info, run_config, *args)
-        save(Path(folder), run_config)
+        if facts := _generation(run_config).get(settings.FACTS):
+            from das_adapter.service import checkpoint
+
+            checkpoint.save(Path(folder), checkpoint.Facts(**facts))
         return folder
 
     return init_tmp_checkpoint
@@ -68,17 +71,6 @@ def begin(master_config: Any, tokenizer: Any) -> None:
         facts = checkpoint.Facts.of(das.history.scope, tokenizer)
         generation[settings.FACTS] = asdict(facts)
         checkpoint.begin(das.history, facts, settings.BLOCK, resumed, version=0)
-
-
-def save(folder: Path, run_config: Any) -> None:
-    """Save the history with a checkpoint, where the run has one (see `checkpoint.save`)."""
-    generation = _generation(run_config)
-    das = settings.of_generation(generation) if settings.FACTS in generation else None
-    if das is None:
-        return
-    from das_adapter.service import checkpoint
-
-    checkpoint.save(folder, checkpoint.Facts(**generation[settings.FACTS]), das.history)
 
 
 def _generation(config: Any) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import functools
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextvars import ContextVar
@@ -19,7 +18,6 @@ from typing import Any
 
 from das_adapter.config import DasConfig
 from das_adapter.core.routing import start_order
-from das_adapter.patching import patch
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
 from das_adapter.service.session import Session, of_async_engine
@@ -42,35 +40,32 @@ labels: ContextVar[Sequence[Label] | None] = ContextVar("das_labels", default=No
 class EngineHooks:
     """The part that does not depend on whether the engine is synchronous."""
 
-    def __init__(self, llm: Any, das: DasConfig, source: int, resumed: int = 0):
+    start: Any
+    generate: Any
+    collective_rpc: Any
+    _das_rpc: Any
+
+    def __init__(
+        self, llm: Any, das: DasConfig, source: str, resumed: int = 0, loop: asyncio.AbstractEventLoop | None = None
+    ):
         """Put the hooks on an engine.
 
         Args:
             llm: `vllm.LLM` or `AsyncLLM`; its `generate` and `collective_rpc` do the work.
             source: distinguishes this worker's unlabelled requests from those of other workers.
             resumed: training step from which the run resumes.
+            loop: the one on which an asynchronous engine must be called, where NeMo-RL gave it one of its own
+                (`vllm_cfg.engine_owner_loop`); None: that of `start`.
         """
         self.version = 0
         self.validating = False
         self._labeller = Labeller(das.verify.seed, source, resumed)
         self._llm, self._generate, self._rpc = llm, llm.generate, llm.collective_rpc
         self._session = Session(das, self._das_rpc)
-        see_requests.apply(self.generate, owner=llm)
-        see_refits.apply(self.collective_rpc, owner=llm)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as the engine does, with labels; trajectories go into the history."""
-        raise NotImplementedError
-
-    def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the workers as the engine does; after a refit, sync the history."""
-        raise NotImplementedError
-
-    def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
-        raise NotImplementedError
+        self._order, self._loop = start_order(das), loop
+        llm.generate, llm.collective_rpc = self.generate, self.collective_rpc
 
     def _label(self, prompt: Any, given: Label | None) -> Label | None:
-        """Label a request; None for a prompt without token ids."""
         ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else getattr(prompt, "prompt_token_ids", None)
         if given is None and ids is None:
             return None
@@ -90,12 +85,13 @@ class EngineHooks:
         return params
 
     def _finished(self, output: Any, texts: Sequence[Sequence[int]], label: Label | None, begin: float) -> None:
-        """Take one finished request into the step's figures and, if it may serve as history, into the history."""
         if label is None or any(sample.finish_reason == "abort" for sample in output.outputs):
             return
         end, stats = time.time(), output.metrics
         if stats is not None and stats.last_token_ts:
             begin, end = stats.arrival_time, stats.arrival_time + stats.last_token_ts - stats.queued_ts
+        if len(texts) > 1:  # the label's seed is not theirs: see `_labelled`
+            label = replace(label, seed=None)
         for text in texts:
             self._session.finished(label, text, begin, end, self.version)
 
@@ -116,8 +112,6 @@ class SyncEngineHooks(EngineHooks):
     """Hooks on `vllm.LLM`."""
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
-        if isinstance(prompts, (str, dict)):
-            prompts = [prompts]
         given: Sequence[Label | None] = labels.get() or [None] * len(prompts)
         marks = [self._label(prompt, label) for prompt, label in zip(prompts, given, strict=True)]
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
@@ -147,25 +141,12 @@ class SyncEngineHooks(EngineHooks):
 class AsyncEngineHooks(EngineHooks):
     """Hooks on `AsyncLLM`."""
 
-    def __init__(
-        self, llm: Any, das: DasConfig, source: int, resumed: int = 0, loop: asyncio.AbstractEventLoop | None = None
-    ):
-        """
-        Args:
-            loop: the one on which the engine must be called, where NeMo-RL gave it one of its own
-                (`vllm_cfg.engine_owner_loop`); None: that of the worker's calls.
-        """
-        super().__init__(llm, das, source, resumed)
-        self._order = start_order(das)
-        self._own_loop = loop
-
     async def generate(self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         given: Sequence[Label | None] = labels.get() or [None]
         mark = self._label(prompt, given[0])
         if mark is not None and mark.problem is not None:
             if self._order is not None:
                 kwargs["priority"] = kwargs.get("priority") or self._order.priority(mark.problem)
-            self._find_loop()
             self._session.begun([mark.problem])
         texts: dict[int, list[int]] = {}
         begin = time.time()
@@ -182,7 +163,6 @@ class AsyncEngineHooks(EngineHooks):
     async def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         result = await self._rpc(method, *args, **kwargs)
         if self._refitted(method, result):
-            self._find_loop()
             await asyncio.to_thread(self._session.sync, self.version)
             if self._order is not None:
                 self._order.refresh(await asyncio.to_thread(ledger.expected, 25.0), self.version)
@@ -190,31 +170,12 @@ class AsyncEngineHooks(EngineHooks):
 
     async def start(self) -> None:
         """Make sure that das-adapter is in the engine's workers."""
-        self._find_loop()
+        self._loop = self._loop or asyncio.get_running_loop()
         await asyncio.to_thread(self._session.start)
 
     async def report(self) -> list[dict[str, Any]]:
-        self._find_loop()
         return await asyncio.to_thread(super().report)
 
-    def _find_loop(self) -> None:
-        """Take note of the loop on which `_das_rpc` must call the engine."""
-        self._loop = self._own_loop or asyncio.get_running_loop()
-
     def _das_rpc(self, command: str, payload: dict[str, Any], timeout: float) -> list[list[Any]]:
+        assert self._loop is not None, "start() has not been called"
         return of_async_engine(self._llm, self._loop)(command, payload, timeout)
-
-
-@patch("vllm.entrypoints.llm:LLM.generate", since="0.24")
-def see_requests(stock: Any, generate: Any) -> Any:
-    """Without it requests of NeMo-RL have no label, and what they wrote does not reach the history. It is applied to
-    the worker's own engine, synchronous (`LLM`) or asynchronous (`AsyncLLM`). Remove this patch when NeMo-RL lets a
-    plug-in label its requests."""
-    return functools.partial(generate)
-
-
-@patch("vllm.entrypoints.llm:LLM.collective_rpc", since="0.24")
-def see_refits(stock: Any, collective_rpc: Any) -> Any:
-    """Without it nothing says when a refit is over. It is applied to the worker's own engine, as `see_requests`. Remove
-    this patch when NeMo-RL tells plug-ins that a refit is over."""
-    return functools.partial(collective_rpc)

@@ -6,25 +6,21 @@ import asyncio
 import itertools
 import time
 import weakref
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from typing import Any
 
 import ray
 import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
-from nemo_rl.models.generation.vllm.config import VllmConfig
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
 
 from das_adapter.core import routing
 from das_adapter.core.length import Expected
-from das_adapter.core.siblings import NO_SIBLINGS
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.checkpoint import save_history
-from das_adapter.nemo_rl.identity import LABELS, media_of
-from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
-from das_adapter.nemo_rl.tracking import log_waits
+from das_adapter.nemo_rl.settings import LABELS, media_of
+from das_adapter.nemo_rl.tracking import log_exposed_generation
 from das_adapter.protocol.label import Labeller
 from das_adapter.protocol.metrics import figures
 from das_adapter.service import ledger
@@ -35,7 +31,8 @@ _SLOTS = 256
 """Requests that a worker runs at once where its config does not say: vLLM's smallest default."""
 
 _shard: ContextVar[int | None] = ContextVar("das_shard", default=None)
-_live: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
+live: weakref.WeakSet[DasVllmGeneration] = weakref.WeakSet()
+"""The generations of this process."""
 
 
 class DasVllmGeneration(VllmGeneration):
@@ -44,30 +41,26 @@ class DasVllmGeneration(VllmGeneration):
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any):
         self.das = settings.check(config)
         if self.das is not None:
-            log_waits(self.das)
+            log_exposed_generation.apply()
             ledger.ledger()
             self._labeller = Labeller(self.das.verify.seed, resumed=config.get(settings.STEP, 0))
             self._validating = False
             self._expected = Expected()
             self._expected_until = 0.0
-            self._node_of: dict[int, str] | None = None
             self._longest_first = self.das.routing == "longest_first"
-            self._worth = routing.worth_of(self.das) if self._longest_first else NO_SIBLINGS
+            self._worth = routing.worth_of(self.das) if self._longest_first else routing.NO_SIBLINGS
             self._slots = (config.get("vllm_kwargs") or {}).get("max_num_seqs") or _SLOTS
-            if HOST_KEY in VllmConfig.__annotations__ and not config.get(HOST_KEY):
-                sync, asynchronous = WORKERS.values()
-                config[HOST_KEY] = asynchronous if config["vllm_cfg"]["async_engine"] else sync
         super().__init__(cluster, config, *args, **kwargs)
         if self.das is not None:
             self._replicas = routing.Replicas(range(self.dp_size), self._worth, slots=self._slots)
-        _live.add(self)
+        live.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Arrive in another process, such as NeMo-RL's single controller, which writes checkpoints and logs itself."""
         self.__dict__.update(state)
         save_history.apply()
         if self.das is not None:
-            log_waits(self.das)
+            log_exposed_generation.apply()
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Generate a batch; the result's rows are in the batch's order, whatever order they were generated in."""
@@ -77,7 +70,7 @@ class DasVllmGeneration(VllmGeneration):
         if self.das.routing == "host":
             return super().generate(data, greedy=greedy)
         problems = [label.problem for label in data[LABELS]]
-        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots, *self._homes())
+        plan = routing.plan(problems, self._predict(), self.dp_size, self._worth, self._slots)
         result = super().generate(Planned(data, plan), greedy=greedy)
         return result.select_indices(torch.argsort(torch.tensor([row for rows in plan for row in rows])))
 
@@ -136,17 +129,7 @@ class DasVllmGeneration(VllmGeneration):
     def _predict(self) -> Expected:
         if self._longest_first:
             self._expected = ledger.expected(timeout=10)
-            self._replicas.learn(self._expected)
-            self._replicas.settle(*self._homes())
         return self._expected
-
-    def _homes(self) -> tuple[Sequence[str], dict[int, str]]:
-        """Return where problems are at home, and each replica's node (see `Replicas.settle`)."""
-        if self.das is None or not self.das.shares_history or self.das.history.scope == "global":
-            return (), {}
-        if self._node_of is None:
-            self._node_of = dict(enumerate(ray.get(self._on_replicas("das_home"))))
-        return ledger.histories(), self._node_of
 
     def _next_dp_shard_idx(self) -> int:
         chosen = _shard.get()
@@ -171,16 +154,3 @@ class Planned(BatchedDataDict[Any]):
     def shard_by_batch_size(self, shards: int, *args: Any, **kwargs: Any) -> list[SlicedDataDict]:
         assert shards == len(self._plan)
         return [SlicedDataDict(self._whole.select_indices(rows).data) for rows in self._plan]
-
-
-@contextmanager
-def validation() -> Iterator[None]:
-    """Mark all requests made inside as a validation's, in every generation of this process."""
-    generations = list(_live)
-    for generation in generations:
-        generation.set_validating(True)
-    try:
-        yield
-    finally:
-        for generation in generations:
-            generation.set_validating(False)

@@ -5,31 +5,21 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from das_adapter.nemo_rl.checkpoint import begin_history, save_history
-from das_adapter.nemo_rl.settings import HOST_KEY, WORKERS
+from das_adapter.nemo_rl.settings import WORKERS, of_generation
 from das_adapter.patching import patch
 
 
 @patch(
     "nemo_rl.models.generation.vllm.vllm_generation:resolve_generation_worker_cls",
     since="0.6.0",
-    upstream="NVIDIA-NeMo/RL#3809",
-    optional=True,
 )
 def choose_workers(stock: Any) -> Any:
-    """Without it generations with an active block get the stock workers. Needed up to NeMo-RL 0.6.0; later versions
-    have a key for it, which `DasVllmGeneration` sets. Remove this patch when the oldest supported NeMo-RL has the key
-    of NVIDIA-NeMo/RL#3809."""
-    from nemo_rl.models.generation.vllm.vllm_generation import VllmConfig
-
-    from das_adapter.nemo_rl.settings import of_generation
-
-    if HOST_KEY in VllmConfig.__annotations__:
-        return stock
+    """Without it generations with an active block get the stock workers. Remove this patch when the oldest supported
+    NeMo-RL has the key of NVIDIA-NeMo/RL#3809."""
 
     @functools.wraps(stock)
     def resolve(default_cls: str, config: Any) -> str:
@@ -67,12 +57,18 @@ def use_our_generation(stock: Any) -> Any:
 def mark_validation(stock: Any) -> Any:
     """Without it validation rollouts enter the history. Remove this patch when NeMo-RL marks requests of a
     validation."""
-    from das_adapter.nemo_rl.generation import validation
+    from das_adapter.nemo_rl.generation import live
 
     @functools.wraps(stock)
     def validate(*args: Any, **kwargs: Any) -> Any:
-        with validation():
+        generations = list(live)
+        for generation in generations:
+            generation.set_validating(True)
+        try:
             return stock(*args, **kwargs)
+        finally:
+            for generation in generations:
+                generation.set_validating(False)
 
     return validate
 
@@ -98,13 +94,3 @@ def _built_environment(worker: str) -> str | None:
     named after das-adapter's worker would be built anew, without das-adapter."""
     python = Path(os.environ.get("NEMO_RL_VENV_DIR", "venvs")) / worker / "bin" / "python"
     return str(python) if python.exists() else None
-
-
-def run(script: str, arguments: list[str]) -> None:
-    """Run a NeMo-RL entry script, with its arguments, under das-adapter."""
-    import runpy
-
-    install()
-    sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
-    runpy.run_path(script, run_name="__main__")

@@ -1,4 +1,4 @@
-"""Read the `das:` block of a NeMo-RL config, and refuse what it excludes there."""
+"""Read the `das:` block of a NeMo-RL config, and refuse what it excludes there; the keys of NeMo-RL's that are used."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from das_adapter import compat
 from das_adapter.config import DasConfig, block_of, check_files, parse
+from das_adapter.core.identity import media_hash
 from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import refuse_arguments
 
@@ -16,10 +17,12 @@ WORKERS = {
     f"{_VLLM}.vllm_worker.VllmGenerationWorker": "das_adapter.nemo_rl.workers.DasGenerationWorker",
     f"{_VLLM}.vllm_worker_async.VllmAsyncGenerationWorker": "das_adapter.nemo_rl.workers.DasAsyncGenerationWorker",
 }
-HOST_KEY = "worker_extension_cls_fqn"
-"""NeMo-RL's own key of `policy.generation` for a generation worker from outside, in the versions that have it."""
 BLOCK = f"{GENERATION}.das"
-ADDITIONAL = f"{GENERATION}.vllm_kwargs.additional_config"
+LABELS = "das_labels"
+"""Key of a NeMo-RL generation batch: the `Label` of each row. NeMo-RL gives its generation only the prompts, so the
+first turn's is a problem's identity (`protocol.label.Labeller`)."""
+MEDIA = ("vllm_images", "vllm_audios", "vllm_videos")
+"""Keys of a NeMo-RL generation batch whose rows belong to a problem and leave only place holders in its prompt."""
 STEP = "_das_step"
 """Key of `policy.generation`, set at the start: training step of the checkpoint from which the run resumes, else 0."""
 FACTS = "_das_facts"
@@ -28,16 +31,8 @@ FACTS = "_das_facts"
 
 
 def of_generation(generation: Mapping[str, Any]) -> DasConfig | None:
-    """Return the block of a generation config (`policy.generation`); None leaves NeMo-RL as it is.
-
-    The engine reads the block from `vllm_kwargs.additional_config.das`, where the overlay puts it too; one of the two
-    places is enough, and both must agree.
-    """
-    block = block_of(generation, GENERATION)
-    engine = block_of(_vllm_kwargs(generation).get("additional_config"), ADDITIONAL)
-    if block is not None and engine is not None and parse(block) != parse(engine):
-        raise ConfigError(f"{BLOCK} and {ADDITIONAL}.das differ: set the latter to ${{{BLOCK}}}, or remove it")
-    return parse(engine if block is None else block)
+    """Return the block of a generation config (`policy.generation`); None leaves NeMo-RL as it is."""
+    return parse(block_of(generation, GENERATION))
 
 
 def check(generation: Mapping[str, Any]) -> DasConfig | None:
@@ -52,21 +47,30 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
         return None
     if generation.get("backend", "vllm") != "vllm":
         raise ConfigError(f"{BLOCK}: found {GENERATION}.backend={generation['backend']!r}, allowed: 'vllm'")
-    refuse_arguments(das, BLOCK, f"{GENERATION}.vllm_kwargs", _vllm_kwargs(generation))
+    refuse_arguments(das, BLOCK, f"{GENERATION}.vllm_kwargs", generation.get("vllm_kwargs") or {})
     stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
     if das.drafter != "none" and stages > 1:
         raise ConfigError(
             f"{BLOCK}.drafter={das.drafter!r}: found {GENERATION}.vllm_cfg.pipeline_parallel_size={stages}, allowed: 1"
         )
-    if generation.get("quant_cfg") is not None:
-        raise ConfigError(
-            f"{BLOCK}: found {GENERATION}.quant_cfg={generation['quant_cfg']!r}, whose workers take the place of "
-            "das-adapter's; allowed: null"
-        )
+    for key in ("quant_cfg", "worker_extension_cls_fqn"):
+        if generation.get(key) is not None:
+            raise ConfigError(
+                f"{BLOCK}: found {GENERATION}.{key}={generation[key]!r}, whose workers take the place of "
+                "das-adapter's; allowed: null"
+            )
     check_files(das)
     compat.require("nemo_rl")
     return das
 
 
-def _vllm_kwargs(generation: Mapping[str, Any]) -> Mapping[str, Any]:
-    return generation.get("vllm_kwargs") or {}
+def media_of(data: Mapping[str, Any], rows: int) -> list[list[str]]:
+    """Return the hashes of the images, sound and video of each row of a generation batch."""
+    known: dict[int, str] = {}  # the samples of a problem share them
+
+    def found(item: Any) -> str:
+        if id(item) not in known:
+            known[id(item)] = media_hash(item)
+        return known[id(item)]
+
+    return [[found(item) for name in MEDIA if name in data for item in data[name][row] or ()] for row in range(rows)]

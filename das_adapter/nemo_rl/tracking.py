@@ -5,21 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from das_adapter.config import DasConfig
 from das_adapter.patching import patch
-from das_adapter.service.session import note_wait
 
 _WAITS = ("exposed_generation", "generation")
 """What NeMo-RL's trainers call the time in which they wait for rollouts: what training does not hide where they
 overlap, all of it where they alternate."""
-_of_run: list[DasConfig] = []
-"""The block of the run that this process trains."""
-
-
-def log_waits(das: DasConfig) -> None:
-    """Log from now on how long training waits for rollouts."""
-    _of_run[:] = [das]
-    log_exposed_generation.apply()
 
 
 @patch("nemo_rl.utils.logger:Logger.log_metrics", since="0.6.0", needs="metrics, step, prefix")
@@ -32,8 +22,6 @@ def log_exposed_generation(stock: Any) -> Any:
         waited = next((metrics[name] for name in _WAITS if name in metrics), None)
         if prefix == "timing/train" and waited is not None:
             self.log_metrics({"das/exposed_generation_s": float(waited)}, step, prefix="train")
-            for das in _of_run:
-                note_wait(das, step, float(waited))
         stock(self, metrics, step, prefix, *args, **kwargs)
 
     return log_metrics

@@ -11,56 +11,55 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from das_adapter.config import DasConfig
 from das_adapter.nemo_rl import settings
-from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, SyncEngineHooks, labels
-from das_adapter.nemo_rl.identity import LABELS
+from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, EngineHooks, SyncEngineHooks, labels
+from das_adapter.nemo_rl.settings import LABELS
 from das_adapter.protocol.engine_args import REFRESHER, SETTINGS_KEY, engine_env
-from das_adapter.service.ledger import history_here
 from das_adapter.service.session import for_run
 
-
-def prepare_engine(config: Any, llm_kwargs: dict[str, Any]) -> DasConfig:
-    """Give an engine its block: the plug-in in its processes does what the block says.
-
-    A response must end at `vllm_cfg.max_model_len`, whether drafts reach past it or not. NeMo-RL is told to cap it
-    there; its clamp for speculative runs, K + 1 tokens earlier, does not see a drafter that the block chose.
-    """
-    das = settings.of_generation(config)
-    assert das is not None, "these workers are chosen for an active das: block only"
-    os.environ.update(engine_env(das))
-    config["vllm_cfg"]["cap_max_tokens_to_context"] = True
-    additional = llm_kwargs.get("additional_config") or {}
-    llm_kwargs["additional_config"] = {**additional, SETTINGS_KEY: for_run(das).to_dict(), REFRESHER: "host"}
-    return das
+_NSIGHT = dict(get_nsight_config_if_pattern_matches("vllm_generation_worker"))
 
 
-def source_of(llm_kwargs: dict[str, Any]) -> int:
-    """Return what tells this worker's own labels from those of the driver (0) and of other workers."""
-    return 1 + (llm_kwargs.get("seed") or 0)
+class _Worker:
+    """What both kinds of workers have: an engine with hooks, and answers to calls of the generation."""
 
+    cfg: Any
+    llm: Any
+    hooks_class: type[EngineHooks]
 
-class _Calls:
-    """Calls of the generation that both kinds of workers answer."""
+    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
+        """Give the engine its block: the plug-in in its processes does what the block says.
 
-    hooks: Any
+        A response must end at `vllm_cfg.max_model_len`, whether drafts reach past it or not. NeMo-RL is told to cap it
+        there; its clamp for speculative runs, K + 1 tokens earlier, does not see a drafter that the block chose.
+        """
+        das = settings.of_generation(self.cfg)
+        assert das is not None, "these workers are chosen for an active das: block only"
+        os.environ.update(engine_env(das))
+        self.cfg["vllm_cfg"]["cap_max_tokens_to_context"] = True
+        additional = llm_kwargs.get("additional_config") or {}
+        llm_kwargs["additional_config"] = {**additional, SETTINGS_KEY: for_run(das).to_dict(), REFRESHER: "host"}
+        if self.hooks_class is AsyncEngineHooks and das.routing == "longest_first":
+            llm_kwargs.setdefault("scheduling_policy", "priority")
+        super()._create_engine(llm_kwargs)  # type: ignore[misc]
+        source = f"worker {llm_kwargs.get('seed') or 0}"
+        owner = getattr(self, "_engine_owner_loop", None)  # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
+        self.hooks = self.hooks_class(self.llm, das, source, self.cfg.get(settings.STEP, 0), owner and owner.loop)
 
     def das_validation(self, on: bool) -> None:
         """Mark requests from now on as a validation's; off: no longer."""
         self.hooks.validating = on
 
-    def das_home(self) -> str:
-        """Return the name of the history on this node."""
-        return history_here()
+    def das_report(self) -> Any:
+        """Return the counts since the last report."""
+        return self.hooks.report()
 
 
-class DasGenerationWorkerImpl(_Calls, VllmGenerationWorkerImpl):
+@ray.remote(runtime_env=_NSIGHT)
+class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
     """One data-parallel replica of a synchronous run."""
 
-    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        das = prepare_engine(self.cfg, llm_kwargs)
-        super()._create_engine(llm_kwargs)
-        self.hooks = SyncEngineHooks(self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0))
+    hooks_class = SyncEngineHooks
 
     def post_init(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
@@ -75,23 +74,12 @@ class DasGenerationWorkerImpl(_Calls, VllmGenerationWorkerImpl):
         finally:
             labels.reset(token)
 
-    def das_report(self) -> list[dict[str, Any]]:
-        """Return the counts since the last report."""
-        return self.hooks.report()
 
-
-class DasAsyncGenerationWorkerImpl(_Calls, VllmAsyncGenerationWorkerImpl):
+@ray.remote(runtime_env=_NSIGHT)
+class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
     """One data-parallel replica of an asynchronous run."""
 
-    def _create_engine(self, llm_kwargs: dict[str, Any]) -> None:
-        das = prepare_engine(self.cfg, llm_kwargs)
-        if das.routing == "longest_first":
-            llm_kwargs.setdefault("scheduling_policy", "priority")
-        super()._create_engine(llm_kwargs)
-        owner = getattr(self, "_engine_owner_loop", None)  # `vllm_cfg.engine_owner_loop`, from NeMo-RL 0.8 on
-        self.hooks = AsyncEngineHooks(
-            self.llm, das, source_of(llm_kwargs), self.cfg.get(settings.STEP, 0), loop=owner and owner.loop
-        )
+    hooks_class = AsyncEngineHooks
 
     async def post_init_async(self) -> None:
         """Set NUMA binding up as the stock worker does; check that das-adapter is in the engine."""
@@ -104,19 +92,6 @@ class DasAsyncGenerationWorkerImpl(_Calls, VllmAsyncGenerationWorkerImpl):
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 
-    async def das_report(self) -> list[dict[str, Any]]:
-        """Return the counts since the last report."""
+    async def das_report(self) -> Any:
+        """As `_Worker.das_report`."""
         return await self.hooks.report()
-
-
-_NSIGHT = get_nsight_config_if_pattern_matches("vllm_generation_worker")
-
-
-@ray.remote(runtime_env={**_NSIGHT})
-class DasGenerationWorker(DasGenerationWorkerImpl):
-    """The Ray actor of a synchronous replica."""
-
-
-@ray.remote(runtime_env={**_NSIGHT})
-class DasAsyncGenerationWorker(DasAsyncGenerationWorkerImpl):
-    """The Ray actor of an asynchronous replica."""

@@ -15,16 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from das_adapter import __version__
 from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
 
-_WAITS = "waits.jsonl"
-_OCTAVES = 24
 _LINES = 256
 """Lines that are written together."""
 
@@ -59,13 +54,6 @@ class Request(NamedTuple):
     end: float
 
 
-class Acceptance(NamedTuple):
-    """Draft tokens since the last weight sync, by the power of two of the response's length so far."""
-
-    drafted: list[int]
-    accepted: list[int]
-
-
 class WeightSync(NamedTuple):
     """A weight sync, which ends a rollout."""
 
@@ -85,8 +73,8 @@ class Counts(NamedTuple):
     """`protocol.metrics.EngineStats`; `propose_seconds` is empty."""
 
 
-Record = Step | Request | Acceptance | WeightSync | Counts
-_KINDS: dict[str, type] = {"s": Step, "r": Request, "a": Acceptance, "v": WeightSync, "c": Counts}
+Record = Step | Request | WeightSync | Counts
+_KINDS: dict[str, type] = {"s": Step, "r": Request, "v": WeightSync, "c": Counts}
 
 
 class DecisionLog:
@@ -97,30 +85,15 @@ class DecisionLog:
         Path(directory).mkdir(parents=True, exist_ok=True)
         self.path = Path(directory) / f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.jsonl"
         self._lines = [json.dumps(["run", __version__, os.getpid()])]
-        self._drafted, self._accepted = np.zeros(_OCTAVES), np.zeros(_OCTAVES)
         self._ended = False
 
     def add(self, record: Record) -> None:
-        """Write a record, if not at once."""
+        """Write a record, if not at once: after a weight sync everything so far is on disk."""
         kind = next(kind for kind, record_type in _KINDS.items() if isinstance(record, record_type))
         values = [round(value, 6) if isinstance(value, float) else value for value in record]
         self._lines.append(json.dumps([kind, *values], separators=(",", ":")))
-        if len(self._lines) >= _LINES:
+        if len(self._lines) >= _LINES or isinstance(record, WeightSync):
             self.flush()
-
-    def verified(self, written: npt.NDArray[Any], drafted: npt.NDArray[Any], accepted: npt.NDArray[Any]) -> None:
-        """Count where in their responses drafts were verified: tokens before, draft tokens, accepted; shape (b,)
-        each."""
-        octave = np.log2(np.maximum(written, 1)).astype(np.int64)
-        self._drafted += np.bincount(octave, weights=drafted, minlength=_OCTAVES)
-        self._accepted += np.bincount(octave, weights=accepted, minlength=_OCTAVES)
-
-    def sync(self, record: WeightSync) -> None:
-        """Write a weight sync; everything so far is on disk after it."""
-        self.add(Acceptance(self._drafted.astype(int).tolist(), self._accepted.astype(int).tolist()))
-        self._drafted[:] = self._accepted[:] = 0
-        self.add(record)
-        self.flush()
 
     def flush(self) -> None:
         """Write what was kept back. Where the disk is full the log ends, and nothing else does."""
@@ -134,35 +107,6 @@ class DecisionLog:
         self._lines.clear()
 
 
-def note_wait(directory: str, step: int, seconds: float) -> None:
-    """Add to a run's logs how long training waited for the rollouts of a step; where the disk is full it is left
-    out."""
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        with (Path(directory) / _WAITS).open("a") as file:
-            file.write(json.dumps([step, round(seconds, 6)]) + "\n")
-    except OSError as error:
-        logger.error("das: %s lacks the wait of step %s: %r", directory, step, error)
-
-
-def read_waits(directory: Path) -> dict[int, float]:
-    """Return the seconds that training waited for the rollouts of each step, as far as `note_wait` wrote them in a
-    directory or under it; of a step that was trained twice the last.
-
-    Raises:
-        DasError: a line is no such record.
-    """
-    found: dict[int, float] = {}
-    for path in sorted(directory.rglob(_WAITS)):
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            try:
-                step, seconds = json.loads(line)
-                found[int(step)] = float(seconds)
-            except (TypeError, ValueError) as error:
-                raise DasError(f"report: {path}, line {number}: {error}") from None
-    return dict(sorted(found.items()))
-
-
 @dataclass
 class Rollout:
     """What happened between two weight syncs in one engine."""
@@ -171,7 +115,6 @@ class Rollout:
     """Name of the log file."""
     steps: list[Step] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
-    acceptance: Acceptance | None = None
     counts: list[dict[str, Any]] = field(default_factory=list)
     """`Counts.stats`."""
     end: WeightSync | None = None
@@ -215,8 +158,6 @@ def _rollouts(path: Path) -> Iterator[Rollout]:
             current.steps.append(record)
         elif isinstance(record, Request):
             current.requests.append(record)
-        elif isinstance(record, Acceptance):
-            current.acceptance = record
         elif isinstance(record, Counts):
             current.counts.append(record.stats)
         else:

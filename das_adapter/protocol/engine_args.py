@@ -105,7 +105,6 @@ def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
 
 
 def _neural(config: DasConfig) -> dict[str, Any]:
-    """Return what vLLM is told of a neural drafter."""
     model = {} if config.draft.model is None else {"model": config.draft.model}
     return {"method": config.method, **config.draft.options, **model}
 
@@ -117,14 +116,17 @@ def draft_lengths(config: DasConfig) -> tuple[int, ...]:
 
 
 class DraftTokens(int):
-    """How many tokens are drafted for each request at the end of a step, and whether a model drafts them where nothing
-    better is in the history. vLLM's scheduler hands it on as the number that it is."""
+    """How many tokens are drafted for each request at the end of a step. vLLM's scheduler hands it on as the number
+    that it is."""
 
     by_model: bool
+    """Whether a model drafts them where nothing better is in the history."""
+    looks: bool
+    """Whether it is looked up what the history has."""
 
-    def __new__(cls, tokens: int, by_model: bool = False) -> DraftTokens:
+    def __new__(cls, tokens: int, by_model: bool = False, looks: bool = True) -> DraftTokens:
         made = super().__new__(cls, tokens)
-        made.by_model = by_model
+        made.by_model, made.looks = by_model, looks
         return made
 
 

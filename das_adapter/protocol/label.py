@@ -69,11 +69,14 @@ class Label:
 class Labeller:
     """Labels requests. The n-th request of a problem gets the same seed in every run that asks in the same order."""
 
-    def __init__(self, run_seed: int, source: int = 0, resumed: int = 0):
+    COUNTED = 2**20
+    """Problems whose requests are counted, at most; then counting begins anew, with other seeds."""
+
+    def __init__(self, run_seed: int, source: str = "", resumed: int = 0):
         """
         Args:
             run_seed: `verify.seed`.
-            source: tells labellers apart that count the same problems independently (HTTP servers of two workers).
+            source: tells labellers apart that count the same problems independently, such as those of two HTTP servers.
             resumed: training step from which the run resumes; what was drawn before that is not drawn again.
         """
         self._run_seed = run_seed
@@ -81,6 +84,8 @@ class Labeller:
         self._source = source
         self._first_turns = FirstTurns()
         self._drawn: Counter[tuple[int, bool]] = Counter()
+        self._counts = 0
+        """How often counting began anew."""
 
     def label(self, prompt: Any, validate: bool, media: Sequence[str] = ()) -> Label:
         """Label a request with a prompt (token ids without padding, and the hashes of its images, sound and video);
@@ -88,7 +93,11 @@ class Labeller:
         problem = self._first_turns.problem(np.asarray(prompt, dtype=np.int32), media)
         number = self._drawn[problem, validate]
         self._drawn[problem, validate] += 1
-        seed = request_seed(self._run_seed, problem, self._resumed, -1 - number if validate else number, self._source)
+        row = f"{self._source}/{self._counts}/{'validation' if validate else ''}"
+        seed = request_seed(self._run_seed, problem, self._resumed, number, row)
+        if len(self._drawn) >= self.COUNTED:
+            self._drawn.clear()
+            self._counts += 1
         return Label(problem, seed, record=not validate)
 
 

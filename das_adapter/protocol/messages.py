@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass
 
 from das_adapter.core.length import RESPONSE, Responses
 
@@ -21,14 +22,6 @@ class Trajectory(NamedTuple):
     """int32 token ids, the prompt excluded."""
     version: int
     """Weight version that wrote it."""
-    request: int = 0
-    """64-bit identity of the request that wrote it: equal texts of two samples differ in it."""
-
-    @property
-    def digest(self) -> bytes:
-        """A hash of all fields: one and the same trajectory that comes twice has it twice."""
-        fields = f"{self.problem} {self.version} {self.request}".encode()
-        return hashlib.blake2b(self.tokens, digest_size=16, key=fields).digest()
 
 
 def responses(trajectories: Iterable[Trajectory]) -> Responses:
@@ -47,12 +40,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-_ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8"), ("request", "<u8")])
+_ROW = np.dtype([("problem", "<u8"), ("bytes", "<u8"), ("version", "<i8")])
 
 
 def pack(trajectories: Sequence[Trajectory]) -> bytes:
     """Return trajectories as bytes: their number, a row for each, then their texts."""
-    rows = np.array([(t.problem, len(t.tokens), t.version, t.request) for t in trajectories], _ROW)
+    rows = np.array([(t.problem, len(t.tokens), t.version) for t in trajectories], _ROW)
     return b"".join([np.uint64(len(rows)).tobytes(), rows.tobytes(), *(t.tokens for t in trajectories)])
 
 
@@ -64,8 +57,8 @@ def unpack(content: bytes) -> list[Trajectory]:
     if count and ends[-1] != len(content):
         raise ValueError(f"found {len(content)} bytes of trajectories, expected {ends[-1]}")
     return [
-        Trajectory(problem, content[end - size : end], version, request)
-        for (problem, size, version, request), end in zip(rows.tolist(), ends.tolist(), strict=True)
+        Trajectory(problem, content[end - size : end], version)
+        for (problem, size, version), end in zip(rows.tolist(), ends.tolist(), strict=True)
     ]
 
 
@@ -92,24 +85,15 @@ class Refresh:
     draft_length: int | None = None
     """Length of the policy copy's drafts, where the config has a ladder."""
 
-    @classmethod
-    def of(cls, payload: dict[str, Any]) -> Refresh:
-        """Read a message from its `payload`."""
-        found = dict(payload)
-        if "trajectories" in found:
-            found["trajectories"] = [Trajectory(*row) for row in found["trajectories"]]
-        if found.get("history") is not None:
-            found["history"] = Published(*found["history"])
-        return cls(**found)
-
     @property
     def responses(self) -> Responses:
         """Lengths of all responses that are new to the engine."""
         return np.concatenate([responses(self.trajectories), np.frombuffer(self.lengths, RESPONSE)])
 
     def payload(self) -> dict[str, Any]:
-        """Return the fields that are not at their default."""
-        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) not in (None, (), [], b"")}
+        """Return the fields that are not at their default, of which `Refresh(**payload)` makes the same message."""
+        found: dict[str, Any] = TypeAdapter(Refresh).dump_python(self, exclude_defaults=True)
+        return found
 
 
 class Refreshed(TypedDict, total=False):
@@ -119,8 +103,6 @@ class Refreshed(TypedDict, total=False):
     """Of the history that is mapped, 0: none. Missing where the rank drafts from no history."""
     problems: int
     """With history, those of other nodes included; in the answer to `visit`."""
-    requantise_s: float
-    """Seconds that quantising the policy copy took."""
     error: str
     """What went wrong; the rank goes on without drafts."""
 
@@ -133,3 +115,13 @@ class Started(TypedDict):
     sampler: str
     runner: str
     """vLLM's model runner: V1 or V2."""
+
+
+async def call_workers(engine: Any, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
+    """Call a method of every worker of vLLM's `AsyncLLM`; return the answers of each data-parallel engine's ranks. Its
+    own `collective_rpc` calls all of them too, and returns the answers of the first engine's alone."""
+    core: Any = getattr(engine, "engine_core", None)
+    if len(engines := getattr(core, "core_engines", ())) < 2:
+        return [await engine.collective_rpc(method, args=args)]
+    calls = (core._call_utility_async("collective_rpc", method, None, args, None, engine=one) for one in engines)
+    return list(await asyncio.gather(*calls))

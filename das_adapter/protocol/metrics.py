@@ -6,72 +6,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import numpy as np
 
 from das_adapter.core.account import collapsed
 from das_adapter.core.staleness import AGES
 
-
-class EngineStats(TypedDict, total=False):
-    """A worker's answer to `stats`: its `Counters`, and what its drafter adds."""
-
-    steps: int
-    request_forwards: int
-    drafted_forwards: int
-    draft_tokens: int
-    accepted_tokens: int
-    tokens: int
-    busy_seconds: float
-    propose_seconds: list[float]
-    error: str | None
-    alarm: str | None
-    model_runner: int
-    """vLLM's: 1 or 2."""
-    history_tokens: int
-    history_bytes: int
-    live_bytes: int
-    """Of the live text in a worker's index."""
-    history_requests: int
-    """Requests of training rollouts that began."""
-    history_hits: int
-    """Those of them whose problem had sealed history."""
-    history_lost: int
-    """Those whose problem had none although the run has met it before."""
-    lost_because: str
-    """The likely reason, and what to do."""
-    staleness: list[list[int]]
-    """`core.staleness.Staleness.take`."""
-    siblings: Sequence[float]
-    """`core.routing.Moments`."""
-    class_steps: list[float]
-    """This and the following: `core.controller.Controller.take`."""
-    class_drafts: list[float]
-    time_saved_s: float
-    latency_model_error: float
-    of_stock: float | None
-    state: str
-    """`core.account.State`."""
-    reason: str | None
-    """Why nothing is drafted although there might be something to draft."""
-    slow: str | None
-    capacity: tuple[float, float] | None
-    requantise_s: float
-    """Seconds that quantising the policy copy took."""
-    drafter_bytes: int
-    drafter_full_bytes: int
-    """Of the policy's experts, which its copy does not quantise."""
-    drafter_graphs: int
-    """CUDA graphs captured of the policy copy's passes."""
-    drafter_passes: int
-    """Forward passes of a model that drafts: the policy copy, a neural drafter."""
-    self_acceptance: float
-    """Chance that a draft token of the policy copy is accepted, given that all before it were."""
-    self_counts: tuple[int, int]
-    """Draft tokens of the policy copy, and those accepted, in training rollouts."""
-    neural_counts: tuple[int, int]
-    """Those of a neural drafter."""
+EngineStats = dict[str, Any]
+"""A worker's answer to `stats`, plain numbers by name: its `Counters`, `model_runner` (vLLM's, 1 or 2), and what
+`core.controller.Controller.take`, `engine.history.HistorySource.stats` and a model that drafts add."""
 
 
 @dataclass
@@ -112,18 +56,25 @@ class Counters:
 
     def take(self) -> EngineStats:
         """Return the counts as plain numbers (`merge` adds them up over workers), and start again at zero."""
-        counts = cast(EngineStats, dict(vars(self)))
+        counts = dict(vars(self))
         self.__init__(error=self.error, alarm=self.alarm)  # type: ignore[misc]
         return counts
 
 
 class RolloutClock:
-    """When a replica's rollouts of one step began and ended, and a hash of their tokens."""
+    """When a replica's rollouts of one step began and ended, a hash of their tokens, and the noise they drew."""
 
     def __init__(self) -> None:
         self._begin = float("inf")
         self._ends: list[float] = []
         self._hash = 0
+        self._draws: list[int] = []
+
+    def drew(self, seed: int, problem: int, start: int) -> None:
+        """Count the noise of one response: the label's seed and problem, and where its text begins. A response that
+        agrees with another in all three is a copy of it, which no two requests of a run may be."""
+        about = f"{seed}/{problem}/{start}".encode()
+        self._draws.append(int.from_bytes(hashlib.blake2b(about, digest_size=8).digest(), "little"))
 
     def finished(self, begin: float, end: float, seed: int, tokens: bytes) -> None:
         """Count one response, int32 token ids, to a request with this seed; times in seconds since the epoch."""
@@ -133,8 +84,9 @@ class RolloutClock:
         self._hash += int.from_bytes(digest, "little")
 
     def take(self) -> dict[str, Any]:
-        """Return begin, ends and the hash, which does not depend on the order, and start again."""
-        taken = {"begin": self._begin, "ends": self._ends, "token_hash": self._hash % 2**48}
+        """Return begin, ends, draws and the hash, which does not depend on the order, and start again."""
+        hashed = self._hash % 2**48
+        taken = {"begin": self._begin, "ends": self._ends, "token_hash": hashed, "draws": self._draws}
         self.__init__()  # type: ignore[misc]
         return taken
 
@@ -163,7 +115,7 @@ def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 _LARGEST = (
     *("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"),
-    *("history_tokens", "history_bytes", "live_bytes", "staged_bytes"),
+    *("history_tokens", "history_bytes", "live_bytes"),
 )
 """Figures that are not added up: the largest of all engines is logged."""
 
@@ -226,10 +178,16 @@ def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     total = {name: sum(part.get(name, 0) for part in parts) for name in counted}
     if "alarm" not in found and (alarm := collapsed(total["draft_tokens"], total["accepted_tokens"])):
         found["alarm"] = alarm
+    draws = [draw for part in parts for draw in part.get("draws", ())]
+    if copies := len(draws) - len(set(draws)):
+        found["draws"] = (
+            f"{copies} of {len(draws)} responses drew the noise of another request, and repeat its tokens: "
+            "two requests had the same seed"
+        )
     lost, requests = total["history_lost"], total["history_requests"]
     if lost >= max(LOST_REQUESTS, LOST_SHARE * requests):
-        because = next(part["lost_because"] for part in parts if part.get("history_lost"))
         found["history"] = (
-            f"{lost} of {requests} requests found no history of their problem, which the run has met before. {because}"
+            f"{lost} of {requests} requests found no history of their problem, which the run has met before: "
+            "das.history.max_bytes is full, or lines that begin with 'das: history:' say more"
         )
     return found

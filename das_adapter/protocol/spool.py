@@ -3,7 +3,7 @@
     writer, users, janitor   locks: of the writer, of engines without a host, of the process that removes the directory
     manifest-*, segments-*   what the writer has published, see `core.index.store`
     spool/                   batch-*: trajectories of an engine here; texts-*: from another node;
-                             segments-*: history of problems that moved here from another node;
+                             away-HISTORY-*: on their way to another node;
                              ask-ENGINE, answer-ENGINE: a request for a generation and its answer, where there is no Ray
 
 Files are left whole or not at all, for this user alone. Nothing in them is unpickled.
@@ -36,7 +36,7 @@ SHARED_MEMORY = Path("/dev/shm")
 FOLDER = "spool"
 USERS = "users"
 """File that engines without a host lock, shared, as long as they live."""
-BATCH, TEXTS, SEGMENTS = KINDS = "batch", "texts", "segments"
+BATCH, TEXTS, AWAY = "batch", "texts", "away"
 ASK, ANSWER = "ask", "answer"
 GRACE_S = 20.0
 """How long a directory outlives its writer, or its last engine, so that one that is started again finds it."""

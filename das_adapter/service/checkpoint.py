@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -38,7 +37,6 @@ class Facts:
     """Facts that must be the same where a history is used again."""
 
     scope: str
-    vocabulary: int
     tokenizer: str
     """Fingerprint of the tokenizer's tokens and their ids."""
 
@@ -47,12 +45,12 @@ class Facts:
         """Return the facts of a run with this `history.scope` and tokenizer (Hugging Face's)."""
         tokens = sorted(tokenizer.get_vocab().items())
         digest = hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
-        return cls(scope, len(tokens), digest)
+        return cls(scope, digest)
 
 
 def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callable[[Path], int]) -> None:
     """Write a history to a directory, in the place of what was there, all of it or nothing: it gets its name when
-    everything is on the disk. `save_parts` writes the index to a directory, a file `0`, `1`, ... for each node, and
+    everything is written. `save_parts` writes the index to a directory, a file `0`, `1`, ... for each node, and
     returns how many.
 
     Raises:
@@ -67,11 +65,8 @@ def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callabl
             (partial / INDEX / str(part)).stat()  # another node may have another directory of this name
         np.save(partial / _LENGTHS, lengths.view(np.uint64).reshape(-1, 3))
         (partial / _FACTS).write_text(json.dumps({**asdict(facts), "parts": count}, indent=1) + "\n")
-        for written in (partial / _LENGTHS, partial / _FACTS, partial / INDEX, partial):
-            _to_disk(written)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
-        _to_disk(directory.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -81,7 +76,7 @@ def check(directory: Path, facts: Facts, key: str) -> None:
     """Refuse a history that can't be used in a run, after reading all of it; `key` of the config chose the directory.
 
     Raises:
-        DasError: no history lies there, it is damaged, or it has another scope, vocabulary or tokenizer.
+        DasError: no history lies there, it is damaged, or it has another scope or tokenizer.
     """
     try:
         said = json.loads((directory / _FACTS).read_text())
@@ -118,14 +113,6 @@ def lengths(directory: Path, version: int) -> Responses:
     return found
 
 
-def _to_disk(path: Path) -> None:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
 def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None, version: int) -> None:
     """Choose what the run's history starts with, before the first weight sync: the history of the checkpoint from which
     the trainer resumes, else that of `history.load`, else nothing. A checkpoint whose history can't be used is
@@ -139,21 +126,21 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
         version: the run's weight version; what is loaded counts as no newer.
 
     Raises:
-        DasError: what `history.load` names is no history, is damaged, or has another scope, vocabulary or tokenizer.
+        DasError: what `history.load` names is no history, is damaged, or has another scope or tokenizer.
     """
-    found: Responses | None = None
-    if resumed is not None:
-        directory = (resumed / NAME).absolute()
+    for key, place in ("checkpoint", resumed and resumed / NAME), (f"{block}.history.load", config.load):
+        if place is None:
+            continue
+        directory = Path(place).absolute()
         try:
-            check(directory, facts, "checkpoint")
+            check(directory, facts, key)
             found = lengths(directory, version)
+            break
         except DasError as error:
+            if key != "checkpoint":
+                raise
             logger.error("das: the checkpoint %s has no history to resume from: %s", resumed, error)
-    if found is None and config.load is not None:
-        directory = Path(config.load).absolute()
-        check(directory, facts, f"{block}.history.load")
-        found = lengths(directory, version)
-    if found is None:
+    else:
         return
     service = ledger()
     try:
@@ -165,7 +152,7 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
         logger.error("das: the history does not start with %s: %r", directory, error)
 
 
-def save(folder: Path, facts: Facts, config: HistoryConfig) -> None:
+def save(folder: Path, facts: Facts) -> None:
     """Save the run's history in a checkpoint's folder, which every node sees, wholly or not at all; if that fails, a
     line in the log says so and the run goes on."""
     try:

@@ -64,7 +64,6 @@ def _watch(directory: Path, grace_s: float) -> None:
 
 
 def _remove_unused(directory: Path) -> None:
-    """Remove a directory; OSError: engines use it."""
     with (directory / "users").open("a+") as users:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(directory, ignore_errors=True)

@@ -6,24 +6,18 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import ray
 
 from das_adapter.core.ladder import Ladder
-from das_adapter.core.latency import Capacity
-from das_adapter.core.length import Expected, LengthLog, Responses
-from das_adapter.core.siblings import Moments
+from das_adapter.core.length import Expected, LengthLog
 from das_adapter.protocol.metrics import faults, figures
 
 logger = logging.getLogger("das_adapter")
 
-SIBLINGS_FADE = 0.9
-"""Share of what requests have shown of their siblings' worth that a training step leaves."""
-_NODES_S = 10.0
-"""How long replicas may take to say on which node they are."""
 _started: list[Any] = []
 """Handles of the actors that this process started: an actor ends with the last handle that it was started through."""
 
@@ -52,14 +46,11 @@ class Ledger(LengthLog):
         """Faults that were logged."""
         self._start: tuple[str | None, int] = None, 0
         self._nodes: tuple[str, ...] = ()
-        self._first: frozenset[str] = frozenset()
-        """The nodes of the first weight sync."""
         self._ladder: Ladder | None = None
         self._climbed = 0
         self._version, self._heard = -1, 0
         self._lengths: dict[int, ray.ObjectRef] = {}
         self._expected: ray.ObjectRef | None = None
-        self._siblings = Moments()
 
     def sync(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced:
         """Tell an engine, or a node's history for its engines, what the run knows, at a weight sync to `version`. The
@@ -73,17 +64,15 @@ class Ledger(LengthLog):
             self._version, self._heard = version, self.count
             self._lengths, self._expected = {}, None
             self._nodes = histories()
-            self._first = self._first or frozenset(self._nodes)
         if cursor not in self._lengths:
             self._lengths[cursor] = ray.put(self.since(cursor, self._heard))
         length = self.draft_length(rungs, version) if rungs else None
         return Synced(self._heard, self._lengths[cursor], length, self._nodes)
 
     def expected(self) -> ray.ObjectRef:
-        """Return the arguments of `core.length.Expected` at the last weight sync: an object that all share."""
+        """Return the predicted lengths at the last weight sync, as an object that all share."""
         if self._expected is None:
-            capacities = [r["capacity"] for reports in self._reports.values() for r in reports if r.get("capacity")]
-            self._expected = ray.put((self.predictions(), self._siblings, Capacity.median(capacities)))
+            self._expected = ray.put(self.predictions())
         return self._expected
 
     def run(self) -> str:
@@ -95,24 +84,13 @@ class Ledger(LengthLog):
         are `offset` above the run's; None: it begins empty."""
         self._start = directory, offset
 
-    def start(self, node: str | None = None) -> tuple[str | None, int]:
-        """Return what a node's history begins with, see `start_from`; one that joins later gets it from the others."""
-        directory, offset = self._start
-        return None if self._first and node and node not in self._first else directory, offset
-
-    def take(self, lengths: Responses, reports: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Take the lengths of responses, and the counts of several replicas, each with its step; see `report`."""
-        if len(lengths):
-            self.add(lengths)
-        for step, report in reports:
-            self.report(step, report)
+    def start(self) -> tuple[str | None, int]:
+        """Return what a node's history begins with, see `start_from`."""
+        return self._start
 
     def report(self, step: int, report: dict[str, Any]) -> None:
         """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutClock`; say, once per run and
         kind of fault, why `das/health` is 0."""
-        if step not in self._reports:
-            self._siblings = self._siblings.faded(SIBLINGS_FADE)
-        self._siblings += Moments(*report.get("siblings", ()))
         self._reports.setdefault(step, []).append(report)
         for fault, reason in faults(self._reports[step]).items():
             if fault not in self._told:
@@ -151,7 +129,7 @@ def ask(call: ray.ObjectRef, timeout: float) -> Any:
 def expected(timeout: float) -> Expected:
     """Ask for what is expected; nothing, with a line in the log, where the ledger does not answer."""
     try:
-        return Expected(*ray.get(ask(running().expected.remote(), timeout), timeout=timeout))
+        return Expected(ray.get(ask(running().expected.remote(), timeout), timeout=timeout))
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no predicted lengths, all responses count as equally long: %r", error)
         return Expected()
@@ -180,18 +158,6 @@ def history_of(node: str) -> str:
 def history_here() -> str:
     """Return the name of this node's history."""
     return history_of(ray.get_runtime_context().get_node_id())
-
-
-def histories_of(actors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the name of the history on each actor's node, by the actor's key; none, with a line in the log, where one
-    does not answer."""
-    known = {key: actor for key, actor in actors.items() if actor is not None}
-    calls = {key: actor.__ray_call__.remote(lambda _: history_here()) for key, actor in known.items()}
-    try:
-        return dict(zip(calls, ray.get(list(calls.values()), timeout=_NODES_S), strict=True))
-    except ray.exceptions.RayError as error:
-        logger.warning("das: routing does not know the nodes of the replicas: %r", error)
-        return {}
 
 
 def ledger() -> Any:

@@ -20,7 +20,7 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.length import LengthLog
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import responses
-from das_adapter.protocol.spool import BATCH, USERS, Answer
+from das_adapter.protocol.spool import ASK, USERS, Answer, Ask
 from das_adapter.service.writer import Writer
 
 logger = logging.getLogger("das_adapter")
@@ -42,30 +42,27 @@ class LocalHistory:
         self._lengths = LengthLog()
         self._offsets: dict[str, int] = {}
         """By engine: from its weight versions to the history's."""
-        self._tidy = False
-        """Whether the byte budget is to be applied, when the next text has arrived."""
 
     def work(self) -> None:
         """Take what has arrived, and answer the engines that ask."""
-        asked = list(self._writer.spool.asked())  # what they left before is taken below
-        for file, texts in self._writer.read((BATCH,)):
+        asked = [(path, Ask.read(path)) for path in self._writer.waiting(ASK)]  # what they left before is taken below
+        for file, texts in self._writer.read():
             offset = self._offset(file.split("-")[1], min((text.version for text in texts), default=0))
-            fresh = self._writer.keep(file, [text._replace(version=text.version + offset) for text in texts])
-            self._lengths.add(responses(fresh))
+            texts = [text._replace(version=text.version + offset) for text in texts]
+            self._writer.keep(file, texts)
+            self._lengths.add(responses(texts))
             self._writer.seal_ahead()
-            if self._tidy:
-                self._writer.policy.tidy(self._writer.store)
-                self._tidy = False
-        for engine, path, ask in asked:
+        for path, ask in asked:
             self._writer.restore()
             self._writer.publish()
             store, lengths = self._writer.store, self._lengths
             told = [self._told.format(record) for record in self._told.buffer]
             self._told.flush()
             answer = Answer(ask.number, store.generation, lengths.count, told, lengths.since(ask.cursor))
-            answer.put(store.directory, engine)
+            answer.put(store.directory, path.name.partition("-")[2])
             path.unlink(missing_ok=True)
-            self._tidy = True
+        if asked:
+            self._writer.policy.tidy(self._writer.store)
 
     def serve(self, grace_s: float) -> None:
         """Work until there has been no engine for so long; the janitor removes the directory then."""
@@ -80,7 +77,6 @@ class LocalHistory:
             time.sleep(min(_TICK_S, grace_s))
 
     def _used(self) -> bool:
-        """Return whether engines live."""
         with contextlib.suppress(FileNotFoundError), (self._writer.directory / USERS).open("r+b") as users:
             try:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +17,11 @@ import ray
 
 from das_adapter.config import DasConfig
 from das_adapter.core.homes import homes
-from das_adapter.errors import plugin_not_loaded
-from das_adapter.protocol import decision_log
-from das_adapter.protocol.engine_calls import call_workers
+from das_adapter.errors import UnsupportedHost
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory, responses
+from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory, call_workers, responses
 from das_adapter.protocol.metrics import RolloutClock
-from das_adapter.protocol.spool import Gathered, later, put_batch
+from das_adapter.protocol.spool import Gathered, later, put_batch, write
 from das_adapter.service import node
 from das_adapter.service.ledger import ask, history_here, ledger
 
@@ -31,7 +31,8 @@ PATIENCE_S = 60.0
 """How long a weight sync may take on our account; after that the engine drafts from what it has."""
 _GUESTS_S = 0.05
 """How long problems are gathered whose history is fetched together."""
-
+_GUESTS_WAIT_S = 5.0
+"""How long the history of a problem is worth waiting for, once a request about it has begun."""
 
 Rpc = Callable[[str, dict[str, Any], float], list[list[Any]]]
 """Calls `das_rpc` with a command and its payload in every worker of an engine, and returns the answers of each of its
@@ -60,9 +61,10 @@ class Session:
         self._name = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
         self._lock = threading.Lock()
-        self._wanted: list[int] = []
+        self._wanted: dict[str, list[int]] = {}
+        """By home: problems whose history is to be fetched."""
         self._asked: set[int] = set()
-        """Problems whose history is to be fetched, and those for which that was asked since the last weight sync."""
+        """Problems that began since the last weight sync."""
         self._directory = "/nowhere"
         """Of the node's history, once it is known."""
         self._version = self._cursor = 0
@@ -79,7 +81,10 @@ class Session:
         try:
             hello = self._rpc("hello", {}, PATIENCE_S)
         except Exception as error:
-            raise plugin_not_loaded() from error
+            raise UnsupportedHost(
+                "das-adapter did not reach vLLM's workers: its entry point vllm.general_plugins:das_adapter was not "
+                f"loaded there (VLLM_PLUGINS={os.environ.get('VLLM_PLUGINS')!r} must be unset or name das_adapter)"
+            ) from error
         logger.warning("das: an engine speculates: %s", hello[0][0])
 
     def begun(self, problems: Iterable[int], wait: bool = False) -> None:
@@ -92,10 +97,11 @@ class Session:
             with self._lock:
                 new = [p for p in dict.fromkeys(problems) if p not in self._asked]
                 self._asked.update(new)
-                of = homes(new, self._nodes)
-                away = [p for p, home in zip(new, of, strict=True) if self._nodes[home] != self._own]
-                first = bool(away) and not self._wanted
-                self._wanted += away
+                first = not self._wanted
+                for problem, home in zip(new, homes(new, self._nodes), strict=True):
+                    if self._nodes[home] != self._own:
+                        self._wanted.setdefault(self._nodes[home], []).append(problem)
+                first = first and bool(self._wanted)
             if first and wait:
                 self._fetch()
             elif first:
@@ -106,13 +112,16 @@ class Session:
     def finished(self, label: Label, tokens: Sequence[int], begin: float, end: float, version: int) -> None:
         """Take a finished response, without its prompt, into the step's figures and into the history, if it may be
         recorded; `begin` and `end` are seconds since the epoch."""
-        if not label.record or label.problem is None:
+        if label.problem is None:
             return
         try:
+            if label.seed is not None:
+                self._clock.drew(label.seed, label.problem, label.start or 0)
+            if not label.record:
+                return
             text = np.asarray(tokens, dtype=np.int32).tobytes()
             self._clock.finished(begin, end, label.seed or 0, text)
-            request = uuid.uuid4().int if label.seed is None else label.seed
-            self._gathered.add(Trajectory(label.problem, text, version, request % 2**64))
+            self._gathered.add(Trajectory(label.problem, text, version))
         except Exception:
             logger.exception("das: a trajectory did not reach the history")
 
@@ -124,7 +133,7 @@ class Session:
             for ranks in self._rpc("stats", {}, timeout):
                 counts = max(ranks, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
                 reports.append({**counts, **self._clock.take()})  # the clock's go to the first engine
-                (self._here or self._ledger).report.remote(step, reports[-1])
+                self._ledger.report.remote(step, reports[-1])
             return reports
         except Exception:
             logger.exception("das: no figures of an engine for step %s", step)
@@ -206,26 +215,23 @@ class Session:
 
     def _fetch(self) -> None:
         """Let the engine map the history of problems that are at home on other nodes."""
+        files: list[str] = []
         try:
             with self._lock:
-                wanted, self._wanted = self._wanted, []
+                wanted, self._wanted = self._wanted, {}
             if not ray.is_initialized():  # as in `_leave`
                 return
-            files = ask(self._here.fetch.remote(wanted), PATIENCE_S)
+            calls = [ray.get_actor(home).give.remote(problems) for home, problems in wanted.items()]
+            for answer in ray.wait(calls, num_returns=len(calls), timeout=_GUESTS_WAIT_S)[0]:
+                files.append(f"{self._directory}/{uuid.uuid4().hex}.tmp")  # as in `NodeHistory.give`
+                write(Path(files[-1]), ray.get(answer))
             if files:
                 self._agree(self._rpc("visit", {"files": files}, PATIENCE_S), PATIENCE_S)
         except Exception as error:
             logger.warning("das: requests go on without the history of their problems: %r", error)
-
-
-def note_wait(das: DasConfig, step: int, seconds: float) -> None:
-    """Write how long training waited for the rollouts of a step, for `das-adapter report`; nothing without
-    `log_dir`."""
-    if das.log_dir is not None:
-        try:
-            decision_log.note_wait(str(for_run(das).log_dir), step, seconds)
-        except ray.exceptions.RayError as error:
-            logger.warning("das: the run's logs lack the wait of step %s: %r", step, error)
+        finally:
+            for file in files:
+                Path(file).unlink(missing_ok=True)
 
 
 def for_run(das: DasConfig) -> DasConfig:

@@ -8,29 +8,25 @@ import logging
 import os
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.index.private import make_private
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Trajectory, unpack
-from das_adapter.protocol.spool import GRACE_S, KINDS, SEGMENTS, SHARED_MEMORY, USERS
+from das_adapter.protocol.spool import BATCH, FOLDER, GRACE_S, SHARED_MEMORY, TEXTS, USERS
 from das_adapter.service import janitor
-from das_adapter.service.spool import Spool
 
 logger = logging.getLogger("das_adapter")
-
-_KNOWN = 2**17
-"""Trajectories that are remembered, so that one that comes again is dropped."""
-HERE = "here"
-"""Who has the texts of a file once they are published."""
 
 
 class Writer:
     """The one writer of a directory. A file of the spool is removed when its texts are published: a writer that is
-    killed finds it again, and drops what it had published already. Any thread may call."""
+    killed finds it again, and may publish some of its texts twice. Any thread may call."""
 
     def __init__(self, config: HistoryConfig, directory: Path, grace_s: float = GRACE_S):
         """Take over the history that an earlier writer left in the directory, or begin one; `grace_s`: see `GRACE_S`.
@@ -48,73 +44,61 @@ class Writer:
         self._grace_s = grace_s
         for place in (SHARED_MEMORY, Path(tempfile.gettempdir())):
             janitor.sweep(place, besides=directory.name)
-        self._unpublished: list[str] = []
-        """Files with texts that the store has, and may not have published."""
-        self._known: dict[bytes, None] = {}
-        """`Trajectory.digest` of what came last, the oldest first."""
+        self._kept: list[str] = []
+        """Files whose texts the store has, and may not have published."""
+        self._done_with: deque[str] = deque(maxlen=2**12)
+        """Files that are published: one that comes again, since an answer was lost, is dropped."""
         self._trouble = ""
         self.store = self._opened(directory)
-        self.spool = Spool(self.store.directory)
 
     @property
     def directory(self) -> Path:
         """Where engines leave what they wrote, and find what is published."""
         return self.store.directory
 
-    def read(self, kinds: Sequence[str] = KINDS) -> list[tuple[str, list[Trajectory]]]:
-        """Return the files that have arrived, with their trajectories, for `keep`. History that moved here is taken in;
-        a file that is damaged is dropped, with a line in the log."""
+    def waiting(self, *kinds: str) -> list[Path]:
+        """Return the files of some kinds that wait in the spool, in order."""
+        found = sorted((self.directory / FOLDER).iterdir())
+        return [path for path in found if path.name.partition("-")[0] in kinds and path.suffix != ".tmp"]
+
+    def read(self) -> list[tuple[str, list[Trajectory]]]:
+        """Return the files that have arrived, with their trajectories, for `keep`; a file that is damaged is dropped,
+        with a line in the log."""
         found = []
-        for file in self.spool.new(kinds):
-            path = self.spool.path(file)
-            try:
-                if file.startswith(SEGMENTS):
-                    self.store.absorb(path)
-                    self._hold(file)
-                else:
-                    found.append((file, unpack(path.read_bytes())))
-            except OSError as error:
-                self.spool.leave(file)
-                self.report(error)
-            except (ValueError, DasError) as error:
-                self.spool.done([file], "")
-                self.report(error)
+        for path in self.waiting(BATCH, TEXTS):
+            if path.name in self._done_with:
+                path.unlink(missing_ok=True)
+            elif path.name not in self._kept:
+                try:
+                    found.append((path.name, unpack(path.read_bytes())))
+                except (OSError, ValueError) as error:
+                    path.unlink(missing_ok=True)
+                    self.report(error)
         return found
 
-    def keep(self, file: str, texts: Sequence[Trajectory]) -> list[Trajectory]:
-        """Put texts of a file into the store; return those that had not come before."""
+    def keep(self, file: str, texts: Sequence[Trajectory]) -> None:
+        """Put texts of a file into the store."""
         with self.lock:
-            published: dict[int, set[tuple[bytes, int]]] = {}
-            if file in self.spool.left:
-                published = {text.problem: self.store.texts(self.policy.key(text.problem)) for text in texts}
-            fresh = []
-            for text in texts:
-                digest = text.digest
-                if digest not in self._known and (text.tokens, text.version) not in published.get(text.problem, ()):
-                    fresh.append(text)
-                self._known[digest] = None
-            while len(self._known) > _KNOWN:
-                del self._known[next(iter(self._known))]
-            self.policy.take(self.store, (text[:3] for text in fresh))
-            self._hold(file)
-            return fresh
+            self.policy.take(self.store, texts)
+            self._kept.append(file)
+            if not texts:  # they all go elsewhere
+                self._done([file])
 
     def seal_ahead(self) -> None:
         """Let what was kept be sealed in the background."""
-        if self._unpublished:
+        if self._kept:
             self.store.seal_ahead(self.policy.window)
 
     def publish(self, tokens: int = 2**62) -> int:
         """Publish what was kept, of what is not sealed yet about so many tokens at most; return how many it sealed."""
         with self.lock:
-            if tokens <= 0 or not (self._unpublished or self.altered or self._trouble):
+            if tokens <= 0 or not (self._kept or self.altered or self._trouble):
                 return 0
             staged = self.store.staged
             self.store.seal(self.policy.window, tokens)
             self.altered, self._trouble = False, ""
             if not self.store.staged:
-                self.spool.done(self._unpublished, HERE)
-                self._unpublished = []
+                self._done([*self._kept])
             return staged - self.store.staged
 
     def restore(self) -> None:
@@ -131,10 +115,11 @@ class Writer:
             store = self._opened(self.directory)
             try:
                 saved = store.directory / "restored.tmp"  # the janitor removes it if this process is killed
+                self.store.seal_ahead(self.policy.window)  # or what is not sealed would not be saved
                 self.store.save(saved)
                 store.absorb(saved)
                 saved.unlink()
-                self.store, self.spool = store, Spool(store.directory)
+                self.store = store
             except BaseException:
                 store.close()
                 raise
@@ -146,13 +131,15 @@ class Writer:
             logger.error("das: history: %r; engines go on with what is published", error)
         self._trouble = repr(error)
 
-    def _hold(self, file: str) -> None:
-        """Let a file wait until its texts are published."""
-        self.spool.expect(file, [HERE])
-        self._unpublished.append(file)
+    def _done(self, files: Sequence[str]) -> None:
+        for file in files:
+            (self.directory / FOLDER / file).unlink(missing_ok=True)
+            self._kept.remove(file)
+            self._done_with.append(file)
 
     def _opened(self, directory: Path) -> HistoryStore:
         store = HistoryStore(directory, threads=max(1, (os.cpu_count() or 1) // 8))
+        make_private(directory / FOLDER)
         janitor.watch(directory, self._grace_s)
         logger.warning("das: the history lies in %s", directory)
         return store

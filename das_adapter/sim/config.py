@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -83,8 +84,6 @@ class RolloutBlock(_Block):
     """Recorded rollouts (veRL's or NeMo-RL's dumps, .npz, .jsonl); null: lengths are drawn."""
     tokenizer: str | None = None
     """Of a dump that holds text."""
-    copies: Annotated[int, Field(ge=1)] = 1
-    """How often each problem of the dump is there."""
     dataset: Annotated[int, Field(ge=1)] = 1024
     """Problems in all; an epoch visits each once."""
     problems: Annotated[int, Field(ge=1)] = 128
@@ -105,13 +104,10 @@ class RolloutBlock(_Block):
 class AcceptanceBlock(_Block):
     """How much of the drafts survives."""
 
-    history: Literal["given", "trace", "index"] = "given"
-    """Drafts from the history. `index`: the dump is written again, and searched; `trace`: the same, but what the index
-    offers is recorded once, with a token a step; `given`: by `rates`."""
+    history: Literal["given", "index"] = "given"
+    """Drafts from the history. `index`: the dump is written again, and searched; `given`: by `rates`."""
     rates: list[Rates] = [[0.5], [0.65]]
     """`given`: chance of each draft position, if those before survived, by visit of the problem; the last goes on."""
-    spread: Annotated[float, Field(ge=0)] = 0.0
-    """`given`: standard deviation, from problem to problem, of the logarithm of these chances' odds."""
     copy_rate: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Chance of a token of the policy copy, if those before survived."""
     length: Annotated[float, Field(ge=1)] | None = None
@@ -125,9 +121,8 @@ class AcceptanceBlock(_Block):
 class PipelineBlock(_Block):
     """What a step takes beside the rollout."""
 
-    kind: Literal["sync", "one_step_off", "async"] = "sync"
-    """`sync`: rollout, then training; `one_step_off`: the next rollout beside training; `async`: requests run on across
-    weight syncs."""
+    kind: Literal["sync", "async"] = "sync"
+    """`sync`: rollout, then training; `async`: requests run on across weight syncs."""
     lag: Annotated[int, Field(ge=0)] = 1
     """`async`: maximum number of weight versions between sending a request and training on it."""
     train_s: Annotated[float, Field(ge=0)] = 0.0
@@ -157,7 +152,10 @@ class SimConfig(_Block):
     rollout: RolloutBlock = RolloutBlock()
     acceptance: AcceptanceBlock = AcceptanceBlock()
     pipeline: PipelineBlock = PipelineBlock()
-    arms: dict[str, ArmBlock] = {"off": ArmBlock(das={"drafter": "none"}), "history": ArmBlock()}
+    arms: Annotated[dict[str, ArmBlock], Field(min_length=1)] = {
+        "off": ArmBlock(das={"drafter": "none"}),
+        "history": ArmBlock(),
+    }
     """By name; the first is the one that the others are compared with."""
 
 
@@ -190,6 +188,25 @@ def read(path: str | Path) -> SimConfig:
     return parse(content if content is not None else {}, str(path))
 
 
+def variants(config: SimConfig, values: Mapping[str, Sequence[Any]]) -> Iterator[tuple[dict[str, Any], SimConfig]]:
+    """Yield a config for each combination of values of keys such as `hardware.gpus`.
+
+    Raises:
+        ConfigError: there is no such key, or a value is not allowed.
+    """
+    for combination in itertools.product(*values.values()):
+        chosen = dict(zip(values, combination, strict=True))
+        content = config.model_dump()
+        for key, value in chosen.items():
+            block, *path = content, *key.split(".")
+            for part in path[:-1]:
+                block = block.setdefault(part, {})
+                if not isinstance(block, dict):
+                    raise ConfigError(f"{key}: {part} is no block")
+            block[path[-1]] = value
+        yield chosen, parse(content, " ".join(f"{k}={v}" for k, v in chosen.items()))
+
+
 def _say(error: Any) -> str:
     key = ".".join(map(str, error["loc"])) or "the file"
     if error["type"] != "extra_forbidden":
@@ -197,6 +214,4 @@ def _say(error: Any) -> str:
     block: Any = SimConfig
     for part in error["loc"][:-1]:
         block = block.model_fields[part].annotation if part in getattr(block, "model_fields", {}) else ArmBlock
-    names = list(block.model_fields)
-    near = difflib.get_close_matches(str(error["loc"][-1]), names, 1)
-    return f"{key}: unknown key; " + (f"did you mean {near[0]!r}? " if near else "") + f"allowed: {', '.join(names)}"
+    return f"{key}: unknown key; allowed: {', '.join(block.model_fields)}"

@@ -3,43 +3,27 @@ calls the controller."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core.controller import Controller
 from das_adapter.core.ladder import Ladder
-from das_adapter.core.latency import Calibration, Capacity
+from das_adapter.core.latency import Calibration
 from das_adapter.core.length import Responses
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.siblings import Siblings
 from das_adapter.core.steps import Decoded, TimedStep
 from das_adapter.sim.drafting import Drafting, Ticked, Walk
 from das_adapter.sim.requests import Ints, Requests
-from das_adapter.sim.sources import Given, Native, Offer, Source
+from das_adapter.sim.sources import Given, Offer, Source
 from das_adapter.sim.steps import Seconds
 
-FADE = 0.9
-"""Share of the siblings' counts that a weight sync keeps, as a run's ledger does."""
 SHARED = 16
 """Engines beyond which all share one latency model and one length model: they are alike."""
 STEP_S = 4e-5
 """Seconds of das-adapter's own work in a step (`benchmarks/results/controller_overhead.json`)."""
 REQUEST_S = 3e-6
 """Seconds of searching the history for one request (`benchmarks/results/index.json`)."""
-
-
-@dataclass(frozen=True)
-class Drafters:
-    """What the controllers of all engines decide about."""
-
-    history: Source
-    copy: Given | None = None
-    """What the tokens of the policy copy, or of a neural drafter, are worth; None: no model drafts."""
-    pass_seconds: Seconds | None = None
-    """Of one pass of that model."""
 
 
 class Controlled(Drafting):
@@ -51,7 +35,9 @@ class Controlled(Drafting):
         requests: Requests,
         engines: int,
         limit: int,
-        drafters: Drafters,
+        history: Source,
+        copy: Given | None = None,
+        pass_seconds: Seconds | None = None,
         prior: Calibration | None = None,
         graphs: tuple[int, ...] = (),
         stride: int = 1,
@@ -59,20 +45,26 @@ class Controlled(Drafting):
         """
         Args:
             limit: tokens of the longest response that is possible.
+            history: what is drafted from.
+            copy: what the tokens of the policy copy, or of a neural drafter, are worth; None: no model drafts.
+            pass_seconds: time of one pass of that model.
             prior: what the controllers know of step times before the first.
             graphs: tokens for which CUDA graphs are captured, as in `StepModel.sizes`.
             stride: a controller that knows what steps take is asked once in so many of them, and again at once if it
                 begins or stops drafting, which may be a probe; in between, a request drafts tokens whose chance is at
                 least that at which the controller ended its draft.
         """
-        self._das, self._requests, self.drafters, self._stride = das, requests, drafters, stride
+        self._das, self._requests, self._stride = das, requests, stride
+        self.history, self.copy, self.pass_seconds = history, copy, pass_seconds
         self.controllers = [self._controller(limit, prior, graphs) for _ in range(engines)]
         self._shared = engines > SHARED
         if self._shared:
             for controller in self.controllers[1:]:
-                controller.times, controller.lengths = self.controllers[0].times, self.controllers[0].lengths
-        self._siblings = [Siblings() for _ in range(engines)]
-        self._ladder = Ladder(tuple(das.self.ladder)) if das.self.ladder and drafters.copy else None
+                controller.account.time.engine, controller.lengths = (
+                    self.controllers[0].times,
+                    self.controllers[0].lengths,
+                )
+        self._ladder = Ladder(tuple(das.self.ladder)) if das.self.ladder and copy else None
         self._walked = np.zeros(engines, dtype=np.int64)  # steps since the controller was asked
         self._left = np.zeros(engines, dtype=np.int64)  # steps until it is asked again
         self._on = np.ones(engines, dtype=bool)  # whether an engine drafts
@@ -83,8 +75,8 @@ class Controlled(Drafting):
             self._agree(self._ladder.length)
 
     def _controller(self, limit: int, prior: Calibration | None, graphs: tuple[int, ...]) -> Controller:
-        das, drafters = self._das, self.drafters
-        model = ModelDrafts(das.model_tokens, narrows=not das.neural) if drafters.copy else None
+        das = self._das
+        model = ModelDrafts(das.model_tokens, narrows=not das.neural) if self.copy else None
         if model is not None and prior is not None:
             model.expect(prior.passes)
         return Controller(das, limit, prior and prior.steps, model, sizes=graphs)
@@ -92,52 +84,35 @@ class Controlled(Drafting):
     def walk(self, rows: Ints) -> Walk | None:
         if not self._left.any():
             return None
-        r, history = self._requests, self.drafters.history
-        assert isinstance(history, Native)
+        r = self._requests
+        assert isinstance(self.history, Given)
         least = np.where(self._on[r.engine[rows]], r.least[rows], np.inf)
-        return Walk(history, self._left, least, r.limit[rows], lambda b, _: STEP_S + REQUEST_S * b)
+        return Walk(self.history, self._left, least, r.limit[rows], lambda b, _: STEP_S + REQUEST_S * b)
 
     def walked(self, steps: Ints) -> None:
         self._left -= steps
         self._walked += steps
 
     def begin(self, rows: Ints) -> None:
-        r = self._requests
-        self.drafters.history.begin(rows)
-        for row in rows[r.siblings[rows] < 0].tolist():
-            r.siblings[row] = self._siblings[r.engine[row]].begin(int(r.problem[row]))
+        self.history.begin(rows)
 
     def step(self, ticks: list[Ticked]) -> list[float]:
         return [self._plan(tick) for tick in ticks]
 
     def end(self, rows: Ints) -> None:
-        r, history = self._requests, self.drafters.history
-        known = history.known(rows)
-        history.end(rows)
-        for row, knew in zip(rows.tolist(), known.tolist(), strict=True):
-            engine = int(r.engine[row])
-            if r.slot[row] >= 0:
-                self.controllers[engine].close(int(r.slot[row]))
-            problem, finished = int(r.problem[row]), int(r.siblings[row])
-            self._siblings[engine].end(problem, finished, knew, float(r.written[row]), float(r.forwards[row]))
+        r = self._requests
+        self.history.end(rows)
+        for row in rows[r.slot[rows] >= 0].tolist():
+            self.controllers[r.engine[row]].close(int(r.slot[row]))
 
     def sync(self, version: int, rows: Ints, responses: Responses) -> None:
-        self.drafters.history.sync(version, rows)
-        capacities, self.moments = [], self.moments.faded(FADE)
+        self.history.sync(version, rows)
         for engine, controller in enumerate(self.controllers):
-            self.moments += self._siblings[engine].take()
-            self._siblings[engine].clear()
-            if (model := controller.times.present) is not None:
-                capacities.append(model.capacity())
             controller.sync(responses[:0] if self._shared and engine else responses)
-        self.capacity = Capacity.median(capacities)
         if self._ladder:
             accepted, drafted = self._counts.tolist()
             self._agree(self._ladder.observe(accepted, drafted))
             self._counts[:] = 0
-
-    def close(self) -> None:
-        self.drafters.history.close()
 
     def _agree(self, length: int) -> None:
         for controller in self.controllers:
@@ -147,7 +122,7 @@ class Controlled(Drafting):
     def _plan(self, tick: Ticked) -> float:
         """Ask an engine's controller; return the seconds of its work and of the drafting model's passes."""
         r, rows, controller = self._requests, tick.rows, self.controllers[tick.engine]
-        history, copy = self.drafters.history, self.drafters.copy
+        history, copy = self.history, self.copy
         for row in rows[r.slot[rows] < 0].tolist():
             r.slot[row] = controller.open(int(r.problem[row]), int(r.written[row]), int(r.most[row]))
         slots = r.slot[rows]
@@ -191,16 +166,16 @@ class Controlled(Drafting):
 
     def _copied(self, controller: Controller, tick: Ticked, drafted: Ints, context: Ints) -> float:
         """Let the model draft so many tokens; return the seconds of its passes."""
-        r, rows, drafters = self._requests, tick.rows, self.drafters
-        assert drafters.copy is not None and drafters.pass_seconds is not None and controller.drafts is not None
+        r, rows = self._requests, tick.rows
+        assert self.copy is not None and self.pass_seconds is not None and controller.drafts is not None
         if tick.copied.any():
             self._counts += [np.minimum(tick.got - 1, tick.copied).sum(), tick.copied.sum()]
-        r.copied[rows], r.copy_hits[rows] = drafted, drafters.copy.offer(rows, drafted, 0.0).hits
+        r.copied[rows], r.copy_hits[rows] = drafted, self.copy.offer(rows, drafted, 0.0).hits
         passes = 0.0
         for place in range(int(drafted.max(initial=0))):
             mine = drafted > (0 if self._das.neural else place)
             count, read = int(mine.sum()), float(context[mine].sum())
-            seconds = float(drafters.pass_seconds(np.array([float(count)]), np.array([read]))[0])
+            seconds = float(self.pass_seconds(np.array([float(count)]), np.array([read]))[0])
             controller.drafts.timed_pass(count, seconds, read)
             passes += seconds
         return passes

@@ -6,11 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from das_adapter.core.latency import Capacity
 from das_adapter.core.length import Responses
-from das_adapter.core.siblings import Moments
 from das_adapter.sim.requests import Floats, Ints, Requests
-from das_adapter.sim.sources import Given, Native
+from das_adapter.sim.sources import Given
 from das_adapter.sim.steps import Seconds
 
 
@@ -36,7 +34,7 @@ class Ticked(NamedTuple):
 class Walk(NamedTuple):
     """How engines continue in native code until their drafter is asked again."""
 
-    source: Native
+    source: Given
     steps: Ints | int
     """Maximum number of steps: of each engine, int64 [engines], or of all."""
     least: Floats
@@ -48,11 +46,6 @@ class Walk(NamedTuple):
 
 class Drafting:
     """Decides on the drafts of running requests: sets their `draft`, `hits`, `copied` and `copy_hits`."""
-
-    moments = Moments()
-    """What siblings were worth, for the router."""
-    capacity: Capacity | None = None
-    """Requests that an engine runs at little cost, for the router; None: not known."""
 
     def walk(self, rows: Ints) -> Walk | None:
         """Say how the engines of these running requests may continue natively; None: each step must be asked for."""
@@ -75,14 +68,11 @@ class Drafting:
     def sync(self, version: int, rows: Ints, responses: Responses) -> None:
         """Learn from these finished requests, at a weight sync."""
 
-    def close(self) -> None:
-        """Remove the files of the drafts' source."""
-
 
 class Fixed(Drafting):
     """A drafter that vLLM runs by itself: the same number of draft tokens for every request in every step."""
 
-    def __init__(self, requests: Requests, source: Native, tokens: int, pass_seconds: Seconds | None = None) -> None:
+    def __init__(self, requests: Requests, source: Given, tokens: int, pass_seconds: Seconds | None = None) -> None:
         """Each of the `tokens` of a draft takes `pass_seconds`; None: drafting takes no time."""
         self._requests, self._source, self._tokens, self._pass_seconds = requests, source, tokens, pass_seconds
 

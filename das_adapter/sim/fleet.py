@@ -69,7 +69,7 @@ class Fleet:
                 f"engine: a request needs {needed} blocks of KV cache, an engine has "
                 f"{self.kv_blocks}: more devices an engine, or shorter responses"
             )
-        r.engine[rows], r.sent[rows] = engines, at
+        r.engine[rows] = engines
         occupied = self._occupied
         for row, engine, priority in zip(rows.tolist(), engines.tolist(), priorities.tolist(), strict=True):
             if not self._queued[engine] and not occupied[engine]:
@@ -87,11 +87,9 @@ class Fleet:
         return (self._occupied > 0) | (self._queued > 0)
 
     def pause(self, at: float, seconds: float) -> None:
-        """Stop all engines at a time, for a weight sync; their requests and prompts stay."""
+        """Stop all engines at a time, for a weight sync; their requests stay, and cached prompts, whose keys and values
+        are of an older policy, are forgotten."""
         self.clock = np.maximum(self.clock, at) + seconds
-
-    def forget_prompts(self) -> None:
-        """Forget the cached prompts, whose keys and values are of an older policy."""
         self._read = [set() for _ in range(self.engines)]
 
     def run(self, until: float = np.inf, slack: float = np.inf, ended: Callable[[Ints], bool] | None = None) -> None:
@@ -122,8 +120,7 @@ class Fleet:
             return np.zeros(self.engines, dtype=bool), rows[:0]
         at, requests = r.engine[rows], self._sums(r.engine[rows])
         steps = np.minimum(walk.steps, np.full(self.engines, leap))
-        if self.kv_blocks < UNLIMITED:
-            steps = np.minimum(steps, self._room(rows, requests) // (1 + walk.limit.max(initial=0)))
+        steps = np.minimum(steps, self._room(rows, requests) // (1 + walk.limit.max(initial=0)))
         active &= (steps > 0) & (requests > 0)
         chosen, mine = np.flatnonzero(active), active[at]
         if not len(chosen):
@@ -142,10 +139,10 @@ class Fleet:
             context=context,
         )
         there = np.arange(tokens.shape[1]) < taken[:, None]
-        which = np.repeat(np.arange(len(chosen)), taken)
-        each = self.steps.decode(counts[which], tokens[there], context[there])
-        drafting = _sums(which, walk.seconds(counts[which], context[there]), len(chosen))
-        self._pass_time(chosen, _sums(which, each, len(chosen)) + drafting, taken)
+        which = np.repeat(chosen, taken)
+        each = self.steps.decode(requests[which], tokens[there], context[there])
+        each += walk.seconds(requests[which], context[there])
+        self._pass_time(chosen, self._sums(which, each)[chosen], taken)
         went = np.zeros(self.engines, dtype=np.int64)
         went[chosen] = taken
         self.drafting.walked(went)
@@ -185,7 +182,8 @@ class Fleet:
         self.step_count[engines] += steps
 
     def _sums(self, engine: Ints, values: Ints | Floats | None = None) -> Floats:
-        return _sums(engine, values, self.engines)
+        """Add up values by engine; None: count them."""
+        return np.bincount(engine, values, self.engines).astype(np.float64)
 
     def _end(self, rows: Ints) -> Ints:
         r = self.requests
@@ -235,8 +233,6 @@ class Fleet:
 
     def _preempt(self, active: Bools) -> None:
         """Take their place from the requests that were admitted last, where the KV cache is full."""
-        if self.kv_blocks == UNLIMITED:
-            return
         r, lost = self.requests, list[int]()
         for e in np.flatnonzero(active & (self.used_blocks() > self.kv_blocks)).tolist():
             mine = self.running[r.engine[self.running] == e]
@@ -278,7 +274,6 @@ class Fleet:
                 known = int(r.prompt[row]) if problem in self._read[e] else 0
                 self._read[e].add(problem)
                 r.unread[row] = max(1, tokens - known)
-                r.begun[row] = self.clock[e]
                 admitted.append(row)
             self._open[e] = False
         rows = np.array(admitted, dtype=np.int64)
@@ -297,8 +292,3 @@ class Fleet:
         chunk = np.clip(room[engine] - before, 0, unread)
         r.unread[rows] -= chunk
         return rows[r.unread[rows] == 0], self._sums(engine, chunk)
-
-
-def _sums(place: Ints, values: Ints | Floats | None, size: int) -> Floats:
-    """Add up values by place; None: count them."""
-    return np.bincount(place, values, size).astype(np.float64)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-_BEGIN = {"slot": -1, "siblings": -1, "least": np.inf}
+_BEGIN = {"slot": -1, "least": np.inf}
 """Values of new requests, where they are neither given nor 0."""
 
 
@@ -45,14 +45,9 @@ class Requests:
     """Draft tokens in place of those, from the policy copy or a neural drafter."""
     copy_hits: Ints
     """Those of them that the policy will confirm."""
-    sent: Floats
-    begun: Floats
-    """When it was admitted last."""
     ended: Floats
     slot: Ints
     """Its place in its engine's controller; -1: none."""
-    siblings: Ints
-    """Siblings that had finished on its engine when it began; -1: it did not begin."""
     least: Floats
     """Logarithm of the chance under which its drafts end until the controller is asked again; inf: no draft."""
     limit: Ints
@@ -61,8 +56,6 @@ class Requests:
     """Its handle in its engine's index; 0: none."""
     indexed: Ints
     """Tokens of it that the index has."""
-    known: Ints
-    """Whether the index had history of its problem when it began."""
 
     def __init__(self) -> None:
         for name, kind in Requests.__annotations__.items():
@@ -73,11 +66,8 @@ class Requests:
         first, count = len(self), len(columns["problem"])
         for name in Requests.__annotations__:
             old = getattr(self, name)
-            setattr(
-                self,
-                name,
-                np.append(old, np.asarray(columns.get(name, np.full(count, _BEGIN.get(name, 0))), old.dtype)),
-            )
+            new = np.asarray(columns.get(name, np.full(count, _BEGIN.get(name, 0))), old.dtype)
+            setattr(self, name, np.append(old, new))
         return np.arange(first, first + count)
 
     def room(self, rows: Ints) -> Ints:

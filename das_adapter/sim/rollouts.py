@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import re
@@ -19,10 +18,6 @@ from das_adapter.core.index.values import Int32
 from das_adapter.errors import DasError
 
 Tokenize = Callable[[str], "list[int]"]
-
-
-class RolloutFileError(DasError):
-    """A dump that can't be read as rollouts: names the file and what it lacks."""
 
 
 @dataclass(frozen=True)
@@ -54,35 +49,28 @@ def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:
     """Read the rollouts of a file, or of all files of a directory.
 
     Args:
-        path: `.npz` (arrays `ids`, `offsets`, `problem`, `step`, `run`, `prompt_ids`, `prompt_offsets`), `.jsonl` or
-            `.jsonl.zst`, or a directory of `.jsonl`. A JSON line is veRL's (`input`, `output`, `step`), NeMo-RL's
-            (`token_ids` and `token_loss_mask`, or `content`), or has `problem`, `response` and perhaps `step`, `run`
+        path: `.npz` (arrays `ids`, `offsets`, `problem`, `step`, `run`, `prompt_ids`, `prompt_offsets`), `.jsonl`, or a
+            directory of `.jsonl`. A JSON line is veRL's (`input`, `output`, `step`), NeMo-RL's
+            (`token_ids` and `token_loss_mask`), or has `problem`, `response` and perhaps `step`, `run`
             or `model`.
         tokenizer: name or folder of a Hugging Face tokenizer; needed where a dump holds text and no token ids.
 
     Raises:
-        RolloutFileError: there is no such file, it is none of these, or it holds text and there is no tokenizer.
+        DasError: there is no such file, it is none of these, or it holds text and there is no tokenizer.
     """
     try:
-        return _read(path, tokenizer)
+        if path.suffix == ".npz":
+            rollouts = _from_arrays(path)
+        else:
+            files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+            # numbers in the order in which they are first asked for
+            problems, runs = (defaultdict[str, int](itertools.count().__next__) for _ in range(2))
+            tokenize = _tokenizer(tokenizer) if tokenizer else None
+            rollouts = [r for file in files for r in _from_lines(file, problems, runs, tokenize)]
     except (OSError, ValueError, zipfile.BadZipFile) as error:
-        raise RolloutFileError(f"{path}: {error}") from None
-
-
-def _read(path: Path, tokenizer: str | None) -> list[Rollout]:
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.name.endswith((".jsonl", ".jsonl.zst")))
-    else:
-        files = [path]
-    if path.suffix == ".npz":
-        rollouts = _from_arrays(path)
-    else:
-        # numbers in the order in which they are first asked for
-        problems, runs = (defaultdict[str, int](itertools.count().__next__) for _ in range(2))
-        tokenize = _tokenizer(tokenizer, path)
-        rollouts = [r for file in files for r in _from_lines(file, problems, runs, tokenize)]
+        raise DasError(f"{path}: {error}") from None
     if not rollouts:
-        raise RolloutFileError(f"{path}: found no rollout with a response")
+        raise DasError(f"{path}: found no rollout with a response")
     return rollouts
 
 
@@ -90,7 +78,7 @@ def _from_arrays(path: Path) -> list[Rollout]:
     with np.load(path) as archive:
         lacking = sorted({"ids", "offsets", "problem"} - set(archive.files))
         if lacking:
-            raise RolloutFileError(f"{path}: lacks the arrays {', '.join(lacking)}")
+            raise DasError(f"{path}: lacks the arrays {', '.join(lacking)}")
         arrays = {name: archive[name] for name in archive.files}
     ids, offsets, problem = arrays["ids"].astype(np.int32), arrays["offsets"], arrays["problem"]
     zero = np.zeros(len(problem), dtype=np.int32)
@@ -106,19 +94,21 @@ def _from_arrays(path: Path) -> list[Rollout]:
     ]
 
 
-def _from_lines(path: Path, problems: dict[str, int], runs: dict[str, int], tokenize: Tokenize) -> Iterator[Rollout]:
+def _from_lines(
+    path: Path, problems: dict[str, int], runs: dict[str, int], tokenize: Tokenize | None
+) -> Iterator[Rollout]:
     in_name = re.search(r"step_?(\d+)|^(\d+)\.", path.name)
     default = int(next(filter(None, in_name.groups()))) if in_name else 0
-    for number, line in enumerate(_lines(path), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             prompt, response = _texts(row, tokenize)
         except (json.JSONDecodeError, KeyError, TypeError, IndexError) as error:
-            raise RolloutFileError(
+            raise DasError(
                 f"{path}:{number}: no rollout ({error!r}); allowed: veRL's input/output, NeMo-RL's "
-                "token_ids/token_loss_mask or content, or problem/response"
+                "token_ids/token_loss_mask, or problem/response"
             ) from None
         if len(response):
             run = runs[str(row.get("run", row.get("model", "")))]
@@ -126,8 +116,10 @@ def _from_lines(path: Path, problems: dict[str, int], runs: dict[str, int], toke
             yield Rollout(problems[key], int(row.get("step", default)), run, prompt, response)
 
 
-def _texts(row: dict[str, Any], tokenize: Tokenize) -> tuple[Int32, Int32]:
+def _texts(row: dict[str, Any], tokenize: Tokenize | None) -> tuple[Int32, Int32]:
     def ids(text: str) -> Int32:
+        if tokenize is None:
+            raise ValueError("holds text and no token ids; name the policy's tokenizer (--tokenizer)")
         return np.array(tokenize(text), dtype=np.int32)
 
     if "token_ids" in row:  # NeMo-RL: one padded sequence, and a mask of what the policy wrote
@@ -136,33 +128,12 @@ def _texts(row: dict[str, Any], tokenize: Tokenize) -> tuple[Int32, Int32]:
         length = int(np.array(row.get("input_lengths", len(tokens))).reshape(-1)[0])
         first = int(np.argmax(written)) if written.any() else length
         return tokens[:first], tokens[:length][written[:length]]
-    if "content" in row:  # NeMo-RL's older dumps: the messages
-        messages = row["content"][0] if isinstance(row["content"][0], list) else row["content"]
-        return ids("".join(messages[:-1])), ids(messages[-1])
     if "output" in row:
         return ids(row["input"]), ids(row["output"])
     return ids(row["problem"]), ids(row["response"])
 
 
-def _lines(path: Path) -> Iterable[str]:
-    if path.suffix != ".zst":
-        return path.read_text(encoding="utf-8").splitlines()
-    try:
-        import zstandard
-    except ImportError:
-        raise RolloutFileError(f"{path}: reading .zst needs the package zstandard") from None
-    with path.open("rb") as file:
-        stream = zstandard.ZstdDecompressor(max_window_size=2**31).stream_reader(file)
-        return io.TextIOWrapper(stream, encoding="utf-8").read().splitlines()
-
-
-def _tokenizer(name: str | None, path: Path) -> Tokenize:
-    if name is None:
-
-        def refuse(_: str) -> list[int]:
-            raise RolloutFileError(f"{path}: holds text and no token ids; name the policy's tokenizer (--tokenizer)")
-
-        return refuse
+def _tokenizer(name: str) -> Tokenize:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(name)

@@ -7,10 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.latency import Capacity
 from das_adapter.core.length import Expected, LengthLog, Responses
 from das_adapter.core.routing import Replicas, start_order, worth_of
-from das_adapter.core.siblings import Moments
 from das_adapter.sim.requests import Ints, Requests
 
 STREAMS = 8
@@ -49,8 +47,7 @@ class Router:
         engines, priorities = np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         for i, problem in enumerate(requests.problem[rows].tolist()):
             if self._ours:
-                known = problem in self._expected
-                engine = self._replicas.pick(problem, self._expected[problem], known)
+                engine = self._replicas.pick(problem, self._expected[problem], problem in self._expected)
             else:
                 engine = int(self._loads.argmin())
             self._loads[engine] += 1
@@ -67,11 +64,10 @@ class Router:
             if self._ours:
                 self._replicas.done(engine, problem)
 
-    def sync(self, version: int, responses: Responses, siblings: Moments, capacity: Capacity | None) -> None:
-        """Learn what finished responses and engines have shown, at a weight sync."""
+    def sync(self, version: int, responses: Responses) -> None:
+        """Learn the lengths of finished responses, at a weight sync."""
         self._log.add(responses)
-        self._expected = Expected(self._log.predictions(), siblings, capacity)
-        self._replicas.learn(self._expected)
+        self._expected = Expected(self._log.predictions())
         for order in self._orders:
             if order is not None:
                 order.refresh(self._expected, version)

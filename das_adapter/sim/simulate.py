@@ -14,15 +14,15 @@ from das_adapter.core.latency import Calibration, StepModel, read_calibration
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import ConfigError, DasError
 from das_adapter.sim.config import ArmBlock, SimConfig
-from das_adapter.sim.controlled import Controlled, Drafters
+from das_adapter.sim.controlled import Controlled
 from das_adapter.sim.drafting import Drafting, Fixed, no_drafts
 from das_adapter.sim.fleet import BLOCK, UNLIMITED, Fleet
 from das_adapter.sim.models import sizes
-from das_adapter.sim.pipeline import Run, run
+from das_adapter.sim.pipeline import Pipeline, Run
 from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, read
 from das_adapter.sim.routing import Router
-from das_adapter.sim.sources import Given, Indexed, Native, Source, Trace, Traced, record
+from das_adapter.sim.sources import Given, Indexed, Source
 from das_adapter.sim.steps import Instance, Line, Seconds, Steps, instance, read_sweep
 from das_adapter.sim.workload import Workload, drawn, recorded
 
@@ -31,11 +31,11 @@ WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 MEMORY = 0.9
 """Share of a device's memory for weights and KV cache: vLLM's `gpu_memory_utilization`."""
 Progress = Callable[[str], None]
-"""Hears what is done, such as `history: step 3`."""
+"""Hears the name of an arm that begins."""
 
 
 class Simulation:
-    """A config with what its arms have in common: step times, recorded rollouts, the trace of their drafts."""
+    """A config with what its arms have in common: step times and recorded rollouts."""
 
     def __init__(self, config: SimConfig, rollouts: Sequence[Rollout] | None = None) -> None:
         """Take recorded rollouts, or read those of `rollout.dump`.
@@ -45,13 +45,11 @@ class Simulation:
         """
         self.config = config
         self._blocks = {name: _das(name, arm) for name, arm in config.arms.items()}
-        if not self._blocks:
-            raise ConfigError("arms: found none, needed: one or more")
         if rollouts is None and config.rollout.dump is not None:
             rollouts = read(Path(config.rollout.dump), config.rollout.tokenizer)
         self.rollouts = rollouts
         if rollouts is None and config.acceptance.history != "given":
-            raise ConfigError("acceptance.history: found index or trace, which need rollout.dump")
+            raise ConfigError("acceptance.history: found index, which needs rollout.dump")
         self.steps = step_times(config)
         self.engines, rest = divmod(config.hardware.gpus, config.hardware.per_engine)
         if rest or not self.engines:
@@ -60,17 +58,12 @@ class Simulation:
                 "the first must be a multiple of the second"
             )
         self.kv_blocks = kv_blocks(config, self.steps)
-        self._traces: dict[str, Trace] = {}
 
-    def run(self, name: str, progress: Progress | None = None) -> Run:
+    def run(self, name: str) -> Run:
         """Run an arm."""
         das, (fleet, workload) = self._blocks[name], self.fleet(name)
         router = Router(das, self.engines, workload.group, fleet.slots, self.config.rollout.seed)
-        told = (lambda done: progress(f"{name}: step {done}")) if progress else None
-        try:
-            return run(fleet, workload, router, self.config.pipeline, told)
-        finally:
-            fleet.drafting.close()
+        return Pipeline(fleet, workload, router, self.config.pipeline).run()
 
     def fleet(self, name: str) -> tuple[Fleet, Workload]:
         """Return fresh engines with the drafter of an arm, and the requests to send."""
@@ -79,15 +72,19 @@ class Simulation:
         slots = self.config.engine.max_num_seqs
         return Fleet(self.engines, requests, self.steps, drafting, slots, self.kv_blocks), workload
 
-    def run_all(self, progress: Progress | None = None) -> dict[str, Run]:
+    def run_all(self, progress: Progress = lambda _: None) -> dict[str, Run]:
         """Run every arm."""
-        return {name: self.run(name, progress) for name in self._blocks}
+        found = {}
+        for name in self._blocks:
+            progress(name)
+            found[name] = self.run(name)
+        return found
 
     def _workload(self) -> Workload:
         r = self.config.rollout
         if self.rollouts is None:
             return drawn(r)
-        return recorded(self.rollouts, max(r.cap, max(len(x.tokens) for x in self.rollouts)), r.copies)
+        return recorded(self.rollouts, max(r.cap, max(len(x.tokens) for x in self.rollouts)))
 
     def _drafting(self, name: str, requests: Requests, workload: Workload) -> Drafting:
         das, stride = self._blocks[name], self.config.arms[name].stride
@@ -105,24 +102,18 @@ class Simulation:
             if not das.uses_history and das.speculate == "always" and das.budget == "unlimited":
                 return Fixed(requests, given, tokens, passes)
             source, copy = (source, given) if das.neural else (given, None)
-        if stride > 1 and (copy is not None or not isinstance(source, Native)):
-            raise ConfigError("arms: stride needs acceptance.history given or trace, and no model that drafts")
+        if stride > 1 and (copy is not None or not isinstance(source, Given)):
+            raise ConfigError("arms: stride needs acceptance.history given, and no model that drafts")
         limit = self.config.rollout.cap + self.config.rollout.prompt
         limit = max([limit, *(len(r.prompt) + len(r.tokens) for r in self.rollouts or ())])
-        drafters = Drafters(source, copy, passes)
         graphs = self.steps.model.sizes if isinstance(self.steps, Line) else ()
-        return Controlled(das, requests, self.engines, limit, drafters, self._prior(das), graphs, stride)
+        return Controlled(das, requests, self.engines, limit, source, copy, passes, self._prior(das), graphs, stride)
 
     def _history(self, das: DasConfig, requests: Requests, work: Workload) -> Source:
-        accept, longest = self.config.acceptance, das.num_draft_tokens
-        if accept.history == "given":
-            return Given(requests, accept.rates, longest, self.config.rollout.seed, accept.spread)
+        accept, seed = self.config.acceptance, self.config.rollout.seed
         if accept.history == "index":
             return Indexed(requests, work.texts, self.engines, das.history)
-        key = das.history.model_dump_json() + str(longest)
-        if key not in self._traces:
-            self._traces[key] = record(work.texts.rollouts, longest, das.history)
-        return Traced(requests, work.texts, self._traces[key])
+        return Given(requests, accept.rates, das.num_draft_tokens, seed)
 
     def _prior(self, das: DasConfig) -> Calibration | None:
         """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
@@ -237,13 +228,12 @@ def summary(runs: dict[str, Run]) -> dict[str, Any]:
             "step_of_first": totals[name]["step_s"] / max(base["step_s"], 1e-12),
             "tokens_per_forward": totals[name]["tokens"] / max(totals[name]["forwards"], 1),
             **{key: totals[name][key] for key in ("tokens", "drafted", "accepted", "preempted")},
-            "busy_share": run.busy_share,
             "by_step": [vars(s) | {"tokens_per_forward": s.tokens_per_forward} for s in run.steps],
         }
         for name, run in runs.items()
     }
 
 
-def simulate(config: SimConfig, rollouts: Sequence[Rollout] | None = None, progress: Progress | None = None) -> Any:
+def simulate(config: SimConfig, rollouts: Sequence[Rollout] | None = None, progress: Progress = lambda _: None) -> Any:
     """Run every arm of a config; return `summary`."""
     return summary(Simulation(config, rollouts).run_all(progress))

@@ -17,7 +17,7 @@ from das_adapter.core.latency import StepModel
 from das_adapter.core.model_drafts import UNSEEN_PASS
 from das_adapter.core.roofline import Roofline
 from das_adapter.errors import DasError
-from das_adapter.sim.requests import Floats, Ints
+from das_adapter.sim.requests import Floats
 
 Seconds = Callable[[Floats, Floats], Floats]
 """Times by requests and by the context tokens that these have together, float64 [n] each."""
@@ -77,14 +77,12 @@ class Line(Steps):
     model: StepModel
     passes: StepModel | None = None
     """Of the model that drafts; None: not measured."""
-    prefill_share: float = 1.0
-    """Time of a prompt token, as a share of a token in a large step."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         return self.model.seconds(tokens, requests, tokens > requests, context)
 
     def prefill(self, tokens: Floats) -> Floats:
-        return np.asarray(self.prefill_share * self.model.slope(np.inf) * tokens)
+        return self.model.slope(np.inf) * tokens
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         model, share = (self.model, UNSEEN_PASS) if self.passes is None else (self.passes, 1.0)
@@ -128,8 +126,6 @@ class Instance(Steps):
         return self._with_exchange(passes, requests) + self.waits_s + self.pass_overhead_s
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
-        if share == 0.0:
-            return super().neural_pass(share, drafter)
         part = PASS_SHARE if share is None else share
         one_layer = "eagle3" in drafter or "mtp" in drafter
         return self._shared_pass(part, 1.0 / self.layers if one_layer else part, self.pass_overhead_s)
@@ -176,7 +172,8 @@ class Sweep(Steps):
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         b = np.maximum(requests, 1e-9)
-        found = _interpolate(self.grid, self.seconds, np.stack([requests, context / b, tokens / b - 1.0]))
+        weights = map(_corners, self.grid, (requests, context / b, tokens / b - 1.0))
+        found = np.einsum("bsd,bn,sn,dn->n", self.seconds, *weights)
         return np.where(requests > 0, found, self.seconds.min())
 
     def prefill(self, tokens: Floats) -> Floats:
@@ -184,28 +181,17 @@ class Sweep(Steps):
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         b = np.maximum(requests, 1e-9)
-        return _interpolate(self.grid[:2], self.passes, np.stack([requests, context / b]))
+        return np.asarray(np.einsum("bs,bn,sn->n", self.passes, *map(_corners, self.grid, (requests, context / b))))
 
 
-def _interpolate(grid: list[Floats], values: Floats, points: Floats) -> Floats:
-    """Interpolate `values` on a grid at points [dimensions, n], linearly in each dimension; beyond the first points of
-    the grid the value stays, beyond the last ones the line goes on."""
-    corners: list[tuple[Ints, Floats]] = []
-    for axis, at in zip(grid, points, strict=True):
-        if len(axis) == 1:
-            corners.append((np.zeros(len(at), np.int64), np.zeros(len(at))))
-            continue
-        low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
-        corners.append((low, np.maximum((at - axis[low]) / (axis[low + 1] - axis[low]), 0.0)))
-    total = np.zeros(points.shape[1])
-    for corner in range(2 ** len(grid)):
-        weight, place = np.ones(points.shape[1]), []
-        for dimension, (low, share) in enumerate(corners):
-            upper = corner >> dimension & 1
-            weight = weight * (share if upper else 1.0 - share)
-            place.append(np.minimum(low + upper, len(grid[dimension]) - 1))
-        total += weight * values[tuple(place)]
-    return total
+def _corners(axis: Floats, at: Floats) -> Floats:
+    """Return the weight of each point of a rising axis in a linear interpolation, [axis, n]; before the first point the
+    value stays, beyond the last one the line goes on."""
+    low = np.clip(np.searchsorted(axis, at, side="right") - 1, 0, len(axis) - 2)
+    share = np.maximum((at - axis[low]) / (axis[low + 1] - axis[low]), 0.0)
+    weights, each = np.zeros((len(axis), len(at))), np.arange(len(at))
+    weights[low, each], weights[low + 1, each] = 1.0 - share, share
+    return weights
 
 
 def read_sweep(path: str) -> Sweep:

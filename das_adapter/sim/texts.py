@@ -20,10 +20,6 @@ class Texts:
         """Where each response begins, int64 [rows + 1]."""
         self.tokens: Int32 = np.concatenate([np.zeros(0, np.int32), *(r.tokens for r in rollouts)])
 
-    def lengths(self, rows: Ints) -> Ints:
-        """Return the tokens of responses."""
-        return self.ends[rows + 1] - self.ends[rows]
-
     def part(self, rows: Ints, begin: Ints, end: Ints) -> tuple[Int32, Ints]:
         """Return the tokens `begin` to `end` of each response, one after the other, and their offsets, [n + 1]."""
         counts = end - begin
@@ -48,6 +44,4 @@ def ragged(starts: Ints, counts: Ints) -> Ints:
 
 def offsets_of(counts: Ints) -> Ints:
     """Return where each of several runs begins, and the end of the last."""
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])

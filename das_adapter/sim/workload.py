@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -28,28 +29,26 @@ class Workload:
     """Recorded responses; none where lengths are drawn."""
 
 
-def recorded(rollouts: Sequence[Rollout], cap: int, copies: int = 1) -> Workload:
-    """Return recorded rollouts: the responses of one step and run are a step; each copy of a problem has a number of
-    its own."""
+def recorded(rollouts: Sequence[Rollout], cap: int) -> Workload:
+    """Return recorded rollouts: the responses of one step and run are a step."""
     steps = steps_of(sorted(rollouts, key=lambda r: r.problem))
     texts = Texts([r for step in steps for r in step])
     group = max(max(Counter(r.problem for r in step).values()) for step in steps)
-    problems, visits = max(r.problem for r in rollouts) + 1, Counter[int]()
-    columns, first = list[dict[str, Ints]](), 0
+    visits, columns, first = Counter[int](), list[dict[str, Ints]](), 0
     for step in steps:
-        text = np.tile(np.arange(first, first + len(step)), copies)
-        own = np.array([r.problem for r in step] * copies)
+        text = np.arange(first, first + len(step))
+        problem = np.array([r.problem for r in step])
         columns.append(
             {
-                "problem": own + np.repeat(np.arange(copies), len(step)) * problems,
-                "visit": np.array([visits[p] for p in own.tolist()]),
+                "problem": problem,
+                "visit": np.array([visits[p] for p in problem.tolist()]),
                 "text": text,
-                "prompt": np.array([len(r.prompt) for r in step] * copies),
-                "length": texts.lengths(text),
+                "prompt": np.array([len(r.prompt) for r in step]),
+                "length": np.array([len(r.tokens) for r in step]),
                 "most": np.full(len(text), cap),
             }
         )
-        visits.update(set(own.tolist()))
+        visits.update(set(problem.tolist()))
         first += len(step)
     return Workload(columns, group, texts)
 
@@ -99,9 +98,5 @@ def draw_lengths(rollout: RolloutBlock, problems: Ints, rng: np.random.Generator
 
 def _capped_mean(location: float, sigma: float, cap: int) -> float:
     """Return the mean of a log-normal distribution that ends at a cap."""
-
-    def normal(z: float) -> float:
-        return 0.5 * (1.0 + math.erf(z / math.sqrt(2.0)))
-
-    z = (math.log(cap) - location) / sigma
+    normal, z = NormalDist().cdf, (math.log(cap) - location) / sigma
     return math.exp(location + sigma**2 / 2) * normal(z - sigma) + cap * (1.0 - normal(z))

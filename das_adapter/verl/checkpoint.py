@@ -10,17 +10,14 @@ import inspect
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from das_adapter.config import HistoryConfig
-from das_adapter.verl import settings
-
-if TYPE_CHECKING:
-    from das_adapter.service.checkpoint import Facts
+from das_adapter.verl import settings, tracking
 
 
 def after_load(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the loading of a checkpoint, at every start before the first weight sync, to choose the history as well."""
+    """Wrap the loading of a checkpoint, at every start before the first weight sync, to choose the history, and let
+    the logger know of the run."""
     if inspect.iscoroutinefunction(stock):
 
         @functools.wraps(stock)
@@ -54,37 +51,32 @@ def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _begin(trainer: Any) -> None:
     """Choose what the history starts with, and refuse what can't be used (see `checkpoint.begin`)."""
-    if (found := _history_of(trainer)) is None:
+    das = settings.of_run(trainer.config)
+    if das is not None:
+        tracking.follow(das)
+    if das is None or not das.shares_history:
         return
     from das_adapter.service import checkpoint
 
     config, step, resumed = trainer.config.trainer, _step(trainer), None
     if config.resume_mode != "disable" and step:
         resumed = Path(config.resume_from_path) if config.resume_mode == "resume_path" else _folder(trainer)
-    checkpoint.begin(*found, settings.BLOCK, resumed, step)
+    facts = checkpoint.Facts.of(das.history.scope, trainer.tokenizer)
+    checkpoint.begin(das.history, facts, settings.BLOCK, resumed, step)
 
 
 def _save(trainer: Any) -> None:
-    if (found := _history_of(trainer)) is None:
+    das = settings.of_run(trainer.config)
+    if das is None or not das.shares_history:
         return
     from das_adapter.service import checkpoint
 
-    folder, (history, facts) = _folder(trainer), found
-    checkpoint.save(folder, facts, history)
+    folder = _folder(trainer)
+    checkpoint.save(folder, checkpoint.Facts.of(das.history.scope, trainer.tokenizer))
     for old in folder.parent.glob("global_step_*"):  # veRL has removed its other files
         if not (old / "actor").exists():
             for left in old.glob(f"{checkpoint.NAME}*"):
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def _history_of(trainer: Any) -> tuple[HistoryConfig, Facts] | None:
-    """Return what a run's checkpoints say of its history; None: it keeps none."""
-    das = settings.of_run(trainer.config)
-    if das is None or not das.shares_history:
-        return None
-    from das_adapter.service.checkpoint import Facts
-
-    return das.history, Facts.of(das.history.scope, trainer.tokenizer)
 
 
 def _folder(trainer: Any) -> Path:

@@ -43,6 +43,19 @@ def check_at_start(stock: Any) -> Any:
 
 
 @patch(
+    "verl.experimental.agent_loop.agent_loop:AgentLoopManager.generate_sequences",
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences",
+    "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncAgentLoopManager.generate_sequences_single",
+    since="0.9.1",
+    needs="prompts",
+)
+def name_rows(stock: Any) -> Any:
+    """Without it rows of a step that have one prompt, and no index or equal ones, draw the same samples. Remove this
+    patch when veRL gives each row of a step a name that is the same in every run."""
+    return identity.around_dispatch(stock)
+
+
+@patch(
     "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop",
     since="0.9.1",
     needs="sampling_params, trajectory",
@@ -62,22 +75,6 @@ def label_requests(stock: Any) -> Any:
     """Without it the identity of a sample does not reach the engine. Remove this patch when veRL passes a sample's
     identity with its requests."""
     return wrapt.FunctionWrapper(stock, identity.around_generate)
-
-
-@patch("verl.workers.rollout.llm_server:LLMServerManager._initialize_llm_servers", since="0.9.1")
-def refuse_other_replicas(stock: Any) -> Any:
-    """Without it a recipe's own `rollout_replica_class` passes das-adapter by, and the run is stock without a word.
-    Remove this patch when every `rollout_replica_class` comes from veRL's registry."""
-
-    @functools.wraps(stock)
-    async def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        if settings.of_rollout(self.rollout_config) is not None:
-            from das_adapter.verl.server import check_replica_class
-
-            check_replica_class(self.rollout_replica_class)
-        await stock(self, *args, **kwargs)
-
-    return initialize
 
 
 @patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1")
@@ -109,19 +106,9 @@ def save_history(stock: Any) -> Any:
     optional=True,
 )
 def load_history(stock: Any) -> Any:
-    """Without it a resumed run starts cold. Remove this patch when veRL tells plug-ins that it loads a checkpoint."""
+    """Without it a resumed run starts cold, and the logger does not know of the block. Remove this patch when
+    veRL tells plug-ins that it loads a checkpoint."""
     return checkpoint.after_load(stock)
-
-
-@patch(
-    "verl.utils.tracking:Tracking.__init__",
-    since="0.9.1",
-    needs="project_name, experiment_name, default_backend, config",
-)
-def know_the_block(stock: Any) -> Any:
-    """Without it the logger does not know whether there are figures to log. Remove this patch when veRL lets plug-ins
-    add metrics to a step."""
-    return wrapt.FunctionWrapper(stock, tracking.around_init)
 
 
 @patch("verl.utils.tracking:Tracking.log", since="0.9.1", needs="data, step, backend")
@@ -132,8 +119,8 @@ def log_figures(stock: Any) -> Any:
 
 
 HOOKS = (
-    *(check_at_start, refuse_other_replicas, follow_samples, label_requests, route_requests),
-    *(save_history, load_history, know_the_block, log_figures),
+    *(check_at_start, name_rows, follow_samples, label_requests, route_requests),
+    *(save_history, load_history, log_figures),
 )
 """Applied in every process that imports veRL, each when its module is imported."""
 

@@ -7,10 +7,13 @@ loop nor its tools need to know of it.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.identity import prompt_identity, request_seed
@@ -19,6 +22,8 @@ from das_adapter.verl import settings
 
 MEDIA = ("image_data", "video_data", "audio_data")
 """Arguments of veRL's `generate` that belong to a problem and leave only place holders in its prompt."""
+ROW = "das_row"
+"""Column of a batch for veRL's agent loops: the name of each row."""
 ABORTED = ("aborted", "abort")
 """Stop reasons of a request that was interrupted by a weight sync; the client resumes it."""
 
@@ -27,8 +32,10 @@ ABORTED = ("aborted", "abort")
 class Sample:
     """A trajectory that is being written."""
 
-    row: int
-    """Index of the prompt in the data set; 0 where it has none."""
+    row: str
+    """Name of the batch's row, which no other row of the step has."""
+    index: str
+    """Index of the prompt in the data set, as the data set has it."""
     step: int
     sample: int
     validate: bool
@@ -42,14 +49,51 @@ class Sample:
 _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
 
 
+def around_dispatch(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `AgentLoopManager.generate_sequences(self, prompts)`: name the rows of the batch."""
+
+    @functools.wraps(stock)
+    def dispatch(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
+        if settings.of_run(self.config) is not None:
+            self._das_named = _name_rows(prompts, getattr(self, "_das_named", None))
+        return stock(self, prompts, *args, **kwargs)
+
+    return dispatch
+
+
+def _name_rows(prompts: Any, last: tuple[Any, Counter[str]] | None) -> tuple[Any, Counter[str]]:
+    """Add the column `ROW` to a batch, veRL's `DataProto` or a `TensorDict`, before workers share it out: no two rows
+    of a step have the same name, and a row has the same name in every run. An index alone is not enough: data sets
+    without one, with equal indices, and validations that repeat a prompt have rows that differ in nothing else.
+
+    The fully asynchronous pipeline counts no steps; its `uid` names epoch and sample, and serves in their place.
+    `last`: the step of the batch before, and how often each name was given in it; return this batch's.
+    """
+    tensors = not hasattr(prompts, "non_tensor_batch")
+    columns, about = (prompts, prompts) if tensors else (prompts.non_tensor_batch, prompts.meta_info)
+    step = about["global_steps"] if "global_steps" in about.keys() else -1
+    if step < 0 and "uid" in columns.keys():
+        step = columns["uid"][0]
+    known = [columns[name] for name in ("data_source", "index") if name in columns.keys()]
+    names, named = [], last[1] if last and last[0] == step else Counter[str]()
+    for row in range(len(prompts)):
+        name = "/".join(map(str, (step, *(column[row] for column in known))))
+        names.append(f"{name}/{named[name]}")
+        named[name] += 1
+    columns[ROW] = names if tensors else np.array(names, dtype=object)
+    return step, named
+
+
 def around_agent_loop(stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     """Wrap `AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, *, agent_name, ...)`: set the sample."""
 
     @functools.wraps(stock)
     async def run(self: Any, sampling_params: Any, trajectory: dict[str, Any], **kwargs: Any) -> Any:
+        index = str(trajectory.get("sample_index"))
         token = _current.set(
             Sample(
-                row=_integer(trajectory.get("sample_index")),
+                row=kwargs.pop(ROW, index),
+                index=index,
                 step=_integer(trajectory.get("step")),
                 sample=_integer(kwargs.get("session_id", trajectory.get("rollout_n"))),
                 validate=bool(trajectory.get("validate")),
@@ -81,7 +125,7 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
 def label(das: DasConfig, sample: Sample, prompt_ids: Any, media: bool = False) -> Label:
     """Label a request of a sample; `media`: whether the prompt has images, sound or video."""
     if sample.problem is None:
-        sample.problem, sample.start = prompt_identity(prompt_ids, *[sample.row] * media), len(prompt_ids)
+        sample.problem, sample.start = prompt_identity(prompt_ids, *[sample.index] * media), len(prompt_ids)
     number = -1 - sample.sample if sample.validate else sample.sample
     seed = request_seed(das.verify.seed, sample.problem, sample.step, number, sample.row)
     return Label(sample.problem, seed, not sample.validate, sample.start)

@@ -9,8 +9,7 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import Expected
-from das_adapter.core.routing import Replicas, worth_of
-from das_adapter.core.siblings import NO_SIBLINGS
+from das_adapter.core.routing import NO_SIBLINGS, Replicas, worth_of
 from das_adapter.protocol.label import Label
 from das_adapter.service import ledger
 from das_adapter.verl import settings
@@ -37,8 +36,6 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         self._expected = Expected()
         self._problems: dict[str, int] = {}
         self._acquired = 0
-        self._home_of: dict[str, str] | None = None
-        """The history on each replica's node, once it is known."""
 
     def require_acquire_fields(self) -> list[str]:
         """Name the fields that veRL sends to `acquire_server`."""
@@ -54,11 +51,6 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
             return super().acquire_server(request_id)  # says so
         if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):
             self._expected = ledger.expected(timeout=5)
-            self._replicas.learn(self._expected)
-            if self.das.shares_history and self.das.history.scope != "global":
-                if self._home_of is None:
-                    self._home_of = ledger.histories_of(self._servers)
-                self._replicas.settle(ledger.histories(), self._home_of)
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))
         problem = -self._acquired if label.problem is None else label.problem
@@ -83,7 +75,6 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
     def add_servers(self, servers: dict[str, Any]) -> None:
         """Add replicas that joined."""
         super().add_servers(servers)
-        self._home_of = None
         for server in servers:
             self._replicas.add(server)
 

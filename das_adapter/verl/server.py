@@ -7,18 +7,16 @@ import asyncio
 import logging
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from das_adapter.core.identity import media_hash, prompt_identity, request_seed
+from das_adapter.core.identity import media_hash
 from das_adapter.core.routing import start_order
-from das_adapter.errors import ConfigError
 from das_adapter.protocol.engine_args import engine_args, engine_env
-from das_adapter.protocol.label import Label
+from das_adapter.protocol.label import Label, Labeller
 from das_adapter.service import ledger
 from das_adapter.service.session import Session, for_run, of_async_engine
 from das_adapter.verl import settings
@@ -37,8 +35,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         assert das is not None, "DasVLLMReplica chooses this server only for an active das: block"
         self._das = das
         self._session: Session
-        self._seen: Counter[int] = Counter()
-        self._stranger_came = False
+        self._strangers: Labeller | None = None
         hosts = self.config.scheduling_policy == "priority"  # the run's own priorities stand
         self._order = None if hosts else start_order(das, self.config.n)
 
@@ -65,8 +62,8 @@ class DasVLLMHttpServer(vLLMHttpServer):
         before it was interrupted, and what tools answered since the previous turn."""
         label = Label.of(sampling_params.get("extra_args"))
         if label.problem is None:
-            images = [media_hash(item) for name in MEDIA for item in kwargs.get(name) or ()]
-            label = self._label_stranger(prompt_ids, images)
+            media = [media_hash(item) for name in MEDIA for item in kwargs.get(name) or ()]
+            label = self._label_stranger(prompt_ids, media)
             sampling_params = label.put_into(sampling_params)
         if self._order is not None:
             begun = label.start_in(len(prompt_ids)) < len(prompt_ids)
@@ -80,17 +77,14 @@ class DasVLLMHttpServer(vLLMHttpServer):
         return output
 
     def _label_stranger(self, prompt_ids: list[int], images: Sequence[str]) -> Label:
-        """The label of a request that did not come from veRL's agent loop."""
-        if not self._stranger_came:
-            self._stranger_came = True
+        if self._strangers is None:
             logger.warning(
                 "das: a request came without identity, not from veRL's agent loop: it counts as training and its "
                 "seed depends on the order of arrival"
             )
-        problem, version = prompt_identity(prompt_ids, *images), int(self.global_steps or 0)
-        seed = request_seed(self._das.verify.seed, problem, version, self._seen[problem])
-        self._seen[problem] += 1
-        return Label(problem, seed, start=len(prompt_ids))
+            source = f"replica {self.replica_rank}, node {self.node_rank}"
+            self._strangers = Labeller(self._das.verify.seed, source, int(self.global_steps or 0))
+        return self._strangers.label(prompt_ids, validate=False, media=images)
 
     async def set_global_steps(self, global_steps: int) -> None:
         """Report the step's figures at the end of a weight sync, then bring the engine's history up to date.
@@ -100,7 +94,6 @@ class DasVLLMHttpServer(vLLMHttpServer):
         await super().set_global_steps(global_steps)
         if self.node_rank != 0:
             return
-        self._seen.clear()
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)
         if self._order is not None:
             self._order.refresh(await asyncio.to_thread(ledger.expected, 25.0), int(global_steps or 0))
@@ -121,12 +114,3 @@ class DasVLLMReplica(vLLMReplica):
         super().__init__(*args, **kwargs)
         if not (self.is_reward_model or self.is_teacher_model) and settings.of_rollout(self.config) is not None:
             self.server_class = ray.remote(DasVLLMHttpServer)
-
-
-def check_replica_class(found: type) -> None:
-    """Refuse, with a ConfigError, a class of replicas whose server is not das-adapter's, where a block is active."""
-    if not issubclass(found, DasVLLMReplica):
-        raise ConfigError(
-            f"{settings.BLOCK}: found replicas of {found.__module__}.{found.__qualname__}, allowed: DasVLLMReplica of "
-            f"{__name__}, or a class derived from it; without one set {settings.BLOCK}.drafter=none"
-        )

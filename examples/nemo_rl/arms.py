@@ -12,6 +12,8 @@ from statistics import mean
 from rich.console import Console
 from rich.table import Table
 
+from das_adapter.cpu.environment import cpu_env
+
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "++policy.generation.das"
 ARMS = {
@@ -32,14 +34,11 @@ def run(name: str, overrides: list[str], out: Path) -> Steps:
     lines.unlink(missing_ok=True)
     environment = {
         **os.environ,
+        **cpu_env(),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "MKL_CBWR": "AUTO,STRICT",
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": "1",
         "NRL_VLLM_ASYNC_TIMEOUT_SECONDS": "300",
     }
     environment.pop("CUDA_VISIBLE_DEVICES", None)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.import_utils import load_extern_object
 
-from das_adapter.verl.sampler import OrderedSampler
+OrderedSampler = load_extern_object(str(Path(__file__).with_name("sampler.py")), "OrderedSampler")
 
 
 def wait() -> None:

@@ -48,9 +48,9 @@ class Audit:
         draw, key, count = verification.keyed_sample, HostWorkerState.keys, HostWorkerState.count
         steps = deque[list[list[Key]]]()  # keys of each request's rows, of steps whose tokens are not on the host yet
 
-        def keyed_sample(logits: Any, temperature: Any, keys: Any, scores: Any = None) -> Any:
-            found = draw(logits, temperature, keys, scores)
-            self.drawn.update(zip(_pairs(*keys), found.tokens.tolist(), strict=True))
+        def keyed_sample(logits: Any, keys: Any) -> Any:
+            found = draw(logits, keys)
+            self.drawn.update(zip(_pairs(*keys), found.tolist(), strict=True))
             return found
 
         def keys(state: Any, metadata: Any) -> Any:

@@ -16,7 +16,7 @@ async def main() -> None:
 
     from das_adapter.config import parse
     from das_adapter.protocol.engine_args import engine_args
-    from das_adapter.protocol.engine_calls import call_workers
+    from das_adapter.protocol.messages import call_workers
 
     settings = {
         "data_parallel_size": 2,

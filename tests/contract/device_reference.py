@@ -19,9 +19,9 @@ STRENGTHS = (3, 5, 8, 12, 18, 32, 64)
 class Candidate:
     """A place: what follows there, and how much it counts."""
 
-    def __init__(self, following: np.ndarray, strength: int, weight: int, own: bool, differs: bool, grows: bool):
+    def __init__(self, following: np.ndarray, strength: int, weight: int, own: bool, differs: bool):
         self.following, self.strength, self.weight = following, strength, weight
-        self.own, self.differs, self.grows = own, differs, grows
+        self.own, self.differs = own, differs
 
 
 def launch(index: Any, requests: int) -> None:
@@ -40,7 +40,7 @@ def launch(index: Any, requests: int) -> None:
             candidates = _sealed(index, tables.row_of_slot[slot], arena, own)
             candidates += _live(index, slot, texts, arena, lengths, own)
             candidates += _prompt(texts[slot, :begin], own)
-        index.drafts[row] = int(texts[slot, begin + lengths[slot] - 1])
+        index.drafts[row] = 0
         _vote(index, row, slot, own, candidates)
 
 
@@ -141,7 +141,7 @@ def _sealed(index: Any, row: int, arena: np.ndarray, own: np.ndarray) -> list[Ca
                 continue
             else:
                 strength = min(length, BEYOND) - 1
-            found.append(Candidate(tokens[position + 1 + shift :], strength, weight, False, bool(shift), False))
+            found.append(Candidate(tokens[position + 1 + shift :], strength, weight, False, bool(shift)))
     return found
 
 
@@ -181,15 +181,7 @@ def _live(
         found += _scan(all_texts[-1], context, m, 1)
     kept = sorted(found, key=lambda x: (-x[0], -x[1], -x[2]))[:PLACES]
     return [
-        _candidate(
-            all_texts[m],
-            context,
-            rank,
-            place + 1,
-            OWN if numbers[m] == slot else SIBLING,
-            numbers[m] == slot,
-            numbers[m] == slot,
-        )
+        _candidate(all_texts[m], context, rank, place + 1, OWN if numbers[m] == slot else SIBLING, numbers[m] == slot)
         for rank, place, m in kept
     ]
 
@@ -199,29 +191,25 @@ def _prompt(prompt: np.ndarray, own: np.ndarray) -> list[Candidate]:
         return []
     context = np.concatenate([prompt, own])
     kept = sorted(_scan(prompt, context, 0, 0), key=lambda x: (-x[0], -x[1]))[:PLACES]
-    return [_candidate(prompt, context, rank, place, PROMPT, True, False) for rank, place, _ in kept]
+    return [_candidate(prompt, context, rank, place, PROMPT, True) for rank, place, _ in kept]
 
 
-def _candidate(
-    text: np.ndarray, context: np.ndarray, rank: int, place: int, weight: int, own: bool, grows: bool
-) -> Candidate:
+def _candidate(text: np.ndarray, context: np.ndarray, rank: int, place: int, weight: int, own: bool) -> Candidate:
     if rank < 4:
-        return Candidate(text[place + 1 :], rank - 1, weight, own, True, grows)
+        return Candidate(text[place + 1 :], rank - 1, weight, own, True)
     length = rank - 3
     strength = 2 * length + _beyond(text, place, length, context)
-    return Candidate(text[place + 1 :], strength, weight, own, False, grows)
+    return Candidate(text[place + 1 :], strength, weight, own, False)
 
 
 def _vote(index: Any, row: int, slot: int, own: np.ndarray, candidates: list[Candidate]) -> None:
-    steps, count, asked, survival, draft = index._steps, 0, 0, 1.0, []
+    steps, count, asked, survival = index._steps, 0, 0, 1.0
     offer = index.offers[slot].numpy()
     strongest = max((c.strength for c in candidates if not c.differs), default=0)
     voters = [c for c in candidates if not c.differs or strongest < SURE]
     index.confidence[row] = 0.0
     for step in range(steps + 1):
         said = [(c, int(c.following[step])) for c in voters if step < len(c.following) and c.following[step] >= 0]
-        if not said:
-            said = [(c, draft[step - len(c.following)]) for c in voters if c.grows and step >= len(c.following)]
         if not said:
             break
         votes: dict[int, int] = {}
@@ -241,5 +229,4 @@ def _vote(index: Any, row: int, slot: int, own: np.ndarray, candidates: list[Can
         if step == steps or survival < np.float32(index._min_chance):
             break
         index.drafts[row, step], index.confidence[row, step], count = winner, chance, step + 1
-        draft.append(winner)
     index.real[row], offer[0], offer[1] = count, asked, len(own)

@@ -223,7 +223,7 @@ class Engine:
             between.give(part.visit, texts)
             answers["visited"] = self.rpc("visit", files=[part.visit])
         if part.refresh is not None:
-            told = {"version": part.refresh} if self.job.standalone else between.handed_over(part, texts)
+            told = {} if self.job.standalone else between.handed_over(part, texts)
             answers["refreshed"] = self.rpc("refresh", **told)
         return answers
 
@@ -281,7 +281,7 @@ def hooked(llm: Any, das: Any) -> Any:
     from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks
 
     ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
-    hooks = SyncEngineHooks(llm, das, source=1)
+    hooks = SyncEngineHooks(llm, das, source="1")
     hooks.start()
     return hooks
 

@@ -15,7 +15,6 @@ import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of tor
 from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2 import device_index, search
 from das_adapter.engine.v2.device_index import DeviceIndex
-from das_adapter.engine.v2.speculator import looks
 
 SLOTS, LENGTH, STEPS = 4, 240, 5
 
@@ -124,7 +123,3 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(
     if written:
         strongest = int((kernels.found[:, 1] & 0xFF).max())
         assert strongest == 2 * int(search.DEPTH.value)
-
-
-def test_one_looks_often_at_first_and_seldom_later_where_no_drafts_are_wanted() -> None:
-    assert [idle for idle in range(50) if looks(idle)] == [0, 1, 2, 4, 8, 16, 32, 48]

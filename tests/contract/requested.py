@@ -30,13 +30,17 @@ EVERY_PARAMETER = [
     {"temperature": 0.0},
     {"temperature": 0.7, "top_p": 0.9},
     {"temperature": 1.3, "top_k": 20},
-    {"temperature": 1.0, "min_p": 0.05},
     {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2},
-    {"temperature": 1.0, "logit_bias": {25: 2.0, 26: -3.0}},
-    {"temperature": 1.0, "min_tokens": 60, "top_k": 30, "top_p": 0.95},
-    {"temperature": 1.2, "allowed_token_ids": list(range(1, 60))},
+    {"temperature": 1.2, "allowed_token_ids": list(range(1, 60)), "top_k": 30, "top_p": 0.95},
     {"temperature": 1.0, "bad_words": ["22", "####"]},
 ]
+EVERY_ON_V2 = [
+    *EVERY_PARAMETER,
+    {"temperature": 1.0, "min_p": 0.05},
+    {"temperature": 1.0, "logit_bias": {25: 2.0, 26: -3.0}},
+    {"temperature": 1.0, "min_tokens": 60, "top_k": 30, "top_p": 0.95},
+]
+"""With what is refused beside drafts on V1."""
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from between_rounds import drafter_without_weights
 from das_adapter.core import account, plain_time
 from das_adapter.cpu import vllm_fixes
 from das_adapter.engine.history import HistorySource
-from das_adapter.engine.v1 import neural_drafts, verification
+from das_adapter.engine.v1 import decode_graphs, neural_drafts, verification
 from das_adapter.engine.v1.decode_graphs import DecodePasses
 from das_adapter.engine.v1.policy_copy import CopySource, PolicyCopy
 from das_adapter.engine.v1.proposer import Proposer
@@ -70,7 +70,7 @@ def failing_search() -> None:
 
 def dear_drafter() -> None:
     """Let a look for drafts take ten times as long as a step, and look in every step."""
-    plain_time.LEAST_STEPS, account.BASELINE_STEPS, account.LOOK_STEPS = 24, (2, 2), 1
+    plain_time.LEAST_STEPS, account.BASELINE_STEPS, account.LOOK_STEPS = 24, (1, 1), 1
     clock = Clock()
     Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
     HistorySource.look = taking(clock, 0.03, HistorySource.look)
@@ -175,7 +175,7 @@ def replayed_passes() -> None:
 
     stock = DecodePasses.__call__
 
-    def wrap(model: Any, _: Any) -> Any:
+    def wrap(model: Any, *_: Any) -> Any:
         from vllm.config import CUDAGraphMode
         from vllm.forward_context import get_forward_context
 
@@ -203,10 +203,10 @@ def replayed_passes() -> None:
 
     def call(self: Any, *args: Any) -> Any:
         if not self.sizes:
-            self.capture([1, 4, 16], wrap)
+            self.capture([1, 4, 16])
         return stock(self, *args)
 
-    DecodePasses.__call__ = call
+    decode_graphs.CUDAGraphWrapper, DecodePasses.__call__ = wrap, call
 
 
 def stale_copy() -> None:

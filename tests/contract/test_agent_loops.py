@@ -14,11 +14,12 @@ import pytest
 pytest.importorskip("verl")
 import ray
 from hydra import compose, initialize_config_dir
-from verl.experimental.agent_loop.agent_loop import AgentLoopWorker, DictConfigWrap, ToolListWrap
+from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -95,6 +96,8 @@ def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], Label]]]]]:
 
 
 def test_the_hooks_are_in() -> None:
+    for dispatches in (AgentLoopManager.generate_sequences, AgentLoopManagerTQ.generate_sequences):
+        assert dispatches.__das_patch__ == "name_rows"
     assert hasattr(AgentLoopWorker._run_agent_loop, "__wrapped__")
     assert hasattr(LLMServerClient.generate, "__wrapped__")
 

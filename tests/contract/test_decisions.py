@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from jobs import ON_CPU, POLICY
 from requested import OFF, PLAIN, requests, tokens, two_rounds
 
+from das_adapter.cli import main
 from das_adapter.protocol.decision_log import read
 from das_adapter.tools import report, run_series
 
@@ -63,7 +65,8 @@ def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Pat
     assert content["validation"]["passes"]["held_out"] == 2
 
 
-@pytest.mark.parametrize("das", [{"calibration": "nowhere.json"}])
-def test_a_missing_calibration_is_named(engine: Any, das: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"das\.calibration='nowhere.json'"):
-        engine(das=das, rounds=[])
+def test_a_model_that_is_not_there_is_named() -> None:
+    pytest.importorskip("vllm")
+    result = CliRunner().invoke(main, ["calibrate", "/nowhere/model"])
+    assert result.exit_code == 1
+    assert "did not start with the model '/nowhere/model'" in result.output

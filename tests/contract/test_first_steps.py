@@ -14,16 +14,9 @@ from das_adapter.config import DasConfig
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.roofline import Roofline
 from das_adapter.engine import timing
+from das_adapter.sim.models import MODELS
 
-SHAPE = dict(
-    model_type="qwen2",
-    hidden_size=3584,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    intermediate_size=18944,
-    vocab_size=152064,
-)
+SHAPE = {"model_type": "qwen2", **MODELS["Qwen/Qwen2.5-7B"]}
 
 
 def engine(mode: Any = CUDAGraphMode.FULL_AND_PIECEWISE, quantization: str | None = None, **shape: Any) -> Any:
@@ -32,20 +25,12 @@ def engine(mode: Any = CUDAGraphMode.FULL_AND_PIECEWISE, quantization: str | Non
         compilation_config=SimpleNamespace(cudagraph_mode=mode, cudagraph_capture_sizes=[8, 1, 2, 4]),
         model_config=SimpleNamespace(enforce_eager=False, quantization=quantization, hf_text_config=config),
         parallel_config=SimpleNamespace(tensor_parallel_size=2),
-        scheduler_config=SimpleNamespace(max_num_seqs=4),
     )
 
 
 def test_sizes_are_those_that_the_engine_captures() -> None:
     assert timing.captured_tokens(engine()) == (1, 2, 4, 8)
     assert timing.captured_tokens(engine(CUDAGraphMode.NONE)) == ()
-
-
-def test_it_is_said_which_drafted_steps_replay_no_graph() -> None:
-    for draft_tokens, begins in ((1, None), (2, "3 requests with 2 draft tokens"), (16, "1 requests with 16")):
-        found = timing.without_graphs(engine(), draft_tokens)
-        assert found is None if begins is None else found is not None and begins in found
-    assert timing.without_graphs(engine(CUDAGraphMode.NONE), 16) is None  # none of its steps does
 
 
 def test_an_engine_on_a_known_gpu_begins_with_its_roofline(monkeypatch: pytest.MonkeyPatch) -> None:

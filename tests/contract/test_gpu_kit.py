@@ -22,11 +22,7 @@ from das_adapter.protocol.engine_args import RUNNER_VARIABLE
 
 RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "run.py"
 EXACT = {
-    "kernel": [
-        "draws that differ from the definition, near-ties apart",
-        "ranks that differ from the definition",
-        "largest error of a log-probability",
-    ],
+    "kernel": ["draws that differ from the definition, near-ties apart"],
     "index": ["requests whose drafts differ from the reference's", "bytes per sealed token"],
     "replay": ["forced tokens that were not written"],
     "lossless": [
@@ -94,7 +90,6 @@ def test_every_part_with_engines_runs_and_writes_its_figures_and_verdicts(tmp_pa
     for part, content in written.items():
         check(part, content, said)
     assert set(written["gate"]["step_ms"]) == {"stock", "history"}
-    assert {s["ragged"] for s in written["sweep"]["samples"]} == {False, True}
     arms = written["replay"]["arms"]
     assert set(arms) == {"stock", "earlier", "corrupted 0.0", "corrupted 1.0"}
     assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
@@ -137,7 +132,7 @@ def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict
 BARE = """
 import importlib.metadata, sys
 IMAGE = {"torch", "triton", "numpy", "functorch", "torchgen", "sympy", "mpmath", "networkx", "jinja2", "markupsafe",
-         "filelock", "fsspec", "typing_extensions", "setuptools", "packaging", "das_adapter", "%s"}
+         "filelock", "fsspec", "typing_extensions", "setuptools", "packaging", "das_adapter"}
 LACKED = set(importlib.metadata.packages_distributions()) - IMAGE
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -148,13 +143,11 @@ sys.meta_path.insert(0, Missing())
 """Hides what an image of PyTorch and Triton lacks, from every process."""
 
 
-@pytest.mark.parametrize("parts", [["kernel", "index"], ["propose"]])
-def test_some_parts_need_no_vllm_and_next_to_no_package(tmp_path: Path, parts: list[str]) -> None:
-    needed = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"} if "propose" in parts else set()
-    (tmp_path / "sitecustomize.py").write_text(BARE % '", "'.join(needed))
+def test_the_kernels_need_no_vllm_and_next_to_no_package(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BARE)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    written, said = kit(tmp_path, *parts, "gate", env={"PYTHONPATH": path})
-    for part in parts:
+    written, said = kit(tmp_path, "kernel", "index", "gate", env={"PYTHONPATH": path})
+    for part in ("kernel", "index"):
         check(part, written[part], said)
     assert written["gate"]["why"] == "vLLM is not installed"
     assert {v["verdict"] for v in written["gate"]["bars"]} == {"not run"}

@@ -28,6 +28,8 @@ from requested import (
 
 from das_adapter.protocol.metrics import faults
 
+pytestmark = pytest.mark.one_build
+
 ARMS = {
     "history": {"das": HISTORY},
     "controlled": {"das": {}, "sabotage": "dear drafter"},
@@ -41,7 +43,6 @@ ARMS = {
 }
 
 
-@pytest.mark.one_build
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("params", [PLAIN, EVERY_PARAMETER], ids=["plain", "every-parameter"])
 def test_tokens_and_logprobs_do_not_depend_on_the_drafter(engine: Any, arm: str, params: list[dict[str, Any]]) -> None:
@@ -57,8 +58,8 @@ def test_tokens_and_logprobs_do_not_depend_on_the_drafter(engine: Any, arm: str,
             np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
     if not arm.startswith("controlled"):
         assert sum(r["stats"]["draft_tokens"] for r in result) > 50
-    if arm == "in chunks":  # where the logits are copied to be processed
-        assert all(r["noted"].get("chunks", 1) > 1 for r in result) == (params is EVERY_PARAMETER)
+    if arm == "in chunks":
+        assert all(r["noted"]["chunks"] > 1 for r in result)
 
 
 def test_without_a_drafter_no_token_depends_on_the_scheduling(engine: Any) -> None:
@@ -142,7 +143,6 @@ def test_collapsed_acceptance_pauses_the_drafter_until_the_next_weight_sync(engi
         assert 2000 <= r["stats"]["draft_tokens"] < 2600  # then it drafts no more; unpaused it would be 10 000
 
 
-@pytest.mark.one_build
 @pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 def test_a_text_of_another_vocabulary_harms_no_other(engine: Any, tmp_path: Path, shared: bool) -> None:
     asked = requests(PLAIN)
@@ -207,19 +207,18 @@ def test_the_engine_counts_who_begins_with_history_and_says_when_it_was_lost(eng
     assert [r["stats"]["history_hits"] for r in lost] == [0, 0]
     assert [r["stats"]["history_lost"] for r in lost] == [0, 12]  # nothing comes back in the first round
     reason = faults([lost[1]["stats"]])["history"]
-    assert reason.startswith("12 of 12 requests found no history of their problem, which the run has met before. ")
-    assert "lines that begin with 'das: history:'" in reason
+    assert reason.startswith("12 of 12 requests found no history of their problem, which the run has met before: ")
     assert lost[1]["tokens"] == counted[1]["tokens"][:12]
 
 
-def test_a_history_that_is_too_small_is_named(engine: Any) -> None:
+def test_a_history_that_is_too_small_is_a_fault(engine: Any) -> None:
     """More problems than the history has room for: those of the first round have gone when they come back."""
     first, second = two_rounds(requests(PLAIN))
     other = Request(prompts(1)[0], {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40})
     between = Round([other.labelled(das_problem=100 + i) for i in range(300)], refresh=2)
     result = engine(das={**HISTORY, "history": {"max_bytes": "64KiB"}}, rounds=[first, between, second])
     assert 2**15 < result[-1]["stats"]["history_bytes"] <= 2**16
-    assert "das.history.max_bytes=65536 is full: raise it" in faults([result[-1]["stats"]])["history"]
+    assert "das.history.max_bytes is full" in faults([result[-1]["stats"]])["history"]
 
 
 def test_a_later_turn_drafts_from_what_came_after_and_counts_what_it_wrote(engine: Any) -> None:
@@ -236,14 +235,12 @@ def test_a_later_turn_drafts_from_what_came_after_and_counts_what_it_wrote(engin
 
 def test_validation_text_does_not_stay(engine: Any) -> None:
     validation = Round([r.labelled(das_record=0) for r in requests(PLAIN)])
-    once = engine(das=HISTORY, rounds=[validation])
-    twice = engine(das=HISTORY, rounds=[validation, validation])
+    first, second = engine(das=HISTORY, rounds=[validation, validation])
     # Drafted from its own text alone, a repeated validation is no faster than the first.
-    assert len(twice[1]["stats"]["propose_seconds"]) == len(once[0]["stats"]["propose_seconds"]) > 0
-    assert once[0]["stats"]["request_forwards"] == once[0]["stats"]["steps"] == 0  # figures are of training rollouts
+    assert len(second["stats"]["propose_seconds"]) == len(first["stats"]["propose_seconds"]) > 0
+    assert first["stats"]["request_forwards"] == first["stats"]["steps"] == 0  # figures are of training rollouts
 
 
-@pytest.mark.one_build
 @pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
 def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine: Any, das: dict[str, Any]) -> None:
     long, short = prompts(2)
@@ -258,7 +255,6 @@ def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine:
     assert result[1]["stats"]["accepted_tokens"] >= crowded[1]["stats"]["accepted_tokens"]
 
 
-@pytest.mark.one_build
 @pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
 def test_preempted_requests_and_cached_prefixes_keep_their_tokens(engine: Any, das: dict[str, Any]) -> None:
     asked = requests(PLAIN + EVERY_PARAMETER, 24)
@@ -292,9 +288,10 @@ def test_without_a_block_vllm_is_stock(engine: Any) -> None:
     assert none[0]["tokens"] == engine(das=None, rounds=rounds)[0]["tokens"]
 
 
-def test_a_wrong_key_stops_the_engine_with_its_name(engine: Any) -> None:
-    with pytest.raises(RuntimeError, match=r"das\.historie: unknown key; did you mean 'history'\?"):
-        engine(engine={"additional_config": {"das": {"historie": {}}}}, rounds=[])
+def test_what_v1_does_not_apply_to_drafted_positions_is_refused(engine: Any) -> None:
+    asked = [Request(prompts(1)[0], {"max_tokens": 9, "min_tokens": 5})]
+    with pytest.raises(RuntimeError, match="found min_tokens=5, allowed beside drafts on vLLM's V1 model runner: 0"):
+        engine(das=HISTORY, rounds=[Round(asked)])
 
 
 @pytest.mark.long

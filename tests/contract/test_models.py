@@ -41,8 +41,6 @@ def test_a_policy_of_experts_writes_the_tokens_of_off_and_returns_its_routing(
     assert result[1]["stats"]["accepted_tokens"] > 50
     if drafter != "draft_model":
         assert result[1]["stats"]["draft_tokens"] > result[1]["stats"]["accepted_tokens"] + 50
-    if "self" in drafter:
-        assert "shares the policy's experts" in result[0]["log"]
     asked = [len(r.prompt) for r in ROUNDS[0].requests]
     rows = [prompt + len(text) - 1 for prompt, text in zip(asked, result[0]["tokens"], strict=True)]
     assert [len(routing) for routing in result[0]["routing"]] == rows

@@ -59,7 +59,7 @@ def run(config: Any, tokenizer: Any = TOKENIZER) -> Iterator[Engine]:
         generation, engine = config.policy["generation"], Engine()
         das = settings.of_generation(generation)
         assert das is not None
-        SyncEngineHooks(engine, das, source=1, resumed=generation[settings.STEP])
+        SyncEngineHooks(engine, das, source="1", resumed=generation[settings.STEP])
         engine.collective_rpc(REFIT)
         yield engine
     finally:

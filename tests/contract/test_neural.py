@@ -28,6 +28,9 @@ from test_distribution import job, law, misfit  # noqa: F401
 from test_ranks import ALONE, RANKS, ROUNDS, seeded
 
 from das_adapter.protocol.decision_log import read
+from das_adapter.protocol.metrics import faults
+
+pytestmark = pytest.mark.one_build
 
 METHODS = ["draft_model", "eagle3", "mtp"]
 
@@ -63,18 +66,13 @@ def trained_drafter(drafters: Path, method: str, host: str | None) -> list[dict[
     return [replace(first, draft_weights=str(drafters / method / "model.safetensors"), host=host), second]
 
 
-AT_LEAST = [{"temperature": 1.0, "min_tokens": tokens} for tokens in range(30, 66, 3)]
-"""Their texts would end before."""
-
-
-@pytest.mark.one_build
 @pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize("method", METHODS)
 def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
     engine: Any, drafters: Path, method: str, scheduling: str
 ) -> None:
     """On a GPU vLLM schedules these asynchronously: then the host does not know a request's length."""
-    rounds = two_rounds(requests([*PLAIN * 3, *EVERY_PARAMETER, *AT_LEAST], 24))
+    rounds = two_rounds(requests([*PLAIN * 3, *EVERY_PARAMETER], 24))
     ahead, ours = scheduling == "asynchronous", policy(method, drafters)
     reference = engine(das=OFF, engine=ours, rounds=rounds)
     how = {"async_scheduling": True, **ours} if ahead else ours
@@ -89,7 +87,6 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
 EVERY_LENGTH = {"sabotage": "any draft length"}
 
 
-@pytest.mark.one_build
 @pytest.mark.parametrize("method", [*METHODS, *(f"history+{method}" for method in METHODS)])
 def test_tokens_do_not_depend_on_a_controlled_drafter(engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length for any requests in any step: what the drafter has missed it reads later."""
@@ -140,7 +137,6 @@ def test_a_useless_drafter_is_not_run(engine: Any, drafters: Path, tmp_path: Pat
     assert sum(step.drafted > 0 for step in steps[40:]) < 0.05 * len(steps)
 
 
-@pytest.mark.one_build
 @pytest.mark.parametrize("method", METHODS)
 def test_a_useful_drafter_is_run(engine: Any, drafters: Path, tmp_path: Path, method: str) -> None:
     asked = requests(PLAIN, 3, max_tokens=160, ignore_eos=True)
@@ -152,7 +148,6 @@ def test_a_useful_drafter_is_run(engine: Any, drafters: Path, tmp_path: Path, me
     assert result[0]["stats"]["accepted_tokens"] > 20
 
 
-@pytest.mark.one_build
 @pytest.mark.parametrize("method", METHODS)
 def test_requests_may_end_at_max_model_len(engine: Any, drafters: Path, method: str) -> None:
     asked = requests(PLAIN, 6, max_tokens=200, ignore_eos=True)
@@ -174,7 +169,6 @@ def test_a_lora_policy_writes_the_tokens_of_off(engine: Any, drafters: Path, met
     assert not any(r["stats"]["error"] for r in result)
 
 
-@pytest.mark.one_build
 def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafters: Path) -> None:  # noqa: F811
     """With keyed noise, under which the drafter draws its own tokens with the policy's keys."""
     result = engine(**job(block("eagle3", drafters, **ALWAYS)))
@@ -182,7 +176,6 @@ def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafters: P
     assert misfit(result, law) < 3.5
 
 
-@pytest.mark.one_build
 @pytest.mark.parametrize("method", METHODS)
 def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, method: str) -> None:
     """The second to fourth token of one prompt, with vLLM's rejection sampling of the drafter's probabilities."""
@@ -248,4 +241,4 @@ def test_a_drafter_that_nobody_synced_lowers_health(engine: Any, drafters: Path)
     long = requests(PLAIN, max_tokens=150, ignore_eos=True)
     das = block("draft_model", drafters, draft={"weights": "trainer"}, **ALWAYS)
     result = engine(das=das, rounds=[Round(long)], env=HOST, sabotage="drafter without weights")
-    assert "acceptance of the draft_model drafter collapsed" in result[0]["stats"]["alarm"]
+    assert "acceptance collapsed" in faults([result[0]["stats"]])["alarm"]

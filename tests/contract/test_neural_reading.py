@@ -39,6 +39,10 @@ class Sampling:
     top_p: Any = None
 
 
+class EagleProposer(SimpleNamespace):
+    """Stands in for vLLM's drafter, which is known by this name."""
+
+
 class Engine:
     """A batch whose requests come, write, and go; hidden states say whose they are and where they stand."""
 
@@ -52,9 +56,7 @@ class Engine:
         self.drafted: dict[str, int] = {}
         self.calls = 0
         batch = SimpleNamespace(block_table=[self])
-        drafter = SimpleNamespace(
-            pass_hidden_states_to_model=hidden, max_num_tokens=batched_tokens, propose=self.propose
-        )
+        drafter = EagleProposer(pass_hidden_states_to_model=hidden, max_num_tokens=batched_tokens, propose=self.propose)
         self.runner: Any = SimpleNamespace(
             input_batch=batch,
             drafter=drafter,
@@ -67,7 +69,7 @@ class Engine:
         )
         host: Any = SimpleNamespace(runner=self.runner, ranks=1, label=None)
         self.source = NeuralSource(host, ModelDrafts(MOST, narrows=False))
-        self.source._limit = LONGEST
+        self.source.load(torch.nn.Module())
         self.source.refresh(None)
 
     block_size = BLOCK

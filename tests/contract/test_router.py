@@ -14,10 +14,8 @@ import ray
 from verl.workers.rollout.router import get_router_handle
 
 from das_adapter.config import DasConfig, parse
-from das_adapter.core.homes import homes
 from das_adapter.core.length import RESPONSE
 from das_adapter.protocol.label import Label
-from das_adapter.service import ledger as ledger_module
 from das_adapter.service.ledger import ledger
 from das_adapter.verl.router import DasLoadBalancer, balancer
 
@@ -73,7 +71,6 @@ def test_a_groups_samples_meet_on_one_replica_although_they_come_mixed(service: 
         end(router, homes, f"{step}/")
         remember(service, {p: 100 * (p + 1) for p in range(8)})
     assert router.get_total_inflight() == 0
-    assert not any(value for server in SERVERS for value in router._replicas.load(server))
 
 
 def test_predicted_long_groups_are_divided_between_the_replicas(service: Any) -> None:
@@ -132,20 +129,3 @@ def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own() -> None:
         ray.shutdown()
     assert len(set(names)) == 2
     assert all(name.startswith("01000000-") for name in names)
-
-
-def test_a_group_goes_to_the_node_of_its_history(service: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Server:
-        async def generate(self) -> None: ...
-
-    mine = ledger_module.history_of(ray.get_runtime_context().get_node_id())
-    monkeypatch.setattr(ledger_module, "histories", lambda: ("another node", mine))
-    elsewhere = ledger_module.histories_of
-    monkeypatch.setattr(ledger_module, "histories_of", lambda servers: {"b": "another node"} | elsewhere({"a": here}))
-    here = ray.remote(Server).options(num_cpus=0).remote()
-    router = made()(SERVERS)
-    end(router, arrive(router, [[problem] * 4 for problem in range(64)]))  # the first burst
-    groups = arrive(router, [[problem] * 4 for problem in range(64)], "again ")
-    at_home = homes(range(64), ("another node", mine))
-    right = [place == "ba"[at_home[problem]] for problem, places in groups.items() for place in places]
-    assert sum(right) > 0.75 * len(right)

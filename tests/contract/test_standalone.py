@@ -21,7 +21,10 @@ from das_adapter.core.identity import prompt_identity
 from das_adapter.engine.settings import history_name
 from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.engine_args import RUN_KEY
+from das_adapter.protocol.messages import Trajectory
 from das_adapter.protocol.spool import GRACE_S, SHARED_MEMORY
+
+pytestmark = pytest.mark.one_build
 
 
 def rounds() -> list[Round]:
@@ -73,8 +76,8 @@ def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str
     config, ended = (SimpleNamespace(additional_config={RUN_KEY: key}) for key in (run, alone))
     other = SharedHistory(history_name(config), HistoryConfig(), grace_s=0.1)
     texts = zip([p for p in prompts(4) for _ in range(2)], written(first), strict=True)
-    for i, (prompt, text) in enumerate(texts):
-        other.add(prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0, str(i))
+    for prompt, text in texts:
+        other.add(Trajectory(prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0))
     other.sync()
     result = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**HOST, "DAS_RUN": run})[0]
     assert written(result) == written(first)

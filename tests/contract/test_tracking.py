@@ -11,7 +11,7 @@ verl = pytest.importorskip("verl")
 import ray  # noqa: E402
 from verl.utils.tracking import Tracking  # noqa: E402
 
-from das_adapter.protocol.decision_log import read_waits  # noqa: E402
+from das_adapter.config import DasConfig  # noqa: E402
 from das_adapter.protocol.metrics import Counters  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.verl import tracking  # noqa: E402
@@ -31,9 +31,8 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
     try:
         rollout = {"begin": 1.0, "ends": [2.0], "token_hash": 1}
         ray.get(ledger().report.remote(3, {**Counters(tokens=30, request_forwards=10).take(), **rollout}))
-        das = {"drafter": "history", "log_dir": str(tmp_path / "logs")}
-        config = {"actor_rollout_ref": {"rollout": {"custom": {"das": das}}}}
-        logger = Tracking("project", "experiment", ["file"], config)
+        tracking.follow(DasConfig(drafter="history"))
+        logger = Tracking("project", "experiment", ["file"], {})
         for data in (V1, ONE_STEP_OFF, FULLY_ASYNC, VALIDATION, WEIGHT_SYNC):
             logger.log(data=data, step=3)
     finally:
@@ -42,8 +41,6 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
     assert [row.get("das/tokens_per_forward") for row in logged] == [3.0, 3.0, 3.0, None, None]
     assert [row.get("das/exposed_generation_s") for row in logged] == [2.0, None, None, None, None]
     assert logged[3] == VALIDATION
-    (own,) = (tmp_path / "logs").iterdir()  # of this run
-    assert read_waits(own) == {3: 2.0}
 
 
 def test_exposed_generation_is_the_time_in_which_training_waits() -> None:

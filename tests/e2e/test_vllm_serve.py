@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import requests
 
 pytest.importorskip("vllm")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
@@ -31,16 +29,3 @@ def test_a_trainer_gets_the_same_tokens_and_the_history_follows_its_updates(tmp_
     assert second["das_history_tokens"] >= written
     assert second["das_history_hits"] == 1.0
     assert second["das_health"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("body", "status"), [(None, 200), ({"version": 7}, 200), ({"version": "seven"}, 400), ([], 400)]
-)
-def test_a_weight_update_may_be_announced_over_http(server: str, body: Any, status: int) -> None:
-    assert requests.post(f"{server}/v1/das/refresh", json=body, timeout=60).status_code == status
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with stub_trainer.policy_served(HISTORY, tmp_path_factory.mktemp("served") / "server.log") as server:
-        yield server.address

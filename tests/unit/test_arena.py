@@ -4,26 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from das_adapter.core.index import SuffixIndex
-from das_adapter.engine.v2.arena import Arena, Words
-
-
-@given(st.lists(st.integers(0, 60), max_size=60))
-def test_stretches_never_overlap_and_all_comes_back(sizes: list[int]) -> None:
-    words, taken = Words(200), []
-    for n in sizes:
-        if n % 3 and taken:
-            words.give(*taken.pop(n % len(taken)))
-        elif n and (at := words.take(n)) is not None:
-            taken.append((at, n))
-        spots = [i for at, size in taken for i in range(at, at + size)]
-        assert len(spots) == len(set(spots)) == 200 - words.free
-    for at, size in taken:
-        words.give(at, size)
-    assert (words.free, words.largest) == (200, 200)
+from das_adapter.engine.v2.arena import Arena
 
 
 def arena(words: int = 1000) -> Arena:
@@ -50,9 +33,11 @@ def test_siblings_see_each_other_and_what_has_ended_until_the_weight_sync() -> N
     assert members(found, 0) == [0, 2]
     assert found.close(2) is None
     assert members(found, 0) == [0]
-    found.forget_closed()
+    found.forget()
     assert members(found, 1) == [1]
     assert found.used == 0
+    again = found.close(1, room=20)
+    assert again is not None and (again.text, again.at) == (kept.text, kept.at)
 
 
 def test_the_newest_texts_are_searched_where_there_are_too_many() -> None:
@@ -65,26 +50,23 @@ def test_the_newest_texts_are_searched_where_there_are_too_many() -> None:
     assert members(found, 1) == [1, *(k.text for k in reversed(kept[1:]) if k)]
 
 
-def test_sealed_text_that_nobody_drafts_from_makes_room() -> None:
+def test_every_text_has_a_place_of_its_own_until_the_arena_is_full() -> None:
     found = arena()
     found.open(0, 7, 0, 0)
-    assert found.missing() == [7]
-    assert found.seal(7, 300, 290) == 0
-    assert found.missing() == []
     found.open(1, 8, 0, 0)
-    assert found.room() == 410
-    assert found.seal(8, 300, 290) is None  # 7 is drafted for
+    assert found.missing() == [7, 8]
+    assert found.seal(7, 300, 290) == 0
+    assert found.missing() == [8]
+    kept = found.close(0, room=400)
+    assert kept is not None and kept.at == 590
+    assert found.room == 10
+    assert found.close(1, room=11) is None
     assert found.short == 1
-    found.close(0)
-    found.close(1)
-    found.open(2, 9, 0, 0)
-    assert found.seal(9, 300, 290) == 0
+    found.open(2, 7, 0, 0)
+    assert found.missing() == []  # it is there still
     assert found.sealed_tokens == 300
-    found.open(0, 7, 0, 0)
-    assert found.missing() == [7]
-    found.forget_sealed()
-    assert sorted(found.missing()) == [7, 9]
-    assert found.used == 0
+    found.forget()
+    assert (found.missing(), found.room) == ([7], 1000)
 
 
 def test_what_was_not_found_is_looked_for_again() -> None:

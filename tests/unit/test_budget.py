@@ -13,7 +13,7 @@ from das_adapter.core.budget import (
     AHEAD,
     Worth,
     allocate,
-    class_budgets,
+    das_budgets,
     drafts_needed,
     makespan_weights,
     plan_rollout,
@@ -22,7 +22,7 @@ from das_adapter.core.latency import StepModel
 from das_adapter.core.length import LengthClass
 
 
-def accepted(drafted: np.ndarray, lengths: np.ndarray, alpha: np.ndarray, k: np.ndarray) -> np.ndarray:
+def accepted(drafted: np.ndarray, lengths: np.ndarray, alpha: float, k: float) -> np.ndarray:
     """Tokens accepted of p drafted over a rollout of l (DAS, section 4.2): A(p) = k·l·(1 - exp(-alpha·p/l))."""
     return k * lengths * (1.0 - np.exp(-alpha * drafted / lengths))
 
@@ -36,7 +36,7 @@ def simulate(length: float, per_round: float, alpha: float, k: float) -> int:
     rounds, written, drafted, got = 0, 0.0, 0.0, 0.0
     while written < length - 1e-9:
         drafted += per_round
-        total = float(accepted(np.array([drafted]), np.array([length]), np.array([alpha]), np.array([k]))[0])
+        total = float(accepted(np.array([drafted]), np.array([length]), alpha, k)[0])
         written += 1.0 + total - got
         got, rounds = total, rounds + 1
     return rounds
@@ -46,14 +46,14 @@ def simulate(length: float, per_round: float, alpha: float, k: float) -> int:
     ("length", "rounds", "alpha", "k"), [(16000, 4805, 1.0, 0.7), (900, 500, 0.6, 0.5), (3000, 2999, 0.9, 0.9)]
 )
 def test_the_budget_reaches_the_rounds_it_promises(length: int, rounds: int, alpha: float, k: float) -> None:
-    arrays = [np.array([float(x)]) for x in (length, alpha, k)]
+    arrays = np.array([float(length)]), alpha, k
     drafts = drafts_needed(rounds, *arrays)
     assert length - accepted(drafts, *arrays)[0] == pytest.approx(rounds)
     assert simulate(length, float(drafts[0]) / rounds, alpha, k) == pytest.approx(rounds, abs=1.0)
 
 
 def test_no_budget_for_who_ends_in_time_and_no_end_to_it_where_the_ceiling_forbids() -> None:
-    arrays = np.array([100.0, 1000.0]), np.array([1.0, 1.0]), np.array([0.7, 0.7])
+    arrays = np.array([100.0, 1000.0]), 1.0, 0.7
     assert drafts_needed(300.5, *arrays)[0] == 0.0
     assert np.isfinite(drafts_needed(300.5, *arrays)[1])
     assert np.isinf(drafts_needed(300.0, *arrays)[1])  # feasible only above 1000 · (1 - 0.7)
@@ -62,23 +62,23 @@ def test_no_budget_for_who_ends_in_time_and_no_end_to_it_where_the_ceiling_forbi
 @pytest.mark.parametrize("ratio", [0.0005, 0.002, 0.01, 0.05, 0.2])
 def test_the_plan_is_the_best_of_all_round_counts(ratio: float) -> None:
     lengths = long_tail()
-    alpha, k = np.full(64, 1.0), np.full(64, 0.7)
-    found = plan_rollout(lengths, alpha, k, 1.0, ratio)
+    alpha, k = 1.0, 0.7
+    planned, drafts = plan_rollout(lengths, alpha, k, 1.0, ratio)
 
     def cost(rounds: float) -> float:
         return rounds + ratio * float(np.sum(np.minimum(lengths, rounds) + drafts_needed(rounds, lengths, alpha, k)))
 
     grid = np.linspace(float(np.max(lengths * 0.3)) + 1e-3, float(lengths.max()), 20000)
-    assert cost(found.rounds) <= min(map(cost, grid)) * (1 + 1e-6)
-    assert np.all(found.drafts[lengths <= found.rounds] == 0.0)
+    assert cost(planned) <= min(map(cost, grid)) * (1 + 1e-6)
+    assert np.all(drafts[lengths <= planned] == 0.0)
 
 
 def test_dearer_tokens_mean_shorter_drafts_for_fewer_requests() -> None:
     lengths = long_tail()
-    alpha, k = np.full(64, 1.0), np.full(64, 0.7)
+    alpha, k = 1.0, 0.7
     plans = [plan_rollout(lengths, alpha, k, 1.0, ratio) for ratio in (0.0005, 0.002, 0.01, 0.05, 0.2)]
-    per_round = [p.drafts[lengths.argmax()] / p.rounds for p in plans]
-    share = [np.mean(p.drafts > 0) for p in plans]
+    per_round = [drafts[lengths.argmax()] / rounds for rounds, drafts in plans]
+    share = [np.mean(drafts > 0) for _, drafts in plans]
     assert per_round == sorted(per_round, reverse=True)
     assert share == sorted(share, reverse=True)
     assert per_round[0] > 15
@@ -87,7 +87,7 @@ def test_dearer_tokens_mean_shorter_drafts_for_fewer_requests() -> None:
 
 def test_classes_get_none_a_third_and_all() -> None:
     classes = np.array([LengthClass.LONG, LengthClass.SHORT, LengthClass.MEDIUM])
-    assert class_budgets(classes, 24).tolist() == [24, 0, 8]
+    assert das_budgets(np.ones(3), (1.0, 0.7), classes, None, 24).tolist() == [24, 0, 8]
 
 
 MODELS = [

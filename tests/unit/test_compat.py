@@ -9,13 +9,14 @@ import pytest
 
 from das_adapter import compat
 from das_adapter.errors import UnsupportedHost
+from das_adapter.tools.doctor import examine
 
 
-def lacks(monkeypatch: pytest.MonkeyPatch, package: str, name: str) -> bool:
+def missing(monkeypatch: pytest.MonkeyPatch, *symbols: compat.Symbol) -> list[compat.Symbol]:
+    """What the host, of which these symbols are needed, lacks."""
     compat.missing.cache_clear()
-    host = compat.Host(("hostpkg",), "2.0", ("2.1",), (compat.Symbol(package, name, ""),))
-    monkeypatch.setitem(compat.HOSTS, "hostpkg", host)
-    return bool(compat.missing("hostpkg"))
+    monkeypatch.setattr(compat, "HOSTS", {"hostpkg": compat.Host(("hostpkg",), "2.0", ("2.1",), symbols)})
+    return compat.missing("hostpkg")
 
 
 @pytest.fixture
@@ -39,59 +40,48 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_every_kind_of_definition_is_found_without_importing(
     package: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not lacks(monkeypatch, package, name)
+    assert not missing(monkeypatch, compat.Symbol(package, name))
     assert package not in sys.modules
 
 
 @pytest.mark.parametrize("name", ["Other", "Thing.other", "LEVEL.x"])
 def test_what_is_not_there_is_missing(package: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert lacks(monkeypatch, package, name)
+    assert missing(monkeypatch, compat.Symbol(package, name))
 
 
-@pytest.mark.parametrize(("parameters", "missing"), [(("one", "two"), False), (("one", "three"), True)])
-def test_parameters_are_looked_for_where_the_function_is_defined(
-    package: str, parameters: tuple[str, ...], missing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compat.missing.cache_clear()
-    host = compat.Host(("hostpkg",), "2.0", ("2.1",), (compat.Symbol(package, "here", "", parameters),))
-    monkeypatch.setitem(compat.HOSTS, "hostpkg", host)
-    assert bool(compat.missing("hostpkg")) is missing
+def test_parameters_are_those_of_the_function(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, gone = (compat.Symbol("hostpkg.other", "moved", ("one", name)) for name in ("two", "three"))
+    assert missing(monkeypatch, there, gone) == [gone]
 
 
 def test_a_missing_symbol_names_itself_and_the_oldest_version(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.missing.cache_clear()
-    host = compat.Host(("hostpkg",), "2.0", ("2.1",), (compat.Symbol(package, "Thing.gone", "sampling"),))
-    monkeypatch.setitem(compat.HOSTS, "hostpkg", host)
-    with pytest.raises(UnsupportedHost, match=r"hostpkg\.part\.Thing\.gone \(sampling\).*hostpkg >= 2\.0"):
+    assert missing(monkeypatch, compat.Symbol(package, "Thing.gone"))
+    with pytest.raises(UnsupportedHost, match=r"hostpkg\.part\.Thing\.gone;.*hostpkg >= 2\.0"):
         compat.require("hostpkg")
 
 
 @pytest.mark.parametrize(
     ("name", "found", "state"),
     [
-        ("Thing.method", "2.1+cpu", "tried"),
+        ("Thing.method", None, "absent"),
+        ("Thing.method", "2.1+cpu", "ok"),
         ("Thing.method", "3.0", "symbols present"),
         ("Thing.method", "1.9", "symbols present"),  # a development version may have them before its number says so
-        ("Thing.gone", "1.10", "too old"),
         ("Thing.gone", "2.1", "broken"),
     ],
 )
 def test_symbols_decide_and_the_version_says_more(
-    package: str, name: str, found: str, state: str, monkeypatch: pytest.MonkeyPatch
+    package: str, name: str, found: str | None, state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compat.missing.cache_clear()
-    host = compat.Host(("hostpkg",), "1.11", ("2.1",), (compat.Symbol(package, name, ""),))
-    monkeypatch.setitem(compat.HOSTS, "hostpkg", host)
-    monkeypatch.setattr(compat, "version", lambda _: found)
-    assert compat.state("hostpkg") == state
+    assert bool(missing(monkeypatch, compat.Symbol(package, name))) == (state == "broken")
+    monkeypatch.setattr(compat, "version", lambda host: found if host == "hostpkg" else None)
+    assert {finding.name: finding.state for finding in examine()}["hostpkg"] == state
 
 
 def test_what_a_host_may_do_without_is_missing_only_in_part(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.missing.cache_clear()
-    symbols = [compat.Symbol(package, name, "", optional=True) for name in ("Gone.method", "Thing.gone")]
-    symbols.append(compat.Symbol("hostpkg.gone", "Other.method", "", optional=True))
-    monkeypatch.setitem(compat.HOSTS, "hostpkg", compat.Host(("hostpkg",), "1", (), tuple(symbols)))
-    assert compat.missing("hostpkg") == [symbols[1]]
+    symbols = [compat.Symbol(package, name, optional=True) for name in ("Gone.method", "Thing.gone")]
+    symbols.append(compat.Symbol("hostpkg.gone", "Other.method", optional=True))
+    assert missing(monkeypatch, *symbols) == [symbols[1]]
 
 
 @pytest.mark.parametrize("host", compat.HOSTS)

@@ -19,7 +19,7 @@ from das_adapter.config import NEEDS, DasConfig, block_of, check_files, parse
 from das_adapter.config_errors import IN_EVERY_STEP, RETIRED
 from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import settings as nemo_rl
-from das_adapter.protocol.engine_args import DRAFTER, engine_args
+from das_adapter.protocol.engine_args import engine_args
 from das_adapter.verl import settings as verl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,19 +85,6 @@ def test_an_omegaconf_block_reads_like_a_dict() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("speculate", ["auto", "always", 1, 32]),
-        ("budget", ["optimal", "das", "uniform", "unlimited"]),
-        ("routing", ["longest_first", "least_loaded", "host"]),
-    ],
-)
-def test_every_policy_can_be_named(key: str, values: list[Any]) -> None:
-    for value in values:
-        assert getattr(parsed(OmegaConf.create(f"{key}: {value}")), key) == value
-
-
-@pytest.mark.parametrize(
     ("drafter", "given", "all_tokens", "of_a_model"),
     [
         ("history", None, 16, None),
@@ -157,55 +144,51 @@ def test_options_reach_vllm() -> None:
     assert engine_args(config)["speculative_config"] == expected
 
 
-@pytest.mark.parametrize(("drafter", "tokens"), [("history", 16), ("self", 5), ("history+self", 16)])
-def test_our_drafters_are_one_proposer(drafter: str, tokens: int) -> None:
-    speculative = engine_args(parse({"drafter": drafter}))["speculative_config"]
-    assert speculative == {"method": "custom_class", "model": DRAFTER, "num_speculative_tokens": tokens}
-
-
+SIZE = "allowed: a number of bytes, 65536 or more, or a size such as 512MiB"
 SPECULATE = "allowed: 'auto', 'always', or a number of running requests, 1 or more"
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"drafter": "dspark"}, ["das.drafter: found 'dspark', which drafts whole blocks", "vLLM 0.24 has 'dflash'"]),
         ({"drafter": "histroy"}, ["das.drafter", "'histroy'", "'history'", "'ngram'"]),
-        ({"drafter": False}, ["das.drafter: found False", "write `drafter: none`"]),
-        ({"drafter": None}, ["das.drafter: found None", "write `drafter: none`"]),
+        ({"drafter": False}, ["das.drafter: found False", "'none'"]),
+        ({"drafter": None}, ["das.drafter: found None", "'none'"]),
         ({"drafer": "history"}, ["das.drafer: unknown key; did you mean 'drafter'? Allowed: drafter, max_draft"]),
         ({"zzzzzz": 1}, ["das.zzzzzz: unknown key. Allowed: drafter, max_draft_tokens,"]),
         ({1: 2}, ["das.1: unknown key. Allowed: drafter, max_draft_tokens,"]),
         ({"history": {"scpe": "global"}}, ["das.history.scpe", "did you mean 'scope'"]),
-        ({"history": {"max_bytes": "8 gigs"}}, ["das.history.max_bytes", "'8 gigs'", "8GiB"]),
-        ({"history": {"max_bytes": 8e9}}, ["das.history.max_bytes", "8000000000.0 (float)", "an integer"]),
-        ({"history": {"max_bytes": "1KiB"}}, ["das.history.max_bytes", "1KiB", "65536 or more"]),
-        ({"history": {"load": ""}}, ["das.history.load", "''", "a path"]),
-        ({"history": []}, ["das.history", "[]", "scope, max_bytes"]),
-        ({"history": None}, ["das.history", "None", "scope, max_bytes"]),
+        *(
+            ({"history": {key: value}}, [f"das.history.{key}: found {value!r}: {SIZE}"])
+            for key in ("max_bytes", "device_bytes")
+            for value in ("8 gigs", "8GiB x", "8GiB8", "1.2.3GiB", "", 8e9, True, -1)
+        ),
+        ({"history": {"max_bytes": "1KiB"}}, ["das.history.max_bytes", "1KiB", "equal to 65536"]),
+        ({"history": {"load": ""}}, ["das.history.load", "''", "at least 1 character"]),
+        ({"history": []}, ["das.history: found []", "dictionary"]),
+        ({"history": None}, ["das.history: found None", "dictionary"]),
         ({"histroy": {}, "max_draft_tokens": 0}, ["das.histroy: unknown key", "das.max_draft_tokens: found 0"]),
-        ({"max_draft_tokens": 200}, ["das.max_draft_tokens: found 200, allowed: 1 to 128"]),
-        ({"max_draft_tokens": "8"}, ["das.max_draft_tokens: found '8' (str), expected an integer"]),
-        ({"max_draft_tokens": True}, ["das.max_draft_tokens: found True (bool), expected an integer"]),
+        ({"max_draft_tokens": 200}, ["das.max_draft_tokens: found 200: ", "less than or equal to 128"]),
+        ({"max_draft_tokens": "8"}, ["das.max_draft_tokens: found '8': ", "integer"]),
+        ({"max_draft_tokens": True}, ["das.max_draft_tokens: found True: ", "integer"]),
         ({"drafter": "self", "max_draft_tokens": 17}, ["das.max_draft_tokens: found 17", "'self': 1 to 16"]),
         ({"drafter": "mtp", "max_draft_tokens": 99}, ["das.max_draft_tokens: found 99", "'mtp': 1 to 16"]),
         ({"budget": "greedy"}, ["das.budget", "'greedy'", "'optimal'", "'das'", "'unlimited'"]),
         ({"budget": {}}, ["das.budget: found {}", "'optimal'"]),
-        *(({"speculate": value}, [f"das.speculate: found {value!r}, {SPECULATE}"]) for value in (True, "on", 1.5, -1)),
         *(
-            ({"speculate": value}, [f"das.speculate: found {value!r}, {SPECULATE}; to turn das-adapter off, write"])
-            for value in (False, None, 0)
+            ({"speculate": value}, [f"das.speculate: found {value!r}: {SPECULATE}"])
+            for value in (True, "on", 1.5, -1, False, None, 0)
         ),
         ({"routing": "random"}, ["das.routing", "'random'", "'least_loaded'"]),
-        ({"calibration": 1}, ["das.calibration", "1", "a string"]),
-        ({"log_dir": 5}, ["das.log_dir", "5", "a string"]),
+        ({"calibration": 1}, ["das.calibration", "1", "string"]),
+        ({"log_dir": 5}, ["das.log_dir", "5", "string"]),
         ({"self": {"weights": "int2"}}, ["das.self.weights", "'int2'", "'int4'", "'int8'"]),
         ({"drafter": "self", "self": {"ladder": [5, 3]}}, ["das.self.ladder", "[5, 3]", "rising"]),
         ({"drafter": "self", "self": {"ladder": [3, 7]}}, ["das.self.ladder", "[3, 7]", "=null", "at most 5"]),
-        ({"drafter": "self", "self": {"ladder": ["3"]}}, ["das.self.ladder[0]", "'3'", "int"]),
+        ({"drafter": "self", "self": {"ladder": ["3"]}}, ["das.self.ladder.0", "'3'", "int"]),
         ({"drafter": "self", "self": {"ladder": []}}, ["das.self.ladder: found []", "rising"]),
         ({"drafter": "self", "self": {"ladder": [0, 3]}}, ["das.self.ladder: found [0, 3]", "1 or more"]),
-        ({"drafter": "self", "self": {"ladder": 3}}, ["das.self.ladder", "3", "a list"]),
+        ({"drafter": "self", "self": {"ladder": 3}}, ["das.self.ladder", "3", "list"]),
         (
             {"drafter": "history+self", "max_draft_tokens": 4, "self": {"ladder": [3, 5]}},
             ["das.self.ladder: found [3, 5]", "das.max_draft_tokens=4", "at most 4"],
@@ -234,8 +217,8 @@ SPECULATE = "allowed: 'auto', 'always', or a number of running requests, 1 or mo
             },
             ["das.log_dir: found 'x', allowed: null, because nothing is decided with das.budget='unlimited'"],
         ),
-        ({"verify": {"seed": -1}}, ["das.verify.seed", "-1", "0 to 2^63 - 1"]),
-        ("history", ["das", "'history'", "drafter, max_draft_tokens"]),
+        ({"verify": {"seed": -1}}, ["das.verify.seed: found -1", "equal to 0"]),
+        ("history", ["das: found 'history'", "dictionary"]),
     ],
 )
 def test_bad_input_is_named_with_what_was_found_and_what_is_allowed(given: Any, words: list[str]) -> None:
@@ -283,7 +266,7 @@ def test_a_retired_key_is_refused_with_what_to_write(key: str) -> None:
             if successor is None:
                 assert said.endswith(": remove it")
             else:
-                assert OmegaConf.create(written[-1]) == successor
+                assert successor in map(OmegaConf.create, written)
                 assert parse(successor if "load" not in successor else {"history": successor}) is not None
 
 
@@ -368,8 +351,8 @@ def test_every_key_acts_with_the_drafter_or_is_refused(drafter: str) -> None:
     [
         (
             {"drafter": "ngram", "history.max_bytes": 2**20},
-            "das.history.max_bytes=1048576 has an effect only with das.drafter='history', 'history+self', "
-            "'history+eagle3', 'history+mtp' or 'history+draft_model' (found 'ngram'): remove it",
+            "das.history.max_bytes=1048576 has an effect only with das.drafter='history' or 'history+self' or "
+            "'history+eagle3' or 'history+mtp' or 'history+draft_model' (found 'ngram'): remove it",
         ),
         (
             {"history.scope": "request", "history.load": "x"},
@@ -394,31 +377,8 @@ def test_what_keys_need_is_said_of_keys_that_exist() -> None:
         assert needs.keys() <= set(KEYS)
 
 
-def test_an_empty_block_is_no_way_to_say_off_or_on() -> None:
-    assert block_of(None, "custom") is None
-    assert block_of({}, "custom") is None
-    assert block_of({"das": {}}, "custom") == {}
-    with pytest.raises(ConfigError, match=r"^custom\.das: found an empty block: .*`drafter: none`.*`das: \{\}`"):
-        block_of(OmegaConf.create({"das": None}), "custom")
-
-
-HOSTS_OWN_KEYS = [
-    "backend",
-    "colocated",
-    "data",
-    "max_new_tokens",
-    "quant_cfg",
-    "sglang_cfg",
-    "stop_token_ids",
-    "temperature",
-    "top_k",
-    "vllm_cfg",
-    "vllm_kwargs",
-    "ds",
-    "dataset",
-    "dp_size",
-    "tas",
-]
+HOSTS_OWN_KEYS = """backend colocated data max_new_tokens quant_cfg sglang_cfg stop_token_ids temperature top_k
+    vllm_cfg vllm_kwargs ds dataset dp_size tas""".split()
 
 
 def test_a_misspelt_block_is_refused_and_the_hosts_own_keys_are_not() -> None:
@@ -430,29 +390,21 @@ def test_a_misspelt_block_is_refused_and_the_hosts_own_keys_are_not() -> None:
 
 
 def test_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
-    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
-    good.write_text("{}")
-    bad.write_text("{")
+    file = tmp_path / "good.json"
+    file.write_text("{}")
     for key, value, words in [
-        ("calibration", tmp_path / "none.json", "No such file"),
-        ("calibration", tmp_path, "directory"),
-        ("calibration", bad, "das-adapter calibrate wrote"),
+        ("calibration", tmp_path / "none.json", "das-adapter calibrate wrote"),
+        ("calibration", tmp_path, "das-adapter calibrate wrote"),
         ("history.load", tmp_path / "none", "a directory that exists"),
-        ("log_dir", good, "a directory that can be written to"),
-        ("log_dir", good / "logs", f"'{good}' can't"),
+        ("log_dir", file, "a directory that can be written to"),
+        ("log_dir", file / "logs", "a directory that can be written to"),
     ]:
-        config = parse(block({key: str(value)}))
-        assert config is not None
+        config = parsed(block({key: str(value)}))
         with pytest.raises(ConfigError, match=rf"^das\.{key}: found '{value}'.*{re.escape(words)}"):
             check_files(config)
-    keys = {"calibration": good, "history.load": tmp_path, "log_dir": tmp_path / "new" / "logs"}
-    config = parse(block({key: str(value) for key, value in keys.items()}))
-    assert config is not None
-    check_files(config)
-    assert not (tmp_path / "new").exists()
-    off = parse({"drafter": "none", "verify": {"noise": "keyed"}, "calibration": "nowhere.json"})
-    assert off is not None
-    check_files(off)
+    keys = {"calibration": file, "history.load": tmp_path, "log_dir": tmp_path / "new" / "logs"}
+    check_files(parsed(block({key: str(value) for key, value in keys.items()})))
+    check_files(parsed({"drafter": "none", "verify": {"noise": "keyed"}, "calibration": "nowhere.json"}))
 
 
 def under_verl(das: Any = None, **rollout: Any) -> DictConfig:
@@ -505,23 +457,21 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
         ({"das": None}, "policy.generation.das: found an empty block"),
         ({"dass": {}}, "policy.generation.dass: unknown key; did you mean 'das'?"),
         (
-            {"vllm_kwargs": {"additional_config": {"das": None}}},
-            "policy.generation.vllm_kwargs.additional_config.das: found an empty block",
-        ),
-        (
             {"das": {}, "vllm_kwargs": {"additional_config": '{"a": 1}'}},
             "policy.generation.vllm_kwargs.additional_config: found '{\"a\": 1}', expected a mapping",
-        ),
-        (
-            {"das": {}, "vllm_kwargs": {"additional_config": {"das": {"drafter": "ngram"}}}},
-            "policy.generation.das and policy.generation.vllm_kwargs.additional_config.das differ: set the latter to "
-            "${policy.generation.das}, or remove it",
         ),
         ({"das": {"calibration": "nowhere.json"}}, "das.calibration: found 'nowhere.json'"),
         ({"das": {"history": {"load": "x"}}}, "das.history.load: found 'x', expected a directory that exists"),
         (
             {"backend": "sglang", "das": {}},
             "policy.generation.das: found policy.generation.backend='sglang', allowed: 'vllm'",
+        ),
+        ({"das": {}, "vllm_kwargs": {"speculative_config": {"method": "ngram"}}}, "both choose a drafter"),
+        ({"das": {}, "vllm_cfg": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2, allowed: 1"),
+        ({"das": {}, "quant_cfg": "fp8"}, "found policy.generation.quant_cfg='fp8', whose workers take the place of"),
+        (
+            {"das": {}, "worker_extension_cls_fqn": "theirs"},
+            "found policy.generation.worker_extension_cls_fqn='theirs'",
         ),
     ],
 )
@@ -534,7 +484,7 @@ def test_nemo_rl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
     stock = dict.fromkeys(HOSTS_OWN_KEYS, None)
     assert nemo_rl.check(stock) is None
     assert nemo_rl.check({**stock, "vllm_kwargs": {"additional_config": '{"a": 1}'}}) is None
-    both = {**stock, "backend": "vllm", "das": {}, "vllm_kwargs": {"additional_config": {"das": {}}}}
+    both = {**stock, "backend": "vllm", "das": {}, "vllm_kwargs": {"additional_config": {"das": {}}}}  # the overlay
     assert nemo_rl.check(both) == DasConfig()
     assert nemo_rl.check({"das": {"drafter": "none", "history": {"load": "x"}}}) is None
 

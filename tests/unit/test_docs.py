@@ -33,7 +33,7 @@ COMMANDS = {
         "tests/unit/test_pays.py::test_the_command_answers_in_seconds_and_with_a_block"
     ),
     r"das-adapter replay .*": "tests/unit/test_replay.py::test_the_command_prints_and_writes",
-    r"das-adapter simulate .*": "tests/unit/test_sim.py::test_the_command_simulates_varies_and_draws",
+    r"das-adapter simulate .*": "tests/unit/test_sim_files.py::test_the_command_simulates_and_varies",
     r"das-adapter calibrate .*": "tests/contract/test_decisions.py::test_calibrate_measures_this_machine",
     r"das-adapter report .*": "tests/unit/test_report.py::test_the_command_writes_the_page_and_prints_the_figures",
     r"bash examples/verl/run_tiny_math_cpu.sh .*": "tests/contract/test_commands.py::test_the_script_starts_verl",
@@ -179,7 +179,6 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "drafter_passes": 1,
         "self_acceptance": 0.5,
         "live_bytes": 1,
-        "staged_bytes": 1,
         "of_stock": 1.0,
         "model_runner": 2,
     }
@@ -198,7 +197,7 @@ def template(node: ast.AST) -> str | None:
     return None
 
 
-REASONS = ("faults", "_cause", "collapsed", "lost", "_loss")
+REASONS = ("faults", "collapsed", "lost", "_loss")
 """Functions that return why das/health is 0."""
 
 

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
+import torch
+
 from das_adapter.config import parse
 from das_adapter.core.account import TRIAL_STEPS
 from das_adapter.engine.requests import LiveRequest
@@ -20,18 +22,12 @@ from das_adapter.protocol.messages import Refresh
 
 DRAFTED, PLAIN_S = 3, 0.01
 IDS = [f"request {i}" for i in range(4)]
-
-
-class Offer:
-    """Three tokens for each request, at hand at once."""
-
-    arrived = True
-
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.full(len(IDS), DRAFTED), np.full((len(IDS), DRAFTED), 0.5, dtype=np.float32)
-
-    def modelled(self, _: Any) -> set[str]:
-        return set()
+THREE_TOKENS: Any = SimpleNamespace(
+    lengths=torch.full((len(IDS),), DRAFTED),
+    chances=torch.full((len(IDS), DRAFTED), 0.8),
+    by_model=torch.zeros(len(IDS), dtype=torch.bool),
+)
+"""What is offered for the requests of a step."""
 
 
 class Engine:
@@ -44,8 +40,6 @@ class Engine:
         vllm_config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None))
         self.lengths = DraftLengths(config, vllm_config)
         self.wanting, self.now, self._rollouts = False, 0.0, 0
-        self.next = 0
-        """Draft tokens of the next rollout's first step."""
         stock = self.lengths.engine.plan
 
         def plan(*args: Any) -> Any:
@@ -63,13 +57,12 @@ class Engine:
             self.wanting = number >= silent_steps
             begun = [LiveRequest(req_id, i, 8, end, True, length=8) for i, req_id in enumerate(ids) if number == 0]
             drafts = DRAFTED if wanted else 0
-            offer = Offer() if wanted or self.wanting else None
+            offer = THREE_TOKENS if wanted or self.wanting else None
             scheduled, drafted = (dict.fromkeys(ids, count) for count in (1 + drafts, drafts))
-            step = Step(begun, frozenset(), False, scheduled, drafted, number > 0, self.now, offer, req_ids=ids)
+            step = Step(begun, frozenset(), scheduled, drafted, number > 0, self.now, offer, req_ids=ids)
             self.now += drafted_s if drafts else PLAIN_S
             carried.append(bool(drafts))
             wanted = self.lengths.output(step, [[1] * (2 if drafts else 1)] * len(ids), self.now)
-        self.next = wanted
         return carried
 
     def sync(self) -> str | None:
@@ -99,18 +92,6 @@ def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(
     assert [request.tokens for request in second.requests] == [20] * len(IDS)
 
 
-def test_a_batch_begins_with_the_length_that_was_chosen_first_for_the_last_one() -> None:
-    """Else its first two steps would carry no drafts: they are scheduled before their drafts are known."""
-    engine = Engine()
-    engine.rollout(19, drafted_s=PLAIN_S, silent_steps=20, end=8 + 19)
-    assert engine.next == 0
-    engine.rollout(20, drafted_s=PLAIN_S, end=8 + 38)
-    assert engine.next == DRAFTED
-    engine.lengths.engine.controller.account.verified(10**6, 0)
-    engine.rollout(20, drafted_s=PLAIN_S, end=8 + 38)
-    assert engine.next == 0
-
-
 def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> None:
     engine = Engine(log_dir=str(tmp_path))
     stock, engine.lengths.engine.plan = engine.lengths.engine.plan, None
@@ -124,3 +105,23 @@ def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> No
     engine.sync()
     (after,) = (rollout for rollout in read(tmp_path) if rollout.version == 3)
     assert [request.tokens for request in after.requests] == [20] * len(IDS)
+
+
+def test_a_response_ends_at_its_stop_and_at_its_last_token_whatever_a_later_step_has_sampled() -> None:
+    stops = LiveRequest("stops", 7, 8, 18, True, length=8, stops=frozenset({3}), text=[])
+    full = LiveRequest("full", 7, 8, 12, True, length=8, text=[])
+    lengths, steps = Engine().lengths, ([[1, 2, 5], [1, 3, 9]], [[6, 7], [8]])
+    for number, sampled in enumerate(steps):
+        scheduled = {"full": 1, "stops": 1}
+        begun = [stops, full] if number == 0 else []
+        lengths.output(Step(begun, frozenset(), scheduled, {}, False, 0.0, req_ids=["full", "stops"]), sampled, 0.0)
+    assert (stops.text, full.text) == ([1, 3], [1, 2, 5, 6])
+
+
+def test_a_request_that_comes_back_goes_on_with_the_text_it_brings() -> None:
+    first = LiveRequest("a", 7, 8, 18, True, length=8, text=[])
+    again = LiveRequest("a", 7, 8, 18, True, length=10, text=[4, 5])  # preempted, and a step's output was not heard
+    lengths = Engine().lengths
+    for begun, sampled in (([first], [4]), ([again], []), ([], [6])):
+        lengths.output(Step(begun, frozenset(), {"a": 1}, {}, False, 0.0, req_ids=["a"]), [sampled], 0.0)
+    assert first.text == [4, 5, 6]

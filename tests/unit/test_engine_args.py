@@ -74,7 +74,7 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     assert needs_v1({}) == "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
     newest.setenv(args.RUNNER_VARIABLE, "1")
     assert needs_v1({}) is None
-    newest.setattr(compat, "missing", lambda host: [compat.Symbol("vllm.x", "gone", "")])
+    newest.setattr(compat, "missing", lambda host: [compat.Symbol("vllm.x", "gone")])
     assert needs_v1({}) == "vLLM 0.32.0 lacks vllm.x.gone"
     newest.setattr(compat, "missing", lambda host: [])
     newest.setattr(compat, "version", lambda host: "0.31.2")

@@ -22,7 +22,7 @@ def graph() -> grimp.ImportGraph:
         ("compat", set()),
         ("patching", {"wrapt"}),
         ("core", {"numpy"}),
-        ("protocol", {"numpy"}),
+        ("protocol", {"numpy", "pydantic"}),
         ("service", {"numpy", "ray"}),
     ],
 )

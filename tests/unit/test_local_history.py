@@ -21,7 +21,7 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.length import RESPONSE
 from das_adapter.engine.standalone.history import SharedHistory
-from das_adapter.protocol.messages import Published
+from das_adapter.protocol.messages import Published, Trajectory
 from das_adapter.protocol.spool import ANSWER, FOLDER, GATHER_S, Answer
 from das_adapter.service import janitor
 
@@ -41,7 +41,7 @@ class Engine(SharedHistory):
         super().__init__(name, CONFIG, grace_s)
 
     def write(self, problem: int, text: np.ndarray, version: int) -> None:
-        self.add(problem, text.tobytes(), version, uuid.uuid4().hex)
+        self.add(Trajectory(problem, text.tobytes(), version))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -133,8 +133,9 @@ ENGINE = """
 import os, signal, sys, time
 from das_adapter.config import HistoryConfig
 from das_adapter.engine.standalone.history import SharedHistory
+from das_adapter.protocol.messages import Trajectory
 engine = SharedHistory(sys.argv[1], HistoryConfig(max_bytes=2**24), grace_s=0.5)
-engine.add(1, bytes(4), 0, "request")
+engine.add(Trajectory(1, bytes(4), 0))
 print(engine.sync()[0].directory, flush=True)
 if sys.argv[2] == "killed":
     os.kill(os.getpid(), signal.SIGKILL)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_controller import stated
+from test_two_sources import rollout
 
 from das_adapter.config import DasConfig
 from das_adapter.core.acceptance import AcceptanceRate
@@ -18,7 +19,7 @@ from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Decoded, StepPlan, TimedStep
+from das_adapter.core.steps import Decoded, StepPlan
 
 
 def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
@@ -86,30 +87,6 @@ def test_a_request_whose_tokens_are_worth_less_gets_a_shorter_draft() -> None:
     assert whole.model.tolist() == [5, 5, 0]
 
 
-def test_one_request_alone_gets_the_best_length_of_all() -> None:
-    for rate, seconds in itertools.product((0.3, 0.7, 0.95), (0.05, 0.3, 0.9)):
-        w, c, m = worth([1.0]), copy(rate, seconds, most=8), StepModel(base=1.0, token=0.02)
-        plan = c.plan(nothing(1), np.zeros(1), w, np.array([8]), m, range(1, 9))
-        gains = [gain((k,), [0], [0.0], w, c, m) for k in range(9)]
-        assert plan.model[0] == int(np.argmax(gains))
-
-
-def test_a_sure_match_beats_the_copy_and_no_match_leaves_it_to_the_copy() -> None:
-    found = StepPlan(np.array([8, 0]), np.zeros(2, int), 7.0)
-    plan = copy(0.9, 0.05).plan(
-        found, np.array([7.5, 0.0]), worth([1.0, 1.0]), np.array([20, 20]), StepModel(base=1.0, token=0.01), range(1, 6)
-    )
-    assert plan.model[0] == 0 < plan.model[1]
-    assert plan.history.tolist() == [8, 0]
-
-
-def test_what_time_brings_elsewhere_is_not_given_away_for_less() -> None:
-    """A step without a match, in a text whose other steps get nine tokens each: a token is worth a ninth of a step."""
-    found, m = nothing(1), StepModel(base=1.0, token=0.0)
-    for value, drafted in ((1.0, 5), (1 / 9, 0)):
-        assert copy(0.99, 0.4).plan(found, np.zeros(1), worth([value]), np.array([9]), m, [5]).model[0] == drafted
-
-
 def test_a_length_that_replicas_agreed_on_is_that_or_nothing() -> None:
     found, room, m = nothing(3), np.array([9, 9, 1]), StepModel(base=1.0, token=0.0)
     for rate, wanted in ((0.99, [7, 7, 1]), (0.05, [0, 0, 0])):
@@ -154,38 +131,9 @@ def test_a_weight_sync_keeps_the_rate_and_lets_it_change_soon() -> None:
     assert a.tried == AcceptanceRate.tried
 
 
-def rollout(controller: Controller, lengths: np.ndarray, truth: StepModel, rate: float, pass_s: float) -> float:
+def alone(controller: Controller, lengths: np.ndarray, truth: StepModel, rate: float, pass_s: float) -> float:
     """Seconds of a rollout that nobody drafts for but the copy."""
-    rng = np.random.default_rng(3)
-    right = [rng.random(n + 10) < rate for n in lengths]
-    done, seconds = np.zeros(len(lengths), dtype=int), 0.0
-    slots = {i: controller.open(i, 0, int(lengths.max())) for i in range(len(lengths))}
-    copied = dict.fromkeys(slots, 0)
-    while slots:
-        live = list(slots)
-        carried = np.array([copied[i] for i in live])
-        got = np.array(
-            [
-                min(int(np.argmin(np.append(right[i][done[i] : done[i] + c], False))) + 1, lengths[i] - done[i])
-                for i, c in zip(live, carried, strict=True)
-            ]
-        )
-        done[live] += got
-        at, drafted = np.array([slots[i] for i in live]), carried if carried.any() else None
-        room = np.maximum(lengths[live] - done[live] - 1, 0)
-        plan = controller.plan(Decoded(at, got, drafted, carried, room))
-        copied = dict(zip(live, plan.model.tolist(), strict=True))
-        number = max(int(plan.model.max(initial=0)), controller.drafts.always)
-        passes = pass_s * number
-        for step in range(number):
-            controller.drafts.timed_pass(max(1, int((plan.model > step).sum())), pass_s)
-        tokens = len(live) + int(carried.sum())
-        took = truth.step(tokens, len(live), carried.any())
-        seconds += took + passes
-        controller.timed(TimedStep(at, got, tokens, took, passes))
-        for i in [i for i in live if done[i] >= lengths[i]]:
-            controller.close(slots.pop(i))
-    return seconds
+    return rollout(controller, lengths, truth, 0.0, 0.0, 3, rate, StepModel(base=pass_s, token=0.0))
 
 
 def self_controller(speculate: Any = "auto") -> Controller:
@@ -199,7 +147,7 @@ def test_the_controller_lets_the_copy_draft_where_it_pays(rate: float, pass_s: f
     off = sum(truth.step((lengths > n).sum(), (lengths > n).sum(), False) for n in range(lengths.max()))
     controller = self_controller()
     for version in (1, 2):
-        on = rollout(controller, lengths, truth, rate, pass_s)
+        on = alone(controller, lengths, truth, rate, pass_s)
         saved = controller.account.time.saved()
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
     assert on <= bar * off
@@ -217,7 +165,7 @@ def test_drafts_of_one_length_for_all_are_made_where_they_pay(
     drafts, lengths_there = ModelDrafts(5, narrows=False, always=always), (1, 2, 4, 5)
     controller = Controller(DasConfig(drafter="self"), 2048, drafts=drafts, common=lengths_there)
     for version in (1, 2):
-        on = rollout(controller, lengths, truth, rate, pass_s)
+        on = alone(controller, lengths, truth, rate, pass_s)
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
     if rate > 0.5:
         assert on <= bar * off
@@ -256,12 +204,6 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
     chosen = plan.model if by_model else plan.history
     assert set(chosen.tolist()) == {5 if by_model else 8} or (pass_s == 0.5 and not chosen.any())
     assert not (plan.history if by_model else plan.model).any()
-
-
-def test_what_the_model_could_draft_ends_at_the_limits() -> None:
-    chances, offsets = copy(0.5, 0.1, most=3).offer(np.array([5, 0, 2]))
-    assert offsets.tolist() == [0, 3, 3, 5]
-    assert chances.tolist() == pytest.approx([0.5, 0.25, 0.125, 0.5, 0.25])
 
 
 def test_passes_of_every_step_are_no_cost_of_drafts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from das_adapter.core.identity import FirstTurns, prompt_identity
-from das_adapter.nemo_rl.identity import media_of
+from das_adapter.nemo_rl.settings import media_of
 from das_adapter.protocol.label import Labeller
 
 
@@ -51,21 +51,13 @@ def test_forgotten_prompts_begin_no_conversation() -> None:
 
 
 def test_samples_differ_and_runs_agree() -> None:
-    a, b, elsewhere = Labeller(5), Labeller(5), Labeller(5, source=1)
+    a, b, elsewhere = Labeller(5), Labeller(5), Labeller(5, source="1")
     prompts = [ids(1), ids(1), ids(2), ids(1)]
     labels = [a.label(p, validate=False) for p in prompts]
     assert labels == [b.label(p, validate=False) for p in prompts]
     assert len({label.seed for label in labels}) == 4
     assert len({label.problem for label in labels}) == 2
     assert elsewhere.label(ids(1), validate=False).seed not in {label.seed for label in labels}
-
-
-def test_a_resumed_run_does_not_draw_again_what_it_drew_before() -> None:
-    before, resumed, again = Labeller(5), Labeller(5, resumed=8), Labeller(5, resumed=8)
-    first, later = before.label(ids(1), validate=False), resumed.label(ids(1), validate=False)
-    assert first.problem == later.problem
-    assert first.seed != later.seed
-    assert later == again.label(ids(1), validate=False)
 
 
 def test_a_validation_shifts_no_training_sample() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -55,16 +54,10 @@ def test_what_a_drafter_cannot_do_is_named(
         refuse(config, engine(model, **parallel))
 
 
-def test_what_it_can_do_is_allowed_and_what_it_costs_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_it_can_do_is_allowed() -> None:
     config = parse({"max_draft_tokens": 4})
     assert config is not None
     refuse(config, engine({"is_moe": True, "uses_mrope": True, "is_multimodal_model": True}, data_parallel_size=4))
-    assert not caplog.records
-    logger = logging.getLogger("vllm.das_adapter")  # vLLM shows what its own loggers get alone
-    logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.WARNING, logger=logger.name):
-        refuse(config, engine({"is_hybrid": True}))
-    logger.removeHandler(caplog.handler)
-    assert "1 + 4 copies" in caplog.text
+    refuse(config, engine({"is_hybrid": True}))
     with pytest.raises(ConfigError, match=r"das\.drafter='history': found a policy with recurrent state on a CPU"):
         refuse(config, engine({"is_hybrid": True}, device="cpu"))

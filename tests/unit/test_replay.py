@@ -11,7 +11,6 @@ import index
 import index_workload as workload
 import numpy as np
 import pytest
-import zstandard
 from click.testing import CliRunner
 from index import accepted, cost
 from index_drafters import Arctic, Ceiling, Ours, Plain
@@ -19,8 +18,8 @@ from index_drafters import Arctic, Ceiling, Ours, Plain
 from das_adapter.cli import main
 from das_adapter.config import HistoryConfig
 from das_adapter.errors import DasError
-from das_adapter.sim.rollouts import Rollout, RolloutFileError, read
-from das_adapter.tools.replay import SOURCES, plot, replay, report
+from das_adapter.sim.rollouts import Rollout, read
+from das_adapter.tools.replay import SOURCES, replay, report
 
 POEM = list(range(11, 51))
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_math" / "policy"
@@ -45,7 +44,7 @@ def test_verl_s_dump_is_read_step_by_step(tmp_path: Path) -> None:
     found = read(tmp_path, str(TOKENIZER))
     assert [(r.step, r.problem) for r in found] == [(1, 0), (1, 0), (1, 1), (2, 0), (2, 0), (2, 1)]
     assert len({r.prompt.tobytes() for r in found}) == 2
-    with pytest.raises(RolloutFileError, match="--tokenizer"):
+    with pytest.raises(DasError, match="--tokenizer"):
         read(tmp_path)
 
 
@@ -59,12 +58,6 @@ def test_nemo_rl_s_dump_needs_no_tokenizer(tmp_path: Path) -> None:
     }
     (one,) = read(write(tmp_path / "train_data_step7.jsonl", row))
     assert (one.step, one.prompt.tolist(), one.tokens.tolist()) == (7, [5, 6], [7, 8])
-
-
-def test_nemo_rl_s_older_dump_holds_messages(tmp_path: Path) -> None:
-    path = write(tmp_path / "train_data_step3.jsonl", {"content": ["1+2=", "3"], "rewards": 1.0})
-    (one,) = read(path, str(TOKENIZER))
-    assert one.step == 3 and len(one.prompt) and len(one.tokens)
 
 
 def test_arrays_are_read(tmp_path: Path) -> None:
@@ -82,14 +75,13 @@ def test_arrays_are_read(tmp_path: Path) -> None:
     assert found == [(0, 0, [9], [0, 1]), (1, 1, [8, 7], [2, 3, 4, 5])]
 
 
-def test_packed_responses_of_several_policies_are_read(tmp_path: Path) -> None:
+def test_responses_of_several_policies_are_read(tmp_path: Path) -> None:
     rows = [
         {"problem_id": "a", "problem": "1+2=", "response": "3", "run": run, "step": s}
         for run, s in (("x", 0), ("y", 9))
     ]
-    packed = zstandard.ZstdCompressor().compress("\n".join(map(json.dumps, rows)).encode())
-    (tmp_path / "traces.jsonl.zst").write_bytes(packed)
-    found = read(tmp_path / "traces.jsonl.zst", str(TOKENIZER))
+    (tmp_path / "traces.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    found = read(tmp_path / "traces.jsonl", str(TOKENIZER))
     assert [(r.problem, r.run, r.step) for r in found] == [(0, 0, 0), (0, 1, 9)]
 
 
@@ -97,7 +89,7 @@ def test_packed_responses_of_several_policies_are_read(tmp_path: Path) -> None:
 def test_what_is_no_rollout_is_named_with_its_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "1.jsonl"
     path.write_text("\n" + text)
-    with pytest.raises(RolloutFileError, match=r"1\.jsonl:2"):
+    with pytest.raises(DasError, match=r"1\.jsonl:2"):
         read(path, str(TOKENIZER))
 
 
@@ -108,16 +100,16 @@ def test_what_is_no_rollout_is_named_with_its_line(tmp_path: Path, text: str) ->
 def test_a_file_that_can_t_be_read_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(RolloutFileError, match=name):
+    with pytest.raises(DasError, match=name):
         read(tmp_path / name, str(TOKENIZER))
 
 
 def test_a_dump_without_responses_is_refused(tmp_path: Path) -> None:
     (tmp_path / "1.jsonl").write_text("")
-    with pytest.raises(RolloutFileError, match="no rollout"):
+    with pytest.raises(DasError, match="no rollout"):
         read(tmp_path / "1.jsonl")
     np.savez(tmp_path / "r.npz", ids=np.arange(6))
-    with pytest.raises(RolloutFileError, match="offsets, problem"):
+    with pytest.raises(DasError, match="offsets, problem"):
         read(tmp_path / "r.npz")
 
 
@@ -173,7 +165,7 @@ def test_siblings_help_only_as_they_grow() -> None:
     assert replay([rollout(0, POEM), rollout(0, POEM)], SOURCES[0], batch=1).total.rounds == 2 * len(POEM)
 
 
-def test_the_report_adds_up(tmp_path: Path) -> None:
+def test_the_report_adds_up() -> None:
     rollouts = workload.synthetic(problems=4, samples=4, mean_tokens=100)
     rollouts += [Rollout(r.problem, 1, 0, r.prompt, r.tokens) for r in rollouts]
     figures = report(rollouts)
@@ -183,10 +175,6 @@ def test_the_report_adds_up(tmp_path: Path) -> None:
         assert sum(f["rounds"] for f in part.values()) == figures["rounds"]
     gains = [figures["by_source"][s]["tokens_per_forward"] for s in SOURCES]
     assert gains == sorted(gains) and gains[-1] == figures["tokens_per_forward"] > 1.5
-    assert len(figures["acceptance_by_position"]) == 8
-    assert all(0 <= p["survived"] <= 1 for p in figures["reliability"])
-    plot(figures, str(tmp_path / "r.png"))
-    assert (tmp_path / "r.png").stat().st_size > 10_000
 
 
 def test_the_command_prints_and_writes(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -12,15 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from das_adapter.config import parse
-from das_adapter.core.homes import homes
-from das_adapter.core.latency import Capacity
-from das_adapter.core.length import Expected, LengthModel
-from das_adapter.core.routing import SLACK, Replicas, StartOrder, highest, plan, start_order, worth_of
-from das_adapter.core.siblings import NO_SIBLINGS, Moments, Worth
+from das_adapter.core.length import Expected
+from das_adapter.core.routing import NO_SIBLINGS, Replicas, StartOrder, Worth, plan, start_order, worth_of
 
 WORTH = Worth()
 MODEL = Replicas[int]()
@@ -40,6 +36,7 @@ def makespan(shares: Sequence[Sequence[int]], problems: Sequence[int], lengths: 
 
 
 @given(GROUPS, LENGTHS, st.integers(1, 5), st.integers(1, 40), st.randoms(use_true_random=False))
+@example({0: 7, 1: 8}, {0: 3.0, 1: 3.0}, 5, 1, random.Random(0))
 def test_a_plan_has_every_row_once_and_ends_no_later_than_scattered_rows(
     groups: dict[int, int], lengths: dict[int, float], workers: int, slots: int, shuffle: random.Random
 ) -> None:
@@ -48,15 +45,13 @@ def test_a_plan_has_every_row_once_and_ends_no_later_than_scattered_rows(
     shares = plan(problems, Expected(lengths), workers, slots=slots)
     assert len(shares) == workers
     assert sorted(row for rows in shares for row in rows) == list(range(len(problems)))
-    # Graham's bound of greedy scheduling, for requests that have no sibling, and what errors of the lengths may add
+    # Graham's bound of greedy scheduling, for requests that have no sibling; parts of a group are coarser than rows
     shares = plan(problems, Expected(lengths), workers)
     expected = Expected(lengths)
     alone = [expected[p] / WORTH.tokens(0, known=p in lengths) for p in problems]
     work = [MODEL.work(expected[p], 0, p in lengths) for p in problems]
     bound = max(alone) + sum(work) / workers + max(work)
-    parts = [n * work[problems.index(p)] for p, n in groups.items()]
-    bound += highest(workers) * max(LengthModel.SPREAD, expected.spread) * math.dist(parts, [0.0] * len(parts))
-    assert makespan(shares, problems, lengths) <= 1e-6 + bound
+    assert makespan(shares, problems, lengths) <= 1.05 * bound
 
 
 @pytest.mark.parametrize("workers", [2, 4, 8])
@@ -66,27 +61,6 @@ def test_groups_stay_whole_where_there_are_enough_to_balance(workers: int) -> No
     assert sum(len({problems[row] for row in rows}) for rows in shares) == 8 * workers
     scattered = [[int(row) for row in rows] for rows in np.array_split(np.arange(len(problems)), workers)]
     assert makespan(shares, problems, {}) < 0.98 * makespan(scattered, problems, {})
-
-
-def test_few_groups_that_gain_little_are_spread_since_their_lengths_may_be_wrong() -> None:
-    parts = {}
-    for known, each in itertools.product((True, False), (1, 16)):
-        expected = Expected({p: 100.0 for p in range(2 * each)} if known else {}, capacity=Capacity(16.0, 1024.0))
-        shares = plan([p for p in range(2 * each) for _ in range(8)], expected, 2)
-        parts[known, each] = sum(len({row // 8 for row in rows}) for rows in shares) / (2 * each)
-    assert parts[True, 1] > 1.4  # history is worth more than the siblings
-    assert parts[False, 16] == 1.0
-    assert parts[True, 16] <= parts[True, 1]
-
-
-@pytest.mark.parametrize(("tokens", "replicas_of_a_group"), [(20.0, 2), (1000.0, 1)])
-def test_groups_of_unknown_length_are_spread_where_tokens_take_the_time(
-    tokens: float, replicas_of_a_group: int
-) -> None:
-    """Siblings save decode steps, of which the longest group decides; tokens are to be levelled out."""
-    seen = Moments.of(0.0, 1.0, 1000) + Moments.of(1.3, 2.3, 1000)
-    shares = plan([p for p in range(8) for _ in range(8)], Expected({}, seen, Capacity(64.0, tokens)), 2)
-    assert [len({row // 8 for row in rows}) for rows in shares] == [4 * replicas_of_a_group] * 2
 
 
 @pytest.mark.parametrize("group", [1, 8])
@@ -253,38 +227,3 @@ def test_siblings_are_worth_nothing_to_a_drafter_that_does_not_read_them() -> No
     for block in blocks:
         das = parse(block)
         assert das is not None and worth_of(das).tokens(7) == worth_of(das).tokens(0)
-
-
-def test_groups_stay_together_as_far_as_the_runs_own_requests_gain_from_it() -> None:
-    problems = [problem for problem in range(4) for _ in range(8)]
-    gain, none = (Moments.of(0.0, 1.5, 1000) + Moments.of(1.3, y, 1000) for y in (4.0, 1.5))
-    for seen, replicas_of_a_group in ((gain, 1), (none, 4)):
-        shares = plan(problems, Expected(siblings=seen, capacity=Capacity(1000.0, 1000.0)), 4, slots=1000)
-        for problem in range(4):
-            assert sum(any(problems[row] == problem for row in rows) for rows in shares) <= replicas_of_a_group
-        assert sorted(row for rows in shares for row in rows) == list(range(32))
-
-
-def test_a_replica_whose_steps_grow_with_the_batch_gets_fewer_requests() -> None:
-    """One group: alone on its replica while a step hardly takes longer with it, over both where steps double."""
-    for capacity, shares in (((1000.0, 1000.0), [0, 8]), ((2.0, 1000.0), [4, 4]), ((1000.0, 2.0), [4, 4])):
-        found = plan([7] * 8, Expected(capacity=Capacity(*capacity)), 2)
-        assert sorted(map(len, found)) == shares
-
-
-def test_groups_go_to_the_node_of_their_history_while_balance_allows() -> None:
-    nodes = [f"node {i}" for i in range(4)]
-    node_of = {replica: nodes[replica // 2] for replica in range(8)}
-    problems = [p for p in range(256) for _ in range(8)]
-
-    def shares(**places: Any) -> list[list[int]]:
-        return plan(problems, Expected(dict.fromkeys(range(256), 100.0)), 8, **places)
-
-    settled = shares(nodes=nodes, node_of=node_of)
-    at_home = homes(range(256), nodes)
-    right = [nodes[at_home[problems[row]]] == node_of[replica] for replica, rows in enumerate(settled) for row in rows]
-    assert sum(right) > 0.85 * len(problems)
-    loads = [len(rows) for rows in settled]
-    assert max(loads) <= (1 + 2 * SLACK) * max(map(len, shares()))
-    one = shares(nodes=nodes[:1], node_of=dict.fromkeys(range(8), nodes[0]))
-    assert one == shares()  # with one node nothing changes

@@ -2,12 +2,9 @@
 
 import hashlib
 import importlib.util
-import json
 import random
-import re
 import statistics
 import sys
-from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
@@ -166,82 +163,9 @@ def test_the_script_writes_the_columns_that_verl_reads(
 # The shipped policy
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(POLICY)
-
-
-def test_the_policy_directory_is_small_and_names_no_machine_path():
-    files = [path for path in POLICY.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 6_000_000
-    for path in files:
-        if path.suffix != ".safetensors":
-            assert not re.search(r"/(work|home|root|tmp|Users)/", path.read_text()), path.name
-
-
 def test_the_policy_is_frozen():
     """What many tests expect of its text depends on every bit; a new policy needs a new digest, and a look at them."""
     digest = hashlib.sha256()
     for path in sorted(POLICY.iterdir()):
         digest.update(path.read_bytes())
     assert digest.hexdigest() == "9090146f145305c0b7edf9455724d55d3c55605b7152a559fdf0dccb3d869ccd"
-
-
-def test_the_weights_are_float16_and_between_two_and_three_million():
-    with (POLICY / "model.safetensors").open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    assert Counter(entry["dtype"] for entry in tensors) == {"F16": len(tensors)}
-    parameters = sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in tensors) // 2
-    assert 2_000_000 <= parameters <= 3_000_000
-
-
-def test_the_config_fits_vllm_on_cpu_and_agrees_with_the_tokenizer(tokenizer):
-    from transformers import AutoConfig, GenerationConfig
-
-    config = AutoConfig.from_pretrained(POLICY)
-    assert config.architectures == ["Qwen2ForCausalLM"]
-    assert config.hidden_size // config.num_attention_heads == 64
-    assert config.vocab_size == len(tokenizer)
-    generation = GenerationConfig.from_pretrained(POLICY)
-    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    assert None not in ids and ids[0] != ids[1]
-    assert (config.pad_token_id, config.eos_token_id) == ids
-    assert (generation.pad_token_id, generation.eos_token_id) == ids
-    longest = 3 + 4 * task.MAX_STEPS + 768
-    assert config.max_position_embeddings >= longest
-
-
-def test_the_tokenizer_round_trips_problems_and_solutions(tokenizer):
-    rng = random.Random(0)
-    for steps in (1, 5, task.MAX_STEPS):
-        problem = task.make_problem(rng, steps)
-        solution = task.write_solution(problem, rng, slip=0.1, guess=0.1, check=0.3)
-        for text in (problem, solution):
-            ids = tokenizer.encode(text)
-            assert len(ids) == len(text) and tokenizer.unk_token_id not in ids
-            assert tokenizer.decode(ids, skip_special_tokens=True) == text
-        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == solution
-
-
-def test_the_chat_template_opens_the_answer_and_adds_no_system_prompt(tokenizer):
-    user = {"role": "user", "content": "17 a+5"}
-    prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True, tokenize=False)
-    assert prompt == "<|user|>17 a+5<|assistant|>"
-    assert len(tokenizer.encode(prompt)) == len("17 a+5") + 2
-    whole = tokenizer.apply_chat_template([user, {"role": "assistant", "content": "#### 22"}], tokenize=False)
-    assert whole == f"{prompt}#### 22{tokenizer.eos_token}"
-
-
-def test_the_provenance_tells_how_to_make_the_policy_and_meets_the_criteria():
-    provenance = json.loads((POLICY / "PROVENANCE.json").read_text())
-    assert provenance["command"].startswith("python train_policy.py ")
-    assert {"seed", "settings", "versions", "parameters", "train_seconds"} <= provenance.keys()
-    figures = provenance["temperature_1_train"]
-    assert 0.25 <= figures["acc"] <= 0.55
-    assert 50 <= figures["length_p50"] <= 100
-    assert figures["length_p95"] >= 3 * figures["length_p50"]
-    assert figures["length_max"] >= 500
-    assert figures["capped"] <= 0.01 * figures["responses"]

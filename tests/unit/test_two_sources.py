@@ -15,17 +15,22 @@ from das_adapter.core.steps import Decoded, TimedStep
 MEMORY_BOUND = StepModel(base=0.03, token=0.0, bend=0.0004, knee=32)
 COMPUTE_BOUND = StepModel(base=0.034, token=0.0, bend=0.00135, knee=4)
 PASS = StepModel(base=0.002, token=0.00002)
-RATE = 0.6
-"""Chance of a token of the model, if those before survived."""
 
 
 def rollout(
-    controller: Controller, lengths: np.ndarray, truth: StepModel, chance: float, coverage: float, seed: int
+    controller: Controller,
+    lengths: np.ndarray,
+    truth: StepModel,
+    chance: float,
+    coverage: float,
+    seed: int,
+    rate: float = 0.6,
+    of_pass: StepModel = PASS,
 ) -> float:
     """Seconds of a rollout; in `coverage` of the stretches of 20 tokens the history has drafts, whose tokens survive
-    with `chance`. Coverage 0: there is no history."""
+    with `chance`, a model's with `rate`. Coverage 0: there is no history."""
     rng, shape = np.random.default_rng(seed), (len(lengths), int(lengths.max()) + 40)
-    history_right, model_right = rng.random(shape) < chance, rng.random(shape) < RATE
+    history_right, model_right = rng.random(shape) < chance, rng.random(shape) < rate
     known = np.repeat(rng.random((len(lengths), shape[1] // 20 + 1)) < coverage, 20, axis=1)
     done, seconds = np.zeros(len(lengths), dtype=int), 0.0
     slots = {i: controller.open(i, 0, int(lengths.max())) for i in range(len(lengths))}
@@ -54,9 +59,10 @@ def rollout(
         tokens = len(live) + int(carried.sum())
         took, drafting = truth.step(tokens, len(live), some is not None), 0.0
         history, model = (dict(zip(live, of.tolist(), strict=True)) for of in (plan.history, plan.model))
-        if controller.drafts and (longest := int(plan.model.max())):
-            drafting = longest * PASS.step(int(np.count_nonzero(plan.model)), 0, False)
-            controller.drafts.timed_pass(int(np.count_nonzero(plan.model)), drafting / longest)
+        if controller.drafts and (longest := max(int(plan.model.max()), controller.drafts.always)):
+            asked = max(1, int(np.count_nonzero(plan.model)))
+            drafting = longest * of_pass.step(asked, 0, False)
+            controller.drafts.timed_pass(asked, drafting / longest)
         seconds += took + drafting
         controller.timed(TimedStep(at, got, tokens, took, drafting))
         for i in [i for i in live if done[i] >= lengths[i]]:

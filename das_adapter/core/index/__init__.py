@@ -16,6 +16,7 @@ import numpy.typing as npt
 from das_adapter.core.index.errors import IndexFileError, UnknownHandle
 from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
+    ALL,
     Drafting,
     Float32,
     Int32,
@@ -23,12 +24,8 @@ from das_adapter.core.index.values import (
     Number,
     Shrunk,
     Tokens,
-    check_knobs,
     integers,
-    problem_id,
-    shrink,
-    token_ids,
-    visits,
+    tokens_of,
 )
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
@@ -47,6 +44,9 @@ class SuffixIndex:
     that match except for the last token vote as well. Each draft token has an estimated chance to survive verification.
     The index learns it from what requests wrote after their drafts, separately for tokens that only the request's own
     text suggests and for all others.
+
+    Problems are identified by 0 to 2^64 - 1, token ids are 0 to 2^23 - 1; other numbers raise a ValueError or a
+    TypeError.
     """
 
     def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
@@ -54,34 +54,24 @@ class SuffixIndex:
         Args:
             max_depth: tokens of left context that are compared; longer matches count as this long. 8 to 255.
             half_life: newer visits of its problem after which a trajectory's vote has lost half its weight. Above 0.
-
-        Raises:
-            ValueError: a knob out of range.
         """
-        check_knobs(max_depth, half_life)
         self._core: Any = native().SuffixIndex(max_depth, half_life)
 
     # History
 
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
-        """Stage one finished trajectory; it is drafted from after the next `seal`.
-
-        Args:
-            problem: identity of the problem, 0 to 2^64 - 1.
-            tokens: response token ids (the prompt excluded), int32 [n], 0 to 2^23 - 1, else ValueError. May be empty.
-            version: weight version that wrote it; later ones count more, whatever the difference.
-        """
+        """Stage one finished trajectory, without its prompt; it is drafted from after the next `seal`. `version`: of
+        the weights that wrote it; later ones count more, whatever the difference."""
         self._owned("add")
-        self._core.add(problem_id(problem), token_ids(tokens), version)
+        self._core.add(problem, tokens_of(tokens), version)
 
-    def seal(self, window: int | None = None, threads: int = 1) -> None:
-        """Seal what was added, at the end of a step: it becomes history.
-
-        `window`: visits that each problem added to keeps, the newest; None: all."""
+    def seal(self, window: int = ALL) -> None:
+        """Seal what was added, at the end of a step: it becomes history. `window`: visits that each problem added to
+        keeps, the newest."""
         self._owned("seal")
-        self._core.seal(visits(window), True, threads)
+        self._core.seal(window, True, 1)
 
-    def shrink(self, max_bytes: int, threads: int = 1) -> Shrunk:
+    def shrink(self, max_bytes: int) -> Shrunk:
         """Thin the history out until `nbytes` <= `max_bytes`; return what went.
 
         The largest problems first, down to about the same size: of a problem the stretches of text stay, each once,
@@ -89,11 +79,10 @@ class SuffixIndex:
         would be left with less than 256 bytes, those not seen for longest are dropped whole.
         """
         self._owned("shrink")
-        return shrink(self._core, max_bytes, threads)
+        return Shrunk(*self._core.shrink(max_bytes, 1))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sealed history to a file, all or nothing; an OSError leaves an older file as it was. Staged
-        trajectories, live requests and the learned chances are not written."""
+        """Write the sealed history to a file, all or nothing; an OSError leaves an older file as it was."""
         self._core.save(os.fspath(path))
 
     @classmethod
@@ -159,30 +148,26 @@ class SuffixIndex:
     # Live requests
 
     def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens = ()) -> int:
-        """Start a request.
+        """Start a request; return its handle, above 0 and never used again.
 
         Args:
-            problem: identity of the problem; requests of one problem are siblings and draft from each other.
-            prompt_ids: prompt token ids, shape (n,), int32, >= 0; searched for this request only. May be empty.
+            problem: requests of one problem are siblings and draft from each other.
+            prompt_ids: searched for this request only. May be empty.
             prefix: response token ids that exist already (a resumed request).
 
-        Returns:
-            A handle > 0 that is never used again.
-
         Raises:
-            ValueError: as in `add`.
             IndexFileError: the problem's mapped history is damaged; the request is not opened.
         """
-        return int(self._core.open(problem_id(problem), token_ids(prompt_ids), token_ids(prefix)))
+        return int(self._core.open(problem, tokens_of(prompt_ids), tokens_of(prefix)))
 
     def extend(self, handle: int, ids: Tokens) -> None:
-        """Append accepted token ids, shape (n,), int32, to a request's response; raises as `extend_many`."""
+        """Append accepted token ids, shape (n,), to a request's response; raises as `extend_many`."""
         self.extend_many([handle], ids, [0, len(ids)])
 
     def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
         """Append `flat_tokens[offsets[i]:offsets[i + 1]]` to each request i of a batch. Nothing is appended on an
         error: UnknownHandle for a request that is not open, ValueError for bad token ids or offsets."""
-        self._core.extend_many(integers(handles, "handles"), token_ids(flat_tokens), integers(offsets, "offsets"))
+        self._core.extend_many(integers(handles), tokens_of(flat_tokens), integers(offsets))
 
     def draft(
         self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
@@ -213,7 +198,7 @@ class SuffixIndex:
             ValueError: budgets and handles differ in length, or a handle occurs twice with several threads.
         """
         drafted: tuple[Int32, Float32, Int64] = self._core.draft_flat(
-            integers(handles, "handles"), integers(budgets, "budgets"), min_chance, threads
+            integers(handles), integers(budgets), min_chance, threads
         )
         return drafted
 
@@ -237,9 +222,8 @@ class SuffixIndex:
             tokens: shape (m, n), int32, contiguous.
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
         """
-        columns = {"rows": rows, "begins": begins, "ends": ends, "budgets": budgets}
-        arrays = [integers(values, name) for name, values in columns.items()]
-        drafting: Drafting = self._core.draft_rows(integers(handles, "handles"), tokens, *arrays, min_chance, threads)
+        arrays = map(integers, (rows, begins, ends, budgets))
+        drafting: Drafting = self._core.draft_rows(integers(handles), tokens, *arrays, min_chance, threads)
         return drafting
 
     def close(self, handle: int, keep: bool = True) -> None:
@@ -256,7 +240,7 @@ class SuffixIndex:
         """Return a problem's history as one segment, as a device searches it; empty arrays where there is none.
 
         Args:
-            problem: identity of the problem.
+            problem: whose.
             most: words of 32 bits that both arrays may take together; above that the history is thinned out.
 
         Returns:
@@ -267,7 +251,7 @@ class SuffixIndex:
         Raises:
             IndexFileError: the problem's mapped history is damaged.
         """
-        found: tuple[Int32, npt.NDArray[np.uint32]] = self._core.flat(problem_id(problem), most)
+        found: tuple[Int32, npt.NDArray[np.uint32]] = self._core.flat(problem, most)
         return found
 
     def clear_live(self) -> None:

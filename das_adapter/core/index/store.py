@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.index.private import make_private
-from das_adapter.core.index.values import Number, Shrunk, Tokens, check_knobs, problem_id, shrink, token_ids, visits
+from das_adapter.core.index.values import ALL, Number, Shrunk, Tokens, tokens_of
 from das_adapter.core.native import native
 from das_adapter.errors import DasError
 
@@ -43,7 +43,6 @@ class HistoryStore:
             DasError: another store writes there.
             IndexFileError: it is a link or another user's, or what was left there is damaged.
         """
-        check_knobs(max_depth)
         self.directory = Path(directory)
         self._threads = threads
         self._lock = threading.RLock()
@@ -70,29 +69,29 @@ class HistoryStore:
 
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
         """Stage one finished trajectory; as in `SuffixIndex.add`."""
-        problem, ids = problem_id(problem), token_ids(tokens)
+        ids = tokens_of(tokens)
         with self._lock:
             self._core.add(problem, ids, version)
             self._added = time.monotonic()
 
-    def seal_ahead(self, window: int | None = None) -> None:
+    def seal_ahead(self, window: int = ALL) -> None:
         """Let what was added be sealed and written in the background: the next `seal` has less to do.
 
         Problems are sealed that have as many trajectories as problems had in the generation before; all, once nothing
         more is added.
         """
         with self._lock:
-            self._window = visits(window)
+            self._window = window
             self._work_in_background()
 
-    def seal(self, window: int | None = None, tokens: int = 2**62) -> int:
+    def seal(self, window: int = ALL, tokens: int = 2**62) -> int:
         """Publish what was added, at the end of a step; return the generation.
 
         Segments of earlier steps are merged in the background, and published as one more generation. About `tokens` are
         sealed at most; the others follow in the background, for the next generation.
         """
         with self._lock:
-            self._core.seal(visits(window), False, self._threads, 0, tokens)
+            self._core.seal(window, False, self._threads, 0, tokens)
             self._core.publish(True)
             self._work_in_background()
             return self.generation
@@ -152,7 +151,7 @@ class HistoryStore:
     def shrink(self, max_bytes: int) -> Shrunk:
         """Thin the history out, as `SuffixIndex.shrink` does, and publish it; return what went."""
         with self._lock:
-            shrunk = shrink(self._core, max_bytes, self._threads)
+            shrunk = Shrunk(*self._core.shrink(max_bytes, self._threads))
             if shrunk.tokens:
                 self._core.publish()
             return shrunk
@@ -164,21 +163,6 @@ class HistoryStore:
                 self._core.seal(self._window, False, self._threads)
             self._core.save(os.fspath(path))
 
-    def contents(self) -> tuple[UInt64, UInt64]:
-        """Return the problems with sealed history, and the bytes of each, uint64 [n] both."""
-        with self._lock:
-            found: tuple[UInt64, UInt64] = self._core.contents()
-            return found
-
-    def texts(self, problem: int) -> set[tuple[bytes, int]]:
-        """Return the sealed texts of a problem, as the bytes of int32 token ids, each with the weight version that
-        wrote it; of a problem that was thinned out, what is left of them."""
-        with self._lock:
-            tokens, versions = self._core.texts(problem_id(problem))
-        begins = np.flatnonzero(tokens < 0)
-        pieces = np.split(tokens, begins[1:])
-        return {(text[1:].tobytes(), int(versions[begin])) for text, begin in zip(pieces, begins, strict=False)}
-
     def give(self, path: str | os.PathLike[str], problems: npt.ArrayLike) -> None:
         """Write the sealed history of some problems, uint64 [n], to a file for this user alone: for `absorb` of another
         store, and for `SuffixIndex.visit`."""
@@ -187,17 +171,11 @@ class HistoryStore:
 
     def absorb(self, path: str | os.PathLike[str], problems: npt.ArrayLike | None = None) -> None:
         """Take in what `give` or `save` wrote of some problems, uint64 [n], or of all, as older than what is there; the
-        next `seal` publishes it. A problem that was taken in before is left as it is. Raises as `SuffixIndex.load`;
-        nothing is taken in then."""
+        next `seal` publishes it. Raises as `SuffixIndex.load`; nothing is taken in then."""
         chosen = problems_in(path) if problems is None else np.asarray(problems, dtype=np.uint64)
         with self._lock:
             self._core.absorb(os.fspath(path), chosen)
             self._work_in_background()
-
-    def forget(self, problems: npt.ArrayLike) -> None:
-        """Drop the sealed history of some problems, uint64 [n]; the next `seal` publishes that."""
-        with self._lock:
-            self._core.forget(np.asarray(problems, dtype=np.uint64))
 
     def close(self) -> None:
         """Stop writing; the files stay, for readers and for the next store."""

@@ -1,4 +1,4 @@
-"""Argument checks that the native index and the reference share."""
+"""What goes into the native index and comes out of it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
+ALL = 2**63 - 1
+"""More visits than a problem has."""
 
 
 class Drafting(Protocol):
@@ -43,54 +45,19 @@ class Shrunk(NamedTuple):
     """Problems that went whole."""
 
 
-def token_ids(tokens: Tokens) -> Int32:
-    """Return token ids as a contiguous int32 array of shape (n,); ValueError: they are not one-dimensional integers of
-    32 bits."""
+def tokens_of(tokens: Tokens) -> Int32:
+    """Return token ids as a contiguous int32 array of shape (n,); ValueError: they do not fit 32 bits."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
         return np.ascontiguousarray(tokens)
-    wide = integers(tokens, "token ids")
-    ids = wide.astype(np.int32)
-    if (ids != wide).any():
-        raise ValueError(f"token id: found {wide[ids != wide][0]}, which does not fit 32 bits")
-    return ids
+    wide = integers(tokens)
+    if (found := wide[(wide < 0) | (wide >= 2**31)]).size:
+        raise ValueError(f"token id: found {found[0]}, which does not fit 32 bits")
+    return wide.astype(np.int32)
 
 
-def integers(values: npt.ArrayLike, name: str) -> Int64:
-    """Return integers as a contiguous int64 array of shape (n,); ValueError: they are not one-dimensional integers."""
-    if isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1:
-        return np.ascontiguousarray(values)
+def integers(values: npt.ArrayLike) -> Int64:
+    """Return integers as a contiguous int64 array; ValueError: they are others."""
     array = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(f"{name}: found {array.dtype} of shape {array.shape}, expected integers of shape (n,)")
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"found {array.dtype}, expected integers")
     return np.ascontiguousarray(array, dtype=np.int64)
-
-
-def problem_id(problem: int) -> int:
-    """Return a problem's identity; ValueError: it doesn't fit an unsigned 64-bit integer."""
-    if not 0 <= problem < 2**64:
-        raise ValueError(f"problem: found {problem}, allowed: 0 to 2^64 - 1")
-    return int(problem)
-
-
-def check_knobs(max_depth: int, half_life: float = 1.0) -> None:
-    """Refuse a knob of the index that is out of range, with a ValueError."""
-    if not 8 <= max_depth <= 255:
-        raise ValueError(f"max_depth: found {max_depth}, allowed: 8 to 255")
-    if not half_life > 0:
-        raise ValueError(f"half_life: found {half_life}, allowed: above 0")
-
-
-def visits(window: int | None) -> int:
-    """Return how many visits a problem keeps, None: all; ValueError: below 1."""
-    if window is None:
-        return 2**63
-    if window < 1:
-        raise ValueError(f"window: found {window}, allowed: 1 or more")
-    return window
-
-
-def shrink(core: Any, max_bytes: int, threads: int) -> Shrunk:
-    """Call a native index's `shrink`; ValueError: `max_bytes` is negative."""
-    if max_bytes < 0:
-        raise ValueError(f"max_bytes: found {max_bytes}, allowed: 0 or more")
-    return Shrunk(*core.shrink(max_bytes, threads))

@@ -1,2 +1,2 @@
-"""What an engine without a host does: it harvests its own trajectories, notices weight updates, and asks the writer of
-its node's history for a generation."""
+"""What an engine without a host does: it harvests its own trajectories, and asks the writer of its node's history for
+a generation."""

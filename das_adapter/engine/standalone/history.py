@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -51,12 +49,15 @@ class SharedHistory:
         self._users: IO[bytes] | None = None
         """Locked while this engine lives: neither the writer nor a janitor removes the directory."""
         self._trouble = ""
-        threading.Thread(target=self._begin, name="das-history", daemon=True).start()
+        try:
+            self._enter()
+            self._start_writer()
+        except (DasError, OSError, subprocess.SubprocessError) as error:
+            self._report(error)
 
-    def add(self, problem: int, text: bytes, version: int, req_id: str) -> None:
-        """Take a finished trajectory; `req_id`: of its request."""
-        request = hashlib.blake2b(f"{self._engine} {req_id}".encode(), digest_size=8).digest()
-        self._gathered.add(Trajectory(problem, text, version, int.from_bytes(request, "little")))
+    def add(self, trajectory: Trajectory) -> None:
+        """Take a finished trajectory."""
+        self._gathered.add(trajectory)
 
     def sync(self) -> tuple[Published | None, Responses]:
         """Have everything published that was taken; return what to map (None: what is mapped stays), and the lengths of
@@ -72,25 +73,17 @@ class SharedHistory:
         self._cursor, self._patience_s, self._trouble = answer.cursor, PATIENCE_S, ""
         return Published(str(self._directory), answer.generation), answer.lengths
 
-    def _begin(self) -> None:
-        try:
-            self._enter()
-            self._start_writer()
-        except (DasError, OSError, subprocess.SubprocessError) as error:
-            self._report(error)
-
     def _enter(self) -> None:
-        """Make sure that the directory is there, belongs to this user, and is not removed while this engine lives;
-        errors as in `make_private`."""
+        """Make sure that the directory is there, belongs to this user, and is not removed while this engine lives."""
         for directory in (self._directory, self._directory / FOLDER):
             make_private(directory)
         while not (self._users and _lies(self._users, self._directory / USERS)):
-            self._users = open(self._directory / USERS, "ab", opener=_private)
+            private = os.open(self._directory / USERS, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            self._users = open(private, "ab")
             fcntl.flock(self._users, fcntl.LOCK_SH)
 
     def _start_writer(self) -> None:
-        """Start the process that writes; where another one writes there, it ends at once. SubprocessError: it can't be
-        started."""
+        """Start the process that writes; where another one writes there, it ends at once."""
         command = [sys.executable, "-m", "das_adapter.service.local", str(self._directory)]
         arguments = [self._config.model_dump_json(), str(self._grace_s)]
         # It outlives this process, and must not keep its output open.
@@ -102,12 +95,7 @@ class SharedHistory:
         put_batch(self._directory, self._engine, batch)
 
     def _ask(self) -> Answer:
-        """Ask for a generation, and wait for the answer.
-
-        Raises:
-            TimeoutError: there was none.
-            DasError, OSError: the request could not be left.
-        """
+        """Ask for a generation, and wait for the answer; TimeoutError: there was none."""
         self._number += 1
         path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
         self._leave_ask()
@@ -136,10 +124,6 @@ class SharedHistory:
         before, self._trouble = self._trouble, repr(error)
         if before != self._trouble:
             logger.error("das: history: %r; engines go on with what is mapped", error)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
 def _lies(file: IO[bytes], path: Path) -> bool:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from das_adapter.config import DasConfig
 from das_adapter.core.length import RESPONSE
 from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.messages import Refresh, Trajectory, responses
@@ -17,33 +16,12 @@ MOST_LIVE_TOKENS = 2**22
 memory."""
 
 
-class Response(NamedTuple):
-    """What a request has written."""
-
-    problem: int
-    record: bool
-    """Whether it may serve as history."""
-    text: np.ndarray
-    """int32 token ids."""
-
-
-class State(Protocol):
-    """What `WorkerState` gives."""
-
-    config: DasConfig
-    ranks_draft_alike: bool
-
-    def response(self, req_id: str) -> Response | None: ...
-
-    def refresh(self, message: Refresh) -> object: ...
-
-
 class Standalone:
     """One worker's part. All ranks of an engine see the same requests and weight updates; the first asks the history
     and, where all draft, tells the others, so that all map the same."""
 
-    def __init__(self, state: State, directory: str):
-        """`directory`: name of the history on this node."""
+    def __init__(self, state: Any, directory: str):
+        """`state`: the worker's `WorkerState`; `directory`: name of the history on this node."""
         from vllm.distributed import get_tp_group
 
         self._state = state
@@ -59,12 +37,9 @@ class Standalone:
         if state.config.shares_history and self._group.rank_in_group == 0:
             self._shared = SharedHistory(directory, state.config.history)
 
-    def weights_changed(self, version: int | None = None) -> None:
-        """Take note that the weights are other ones from the next step on, with this version or, if None, one more than
-        before. A weight sync of many calls counts once."""
+    def weights_changed(self) -> None:
+        """Take note that the weights are other ones from the next step on. A weight sync of many calls counts once."""
         self._due = True
-        if version is not None:
-            self._version = max(self._version, version - 1)
 
     def begin_step(self, scheduled: Any, updating: bool) -> None:
         """Take what has finished since the last step, and bring the drafter up to date if the weights have changed.
@@ -78,19 +53,18 @@ class Standalone:
             self._state.refresh(self._message())
 
     def _harvest(self, req_ids: Iterable[str]) -> None:
-        """Take the responses of requests that have finished."""
         for req_id in req_ids:
             response = self._state.response(req_id)
-            if response is None:
+            if response is None or response.text is None:
                 continue
             self._live_tokens += len(response.text)
             if not response.record or self._group.rank_in_group:
                 continue
-            text = response.text.tobytes()
+            trajectory = Trajectory(response.problem, np.array(response.text, np.int32).tobytes(), self._version)
             if self._shared:
-                self._shared.add(response.problem, text, self._version, req_id)
+                self._shared.add(trajectory)
             else:
-                self._finished.append(Trajectory(response.problem, text, self._version))
+                self._finished.append(trajectory)
 
     def _message(self) -> Refresh:
         """The first rank's message, which all ranks get that draft."""
@@ -102,7 +76,7 @@ class Standalone:
                 history, lengths = None, responses(self._finished)
                 self._finished = []
             message = Refresh(self._version, history, np.asarray(lengths, RESPONSE).tobytes())
-        if self._group.world_size > 1 and self._state.ranks_draft_alike:
+        if self._group.world_size > 1 and self._state.model_runner == 1:
             message = self._group.broadcast_object(message, src=0)
         assert message is not None
         return message

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.sample.sampler import _SAMPLING_EPS
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 
-from das_adapter.engine.v1.keyed_sample import Keys, divide, keyed_sample
-from das_adapter.engine.v1.truncation import truncate
+from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 
 
 def draw(logits: torch.Tensor, keys: Keys, sampling: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -24,9 +24,23 @@ def draw(logits: torch.Tensor, keys: Keys, sampling: Any, rows: torch.Tensor | N
     temperature, top_k, top_p = (
         x if x is None or rows is None else x[rows] for x in (sampling.temperature, sampling.top_k, sampling.top_p)
     )
-    if top_k is None and top_p is None:
-        return keyed_sample(logits, temperature, keys).tokens
-    greedy = temperature < _SAMPLING_EPS
-    scaled = divide(logits.to(torch.float32, copy=True), temperature)
-    drawn = keyed_sample(truncate(scaled, top_k, top_p), None, keys).tokens
-    return drawn if sampling.all_random else torch.where(greedy, logits.argmax(dim=-1), drawn)
+    scaled = Sampler.apply_temperature(logits.to(torch.float32, copy=True), temperature, sampling.all_random)
+    drawn = keyed_sample(truncate(scaled, top_k, top_p), keys)
+    return drawn if sampling.all_random else torch.where(temperature < _SAMPLING_EPS, logits.argmax(dim=-1), drawn)
+
+
+def truncate(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:
+    """Exclude (-inf) what lies outside top-k and top-p, in place, with one algorithm for every number of rows.
+
+    Up to 0.29 vLLM sorts below eight rows and takes a Triton kernel from there on. The two may round a row's
+    cumulative probabilities differently, and then what a row keeps would depend on how many rows draft.
+
+    Args:
+        logits: float32 [rows, vocab].
+        top_k: int32 [rows]; None: no limit.
+        top_p: float32 [rows]; None: no limit.
+    """
+    if (top_k is not None or top_p is not None) and logits.is_cuda and topk_topp_sampler.HAS_TRITON:
+        kept: torch.Tensor = topk_topp_sampler.apply_top_k_top_p_triton(logits, top_k, top_p)
+        return kept
+    return topk_topp_sampler.apply_top_k_top_p(logits, top_k, top_p)

@@ -3,35 +3,16 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from das_adapter.config import DasConfig
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.errors import DasError
-from das_adapter.protocol.label import Label
 
 logger = logging.getLogger("das_adapter")
-
-
-class OutOfStep(DasError):
-    """A rank failed where the others wait for it: the engine must stop, because it can't go on."""
-
-
-class Drafter(Protocol):
-    """What a source needs of the proposer that it is a part of."""
-
-    config: DasConfig
-    ranks: int
-    runner: Any
-    """vLLM's model runner."""
-    seed: Callable[[str], int]
-    label: Callable[[str], Label]
 
 
 class ModelSource:
@@ -43,7 +24,8 @@ class ModelSource:
     counts_as: str
     """Name in `EngineStats` of the draft tokens verified, and of those accepted, in training rollouts."""
 
-    def __init__(self, drafter: Drafter, drafts: ModelDrafts):
+    def __init__(self, drafter: Any, drafts: ModelDrafts):
+        """`drafter`: the `Proposer` that it is a part of."""
         self.drafts = drafts
         self.passes = 0
         """Forward passes since `stats` was called last."""
@@ -55,10 +37,9 @@ class ModelSource:
     def load(self, policy: torch.nn.Module) -> None:
         """Take the policy, once vLLM has loaded it."""
 
-    def refresh(self, length: int | None) -> float:
-        """Follow a weight sync; return the seconds it took. `length`: of drafts from now on; None: any."""
+    def refresh(self, length: int | None) -> None:
+        """Follow a weight sync. `length`: of drafts from now on; None: any."""
         self._drafted, self.drafts.agreed = {}, length
-        return 0.0
 
     def forget(self) -> None:
         """Give up what is known of the running requests: nobody drafts for a while."""
@@ -84,14 +65,11 @@ class ModelSource:
         self, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, drafts: list[list[int]], able: bool = True
     ) -> None:
         """Draft `counts` [batch] tokens for each row of the batch, into `drafts`; `lengths` and `tokens` as in
-        `Drafter.propose`. Where a rank is not `able` to, nobody drafts before the next weight sync.
+        `Proposer.propose`. Where the first rank is not `able` to, nobody drafts.
 
         Every tensor-parallel rank must call it at every step, one that has failed too; the first rank's counts hold.
-        Where a rank fails in the passes, its process ends: vLLM's executor hears of that and ends the engine, but of an
-        error only from the first rank, while the others would wait for this one in a collective.
-
-        Raises:
-            OutOfStep: this rank failed in the passes, and its process is not vLLM's.
+        Where one of several ranks fails in the passes, its process ends: vLLM's executor hears of that and ends the
+        engine, but of an error only from the first rank, while the others would wait for this one in a collective.
         """
         agreed = self._agreed(counts, able)
         if agreed is None:
@@ -102,15 +80,12 @@ class ModelSource:
             return
         try:
             written = self._draft(rows, agreed[rows], lengths, tokens)
-        except Exception as error:
+        except Exception:
             self.forget()
             if self._drafter.ranks == 1:
                 raise
-            what = f"das: a rank failed while all ranks drafted ({self._drafter.config.drafter})"
-            if multiprocessing.parent_process() is not None:
-                logger.exception("%s; its process ends, and the engine with it", what)
-                os._exit(1)
-            raise OutOfStep(what) from error
+            logger.exception("das: a rank failed while all ranks drafted; its process ends, and the engine with it")
+            os._exit(1)
         for row, ids in zip(rows.tolist(), written, strict=True):
             drafts[row] = ids
             self._drafted[self._drafter.runner.input_batch.req_ids[row]] = len(ids)
@@ -120,16 +95,13 @@ class ModelSource:
         raise NotImplementedError
 
     def _agreed(self, counts: np.ndarray, able: bool) -> np.ndarray | None:
-        """Return the first rank's counts, as tensor-parallel ranks run the model together; None where one is not able
+        """Return the first rank's counts, as tensor-parallel ranks run the model together; None where it is not able
         to."""
-        if self._drafter.ranks == 1:
-            return counts if able else None
-        from vllm.distributed import get_tp_group
+        told = torch.from_numpy(np.append(counts, int(able)))
+        if self._drafter.ranks > 1:
+            from vllm.distributed import get_tp_group
 
-        mine = torch.from_numpy(np.append(counts, int(able)))
-        everyones = [torch.empty_like(mine) for _ in range(self._drafter.ranks)]
-        torch.distributed.all_gather(everyones, mine, group=get_tp_group().cpu_group)
-        if not all(int(rank[-1]) for rank in everyones):
-            return None
-        agreed: np.ndarray = everyones[0][:-1].numpy()
-        return agreed
+            group = get_tp_group()
+            torch.distributed.broadcast(told, src=group.ranks[0], group=group.cpu_group)
+        agreed: np.ndarray = told.numpy()
+        return agreed[:-1] if agreed[-1] else None

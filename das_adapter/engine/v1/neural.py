@@ -10,6 +10,7 @@ import torch
 
 from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
+from das_adapter.engine.worker import then
 from das_adapter.patching import patch
 
 
@@ -21,11 +22,6 @@ class KeyedDrafts:
         self.rows: torch.Tensor | None = None
         """Rows of the batch that are drafted for, int64; None: all of it."""
         self._positions = torch.zeros(0, dtype=torch.int64)
-
-    def bind(self) -> None:
-        """Bind it to the drafter, once vLLM has loaded it."""
-        follow_positions.apply(self, owner=self._runner.drafter)
-        draw_with_keyed_noise.apply(self, owner=self._runner.drafter)
 
     def first_pass(self, last_tokens: torch.Tensor) -> None:
         """Take the rows of the drafter's inputs at which requests end, int64 [requests]."""
@@ -47,12 +43,7 @@ def take_loaded_drafter(stock: Any, loaded: Callable[[], None]) -> Any:
     """Without it the drafter's weights are neither synced nor checked. vLLM loads the drafter after the policy. Remove
     this patch when vLLM loads and checks a drafter's weights at a weight sync."""
 
-    @functools.wraps(stock)
-    def load_model(*args: Any, **kwargs: Any) -> None:
-        stock(*args, **kwargs)
-        loaded()
-
-    return load_model
+    return then(stock, loaded)
 
 
 @patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.set_inputs_first_pass", since="0.24")

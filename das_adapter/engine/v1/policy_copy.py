@@ -9,7 +9,6 @@ overwrites. The copy reads no prompt, has no cache of its own, and can start or 
 from __future__ import annotations
 
 import copy
-import logging
 import time
 from typing import Any
 
@@ -22,11 +21,9 @@ from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine.v1.decode_graphs import DecodePasses, capture_with_policy
 from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.model_source import Drafter, ModelSource
+from das_adapter.engine.v1.model_source import ModelSource
 from das_adapter.engine.v1.quantised import QuantisedWeight, quantised
 from das_adapter.errors import DasError
-
-logger = logging.getLogger("das_adapter")
 
 REPACK = "_das_repack"
 """Attribute of a linear layer that computes with a packed copy of its weights: packs the present ones again."""
@@ -62,11 +59,6 @@ class PolicyCopy:
             twin.do_not_compile = True
         return twin
 
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the policy's experts, which the copy shares with it as they are."""
-        return sum(p.nbytes for name, p in self.model.named_parameters() if p.ndim == 3 and "experts" in name)
-
     def quantise(self) -> None:
         """Quantise the policy's present weights; tensors keep their addresses."""
         for layer, weight in self.layers:
@@ -97,7 +89,7 @@ class CopySource(ModelSource):
     copy: PolicyCopy
     decode: DecodePasses
 
-    def __init__(self, drafter: Drafter, vllm_config: VllmConfig, drafts: ModelDrafts):
+    def __init__(self, drafter: Any, vllm_config: VllmConfig, drafts: ModelDrafts):
         super().__init__(drafter, drafts)
         self._vllm_config = vllm_config
         self._policy: torch.nn.Module
@@ -107,17 +99,11 @@ class CopySource(ModelSource):
         """Make the copy (inside the memory pool of the weights, so that it sleeps and wakes with them)."""
         self._policy = policy
         self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
-        if self.copy.full_bytes:
-            logger.warning(
-                "das: the policy copy shares the policy's experts, %.2f GiB, which are not quantised: of a "
-                "pass it reads only the other layers faster",
-                self.copy.full_bytes / 2**30,
-            )
         self.decode = DecodePasses(self._drafter.runner, self._vllm_config, self.copy.model)
         capture_with_policy.apply(self.decode, owner=self._drafter.runner)
 
-    def refresh(self, length: int | None) -> float:
-        """Quantise the new weights, as `ModelSource.refresh`."""
+    def refresh(self, length: int | None) -> None:
+        """As `ModelSource.refresh`; quantise the new weights."""
         super().refresh(length)
         for module in self._policy.modules():
             getattr(module, REPACK, lambda: None)()
@@ -126,14 +112,12 @@ class CopySource(ModelSource):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._requantise_s = time.perf_counter() - begin
-        return self._requantise_s
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the copy."""
         return super().stats() | {
             "requantise_s": self._requantise_s,
             "drafter_bytes": self.copy.nbytes,
-            "drafter_full_bytes": self.copy.full_bytes,
             "drafter_graphs": len(self.decode.sizes),
             "self_acceptance": self.drafts.acceptance.rate,
         }

@@ -5,37 +5,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
 
 from das_adapter.config import parse
-from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.steps import Decoded, Search
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import StepTimer
-from das_adapter.engine.v1.model_source import ModelSource, OutOfStep
+from das_adapter.engine.v1.model_source import ModelSource
 from das_adapter.engine.v1.neural_drafts import NeuralSource
 from das_adapter.engine.v1.policy_copy import CopySource
 from das_adapter.protocol.engine_args import SETTINGS_KEY
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
-
-
-class _Undecided(NamedTuple):
-    """Drafts that are still looked for."""
-
-    rows: np.ndarray
-    slots: np.ndarray
-    """Of the requests, like the rows, int64 [requests]."""
-    search: Search
-    drafts: list[list[int]]
-    """What vLLM has been given, a list for each row of the batch."""
 
 
 class Proposer:
@@ -65,18 +54,17 @@ class Proposer:
         elif config.neural:
             self.model_source = NeuralSource(self, ModelDrafts(config.model_tokens, narrows=False))
         drafts = self.model_source.drafts if self.model_source else None
-        self.engine = EngineController(config, vllm_config, drafts, leads=self.leads, logs=parallel.rank == 0)
+        self.engine = EngineController(config, vllm_config, drafts, leads=self.leads)
         self.timer = StepTimer()
         self.model_tokens = NOBODY
         """Tokens that the model shall draft for each request of the batch, int64 [batch]."""
         self._max_model_len = vllm_config.model_config.max_model_len
         self._ends, self._lengths = np.zeros((2, 1), dtype=np.int64)
         """By slot: `LiveRequest.end`; the request's length when it was last drafted for, tokens."""
-        self._batch: tuple[list[str], np.ndarray] = [], NOBODY
-        """The requests of the last batch, and their slots."""
-        self._undecided: _Undecided | None = None
         self._synced = False
-        """Whether a weight sync lies between the last step and the next."""
+        """Whether a weight sync has come since requests were closed last."""
+        self._undecided: Callable[[], None] | None = None
+        """Decides on the drafts that are still looked for."""
 
     def load_model(self, policy: Any) -> None:
         """Take the policy, once vLLM has loaded it."""
@@ -89,7 +77,7 @@ class Proposer:
         """Note that the engine starts a forward pass (vLLM's `SchedulerOutput`): the one before, if it only decoded,
         took until now, seconds of a monotonic clock."""
         self.settle()
-        if self.engine.counters.error is None:
+        if not self.engine.failed:
             try:
                 self.time_step(scheduled, now)
             except Exception as error:
@@ -97,12 +85,7 @@ class Proposer:
 
     def time_step(self, scheduled: Any, now: float) -> None:
         """As `begin_step`; may raise."""
-        if not self.leads:
-            return
-        if self._synced:
-            self._synced = False
-            self.engine.disown(scheduled.finished_req_ids)
-        step = self.timer.begin(scheduled, now)
+        step = self.timer.begin(scheduled, now) if self.leads else None
         if step is not None:
             self.engine.timed(step)
 
@@ -148,15 +131,17 @@ class Proposer:
             self.timer.unasked(len(sampled), int(lengths[: len(sampled)].sum()))
             return drafts
         decoded, rows = self._decoded(sampled, lengths, tokens)
-        search = self.engine.begin(decoded)
+        search = self.engine.controller.begin(decoded)
         if search is None:
             return drafts
         slots = decoded.slots
         if self.engine.history:
             self.engine.history.look(slots, rows, self._lengths[slots], tokens, search)
-        self._undecided = _Undecided(rows, slots, search, drafts)
+        decide = partial(self._decide, rows, slots, search, drafts)
         if self.model_source:
-            self._decide()
+            decide()
+        else:
+            self._undecided = decide
         return drafts
 
     def settle(self) -> None:
@@ -164,8 +149,9 @@ class Proposer:
         if self._undecided is None:
             return
         begin = time.perf_counter()
+        decide, self._undecided = self._undecided, None
         try:
-            self._decide()
+            decide()
         except Exception as error:
             self.engine.fail(error)
         if seconds := self.engine.counters.propose_seconds:
@@ -176,19 +162,13 @@ class Proposer:
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history and the model up to date, at a weight sync."""
         self.settle()
-        self._synced = True
-        withdrawn = message.history is not None and not message.history.directory
-        if self.engine.counters.error is not None:  # whatever state they are in, they are opened again
-            self._close(list(self.engine.live))
-            self._batch = [], NOBODY
         self._close_gone()
-        if self.engine.history and withdrawn:  # they are opened again in another index, with what they have written
-            self._close(list(self.engine.live))
-        answer = self.engine.refresh(message)
+        withdrawn = message.history is not None and not message.history.directory
+        if self.engine.failed or withdrawn:  # they are opened again: who knows their state, or in another index
+            self.engine.close(list(self.engine.live))
+        answer, self._synced = self.engine.refresh(message), True
         if self.model_source:
-            seconds = self.model_source.refresh(message.draft_length)
-            if self.config.copies_policy:
-                answer["requantise_s"] = seconds
+            self.model_source.refresh(message.draft_length)
         return answer
 
     def visit(self, files: Sequence[str]) -> Refreshed:
@@ -200,54 +180,45 @@ class Proposer:
         """As `EngineController.stats`, with the figures of the model."""
         self.settle()
         model = self.model_source.stats() if self.model_source else {}
-        return cast(EngineStats, {**self.engine.stats(), **model})
-
-    def restart(self, controller: Controller) -> None:
-        """Start again with another controller, as a measurement does for each of its arms."""
-        self.settle()
-        self._close(list(self.engine.live))
-        self.engine.controller, self.timer = controller, StepTimer()
+        return {**self.engine.stats(), **model}
 
     # Inside
 
     def _with_model(self, drafts: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        """Have the model draft for the requests for which it shall; return all drafts."""
-        source = self.model_source
+        source, account = self.model_source, self.engine.controller.account
         if not source or not (self.ranks > 1 or source.follows or self.model_tokens.any()):
             return drafts
-        begin, passes, rests = time.perf_counter(), source.passes, self.engine.model_rests
+        rests = account.idle or account.model_rests is not None  # it need not even follow the policy
+        begin, passes = time.perf_counter(), source.passes
         try:
             source.draft(self.model_tokens, lengths, tokens, drafts, self.engine.able and not rests)
-        except OutOfStep:
-            raise
         except Exception as error:
             self.engine.fail(error)
             return [[] for _ in drafts]
         seconds = time.perf_counter() - begin
         if not self.timer.drafted(seconds, source.passes - passes) and not rests:
-            self.engine.controller.account.drafted_beside_prompts(seconds)
+            account.drafted_beside_prompts(seconds)
         return drafts
 
-    def _decide(self) -> None:
-        step, self._undecided = self._undecided, None
-        assert step is not None
-        plan = self.engine.decide(step.slots, step.search)
+    def _decide(self, rows: np.ndarray, slots: np.ndarray, search: Search, drafts: list[list[int]]) -> None:
+        plan = self.engine.decide(slots, search)
         if self.engine.history:
-            self.engine.history.take(step.rows, plan.history, step.drafts)
+            self.engine.history.take(rows, plan.history, drafts)
         if self.model_source:
-            self.model_tokens[step.rows] = plan.model
+            self.model_tokens[rows] = plan.model
 
     def _decoded(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> tuple[Decoded, np.ndarray]:
-        """Close the requests that are gone and open new ones; return what the step brought to those that decode, and
-        their rows of the batch, int64 [requests]."""
-        everyone = self._slots_of_batch()
+        """Return what the step brought to the requests that decode, and their rows of the batch, int64 [requests]."""
+        self._close_gone()
+        req_ids = self.runner.input_batch.req_ids
+        live = map(self.engine.live.get, req_ids)
+        everyone = np.array([-1 if request is None else request.slot for request in live], dtype=np.int64)
         got = np.fromiter(map(len, sampled), dtype=np.int64, count=len(sampled))
         rows = np.flatnonzero(got)
         got, slots, now = got[rows], everyone[rows], lengths[rows].astype(np.int64)
         for i in np.flatnonzero((slots < 0) | (self._lengths[slots] > now)).tolist():
             row = int(rows[i])
-            req_id = self.runner.input_batch.req_ids[row]
-            slots[i] = everyone[row] = self._open(req_id, tokens[row, : now[i]], int(got[i]))
+            slots[i] = self._open(req_ids[row], tokens[row, : now[i]], int(got[i]))
         skipped = now - got - self._lengths[slots]
         if skipped.any():
             self.engine.controller.skipped(slots, skipped)
@@ -258,7 +229,6 @@ class Proposer:
             carried = None
         by_model = None
         if self.model_source:
-            req_ids = self.runner.input_batch.req_ids
             by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()], got)
         self.timer.sampled(slots, got, int(now.sum()))
         # The next step writes the draft and one token more: neither may pass the request's end.
@@ -266,19 +236,9 @@ class Proposer:
         self.engine.verified(decoded)
         return decoded, rows
 
-    def _slots_of_batch(self) -> np.ndarray:
-        """Return the slot of each request of the batch, int64 [batch]; -1: it has none."""
-        req_ids = self.runner.input_batch.req_ids
-        if req_ids != self._batch[0]:
-            self._close_gone()
-            known = (self.engine.live.get(req_id) for req_id in req_ids)
-            slots = np.array([-1 if live is None else live.slot for live in known], dtype=np.int64)
-            self._batch = list(req_ids), slots
-        return self._batch[1]
-
     def _open(self, req_id: str, text: np.ndarray, got: int) -> int:
         """Open a request, given its text so far, int32 token ids, and how many of them are new; return its slot."""
-        self._close([req_id])
+        self.engine.close([req_id])
         request, before = self.runner.requests[req_id], len(text) - got
         live = LiveRequest.of(req_id, request, self.label(req_id), self._max_model_len)
         self.engine.open(live, before, np.asarray(request.prompt_token_ids, dtype=np.int32), text)
@@ -288,9 +248,8 @@ class Proposer:
         return slot
 
     def _close_gone(self) -> None:
-        self._close([req_id for req_id in self.engine.live if req_id not in self.runner.requests])
-
-    def _close(self, req_ids: list[str]) -> None:
-        if self.engine.live.keys() & req_ids:
-            self._batch = [], NOBODY
-            self.engine.close(req_ids)
+        gone = [req_id for req_id in self.engine.live if req_id not in self.runner.requests]
+        for req_id in gone if self._synced else ():  # they ended before the weight sync: nobody drafts from them now
+            self.engine.live[req_id].record = False
+        self._synced = False
+        self.engine.close(gone)

@@ -16,20 +16,15 @@ class SweepDrafter(Proposer):
 
     turns: tuple[int, ...] = (0,)
     """Draft tokens per request, step after step."""
-    ragged: tuple[int, ...] = ()
-    """The same on average, after these: every second request drafts twice as many, the others none."""
     passes: tuple[int, ...] = ()
     """The same of the model's, which take their turns after these."""
-    samples: list[tuple[int, float, int, float, bool]] = []  # noqa: RUF012 - read and replaced by a sweep's one engine
-    """Of every step that only decoded: requests, mean tokens of context, draft tokens per request, seconds, whether
-    they were ragged."""
+    samples: list[tuple[int, float, int, float]] = []  # noqa: RUF012 - read and replaced by a sweep's one engine
+    """Of every step that only decoded: requests, mean tokens of context, draft tokens per request, seconds."""
     passed: list[tuple[int, float, float]] = []  # noqa: RUF012 - the same
     """Of every pass of the model: requests, mean tokens of context, seconds."""
 
     def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
-        self._proposed = self._carried = False
-        """Whether the drafts that were proposed last, and those of the step that is going on, are ragged."""
         self.engine.stop_if_collapsed = lambda: None  # type: ignore[method-assign]  # here it is no fault
         if self.model_source:
             self.model_source.drafts.timed_pass = self._note_pass  # type: ignore[method-assign]
@@ -37,25 +32,21 @@ class SweepDrafter(Proposer):
     def time_step(self, scheduled: Any, now: float) -> None:
         """Take a sample."""
         step = self.timer.begin(scheduled, now)
-        ragged, self._carried = self._carried, self._proposed
         if step is not None:
             requests = len(step.slots)
             drafted, rest = divmod(step.tokens - requests, requests)
             if not rest:
-                self.samples.append((requests, step.context / requests, drafted, step.seconds, ragged))
+                self.samples.append((requests, step.context / requests, drafted, step.seconds))
 
     def begin_drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
         """Draft as many tokens as this step's turn says."""
         known = lengths[: len(sampled)].astype(np.int64)
         got = np.array([len(new) for new in sampled], dtype=np.int64)
         self.timer.sampled(known, got, int(known.sum()))
-        turns = self.turns + self.ragged + self.passes
+        turns = self.turns + self.passes
         turn = self.engine.counters.steps % len(turns)
-        passes = turn >= len(self.turns + self.ragged)
-        self._proposed = not passes and turn >= len(self.turns)
-        wanted = turns[turn] * (np.arange(len(sampled)) % 2 * 2 if self._proposed else 1)
-        room = np.where(got > 0, np.clip(self._max_model_len - known - 1, 0, wanted), 0)
-        if passes:
+        room = np.where(got > 0, np.clip(self._max_model_len - known - 1, 0, turns[turn]), 0)
+        if turn >= len(self.turns):
             self.model_tokens = room
             return [[] for _ in sampled]
         return [[1] * count for count in room.tolist()]

@@ -8,10 +8,11 @@ log-probability are the same bit for bit, whatever was drafted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
@@ -19,56 +20,20 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from das_adapter.engine.v1.keyed_sample import Keys, Scores, divide, keyed_sample
-from das_adapter.engine.v1.processors import MinTokens, acts, beside
-from das_adapter.engine.v1.rows import Rows, by_row
-from das_adapter.engine.v1.truncation import truncate
+from das_adapter.engine.v1.draft_sample import truncate
+from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 
-_SCORES: dict[str, Scores] = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+Ints = npt.NDArray[np.int64]
+
 _CHUNK_BYTES = 2**30
-"""Size of the float32 logits that are processed at once where requests truncate or shift their distribution."""
+"""Size of the float32 logits that are processed at once: of a verified batch they would not fit."""
 
 
 class KeyedSampler(Sampler):
-    """vLLM's sampler with its random draw replaced. Where requests only have a temperature, one fused draw takes the
-    place of the whole chain; else everything around the draw is inherited."""
+    """vLLM's sampler with its random draw replaced; everything around the draw is inherited."""
 
     keys: Keys | None = None
     """Of the rows of the next call; None in dummy runs."""
-
-    def forward(
-        self,
-        logits: torch.Tensor,
-        sampling_metadata: SamplingMetadata,
-        predict_bonus_token: bool = False,
-        logprobs_mode_override: Any = None,
-    ) -> SamplerOutput:
-        """Sample each row of logits [rows, vocab] in the policy's dtype: tokens int32 [rows, 1]; see
-        `Sampler.forward`."""
-        if self.keys is None:  # a dummy run: what the first steps of a rollout would compile is compiled here
-            for x, scores in product((logits[:1], logits[:1].float()), (None, "raw", "processed")):
-                keyed_sample(x, None, self._keys_of(x), cast(Scores | None, scores))
-        if not self.fused(sampling_metadata, logprobs_mode_override):
-            for processor in sampling_metadata.logitsprocs.non_argmax_invariant:
-                if isinstance(processor, MinTokens):
-                    processor.positions = self._keys_of(logits).positions
-            return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
-        asked = sampling_metadata.max_num_logprobs is not None
-        temperature = sampling_metadata.temperature
-        if sampling_metadata.all_greedy:
-            temperature = logits.new_zeros(len(logits), dtype=torch.float32)
-        scores = _SCORES[logprobs_mode_override or self.logprobs_mode] if asked else None
-        drawn = keyed_sample(logits, temperature, self._keys_of(logits), scores)
-        tokens, logprobs = drawn.tokens.to(torch.int32)[:, None], None
-        if drawn.logprobs is not None and drawn.ranks is not None:
-            logprobs = LogprobsTensors(tokens, drawn.logprobs[:, None], drawn.ranks)
-        return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=logprobs)
-
-    def fused(self, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None) -> bool:
-        """Return whether a batch needs no more than the fused draw: nothing changes its logits but the temperature, and
-        at most the log-probability of the drawn token is asked for."""
-        asked, mode = sampling_metadata.max_num_logprobs, logprobs_mode_override or self.logprobs_mode
-        return _only_temperature(sampling_metadata) and (asked is None or (asked == 0 and mode in _SCORES))
 
     def sample(
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: str | None = None
@@ -77,9 +42,10 @@ class KeyedSampler(Sampler):
         `Sampler.sample`."""
         if sampling_metadata.all_greedy:
             return super().sample(logits, sampling_metadata, logprobs_mode_override)
-        greedy = None if sampling_metadata.all_random else logits.argmax(dim=-1)
-        assert sampling_metadata.temperature is not None
-        logits = divide(logits, sampling_metadata.temperature)
+        temperature, all_random = sampling_metadata.temperature, sampling_metadata.all_random
+        assert temperature is not None
+        greedy = None if all_random else logits.argmax(dim=-1)
+        logits = self.apply_temperature(logits, temperature, all_random)
         for processor in sampling_metadata.logitsprocs.argmax_invariant:
             logits = processor.apply(logits)
         logits = truncate(logits, sampling_metadata.top_k, sampling_metadata.top_p)
@@ -89,16 +55,11 @@ class KeyedSampler(Sampler):
             processed = logits
         elif mode == "processed_logprobs":
             processed = self.compute_logprobs(logits)
-        sampled = keyed_sample(logits, None, self._keys_of(logits)).tokens
-        if greedy is not None:
-            sampled = torch.where(sampling_metadata.temperature < _SAMPLING_EPS, greedy, sampled)
-        return sampled, processed
-
-    def _keys_of(self, logits: torch.Tensor) -> Keys:
-        if self.keys is not None:
-            return self.keys
         none = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        return Keys(none, none)
+        sampled = keyed_sample(logits, self.keys or Keys(none, none))
+        if greedy is not None:
+            sampled = torch.where(temperature < _SAMPLING_EPS, greedy, sampled)
+        return sampled, processed
 
 
 class KeyedRejectionSampler(RejectionSampler):
@@ -123,36 +84,33 @@ class KeyedRejectionSampler(RejectionSampler):
             Tokens int32 [batch, max_spec_len + 1] with -1 after the last one accepted, and, if asked for, their
             log-probabilities in the same padded order.
         """
-        rows = Rows(np.asarray(metadata.num_draft_tokens, dtype=np.int64))
+        drafted = np.asarray(metadata.num_draft_tokens, dtype=np.int64)
+        starts = np.cumsum(drafted + 1) - drafted - 1
         if _expands(sampling_metadata):
-            output = self._sample_rows(logits, sampling_metadata, metadata, rows)
+            most = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
+            parts = []
+            for begin in range(0, len(logits), most):
+                rows = slice(begin, min(begin + most, len(logits)))
+                parts.append(self._sample(logits[rows], by_row(sampling_metadata, metadata, rows, starts), rows))
+            output = _joined(parts)
         else:  # a state that only vLLM can advance: sample one position, drop the drafts
-            first = beside(rows.starts[:-1], logits)
+            first = beside(starts, logits)
             output = self._sample(logits[first], sampling_metadata, first)
-            rows = Rows(np.zeros_like(rows.drafted))
+            drafted, starts = np.zeros_like(drafted), np.arange(len(drafted))
+        requests, ahead = np.arange(len(drafted))[:, None], np.arange(metadata.max_spec_len + 1)
+        row = np.minimum(starts[:, None] + ahead, len(output.sampled_token_ids) - 1)
+        inside = ahead[:-1] < drafted[:, None]
+        draft = np.where(inside, starts[:, None] - requests + ahead[:-1], len(metadata.draft_token_ids))
         fed = torch.nn.functional.pad(metadata.draft_token_ids, (0, 1), value=PLACEHOLDER_TOKEN_ID)
-        place, at = (beside(x, logits) for x in rows.padded(metadata.max_spec_len, nothing=len(fed) - 1))
+        place = beside(row, logits)
         sampled = output.sampled_token_ids.squeeze(-1)[place]
-        kept = torch.cumprod((sampled[:, :-1] == fed[at]).to(torch.int32), dim=1).bool()
+        kept = torch.cumprod((sampled[:, :-1] == fed[beside(draft, logits)]).to(torch.int32), dim=1).bool()
         kept = torch.nn.functional.pad(kept, (1, 0), value=True)
         logprobs = output.logprobs_tensors
         return SamplerOutput(
             sampled_token_ids=sampled.masked_fill(~kept, PLACEHOLDER_TOKEN_ID),
             logprobs_tensors=logprobs and LogprobsTensors(*(x[place.flatten()] for x in logprobs[:3])),
         )
-
-    def _sample_rows(
-        self, logits: torch.Tensor, sampling: SamplingMetadata, metadata: SpecDecodeMetadata, rows: Rows
-    ) -> SamplerOutput:
-        """Sample every row; where the logits are copied to be processed, so many requests at a time that the copy's
-        size is bounded."""
-        most = len(logits) if self.sampler.fused(sampling) else max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
-        keys, outputs = self.sampler.keys, []
-        for part in rows.parts(most):
-            here = logits[part.span]
-            positions = keys and keys.positions[part.span]
-            outputs.append(self._sample(here, by_row(sampling, metadata, part, here, positions), part.span))
-        return _joined(outputs)
 
     def _sample(self, logits: torch.Tensor, metadata: SamplingMetadata, rows: torch.Tensor | slice) -> SamplerOutput:
         keys = self.sampler.keys
@@ -163,9 +121,34 @@ class KeyedRejectionSampler(RejectionSampler):
             self.sampler.keys = keys
 
 
+def beside(values: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Copy numbers to the device of a tensor, without waiting for it."""
+    return torch.as_tensor(values).to(tensor.device, non_blocking=True)
+
+
+def by_row(sampling: SamplingMetadata, metadata: SpecDecodeMetadata, rows: slice, starts: Ints) -> SamplingMetadata:
+    """Return sampling metadata with one entry for each of some rows of logits instead of one for each request of the
+    batch; `starts`: each request's first row, [batch]."""
+    requests = np.searchsorted(starts, np.arange(rows.start, rows.stop), side="right") - 1
+    at = beside(requests, metadata.draft_token_ids)
+    names = ["temperature", "top_p", "top_k", "allowed_token_ids_mask"]
+    if not sampling.no_penalties:
+        names += ["prompt_token_ids", "frequency_penalties", "presence_penalties", "repetition_penalties"]
+    given = {name: getattr(sampling, name) for name in names}
+    spread: dict[str, Any] = {name: None if value is None else value[at] for name, value in given.items()}
+    if sampling.bad_words_token_ids or not sampling.no_penalties:
+        drafts, texts, words = metadata.draft_token_ids.tolist(), [], {}
+        for i, request in enumerate(requests.tolist()):
+            first = int(starts[request])
+            before = drafts[first - request : rows.start + i - request]
+            texts.append(sampling.output_token_ids[request] + before)
+            if request in sampling.bad_words_token_ids:
+                words[i] = sampling.bad_words_token_ids[request]
+        spread |= {"output_token_ids": texts, "bad_words_token_ids": words}
+    return replace(sampling, generators={}, spec_token_ids=None, **spread)
+
+
 def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
-    if len(parts) == 1:
-        return parts[0]
     logprobs = [part.logprobs_tensors[:3] for part in parts if part.logprobs_tensors is not None]
     return SamplerOutput(
         sampled_token_ids=torch.cat([part.sampled_token_ids for part in parts]),
@@ -174,17 +157,6 @@ def _joined(parts: Sequence[SamplerOutput]) -> SamplerOutput:
 
 
 def _expands(sampling: SamplingMetadata) -> bool:
-    """Return whether the metadata of requests can be spread over their rows: not with thinking budgets or
-    log-probabilities of chosen tokens."""
+    """Thinking budgets and log-probabilities of chosen tokens can't be spread over a request's rows."""
     holder = getattr(sampling, "thinking_budget_state_holder", None)
     return not (holder is not None and holder.has_tracked_requests()) and not sampling.logprob_token_ids
-
-
-def _only_temperature(sampling: SamplingMetadata) -> bool:
-    """Return whether nothing but the temperature changes the logits."""
-    processors = sampling.logitsprocs
-    return (
-        (sampling.top_k is None and sampling.top_p is None and sampling.no_penalties)
-        and (sampling.allowed_token_ids_mask is None and not sampling.bad_words_token_ids and _expands(sampling))
-        and not any(map(acts, (*processors.argmax_invariant, *processors.non_argmax_invariant)))
-    )

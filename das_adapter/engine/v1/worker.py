@@ -10,24 +10,23 @@ import numpy as np
 import torch
 
 from das_adapter.config import DasConfig
-from das_adapter.engine.labels import media
-from das_adapter.engine.standalone.worker import Response
+from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.neural import KeyedDrafts, take_loaded_drafter
+from das_adapter.engine.v1.neural import KeyedDrafts, draw_with_keyed_noise, follow_positions, take_loaded_drafter
 from das_adapter.engine.v1.neural_drafts import NeuralSource, draft_when_tokens_are_known, hold_drafts
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.engine.worker import WorkerState
-from das_adapter.errors import UnsupportedHost
 from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import Refresh, Refreshed
+
+LABEL = "_das_label"
+"""Attribute of the runner's requests: its `Label`, once it was read."""
 
 
 class HostWorkerState(WorkerState):
     """The state of one worker on the V1 runner, whose drafts are made on the host. All ranks draft."""
 
-    ranks_draft_alike = True
     model_runner = 1
 
     def __init__(self, runner: Any, config: DasConfig):
@@ -35,57 +34,53 @@ class HostWorkerState(WorkerState):
         """None: vLLM's own drafts in every step, or nobody does."""
         if config.controlled:
             self.drafter = Proposer(runner.vllm_config) if config.neural else getattr(runner, "drafter", None)
-        drafts = self.drafter is not None or config.neural or config.drafter == "none"
-        super().__init__(runner, config, self.drafter, harvests=drafts)
+        super().__init__(runner, config, self.drafter)
         self.sampler: KeyedSampler | None = None
         self.drafts: list[int] | None = None
         """Draft tokens that each request carried into the step that is going on; None: nobody had any."""
         self.began = 0.0
         """When that step began, seconds."""
-        self._labels: dict[str, Label] = {}
         self._seeded: tuple[list[str], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)
 
     def bind(self) -> None:
-        """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched.
-
-        Raises:
-            UnsupportedHost: it is vLLM's second model runner.
-        """
-        runner = type(self.runner)
-        if not hasattr(runner, "_sample"):
-            raise UnsupportedHost(
-                "das: found vLLM's second model runner, allowed: the first (V1): set "
-                "VLLM_USE_V2_MODEL_RUNNER=0 in the engine's environment "
-                f"(found {runner.__module__}.{runner.__name__})"
-            )
+        """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched."""
         if self.drafter:
             self.drafter.runner, self.drafter.seed, self.drafter.label = self.runner, self.seed, self.label
         if self.draft_weights:
             take_loaded_drafter.apply(self._take_loaded_drafter, owner=self.runner)
         else:
             self.draft_up_to_the_end()
+        runner = self.runner
         if self.config.keyed:
-            self._install_keyed_samplers()
+            runner.sampler = self.sampler = KeyedSampler(logprobs_mode=runner.sampler.logprobs_mode)
+            if hasattr(runner, "rejection_sampler"):
+                runner.rejection_sampler = KeyedRejectionSampler(self.sampler, runner.speculative_config, runner.device)
         if self.config.controlled:
-            self._replay_stock_graphs()
+            # Steps without drafts replay the full CUDA graphs that an engine without speculation captures. vLLM's V1
+            # runner captures decode steps for K + 1 tokens of every request instead, which drafts of any length never
+            # are, and rounds all sizes up to multiples of K + 1. Drafted steps replay piecewise graphs.
+            for owner in (runner, runner.cudagraph_dispatcher):
+                if hasattr(owner, "uniform_decode_query_len"):
+                    owner.uniform_decode_query_len = 1
         for step_patch in (time_steps, key_rows, count_tokens, settle_drafts):
             step_patch.apply(self, owner=self.runner)
-        self.say_which_steps_have_no_graphs()
 
-    def response(self, req_id: str) -> Response | None:
-        """Return what a request has written that is over; None: it is not known."""
+    def response(self, req_id: str) -> LiveRequest | None:
+        """As `WorkerState.response`."""
         request = self.runner.requests.get(req_id)
         if request is None or request.prompt_token_ids is None:
             return None
-        label, prompt = self.label(req_id), request.prompt_token_ids
-        text = np.asarray([*prompt[label.start_in(len(prompt)) :], *request.output_token_ids], dtype=np.int32)
-        return Response(label.problem_of(prompt, media(request)), label.record, text)
+        live = LiveRequest.of(req_id, request, self.label(req_id), self.runner.max_model_len)
+        live.text = [*request.prompt_token_ids[live.start :], *request.output_token_ids]
+        return live
 
     def label(self, req_id: str) -> Label:
         """Return the label of a request."""
-        label = self._labels.get(req_id)
+        request = self.runner.requests[req_id]
+        label: Label | None = getattr(request, LABEL, None)
         if label is None:
-            label = self._labels[req_id] = Label.of(self.runner.requests[req_id].sampling_params.extra_args)
+            label = Label.of(request.sampling_params.extra_args)
+            setattr(request, LABEL, label)
         return label
 
     def seed(self, req_id: str) -> int:
@@ -131,13 +126,6 @@ class HostWorkerState(WorkerState):
         if self.drafter:
             self.drafter.begin_step(scheduled, self.began)
 
-    def refresh(self, message: Refresh) -> Refreshed:
-        """As `WorkerState.refresh`; requests that are gone are forgotten."""
-        answer = super().refresh(message)
-        for req_id in self._labels.keys() - self.runner.requests.keys():
-            del self._labels[req_id]
-        return answer
-
     def draft_up_to_the_end(self) -> None:
         """Raise the length up to which vLLM drafts: when one request comes within num_speculative_tokens of
         max_model_len, it skips the drafter and gives the whole batch junk drafts. Ours end before it, and the scheduler
@@ -146,13 +134,13 @@ class HostWorkerState(WorkerState):
             self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
 
     def _take_loaded_drafter(self) -> None:
-        """Take over a neural drafter, once vLLM has loaded it."""
         assert self.draft_weights is not None
         self.draft_weights.take_loaded()
         noise = None
         if self.config.keyed and not self.config.draft.options.get("parallel_drafting"):
             noise = KeyedDrafts(self.runner, self.seeds)
-            noise.bind()
+            follow_positions.apply(noise, owner=self.runner.drafter)
+            draw_with_keyed_noise.apply(noise, owner=self.runner.drafter)
         if self.drafter:
             source = self.drafter.model_source
             assert isinstance(source, NeuralSource)
@@ -160,20 +148,6 @@ class HostWorkerState(WorkerState):
             self.drafter.load_model(self.runner.model)
             hold_drafts.apply(source, owner=self.runner)
             draft_when_tokens_are_known.apply(self.runner, self.drafter.propose, owner=self.runner)
-
-    def _replay_stock_graphs(self) -> None:
-        """Let steps without drafts replay the full CUDA graphs that an engine without speculation captures. vLLM's V1
-        runner captures decode steps for K + 1 tokens of every request instead, which drafts of any length never are,
-        and rounds all sizes up to multiples of K + 1. Drafted steps replay piecewise graphs."""
-        for owner in (self.runner, self.runner.cudagraph_dispatcher):
-            if hasattr(owner, "uniform_decode_query_len"):
-                owner.uniform_decode_query_len = 1
-
-    def _install_keyed_samplers(self) -> None:
-        runner, stock = self.runner, self.runner.sampler
-        runner.sampler = self.sampler = KeyedSampler(logprobs_mode=stock.logprobs_mode)
-        if hasattr(runner, "rejection_sampler"):
-            runner.rejection_sampler = KeyedRejectionSampler(self.sampler, runner.speculative_config, runner.device)
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"

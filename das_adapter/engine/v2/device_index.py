@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,8 +16,6 @@ MEMBERS = 64
 """Most texts of a problem, of running and of ended requests, that a request drafts from."""
 CLOSED = 32
 """Most texts of ended requests, in those that run at once."""
-UPLOADED = 2**22
-"""Words of sealed text after which no further problem's is brought to the device before a step."""
 _WHOLE = 2**40
 """Words in which every history fits."""
 SCAN = {"cuda": (8, 1024), "cpu": (1, 512)}
@@ -38,7 +35,6 @@ class DeviceIndex:
         words: int,
         min_chance: float,
         vocabulary: int,
-        copy: Callable[[np.ndarray, torch.Tensor], Any] | None = None,
     ) -> None:
         """
         Args:
@@ -47,14 +43,12 @@ class DeviceIndex:
             words: of 32 bits, of the arena.
             min_chance: a draft ends before the token whose chance to survive falls under this.
             vocabulary: tokens of the policy.
-            copy: copies an array to a tensor on the device without waiting; None: `Tensor.copy_`.
         """
         self.texts, self.device = texts, texts.device
         slots, _ = texts.shape
         closed = min(CLOSED * slots, 8192)
         self.arena = Arena(words, slots, closed, MEMBERS)
         self._steps, self._min_chance, self._vocabulary = steps, min_chance, vocabulary
-        self._copy = copy or (lambda array, tensor: tensor.copy_(torch.from_numpy(array)))
         self._splits, self._block = SCAN.get(self.device.type, SCAN["cpu"])
         self.words = self._zeros(words, torch.int32)
         self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
@@ -74,25 +68,18 @@ class DeviceIndex:
         """Chance of each kind of draft token before anything is learned, float64 [kinds]."""
         self._slots, self._num_sampled = self._zeros(slots, torch.int64), self._zeros(slots, torch.int32)
         self.drafts = self._zeros((slots, steps), torch.int64)
-        """Draft tokens in batch order; beyond a draft the request's last token."""
+        """Draft tokens in batch order; 0 beyond the draft."""
         self.confidence = self._zeros((slots, steps), torch.float32)
         """Chance of each draft token, given those before it; 0 beyond the draft."""
         self.real = self._zeros(slots, torch.int32)
         """Lengths of the drafts."""
         self._row = (texts.data_ptr() - self.words.data_ptr()) // 4
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._complained = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(x.nbytes for x in vars(self).values() if isinstance(x, torch.Tensor) and x is not self.texts)
 
     def shortage(self) -> str | None:
-        """Say, the first time that it is so, that the arena is too small."""
-        if self._complained or not self.arena.short:
+        """Say that the arena is too small; None: it is not."""
+        if not self.arena.short:
             return None
-        self._complained = True
         return (
             f"das.history.device_bytes={self.words.nbytes} is full: {self.arena.short} texts found no room on the "
             "device and are not drafted from: raise it"
@@ -117,31 +104,24 @@ class DeviceIndex:
             self._measure(total_len)
             self._keep(kept)
 
-    def bring(self, index: SuffixIndex) -> bool:
-        """Bring the sealed text to the device that is missing there, some problems' at a time; return whether all of it
-        is there."""
-        uploaded = 0
+    def bring(self, index: SuffixIndex) -> None:
+        """Bring the sealed text to the device that is missing there."""
         for problem in self.arena.missing():
-            if uploaded > UPLOADED:
-                return False
-            tokens, places = index.flat(problem, self.arena.room())
+            tokens, places = index.flat(problem, self.arena.room)
             self.arena.short += not len(tokens) and len(index.flat(problem, _WHOLE)[0]) > 0
             at = self.arena.seal(problem, len(tokens), len(places))
-            if at is not None:
-                uploaded += len(tokens) + len(places)
-                both = np.concatenate([tokens, places.view(np.int32)])
-                self._copy(both, self.words[at : at + len(both)])
-        return True
+            both = np.concatenate([tokens, places.view(np.int32)])
+            _copy(both, self.words[at : at + len(both)])
 
     def flush(self) -> None:
         """Tell the device what has changed."""
         if self.arena.changed:
             self.arena.changed = False
-            self._copy(self.arena.tables.all, self._tables)
+            _copy(self.arena.tables.all, self._tables)
 
     def weigh(self, fading: np.ndarray) -> None:
         """Take the weights of sealed text by age, uint32 [256]."""
-        self._copy(fading.astype(np.int32), self._fading)
+        _copy(fading.astype(np.int32), self._fading)
 
     # A step
 
@@ -215,7 +195,9 @@ class DeviceIndex:
         )
         search.merge_live[(requests,)](self._seen, self.found, SPLITS=self._splits)
         votes.vote[(requests,)](
-            **mine,
+            self.words,
+            self._slots,
+            text_len=self._text_len,
             num_sampled=self._num_sampled,
             found=self.found,
             chance=self.chance,
@@ -240,5 +222,10 @@ class DeviceIndex:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.empty(array.shape, dtype=torch.int64, device=self.device)
-        self._copy(array, tensor)
+        _copy(array, tensor)
         return tensor
+
+
+def _copy(array: np.ndarray, tensor: torch.Tensor) -> None:
+    source = torch.from_numpy(array)
+    tensor.copy_(source.pin_memory() if tensor.is_cuda else source, non_blocking=True)

@@ -35,11 +35,7 @@ class MissedText:
     """Counts the tokens that each request got in steps in which the drafter did not run, and brings them along."""
 
     def __init__(self, speculator: Any, texts: torch.Tensor) -> None:
-        """
-        Args:
-            speculator: vLLM's, of which `may_miss_steps` holds.
-            texts: int32 [slots, length], the text of the request in each slot.
-        """
+        """`speculator`: vLLM's; `texts`: int32 [slots, length], the text of the request in each slot."""
         self._speculator, self._texts = speculator, texts
         self._most = min(KEPT_TOKENS, speculator.max_num_tokens)
         self._reads_hidden = not speculator.num_extra_query_per_req  # a draft model reads the text alone
@@ -98,23 +94,17 @@ class MissedText:
     def _hidden_of(
         self, inputs: Inputs, kept: list[tuple[list[str], torch.Tensor]], counts: np.ndarray
     ) -> torch.Tensor:
-        """Return the hidden states of each request's missed tokens and those of the step, [tokens, size]."""
-        batch, places = inputs.batch, [list[int]() for _ in inputs.batch.req_ids]
-        rows = {req_id: row for row, req_id in enumerate(batch.req_ids)}
-        first = 0
+        parts: dict[str, list[torch.Tensor]] = {req_id: [] for req_id in inputs.batch.req_ids}
         for req_ids, hidden in kept:
             for i, req_id in enumerate(req_ids):
-                if req_id in rows:
-                    places[rows[req_id]].append(first + i)
-            first += len(hidden)
-        for row, (begin, end) in enumerate(zip(batch.query_start_loc_np, batch.query_start_loc_np[1:], strict=False)):
-            if row < len(places):
-                places[row] += range(first + int(begin), first + int(end))
-        assert [len(mine) for mine in places] == counts.tolist()
-        everything = torch.cat([*(hidden for _, hidden in kept), _hidden(inputs)[: batch.num_tokens]])
-        at = async_tensor_h2d([place for mine in places for place in mine], everything.device, torch.int64)
-        chosen = everything[at]
-        return self._speculator.model.combine_hidden_states(chosen) if inputs.layers else chosen
+                if req_id in parts:
+                    parts[req_id].append(hidden[i : i + 1])
+        present, ends = _hidden(inputs), inputs.batch.query_start_loc_np.tolist()
+        for mine, begin, end in zip(parts.values(), ends, ends[1:], strict=False):
+            mine.append(present[begin:end])
+        everything = torch.cat([part for mine in parts.values() for part in mine])
+        assert len(everything) == counts.sum()
+        return self._speculator.model.combine_hidden_states(everything) if inputs.layers else everything
 
     def _attention(self, batch: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return attention metadata and slot mappings of a longer batch, for the drafter's layers."""

@@ -48,10 +48,10 @@ def _context(arena, own, n, index, lowest):
 
 
 @triton.jit
-def _traits(strength, weight, mine, differs, grows):
+def _traits(strength, weight, mine, differs):
     """Pack what the vote needs to know of a place: its strength (8 bits), its text's weight (16), whether that is the
-    request's own, whether the last token differs, that there is a place, and whether its text is being written."""
-    return strength | (weight << 8) | (mine << 24) | (differs << 25) | (1 << 26) | (grows << 27)
+    request's own, whether the last token differs, and that there is a place."""
+    return strength | (weight << 8) | (mine << 24) | (differs << 25) | (1 << 26)
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def search_sealed(
             weight = tl.load(fading + ((place >> 24) & 0xFF))
             kept = there & (order > 0) & (rank < PLACES)
             tl.store(out + rank, texts + position + 1 + shift, mask=kept)
-            tl.store(out + CANDIDATES + rank, _traits(strength, weight, 0, shift, 0).to(tl.int64), mask=kept)
+            tl.store(out + CANDIDATES + rank, _traits(strength, weight, 0, shift).to(tl.int64), mask=kept)
             tl.store(out + 2 * CANDIDATES + rank, tl.full([2 * PLACES], 1 << 30, tl.int64), mask=kept)
 
 
@@ -196,7 +196,7 @@ def _with_best(best, key):
 
 
 @triton.jit
-def _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, mine, grows):
+def _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, mine):
     """Return the traits of places that are so ranked; `mine`: in the request's own text."""
     length = tl.where(rank < 4, DEPTH, rank - 3)
     differing = place - length
@@ -204,7 +204,7 @@ def _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, mine, grows)
     beyond = _beyond(arena, at, own, n, differing, length, lowest, going)
     strength = tl.where(rank < 4, rank - 1, 2 * length + beyond)
     weight = tl.where(is_prompt, PROMPT, tl.where(mine, OWN, SIBLING))
-    return _traits(strength, weight, mine.to(tl.int32), (rank < 4).to(tl.int32), grows.to(tl.int32))
+    return _traits(strength, weight, mine.to(tl.int32), (rank < 4).to(tl.int32))
 
 
 @triton.jit
@@ -262,8 +262,7 @@ def scan_live(
         text = tl.load(members + row * MEMBERS + m, mask=kept & (m >= 0), other=0)
         at = tl.where(is_prompt, own - prompt, tl.load(text_at + text, mask=kept, other=0))
         size = tl.where(is_prompt, prompt, tl.load(text_len + text, mask=kept, other=0))
-        mine = is_prompt | (text == slot)
-        traits = _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, mine, mine & (m >= 0))
+        traits = _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, is_prompt | (text == slot))
         tl.store(out, at + place + 1)
         tl.store(out + PLACES, tl.where(kept, traits, 0).to(tl.int64))
         tl.store(out + 2 * PLACES, (size - 1 - place).to(tl.int64))

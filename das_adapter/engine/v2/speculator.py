@@ -3,26 +3,16 @@ host goes on scheduling."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from das_adapter.config import DasConfig
 from das_adapter.core.controller import least_chance
+from das_adapter.engine.controller import EngineController
 from das_adapter.engine.v2.device_index import DeviceIndex
-
-LOOK_STEPS = 16
-"""Steps without drafts after which one looks what there is to draft; the first looks come after 1, 2, 4 and 8."""
-
-
-def looks(idle: int) -> bool:
-    """Say whether one looks what there is to draft after so many steps without drafts."""
-    return idle % LOOK_STEPS == 0 or idle & (idle - 1) == 0
 
 
 def keep_texts_on_device(states: Any) -> None:
@@ -34,46 +24,20 @@ def keep_texts_on_device(states: Any) -> None:
 
 
 class Offer:
-    """What was drafted for the requests of a step, on its way to the host."""
+    """What was drafted for the requests of a step, on its way to the host: it is there when the output of the next step
+    is."""
 
-    def __init__(self, index: DeviceIndex, requests: int, streams: tuple[Any, Any] | None) -> None:
-        """`streams`: on which the index has just drafted, and on which the copy goes; None: on a CPU."""
-        self.event: Any = None if streams is None else torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._streams = streams
-        self._by_model: torch.Tensor | None = None
-        self._real, self._confidence = self._copied(index.real[:requests], index.confidence[:requests])
+    def __init__(self, index: DeviceIndex, requests: int) -> None:
+        self.lengths = _to_host(index.real[:requests])
+        """Of the drafts, int32 [requests]."""
+        self.chances = _to_host(index.confidence[:requests])
+        """Of each token, given those before it, float32 [requests, steps]."""
+        self.by_model = torch.zeros(requests, dtype=torch.bool)
+        """For which requests a model's draft stands in the place of that from the history."""
 
-    def note(self, by_model: torch.Tensor) -> None:
-        """Take for which requests a model's draft stands in the place of that from the history, bool [requests]."""
-        (self._by_model,) = self._copied(by_model)
-        if self._streams is not None:
-            by_model.record_stream(self._streams[1])
 
-    def _copied(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        if self._streams is None:
-            return [tensor.clone() for tensor in tensors]
-        main, copy = self._streams
-        copy.wait_stream(main)
-        with torch.cuda.stream(copy):
-            copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-            self.event.record(copy)
-        return copies
-
-    def modelled(self, req_ids: Sequence[str]) -> set[str]:
-        """Return for which of the batch's requests a model drafted."""
-        if self._by_model is None:
-            return set()
-        return {req_id for req_id, mine in zip(req_ids, self._by_model.tolist(), strict=True) if mine}
-
-    @property
-    def arrived(self) -> bool:
-        """Whether it can be read without waiting."""
-        return self.event is None or self.event.query()
-
-    def read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the drafts' lengths, int64 [requests], and the chance of each token to be reached and accepted,
-        float32 [requests, steps]."""
-        return self._real.numpy().astype(np.int64), np.cumprod(self._confidence.numpy(), axis=1)
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", non_blocking=True, copy=True)
 
 
 class HistorySpeculator(BaseSpeculator):
@@ -96,98 +60,72 @@ class HistorySpeculator(BaseSpeculator):
         """None: another rank drafts."""
         self.wanted: int | None = None
         """Tokens of each draft of the present step; None: as many as there can be."""
+        self.offer: Offer | None = None
+        """What was drafted in the present step; None: nothing was looked for."""
         self._drafts = torch.zeros(slots, steps, dtype=torch.int64, device=device)
-        self.draft_token_confidence_probs = torch.zeros(slots, steps, dtype=torch.float32, device=device)
-        self.on_failure: Callable[[Exception], None] | None = None
-        """Told why drafting failed; it drafts no more until `resume`."""
-        self.streams: tuple[Any, Any] | None = None
-        """Streams of the model runner: where it computes, and where it copies outputs."""
-        self._failed = False
-        self._offer: Offer | None = None
-        self._copied: Any = None
-        self._idle = -1
+        self._engine: EngineController | None = None
         self._capture_sizes = [s for s in vllm_config.compilation_config.cudagraph_capture_sizes or [] if s <= slots]
 
-    def read(self, states: Any) -> None:
-        """Draft for the requests of vLLM's `RequestState`, before memory is measured."""
-        self._states = states
-        if self._group.rank_in_group == 0:
+    def bind(self, states: Any, engine: EngineController | None) -> None:
+        """Draft for the requests of vLLM's `RequestState`, before memory is measured; `engine`: None: another rank
+        drafts."""
+        self._states, self._engine = states, engine
+        if engine is not None and engine.history is not None:
             self.index = DeviceIndex(
                 states.all_token_ids.gpu,
                 self._drafts.shape[1],
                 self._config.history.device_bytes // 4,
                 least_chance(self._config.budget),
                 self._vocabulary,
-                copy=lambda array, tensor: async_tensor_h2d(array, out=tensor),
             )
-            self._drafts, self.draft_token_confidence_probs = self.index.drafts, self.index.confidence
+            self.index.weigh(engine.history.index.fading)
+            self._drafts = self.index.drafts
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to prepare: a step is captured in `capture`."""
 
     def capture(self, *_: Any) -> None:
         """Capture a step for the batch sizes that vLLM has graphs of."""
-        if self.index is not None and self.index.device.type == "cuda":
+        if self._engine is not None and self.index is not None and self.index.device.type == "cuda":
             try:
                 self.index.capture(self._capture_sizes)
             except Exception as error:
-                self.fail(error)
-
-    def take_offer(self) -> Offer | None:
-        """Return what was drafted in this step, once; None: nothing was looked for."""
-        offer, self._offer = self._offer, None
-        return offer
-
-    def fail(self, error: Exception) -> None:
-        """Draft no more until `resume`."""
-        self._failed = True
-        if self.on_failure:
-            self.on_failure(error)
-
-    def resume(self) -> None:
-        """Draft again, after a weight sync."""
-        self._failed = False
+                self._engine.fail(error)
 
     @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: Any,
-        slot_mappings: Any,
-        last_hidden_states: Any,
-        aux_hidden_states: Any,
-        num_sampled: torch.Tensor,
-        *_: Any,
-        dummy_run: bool = False,
-        **__: Any,
-    ) -> torch.Tensor:
-        """Draft for every request of the batch, int64 [requests, steps]; beyond a draft the request's last token, which
-        the policy can read. See `BaseSpeculator.propose`."""
+    def propose(self, input_batch: Any, *inputs: Any, dummy_run: bool = False, **_: Any) -> torch.Tensor:
+        """Draft for every request of the batch, int64 [requests, steps]; beyond a draft 0, which the policy can read.
+        See `BaseSpeculator.propose`."""
         if not dummy_run:
+            _, _, _, _, num_sampled = inputs[:5]
             self.draft(input_batch, num_sampled)
             self.share(input_batch.num_reqs)
         return self._drafts[: input_batch.num_reqs]
 
     def draft(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
         """Look up a draft for every request of the batch, on the rank that drafts."""
-        if self.index is not None:
-            try:
-                self._draft(input_batch, num_sampled)
-            except Exception as error:
-                self.fail(error)
-            if self._failed:
-                self._drafts[: input_batch.num_reqs].zero_()
-
-    def take_better(self, drafts: torch.Tensor, tokens: int, worth: float) -> None:
-        """Put a model's drafts, int64 [requests, steps], of which `tokens` count and `worth` are expected to be
-        accepted, where that from the history is expected to bring less."""
-        if self._offer is None or not self.wanted:
+        self.offer, requests = None, input_batch.num_reqs
+        if self._engine is None or self.index is None or not getattr(self.wanted, "looks", True):
             return
-        chances = self.draft_token_confidence_probs[: len(drafts), : self.wanted].cumprod(1)
-        by_model = chances.sum(1) < worth
+        if not self._engine.failed:
+            try:
+                self.index.draft(input_batch.idx_mapping, num_sampled, self._states.total_len.gpu)
+                self.offer = Offer(self.index, requests)
+            except Exception as error:
+                self._engine.fail(error)
+        if self._engine.failed:
+            self._drafts[:requests].zero_()
+
+    def take_better(self, drafts: torch.Tensor, tokens: int) -> None:
+        """Put a model's drafts, int64 [requests, steps], of which `tokens` count, where that from the history is
+        expected to bring less."""
+        if self.offer is None or self.index is None or self._engine is None or self._engine.drafts is None:
+            return
+        worth = float(self._engine.drafts.acceptance.chances(tokens).sum())
+        by_model = self.index.confidence[: len(drafts), : self.wanted].cumprod(1).sum(1) < worth
         mine = self._drafts[: len(drafts), :tokens]
         torch.where(by_model[:, None], drafts[:, :tokens], mine, out=mine)
-        self._offer.note(by_model)
+        self.offer.by_model = _to_host(by_model)
 
     def share(self, requests: int) -> torch.Tensor:
         """Send the drafts of a batch to the other ranks; return them, int64 [requests, steps]."""
@@ -195,13 +133,3 @@ class HistorySpeculator(BaseSpeculator):
         if self.wanted != 0 and self._group.world_size > 1:
             self._group.broadcast(drafts, src=0)
         return drafts
-
-    def _draft(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
-        self._idle = self._idle + 1 if self.wanted == 0 else 0
-        if self._failed or self.index is None or not looks(self._idle):
-            return
-        if self._copied is not None and self.streams is not None:
-            self.streams[0].wait_event(self._copied)  # on the device: what is being copied is written again
-        self.index.draft(input_batch.idx_mapping, num_sampled, self._states.total_len.gpu)
-        self._offer = Offer(self.index, input_batch.num_reqs, self.streams)
-        self._copied = self._offer.event

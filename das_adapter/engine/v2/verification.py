@@ -4,32 +4,11 @@ verification, arXiv 2408.07978)."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from das_adapter.patching import patch
-
-
-class _Sampling(threading.local):
-    keyed = False
-
-
-_sampling = _Sampling()
-
-
-@contextlib.contextmanager
-def keyed() -> Iterator[None]:
-    """Verify drafts by keyed noise in this thread; other engines of the process keep vLLM's rejection sampling."""
-    before, _sampling.keyed = _sampling.keyed, True
-    try:
-        yield
-    finally:
-        _sampling.keyed = before
 
 
 @patch(
@@ -39,14 +18,10 @@ def keyed() -> Iterator[None]:
     "seed, num_speculative_steps",
 )
 def verify_by_equality(stock: Any) -> Any:
-    """Without it vLLM accepts drafts by the ratio of probabilities, and tokens depend on the drafter (V2 runner).
-    Remove this patch when vLLM verifies drafts by the token that it would have drawn."""
-
-    @functools.wraps(stock)
-    def rejection_sample(*args: Any, **kwargs: Any) -> Any:
-        return (accept_drawn if _sampling.keyed else stock)(*args, **kwargs)
-
-    return rejection_sample
+    """Without it vLLM accepts drafts by the ratio of probabilities, and tokens depend on the drafter (V2 runner). It
+    holds for all engines of the process. Remove this patch when vLLM verifies drafts by the token that it would have
+    drawn."""
+    return accept_drawn
 
 
 def accept_drawn(

@@ -6,15 +6,8 @@ drafted from it. The token with the most votes is drafted, and only the places t
 The chance that it is accepted is estimated by its kind: its share of the votes, the greatest strength behind it, the
 number of places, and whether all of them are in the request's own text. It is learned from what requests wrote.
 
-An example. A request has written `the cat sat on`; a sibling wrote `the cat sat on the mat`, and the newest history has
-`a dog sat on a log`. With the sibling five tokens agree, since the begin of a response counts as one: strength 10. With
-the history two agree: strength 4. Both texts weigh 256, so `the` gets 11^6 * 256 votes and `a` 5^6 * 256: a share of
-0.991, and for one place of this strength a chance of 0.575 as long as nothing was learned. From the second token on the
-sibling's place votes alone, with strength 12 and a share of 1: a chance of 0.725 for `mat`. The draft is `the mat`, and
-survives as a whole with a chance of 0.417.
-
-`csrc/suffix_draft.hpp` has the same rules for the host. Here a draft that reaches the end of the request's own text
-goes on with the draft itself, where the host searches again.
+`csrc/suffix_draft.hpp` has the same rules for the host. Here a draft ends with the request's own text, where the host
+searches again.
 """
 
 from __future__ import annotations
@@ -137,29 +130,14 @@ def _kind(share, strength, number, alone):
 @triton.jit
 def _places(found):
     """Load a request's places: where the text goes on and how many tokens are left, strength, weight, whether it is the
-    request's own text, whether the place votes, and whether its text is being written (see `search`)."""
+    request's own text, and whether the place votes (see `search`)."""
     lane = tl.arange(0, CANDIDATES)
     at, left = tl.load(found + lane), tl.load(found + 2 * CANDIDATES + lane)
     traits = tl.load(found + CANDIDATES + lane).to(tl.int32)
     strength, weight = traits & 0xFF, ((traits >> 8) & 0xFFFF).to(tl.int64)
-    own, differs = ((traits >> 24) & 1) > 0, ((traits >> 25) & 1) > 0
-    valid, grows = ((traits >> 26) & 1) > 0, ((traits >> 27) & 1) > 0
+    own, differs, valid = ((traits >> 24) & 1) > 0, ((traits >> 25) & 1) > 0, ((traits >> 26) & 1) > 0
     strongest = tl.max(tl.where(valid & (differs == 0), strength, 0), axis=0)
-    return at, left, strength, weight, own, valid & (tl.where(differs, strongest, 0) < SURE), grows
-
-
-@triton.jit
-def _following(arena, at, left, step, valid, grows, draft, column):
-    """Return the token that follows at each place, and which places have one. Where none has, texts that are being
-    written go on with the draft itself."""
-    token = tl.load(arena + at + step, mask=valid & (step < left), other=-1)
-    alive = valid & (token >= 0)
-    if tl.max(alive.to(tl.int32), axis=0) == 0:
-        beyond = step - left
-        grown = tl.sum(tl.where(column[None, :] == beyond[:, None], draft[None, :], 0), axis=1)
-        token = tl.where(grows & (beyond >= 0), grown, token)
-        alive = valid & grows & (beyond >= 0)
-    return token, alive
+    return at, left, strength, weight, own, valid & (tl.where(differs, strongest, 0) < SURE)
 
 
 @triton.jit
@@ -184,7 +162,6 @@ def vote(
     arena,
     slots,
     num_sampled,
-    text_at,
     text_len,
     found,
     chance,
@@ -200,7 +177,7 @@ def vote(
     """Draft token by token what most candidates vote for; see `SuffixIndex::draft` in `csrc/suffix_index.cpp`.
 
     `found`: int64 [requests, 3, CANDIDATES], see `search`; `offers`: see `learn`; `drafts`: int64 [requests, STEPS],
-    beyond the draft the request's last token; `confidence`: float32, the chance of each token given those before it, 0
+    0 beyond the draft; `confidence`: float32, the chance of each token given those before it, 0
     beyond the draft; `real`: int32 [requests], the draft's length.
     """
     request = tl.program_id(0)
@@ -208,15 +185,14 @@ def vote(
     column = tl.arange(0, PADDED)
     if slot >= 0:
         n = tl.load(text_len + slot)
-        last = tl.load(arena + tl.load(text_at + slot) + n - 1)
-        at, left, strength, weight, own, valid, grows = _places(found + request * 3 * CANDIDATES)
-        draft = tl.zeros([PADDED], tl.int32) + last
+        at, left, strength, weight, own, valid = _places(found + request * 3 * CANDIDATES)
         offer = offers + slot * (4 + 2 * STEPS)
         survival = (0 * n + 1).to(tl.float64)
         asked, step = 0 * n, 0 * n
         going = tl.load(num_sampled + request) > 0
         while going:
-            token, alive = _following(arena, at, left, step, valid, grows, draft, column)
+            token = tl.load(arena + at + step, mask=valid & (step < left), other=-1)
+            alive = valid & (token >= 0)
             going = tl.max(alive.to(tl.int32), axis=0) > 0
             if going:
                 strong = tl.minimum(strength + 2 * step, STRONGEST)
@@ -229,13 +205,13 @@ def vote(
                 survival = survival * token_chance
                 going = (step < STEPS) & (survival >= min_chance)
                 if going:
-                    draft = tl.where(column == step, winner, draft)
+                    tl.store(drafts + request * STEPS + step, winner.to(tl.int64))
                     tl.store(confidence + request * STEPS + step, token_chance.to(tl.float32))
                     valid = voters
                     step = step + 1
-        cell = request * STEPS + column
-        tl.store(confidence + cell, tl.zeros([PADDED], tl.float32), mask=(column < STEPS) & (column >= step))
-        tl.store(drafts + cell, tl.where(column < step, draft, last).to(tl.int64), mask=column < STEPS)
+        cell, beyond = request * STEPS + column, (column < STEPS) & (column >= step)
+        tl.store(confidence + cell, tl.zeros([PADDED], tl.float32), mask=beyond)
+        tl.store(drafts + cell, tl.zeros([PADDED], tl.int64), mask=beyond)
         tl.store(real + request, step)
         tl.store(offer, asked)
         tl.store(offer + 1, n)

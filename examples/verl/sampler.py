@@ -2,7 +2,7 @@
 
 veRL polls for finished rollouts every 2 seconds, so `timing_s/gen` is a multiple of that, and trains on a batch in the
 order of arrival, so that a faster rollout changes the float sums of the update. Not needed for training; choose it by
-`trainer.v1.sampler.custom_sampler: {path: pkg://das_adapter.verl.sampler, name: OrderedSampler}`.
+`trainer.v1.sampler.custom_sampler: {path: examples/verl/sampler.py, name: OrderedSampler}`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,186 @@
+"""Two different requests of a run never draw the same noise, by whichever way they come in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from das_adapter.config import DasConfig
+from das_adapter.engine.labels import RequestLabels
+from das_adapter.protocol.label import Label, Labeller
+from das_adapter.protocol.metrics import RolloutClock, faults
+from das_adapter.verl import identity
+
+ON = {"actor_rollout_ref": {"rollout": {"custom": {"das": {"drafter": "history"}}}}}
+PROMPT = [5, 6, 7]
+
+ROWS = st.lists(
+    st.tuples(
+        st.sampled_from(["gsm8k", "aime"]),
+        st.sampled_from([0, 1, None, "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079", "11111111-2222-3333-4444-555555555555"]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+"""Data source and index of each row of a batch, all of which have one prompt."""
+
+
+async def sampled(trajectory: dict[str, Any], **kwargs: Any) -> Label:
+    """The label that reaches the server when veRL's worker runs an agent loop."""
+    client, sent = SimpleNamespace(config=ON), []
+
+    async def server(request_id: str, *, sampling_params: dict[str, Any], **_: Any) -> SimpleNamespace:
+        sent.append(sampling_params)
+        return SimpleNamespace(token_ids=[1], stop_reason="completed")
+
+    async def loop(self: Any, params: Any, trajectory: Any, **passed: Any) -> None:
+        assert identity.ROW not in passed, "an agent loop may take no arguments that it does not know"
+        call = {"prompt_ids": PROMPT, "sampling_params": {}}
+        await identity.around_generate(server, client, ("id",), call)
+
+    await identity.around_agent_loop(loop)(None, {}, trajectory, **kwargs)
+    return Label.of(sent[0]["extra_args"])
+
+
+class Run:
+    """veRL's manager of agent loops, and two workers that share its batches out."""
+
+    config = ON
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+        self.problems: set[int] = set()
+
+    @identity.around_dispatch
+    def generate_sequences(self, prompts: Any) -> None:
+        for chunk in prompts.chunk(2 if len(prompts) > 1 else 1):
+            asyncio.run(self._work(chunk))
+
+    async def _work(self, chunk: Any) -> None:
+        """Sample as veRL's workers do: those of a `TensorDict` repeat a row, a `DataProto` comes with rows repeated."""
+        tensors = not hasattr(chunk, "non_tensor_batch")
+        columns, about = (chunk, chunk) if tensors else (chunk.non_tensor_batch, chunk.meta_info)
+        indices = list(columns["index"])
+        step = about["global_steps"] if "global_steps" in about.keys() else -1
+        validate = about["validate"] if "validate" in about.keys() else False
+        for row, index in enumerate(indices):
+            kwargs = {identity.ROW: columns[identity.ROW][row]}
+            number = row - indices.index(index)  # within the worker's part of the batch
+            trajectory = {"step": step, "sample_index": index, "rollout_n": number, "validate": validate}
+            for session in range(2 if tensors else 1):
+                label = await sampled(trajectory, **kwargs, **({"session_id": session} if tensors else {}))
+                assert label.seed is not None and label.problem is not None
+                self.seeds.append(label.seed)
+                self.problems.add(label.problem)
+
+
+def tensors(rows: Sequence[tuple[str, Any]], step: int, validate: bool) -> Any:
+    """A batch as veRL's trainers make it."""
+    tu = pytest.importorskip("verl.utils.tensordict_utils")
+    columns = {"data_source": [source for source, _ in rows], "index": [index for _, index in rows]}
+    batch = tu.get_tensordict({"dummy_tensor": torch.zeros(len(rows), 1), **columns})
+    tu.assign_non_tensor_data(batch, "global_steps", step)
+    if validate:
+        tu.assign_non_tensor_data(batch, "validate", True)
+    return batch
+
+
+def proto(rows: Sequence[tuple[str, Any]], step: int | None, validate: bool, uid: str = "") -> Any:
+    """A batch as its older and its asynchronous trainers make it, each row twice in a row."""
+    protocol = pytest.importorskip("verl.protocol")
+    columns = {
+        "data_source": np.array([source for source, _ in rows], dtype=object),
+        "index": np.array([index for _, index in rows], dtype=object),
+    }
+    if uid:
+        columns["uid"] = np.array([uid] * len(rows), dtype=object)
+    about = {"validate": validate, **({} if step is None else {"global_steps": step})}
+    batch = protocol.DataProto.from_dict({"dummy": torch.zeros(len(rows), 1)}, columns, about)
+    return batch.repeat(repeat_times=2, interleave=True)
+
+
+def runs_of_verl(rows: Sequence[tuple[str, Any]]) -> Iterator[Run]:
+    """A run of each of veRL's pipelines: training and validation in batches of two steps, two batches a step."""
+    for make in (tensors, proto):
+        run = Run()
+        for step in (1, 2):
+            for validate in (False, False, True, True):
+                run.generate_sequences(make(rows, step, validate))
+        yield run
+    run = Run()
+    for epoch in (0, 1):
+        for number, row in enumerate(rows):
+            run.generate_sequences(proto([row], None, False, uid=f"uid_sample_{epoch}_{epoch * len(rows) + number}"))
+    yield run
+
+
+@settings(max_examples=10, deadline=None)
+@given(rows=ROWS)
+def test_rows_of_verl_draw_apart_whatever_their_index(rows: list[tuple[str, Any]]) -> None:
+    seeds: list[int] = []
+    for run, again in zip(runs_of_verl(rows), runs_of_verl(rows), strict=True):
+        assert run.seeds == again.seeds
+        assert len(run.problems) == 1, "rows with one prompt draft from each other"
+        assert len(set(run.seeds)) == len(run.seeds)
+        seeds += run.seeds
+    assert seeds
+
+
+def front_end(seed: int = 0, rank: int = 0, process: int = 0) -> RequestLabels:
+    parallel = SimpleNamespace(data_parallel_rank=rank, _api_process_rank=process)
+    config = SimpleNamespace(model_config=SimpleNamespace(seed=seed), parallel_config=parallel)
+    return RequestLabels(DasConfig(), config, hosted=False)
+
+
+def drawn(labels: RequestLabels, times: int, samples: int = 1) -> list[int]:
+    """The seeds of the samples of requests with one prompt."""
+    seeds = []
+    for number in range(times):
+        params = SimpleNamespace(extra_args=None, seed=None, n=samples)
+        labels.complete(SimpleNamespace(sampling_params=params, prompt_token_ids=PROMPT, request_id=f"{number}"))
+        seeds += [params.seed + i for i in range(samples)]
+    return seeds
+
+
+def test_servers_and_ranks_that_count_the_same_prompt_draw_apart() -> None:
+    servers = [front_end(), front_end(process=1), front_end(rank=1), front_end(seed=1)]
+    seeds = [seed for server in servers for seed in drawn(server, 20, samples=3)]
+    assert len(set(seeds)) == len(seeds) == 4 * 20 * 3
+    assert drawn(front_end(), 5) == drawn(front_end(), 5)
+
+
+def test_labellers_of_nemo_rl_and_of_strangers_draw_apart() -> None:
+    labellers = [Labeller(0), Labeller(0, "worker 0"), Labeller(0, "worker 1"), Labeller(0, resumed=3)]
+    labellers += [Labeller(0, f"replica {replica}, node {node}") for replica in (0, 1) for node in (0, 1)]
+    made = [one.label(PROMPT, validate).seed for one in labellers for validate in (False, True) for _ in range(9)]
+    assert len(set(made)) == len(made)
+    assert not set(made) & set(next(runs_of_verl([("gsm8k", 0)])).seeds)
+
+
+def test_equal_noise_on_any_replica_is_a_fault() -> None:
+    """Also a validation's, which no history takes: a mean over 32 samples would be one sample 32 times."""
+    first, second = RolloutClock(), RolloutClock()
+    first.drew(seed=7, problem=1, start=3)
+    first.drew(seed=7, problem=1, start=9)  # a later turn
+    first.drew(seed=8, problem=1, start=3)
+    second.drew(seed=7, problem=2, start=3)
+    assert "draws" not in faults([first.take(), second.take()])
+    first.drew(seed=7, problem=1, start=3)
+    second.drew(seed=7, problem=1, start=3)
+    found = faults([first.take(), second.take()])
+    assert "1 of 2 responses drew the noise of another request" in found["draws"]
+
+
+def test_counts_that_were_dropped_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Labeller, "COUNTED", 4)
+    labeller = Labeller(0)
+    seeds = [labeller.label([prompt], validate=False).seed for _ in range(3) for prompt in range(10)]
+    assert len(set(seeds)) == len(seeds)

@@ -1,0 +1,78 @@
+"""A simulation's file, the command that runs it, and its variants."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from das_adapter.cli import main
+from das_adapter.errors import ConfigError, DasError
+from das_adapter.sim import Simulation
+from das_adapter.sim.config import parse, read, variants
+
+SMALL: dict[str, Any] = {
+    "steps": {"kind": "line", "line": {"base": 0.01, "token": 1e-4, "draft": 0.0}},
+    "hardware": {"gpus": 2},
+    "rollout": {"problems": 6, "samples": 4, "dataset": 12, "cap": 300, "prompt": 20, "lengths": {"mean": 80}},
+    "arms": {"off": {"das": {"drafter": "none"}}, "history": {}},
+}
+
+
+def test_a_config_is_read_and_a_wrong_key_names_itself(tmp_path: Path) -> None:
+    path = tmp_path / "sim.yaml"
+    path.write_text("hardware: {gpus: 4}\narms: {off: {das: {drafter: none}}}\n")
+    assert read(path).hardware.gpus == 4
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"sim\.yaml"):
+        read(path)
+    path.write_text("hardware: {gpu_count: 4}\n")
+    with pytest.raises(ConfigError, match=r"hardware\.gpu_count: unknown key; .*allowed: gpu, gpus"):
+        read(path)
+    for content, message in (
+        ({"arms": {"a": {"das": {"draftr": "none"}}}}, "das.draftr"),
+        ({"hardware": {"gpu": "tpu"}}, "hardware.gpu: found 'tpu', allowed: a100"),
+        ({"model": "nobody/nothing"}, "model: found 'nobody/nothing'"),
+        ({"hardware": {"gpus": 3, "per_engine": 2}}, "must be a multiple"),
+        ({"model": "Qwen/Qwen2.5-72B"}, "raise hardware.per_engine"),
+        ({"acceptance": {"history": "index"}}, "rollout.dump"),
+        ({"steps": {"kind": "line", "line": {"bas": 1}}}, "steps.line"),
+        ({"rollout": {"cap": 100}}, "rollout.lengths.mean: found 2000.0, allowed: 1 to under"),
+    ):
+        with pytest.raises(DasError, match=message):
+            Simulation(parse(content)).run("off")
+    with pytest.raises(ConfigError, match=r"stride needs .* no model that drafts"):
+        Simulation(parse(SMALL | {"arms": {"a": {"das": {"drafter": "self"}, "stride": 2}}})).run("a")
+
+
+def test_the_command_simulates_and_varies(tmp_path: Path) -> None:
+    path = tmp_path / "sim.yaml"
+    path.write_text(json.dumps(SMALL))
+    done = CliRunner().invoke(main, ["simulate", str(path), "--json", str(tmp_path / "o.json")])
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "o.json").read_text())
+    assert figures["off"]["rollout_of_first"] == 1.0 > figures["history"]["rollout_of_first"]
+    done = CliRunner().invoke(main, ["simulate", str(path), "--vary", "hardware.gpus=1,2"])
+    assert done.exit_code == 0 and "hardware.gpus=2" in done.output
+    done = CliRunner().invoke(main, ["simulate", str(path), "--vary", "hardware.gpus"])
+    assert done.exit_code == 2 and "KEY=V1,V2" in done.output
+
+
+def test_what_can_t_be_written_is_refused_before_anything_is_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Simulation, "run", None)
+    path = tmp_path / "sim.yaml"
+    path.write_text(json.dumps(SMALL))
+    done = CliRunner().invoke(main, ["simulate", str(path), "--json", str(tmp_path / "no" / "o.json")])
+    assert done.exit_code == 2 and "o.json" in done.output
+
+
+def test_a_key_of_an_arm_that_is_there_by_default_is_varied() -> None:
+    config = parse({key: value for key, value in SMALL.items() if key != "arms"})
+    (_, one), (_, other) = variants(config, {"arms.history.das.max_draft_tokens": [1, 2]})
+    assert list(one.arms) == list(other.arms) == list(config.arms)
+    assert one.arms["off"] == config.arms["off"] and other.arms["history"].das["max_draft_tokens"] == 2

@@ -1,0 +1,178 @@
+"""What simulated steps take: rooflines, measured sweeps, calibrations, and the passes of models that draft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from das_adapter.core.controller import Controller
+from das_adapter.core.hardware import DEVICES, device
+from das_adapter.core.latency import StepModel
+from das_adapter.core.roofline import Roofline, cold_start
+from das_adapter.errors import DasError
+from das_adapter.sim import Simulation
+from das_adapter.sim.config import parse
+from das_adapter.sim.controlled import Controlled
+from das_adapter.sim.models import sizes
+from das_adapter.sim.simulate import rate_of
+from das_adapter.sim.steps import Instance, instance, read_sweep
+
+LINE = {"base": 0.01, "token": 1e-4, "draft": 0.0}
+OFF: dict[str, Any] = {"das": {"drafter": "none"}}
+ROLLOUT: dict[str, Any] = {
+    "problems": 6,
+    "samples": 4,
+    "dataset": 12,
+    "cap": 300,
+    "prompt": 20,
+    "lengths": {"mean": 80},
+}
+
+
+def simulated(**keys: Any) -> Simulation:
+    return Simulation(parse({"rollout": ROLLOUT, "arms": {"off": OFF}, "hardware": {"gpus": 2}} | keys))
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "active"), [("Qwen/Qwen3-235B-A22B", 235, 22), ("Qwen/Qwen3-8B", 8.2, 8.2)]
+)
+def test_a_model_s_sizes_give_its_parameters(model: str, billions: float, active: float) -> None:
+    roof = Roofline.of(sizes(model), DEVICES["h100"].speed)
+    assert (roof.weight_bytes + roof.table_bytes + roof.expert_bytes) / 2e9 == pytest.approx(billions, rel=0.01)
+    embedding = sizes(model)["hidden_size"] * sizes(model)["vocab_size"]
+    assert (roof.dense_flops / 2 + embedding) / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_a_step_of_experts_reads_those_that_its_tokens_choose() -> None:
+    roof = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed)
+    read = roof.read_bytes([1, 16, 10000])
+    assert read[0] == pytest.approx(roof.weight_bytes + roof.expert_bytes * 8 / 128)
+    assert read[0] < read[1] < read[2] == pytest.approx(roof.weight_bytes + roof.expert_bytes)
+    half = Roofline.of(sizes("Qwen/Qwen3-30B-A3B"), DEVICES["h100"].speed, bytes_per_weight=1.0)
+    assert half.expert_bytes == roof.expert_bytes / 2 and half.kv_bytes == roof.kv_bytes
+
+
+def test_data_parallel_attention_is_read_whole_and_exchanges_a_part() -> None:
+    qwen, one = sizes("Qwen/Qwen3-235B-A22B"), np.ones(1)
+
+    def step(data_parallel: bool, tokens: float) -> float:
+        engine = instance(qwen, device("gb200"), 64, "fp8", data_parallel=data_parallel)
+        return float(engine.decode(tokens * one, tokens * one, 1000 * tokens * one)[0])
+
+    assert step(True, 1) > step(False, 1)
+    assert step(True, 8192) < step(False, 8192)
+    with pytest.raises(DasError, match="allowed for a model without experts: 'tensor'"):
+        instance(sizes("Qwen/Qwen3-8B"), device("h100"), 2, "bf16", data_parallel=True)
+
+
+def test_an_exchange_that_overlaps_hides_behind_kernels_but_for_its_waits() -> None:
+    def seconds(overlap: bool, requests: float, context: float) -> float:
+        found = instance(sizes("Qwen/Qwen3-8B"), device("gb200"), 8, "fp8", overlap=overlap)
+        many, read = np.array([requests]), np.array([requests * context])
+        return float(found.decode(many, 6 * many, read)[0])
+
+    alone = instance(sizes("Qwen/Qwen3-8B"), device("gb200"), 8, "fp8")
+    roof, waits, whole = alone.roof, alone.waits_s, alone.waits_s + alone.token_s * 6 * 1024
+    kernels = float(roof.seconds(1024, 4000, 5))
+    assert seconds(False, 1024, 4000) == pytest.approx(kernels + whole)
+    assert kernels > whole - waits > 0.2 * kernels and seconds(True, 1024, 4000) == pytest.approx(kernels + waits)
+    assert float(roof.seconds(1024, 1, 5)) < whole - waits and seconds(True, 1024, 1) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize(("drafter", "share"), [("eagle3", 1 / 28), ("mtp", 1 / 28), ("draft_model", 0.1)])
+def test_a_neural_drafter_reads_a_context_of_its_own(drafter: str, share: float) -> None:
+    simulation = simulated(model="Qwen/Qwen2.5-7B", steps={"kind": "roofline", "pass_overhead_ms": 0.5})
+    b, none, plain = np.array([8.0, 64.0]), np.zeros(2), simulation.steps.decode
+    read = plain(b, b, 5000 * b) - plain(b, b, none)
+    expected = 0.5e-3 + 0.1 * plain(b, b, none) + share * read
+    assert simulation.steps.neural_pass(0.1, drafter)(b, 5000 * b) == pytest.approx(expected)
+
+
+def test_a_measured_sweep_is_what_was_measured_and_a_line_between(tmp_path: Path) -> None:
+    path = tmp_path / "sweep.csv"
+    rows = [
+        f"m,{b},{s},{g},{mode},{1 + 0.1 * b + 0.001 * s + 0.2 * g * b if mode != 'drafter_decode' else 0.5 + b}"
+        for b in (1, 2, 8)
+        for s in (100, 400)
+        for g, mode in ((0, "target_decode"), (3, "target_verify"), (3, "drafter_decode"))
+    ]
+    path.write_text("model,batch,seq,gamma,mode,mean_ms\n" + "\n".join(rows))
+    sweep = read_sweep(str(path))
+    b, d, s = np.array([2.0, 8.0, 16.0]), np.array([0.0, 3.0, 1.0]), np.array([100.0, 250.0, 400.0])
+    found = sweep.decode(b, b * (1 + d), b * s)
+    assert found == pytest.approx((1 + 0.1 * b + 0.001 * s + 0.2 * d * b) * 1e-3)
+    assert sweep.copy_pass(b, b * s) == pytest.approx((0.5 + b) * 1e-3)
+
+
+@pytest.mark.parametrize("passes", [None, {"base": 2e-3, "token": 1e-5}])
+def test_a_calibration_is_simulated_with_what_it_fitted(passes: dict[str, float] | None, tmp_path: Path) -> None:
+    model = StepModel(base=0.01, token=1e-4, context=1e-7)
+    line = model.to_dict() | {"sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps({"line": line, "passes": passes}))
+    steps = {"kind": "calibration", "file": str(path)}
+    simulation = simulated(steps=steps, arms={"off": OFF, "self": {"das": {"drafter": "self"}}})
+    b = np.array([4.0, 16.0])
+    assert simulation.steps.decode(b, 4 * b, 100 * b) == pytest.approx(model.seconds(4 * b, b, True, 100 * b))
+    off, ours = (sum(step.rollout_s for step in simulation.run(arm).steps) for arm in ("off", "self"))
+    expected = 2e-3 + 1e-5 * b if passes else 0.4 * model.seconds(b, b, False, 100 * b)
+    assert simulation.steps.copy_pass(b, 100 * b) == pytest.approx(expected)
+    assert ours < (0.8 if passes else 1.05) * off
+    neural = 2e-3 + 1e-5 * b if passes else 0.05 * model.seconds(b, b, False, 100 * b)
+    assert simulation.steps.neural_pass(None, "eagle3")(b, 100 * b) == pytest.approx(neural)
+    half = simulation.steps.neural_pass(0.5, "eagle3")(b, 100 * b)
+    assert half == pytest.approx(0.5 * simulation.steps.decode(b, b, 100 * b))
+
+
+@pytest.mark.parametrize(
+    ("weights", "precision", "share"), [("int4", "bf16", 0.25), ("int8", "bf16", 0.5), ("fp8", "fp8", 1.0)]
+)
+def test_a_policy_copy_has_the_bytes_of_its_format(weights: str, precision: str, share: float) -> None:
+    das = {"drafter": "self", "self": {"weights": weights}}
+    simulation = simulated(steps={"kind": "roofline"}, precision=precision, arms={"a": {"das": das}})
+    passes, b = simulation.fleet("a")[0].drafting.pass_seconds, np.ones(1)
+    assert isinstance(simulation.steps, Instance) and passes is not None
+    expected = simulation.steps.roof.drafts(1, 100, share) + simulation.steps.pass_overhead_s
+    assert passes(b, 100 * b)[0] == pytest.approx(expected)
+
+
+def controllers(simulation: Simulation, arm: str = "a") -> list[Controller]:
+    found = simulation.fleet(arm)[0].drafting
+    assert isinstance(found, Controlled)
+    return found.controllers
+
+
+def test_the_rate_of_a_draft_gives_its_length() -> None:
+    assert sum(rate_of(2.77, 3) ** i for i in range(4)) == pytest.approx(2.77)
+    with pytest.raises(DasError, match="1 to under 4"):
+        rate_of(4.2, 3)
+
+
+def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_path: Path) -> None:
+    def first(**changed: Any) -> Any:
+        arms = {"a": {"das": {"drafter": "history+self", **changed}}}
+        line = {"kind": "line", "line": LINE}
+        return controllers(simulated(model="Qwen/Qwen2.5-7B", steps=line, arms=arms))[0]
+
+    path = tmp_path / "calibration.json"
+    path.write_text(json.dumps({"line": LINE, "passes": {"base": 1e-3, "token": 0.0}}))
+    assert first().times.model is None  # steps that belong to no GPU
+    known = first(calibration=str(path))
+    assert known.times.model == StepModel(**LINE)
+    assert known.drafts is not None and known.drafts.passes.model == StepModel(1e-3, 0.0)
+    arms = {"a": {}, "b": {"das": {"speculate": 32}}}
+    of_gpu = simulated(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
+    begin = cold_start({**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}, "NVIDIA H100 80GB HBM3")
+    assert begin is not None
+    assert controllers(of_gpu)[0].times.model == begin.line()
+    assert controllers(of_gpu, "b")[0].times.model is None
+    path.write_text(json.dumps({"line": LINE | {"sizes": [8, 16]}}))
+    fleet, work = simulated(steps={"kind": "calibration", "file": str(path)}, arms={"a": {}}).fleet("a")
+    rows = fleet.requests.add(**work.steps[0])
+    fleet.submit(rows, rows % 2, rows * 0, 0.0)
+    fleet.run()
+    assert fleet.drafting.controllers[0].times.model.sizes == (8, 16)
