@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ pytest.importorskip("verl")
 pytest.importorskip("vllm")
 
 from das_adapter.cpu.environment import cpu_env
+from das_adapter.protocol import decision_log
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.e2e
@@ -30,6 +32,7 @@ SMALL = [
     "data.val_max_samples=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 ]
+TWO_RANKS = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3"]
 # Without the controller, whose decisions depend on how long steps take.
 HISTORY = [
     f"{DAS}.drafter=history",
@@ -89,12 +92,15 @@ def histories(run: subprocess.CompletedProcess[str]) -> set[Path]:
 
 @dataclass
 class Runs:
-    """Two steps over the same four problems, with a validation after each; off, then with the history."""
+    """Three steps over the same four problems on two replicas, with a validation after each; off, then with a block
+    that says `drafter: history` and nothing else about drafting."""
 
     off: list[dict[str, Any]]
     history: list[dict[str, Any]]
     saved: Path
     """Checkpoints of the latter."""
+    decisions: Path
+    """Its decision logs."""
     directories: set[Path]
     """Where it kept its history."""
 
@@ -104,37 +110,49 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
     out = tmp_path_factory.mktemp("verl")
     logged, directories = {}, set()
+    length = ["trainer.total_training_steps=3", "trainer.test_freq=1"]
     for arm, overrides in {
         "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
-        "history": [*HISTORY, *checkpoints(out / "saved")],
+        "history": [f"~{DAS}.max_draft_tokens", f"+{DAS}.log_dir={out / 'decisions'}", *checkpoints(out / "saved")],
     }.items():
-        run = train(out / arm, *SMALL, "trainer.total_training_steps=2", "trainer.test_freq=1", *overrides)
+        run = train(out / arm, *SMALL, *TWO_RANKS, *length, *overrides)
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
         logged[arm] = steps(out / arm)
         directories |= histories(run)
-    return Runs(**logged, saved=out / "saved", directories=directories)
+    return Runs(**logged, saved=out / "saved", decisions=out / "decisions", directories=directories)
 
 
 def test_training_is_the_same_to_the_last_token_and_the_last_gradient(runs: Any) -> None:
     off, history = runs.off, runs.history
-    assert len(off) == len(history) == 2
+    assert len(off) == len(history) == 3
     for a, b in zip(off, history, strict=True):
         for key in ("das/token_hash", "critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/max"):
             assert a[key] == b[key], key
 
 
 def test_the_history_is_drafted_from_and_accepted(runs: Any) -> None:
-    first, *_, last = runs.history
-    assert last["das/tokens_per_forward"] > 1.3 * first["das/tokens_per_forward"] > 1.3
-    assert last["das/acceptance_length"] > 2
+    """The controller decides how much, by how long steps take: a busy machine must leave these bounds far away."""
+    first, second, third = (step["das/tokens_per_forward"] for step in runs.history)
+    assert max(second, third) > 1.2 * first >= 1.2
     assert all(step["das/tokens_per_forward"] == 1 for step in runs.off)
 
 
+def test_a_problems_samples_are_written_on_one_replica(runs: Any) -> None:
+    places = defaultdict[tuple[int, int], Counter[str]](Counter)
+    for rollout in decision_log.read(runs.decisions):
+        for request in rollout.requests:
+            places[rollout.version, request.problem][rollout.source] += 1
+    training = [engines for engines in places.values() if engines.total() == 4]  # the others are validations
+    assert len({engine for engines in training for engine in engines}) == 2
+    assert len(training) >= 8
+    assert sum(len(engines) == 1 for engines in training) > len(training) / 2
+
+
 def test_validation_never_enters_the_history(runs: Any) -> None:
-    samples = 16  # of the four training problems; the validation after step 1 would come on top
+    samples = 16  # of the four training problems; the validations after them would come on top
     means = [step["response_length/mean"] for step in runs.history]
     assert runs.history[0]["das/history_tokens"] == 0
-    assert runs.history[-1]["das/history_tokens"] == round(samples * means[0])
+    assert runs.history[-1]["das/history_tokens"] == round(samples * sum(means[:2]))
 
 
 def test_metrics_are_filled(runs: Any) -> None:
@@ -149,12 +167,13 @@ def test_metrics_are_filled(runs: Any) -> None:
 
 
 def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(runs: Any, tmp_path: Path) -> None:
-    """It goes on asynchronously, trainer and rollout on one machine: the checkpoint of one pipeline serves another."""
-    out, pipeline = tmp_path / "resumed.jsonl", "grpo_tiny_math_cpu_colocate_async"
-    run = train(out, *SMALL, *HISTORY, *checkpoints(runs.saved), "trainer.total_training_steps=4", config=pipeline)
+    """It goes on fully asynchronously, with one replica: the checkpoint of one pipeline serves another."""
+    out, (module, length) = tmp_path / "resumed.jsonl", PIPELINES["fully_async"]
+    small = [*SMALL[:1], *SMALL[2:4], *TWO_RANKS, length, *HISTORY, *checkpoints(runs.saved)]
+    run = train(out, *small, module=module, config="grpo_tiny_math_cpu_fully_async")
     first, *_ = figures = check_pipeline(run, out)
-    assert first["training/global_step"] == 3
-    assert first["das/history_tokens"] == round(16 * sum(step["response_length/mean"] for step in runs.history))
+    assert first["training/global_step"] > 3
+    assert first["das/history_tokens"] >= round(16 * sum(step["response_length/mean"] for step in runs.history))
     assert first["das/tokens_per_forward"] > 1.3 * runs.history[0]["das/tokens_per_forward"]
     assert figures[-1]["das/history_tokens"] > first["das/history_tokens"]
     directories = runs.directories | histories(run)
@@ -168,14 +187,14 @@ def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(runs
 
 PIPELINES = {
     "separate_async": ("verl.trainer.main_ppo", "trainer.total_training_steps=3"),
+    "colocate_async": ("verl.trainer.main_ppo", "trainer.total_training_steps=3"),
     "one_step_off": ("verl.experimental.one_step_off_policy.main_ppo", "trainer.total_training_steps=4"),
     "fully_async": ("verl.experimental.fully_async_policy.fully_async_main", "rollout.total_rollout_steps=32"),
 }
 
 
-@pytest.mark.parametrize(
-    "pipeline", [p if p == "fully_async" else pytest.param(p, marks=pytest.mark.long) for p in PIPELINES]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", PIPELINES)
 def test_asynchronous_pipelines_draft_from_the_history_and_say_so(pipeline: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
     module, length = PIPELINES[pipeline]
