@@ -73,17 +73,13 @@ def send(runner: Any, weights: list[Any], host: str | None) -> None:
 
 
 def sleep(llm: Any, level: int) -> None:
-    """Sleep and wake up; a CPU engine has no memory pool, so what level 2 discards is discarded here."""
+    """Sleep and wake up as hosts do, which send the weights in between; see `memory_pools.py`."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    llm.reset_prefix_cache()
+    llm.sleep(level)
+    llm.wake_up(tags=["weights"])
     if level == 2:
-        for parameter in runner.model.parameters():
-            parameter.data.zero_()
-        source = getattr(getattr(runner, "drafter", None), "model_source", None)
-        for _, weight in source.copy.layers if source else ():
-            for tensor in weight.tensors():
-                tensor.zero_()
-        perturb(runner.model, 0.0)  # what the host sends after waking up
+        perturb(runner.model, 0.0)
+    llm.wake_up(tags=["kv_cache"])
 
 
 def copy_is_fresh(runner: Any) -> bool:

@@ -119,6 +119,8 @@ class Engine:
 
     def __init__(self, job: Job) -> None:
         self.job, self.das = job, prepare(job)
+        sleeps = any(part.sleep is not None for part in job.rounds)
+        self.pools = importlib.import_module("memory_pools").lend() if sleeps else None
         alone = job.engine.get("tensor_parallel_size", 1) == 1  # the ranks' processes note what only they know
         audited = self.das is not None and self.das.keyed and alone and not job.standalone
         self.audit = Audit(2 if on_v2(self.das) else 1) if audited else None
@@ -238,6 +240,7 @@ class Engine:
             "runner": type(self.runner).__module__,
             "lookahead": self.core.scheduler.num_lookahead_tokens,
             "memory": memory(),
+            "pooled": self.pools.authors() if self.pools else [],
             "compared": dict(v2_cpu.compared()) if V2 else {},
             "noted": dict(noted),
             "samplers": [type(getattr(self.runner, n, None)).__module__ for n in ("sampler", "rejection_sampler")],

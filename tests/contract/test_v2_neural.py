@@ -165,6 +165,28 @@ def test_the_trainers_weights_reach_the_drafter(v2_engine: Any, drafters: Path, 
     assert result[1]["stats"]["alarm"] is None
 
 
+@pytest.mark.parametrize("method", [pytest.param(BOTH[0], marks=pytest.mark.long), BOTH[1]])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_sleep_takes_the_memory_pools_and_leaves_the_history(
+    v2_engine: Any, drafters: Path, method: str, level: int
+) -> None:
+    """The drafter's weights are read again; what was learned and brought to the device lies in no pool."""
+    awake, asleep = (
+        v2_engine(
+            das=block(method, drafters),
+            rounds=[replace(ROUNDS[0], sleep=slept), *ROUNDS[1:]],
+            sabotage="any draft length",
+        )
+        for slept in (None, level)
+    )
+    assert tokens(asleep) == tokens(awake)
+    for found, expected in zip(asleep, awake, strict=True):
+        assert found["pooled"] == []
+        assert found["stats"]["error"] is None
+        assert found["stats"]["history_tokens"] == expected["stats"]["history_tokens"]
+        assert found["stats"]["accepted_tokens"] == expected["stats"]["accepted_tokens"] > 20
+
+
 @pytest.mark.long
 def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: Path) -> None:
     result = lossless_v2(v2_engine, block("eagle3", drafters, **ALWAYS), ROUNDS, sabotage="failing drafter")

@@ -65,7 +65,8 @@ def test_sleep_and_wake_leave_the_tokens(engine: Any, das: dict[str, Any], level
     plain = engine(das=das, rounds=[first, second], env=HOST)
     slept = engine(das=das, rounds=[replace(first, sleep=level), second], env=HOST)
     assert tokens(slept) == tokens(plain)
-    assert slept[1]["stats"]["accepted_tokens"] > 0
+    assert slept[1]["stats"]["accepted_tokens"] == plain[1]["stats"]["accepted_tokens"] > 0
+    assert any("quantised" in module for module in slept[0]["pooled"]) == (das is not HISTORY)  # the copy sleeps too
 
 
 def test_slots_for_drafts_are_reserved(engine: Any) -> None:

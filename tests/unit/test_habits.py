@@ -18,6 +18,7 @@ INSIDE = {
     "engine.py",
     "reference_index.py",
     "interpreted_kernels.py",
+    "memory_pools.py",
     "sabotage.py",
     "v2_cpu.py",
     "v2_sabotage.py",

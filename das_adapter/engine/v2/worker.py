@@ -42,10 +42,12 @@ class DeviceWorkerState(WorkerState):
         self.engine = None if self.lengths is None else self.lengths.engine
         self.speculation: Speculation | None = None
         self.source: HistorySpeculator | None = None
-        if config.uses_history and self.lengths is not None:
-            keep_texts_on_device(runner.req_states)
-        if config.uses_history and not config.neural:
-            self._bind_history(runner.speculator)
+        if config.uses_history:  # now: what is made while vLLM loads the weights lies in a pool that sleep discards
+            if self.lengths is not None:
+                keep_texts_on_device(runner.req_states)
+            beside = HistorySpeculator(runner.vllm_config, runner.device, config) if config.neural else None
+            self.source = beside or runner.speculator
+            self.source.bind(runner.req_states, self.engine)
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
         self._requests: dict[str, LiveRequest] = {}
@@ -167,16 +169,10 @@ class DeviceWorkerState(WorkerState):
             logger.warning("das: %s", shortage)
         return EngineStats(live_bytes=self.index.words.nbytes)
 
-    def _bind_history(self, source: HistorySpeculator) -> None:
-        self.source = source
-        source.bind(self.runner.req_states, self.engine)
-
     def _take_loaded_drafter(self) -> None:
         assert self.draft_weights is not None
         self.draft_weights.take_loaded()
         self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
-        if self.config.uses_history:
-            self._bind_history(HistorySpeculator(self.runner.vllm_config, self.runner.device, self.config))
         texts = self.runner.req_states.all_token_ids.gpu
         self.speculation = Speculation(self.runner.speculator, self.config, texts, self.engine, self.source)
 
