@@ -4,22 +4,41 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <future>
 #include <set>
 
 #include "columns.hpp"
-#include "suffix_index.hpp"
+#include "suffix_shared.hpp"
 
 namespace nb = nanobind;
 
 namespace das {
 namespace {
 
-// Calls a function without Python's lock.
+// Calls a function without Python's lock; with an index, in its turn.
 template <class F>
 auto unlocked(F&& call) {
   nb::gil_scoped_release released;
   return call();
+}
+
+template <class F>
+auto unlocked(SharedIndex& shared, F&& call) {
+  return unlocked([&] { return shared.use(call); });
+}
+
+// A method of the index, for Python.
+template <class R, class... A>
+auto method(R (SuffixIndex::*call)(A...)) {
+  return [call](SharedIndex& shared, A... given) {
+    return shared.use([&](SuffixIndex& index) { return (index.*call)(given...); });
+  };
+}
+
+template <class R, class... A>
+auto method(R (SuffixIndex::*call)(A...) const) {
+  return [call](SharedIndex& shared, A... given) {
+    return shared.use([&](const SuffixIndex& index) { return (index.*call)(given...); });
+  };
 }
 
 void check_tokens(const Token* tokens, size_t count) {
@@ -32,33 +51,26 @@ void check_tokens(const Token* tokens, size_t count) {
 
 void check_tokens(const In<Token>& tokens) { check_tokens(tokens.data(), tokens.size()); }
 
-struct UnknownHandle {
-  int64_t handle;
-};
-
 nb::object python_error(const char* name) { return nb::module_::import_("das_adapter.core.index.errors").attr(name); }
-
-void check_handle(const SuffixIndex& index, int64_t handle) {
-  if (!index.is_open(handle)) throw UnknownHandle{handle};
-}
 
 SuffixIndex::Ids ids(const In<uint64_t>& problems) {
   return SuffixIndex::Ids(problems.data(), problems.data() + problems.size());
 }
 
-void extend_many(SuffixIndex& index, const In<int64_t>& handles, const In<Token>& tokens, const In<int64_t>& offsets) {
+void extend_many(SharedIndex& shared, const In<int64_t>& handles, const In<Token>& tokens, const In<int64_t>& offsets) {
   const size_t n = handles.size();
   const int64_t *h = handles.data(), *o = offsets.data();
   bool sound = offsets.size() == n + 1 && o[0] == 0 && o[n] == static_cast<int64_t>(tokens.size());
   for (size_t i = 0; sound && i < n; ++i) sound = o[i] <= o[i + 1];
   if (!sound) throw nb::value_error("offsets: expected len(handles) + 1 ascending numbers from 0 to len(tokens)");
   check_tokens(tokens);
-  for (size_t i = 0; i < n; ++i) check_handle(index, h[i]);
-  nb::gil_scoped_release unlocked;
-  for (size_t i = 0; i < n; ++i) index.extend(h[i], tokens.data() + o[i], static_cast<size_t>(o[i + 1] - o[i]));
+  unlocked(shared, [&](SuffixIndex& index) {
+    index.check_open(h, n);
+    for (size_t i = 0; i < n; ++i) index.extend(h[i], tokens.data() + o[i], static_cast<size_t>(o[i + 1] - o[i]));
+  });
 }
 
-nb::tuple flat(const std::vector<SuffixIndex::Draft>& drafts) {
+nb::tuple flat(const SharedIndex::Drafts& drafts) {
   std::vector<Token> tokens;
   std::vector<float> chances;
   std::vector<int64_t> offsets{0};
@@ -75,7 +87,7 @@ void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<
   const int64_t* h = handles.data();
   const size_t n = handles.size();
   if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
-  for (size_t i = 0; i < n; ++i) check_handle(index, h[i]);
+  index.check_open(h, n);
   if (threads > 1 && std::set<int64_t>(h, h + n).size() != n)
     throw nb::value_error("handles: one occurs twice, and there are several threads");
 }
@@ -83,15 +95,16 @@ void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<
 // Drafts that a thread makes; few requests are drafted for when the result is taken.
 constexpr size_t kAlone = 32;
 struct Drafting {
-  std::future<std::vector<SuffixIndex::Draft>> drafts;
+  std::shared_future<SharedIndex::Drafts> drafts;
 
   nb::tuple result() {
     if (!drafts.valid()) throw nb::value_error("result: it was taken before");
-    return flat(unlocked([&] { return drafts.get(); }));
+    const auto taken = std::exchange(drafts, {});
+    return flat(*unlocked([&] { return &taken.get(); }));
   }
 };
 
-Drafting draft_rows(SuffixIndex& index, const In<int64_t>& handles,
+Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
                     const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
                     const In<int64_t>& rows, const In<int64_t>& begins, const In<int64_t>& ends,
                     const In<int64_t>& budgets, double min_chance, size_t threads) {
@@ -103,7 +116,6 @@ Drafting draft_rows(SuffixIndex& index, const In<int64_t>& handles,
     sound = 0 <= row && row < height && 0 <= begin && begin <= end && end <= width;
   }
   if (!sound) throw nb::value_error("rows, begins, ends: expected one per handle, and stretches of rows of tokens");
-  check_batch(index, handles, budgets, threads);
   std::vector<Token> written;
   std::vector<size_t> counts;
   for (size_t i = 0; i < n; ++i) {
@@ -112,15 +124,18 @@ Drafting draft_rows(SuffixIndex& index, const In<int64_t>& handles,
     check_tokens(row + begins.data()[i], counts.back());
     written.insert(written.end(), row + begins.data()[i], row + ends.data()[i]);
   }
-  const auto copied = [n](const In<int64_t>& array) { return std::vector<int64_t>(array.data(), array.data() + n); };
-  return {std::async(n < kAlone ? std::launch::deferred : std::launch::async,
-                     [&index, written = std::move(written), counts = std::move(counts), handles = copied(handles),
-                      budgets = copied(budgets), min_chance, threads] {
-                       const Token* next = written.data();
-                       for (size_t i = 0; i < counts.size(); next += counts[i++])
-                         if (counts[i]) index.extend(handles[i], next, counts[i]);
-                       return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
-                     })};
+  const auto copied = [](const In<int64_t>& array) {
+    return std::vector<int64_t>(array.data(), array.data() + array.size());
+  };
+  const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets, threads); };
+  return {shared.begin(n < kAlone, check,
+                       [written = std::move(written), counts = std::move(counts), handles = copied(handles),
+                        budgets = copied(budgets), min_chance, threads](SuffixIndex& index) {
+                         const Token* next = written.data();
+                         for (size_t i = 0; i < counts.size(); next += counts[i++])
+                           if (counts[i]) index.extend(handles[i], next, counts[i]);
+                         return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
+                       })};
 }
 
 // The rules of drafting, which the kernels of vLLM's V2 runner take from here.
@@ -148,18 +163,19 @@ nb::dict rules() {
   return found;
 }
 
-nb::tuple draft_flat(SuffixIndex& index, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance,
+nb::tuple draft_flat(SharedIndex& shared, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance,
                      size_t threads) {
-  check_batch(index, handles, budgets, threads);
-  return flat(
-      unlocked([&] { return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads); }));
+  return flat(unlocked(shared, [&](SuffixIndex& index) {
+    check_batch(index, handles, budgets, threads);
+    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
+  }));
 }
 
 }  // namespace
 }  // namespace das
 
 void bind_suffix_index(nb::module_& m) {
-  using das::SuffixIndex;
+  using das::SharedIndex, das::SuffixIndex, das::method;
   using Tokens = In<das::Token>;
   using unlocked = nb::call_guard<nb::gil_scoped_release>;
   m.def("drafting_rules", &das::rules);
@@ -185,71 +201,71 @@ void bind_suffix_index(nb::module_& m) {
     return nb::make_tuple(owned(std::move(found)), file.header().newest);
   });
   nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result);
-  nb::class_<SuffixIndex>(m, "SuffixIndex")
+  nb::class_<SharedIndex>(m, "SuffixIndex")
       .def(nb::init<uint32_t, double>())
       .def("add",
-           [](SuffixIndex& index, uint64_t problem, const Tokens& tokens, int64_t version) {
+           [](SharedIndex& shared, uint64_t problem, const Tokens& tokens, int64_t version) {
              das::check_tokens(tokens);
-             index.add(problem, tokens.data(), tokens.size(), version);
+             shared.use([&](SuffixIndex& index) { index.add(problem, tokens.data(), tokens.size(), version); });
            })
-      .def("seal", &SuffixIndex::seal, unlocked(), nb::arg("window"), nb::arg("merge"), nb::arg("threads"),
+      .def("seal", method(&SuffixIndex::seal), unlocked(), nb::arg("window"), nb::arg("merge"), nb::arg("threads"),
            nb::arg("least") = 0, nb::arg("tokens") = UINT64_MAX)
-      .def("merge", nb::overload_cast<uint64_t>(&SuffixIndex::merge), unlocked())
+      .def("merge", method(&SuffixIndex::merge), unlocked())
       .def("shrink",
-           [](SuffixIndex& index, uint64_t max_bytes, size_t threads) {
-             const auto shrunk = das::unlocked([&] { return index.shrink(max_bytes, threads); });
+           [](SharedIndex& shared, uint64_t max_bytes, size_t threads) {
+             const auto shrunk =
+                 das::unlocked(shared, [&](SuffixIndex& index) { return index.shrink(max_bytes, threads); });
              return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped);
            })
-      .def("save", &SuffixIndex::save, unlocked())
-      .def("load", &SuffixIndex::load, unlocked())
-      .def("give", [](const SuffixIndex& index, const std::string& path,
-                      const In<uint64_t>& problems) { das::unlocked([&] { index.give(path, das::ids(problems)); }); })
-      .def("absorb",
-           [](SuffixIndex& index, const std::string& path, const In<uint64_t>& problems) {
-             das::unlocked([&] { index.absorb(path, das::ids(problems)); });
+      .def("save", method(&SuffixIndex::save), unlocked())
+      .def("load", method(&SuffixIndex::load), unlocked())
+      .def("give",
+           [](SharedIndex& shared, const std::string& path, const In<uint64_t>& problems) {
+             das::unlocked(shared, [&](const SuffixIndex& index) { index.give(path, das::ids(problems)); });
            })
-      .def("visit", &SuffixIndex::visit, unlocked())
-      .def("attach", &SuffixIndex::attach, unlocked())
-      .def("refresh", &SuffixIndex::refresh, unlocked())
-      .def("write", &SuffixIndex::write, unlocked())
-      .def("publish", &SuffixIndex::publish, unlocked(), nb::arg("hurry") = false)
+      .def("absorb",
+           [](SharedIndex& shared, const std::string& path, const In<uint64_t>& problems) {
+             das::unlocked(shared, [&](SuffixIndex& index) { index.absorb(path, das::ids(problems)); });
+           })
+      .def("visit", method(&SuffixIndex::visit), unlocked())
+      .def("attach", method(&SuffixIndex::attach), unlocked())
+      .def("refresh", method(&SuffixIndex::refresh), unlocked())
+      .def("write", method(&SuffixIndex::write), unlocked())
+      .def("publish", method(&SuffixIndex::publish), unlocked(), nb::arg("hurry") = false)
       .def("open",
-           [](SuffixIndex& index, uint64_t problem, const Tokens& prompt, const Tokens& prefix) {
+           [](SharedIndex& shared, uint64_t problem, const Tokens& prompt, const Tokens& prefix) {
              das::check_tokens(prompt);
              das::check_tokens(prefix);
-             const int64_t handle = index.open(problem, prompt.data(), prompt.size());
-             index.extend(handle, prefix.data(), prefix.size());
-             return handle;
+             return shared.use([&](SuffixIndex& index) {
+               const int64_t handle = index.open(problem, prompt.data(), prompt.size());
+               index.extend(handle, prefix.data(), prefix.size());
+               return handle;
+             });
            })
       .def("extend_many", &das::extend_many)
       .def("draft_rows", &das::draft_rows, nb::keep_alive<0, 1>())
       .def("draft_flat", &das::draft_flat)
-      .def("close",
-           [](SuffixIndex& index, int64_t handle, bool keep) {
-             das::check_handle(index, handle);
-             index.close(handle, keep);
-           })
-      .def("age",
-           [](const SuffixIndex& index, int64_t handle) {
-             das::check_handle(index, handle);
-             return index.age(handle);
-           })
+      .def("close", method(&SuffixIndex::close))
+      .def("age", method(&SuffixIndex::age))
       .def("flat",
-           [](const SuffixIndex& index, uint64_t problem, uint64_t most) {
-             auto flat = das::unlocked([&] { return index.flat(problem, most); });
+           [](SharedIndex& shared, uint64_t problem, uint64_t most) {
+             auto flat = das::unlocked(shared, [&](const SuffixIndex& index) { return index.flat(problem, most); });
              return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.places)));
            })
-      .def_prop_ro("fading", [](const SuffixIndex& index) { return owned(std::vector(index.fading())); })
-      .def("clear_live", &SuffixIndex::clear_live)
-      .def_prop_ro("max_depth", &SuffixIndex::max_depth)
-      .def_prop_ro("attached", &SuffixIndex::attached)
-      .def_prop_ro("generation", &SuffixIndex::generation)
-      .def_prop_ro("file_bytes", &SuffixIndex::file_bytes)
-      .def_prop_ro("nbytes", &SuffixIndex::nbytes)
-      .def_prop_ro("tokens", &SuffixIndex::token_count)
-      .def_prop_ro("problems", &SuffixIndex::problem_count)
-      .def_prop_ro("newest", &SuffixIndex::newest)
-      .def_prop_ro("staged_tokens", &SuffixIndex::staged_tokens)
-      .def_prop_ro("live_bytes", &SuffixIndex::live_bytes)
-      .def_prop_ro("group", &SuffixIndex::group);
+      .def_prop_ro("fading",
+                   [](SharedIndex& shared) {
+                     return owned(shared.use([](const SuffixIndex& index) { return std::vector(index.fading()); }));
+                   })
+      .def("clear_live", method(&SuffixIndex::clear_live))
+      .def_prop_ro("max_depth", method(&SuffixIndex::max_depth))
+      .def_prop_ro("attached", method(&SuffixIndex::attached))
+      .def_prop_ro("generation", method(&SuffixIndex::generation))
+      .def_prop_ro("file_bytes", method(&SuffixIndex::file_bytes))
+      .def_prop_ro("nbytes", method(&SuffixIndex::nbytes))
+      .def_prop_ro("tokens", method(&SuffixIndex::token_count))
+      .def_prop_ro("problems", method(&SuffixIndex::problem_count))
+      .def_prop_ro("newest", method(&SuffixIndex::newest))
+      .def_prop_ro("staged_tokens", method(&SuffixIndex::staged_tokens))
+      .def_prop_ro("live_bytes", method(&SuffixIndex::live_bytes))
+      .def_prop_ro("group", method(&SuffixIndex::group));
 }

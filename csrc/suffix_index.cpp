@@ -275,7 +275,15 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count) {
   return next_handle_++;
 }
 
-SuffixIndex::Request& SuffixIndex::request(int64_t handle) { return requests_.at(handle); }
+const SuffixIndex::Request& SuffixIndex::request(int64_t handle) const {
+  const auto it = requests_.find(handle);
+  if (it == requests_.end()) throw UnknownHandle{handle};
+  return it->second;
+}
+
+void SuffixIndex::check_open(const int64_t* handles, size_t count) const {
+  for (size_t i = 0; i < count; ++i) request(handles[i]);
+}
 
 void SuffixIndex::extend(int64_t handle, const Token* tokens, size_t count) {
   Request& r = request(handle);
@@ -289,7 +297,7 @@ void SuffixIndex::extend(int64_t handle, const Token* tokens, size_t count) {
 }
 
 int64_t SuffixIndex::age(int64_t handle) const {
-  const auto& visits = requests_.at(handle).problem->visits;
+  const auto& visits = request(handle).problem->visits;
   return visits.empty() ? -1 : std::max<int64_t>(0, newest_ - visits.front());  // a guest's may be newer
 }
 

@@ -16,6 +16,12 @@
 
 namespace das {
 
+struct UnknownHandle {  // of a request that is not open
+  int64_t handle;
+};
+
+// One caller at a time: SharedIndex (suffix_shared.hpp) sees to that. Threads that a call starts end with it. Indexes
+// share nothing that changes, even where they map the same files.
 class SuffixIndex {
  public:
   SuffixIndex(uint32_t max_depth, double half_life);
@@ -68,9 +74,9 @@ class SuffixIndex {
   };
   Flat flat(uint64_t problem, uint64_t most) const;
 
-  bool is_open(int64_t handle) const { return requests_.count(handle); }
-  int64_t age(
-      int64_t handle) const;  // versions from the newest text of the request's problem to the newest; -1: no text
+  void check_open(const int64_t* handles, size_t count) const;  // throws UnknownHandle, as all that take a handle
+  // Versions from the newest text of the request's problem to the newest; -1: no text.
+  int64_t age(int64_t handle) const;
   bool attached() const { return store_ != nullptr; }
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
@@ -126,7 +132,8 @@ class SuffixIndex {
   };
 
   void count(const Problem& problem, int64_t sign);
-  Request& request(int64_t handle);
+  const Request& request(int64_t handle) const;
+  Request& request(int64_t handle) { return const_cast<Request&>(std::as_const(*this).request(handle)); }
   void draft(Request& request, int64_t budget, double min_chance, Scratch& scratch, Draft& out) const;
   void drop_before(Problem& problem, int64_t from) const;
   void thin(Problem& problem, uint64_t max_bytes) const;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -425,6 +427,22 @@ def test_drafts_of_a_thread_are_those_of_the_index(threads: int, requests: int) 
     assert found > 100
     with pytest.raises(ValueError, match="taken before"):
         looking.result()
+
+
+@pytest.mark.parametrize("requests", [3, 40])
+def test_what_is_called_after_a_drafting_has_begun_comes_after_it(requests: int) -> None:
+    index, text = sealed(POEM), np.array([POEM], dtype=np.int32)
+    handles = [index.open(1, []) for _ in range(requests)]
+    zeros, budgets = [0] * requests, [4] * requests
+    looking = index.draft_rows(handles, text, zeros, zeros, [3] * requests, budgets, 0.0)
+    index.extend(handles[0], [99])
+    index.close(handles[1], keep=False)
+    tokens, _, offsets = looking.result()
+    assert [tokens[a:b].tolist() for a, b in itertools.pairwise(offsets)] == [POEM[3:7]] * requests
+    with pytest.raises(UnknownHandle):
+        index.draft_rows(handles, text, zeros, zeros, zeros, budgets)
+    assert drafted(index, handles[0]) != POEM[3:]  # it was extended
+    assert drafted(index, handles[2]) == POEM[3:]
 
 
 @pytest.mark.parametrize("tokens", [[1, -2], [2**23], [2**31], [2**40], np.array([3, -1], np.int32)])

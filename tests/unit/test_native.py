@@ -1,7 +1,8 @@
-"""The native index under the address and undefined-behaviour sanitizers, with damaged files as input."""
+"""The native index under sanitizers: damaged files as input, and threads that use it at the same time."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,27 +10,36 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ["-std=c++17", "-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-pthread"]
+MEMORY = ["-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+THREADS = ["-O1", "-g", "-fsanitize=thread"]
+CLEAN = {"PATH": os.environ.get("PATH", os.defpath)}
+"""The sanitizer's library must be loaded first, and importing vLLM leaves others in LD_PRELOAD."""
 
 
-@pytest.fixture(scope="module")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
-    found = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if not found:
+def run(name: str, sanitizers: list[str], rounds: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Compile a program of tests/native, and run it; the test is skipped without the compiler's sanitizers."""
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not compiler:
         pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("probe")
+    flags, program = ["-std=c++17", "-pthread", *sanitizers], folder / name
     (folder / "probe.cpp").write_text("int main() {}\n")
-    probe = subprocess.run([found, *FLAGS, "probe.cpp", "-o", "probe"], cwd=folder, capture_output=True, check=False)
-    if probe.returncode:
-        pytest.skip(f"{found} has no address and undefined-behaviour sanitizers")
-    return found
+    probe = [[compiler, *flags, folder / "probe.cpp", "-o", program], [program]]
+    if any(subprocess.run(command, capture_output=True, check=False, env=CLEAN).returncode for command in probe):
+        pytest.skip(f"{compiler} has no {sanitizers}")
+    sources = [ROOT / "tests" / "native" / f"{name}.cpp", ROOT / "csrc" / "suffix_index.cpp"]
+    subprocess.run([compiler, *flags, f"-I{ROOT / 'csrc'}", *sources, "-o", program], check=True)
+    return subprocess.run([program, str(rounds)], capture_output=True, text=True, check=False, env=CLEAN)
 
 
-def test_damaged_files_are_refused_or_harmless_under_sanitizers(compiler: str, tmp_path: Path) -> None:
-    program = tmp_path / "fuzz"
-    sources = [ROOT / "tests" / "native" / "fuzz_index_file.cpp", ROOT / "csrc" / "suffix_index.cpp"]
-    subprocess.run([compiler, *FLAGS, f"-I{ROOT / 'csrc'}", *sources, "-o", program], check=True)
-    # The sanitizer's library must be loaded first, and importing vLLM leaves others in LD_PRELOAD.
-    run = subprocess.run([program, "600"], capture_output=True, text=True, check=False, env={})
-    assert run.returncode == 0, run.stdout + run.stderr[-4000:]
-    assert "600 rounds" in run.stdout
+def test_damaged_files_are_refused_or_harmless_under_sanitizers(tmp_path: Path) -> None:
+    done = run("fuzz_index_file", MEMORY, 600, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "600 rounds" in done.stdout
+
+
+@pytest.mark.long
+def test_threads_that_use_one_index_at_the_same_time_never_meet(tmp_path: Path) -> None:
+    """Without the lock of `SharedIndex` ThreadSanitizer reports races in each of its calls."""
+    done = run("threads_index", THREADS, 200, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "200 rounds, 0 failures" in done.stdout

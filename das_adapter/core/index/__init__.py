@@ -38,7 +38,10 @@ class SuffixIndex:
 
     The history is either its own (`add`, `seal`, `shrink`, `load`) or a store's (`attach`, `refresh`). A visit of a
     problem is a weight version that wrote trajectories of it. Equal calls give equal drafts on every process, however
-    the history is cut into segments. One thread uses an index at a time; calls that take long release the GIL.
+    the history is cut into segments.
+
+    Any thread may call, whatever the others do: each call waits for those before it, the drafting that `draft_rows` has
+    begun included. Calls that take long release the GIL.
 
     The longest matches of the request's context in each source vote on the continuation; where these are short, places
     that match except for the last token vote as well. Each draft token has an estimated chance to survive verification.
@@ -214,8 +217,8 @@ class SuffixIndex:
         threads: int = 1,
     ) -> Drafting:
         """Append accepted token ids to a batch of requests, from where an engine keeps their texts, and draft for them,
-        both in a thread without the GIL, or, for a few requests, when the result is taken. The index must not be used
-        before. Where anything is wrong, nothing is appended.
+        both in a thread without the GIL, or, for a few requests, when the result is taken or the index is used again.
+        Where anything is wrong, nothing is appended.
 
         Args:
             handles, budgets, min_chance, threads: as in `draft_flat`, with its errors.
