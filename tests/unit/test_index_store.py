@@ -237,6 +237,30 @@ def test_there_is_one_writer(store: HistoryStore) -> None:
     HistoryStore(store.directory).close()
 
 
+def test_a_closed_store_leaves_the_directory_to_the_next_one(store: HistoryStore, tmp_path: Path) -> None:
+    """Threads may still have it in their hands: what they read is there, what they would write goes elsewhere."""
+    store.add(1, POEM, 0)
+    store.seal()
+    store.save(tmp_path / "saved")
+    store.close()
+    with HistoryStore(store.directory) as following:
+        following.add(2, POEM, 0)
+        following.seal()
+        files = sorted(path.read_bytes() for path in store.directory.iterdir())
+        store.seal_ahead()
+        for change in (
+            lambda: store.add(1, POEM, 1),
+            store.seal,
+            lambda: store.shrink(0),
+            lambda: store.absorb(tmp_path / "saved"),
+        ):
+            with pytest.raises(DasError, match="is closed"):
+                change()
+        store.save(tmp_path / "again")
+        assert SuffixIndex.load(tmp_path / "again").tokens == store.tokens == len(POEM)
+        assert sorted(path.read_bytes() for path in store.directory.iterdir()) == files
+
+
 def test_a_store_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     with HistoryStore(tmp_path, max_depth=32) as store:
         fill(store, 3)

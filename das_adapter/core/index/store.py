@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,7 @@ class HistoryStore:
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
         """Stage one finished trajectory; as in `SuffixIndex.add`."""
         ids = tokens_of(tokens)
-        with self._lock:
+        with self._changing():
             self._core.add(problem, ids, version)
             self._added = time.monotonic()
 
@@ -90,11 +92,22 @@ class HistoryStore:
         Segments of earlier steps are merged in the background, and published as one more generation. About `tokens` are
         sealed at most; the others follow in the background, for the next generation.
         """
-        with self._lock:
+        with self._changing():
             self._core.seal(window, False, self._threads, 0, tokens)
             self._core.publish(True)
             self._work_in_background()
             return self.generation
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock:
+            if self._closed:
+                raise DasError(f"history directory {str(self.directory)!r}: this store is closed and changes nothing")
+            yield
+
+    def _at_work(self) -> threading.Thread | None:
+        with self._lock:
+            return self._working
 
     def _work_in_background(self) -> None:
         if self._working is None and not self._closed:
@@ -141,7 +154,7 @@ class HistoryStore:
         Raises:
             IndexFileError, OSError: what failed in the background since the last call.
         """
-        while (working := self._working) is not None:
+        while (working := self._at_work()) is not None:
             working.join()
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -150,7 +163,7 @@ class HistoryStore:
 
     def shrink(self, max_bytes: int) -> Shrunk:
         """Thin the history out, as `SuffixIndex.shrink` does, and publish it; return what went."""
-        with self._lock:
+        with self._changing():
             shrunk = Shrunk(*self._core.shrink(max_bytes, self._threads))
             if shrunk.tokens:
                 self._core.publish()
@@ -173,13 +186,14 @@ class HistoryStore:
         """Take in what `give` or `save` wrote of some problems, uint64 [n], or of all, as older than what is there; the
         next `seal` publishes it. Raises as `SuffixIndex.load`; nothing is taken in then."""
         chosen = problems_in(path) if problems is None else np.asarray(problems, dtype=np.uint64)
-        with self._lock:
+        with self._changing():
             self._core.absorb(os.fspath(path), chosen)
             self._work_in_background()
 
     def close(self) -> None:
         """Stop writing; the files stay, for readers and for the next store."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         try:
             self.settle()
         finally:
