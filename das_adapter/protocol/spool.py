@@ -6,7 +6,8 @@
                              away-HISTORY-*: on their way to another node;
                              ask-ENGINE, answer-ENGINE: a request for a generation and its answer, where there is no Ray
 
-Files are left whole or not at all, for this user alone. Nothing in them is unpickled.
+Any thread and any process of this user may leave files, each whole or not at all, for this user alone; one thread of
+the writer takes them at a time. Nothing in them is unpickled.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def put(directory: str | os.PathLike[str], name: str, content: bytes) -> None:
     """
     folder = Path(directory) / FOLDER
     check_owner(folder)
-    new = folder / f"{name}.{os.getpid()}.tmp"
+    new = folder / f"{name}.{uuid.uuid4().hex}.tmp"  # another thread may leave the same file, sent again
     try:
         write(new, content)
         new.rename(folder / name)

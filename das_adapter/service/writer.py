@@ -38,7 +38,7 @@ class Writer:
         """
         self.policy = HistoryPolicy(config)
         self.lock = threading.RLock()
-        """Of texts on their way; held for a moment."""
+        """Of texts on their way, from `read` to `keep`; held for a moment."""
         self.altered = False
         """Whether the store was changed by something else than texts, which is to be published."""
         self._grace_s = grace_s
@@ -62,8 +62,8 @@ class Writer:
         return [path for path in found if path.name.partition("-")[0] in kinds and path.suffix != ".tmp"]
 
     def read(self) -> list[tuple[str, list[Trajectory]]]:
-        """Return the files that have arrived, with their trajectories, for `keep`; a file that is damaged is dropped,
-        with a line in the log."""
+        """Return the files that have arrived, with their trajectories, for `keep`, until which the caller holds `lock`;
+        a file that is damaged is dropped, with a line in the log."""
         found = []
         for path in self.waiting(BATCH, TEXTS):
             if path.name in self._done_with:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,17 @@ def test_what_cannot_be_left_is_kept_for_the_next_time(caplog: Any) -> None:
     gathered.add(SOME[2])
     gathered.flush()
     assert left == SOME
+
+
+def test_a_file_that_two_threads_leave_is_one_of_theirs(tmp_path: Path) -> None:
+    """As when a node sends a text again while it arrives."""
+    (tmp_path / FOLDER).mkdir()
+    contents = [bytes([i]) * 2**20 for i in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(100):
+            list(threads.map(lambda content: put(tmp_path, "texts-1", content), contents))
+            assert (tmp_path / FOLDER / "texts-1").read_bytes() in contents
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["texts-1"]
 
 
 def test_a_spool_that_is_another_thing_is_refused(tmp_path: Path) -> None:
