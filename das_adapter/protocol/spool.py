@@ -13,6 +13,7 @@ the writer takes them at a time. Nothing in them is unpickled.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -27,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from das_adapter.core.index.private import check_owner
+from das_adapter.core.index.private import check_owner, is_private
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.protocol.messages import Trajectory, pack
 
@@ -47,18 +48,43 @@ KEPT = 64 << 20
 """Maximum bytes of text that an engine keeps while it can't leave them in the spool."""
 
 
-def root_for(name: str, size: int) -> Path:
-    """Return shared memory, or a temporary directory if it has neither room for `size` bytes nor the directory yet."""
-    if (SHARED_MEMORY / name).is_dir():
-        return SHARED_MEMORY
+def directory_for(name: str, size: int) -> Path:
+    """Return the directory of a history, this user's alone; it is created if it is not there. Where its name is taken
+    by another user, all processes of this user find the one with a number behind the name.
+
+    Raises:
+        OSError: it can't be created.
+    """
+    temporary = Path(tempfile.gettempdir())
+    for root in (SHARED_MEMORY, temporary):
+        for directory in (root / name, *sorted(root.glob(f"{name}-[0-9]*"))):
+            if is_private(directory):
+                return directory
+    root = SHARED_MEMORY if _has_room(size) else temporary
+    for number in itertools.count():
+        directory = root / (f"{name}-{number}" if number else name)
+        try:
+            directory.mkdir(mode=0o700)
+        except FileExistsError:
+            if not is_private(directory):
+                continue
+        if number:
+            logger.warning("das: history: the name %s is taken; the history lies in %s", root / name, directory)
+        return directory
+    raise AssertionError
+
+
+def _has_room(size: int) -> bool:
+    """Return whether shared memory has room for a history."""
     with contextlib.suppress(OSError):
         if shutil.disk_usage(SHARED_MEMORY).free >= size:
-            return SHARED_MEMORY
-    root = Path(tempfile.gettempdir())
+            return True
     logger.warning(
-        "das: history: %s has no room for das.history.max_bytes=%s; the history lies in %s", SHARED_MEMORY, size, root
+        "das: history: %s has no room for das.history.max_bytes=%s; it lies in the temporary directory",
+        SHARED_MEMORY,
+        size,
     )
-    return root
+    return False
 
 
 def write(path: Path, content: bytes) -> None:

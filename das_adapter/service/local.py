@@ -77,7 +77,7 @@ class LocalHistory:
             time.sleep(min(_TICK_S, grace_s))
 
     def _used(self) -> bool:
-        with contextlib.suppress(FileNotFoundError), (self._writer.directory / USERS).open("r+b") as users:
+        with contextlib.suppress(OSError), (self._writer.directory / USERS).open("r+b") as users:
             try:
                 fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:

@@ -23,7 +23,7 @@ from das_adapter.core.index.store import problems_in
 from das_adapter.core.length import Responses
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Published, Trajectory, pack, responses
-from das_adapter.protocol.spool import AWAY, BATCH, GRACE_S, TEXTS, put, root_for
+from das_adapter.protocol.spool import AWAY, BATCH, GRACE_S, TEXTS, directory_for, put
 from das_adapter.service import checkpoint, ledger
 from das_adapter.service.ledger import Synced, ask
 from das_adapter.service.writer import Writer
@@ -61,7 +61,7 @@ class NodeHistory:
             grace_s: see `GRACE_S`.
             node: its name among the histories of the run; None: all problems are at home here, and no thread works.
         """
-        directory = Path(root or root_for(name, config.max_bytes)) / name
+        directory = Path(root) / name if root else directory_for(name, config.max_bytes)
         try:
             self.writer = Writer(config, directory, grace_s)
         except (DasError, OSError) as error:

@@ -43,7 +43,7 @@ def examine() -> Iterator[Finding]:
         yield runner()
     if compat.version("vllm") and not compat.missing("vllm"):
         yield _engine_process()
-        run = subprocess.run([sys.executable, "-c", _DEVICE], capture_output=True, text=True, check=False)
+        run = subprocess.run([sys.executable, "-P", "-c", _DEVICE], capture_output=True, text=True, check=False)
         yield Finding("equal tokens", "ok", equality(run.stdout.strip(), os.environ))
 
 
@@ -105,7 +105,7 @@ import das_adapter.engine.v1.proposer, das_adapter.engine.v1.worker
 
 def _engine_process() -> Finding:
     """Start a process as vLLM starts a worker, up to the point at which a model would be loaded."""
-    run = subprocess.run([sys.executable, "-c", _ENGINE_START], capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-P", "-c", _ENGINE_START], capture_output=True, text=True, check=False)
     if run.returncode:
         reason = run.stderr.strip().splitlines()[-1] if run.stderr.strip() else f"exit code {run.returncode}"
         return Finding("plug-in in an engine process", "broken", reason)

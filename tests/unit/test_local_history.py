@@ -165,17 +165,12 @@ def test_the_writer_survives_when_the_engine_and_all_its_children_are_killed(nam
     until(lambda: not served_by(directory))
 
 
-def test_a_history_that_cannot_be_kept_is_told_and_done_without(name: str, caplog: Any, tmp_path: Path) -> None:
-    os.symlink(tmp_path, f"/dev/shm/{name}")  # somebody else's
-    try:
-        engine = Engine(name)
-        for version in range(3):
-            engine.write(1, TEXT, version)
-            published, lengths = engine.sync()
-        time.sleep(2 * GATHER_S)
-    finally:
-        os.unlink(f"/dev/shm/{name}")
+def test_a_history_that_cannot_be_kept_is_told_and_done_without(name: str, caplog: Any) -> None:
+    engine = Engine(name + 255 * "x")  # no file may have such a name
+    for version in range(3):
+        engine.write(1, TEXT, version)
+        published, lengths = engine.sync()
+    time.sleep(2 * GATHER_S)
     assert published is None
     assert len(lengths) == 0
-    assert not list(tmp_path.iterdir())
     assert len([record for record in caplog.records if "das: history: " in record.message]) == 1

@@ -16,6 +16,15 @@ def make_private(directory: Path) -> None:
     directory.chmod(0o700)
 
 
+def is_private(directory: Path) -> bool:
+    """Return whether there is a directory of this user, closed to all others, and no link."""
+    try:
+        found = directory.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
 def check_owner(directory: Path) -> None:
     """Raise IndexFileError if a link, a file or another user's directory is in the place of a directory."""
     found = directory.lstat()

@@ -17,11 +17,21 @@ from typing import IO, Any
 import numpy as np
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.index.private import make_private
+from das_adapter.core.index.private import is_private, make_private
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Published, Trajectory
-from das_adapter.protocol.spool import ANSWER, FOLDER, GRACE_S, USERS, Answer, Ask, Gathered, put_batch, root_for
+from das_adapter.protocol.spool import (
+    ANSWER,
+    FOLDER,
+    GRACE_S,
+    USERS,
+    Answer,
+    Ask,
+    Gathered,
+    directory_for,
+    put_batch,
+)
 
 logger = logging.getLogger("das_adapter")
 
@@ -40,8 +50,8 @@ class SharedHistory:
     def __init__(self, name: str, config: HistoryConfig, grace_s: float = GRACE_S):
         """Engines of the node with the same `name`, that of the history's directory, share it; `grace_s`: see
         `protocol.spool.GRACE_S`."""
-        self._config, self._grace_s = config, grace_s
-        self._directory = root_for(name, config.max_bytes) / name
+        self._name, self._config, self._grace_s = name, config, grace_s
+        self._directory = Path()
         self._engine = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
         self._number = self._cursor = 0
@@ -75,6 +85,8 @@ class SharedHistory:
 
     def _enter(self) -> None:
         """Make sure that the directory is there, belongs to this user, and is not removed while this engine lives."""
+        if not self._users or not is_private(self._directory):
+            self._directory = directory_for(self._name, self._config.max_bytes)
         for directory in (self._directory, self._directory / FOLDER):
             make_private(directory)
         while not (self._users and _lies(self._users, self._directory / USERS)):
@@ -84,7 +96,8 @@ class SharedHistory:
 
     def _start_writer(self) -> None:
         """Start the process that writes; where another one writes there, it ends at once."""
-        command = [sys.executable, "-m", "das_adapter.service.local", str(self._directory)]
+        # -P: whoever may write into the working directory must not choose which modules it runs.
+        command = [sys.executable, "-P", "-m", "das_adapter.service.local", str(self._directory)]
         arguments = [self._config.model_dump_json(), str(self._grace_s)]
         # It outlives this process, and must not keep its output open.
         nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
@@ -97,8 +110,8 @@ class SharedHistory:
     def _ask(self) -> Answer:
         """Ask for a generation, and wait for the answer; TimeoutError: there was none."""
         self._number += 1
-        path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
         self._leave_ask()
+        path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
         begin = asked = time.monotonic()
         while (now := time.monotonic()) < begin + self._patience_s:
             if now > asked + AGAIN_S:
