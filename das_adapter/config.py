@@ -149,6 +149,11 @@ class DasConfig(_Block):
     log_dir: UserPath | None = None
     """Directory into which every engine writes its decisions, which `das-adapter report` shows. None: they are not
     written."""
+    trust_clients: bool = False
+    """Whether all who send requests to an engine without a host trust each other. `false`: a request drafts from texts
+    of the same whole prompt alone, and of the same `cache_salt`. `true`: also from those of the first turn that its
+    prompt begins with, or of the problem that it names (`das_problem`), whatever its `cache_salt`. veRL and NeMo-RL
+    label requests themselves, and refuse the key."""
     history: HistoryConfig = HistoryConfig()
     self: SelfConfig = SelfConfig()
     draft: DraftConfig = DraftConfig()

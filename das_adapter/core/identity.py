@@ -35,8 +35,10 @@ def prompt_identity(prompt_ids: npt.ArrayLike, *beside: str | int) -> int:
     """Return the 64-bit identity of a problem: a hash of its first prompt's ids, equal in every epoch, run and host.
     `beside`: what there is to the problem beside these ids: the hashes of its images, or its row in the data set."""
     digest = _hash()
-    digest.update(_text(prompt_ids))
-    return _with(digest, beside)
+    digest.update(np.ascontiguousarray(np.asarray(prompt_ids, dtype="<i4")).tobytes())
+    for part in beside:
+        digest.update(f"/{part}".encode())
+    return _number(digest)
 
 
 def media_hash(item: Any) -> str:
@@ -59,29 +61,33 @@ class FirstTurns:
 
     def __init__(self, remembered: int = 4096):
         self._remembered = remembered
-        self._known: dict[int, tuple[int, int]] = {}
-        """Tokens and images of the prompts that were asked, the latest last."""
+        self._known: dict[int, tuple[int, int, int]] = {}
+        """Of the prompts that were asked, the latest last: their tokens, images, and sum of weighted tokens."""
 
     def problem(self, prompt: npt.NDArray[np.int32], media: Sequence[str] = ()) -> int:
         """Return the 64-bit identity of the conversation's first prompt. In later turns the prompt, int32 [tokens], and
         the hashes of its images begin with those of the first turn."""
         identity = prompt_identity(prompt, *media)
         if identity not in self._known:
-            identity = self._prefix(prompt, media) or identity
-        self._known[identity] = self._known.pop(identity, (len(prompt), len(media)))
+            # Equal beginnings have equal sums; one hash for every length that is known would take milliseconds.
+            weights = np.cumprod(np.full(len(prompt), 6364136223846793005, np.uint64))
+            sums = np.cumsum(prompt.astype(np.uint64) * weights).tolist()
+            identity = self._prefix(prompt, media, sums) or identity
+            self._known.setdefault(identity, (len(prompt), len(media), sums[-1] if sums else 0))
+        self._known[identity] = self._known.pop(identity)
         if len(self._known) > self._remembered:
             del self._known[next(iter(self._known))]
         return identity
 
-    def _prefix(self, prompt: npt.NDArray[np.int32], media: Sequence[str]) -> int | None:
+    def _prefix(self, prompt: npt.NDArray[np.int32], media: Sequence[str], sums: Sequence[int]) -> int | None:
         """The shortest known prompt that this one begins with."""
-        digest, begin = _hash(), 0
-        sizes = {size for size in self._known.values() if size[0] < len(prompt) and size[1] <= len(media)}
-        for length, images in sorted(sizes, key=lambda size: (size[0], -size[1])):
-            digest.update(_text(prompt[begin:length]))
-            begin = length
-            identity = _with(digest.copy(), media[:images])
-            if self._known.get(identity) == (length, images):
+        likely = [
+            (tokens, -images, identity)
+            for identity, (tokens, images, total) in self._known.items()
+            if tokens < len(prompt) and total == sums[tokens - 1] and images <= len(media)
+        ]
+        for tokens, fewer, identity in sorted(likely):
+            if prompt_identity(prompt[:tokens], *media[:-fewer]) == identity:
                 return identity
         return None
 
@@ -90,15 +96,5 @@ def _hash() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=8)
 
 
-def _with(digest: hashlib.blake2b, beside: Sequence[str | int]) -> int:
-    for part in beside:
-        digest.update(f"/{part}".encode())
-    return _number(digest)
-
-
 def _number(digest: hashlib.blake2b) -> int:
     return int.from_bytes(digest.digest(), "little")
-
-
-def _text(ids: npt.ArrayLike) -> bytes:
-    return np.ascontiguousarray(np.asarray(ids, dtype="<i4")).tobytes()

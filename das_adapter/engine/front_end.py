@@ -19,6 +19,7 @@ from das_adapter.engine.settings import (
     take_block_from_environment,
 )
 from das_adapter.patching import patch
+from das_adapter.protocol.label import BadLabel
 
 logger = logging.getLogger("vllm.das_adapter")
 
@@ -41,6 +42,10 @@ def choose_runner(stock: Any) -> Any:
             return stock(self, *args, **kwargs)
         if not hosted(self):
             prepare_standalone(self, config)
+            if not config.trust_clients:
+                logger.info(
+                    "das: a request drafts from texts of its whole prompt and cache_salt alone: trust_clients=false"
+                )
         from vllm.triton_utils import HAS_TRITON
 
         choice = runner_for(self, config, HAS_TRITON)
@@ -93,7 +98,9 @@ def judge_row_processors(stock: Any) -> Any:
     def validate(self: Any, speculative_config: Any) -> None:
         runner = getattr(speculative_config, VERIFIES, None)
         if runner == 1 and self.min_tokens:
-            raise ValueError(
+            from vllm.exceptions import VLLMValidationError
+
+            raise VLLMValidationError(
                 f"das: found min_tokens={self.min_tokens}, allowed beside drafts on vLLM's V1 model runner: 0"
             )
         if runner != 2:
@@ -116,7 +123,12 @@ def label_requests(stock: Any) -> Any:
             setattr(self, LABELS, labels)
         made = stock(self, request_id, prompt, params, *args, **kwargs)
         if getattr(self, LABELS) is not None:
-            getattr(self, LABELS).complete(made)
+            try:
+                getattr(self, LABELS).complete(made)
+            except BadLabel as error:  # a server answers any other class with status 500 and no message
+                from vllm.exceptions import VLLMValidationError
+
+                raise VLLMValidationError(str(error)) from None
         return made
 
     return process_inputs

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import socket
 import threading
 from dataclasses import replace
 from typing import Any
 
 from das_adapter.config import DasConfig
-from das_adapter.protocol.label import Label, Labeller
+from das_adapter.protocol.label import BadLabel, Label, Labeller
 
 
 def media(request: Any) -> list[str]:
@@ -24,8 +25,9 @@ class RequestLabels:
 
     def __init__(self, config: DasConfig, vllm_config: Any, hosted: bool) -> None:
         """`hosted`: whether a host labels the requests."""
-        self._keyed = config.keyed
-        self._labeller = None if hosted else Labeller(config.verify.seed, _source(vllm_config))
+        self._keyed, self._trusts = config.keyed, config.trust_clients
+        source = _source(vllm_config)
+        self._labeller = None if hosted else Labeller(config.verify.seed, source, joins_turns=self._trusts)
         self._lock = threading.Lock()
 
     def complete(self, request: Any) -> None:
@@ -35,19 +37,43 @@ class RequestLabels:
         draws the same tokens in every run. The seed of the noise is the label's, else `SamplingParams.seed`; one that
         asked for no particular tokens has a seed that stays with it through preemptions. vLLM counts it on for each of
         the `n` samples of a request.
+
+        Raises:
+            BadLabel: the label is wrong, or says what only trusted clients may say.
         """
-        params, prompt = request.sampling_params, request.prompt_token_ids
+        params, labeller = request.sampling_params, self._labeller
         if params is None:
             return
         given = Label.of(params.extra_args)
         seed = params.seed if given.seed is None else given.seed
-        if self._labeller is not None and prompt is not None and (given.problem is None or seed is None):
-            with self._lock:
-                own = self._labeller.label(prompt, validate=not given.record, media=media(request))
-            seed = own.seed if seed is None else seed
-            params.extra_args = {**replace(own, seed=None).extra_args(), **(params.extra_args or {})}
+        if labeller is not None:
+            if not self._trusts:
+                _refuse(given)
+            if given.problem is None or seed is None:
+                own = self._own(labeller, request, given.record)
+                seed = own.seed if seed is None else seed
+                params.extra_args = {**replace(own, seed=None).extra_args(), **(params.extra_args or {})}
         if self._keyed:
             params.seed = _signed(seed, request.request_id, params.n)
+
+    def _own(self, labeller: Labeller, request: Any, record: bool) -> Label:
+        """Return the label of a request that is about its prompt; of one whose prompt is no tokens nobody knows that
+        there was another like it."""
+        prompt, beside = request.prompt_token_ids, media(request)
+        if prompt is None or getattr(request, "prompt_embeds", None) is not None:
+            return Label(secrets.randbits(64), record=record)
+        salt = getattr(request, "cache_salt", None)
+        if salt and not self._trusts:
+            beside.append(f"salt {salt}")
+        with self._lock:
+            return labeller.label(prompt, validate=not record, media=beside)
+
+
+def _refuse(given: Label) -> None:
+    """Refuse a label with which a client would read or write the history of a prompt that it need not know."""
+    for key, value in (("das_problem", given.problem), ("das_start", given.start)):
+        if value is not None:
+            raise BadLabel(f"{key}: found {value}, allowed: none, unless the server's block has `trust_clients: true`")
 
 
 def _signed(seed: int | None, req_id: str, samples: int) -> int:

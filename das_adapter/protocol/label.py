@@ -19,7 +19,7 @@ _MOST = {"problem": 2**64 - 1, "seed": 2**63 - 1, "record": 1, "start": 2**31 - 
 
 
 class BadLabel(DasError, ValueError):
-    """A request's label that no host has written; a server answers it as a bad request."""
+    """A request's label that no host has written, or that the server does not take from its clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,12 @@ class Label:
         """Read a request's `extra_args`, which a stranger may have written; what they don't say has its default.
 
         Raises:
-            BadLabel: a value is no integer, or out of range.
+            BadLabel: a value is no integer, or out of range, or no field of a label has this name.
         """
         given = extra_args or {}
+        for key in given:
+            if key.startswith("das_") and key.removeprefix("das_") not in _MOST:
+                raise BadLabel(f"{key:.100}: unknown key, allowed: {', '.join(f'das_{name}' for name in _MOST)}")
         found = {name: _integer(name, given[f"das_{name}"]) for name in _MOST if f"das_{name}" in given}
         return cls(found.get("problem"), found.get("seed"), bool(found.get("record", True)), found.get("start"))
 
@@ -69,20 +72,21 @@ class Label:
 class Labeller:
     """Labels requests. The n-th request of a problem gets the same seed in every run that asks in the same order."""
 
-    COUNTED = 2**20
+    COUNTED = 2**18
     """Problems whose requests are counted, at most; then counting begins anew, with other seeds."""
 
-    def __init__(self, run_seed: int, source: str = "", resumed: int = 0):
+    def __init__(self, run_seed: int, source: str = "", resumed: int = 0, joins_turns: bool = True):
         """
         Args:
             run_seed: `verify.seed`.
             source: tells labellers apart that count the same problems independently, such as those of two HTTP servers.
             resumed: training step from which the run resumes; what was drawn before that is not drawn again.
+            joins_turns: whether a prompt that begins with an earlier one belongs to that one's problem.
         """
         self._run_seed = run_seed
         self._resumed = resumed
         self._source = source
-        self._first_turns = FirstTurns()
+        self._first_turns = FirstTurns() if joins_turns else None
         self._drawn: Counter[tuple[int, bool]] = Counter()
         self._counts = 0
         """How often counting began anew."""
@@ -90,7 +94,8 @@ class Labeller:
     def label(self, prompt: Any, validate: bool, media: Sequence[str] = ()) -> Label:
         """Label a request with a prompt (token ids without padding, and the hashes of its images, sound and video);
         `validate`: its text must stay out of the history."""
-        problem = self._first_turns.problem(np.asarray(prompt, dtype=np.int32), media)
+        ids, turns = np.asarray(prompt, dtype=np.int32), self._first_turns
+        problem = turns.problem(ids, media) if turns else prompt_identity(ids, *media)
         number = self._drawn[problem, validate]
         self._drawn[problem, validate] += 1
         row = f"{self._source}/{self._counts}/{'validation' if validate else ''}"
@@ -108,5 +113,5 @@ def _integer(name: str, value: Any) -> int:
     except (TypeError, ValueError):
         found = -1
     if not 0 <= found <= _MOST[name]:
-        raise BadLabel(f"das_{name}: found {value!r}, allowed: an integer from 0 to {_MOST[name]}")
+        raise BadLabel(f"das_{name}: found {value!r:.100}, allowed: an integer from 0 to {_MOST[name]}")
     return found

@@ -12,7 +12,6 @@ the writer takes them at a time. Nothing in them is unpickled.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import logging
@@ -60,7 +59,14 @@ def directory_for(name: str, size: int) -> Path:
         for directory in (root / name, *sorted(root.glob(f"{name}-[0-9]*"))):
             if is_private(directory):
                 return directory
-    root = SHARED_MEMORY if _has_room(size) else temporary
+    root = SHARED_MEMORY if _free(SHARED_MEMORY) >= size else temporary
+    if root == temporary:
+        logger.warning(
+            "das: history: %s has no room for das.history.max_bytes=%s; the history lies in %s",
+            SHARED_MEMORY,
+            size,
+            root,
+        )
     for number in itertools.count():
         directory = root / (f"{name}-{number}" if number else name)
         try:
@@ -74,17 +80,11 @@ def directory_for(name: str, size: int) -> Path:
     raise AssertionError
 
 
-def _has_room(size: int) -> bool:
-    """Return whether shared memory has room for a history."""
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(SHARED_MEMORY).free >= size:
-            return True
-    logger.warning(
-        "das: history: %s has no room for das.history.max_bytes=%s; it lies in the temporary directory",
-        SHARED_MEMORY,
-        size,
-    )
-    return False
+def _free(root: Path) -> int:
+    try:
+        return shutil.disk_usage(root).free
+    except OSError:
+        return 0
 
 
 def write(path: Path, content: bytes) -> None:

@@ -37,13 +37,15 @@ def abort_last(llm: Any, number: int) -> None:
 
 
 def refusal(llm: Any, request: Request, label: dict[str, Any]) -> str | None:
-    """Send a request with a label as a stranger may write it; return how its refusal begins."""
+    """Send a request with a label as a stranger may write it; return how its refusal begins, which a server answers
+    with status 400."""
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
 
     params = SamplingParams(**sampling(Request(request.prompt, request.having(max_tokens=1).params, label)))
     try:
         llm.generate([{"prompt_token_ids": request.prompt}], [params], use_tqdm=False)
-    except ValueError as error:
+    except VLLMValidationError as error:
         return str(error).partition(", allowed")[0]
     return None
 

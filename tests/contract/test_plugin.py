@@ -79,6 +79,11 @@ def test_the_environment_may_hold_or_name_the_block(monkeypatch: pytest.MonkeyPa
         ("DAS_CONFIG", "/nowhere/das.yaml", "DAS_CONFIG: found '/nowhere/das.yaml', allowed: a das: block"),
         ("DAS_CONFIG", '{"das": null}', "found an empty block"),
         ("DAS_CONFIG", '{"history": {"load": "/tmp"}}', "das.history.load: found '/tmp', allowed: null, because"),
+        (
+            "DAS_CONFIG",
+            '{"history": {"scope": "global"}}',
+            "das.history.scope: found 'global', allowed with das.trust_",
+        ),
         ("VLLM_USE_V2_MODEL_RUNNER", "1", "VLLM_USE_V2_MODEL_RUNNER: found '1', allowed: '0', because"),
     ],
 )
@@ -89,6 +94,28 @@ def test_what_an_engine_without_a_host_cannot_do_stops_it(
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigError, match=re.escape(message)):
         engine_config()
+
+
+def test_trusted_clients_may_share_one_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DAS_CONFIG", '{"history": {"scope": "global"}, "trust_clients": true}')
+    assert engine_config().speculative_config.method == "custom_class"
+
+
+@pytest.mark.parametrize("dev_mode", ["0", "1"])
+def test_a_server_has_no_route_of_ours(monkeypatch: pytest.MonkeyPatch, dev_mode: str) -> None:
+    """With a block, hosted or not: what can be asked over HTTP is what vLLM's own server can be asked."""
+    from vllm.entrypoints.openai import api_server, cli_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    monkeypatch.setenv("DAS_CONFIG", "{}")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", dev_mode)
+    load_general_plugins()
+    args = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    routes = [route for route in api_server.build_app(args, ("generate",)).routes if hasattr(route, "endpoint")]
+    answers = {route.path: route.endpoint.__code__.co_filename for route in routes}
+    assert "/v1/completions" in answers
+    assert ("/collective_rpc" in answers) == (dev_mode == "1")
+    assert not [path for path, file in answers.items() if "das" in path or "das_adapter" in file]
 
 
 def test_the_model_runner_is_chosen_where_nobody_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,12 +58,41 @@ def test_one_line_turns_it_off(engine: Any) -> None:
     assert off[0]["samplers"] == stock[0]["samplers"]
 
 
+STRANGE = [{"das_problem": 5}, {"das_start": 0}, {"das_seed": 1e300}, {"das_record": "no"}, {"das_recrod": 0}]
+
+
+def validated() -> list[Round]:
+    """Rounds of which the second has the label `das_record: 0`; with the first come labels that no client may write."""
+    first, second, third = rounds()
+    one = replace(first, requests=first.requests[:1], refused=STRANGE)
+    validation = replace(second, requests=[r.labelled(das_record=0) for r in second.requests])
+    return [one, validation, third]
+
+
+def test_what_a_client_may_not_say_is_a_bad_request(engine: Any) -> None:
+    result = engine(das=HISTORY, standalone=True, rounds=validated(), env=HOST)
+    assert result[0]["refused"] == [
+        "das_problem: found 5",
+        "das_start: found 0",
+        "das_seed: found 1e+300",
+        "das_record: found 'no'",
+        "das_recrod: unknown key",
+    ]
+    assert not any(r["stats"]["error"] for r in result)
+
+
+def test_trusted_clients_name_problems(engine: Any) -> None:
+    """And what they have named is drafted from: other prompts' texts."""
+    asked = [replace(part, requests=[r.labelled(das_problem=5) for r in part.requests]) for part in rounds()]
+    result = engine(das={**HISTORY, "trust_clients": True}, standalone=True, rounds=asked, env=HOST)
+    apart = engine(das=HISTORY, standalone=True, rounds=rounds(), env=HOST)
+    assert list(map(written, result)) == list(map(written, apart))
+    assert result[2]["stats"]["draft_tokens"] != apart[2]["stats"]["draft_tokens"]
+
+
 def test_validation_stays_out(engine: Any) -> None:
     """Requests with the label `das_record: 0`."""
-    first, second, third = rounds()
-    one = replace(first, requests=first.requests[:1])
-    validation = replace(second, requests=[r.labelled(das_record=0) for r in second.requests])
-    result = engine(das=HISTORY, standalone=True, rounds=[one, validation, third], env=HOST)
+    result = engine(das=HISTORY, standalone=True, rounds=validated(), env=HOST)
     assert 0 < result[2]["stats"]["history_tokens"] <= sum(map(len, written(result[0])))
 
 

@@ -1,0 +1,114 @@
+"""Clients of a server that do not know each other draft from each other's texts for the same prompt alone; clients that
+trust each other, for the same problem."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from das_adapter.config import DasConfig
+from das_adapter.core.identity import FirstTurns, prompt_identity
+from das_adapter.engine.labels import RequestLabels
+from das_adapter.protocol.label import BadLabel, Label
+
+TEMPLATE = [1, 2, 3]
+"""With what every prompt begins."""
+
+
+class Server(RequestLabels):
+    """A server's front end."""
+
+    def __init__(self, hosted: bool = False, **block: Any) -> None:
+        parallel = SimpleNamespace(data_parallel_rank=0, _api_process_rank=0)
+        config = SimpleNamespace(model_config=SimpleNamespace(seed=0), parallel_config=parallel)
+        super().__init__(DasConfig(**block), config, hosted)
+
+    def asked(self, prompt: list[int] | None, label: dict[str, Any] | None = None, **request: Any) -> Label:
+        """The label with which a client's request reaches the engine."""
+        params = SimpleNamespace(extra_args=label, seed=None, n=1)
+        made = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt, request_id="same", **request)
+        self.complete(made)
+        return Label.of(params.extra_args)
+
+
+def test_whoever_sends_the_beginning_of_all_prompts_shares_none_of_them() -> None:
+    prompts = [[*TEMPLATE, *range(10 * i, 10 * i + 50)] for i in range(5)]
+    strangers, friends = Server(), Server(trust_clients=True)
+    for server in (strangers, friends):
+        for length in range(1, 4):
+            server.asked(TEMPLATE[:length])
+    assert [strangers.asked(prompt).problem for prompt in prompts] == list(map(prompt_identity, prompts))
+    assert {friends.asked(prompt).problem for prompt in prompts} == {prompt_identity(TEMPLATE[:1])}
+
+
+@pytest.mark.parametrize("label", [{"das_problem": 5}, {"das_problem": "5"}, {"das_start": 0}, {"das_start": 9}])
+def test_only_trusted_clients_say_what_a_request_is_about(label: dict[str, Any]) -> None:
+    (key,) = label
+    with pytest.raises(BadLabel, match=rf"^{key}: found \d, allowed: none, unless .* `trust_clients: true`$"):
+        Server().asked(TEMPLATE, label)
+    for server in (Server(trust_clients=True), Server(hosted=True)):
+        found = server.asked(TEMPLATE, label)
+        assert (found.problem == 5) == (key == "das_problem")
+        assert (found.start is not None) == (key == "das_start")
+
+
+def test_any_client_may_keep_its_text_out_and_choose_its_noise() -> None:
+    found = Server().asked(TEMPLATE, {"das_record": 0, "das_seed": 7})
+    assert found == Label(prompt_identity(TEMPLATE), 7, record=False)
+
+
+def test_a_cache_salt_parts_the_histories_of_clients_that_do_not_trust_each_other() -> None:
+    strangers, friends = Server(), Server(trust_clients=True)
+    salts = [None, "", "mine", "mine", "theirs"]
+    found = [strangers.asked(TEMPLATE, cache_salt=salt).problem for salt in salts]
+    assert found[:2] == [prompt_identity(TEMPLATE)] * 2
+    assert found[2] == found[3]
+    assert len(set(found)) == 3
+    assert {friends.asked(TEMPLATE, cache_salt=salt).problem for salt in salts} == {prompt_identity(TEMPLATE)}
+
+
+def test_prompts_that_are_no_tokens_have_nothing_in_common() -> None:
+    """vLLM's token ids of embeddings are zeros, or there are none."""
+    server = Server()
+    asked = [server.asked(prompt, prompt_embeds=object()) for prompt in (None, None, [0, 0], [0, 0])]
+    assert len({label.problem for label in asked}) == 4
+    assert server.asked(None, {"das_record": 0}).record is False
+
+
+def test_a_key_that_no_label_has_is_refused_and_shown_in_short() -> None:
+    with pytest.raises(
+        BadLabel, match="das_recrod: unknown key, allowed: das_problem, das_seed, das_record, das_start"
+    ):
+        Server().asked(TEMPLATE, {"das_recrod": 0, "other": 1})
+    for long in ({"das_" + 10**6 * "x": 1}, {"das_seed": 10**6 * "x"}, {"das_seed": 10**5 * [1]}):
+        with pytest.raises(BadLabel) as error:
+            Server().asked(TEMPLATE, long)
+        assert len(str(error.value)) < 300
+
+
+PROMPTS = st.lists(
+    st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.lists(st.sampled_from("ab"), max_size=2))
+)
+
+
+@given(asked=PROMPTS)
+def test_a_later_turn_belongs_to_the_shortest_prompt_that_it_begins_with(
+    asked: list[tuple[list[int], list[str]]],
+) -> None:
+    turns, first = FirstTurns(), dict[tuple[tuple[int, ...], tuple[str, ...]], None]()
+    for tokens, images in asked:
+        found = turns.problem(np.array(tokens, np.int32), images)
+        begun = [
+            (known, shown)
+            for known, shown in first
+            if len(known) < len(tokens) and [*known] == tokens[: len(known)] and [*shown] == images[: len(shown)]
+        ]
+        same = (tuple(tokens), tuple(images))
+        prompt, shown = same if same in first or not begun else min(begun, key=lambda one: (len(one[0]), -len(one[1])))
+        first[prompt, shown] = None
+        assert found == prompt_identity(prompt, *shown)
