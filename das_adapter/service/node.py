@@ -43,7 +43,8 @@ _AT_A_SYNC = 250_000
 class NodeHistory:
     """The history of the problems at home on a node: each text that engines leave in the spool goes to its problem's
     home. When nodes come or go, problems that have a new home begin anew there. Whatever happens to the directory,
-    `sync` answers."""
+    `sync` answers. Calls of the node's engines, those of other nodes and `tick` come in threads of their own, which
+    share the writer, whose lock is held from `read` to `keep`."""
 
     def __init__(
         self,
@@ -176,12 +177,13 @@ class NodeHistory:
 
     def _distributed(self, file: str, texts: list[Trajectory]) -> list[Trajectory]:
         """Leave texts of an engine that are at home elsewhere in the spool, for `_deliver`; return the others."""
+        nodes = self._nodes  # a weight sync may change it meanwhile
         if self.writer.policy.config.scope == "global":  # all nodes are home to everything
-            parts = dict.fromkeys(self._nodes, texts)
+            parts = dict.fromkeys(nodes, texts)
         else:
             parts = {}
-            for text, home in zip(texts, homes([text.problem for text in texts], self._nodes), strict=True):
-                parts.setdefault(self._nodes[home], []).append(text)
+            for text, home in zip(texts, homes([text.problem for text in texts], nodes), strict=True):
+                parts.setdefault(nodes[home], []).append(text)
         own = parts.pop(self._node, [])
         for home, part in parts.items():
             put(self.writer.directory, file.replace(BATCH, f"{AWAY}-{home}", 1), pack(part))

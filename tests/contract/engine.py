@@ -211,8 +211,6 @@ class Engine:
             self.llm.reset_prefix_cache()
         if part.draft_weights is not None:
             between.send_drafter(self.runner, part.draft_weights, part.host)
-        if part.lose_drafter:
-            between.lose(self.runner)
         if part.sleep is not None:
             between.sleep(self.llm, part.sleep)
 

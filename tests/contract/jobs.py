@@ -77,8 +77,6 @@ class Round:
     """Send this file as the drafter's weights."""
     host: str | None = None
     """Whose code loads them."""
-    lose_drafter: bool = False
-    """Destroy the drafter's weights."""
     sleep: int | None = None
     """Sleep at this level and wake up."""
     unrecorded: bool = False

@@ -229,9 +229,7 @@ def test_a_sync_without_the_drafters_weights_is_named(engine: Any, drafters: Pat
 
 def test_weights_lost_in_sleep_are_read_again(engine: Any, drafters: Path) -> None:
     first, second = two_rounds(requests(PLAIN))
-    result = engine(
-        das=block("draft_model", drafters, **ALWAYS), rounds=[replace(first, lose_drafter=True), second], env=HOST
-    )
+    result = engine(das=block("draft_model", drafters, **ALWAYS), rounds=[replace(first, sleep=2), second], env=HOST)
     rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
     assert rate[1] > 0.8 * rate[0] > 0.1
     assert "reading its checkpoint again" in result[0]["log"]
