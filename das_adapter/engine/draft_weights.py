@@ -115,6 +115,9 @@ class DraftWeights:
         from vllm.config.load import LoadConfig
         from vllm.model_executor.model_loader import get_model_loader
 
+        for weight in self.drafter.parameters():
+            if not weight.is_floating_point():  # EAGLE-3's table of tokens: zeros where the checkpoint has none
+                weight.data.zero_()
         loader = get_model_loader(LoadConfig(load_format="auto"))
         self._reading = True
         with set_current_vllm_config(self._runner.vllm_config):
