@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from das_adapter.config import DasConfig
 from das_adapter.core.length import Expected
 
 Name = TypeVar("Name", bound=Hashable)
+Floats = npt.NDArray[np.float64]
 
 REQUESTS, TOKENS = 64.0, 1024.0
 """What is in a decode step that takes twice as long as an empty one, if it grows in one respect alone."""
@@ -84,7 +86,11 @@ class Replicas(Generic[Name]):
         requests that a replica runs at once."""
         self._worth, self._group, self._slots = worth, group, slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
-        self._loads: dict[Name, tuple[float, float]] = {}  # of the replicas whose parts are as they were
+        self._changed = set(self._parts)
+        """Replicas whose parts are other ones than `_loads` knows."""
+        self._rows: dict[Name, int] = {}
+        self._loads = np.zeros((2, 0))
+        """What `load` returns, by replica: one column each, in the order of `_rows`."""
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         self._peak, self._expected = 0.0, math.inf
@@ -97,11 +103,12 @@ class Replicas(Generic[Name]):
     def add(self, replica: Name) -> None:
         """Add a replica that joined."""
         self._parts.setdefault(replica, {})
+        self._rows.clear()
 
     def remove(self, replica: Name) -> None:
         """Remove a replica that left."""
         self._parts.pop(replica, None)
-        self._loads.pop(replica, None)
+        self._rows.clear()
         self._places = {problem: [r for r in places if r != replica] for problem, places in self._places.items()}
 
     def pick(self, problem: int, length: float, known: bool = False, group: int | None = None) -> Name:
@@ -143,22 +150,31 @@ class Replicas(Generic[Name]):
         return max(rounds / self._slots, rounds / REQUESTS + length / TOKENS)
 
     def load(self, replica: Name) -> tuple[float, float]:
-        """Return the rounds of a replica's longest part, and the work of all its requests."""
-        if replica not in self._loads:
-            parts = self._parts[replica].values()
-            rounds = max((part.rounds for part in parts), default=0.0)
-            self._loads[replica] = rounds, sum(part.samples * part.work for part in parts)
-        return self._loads[replica]
+        """Compute the rounds of a replica's longest part, and the work of all its requests."""
+        parts = self._parts[replica].values()
+        rounds = max((part.rounds for part in parts), default=0.0)
+        return rounds, sum(part.samples * part.work for part in parts)
+
+    def _all_loads(self) -> Floats:
+        """Return the load of every replica, computed again only where it has changed."""
+        if not self._rows:
+            self._rows = {name: row for row, name in enumerate(self._parts)}
+            self._loads, self._changed = np.zeros((2, len(self._rows))), set(self._parts)
+        for replica in self._changed:
+            self._loads[:, self._rows[replica]] = self.load(replica)
+        self._changed.clear()
+        return self._loads
 
     def _place(self, problem: int, length: float, known: bool, samples: int) -> list[Name]:
         """Choose the replicas of a group's samples, and count them there."""
+        longest, work = self._all_loads()
         names = list(self._parts)
-        longest, work = np.array([self.load(replica) for replica in names]).T
         whole = samples * self.work(length, samples - 1, known)
         self._peak = max(self._peak, whole + float(work.sum()))
         share = max(self._expected, self._peak) / len(names)
-        parts_there = [self._parts[r].get(problem) for r in names]
-        there = [part.samples if part else 0 for part in parts_there]
+        there = [0]  # samples of the group on each replica, or on all
+        if self._running[problem]:
+            there = [part.samples if (part := self._parts[r].get(problem)) else 0 for r in names]
         first, places, each = math.inf, list[Name](), 0
         for parts in range(1, min(samples, len(names)) + 1):
             if each == (each := math.ceil(samples / parts)):
@@ -166,7 +182,7 @@ class Replicas(Generic[Name]):
             beside = {n: n + each - 1 for n in set(there)}
             rounds = {n: self._rounds(length, others + 1, known) for n, others in beside.items()}
             more = {n: each * self.work(length, others, known) for n, others in beside.items()}
-            added = np.array([more[n] for n in there])
+            added = np.broadcast_to([more[n] for n in there], work.shape)
             longest_after, work_after = np.maximum(longest, [rounds[n] for n in there]), work + added
             chosen = np.argsort(longest_after + work_after, kind="stable")[:parts]
             ends = longest + np.maximum(0.0, work - share)
@@ -175,14 +191,14 @@ class Replicas(Generic[Name]):
             if end >= first:
                 break
             first, places = end, [names[i] for i in chosen for _ in range(each)][:samples]
-        for replica in places:
-            self._join(replica, problem, length, known)
+        for replica, count in Counter(places).items():
+            self._join(replica, problem, length, known, count)
         return places
 
-    def _join(self, replica: Name, problem: int, length: float, known: bool) -> None:
-        self._loads.pop(replica, None)
+    def _join(self, replica: Name, problem: int, length: float, known: bool, samples: int = 1) -> None:
+        self._changed.add(replica)
         part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0))
-        part.samples += 1
+        part.samples += samples
         part.rounds = self._rounds(length, part.samples, known)
         part.work = self.work(length, part.samples - 1, known)
 
@@ -191,7 +207,7 @@ class Replicas(Generic[Name]):
 
     def _leave(self, replica: Name, problem: int) -> None:
         if part := self._parts.get(replica, {}).get(problem):
-            self._loads.pop(replica, None)
+            self._changed.add(replica)
             part.samples -= 1
             if not part.samples:
                 del self._parts[replica][problem]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import cProfile
 import heapq
 import itertools
+import pstats
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -140,6 +142,40 @@ def test_what_ended_no_longer_counts_and_replicas_may_come_and_go(events: list[t
         replicas.done(replica, problem)
     there = "ab" if len(events) <= 20 else "abc" if len(events) <= 40 else "bc"
     assert all(replicas.load(replica) == (0, 0) for replica in there)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_replica_that_comes_and_goes_at_once_changes_no_choice(seed: int) -> None:
+    draw = random.Random(seed)
+    workers, group = draw.randint(2, 4), draw.randint(1, 4)
+    kept, counted_again = (Replicas[int | str](range(workers), group=group, slots=4) for _ in range(2))
+    expected = Expected({p: float(draw.randint(1, 10_000)) for p in range(4)})
+    running: list[tuple[int | str, int]] = []
+    for _ in range(60):
+        counted_again.add("new")
+        counted_again.remove("new")
+        problem, event = draw.randrange(8), draw.choice(["pick", "pick", "stay", "done"])
+        about = problem, expected[problem], problem in expected
+        if event == "done" and running:
+            ended = running.pop(problem % len(running))
+            kept.done(*ended)
+            counted_again.done(*ended)
+        elif event == "stay":
+            running.append((problem % workers, problem))
+            kept.stay(problem % workers, *about)
+            counted_again.stay(problem % workers, *about)
+        else:
+            running.append((kept.pick(*about), problem))
+            assert counted_again.pick(*about) == running[-1][0]
+
+
+def test_a_rows_way_into_a_plan_is_as_short_beside_many_workers() -> None:
+    def calls(workers: int) -> int:
+        profile = cProfile.Profile()
+        profile.runcall(plan, [p for p in range(512) for _ in range(8)], Expected({0: 50.0, 1: 2000.0}), workers)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert calls(256) < 1.5 * calls(16)
 
 
 def test_a_trajectorys_next_turn_counts_where_it_is() -> None:
