@@ -23,6 +23,8 @@ Responses = npt.NDArray[np.void]
 Visits = dict[int, Floats]
 """Lengths by the weight version that wrote them."""
 
+_OF_A_VERSION = 2**18
+"""Most lengths that one weight version has: a server's weights may stay as they are."""
 _Z = np.linspace(-5.0, 5.0, 1001)
 _NORMAL = np.array([0.5 * (1.0 + math.erf(z / math.sqrt(2.0))) for z in _Z])
 
@@ -236,7 +238,8 @@ def _at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
 
 
 def _note(visits: Visits, version: int, lengths: Floats, most: int) -> None:
-    """Add lengths to those of their weight version; of more than `most` versions the oldest is dropped."""
-    visits[version] = np.concatenate([visits[version], lengths]) if version in visits else lengths
+    """Add lengths to those of their weight version; of more than `most` versions the oldest is dropped, of more than
+    `_OF_A_VERSION` lengths the first."""
+    visits[version] = np.concatenate([visits.get(version, lengths[:0]), lengths])[-_OF_A_VERSION:]
     if len(visits) > most:
         del visits[min(visits)]

@@ -1,16 +1,19 @@
 """The decision log: what the controller decided in every step and how each request went, as lines of JSON.
 
-One file per engine and run. A line is a list: the kind of record, then its fields in the order in which they stand
-here.
+One file per engine and run, and another with what came before once it is full. A line is a list: the kind of record,
+then its fields in the order in which they stand here.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import socket
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +23,11 @@ from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
 
+_BEFORE = ".before.jsonl"
 _LINES = 256
 """Lines that are written together."""
+MOST = 128 << 20
+"""Bytes of a file, at which the next begins: a log takes at most twice that."""
 
 
 class Step(NamedTuple):
@@ -78,13 +84,16 @@ _KINDS: dict[str, type] = {"s": Step, "r": Request, "v": WeightSync, "c": Counts
 
 
 class DecisionLog:
-    """Writes one worker's decisions. Lines of the last moments before a crash may be missing."""
+    """Writes one worker's decisions. Lines of the last moments before a crash may be missing, and the oldest where a
+    run is long."""
 
-    def __init__(self, directory: str):
-        """Raises OSError where the directory can't be made."""
+    def __init__(self, directory: str, most: int = MOST):
+        """`most`: see `MOST`. Raises OSError where the directory can't be made."""
         Path(directory).mkdir(parents=True, exist_ok=True)
-        self.path = Path(directory) / f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.jsonl"
-        self._lines = [json.dumps(["run", __version__, os.getpid()])]
+        name = f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"  # hosts may share the directory
+        self.path, self._most = Path(directory) / f"{name}.jsonl", most
+        self._head = json.dumps(["run", __version__, socket.gethostname(), os.getpid()])
+        self._lines = [self._head]
         self._ended = False
 
     def add(self, record: Record) -> None:
@@ -97,14 +106,18 @@ class DecisionLog:
 
     def flush(self) -> None:
         """Write what was kept back. Where the disk is full the log ends, and nothing else does."""
+        full = False
         if not self._ended:
             try:
                 with self.path.open("a") as file:
                     file.writelines(line + "\n" for line in self._lines)
+                    full = file.tell() >= self._most
+                if full:
+                    self.path.replace(self.path.with_suffix(_BEFORE))
             except OSError as error:
                 self._ended = True
                 logger.error("das: the decision log %s ends here: %r", self.path, error)
-        self._lines.clear()
+        self._lines = [self._head] if full else []
 
 
 @dataclass
@@ -112,7 +125,7 @@ class Rollout:
     """What happened between two weight syncs in one engine."""
 
     source: str
-    """Name of the log file."""
+    """Name of the log."""
     steps: list[Step] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     counts: list[dict[str, Any]] = field(default_factory=list)
@@ -138,13 +151,14 @@ def read(directory: Path) -> list[Rollout]:
     runs = sorted({str(path.parent) for path in paths})
     if len(runs) > 1:
         raise DasError(f"report: found logs of {len(runs)} runs under {directory}, choose one: {', '.join(runs)}")
-    rollouts = [rollout for path in paths for rollout in _rollouts(path)]
+    logs = itertools.groupby(paths, key=lambda path: path.name.partition(".")[0])  # what came before is the first
+    rollouts = [rollout for name, files in logs for rollout in _rollouts(name, files)]
     return sorted((r for r in rollouts if r.steps), key=lambda r: r.steps[0].begin)
 
 
-def _rollouts(path: Path) -> Iterator[Rollout]:
-    current = Rollout(path.name)
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+def _rollouts(name: str, files: Iterable[Path]) -> Iterator[Rollout]:
+    current = Rollout(name)
+    for path, number, line in ((p, n, line) for p in files for n, line in enumerate(p.read_text().splitlines(), 1)):
         try:
             kind, *values = json.loads(line)
             if kind == "run":
@@ -163,5 +177,5 @@ def _rollouts(path: Path) -> Iterator[Rollout]:
         else:
             current.end = record
             yield current
-            current = Rollout(path.name)
+            current = Rollout(name)
     yield current

@@ -4,6 +4,7 @@ drafter, and without one."""
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,10 @@ from das_adapter.core.staleness import AGES
 EngineStats = dict[str, Any]
 """A worker's answer to `stats`, plain numbers by name: its `Counters`, `model_runner` (vLLM's, 1 or 2), and what
 `core.controller.Controller.take`, `engine.history.HistorySource.stats` and a model that drafts add."""
+
+
+_LAST = 2**17
+"""Steps and responses of which times are kept, the last ones: a host may never ask for them."""
 
 
 @dataclass
@@ -31,7 +36,7 @@ class Counters:
     tokens: int = 0
     busy_seconds: float = 0.0
     """Seconds from the begin of each step to its end, drafting included."""
-    propose_seconds: list[float] = field(default_factory=list)
+    propose_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
     error: str | None = None
     """What the drafter raised; from then on the engine decodes without it. Survives `take`, until the next weight
     sync."""
@@ -56,7 +61,7 @@ class Counters:
 
     def take(self) -> EngineStats:
         """Return the counts as plain numbers (`merge` adds them up over workers), and start again at zero."""
-        counts = dict(vars(self))
+        counts = {**vars(self), "propose_seconds": list(self.propose_seconds)}
         self.__init__(error=self.error, alarm=self.alarm)  # type: ignore[misc]
         return counts
 
@@ -66,9 +71,9 @@ class RolloutClock:
 
     def __init__(self) -> None:
         self._begin = float("inf")
-        self._ends: list[float] = []
+        self._ends = deque[float](maxlen=_LAST)
         self._hash = 0
-        self._draws: list[int] = []
+        self._draws = deque[int](maxlen=_LAST)
 
     def drew(self, seed: int, problem: int, start: int) -> None:
         """Count the noise of one response: the label's seed and problem, and where its text begins. A response that
@@ -86,7 +91,7 @@ class RolloutClock:
     def take(self) -> dict[str, Any]:
         """Return begin, ends, draws and the hash, which does not depend on the order, and start again."""
         hashed = self._hash % 2**48
-        taken = {"begin": self._begin, "ends": self._ends, "token_hash": hashed, "draws": self._draws}
+        taken = {"begin": self._begin, "ends": [*self._ends], "token_hash": hashed, "draws": [*self._draws]}
         self.__init__()  # type: ignore[misc]
         return taken
 

@@ -4,11 +4,13 @@ the ledger and to the histories of other nodes."""
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,8 @@ _LEDGER_S = 5.0
 """How long a weight sync waits for the ledger."""
 _PEER_S = 20.0
 """How long a checkpoint waits for what is for the ledger, and for other nodes."""
+_OUTBOX = 4
+"""Texts on their way to other nodes take at most this part of `max_bytes`."""
 _AT_A_SYNC = 250_000
 """Maximum tokens sealed synchronously at a weight sync; what has arrived before is sealed already."""
 
@@ -73,7 +77,10 @@ class NodeHistory:
         """Names of the histories of the run's nodes."""
         self._sending: dict[str, ray.ObjectRef] = {}
         """By file: calls of other nodes' histories."""
-        self._lengths: list[Responses] = []
+        self._oldest = math.inf
+        """When the oldest text that waits for another node was left here, seconds since the epoch."""
+        self._lengths = deque[Responses](maxlen=2**12)
+        """Of the last batches, for the ledger."""
         self._version = self._tidied = 0
         self._sealable = _AT_A_SYNC
         """Tokens that may still be sealed at this weight sync."""
@@ -134,14 +141,17 @@ class NodeHistory:
         self.writer.publish()
         self.writer.store.save(path)
 
-    def figures(self) -> dict[str, int | str]:
-        """Return the size of the history, where it lies, and this process's id."""
+    @ray.method(concurrency_group="peers")
+    def figures(self) -> dict[str, float | str]:
+        """Return the size of the history, for how many seconds the oldest text for another node has waited, where it
+        lies, and this process's id."""
         store = self.writer.store
         return {
             "tokens": store.tokens,
             "problems": store.problems,
             "bytes": store.nbytes,
             "staged": store.staged,
+            "unsent_s": max(0.0, time.time() - self._oldest),
             "directory": str(store.directory),
             "pid": os.getpid(),
         }
@@ -190,8 +200,19 @@ class NodeHistory:
         return own
 
     def _deliver(self) -> None:
-        """Send what is at home elsewhere, and remove what has arrived; what has not is sent again."""
-        for path in self.writer.waiting(AWAY):
+        """Send what is at home elsewhere, and remove what has arrived; what has not is sent again. If too much waits,
+        the oldest is given up."""
+        waiting = sorted(((path.stat(), path) for path in self.writer.waiting(AWAY)), key=lambda file: file[0].st_mtime)
+        beyond = sum(stat.st_size for stat, _ in waiting) - self.writer.policy.config.max_bytes // _OUTBOX
+        for stat, path in waiting:
+            if beyond > 0:
+                beyond -= stat.st_size
+                path.unlink()
+                self._sending.pop(path.name, None)
+                self.writer.report(
+                    DasError(f"the oldest texts for other nodes are lost: 1/{_OUTBOX} of max_bytes waits")
+                )
+                continue
             _, peer, rest = path.name.split("-", 2)
             try:
                 call = self._sending.pop(path.name, None)
@@ -201,12 +222,13 @@ class NodeHistory:
                     call = ray.get_actor(peer).receive.remote(f"{TEXTS}-{rest}", path.read_bytes())
                     self._sending[path.name] = call
                 elif ray.wait([call], timeout=0)[0]:
-                    ray.get(call)
+                    ray.get(call, timeout=_PEER_S)
                     path.unlink()
                 else:
                     self._sending[path.name] = call
             except (ValueError, ray.exceptions.RayError) as error:  # it ended, or there is no room for the message
                 logger.warning("das: history: texts did not reach %s and are sent again: %r", peer, error)
+        self._oldest = min((stat.st_mtime for stat, path in waiting if path.exists()), default=math.inf)
 
     def _ask(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced | None:
         try:
@@ -228,8 +250,9 @@ class NodeHistory:
             return
         actor = ledger.running()
         with self.writer.lock:
-            lengths, self._lengths = self._lengths, []
-        call = actor.add.remote(np.concatenate(lengths))
+            lengths = np.concatenate(self._lengths)
+            self._lengths.clear()
+        call = actor.add.remote(lengths)
         if wait:
             ask(call, _PEER_S)
 

@@ -119,6 +119,15 @@ def test_lengths_are_remembered_for_a_problem_s_own_visits() -> None:
     assert model.own(2).tolist() == [100, 100, 100]
 
 
+def test_a_server_whose_weights_stay_remembers_its_last_lengths() -> None:
+    model = LengthModel()
+    for tokens in (100, 300):
+        model.observe(np.full(2**18, np.array((1, tokens, 0), RESPONSE)))
+    model.refit()
+    assert np.array_equal(model.own(1), np.full(2**18, 300.0))
+    assert model.bounds == (300.0, 300.0)
+
+
 def test_the_problems_not_seen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LengthModel, "PROBLEMS", 2)
     log = LengthLog(window=8)

@@ -48,6 +48,17 @@ def test_taking_starts_again_but_remembers_a_failure() -> None:
     assert counters.take() == {**Counters().take(), "error": "boom"}
 
 
+def test_what_nobody_asks_for_does_not_grow_for_ever() -> None:
+    counters, clock = Counters(), RolloutClock()
+    for number in range(2**17 + 5):
+        counters.propose_seconds.append(float(number))
+        clock.finished(0.0, float(number), seed=number, tokens=b"")
+        clock.drew(number, problem=1, start=0)
+    taken = {**counters.take(), **clock.take()}
+    assert [len(taken[name]) for name in ("propose_seconds", "ends", "draws")] == [2**17] * 3
+    assert taken["propose_seconds"][-1] == taken["ends"][-1] == 2**17 + 4
+
+
 def test_health_falls_with_a_failed_drafter_and_with_collapsed_acceptance() -> None:
     assert merge([{**Counters().take(), "error": "boom"}])["das/health"] == 0.0
     assert merge([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 5}])["das/health"] == 0.0

@@ -48,6 +48,25 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path, caplog: pytes
     assert caplog.text.count("the decision log") == 1
 
 
+def test_logs_of_hosts_that_share_a_directory_are_two(tmp_path: Path) -> None:
+    logged(tmp_path, steps=3)
+    logged(tmp_path, steps=3)  # in the same second and process
+    assert report.summary(read(tmp_path))["engines"] == 2
+
+
+def test_a_long_log_has_a_bound_and_keeps_what_came_last(tmp_path: Path) -> None:
+    log = DecisionLog(str(tmp_path), most=20_000)
+    for version in range(200):
+        for i in range(10):
+            log.add(Step(100.0 * version + i, 4, 10, 6, 3, 0.5, None))
+        log.add(WeightSync(version, None, 0.0, None))
+    assert 20_000 <= sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 20_000 + 1_000
+    rollouts = read(tmp_path)
+    assert [r.version for r in rollouts] == list(range(rollouts[0].version, 200))
+    assert {len(r.steps) for r in rollouts} == {10}
+    assert report.summary(rollouts)["engines"] == 1
+
+
 def test_the_summary_counts(tmp_path: Path) -> None:
     logged(tmp_path)
     figures = report.summary(read(tmp_path))
