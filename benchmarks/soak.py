@@ -72,7 +72,9 @@ class Replica:
         }
         self._llm = LLM(str(POLICY), **settings, **engine_args(das))
         self._weights = load_file(POLICY / "model.safetensors")
-        self._session = Session(das, self._rpc)
+        self._session, engine = Session(das, self._rpc, any_time=False), self._llm.llm_engine
+        step = engine.step
+        engine.step = lambda: (self._session.visit(), step())[1]
         self._session.start()
         self._drafted = self._accepted = 0
 
@@ -91,7 +93,7 @@ class Replica:
 
         asked = [(prompt(p), sample) for p in problems for sample in range(SAMPLES)]
         labels = [Label(prompt_identity(ids), request_seed(0, prompt_identity(ids), step, i)) for ids, i in asked]
-        self._session.begun((label.problem for label in labels if label.problem is not None), wait=True)
+        self._session.begun(label.problem for label in labels if label.problem is not None)
         begin = time.time()
         outputs = self._llm.generate(
             [{"prompt_token_ids": ids} for ids, _ in asked],

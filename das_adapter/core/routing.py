@@ -264,10 +264,11 @@ class StartOrder:
         self._worth, self._group = worth, group
         self._expected, self._version = Expected(), 0
         self._started: Counter[int] = Counter()
+        """Requests by problem, since the weight sync."""
 
-    def refresh(self, expected: Expected, version: int) -> None:
-        """Take what is expected and the weight version, at a weight sync."""
-        self._expected, self._version = expected, version
+    def refresh(self, expected: Expected | None, version: int) -> None:
+        """Take what is expected (None: what was before) and the weight version, at a weight sync."""
+        self._expected, self._version = expected or self._expected, version
         self._started.clear()
 
     def priority(self, problem: int, begun: bool = False) -> int:

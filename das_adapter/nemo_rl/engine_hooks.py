@@ -40,6 +40,8 @@ labels: ContextVar[Sequence[Label] | None] = ContextVar("das_labels", default=No
 class EngineHooks:
     """The part that does not depend on whether the engine is synchronous."""
 
+    any_time = True
+    """Whether the engine may be called while it generates."""
     start: Any
     generate: Any
     collective_rpc: Any
@@ -61,7 +63,7 @@ class EngineHooks:
         self.validating = False
         self._labeller = Labeller(das.verify.seed, source, resumed)
         self._llm, self._generate, self._rpc = llm, llm.generate, llm.collective_rpc
-        self._session = Session(das, self._das_rpc)
+        self._session = Session(das, self._das_rpc, self.any_time)
         self._order, self._loop = start_order(das), loop
         llm.generate, llm.collective_rpc = self.generate, self.collective_rpc
 
@@ -109,7 +111,19 @@ class EngineHooks:
 
 
 class SyncEngineHooks(EngineHooks):
-    """Hooks on `vllm.LLM`."""
+    """Hooks on `vllm.LLM`. It can't be called while it generates: history that arrives from other nodes is mapped
+    between two steps of its `llm_engine`."""
+
+    any_time = False
+
+    def __init__(self, llm: Any, *args: Any, **kwargs: Any):
+        super().__init__(llm, *args, **kwargs)
+        self._step, llm.llm_engine.step = llm.llm_engine.step, self.step
+
+    def step(self) -> Any:
+        """Take a step of the engine, which drafts from what has arrived."""
+        self._session.visit()
+        return self._step()
 
     def generate(self, prompts: Any, sampling_params: Any = None, **kwargs: Any) -> Any:
         given: Sequence[Label | None] = labels.get() or [None] * len(prompts)
@@ -117,7 +131,7 @@ class SyncEngineHooks(EngineHooks):
         params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         begin = time.time()
         params = [self._labelled(p, mark) for p, mark in zip(params, marks, strict=True)]
-        self._session.begun((m.problem for m in marks if m is not None and m.problem is not None), wait=True)
+        self._session.begun(m.problem for m in marks if m is not None and m.problem is not None)
         outputs = self._generate(prompts, params, **kwargs)
         for output, mark in zip(outputs, marks, strict=True):
             self._finished(output, [sample.token_ids for sample in output.outputs], mark, begin)

@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator
 from contextvars import ContextVar
 from typing import Any
 
-import ray
 import torch
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict, SlicedDataDict
 from nemo_rl.models.generation.vllm.vllm_generation import VllmGeneration
@@ -24,9 +23,12 @@ from das_adapter.nemo_rl.tracking import log_exposed_generation
 from das_adapter.protocol.label import Labeller
 from das_adapter.protocol.metrics import figures
 from das_adapter.service import ledger
+from das_adapter.service.session import PATIENCE_S
 
 _LENGTHS_FOR_S = 10.0
 """How long an asynchronous run uses the same expected lengths."""
+_ANSWER_S = PATIENCE_S + 10.0
+"""How long workers have to answer; one waits `PATIENCE_S` for its engine."""
 _SLOTS = 256
 """Requests that a worker runs at once where its config does not say: vLLM's smallest default."""
 
@@ -103,7 +105,7 @@ class DasVllmGeneration(VllmGeneration):
         metrics: dict[str, float] = super().get_step_metrics()
         if self.das is None:
             return metrics
-        answers = itertools.chain.from_iterable(ray.get(self._on_replicas("das_report")))
+        answers = itertools.chain.from_iterable(self._on_replicas("das_report"))
         reports = [report for report in answers if "request_forwards" in report]
         ours = {name: value for name, value in figures(reports).items() if name.startswith("das/")}
         if reports:
@@ -111,10 +113,11 @@ class DasVllmGeneration(VllmGeneration):
         return {**metrics, **ours}
 
     def set_validating(self, on: bool) -> None:
-        """Mark requests from now on as a validation's, whose text stays out of the history; off: no longer."""
+        """Mark requests from now on as a validation's, whose text stays out of the history; off: no longer. A worker
+        that does not answer in time takes requests without a label, from NeMo-Gym, for what they were before."""
         if self.das is not None:
             self._validating = on
-            ray.get(self._on_replicas("das_validation", on=on))
+            self._on_replicas("das_validation", on=on)
 
     def _labelled(self, data: BatchedDataDict[Any]) -> BatchedDataDict[Any]:
         prompts = (row[:n].numpy() for row, n in zip(data["input_ids"], data["input_lengths"].tolist(), strict=True))
@@ -128,7 +131,7 @@ class DasVllmGeneration(VllmGeneration):
 
     def _predict(self) -> Expected:
         if self._longest_first:
-            self._expected = ledger.expected(timeout=10)
+            self._expected = ledger.expected(timeout=10) or self._expected
         return self._expected
 
     def _next_dp_shard_idx(self) -> int:
@@ -137,11 +140,12 @@ class DasVllmGeneration(VllmGeneration):
             return super()._next_dp_shard_idx()
         return chosen
 
-    def _on_replicas(self, method: str, **kwargs: Any) -> list[ray.ObjectRef]:
-        futures: list[ray.ObjectRef] = self.worker_group.run_all_workers_single_data(
+    def _on_replicas(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker; one that does not answer in time is left out, with a line in the log."""
+        calls = self.worker_group.run_all_workers_single_data(
             method, run_rank_0_only_axes=["tensor_parallel", "pipeline_parallel"], **kwargs
         )
-        return futures
+        return ledger.answers(calls, _ANSWER_S, method)
 
 
 class Planned(BatchedDataDict[Any]):

@@ -126,13 +126,25 @@ def ask(call: ray.ObjectRef, timeout: float) -> Any:
         raise
 
 
-def expected(timeout: float) -> Expected:
-    """Ask for what is expected; nothing, with a line in the log, where the ledger does not answer."""
+def answers(calls: Sequence[ray.ObjectRef], timeout: float, what: str) -> list[Any]:
+    """Wait for what several actors answer to `what`; those that do not within `timeout` seconds, or that fail, are left
+    out, with a line in the log."""
+    found, deadline = [], time.monotonic() + timeout
+    for call in calls:
+        try:
+            found.append(ask(call, max(0.0, deadline - time.monotonic())))
+        except ray.exceptions.RayError as error:
+            logger.warning("das: one of %s actors has no answer to %s: %r", len(calls), what, error)
+    return found
+
+
+def expected(timeout: float) -> Expected | None:
+    """Ask for what is expected; None, with a line in the log, where the ledger does not answer."""
     try:
         return Expected(ray.get(ask(running().expected.remote(), timeout), timeout=timeout))
     except (ValueError, ray.exceptions.RayError) as error:
-        logger.warning("das: no predicted lengths, all responses count as equally long: %r", error)
-        return Expected()
+        logger.warning("das: no new predicted lengths; those from before stand: %r", error)
+        return None
 
 
 def name_of(part: str) -> str:

@@ -23,7 +23,7 @@ from das_adapter.protocol.messages import Published, Refresh, Refreshed, Traject
 from das_adapter.protocol.metrics import RolloutClock
 from das_adapter.protocol.spool import Gathered, later, put_batch, write
 from das_adapter.service import node
-from das_adapter.service.ledger import ask, history_here, ledger
+from das_adapter.service.ledger import answers, ask, history_here, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -55,14 +55,18 @@ class Session:
     """One engine's part. Trajectories are left in the spool of the node's history, and never waited for. Any thread may
     call, an event loop's too; no method but `start` raises."""
 
-    def __init__(self, das: DasConfig, rpc: Rpc):
-        self._das, self._rpc = das, rpc
+    def __init__(self, das: DasConfig, rpc: Rpc, any_time: bool = True):
+        """`any_time`: whether the engine may be called while it generates; else whoever lets it generate calls `visit`
+        between two steps."""
+        self._das, self._rpc, self._any_time = das, rpc, any_time
         self._clock = RolloutClock()
         self._name = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
         self._lock = threading.Lock()
         self._wanted: dict[str, list[int]] = {}
         """By home: problems whose history is to be fetched."""
+        self._arrived: list[Path] = []
+        """Files with such history, for the engine to map."""
         self._asked: set[int] = set()
         """Problems that began since the last weight sync."""
         self._directory = "/nowhere"
@@ -87,10 +91,9 @@ class Session:
             ) from error
         logger.warning("das: an engine speculates: %s", hello[0][0])
 
-    def begun(self, problems: Iterable[int], wait: bool = False) -> None:
+    def begun(self, problems: Iterable[int]) -> None:
         """Fetch the history of problems that are at home on other nodes, for requests that begin; each once in a weight
-        version. They draft from it as soon as it is there, and never wait for it; `wait` until it was fetched is for an
-        engine that can't be called while it generates."""
+        version. They draft from it as soon as it is there, and never wait for it."""
         if len(self._nodes) < 2 or self._das.history.scope == "global":
             return
         try:
@@ -102,9 +105,7 @@ class Session:
                     if self._nodes[home] != self._own:
                         self._wanted.setdefault(self._nodes[home], []).append(problem)
                 first = first and bool(self._wanted)
-            if first and wait:
-                self._fetch()
-            elif first:
+            if first:
                 later(_GUESTS_S, self._fetch)
         except Exception:
             logger.exception("das: a request begins without the history of its problem")
@@ -161,6 +162,19 @@ class Session:
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 
+    def visit(self) -> None:
+        """Let the engine map what was fetched of other nodes' histories, if there is anything."""
+        if not self._arrived:
+            return
+        with self._lock:
+            files, self._arrived = self._arrived, []
+        try:
+            self._agree(self._rpc("visit", {"files": [str(file) for file in files]}, PATIENCE_S), PATIENCE_S)
+        except Exception as error:
+            logger.warning("das: requests go on without the history of their problems: %r", error)
+        for file in files:
+            file.unlink(missing_ok=True)
+
     def flush(self) -> None:
         """Leave the trajectories of the open batch for the history now; that is done anyway after half a second."""
         self._gathered.flush()
@@ -214,24 +228,22 @@ class Session:
             put_batch(self._directory, self._name, batch)
 
     def _fetch(self) -> None:
-        """Let the engine map the history of problems that are at home on other nodes."""
-        files: list[str] = []
+        """Fetch the history of problems that are at home on other nodes."""
         try:
             with self._lock:
                 wanted, self._wanted = self._wanted, {}
             if not ray.is_initialized():  # as in `_leave`
                 return
             calls = [ray.get_actor(home).give.remote(problems) for home, problems in wanted.items()]
-            for answer in ray.wait(calls, num_returns=len(calls), timeout=_GUESTS_WAIT_S)[0]:
-                files.append(f"{self._directory}/{uuid.uuid4().hex}.tmp")  # as in `NodeHistory.give`
-                write(Path(files[-1]), ray.get(answer))
-            if files:
-                self._agree(self._rpc("visit", {"files": files}, PATIENCE_S), PATIENCE_S)
+            for history in answers(calls, _GUESTS_WAIT_S, "give"):
+                file = Path(f"{self._directory}/{uuid.uuid4().hex}.tmp")  # as in `NodeHistory.give`
+                write(file, history)
+                with self._lock:
+                    self._arrived.append(file)
         except Exception as error:
             logger.warning("das: requests go on without the history of their problems: %r", error)
-        finally:
-            for file in files:
-                Path(file).unlink(missing_ok=True)
+        if self._any_time:
+            self.visit()
 
 
 def for_run(das: DasConfig) -> DasConfig:

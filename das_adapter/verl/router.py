@@ -19,7 +19,8 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
     """veRL's balancer that keeps groups together (`longest_first`), or takes the replica with the fewest requests
     without veRL's random tie-break (`least_loaded`).
 
-    Lengths come from the run's ledger, which is asked when no request is in flight and every 1024 requests.
+    Lengths come from the run's ledger, which is asked when no request is in flight and every 1024 requests;
+    where it does not answer, what it said before stands until then.
     """
 
     das = DasConfig()
@@ -50,7 +51,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         if not self._inflight_requests:
             return super().acquire_server(request_id)  # says so
         if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):
-            self._expected = ledger.expected(timeout=5)
+            self._expected = ledger.expected(timeout=5) or self._expected
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))
         problem = -self._acquired if label.problem is None else label.problem

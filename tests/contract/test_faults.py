@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,10 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 from das_adapter.core.homes import homes  # noqa: E402
+from das_adapter.core.index.store import problems_in  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
-from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks  # noqa: E402
+from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks, labels  # noqa: E402
+from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
 from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint, janitor  # noqa: E402
@@ -53,7 +56,8 @@ class Engine(test_history.Engine):
 
     def visited(self, problems: list[int]) -> list[int]:
         """Begin requests of problems; return of which the history was brought beside that of the node."""
-        self.session.begun(problems, wait=True)
+        self.session.begun(problems)
+        until(lambda: self.brought)
         assert all(drafted(self.guests, problem) == POEM.tolist() for problem in self.brought)
         return sorted(self.brought)
 
@@ -365,17 +369,26 @@ def test_a_poison_trajectory_is_dropped_alone(run: Run) -> None:
 
 
 class Refitted:
-    """An engine of NeMo-RL with two ranks."""
+    """A synchronous engine of NeMo-RL with two ranks, whose requests take three steps."""
 
     def __init__(self) -> None:
         self.answers: list[Any] = [True, True]
         self.versions: list[int] = []
+        self.brought: list[int] = []
+        self.llm_engine = SimpleNamespace(step=lambda: None)
 
-    def generate(self) -> None: ...
+    def generate(self, prompts: list[Any], params: list[Any]) -> list[Any]:
+        for _ in range(3):
+            self.llm_engine.step()
+        return [SimpleNamespace(outputs=[], metrics=None) for _ in prompts]
 
     def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "das_rpc":
-            self.versions.append(args[1]["version"])
+            command, payload = args
+            if command == "refresh":
+                self.versions.append(payload["version"])
+            for file in payload.get("files", ()):
+                self.brought += problems_in(file).tolist()
             return [{"generation": 1}]
         if isinstance(self.answers, Exception):
             raise self.answers
@@ -394,6 +407,24 @@ def test_a_refit_that_fails_half_way_is_no_new_version(run: Run) -> None:
             assert error is answers
     assert engine.versions == [1, 2, 3]
     assert hooks.version == 3
+
+
+def test_a_batch_does_not_wait_for_the_history_of_other_nodes(run: Run) -> None:
+    def generate() -> None:
+        token = labels.set([Label(problem, seed=1)])
+        engine.generate([{"prompt_token_ids": [1]}], SimpleNamespace(n=1, extra_args=None))
+        labels.reset(token)
+
+    problem, history = run.write(1, home=1), run.figures(1)["pid"]
+    run.goes_on(problem)
+    engine = Refitted()
+    SyncEngineHooks(engine, test_history.parse(test_history.DAS), source="2")
+    engine.collective_rpc("update_weights_via_ipc_zmq")
+    os.kill(history, signal.SIGSTOP)
+    generate()
+    assert not engine.brought
+    os.kill(history, signal.SIGCONT)
+    until(lambda: generate() or engine.brought == [problem])
 
 
 def test_only_what_nobody_uses_is_swept(tmp_path: Path) -> None:

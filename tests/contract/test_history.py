@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,9 +29,9 @@ from das_adapter.core.index.store import problems_in  # noqa: E402
 from das_adapter.core.length import RESPONSE  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
-from das_adapter.protocol.messages import Published, Refresh, Trajectory  # noqa: E402
+from das_adapter.protocol.messages import Published, Refresh, Trajectory, pack  # noqa: E402
 from das_adapter.protocol.metrics import Counters  # noqa: E402
-from das_adapter.protocol.spool import put_batch  # noqa: E402
+from das_adapter.protocol.spool import put, put_batch  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
 from das_adapter.service import ledger as ledger_module  # noqa: E402
 from das_adapter.service import session  # noqa: E402
@@ -419,3 +421,37 @@ def test_nothing_is_left_in_shared_memory(end: str) -> None:
     directory = Path(run.stdout.strip())
     assert directory.parent == Path("/dev/shm"), run.stderr
     until(lambda: not directory.exists())
+
+
+@ray.remote(num_cpus=0)
+class Peer:
+    """Another actor, which may never answer."""
+
+    def say(self, what: str) -> str:
+        if what == "nothing":
+            threading.Event().wait()
+        return what
+
+
+def test_an_actor_that_does_not_answer_is_left_out_and_named_in_the_log(job: Cluster, caplog: Any) -> None:
+    calls = [Peer.remote().say.remote(what) for what in ("yes", "nothing", "no")]
+    ray.wait(calls, num_returns=2, timeout=60)
+    assert ledger_module.answers(calls, 0.1, "say") == ["yes", "no"]
+    assert caplog.text.count("das: one of 3 actors has no answer to say: GetTimeoutError") == 1
+
+
+def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(writer: Alone, caplog: Any) -> None:
+    writer.published(1)
+    text = np.arange(1_500_000, dtype=np.int32).tobytes()  # 6 MB; of 64 MiB a quarter may wait
+    for problem in (1, 2, 3):
+        put(writer.directory(), f"away-gone-engine-{problem}", pack([Trajectory(problem, text, 1)]))
+    os.utime(writer.writer.directory / "spool/away-gone-engine-1", (0, time.time() - 100))
+    put(writer.directory(), "away--engine-4", b"")
+    os.utime(writer.writer.directory / "spool/away--engine-4", (0, time.time() - 50))
+    writer.tick()  # the node that most were for has gone: they stay here
+    assert writer.files == ["away--engine-4", "texts-engine-2", "texts-engine-3"]
+    assert 50 <= writer.figures()["unsent_s"] < 100
+    assert caplog.text.count("the oldest texts for other nodes are lost") == 1
+    (writer.writer.directory / "spool/away--engine-4").unlink()
+    writer.tick()
+    assert writer.figures()["unsent_s"] == 0

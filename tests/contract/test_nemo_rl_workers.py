@@ -110,6 +110,7 @@ class Engine:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.params: list[SamplingParams] = []
+        self.llm_engine = SimpleNamespace(step=lambda: None)
 
     def _answer(self, prompt: Any, params: SamplingParams) -> RequestOutput:
         self.params.append(params)

@@ -88,6 +88,22 @@ def test_validation_samples_and_strangers_are_placed_one_by_one(service: Any) ->
     assert [router.acquire_server(f"s{i}")[0] for i in range(4)] == ["a", "b", "a", "b"]
 
 
+def test_a_router_keeps_what_a_ledger_said_that_is_gone_and_asks_again(service: Any) -> None:
+    def first_two(name: str, groups: list[int]) -> int:
+        """Replicas that the first two long groups are on."""
+        homes = arrive(router, [[p] * 4 for p in groups], name)
+        end(router, homes, name)
+        return len({homes[groups[0]][0], homes[groups[2]][0]})
+
+    remember(service, {1: 3000, 2: 3000, 3: 60, 4: 60})
+    router = made()(SERVERS)
+    assert first_two("asked/", [1, 3, 2, 4]) == 2
+    ray.kill(service)
+    assert first_two("gone/", [1, 3, 2, 4]) == 2
+    remember(ledger(), {1: 60, 2: 60, 3: 3000, 4: 3000})
+    assert first_two("back/", [3, 1, 4, 2]) == 2
+
+
 def test_least_loaded_takes_the_replica_with_the_fewest_requests(service: Any) -> None:
     remember(service, {1: 3000, 2: 10})
     router = made(routing="least_loaded")(SERVERS)

@@ -1,4 +1,5 @@
-"""Habits that no linter knows: result files hold one row a line, tests keep out of private state."""
+"""Habits that no linter knows: result files hold one row a line, tests keep out of private state, nobody waits for Ray
+for ever."""
 
 from __future__ import annotations
 
@@ -49,3 +50,18 @@ def test_tests_keep_out_of_private_state() -> None:
     files = [path for path in (ROOT / "tests").rglob("*.py") if path.name not in INSIDE]
     found = {path.name: sorted(set(private(ast.parse(path.read_text())))) for path in files}
     assert {name: uses for name, uses in found.items() if uses} == {}
+
+
+def endless(tree: ast.AST) -> Iterator[str]:
+    """Return the calls that wait for what Ray brings, for as long as that takes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("ray.get", "ray.wait"):
+            limits = [keyword.value for keyword in node.keywords if keyword.arg == "timeout"]
+            if not limits or ast.unparse(limits[0]) == "None":
+                yield ast.unparse(node)
+
+
+def test_nobody_waits_for_ray_without_a_limit() -> None:
+    assert list(endless(ast.parse("ray.get(call)"))) == ["ray.get(call)"]
+    paths = (ROOT / "das_adapter").rglob("*.py")
+    assert {path.name: found for path in paths if (found := [*endless(ast.parse(path.read_text()))])} == {}
