@@ -53,7 +53,7 @@ def _begin(trainer: Any) -> None:
     """Choose what the history starts with, and refuse what can't be used (see `checkpoint.begin`)."""
     das = settings.of_run(trainer.config)
     if das is not None:
-        tracking.follow(das)
+        tracking.follow()
     if das is None or not das.shares_history:
         return
     from das_adapter.service import checkpoint

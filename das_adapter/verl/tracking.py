@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
-from das_adapter.config import DasConfig
-
-_of_run: list[DasConfig] = []
-"""The block of the run that this process trains."""
+_followed = threading.Event()
+"""Set where this process trains a run with an active block."""
 
 
-def follow(das: DasConfig) -> None:
-    """Log the figures of this run from now on."""
-    _of_run[:] = [das]
+def follow() -> None:
+    """Log the run's figures from now on."""
+    _followed.set()
 
 
 def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Wrap `Tracking.log(data, step, backend)` to add the step's figures to the trainer's."""
-    if not _of_run:
+    if not _followed.is_set():
         return stock(*args, **kwargs)
     from das_adapter.service import ledger
 

@@ -11,7 +11,6 @@ verl = pytest.importorskip("verl")
 import ray  # noqa: E402
 from verl.utils.tracking import Tracking  # noqa: E402
 
-from das_adapter.config import DasConfig  # noqa: E402
 from das_adapter.protocol.metrics import Counters  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
 from das_adapter.verl import tracking  # noqa: E402
@@ -31,7 +30,7 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
     try:
         rollout = {"begin": 1.0, "ends": [2.0], "token_hash": 1}
         ray.get(ledger().report.remote(3, {**Counters(tokens=30, request_forwards=10).take(), **rollout}))
-        tracking.follow(DasConfig(drafter="history"))
+        tracking.follow()
         logger = Tracking("project", "experiment", ["file"], {})
         for data in (V1, ONE_STEP_OFF, FULLY_ASYNC, VALIDATION, WEIGHT_SYNC):
             logger.log(data=data, step=3)
