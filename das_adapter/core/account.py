@@ -234,10 +234,12 @@ class Account:
         self.time.add(seconds)
         self.model(took=seconds)
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        """Take the draft tokens of the rollout so far; where nearly all are rejected, they only cost time."""
-        if reason := collapsed(drafted, accepted):
+    def verified(self, drafted: int, accepted: int) -> str | None:
+        """Take the draft tokens of the rollout so far; where nearly all are rejected drafting stops: return why."""
+        reason = collapsed(drafted, accepted)
+        if reason is not None:
             self.stop(reason)
+        return reason
 
     def stop(self, reason: str, state: State = State.STOPPED) -> None:
         """Draft no more until the next weight sync."""

@@ -161,12 +161,14 @@ class EngineController:
 
     def stop_if_collapsed(self) -> None:
         """Draft no more until the next weight sync if nearly all draft tokens are rejected."""
-        self.controller.account.verified(self.counters.draft_tokens, self.counters.accepted_tokens)
+        counts = self.counters
+        reason = self.controller.account.verified(counts.draft_tokens, counts.accepted_tokens)
+        counts.alarm = reason or counts.alarm
         self._tell()
 
     def _tell(self) -> None:
         if news := self.controller.account.take_news():
-            logger.error("%s", news)
+            logger.warning("%s", news)
 
     # Commands of the host
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from das_adapter.protocol.messages import call_workers
-from das_adapter.protocol.metrics import faults, merge
+from das_adapter.protocol.metrics import merge
 
 logger = logging.getLogger("vllm.das_adapter")
 
@@ -32,12 +32,7 @@ def _publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
     from prometheus_client import Gauge
 
     parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
-    figures = merge(parts)
-    told: set[str] = vars(engine).setdefault("_das_told", set())
-    for fault, reason in faults(parts).items():
-        if fault not in told:
-            told.add(fault)
-            logger.error("das: das/health is 0: %s", reason)
+    figures = merge(parts, vars(engine).setdefault("_das_told", set()))
     if not sum(part["request_forwards"] for part in parts):
         return
     known: dict[str, Any] = vars(engine).setdefault("_das_gauges", {})

@@ -47,6 +47,7 @@ class DasVllmGeneration(VllmGeneration):
             ledger.ledger()
             self._labeller = Labeller(self.das.verify.seed, resumed=config.get(settings.STEP, 0))
             self._validating = False
+            self._told: set[str] = set()
             self._expected = Expected()
             self._expected_until = 0.0
             self._longest_first = self.das.routing == "longest_first"
@@ -107,7 +108,7 @@ class DasVllmGeneration(VllmGeneration):
             return metrics
         answers = itertools.chain.from_iterable(self._on_replicas("das_report"))
         reports = [report for report in answers if "request_forwards" in report]
-        ours = {name: value for name, value in figures(reports).items() if name.startswith("das/")}
+        ours = {name: value for name, value in figures(reports, self._told).items() if name.startswith("das/")}
         if reports:
             ours["das/weight_version"] = float(max(r["weight_version"] for r in reports))
         return {**metrics, **ours}

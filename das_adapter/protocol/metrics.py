@@ -4,6 +4,7 @@ drafter, and without one."""
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ import numpy as np
 
 from das_adapter.core.account import collapsed
 from das_adapter.core.staleness import AGES
+
+logger = logging.getLogger("das_adapter")
 
 EngineStats = dict[str, Any]
 """A worker's answer to `stats`, plain numbers by name: its `Counters`, `model_runner` (vLLM's, 1 or 2), and what
@@ -96,12 +99,13 @@ class RolloutClock:
         return taken
 
 
-def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def figures(reports: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> dict[str, float]:
     """Add up the reports of all replicas, with the keys of `EngineStats` and `RolloutClock.take`, to the figures of a
     training step; empty if there is none.
 
-    Returns `merge`'s figures, and `das/rollout_s`: from the first request to the last response; `das/tail_s`: the part
-    of it after 80 % of the responses had ended; `das/token_hash`: of all responses, whatever their order.
+    `told`: see `merge`. Returns its figures, and `das/rollout_s`: from the first request to the last response;
+    `das/tail_s`: the part of it after 80 % of the responses had ended; `das/token_hash`: of all responses, whatever
+    their order.
     """
     if not reports:
         return {}
@@ -111,7 +115,7 @@ def figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {
         "das/history_tokens": 0.0,
         "das/history_bytes": 0.0,
-        **merge(reports),
+        **merge(reports, told),
         "das/rollout_s": max(0.0, float(ends[-1] - begin)) if len(ends) else 0.0,
         "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
         "das/token_hash": float(sum(r["token_hash"] for r in reports) % 2**48),
@@ -125,14 +129,23 @@ _LARGEST = (
 """Figures that are not added up: the largest of all engines is logged."""
 
 
-def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> dict[str, float]:
     """Compute a training step's figures from the counts of all engines, under the names the trainer logs
     (docs/metrics.md says what each means). Figures of a controller, of the history and of a policy copy are there if an
-    engine has one."""
+    engine has one.
+
+    `told`: kinds of fault that are in the log; it says why `das/health` is 0, once for each other kind. None: it says
+    nothing.
+    """
 
     def each(name: str) -> list[Any]:
         return [part[name] for part in parts if name in part]
 
+    wrong = faults(parts)
+    if told is not None:
+        for reason in (reason for fault, reason in wrong.items() if fault not in told):
+            logger.error("das: das/health is 0: %s", reason)
+        told.update(wrong)
     counted = ("request_forwards", "drafted_forwards", "draft_tokens", "accepted_tokens", "tokens")
     forwards, drafts, drafted, accepted, tokens = (sum(each(name)) for name in counted)
     metrics = {
@@ -141,7 +154,7 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "das/draft_coverage": drafts / max(1, forwards),
         "das/acceptance_length": 1.0 + accepted / max(1, drafts),
         "das/verify_waste": (drafted - accepted) / max(1, forwards + drafted),
-        "das/health": float(not faults(parts)),
+        "das/health": float(not wrong),
         "das/draft_tokens": float(drafted),
         "das/accepted_tokens": float(accepted),
         "das/drafts": float(drafts),
@@ -163,6 +176,8 @@ def merge(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name, (tried, kept) in zip(AGES, np.sum(by_age, axis=0).tolist(), strict=True):
             if tried:
                 metrics[f"das/accept_rate_age_{name}"] = kept / tried
+    if reasons := each("reason"):
+        metrics["das/engines_resting"] = float(sum(reason is not None for reason in reasons))
     if passes := each("drafter_passes"):
         metrics["das/drafter_passes"] = float(sum(passes))
     return metrics | {f"das/{name}": float(max(found)) for name in _LARGEST if (found := each(name))}
@@ -175,7 +190,7 @@ has met before."""
 
 def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Say why `das/health` is 0, by kind of fault; empty: it is 1."""
-    kinds = ("error", "alarm", "reason", "slow")
+    kinds = ("error", "alarm", "slow")
     found = {kind: str(part[kind]) for kind in kinds for part in parts if part.get(kind)}
     if "error" in found:
         found["error"] = f"a drafter failed: {found['error']}"

@@ -14,7 +14,7 @@ import ray
 
 from das_adapter.core.ladder import Ladder
 from das_adapter.core.length import Expected, LengthLog
-from das_adapter.protocol.metrics import faults, figures
+from das_adapter.protocol.metrics import figures
 
 logger = logging.getLogger("das_adapter")
 
@@ -89,13 +89,8 @@ class Ledger(LengthLog):
         return self._start
 
     def report(self, step: int, report: dict[str, Any]) -> None:
-        """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutClock`; say, once per run and
-        kind of fault, why `das/health` is 0."""
+        """Take one replica's counts of a step, with the keys of `EngineStats` and `RolloutClock`."""
         self._reports.setdefault(step, []).append(report)
-        for fault, reason in faults(self._reports[step]).items():
-            if fault not in self._told:
-                self._told.add(fault)
-                logger.error("das: das/health is 0: %s", reason)
         for old in [s for s in self._reports if s < step - 8]:
             del self._reports[old]
 
@@ -112,8 +107,9 @@ class Ledger(LengthLog):
         return self._ladder.length
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return the figures of a step over all replicas, under the names the trainer logs."""
-        return figures(self._reports.get(step, []))
+        """Return the figures of a step over all replicas, under the names the trainer logs; say in the log, once per
+        run and kind of fault, why `das/health` is 0."""
+        return figures(self._reports.get(step, []), self._told)
 
 
 def ask(call: ray.ObjectRef, timeout: float) -> Any:

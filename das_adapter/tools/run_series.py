@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,10 +105,20 @@ def by_source(rollouts: Iterable[Rollout]) -> list[Rate]:
 
 def alarms(rollouts: Iterable[Rollout]) -> list[tuple[list[int], str]]:
     """Say why `das/health` was 0, and before which weight versions; empty: it never was."""
+    return _said(rollouts, lambda group: faults([counts for r in group for counts in r.counts]).values())
+
+
+def stops(rollouts: Iterable[Rollout]) -> list[tuple[list[int], str]]:
+    """Say why drafting stopped, as `alarms`; also where that was no fault."""
+    return _said(rollouts, lambda group: [r.end.stopped for r in group if r.end and r.end.stopped])
+
+
+def _said(
+    rollouts: Iterable[Rollout], reasons: Callable[[list[Rollout]], Iterable[str]]
+) -> list[tuple[list[int], str]]:
     found: dict[str, list[int]] = defaultdict(list)
     for version, group in by_version(rollouts):
-        stopped = {r.end.stopped for r in group if r.end and r.end.stopped}
-        for reason in stopped | set(faults([counts for r in group for counts in r.counts]).values()):
+        for reason in set(reasons(group)):
             found[reason].append(version)
     return [(versions, reason) for reason, versions in found.items()]
 

@@ -140,6 +140,7 @@ def test_collapsed_acceptance_pauses_the_drafter_until_the_next_weight_sync(engi
     result = engine(das=HISTORY, sabotage="garbage drafts", rounds=rounds)
     assert result[0]["log"].count("acceptance collapsed") == 2  # once a round
     for r in result:
+        assert "acceptance collapsed" in r["stats"]["alarm"]
         assert 2000 <= r["stats"]["draft_tokens"] < 2600  # then it drafts no more; unpaused it would be 10 000
 
 

@@ -370,11 +370,11 @@ def test_a_loss_within_a_rollout_stops_it_until_the_next_weight_sync(speculate: 
 
 def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     account = make()
-    account.verified(COLLAPSE_TOKENS - 1, 0)
+    assert account.verified(COLLAPSE_TOKENS - 1, 0) is None
     assert account.state is State.DRAFTING
-    account.verified(COLLAPSE_TOKENS, 0)
+    reason = account.verified(COLLAPSE_TOKENS, 0)
     assert account.state is State.STOPPED
-    assert account.reason == "acceptance collapsed: 0 of 2000 draft tokens"
+    assert reason == account.reason == "acceptance collapsed: 0 of 2000 draft tokens"
     rollout(account, 1.0)
     account.sync()
     account.verified(COLLAPSE_TOKENS, COLLAPSE_TOKENS // 50)

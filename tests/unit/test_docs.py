@@ -181,6 +181,7 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "live_bytes": 1,
         "of_stock": 1.0,
         "model_runner": 2,
+        "reason": None,
     }
     logged = set(figures([report])) | {"das/weight_version", "das/exposed_generation_s"}
     rows = re.findall(r"^\| (`das/.*?) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
@@ -198,7 +199,7 @@ def template(node: ast.AST) -> str | None:
 
 
 REASONS = ("faults", "collapsed", "lost", "_loss")
-"""Functions that return why das/health is 0."""
+"""Functions that return why das/health is 0, or why drafting stopped."""
 
 
 def alarms(tree: ast.AST) -> Iterator[str]:

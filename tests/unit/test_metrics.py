@@ -98,23 +98,33 @@ def test_the_log_says_once_why_health_is_0(caplog: pytest.LogCaptureFixture) -> 
     ledger = Ledger()
     sound = report(0.0, [1.0])
     for step in range(3):
-        for replica in (sound, {**sound, "reason": "speculation cost 9 s"}, {**sound, "reason": "it cost 8 s"}):
+        for replica in (sound, {**sound, "alarm": "no weights came"}):
             ledger.report(step, replica)
         assert ledger.metrics(step)["das/health"] == 0.0
-    ledger.report(4, {**sound, "error": "KeyError(1)", "reason": "it cost 7 s"})
+    ledger.report(4, {**sound, "error": "KeyError(1)", "alarm": "none came again"})
+    assert ledger.metrics(4)["das/health"] == 0.0
     ledger.report(5, sound)
     assert ledger.metrics(5)["das/health"] == 1.0
     assert caplog.messages == [
-        "das: das/health is 0: speculation cost 9 s",
+        "das: das/health is 0: no weights came",
         "das: das/health is 0: a drafter failed: KeyError(1)",
     ]
+
+
+def test_drafting_that_does_not_pay_is_a_figure_and_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    ledger = Ledger()
+    for reason in ("speculation cost 9 s", None, "it cost 8 s"):
+        ledger.report(1, {**report(0.0, [1.0]), "reason": reason})
+    figures = ledger.metrics(1)
+    assert (figures["das/health"], figures["das/engines_resting"]) == (1.0, 2.0)
+    assert not caplog.messages
 
 
 def test_every_fault_has_a_reason() -> None:
     half = {**Counters().take(), "draft_tokens": 1000, "accepted_tokens": 1}
     assert faults([half]) == {}
     assert faults([half] * 2) == {"alarm": "acceptance collapsed: 2 of 2000 draft tokens"}
-    assert faults([{"reason": "speculation cost 2 s"}, {"reason": None}]) == {"reason": "speculation cost 2 s"}
+    assert faults([{"slow": "steps took 1.1"}, {"slow": None}]) == {"slow": "steps took 1.1"}
 
 
 def lost(requests: int, lost: int) -> dict:
@@ -131,7 +141,7 @@ def test_problems_that_come_back_and_find_nothing_are_a_fault_over_all_replicas(
 ) -> None:
     ledger = Ledger()
     for step in (1, 2):
-        for _ in range(5):  # none of the replicas has many requests
+        for _ in range(4):  # none of the replicas has many requests
             ledger.report(step, lost(requests=4, lost=2))
         assert ledger.metrics(step)["das/health"] == 0.0
     [message] = caplog.messages
@@ -183,7 +193,7 @@ def test_decisions_of_the_replicas_come_together() -> None:
     assert figures["das/latency_model_error"] == pytest.approx(0.15)
     assert figures["das/verify_waste"] == pytest.approx(8 / 32)
     assert figures["das/health"] == 1.0
-    assert merge([decided([1, 1, 1], [0, 0, 0], 0.0, 0.0, "speculation cost 2 s")])["das/health"] == 0.0
+    assert merge([decided([1, 1, 1], [0, 0, 0], 0.0, 0.0, "speculation cost 2 s")])["das/engines_resting"] == 1.0
 
 
 def test_acceptance_is_told_by_the_age_of_the_history() -> None:

@@ -92,8 +92,13 @@ def test_acceptance_is_told_apart_by_step_epoch_age_and_source(run: list[Rollout
     ]
 
 
-def test_an_alarm_says_in_words_why_and_when(run: list[Rollout]) -> None:
-    assert run_series.alarms(run) == [([3], "speculation cost 1.00 s in 2.00 s of drafted steps")]
+def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(run: list[Rollout], tmp_path: Path) -> None:
+    assert run_series.alarms(run) == []
+    assert run_series.stops(run) == [([3], "speculation cost 1.00 s in 2.00 s of drafted steps")]
+    report.write(run, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "No alarm" in page and '<div class="alarm">' not in page
+    assert '<div class="fine"><b>Training step 3:</b> speculation cost 1.00 s' in page
     lost = {
         "history_requests": 20,
         "history_hits": 2,
@@ -103,6 +108,11 @@ def test_an_alarm_says_in_words_why_and_when(run: list[Rollout]) -> None:
     }
     ((_, reason),) = run_series.alarms([Rollout("a", counts=[lost]), Rollout("b", counts=[lost])])
     assert reason.startswith("36 of 40 requests found no history")
+    collapsed = {**lost, "history_lost": 0, "draft_tokens": 4000, "alarm": (why := "acceptance collapsed: 0 of 4000")}
+    over = [Rollout("a", run[0].steps, run[0].requests, [collapsed], WeightSync(1, None, 0.0, why))]
+    report.write(over, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count(f'<div class="alarm"><b>Training step 1:</b> {why}') == page.count(why) == 1
 
 
 def test_running_requests_are_those_between_begin_and_end(run: list[Rollout]) -> None:
