@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.index.store import newest_in
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
-from das_adapter.service.ledger import histories, ledger
+from das_adapter.service.ledger import histories, last_checkpoint, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -155,6 +156,7 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
 def save(folder: Path, facts: Facts) -> None:
     """Save the run's history in a checkpoint's folder, which every node sees, wholly or not at all; if that fails, a
     line in the log says so and the run goes on."""
+    begin = time.monotonic()
     try:
         if not (actors := [ray.get_actor(name) for name in histories()]):
             raise DasError("no node's history is running")
@@ -167,5 +169,7 @@ def save(folder: Path, facts: Facts) -> None:
             return len(saved)
 
         write(folder / NAME, facts, known, save_parts)
+        size = sum(file.stat().st_size for file in (folder / NAME).rglob("*") if file.is_file())
+        last_checkpoint.update({"das/checkpoint_s": time.monotonic() - begin, "das/checkpoint_bytes": float(size)})
     except Exception:
         logger.exception("das: the history was not saved with the checkpoint %s", folder)

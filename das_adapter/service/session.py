@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
@@ -74,6 +75,8 @@ class Session:
         self._version = self._cursor = 0
         self._here: Any = None
         """The history of this node; None: none is shared."""
+        self._behind = 0
+        """Engines that the last weight sync left with an older history than their node's."""
         self._nodes: tuple[str, ...] = ()
         self._own = history_here()
         """Names of all histories, and of this node's."""
@@ -134,6 +137,7 @@ class Session:
             for ranks in self._rpc("stats", {}, timeout):
                 counts = max(ranks, key=lambda rank: rank.get("tokens", -1))  # of the rank that samples
                 reports.append({**counts, **self._clock.take()})  # the clock's go to the first engine
+                reports[-1] |= {"engines_behind": self._behind} if self._here and len(reports) == 1 else {}
                 self._ledger.report.remote(step, reports[-1])
             return reports
         except Exception:
@@ -157,8 +161,12 @@ class Session:
             if report:
                 self.report(version, left())
             message = self._message(version, lambda: left() / 2)  # the rest is the engine's
-            self._version = version
-            self._agree(self._rpc("refresh", message.payload(), left()), left())
+            self._version, self._behind = version, 1
+            answers = self._rpc("refresh", message.payload(), left())
+            newest = message.history.generation if message.history else math.inf
+            mapped = [[rank["generation"] for rank in ranks if rank and "generation" in rank] for ranks in answers]
+            self._behind = sum(min(ranks, default=newest) < newest for ranks in mapped)
+            self._agree(answers, left())
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 

@@ -455,3 +455,11 @@ def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(writ
     (writer.writer.directory / "spool/away--engine-4").unlink()
     writer.tick()
     assert writer.figures()["unsent_s"] == 0
+
+
+def test_an_engine_that_a_weight_sync_left_with_an_older_generation_is_counted(job: Cluster) -> None:
+    for generation, behind in ((10**6, 0), (0, 1)):
+        engine = Engine(({"generation": 10**6}, {"generation": generation}))  # of two ranks
+        engine.write(5, POEM, 50)
+        engine.session.sync(51)
+        assert [report["engines_behind"] for report in engine.session.report(52)] == [behind]

@@ -120,6 +120,12 @@ def test_drafting_that_does_not_pay_is_a_figure_and_no_fault(caplog: pytest.LogC
     assert not caplog.messages
 
 
+def test_engines_that_a_weight_sync_left_behind_are_counted() -> None:
+    parts = [{**Counters().take(), "engines_behind": n} for n in (0, 1, 2)]
+    assert merge(parts)["das/engines_behind"] == 3
+    assert "das/engines_behind" not in merge([Counters().take()])  # no history is shared
+
+
 def test_every_fault_has_a_reason() -> None:
     half = {**Counters().take(), "draft_tokens": 1000, "accepted_tokens": 1}
     assert faults([half]) == {}
