@@ -105,7 +105,9 @@ class WorkerState:
         return Started(version=__version__, drafter=self.config.drafter, sampler=sampler, runner=runner)
 
     def _refresh(self, **payload: Any) -> Refreshed:
-        if self.standalone and not payload:  # somebody who keeps no history says: now
+        if self.standalone:  # whoever calls keeps no history; all that it may say is: now
+            if payload:
+                return Refreshed(error=f"refresh: found {', '.join(payload)}, allowed without a host: no arguments")
             self.standalone.weights_changed()
             return Refreshed()
         return self.refresh(Refresh(**payload))

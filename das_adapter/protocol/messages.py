@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from das_adapter.core.length import RESPONSE, Responses
@@ -74,7 +74,7 @@ class Published(NamedTuple):
 class Refresh:
     """The message to an engine at a weight sync (command `refresh`)."""
 
-    version: int
+    version: Annotated[int, Field(ge=-(2**31), lt=2**31)]
     """Weight version from now on."""
     history: Published | None = None
     """What to map; None: what is mapped stays."""

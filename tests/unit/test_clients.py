@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from das_adapter.config import DasConfig
 from das_adapter.core.identity import FirstTurns, prompt_identity
 from das_adapter.engine.labels import RequestLabels
 from das_adapter.protocol.label import BadLabel, Label
+from das_adapter.protocol.messages import Refresh
 
 TEMPLATE = [1, 2, 3]
 """With what every prompt begins."""
@@ -89,6 +91,27 @@ def test_a_key_that_no_label_has_is_refused_and_shown_in_short() -> None:
         with pytest.raises(BadLabel) as error:
             Server().asked(TEMPLATE, long)
         assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("version", [-(2**31) - 1, 2**31, 2**63])
+def test_a_weight_version_that_no_history_can_hold_is_refused(version: int) -> None:
+    with pytest.raises(ValidationError, match="version"):
+        Refresh(version=version)
+
+
+def test_an_engine_without_a_host_is_not_told_what_to_map() -> None:
+    """By a client of vLLM's /collective_rpc, say, which a server has in its development mode."""
+    pytest.importorskip("vllm")
+    from das_adapter.engine.worker import WorkerState
+
+    state, noted = WorkerState(None, DasConfig(), None), []
+    state.standalone = SimpleNamespace(weights_changed=lambda: noted.append("changed"))  # type: ignore[assignment]
+    told = {"version": 2**30, "history": ("/elsewhere", 1)}
+    answer = state.call("refresh", told)
+    assert answer == {"error": "refresh: found version, history, allowed without a host: no arguments"}
+    assert state.call("refresh", {}) == {}
+    assert noted == ["changed"]
+    assert state.counters.error is None
 
 
 PROMPTS = st.lists(
