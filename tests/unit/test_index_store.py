@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +261,27 @@ def test_a_closed_store_leaves_the_directory_to_the_next_one(store: HistoryStore
         store.save(tmp_path / "again")
         assert SuffixIndex.load(tmp_path / "again").tokens == store.tokens == len(POEM)
         assert sorted(path.read_bytes() for path in store.directory.iterdir()) == files
+
+
+def test_who_settles_waits_for_work_that_another_thread_is_about_to_begin(
+    store: HistoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begins, goes_on, stock = threading.Event(), threading.Event(), threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "das-history":
+            begins.set()
+            goes_on.wait()
+        stock(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with ThreadPoolExecutor(2) as threads:
+        threads.submit(store.seal_ahead)
+        begins.wait()
+        settled = threads.submit(store.settle)
+        wait([settled], timeout=0.2)  # it would fail at once
+        goes_on.set()
+        assert settled.result() == 0
 
 
 def test_a_store_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
