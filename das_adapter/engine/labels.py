@@ -60,11 +60,10 @@ class RequestLabels:
         """Return the label of a request that is about its prompt; of one whose prompt is no tokens nobody knows that
         there was another like it."""
         prompt, beside = request.prompt_token_ids, media(request)
-        if prompt is None or getattr(request, "prompt_embeds", None) is not None:
+        if prompt is None or request.prompt_embeds is not None:
             return Label(secrets.randbits(64), record=record)
-        salt = getattr(request, "cache_salt", None)
-        if salt and not self._trusts:
-            beside.append(f"salt {salt}")
+        if request.cache_salt and not self._trusts:
+            beside.append(f"salt {request.cache_salt}")
         with self._lock:
             return labeller.label(prompt, validate=not record, media=beside)
 

@@ -8,10 +8,10 @@ from typing import Any
 from jobs import Request
 
 
-def pictured(request: Request) -> dict[str, Any]:
-    """The image that belongs to a request's prompt, if there is one."""
+def beside(request: Request) -> dict[str, Any]:
+    """What belongs to a request's prompt beside its tokens: an image, or a salt."""
     if request.image is None:
-        return {}
+        return {"cache_salt": request.salt} if request.salt else {}
     import numpy as np
     from PIL import Image
     from tiny_models import PIXELS

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jobs
-from asking import abort_last, adapter, pictured, refusal, sampling
+from asking import abort_last, adapter, beside, refusal, sampling
 from audit import Audit
 from jobs import POLICY, Job, Request, Round
 
@@ -166,7 +166,7 @@ class Engine:
             abort_last(self.llm, len(more))
         asked = requests + more
         outputs = self.llm.generate(
-            [{"prompt_token_ids": r.prompt, **pictured(r)} for r in asked],
+            [{"prompt_token_ids": r.prompt, **beside(r)} for r in asked],
             [SamplingParams(**sampling(r)) for r in asked],
             use_tqdm=False,
             lora_request=adapter(part.adapter) if part.adapter else None,

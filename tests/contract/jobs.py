@@ -39,6 +39,8 @@ class Request:
     """`extra_args`: what a host says of the request."""
     image: int | None = None
     """Seed of an image that belongs to the prompt."""
+    salt: str | None = None
+    """The prompt's `cache_salt`."""
 
     def having(self, **params: Any) -> Request:
         """Return the same request with other sampling parameters."""

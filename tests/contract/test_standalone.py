@@ -90,6 +90,16 @@ def test_trusted_clients_name_problems(engine: Any) -> None:
     assert result[2]["stats"]["draft_tokens"] != apart[2]["stats"]["draft_tokens"]
 
 
+def test_a_cache_salt_closes_the_history_to_who_does_not_know_it(engine: Any) -> None:
+    mine, theirs, again = rounds()
+    salted = [replace(mine, perturb=0.02), replace(theirs, perturb=None), replace(again, perturb=None)]
+    salts = ("mine", "theirs", "mine")
+    parts = [replace(p, requests=[replace(r, salt=s) for r in p.requests]) for p, s in zip(salted, salts, strict=True)]
+    result = engine(das=HISTORY, standalone=True, rounds=parts, env=HOST)
+    assert [r["stats"]["history_hits"] for r in result] == [0, 0, 8]
+    assert result[1]["stats"]["history_tokens"] > 0
+
+
 def test_validation_stays_out(engine: Any) -> None:
     """Requests with the label `das_record: 0`."""
     result = engine(das=HISTORY, standalone=True, rounds=validated(), env=HOST)

@@ -33,8 +33,8 @@ class Server(RequestLabels):
     def asked(self, prompt: list[int] | None, label: dict[str, Any] | None = None, **request: Any) -> Label:
         """The label with which a client's request reaches the engine."""
         params = SimpleNamespace(extra_args=label, seed=None, n=1)
-        made = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt, request_id="same", **request)
-        self.complete(made)
+        about = {"prompt_embeds": None, "cache_salt": None, **request}
+        self.complete(SimpleNamespace(sampling_params=params, prompt_token_ids=prompt, request_id="same", **about))
         return Label.of(params.extra_args)
 
 

@@ -79,6 +79,8 @@ def test_a_request_of_vllm_without_a_label_is_about_its_prompt_and_its_images() 
         features = [inputs.MultiModalFeatureSpec(None, "image", f"lora:{h}", place, h) for h in hashes]
         return SimpleNamespace(
             prompt_token_ids=[1, 8, 8, 3],
+            prompt_embeds=None,
+            cache_salt=None,
             mm_features=features,
             sampling_params=SimpleNamespace(extra_args=None, seed=None, n=1),
             request_id="",

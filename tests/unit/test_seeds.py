@@ -145,7 +145,8 @@ def drawn(labels: RequestLabels, times: int, samples: int = 1) -> list[int]:
     seeds = []
     for number in range(times):
         params = SimpleNamespace(extra_args=None, seed=None, n=samples)
-        labels.complete(SimpleNamespace(sampling_params=params, prompt_token_ids=PROMPT, request_id=f"{number}"))
+        prompt = dict(prompt_token_ids=PROMPT, prompt_embeds=None, cache_salt=None)
+        labels.complete(SimpleNamespace(sampling_params=params, request_id=f"{number}", **prompt))
         seeds += [params.seed + i for i in range(samples)]
     return seeds
 
