@@ -93,6 +93,7 @@ class Replicas(Generic[Name]):
         """What `load` returns, by replica: one column each, in the order of `_rows`."""
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
+        """Requests in flight, by problem; `_parts` and `_places` know no other problems."""
         self._peak, self._expected = 0.0, math.inf
 
     def expect(self, work: float) -> None:

@@ -160,13 +160,13 @@ class Session:
             self._find()
             if report:
                 self.report(version, left())
+            self._behind = 1
             message = self._message(version, lambda: left() / 2)  # the rest is the engine's
-            self._version, self._behind = version, 1
-            answers = self._rpc("refresh", message.payload(), left())
+            self._version = version
+            engines = self._rpc("refresh", message.payload(), left())
             newest = message.history.generation if message.history else math.inf
-            mapped = [[rank["generation"] for rank in ranks if rank and "generation" in rank] for ranks in answers]
-            self._behind = sum(min(ranks, default=newest) < newest for ranks in mapped)
-            self._agree(answers, left())
+            self._behind = sum(any(rank and rank.get("generation", newest) < newest for rank in e) for e in engines)
+            self._agree(engines, left())
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 

@@ -36,6 +36,7 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         self._replicas = Replicas(servers, worth, group, self.slots)
         self._expected = Expected()
         self._problems: dict[str, int] = {}
+        """Of the requests in flight."""
         self._acquired = 0
 
     def require_acquire_fields(self) -> list[str]:
