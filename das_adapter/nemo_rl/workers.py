@@ -1,4 +1,5 @@
-"""NeMo-RL's vLLM generation workers with das-adapter in their engines."""
+"""NeMo-RL's vLLM generation workers with das-adapter in their engines. Ray ships their methods by value, and with them
+what they name here, which must be modules or can be pickled."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from nemo_rl.distributed.worker_group_utils import get_nsight_config_if_pattern_
 from nemo_rl.models.generation.vllm.vllm_worker import VllmGenerationWorkerImpl
 from nemo_rl.models.generation.vllm.vllm_worker_async import VllmAsyncGenerationWorkerImpl
 
-from das_adapter.nemo_rl import settings
-from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, EngineHooks, SyncEngineHooks, labels
+from das_adapter.nemo_rl import engine_hooks, settings
+from das_adapter.nemo_rl.engine_hooks import AsyncEngineHooks, EngineHooks, SyncEngineHooks
 from das_adapter.nemo_rl.settings import LABELS
 from das_adapter.protocol.engine_args import REFRESHER, SETTINGS_KEY, engine_env
 from das_adapter.service.session import for_run
@@ -68,11 +69,11 @@ class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
         """Generate as the stock worker does, under the labels that the batch carries."""
-        token = labels.set(data.pop(LABELS, None))
+        token = engine_hooks.labels.set(data.pop(LABELS, None))
         try:
             return super().generate(data, greedy=greedy)
         finally:
-            labels.reset(token)
+            engine_hooks.labels.reset(token)
 
 
 @ray.remote(runtime_env=_NSIGHT)
@@ -88,7 +89,7 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
 
     async def generate_async(self, data: Any, greedy: bool = False) -> AsyncGenerator[Any, None]:
         """Generate as the stock worker does, under the label that the sample carries."""
-        labels.set(data.pop(LABELS, None))
+        engine_hooks.labels.set(data.pop(LABELS, None))
         async for result in super().generate_async(data, greedy=greedy):
             yield result
 

@@ -86,6 +86,13 @@ def test_without_an_active_block_the_workers_are_stock() -> None:
         assert vllm_generation.resolve_generation_worker_cls(stock, {"vllm_kwargs": {}}) == stock
 
 
+def test_ray_can_ship_our_workers() -> None:
+    from das_adapter.nemo_rl.workers import DasAsyncGenerationWorker, DasGenerationWorker
+
+    for worker in (DasGenerationWorker, DasAsyncGenerationWorker):
+        assert ray.cloudpickle.dumps(worker.__ray_metadata__.modified_class)
+
+
 def test_our_workers_run_in_the_environment_of_the_stock_ones() -> None:
     from nemo_rl.distributed.ray_actor_environment_registry import get_actor_python_env
 
