@@ -55,7 +55,7 @@ def test_nothing_of_a_history_opens_to_another_user(name: str) -> None:
     until(lambda: bool(list((directory / FOLDER).glob("batch-*"))))
     inside = [str(path.relative_to(directory)) for path in directory.rglob("*")]
     assert {"users", "writer", "janitor", FOLDER} < set(inside)
-    (writer,) = served_by(directory)
+    writer, *_ = served_by(directory)  # on a busy machine a second one was started, and ends
     found = stranger("attack", directory, writer.pid, *inside)
     assert len(found) > 60
     assert {attempt: came for attempt, came in found.items() if came != "PermissionError"} == {}
