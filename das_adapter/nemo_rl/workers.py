@@ -56,8 +56,7 @@ class _Worker:
         return self.hooks.report()
 
 
-@ray.remote(runtime_env=_NSIGHT)
-class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
+class DasGenerationWorkerImpl(_Worker, VllmGenerationWorkerImpl):
     """One data-parallel replica of a synchronous run."""
 
     hooks_class = SyncEngineHooks
@@ -76,8 +75,7 @@ class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
             engine_hooks.labels.reset(token)
 
 
-@ray.remote(runtime_env=_NSIGHT)
-class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
+class DasAsyncGenerationWorkerImpl(_Worker, VllmAsyncGenerationWorkerImpl):
     """One data-parallel replica of an asynchronous run."""
 
     hooks_class = AsyncEngineHooks
@@ -96,3 +94,14 @@ class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
     async def das_report(self) -> Any:
         """As `_Worker.das_report`."""
         return await self.hooks.report()
+
+
+# Ray pickles an actor's class itself, and by reference what it inherits: a context variable cannot be pickled.
+@ray.remote(runtime_env=_NSIGHT)
+class DasGenerationWorker(DasGenerationWorkerImpl):
+    """The Ray actor of a synchronous replica."""
+
+
+@ray.remote(runtime_env=_NSIGHT)
+class DasAsyncGenerationWorker(DasAsyncGenerationWorkerImpl):
+    """The Ray actor of an asynchronous replica."""
