@@ -4,8 +4,13 @@ VENV ?= .venv
 # Where torch's CPU build comes from if pip finds none in the indexes it is configured with.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
+# A checkout of NeMo-RL, which is in no package registry. Without one its tests are skipped.
+NEMO_RL ?=
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
+PYTEST := $(if $(NEMO_RL),PYTHONPATH=$(abspath $(NEMO_RL)):$(abspath $(VENV)/nemo_rl)) $(BIN)/python -m pytest
+TESTED := $(VENV)/newest $(if $(NEMO_RL),$(VENV)/nemo_rl)
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints-cpu.txt)
 
 CPP := $(wildcard csrc/*.cpp csrc/*.hpp tests/native/*.cpp)
@@ -20,11 +25,11 @@ demo: env  # run GRPO through veRL with speculation off and on, and compare
 gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytest): at most 25 minutes
 	$(PYTHON) benchmarks/gpu/run.py
 
-test: quality $(VENV)/newest  # run the quality checks and every test
-	$(BIN)/python -m pytest -n 2 --no-loadscope-reorder
+test: quality $(TESTED)  # run the quality checks and every test; NeMo-RL's with NEMO_RL=CHECKOUT
+	$(PYTEST) -n 2 --no-loadscope-reorder
 
-long: $(VENV)/newest  # run the tests that make test leaves out: minutes each, on the other vLLM build, or with new random examples
-	$(BIN)/python -m pytest -m long
+long: $(TESTED)  # run the tests that make test leaves out: minutes each, on the other vLLM build, or with new random examples
+	$(PYTEST) -m long
 	$(BIN)/python -m pytest tests/unit -n 2 --hypothesis-profile=long
 
 hosts: env  # run the tests of trainers on plain vLLM servers, some minutes each
@@ -67,6 +72,11 @@ $(VENV)/.installed: constraints-cpu.txt pyproject.toml
 $(VENV)/newest: constraints-newest.txt | $(VENV)/.built
 	$(PIP) --no-deps --target $@ --upgrade -r constraints-newest.txt
 	PYTHONPATH=$@ $(BIN)/das-adapter cpu-setup
+	touch $@
+
+# What NeMo-RL's driver imports.
+$(VENV)/nemo_rl: constraints-nemo-rl.txt | $(VENV)/.built
+	$(PIP) --no-deps --target $@ --upgrade -r constraints-nemo-rl.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed CMakeLists.txt das_adapter/__init__.py $(wildcard csrc/*)
