@@ -56,7 +56,8 @@ class _Worker:
         return self.hooks.report()
 
 
-class DasGenerationWorkerImpl(_Worker, VllmGenerationWorkerImpl):
+@ray.remote(runtime_env=_NSIGHT)
+class DasGenerationWorker(_Worker, VllmGenerationWorkerImpl):
     """One data-parallel replica of a synchronous run."""
 
     hooks_class = SyncEngineHooks
@@ -75,7 +76,8 @@ class DasGenerationWorkerImpl(_Worker, VllmGenerationWorkerImpl):
             engine_hooks.labels.reset(token)
 
 
-class DasAsyncGenerationWorkerImpl(_Worker, VllmAsyncGenerationWorkerImpl):
+@ray.remote(runtime_env=_NSIGHT)
+class DasAsyncGenerationWorker(_Worker, VllmAsyncGenerationWorkerImpl):
     """One data-parallel replica of an asynchronous run."""
 
     hooks_class = AsyncEngineHooks
@@ -94,14 +96,3 @@ class DasAsyncGenerationWorkerImpl(_Worker, VllmAsyncGenerationWorkerImpl):
     async def das_report(self) -> Any:
         """As `_Worker.das_report`."""
         return await self.hooks.report()
-
-
-# Ray pickles an actor's class itself, and by reference what it inherits: a context variable cannot be pickled.
-@ray.remote(runtime_env=_NSIGHT)
-class DasGenerationWorker(DasGenerationWorkerImpl):
-    """The Ray actor of a synchronous replica."""
-
-
-@ray.remote(runtime_env=_NSIGHT)
-class DasAsyncGenerationWorker(DasAsyncGenerationWorkerImpl):
-    """The Ray actor of an asynchronous replica."""
