@@ -59,12 +59,18 @@ class _Block(BaseModel):
     )
 
 
+_SHARED = ("problem", "trusted", "global")
+"""Scopes of a history that outlives its requests."""
+
+
 class HistoryConfig(_Block):
     """What `history`, alone or with a second drafter, drafts from."""
 
-    scope: Literal["problem", "global", "request"] = "problem"
+    scope: Literal["problem", "trusted", "global", "request"] = "problem"
     """Whose text a request drafts from. `problem`: the rollouts of its own prompt; `global`: those of all prompts;
-    `request`: its own text alone."""
+    `request`: its own text alone. `trusted`, for an engine without a host, all of whose clients trust each other: also
+    those of the first turn that its prompt begins with, or of the problem that it names (`das_problem`), whatever its
+    `cache_salt`. Hosts label requests themselves, and refuse it."""
     max_bytes: Size = ByteSize(8 * 2**30)
     """Size of a node's history, such as 512MiB. Above it the largest problems are thinned out to the stretches of text
     that are worth most for their bytes; all problems keep some history as long as 256 bytes of each fit."""
@@ -149,11 +155,6 @@ class DasConfig(_Block):
     log_dir: UserPath | None = None
     """Directory into which every engine writes its decisions, which `das-adapter report` shows. None: they are not
     written."""
-    trust_clients: bool = False
-    """Whether all who send requests to an engine without a host trust each other. `false`: a request drafts from texts
-    of the same whole prompt alone, and of the same `cache_salt`. `true`: also from those of the first turn that its
-    prompt begins with, or of the problem that it names (`das_problem`), whatever its `cache_salt`. veRL and NeMo-RL
-    label requests themselves, and refuse the key."""
     history: HistoryConfig = HistoryConfig()
     self: SelfConfig = SelfConfig()
     draft: DraftConfig = DraftConfig()
@@ -224,9 +225,9 @@ class DasConfig(_Block):
 
 NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history": {"drafter": _HISTORY},
-    "history.max_bytes": {"history.scope": ("problem", "global")},
-    "history.device_bytes": {"drafter": ("history", *get_args(_WithHistory)), "history.scope": ("problem", "global")},
-    "history.load": {"history.scope": ("problem", "global")},
+    "history.max_bytes": {"history.scope": _SHARED},
+    "history.device_bytes": {"drafter": ("history", *get_args(_WithHistory)), "history.scope": _SHARED},
+    "history.load": {"history.scope": _SHARED},
     "self": {"drafter": _COPY},
     "draft": {"drafter": _NEURAL},
     "verify.seed": {"verify.noise": ("keyed", None)},

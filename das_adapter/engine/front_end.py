@@ -42,10 +42,8 @@ def choose_runner(stock: Any) -> Any:
             return stock(self, *args, **kwargs)
         if not hosted(self):
             prepare_standalone(self, config)
-            if not config.trust_clients:
-                logger.info(
-                    "das: a request drafts from texts of its whole prompt and cache_salt alone: trust_clients=false"
-                )
+            if config.uses_history and config.history.scope == "problem":
+                logger.info("das: a request drafts from texts of its whole prompt and cache_salt alone: scope=problem")
         from vllm.triton_utils import HAS_TRITON
 
         choice = runner_for(self, config, HAS_TRITON)

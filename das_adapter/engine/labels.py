@@ -25,7 +25,7 @@ class RequestLabels:
 
     def __init__(self, config: DasConfig, vllm_config: Any, hosted: bool) -> None:
         """`hosted`: whether a host labels the requests."""
-        self._keyed, self._trusts = config.keyed, config.trust_clients
+        self._keyed, self._trusts = config.keyed, config.history.scope in ("trusted", "global")
         source = _source(vllm_config)
         self._labeller = None if hosted else Labeller(config.verify.seed, source, joins_turns=self._trusts)
         self._lock = threading.Lock()
@@ -72,7 +72,9 @@ def _refuse(given: Label) -> None:
     """Refuse a label with which a client would read or write the history of a prompt that it need not know."""
     for key, value in (("das_problem", given.problem), ("das_start", given.start)):
         if value is not None:
-            raise BadLabel(f"{key}: found {value}, allowed: none, unless the server's block has `trust_clients: true`")
+            raise BadLabel(
+                f"{key}: found {value}, allowed: none, unless the server's block has `history.scope: trusted`"
+            )
 
 
 def _signed(seed: int | None, req_id: str, samples: int) -> int:

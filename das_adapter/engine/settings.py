@@ -61,11 +61,6 @@ def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
             f"das.history.load: found {config.history.load!r}, allowed: null, because this engine "
             f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"
         )
-    if config.uses_history and config.history.scope == "global" and not config.trust_clients:
-        raise ConfigError(
-            "das.history.scope: found 'global', allowed with das.trust_clients=false: 'problem' or 'request', because "
-            "one client's requests would draft from another's texts"
-        )
     if run := os.environ.get(RUN_VARIABLE):
         engine_args.additional_config = {**engine_args.additional_config, RUN_KEY: run}
 

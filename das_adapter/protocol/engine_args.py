@@ -58,8 +58,8 @@ def refuse_arguments(das: DasConfig, block: str, place: str, given: Mapping[str,
     additional = given.get("additional_config")
     if additional is not None and not isinstance(additional, Mapping):
         raise ConfigError(f"{place}.additional_config: found {additional!r}, expected a mapping")
-    if das.drafter != "none" and das.trust_clients:
-        raise ConfigError(f"{block}.trust_clients: found true, allowed: false, because the host labels requests")
+    if das.uses_history and das.history.scope == "trusted":
+        raise ConfigError(f"{block}.history.scope: found 'trusted', which is for engines whose requests no host labels")
     if das.drafter != "none" and given.get("speculative_config"):
         raise ConfigError(
             f"{block}.drafter={das.drafter!r} and {place}.speculative_config both choose a drafter: remove one of them"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -79,11 +80,6 @@ def test_the_environment_may_hold_or_name_the_block(monkeypatch: pytest.MonkeyPa
         ("DAS_CONFIG", "/nowhere/das.yaml", "DAS_CONFIG: found '/nowhere/das.yaml', allowed: a das: block"),
         ("DAS_CONFIG", '{"das": null}', "found an empty block"),
         ("DAS_CONFIG", '{"history": {"load": "/tmp"}}', "das.history.load: found '/tmp', allowed: null, because"),
-        (
-            "DAS_CONFIG",
-            '{"history": {"scope": "global"}}',
-            "das.history.scope: found 'global', allowed with das.trust_",
-        ),
         ("VLLM_USE_V2_MODEL_RUNNER", "1", "VLLM_USE_V2_MODEL_RUNNER: found '1', allowed: '0', because"),
     ],
 )
@@ -96,8 +92,9 @@ def test_what_an_engine_without_a_host_cannot_do_stops_it(
         engine_config()
 
 
-def test_trusted_clients_may_share_one_history(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DAS_CONFIG", '{"history": {"scope": "global"}, "trust_clients": true}')
+@pytest.mark.parametrize("scope", ["trusted", "global"])
+def test_clients_that_trust_each_other_share_a_history(monkeypatch: pytest.MonkeyPatch, scope: str) -> None:
+    monkeypatch.setenv("DAS_CONFIG", json.dumps({"history": {"scope": scope}}))
     assert engine_config().speculative_config.method == "custom_class"
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from das_adapter.config import DasConfig
+from das_adapter.config import DasConfig, HistoryConfig
 from das_adapter.core.identity import FirstTurns, prompt_identity
 from das_adapter.engine.labels import RequestLabels
 from das_adapter.protocol.label import BadLabel, Label
@@ -25,10 +25,10 @@ TEMPLATE = [1, 2, 3]
 class Server(RequestLabels):
     """A server's front end."""
 
-    def __init__(self, hosted: bool = False, **block: Any) -> None:
+    def __init__(self, hosted: bool = False, scope: Any = "problem") -> None:
         parallel = SimpleNamespace(data_parallel_rank=0, _api_process_rank=0)
         config = SimpleNamespace(model_config=SimpleNamespace(seed=0), parallel_config=parallel)
-        super().__init__(DasConfig(**block), config, hosted)
+        super().__init__(DasConfig(history=HistoryConfig(scope=scope)), config, hosted)
 
     def asked(self, prompt: list[int] | None, label: dict[str, Any] | None = None, **request: Any) -> Label:
         """The label with which a client's request reaches the engine."""
@@ -40,7 +40,7 @@ class Server(RequestLabels):
 
 def test_whoever_sends_the_beginning_of_all_prompts_shares_none_of_them() -> None:
     prompts = [[*TEMPLATE, *range(10 * i, 10 * i + 50)] for i in range(5)]
-    strangers, friends = Server(), Server(trust_clients=True)
+    strangers, friends = Server(), Server(scope="trusted")
     for server in (strangers, friends):
         for length in range(1, 4):
             server.asked(TEMPLATE[:length])
@@ -51,9 +51,9 @@ def test_whoever_sends_the_beginning_of_all_prompts_shares_none_of_them() -> Non
 @pytest.mark.parametrize("label", [{"das_problem": 5}, {"das_problem": "5"}, {"das_start": 0}, {"das_start": 9}])
 def test_only_trusted_clients_say_what_a_request_is_about(label: dict[str, Any]) -> None:
     (key,) = label
-    with pytest.raises(BadLabel, match=rf"^{key}: found \d, allowed: none, unless .* `trust_clients: true`$"):
+    with pytest.raises(BadLabel, match=rf"^{key}: found \d, allowed: none, unless .* `history.scope: trusted`$"):
         Server().asked(TEMPLATE, label)
-    for server in (Server(trust_clients=True), Server(hosted=True)):
+    for server in (Server(scope="trusted"), Server(hosted=True)):
         found = server.asked(TEMPLATE, label)
         assert (found.problem == 5) == (key == "das_problem")
         assert (found.start is not None) == (key == "das_start")
@@ -65,7 +65,7 @@ def test_any_client_may_keep_its_text_out_and_choose_its_noise() -> None:
 
 
 def test_a_cache_salt_parts_the_histories_of_clients_that_do_not_trust_each_other() -> None:
-    strangers, friends = Server(), Server(trust_clients=True)
+    strangers, friends = Server(), Server(scope="trusted")
     salts = [None, "", "mine", "mine", "theirs"]
     found = [strangers.asked(TEMPLATE, cache_salt=salt).problem for salt in salts]
     assert found[:2] == [prompt_identity(TEMPLATE)] * 2

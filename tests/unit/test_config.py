@@ -57,8 +57,8 @@ def test_the_empty_block_is_the_history_under_the_controller_with_keyed_noise() 
     assert (config.speculate, config.budget, config.routing) == ("auto", "optimal", "longest_first")
 
 
-def test_a_block_has_at_most_19_keys() -> None:
-    assert len(KEYS) <= 19
+def test_a_block_has_at_most_18_keys() -> None:
+    assert len(KEYS) <= 18
 
 
 def test_noise_follows_the_drafter_unless_it_is_named() -> None:
@@ -310,7 +310,6 @@ VALUES: dict[str, Any] = {
     "routing": "host",
     "calibration": "x",
     "log_dir": "x",
-    "trust_clients": True,
     "verify.noise": "keyed",
     "verify.seed": 3,
     "history.scope": "global",
@@ -357,7 +356,7 @@ def test_every_key_acts_with_the_drafter_or_is_refused(drafter: str) -> None:
         ),
         (
             {"history.scope": "request", "history.load": "x"},
-            "das.history.load='x' has an effect only with das.history.scope='problem' or 'global' "
+            "das.history.load='x' has an effect only with das.history.scope='problem' or 'trusted' or 'global' "
             "(found 'request'): remove it",
         ),
         (
@@ -468,7 +467,7 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
             "policy.generation.das: found policy.generation.backend='sglang', allowed: 'vllm'",
         ),
         ({"das": {}, "vllm_kwargs": {"speculative_config": {"method": "ngram"}}}, "both choose a drafter"),
-        ({"das": {"trust_clients": True}}, "das.trust_clients: found true, allowed: false, because the host labels"),
+        ({"das": {"history": {"scope": "trusted"}}}, "das.history.scope: found 'trusted', which is for engines whose"),
         ({"das": {}, "vllm_cfg": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2, allowed: 1"),
         ({"das": {}, "quant_cfg": "fp8"}, "found policy.generation.quant_cfg='fp8', whose workers take the place of"),
         (
