@@ -192,15 +192,16 @@ void bind_suffix_index(nb::module_& m) {
     }
   });
   m.def("read_index_file", [](const std::string& path, bool whole) {
-    das::SegmentFile file(path, true, false);
+    das::SegmentFile file(path, false, false);
     std::vector<uint64_t> found;
     for (size_t i = 0; i < file.header().count; ++i) {
-      if (whole) das::unlocked([&] { file.check(i); });
+      if (whole) das::unlocked([&] { file.check(i), file.forget(i); });
       found.push_back(file.entry(i).problem);
     }
     return nb::make_tuple(owned(std::move(found)), file.header().newest);
   });
   nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result);
+  nb::class_<das::Saving>(m, "Saving").def("write", &das::Saving::write, unlocked());
   nb::class_<SharedIndex>(m, "SuffixIndex")
       .def(nb::init<uint32_t, double>())
       .def("add",
@@ -217,7 +218,7 @@ void bind_suffix_index(nb::module_& m) {
                  das::unlocked(shared, [&](SuffixIndex& index) { return index.shrink(max_bytes, threads); });
              return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped);
            })
-      .def("save", method(&SuffixIndex::save), unlocked())
+      .def("saving", method(&SuffixIndex::saving), unlocked())
       .def("load", method(&SuffixIndex::load), unlocked())
       .def("give",
            [](SharedIndex& shared, const std::string& path, const In<uint64_t>& problems) {
@@ -230,7 +231,14 @@ void bind_suffix_index(nb::module_& m) {
       .def("visit", method(&SuffixIndex::visit), unlocked())
       .def("attach", method(&SuffixIndex::attach), unlocked())
       .def("refresh", method(&SuffixIndex::refresh), unlocked())
-      .def("write", method(&SuffixIndex::write), unlocked())
+      .def("write", method(&SuffixIndex::write), unlocked(), nb::arg("percent") = 75, nb::arg("most") = 1 << 24)
+      .def("release", method(&SuffixIndex::release), unlocked())
+      .def("has",
+           [](SharedIndex& shared, uint64_t problem, const Tokens& tokens, int64_t version) {
+             return das::unlocked(shared, [&](const SuffixIndex& index) {
+               return index.has(problem, tokens.data(), tokens.size(), version);
+             });
+           })
       .def("publish", method(&SuffixIndex::publish), unlocked(), nb::arg("hurry") = false)
       .def("open",
            [](SharedIndex& shared, uint64_t problem, const Tokens& prompt, const Tokens& prefix) {
@@ -260,6 +268,7 @@ void bind_suffix_index(nb::module_& m) {
       .def_prop_ro("max_depth", method(&SuffixIndex::max_depth))
       .def_prop_ro("attached", method(&SuffixIndex::attached))
       .def_prop_ro("generation", method(&SuffixIndex::generation))
+      .def_prop_ro("removed", method(&SuffixIndex::removed))
       .def_prop_ro("file_bytes", method(&SuffixIndex::file_bytes))
       .def_prop_ro("nbytes", method(&SuffixIndex::nbytes))
       .def_prop_ro("tokens", method(&SuffixIndex::token_count))

@@ -73,49 +73,67 @@ constexpr uint64_t kSegmentMagic = 0x3247455358534144;   // "DASXSEG2" on a litt
 constexpr uint64_t kManifestMagic = 0x334e414d58534144;  // "DASXMAN3"
 constexpr uint64_t kWholeMagic = 0x334c4c4158534144;     // "DASXALL3"
 
-// Bytes of a file, read into memory or mapped. `own`: it must be this user's, and no link.
+// Bytes of a file, mapped or, where `need` asks for them, read into memory: what lies on another machine is not mapped,
+// because a read that fails there is an error, and not a signal. `own`: it must be this user's, and no link.
 class Bytes {
  public:
-  Bytes(const std::string& path, bool map, bool own) {
-    const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | (own ? O_NOFOLLOW : 0));
-    if (file < 0) fail(path);
-    struct Close {
-      int file;
-      ~Close() { ::close(file); }
-    } close{file};
+  Bytes(std::string path, bool map, bool own) : path_(std::move(path)), mapped_(map) {
+    file_.number = ::open(path_.c_str(), O_RDONLY | O_CLOEXEC | (own ? O_NOFOLLOW : 0));
+    if (file_.number < 0) fail(path_);
     struct stat status;
-    if (fstat(file, &status)) fail(path);
-    if (!S_ISREG(status.st_mode)) throw FileError(path, "it is not a file");
-    if (own && status.st_uid != geteuid()) throw FileError(path, "it is another user's");
+    if (fstat(file_.number, &status)) fail(path_);
+    if (!S_ISREG(status.st_mode)) throw FileError(path_, "it is not a file");
+    if (own && status.st_uid != geteuid()) throw FileError(path_, "it is another user's");
     size_ = static_cast<size_t>(status.st_size);
-    if (map && size_) {
-      mapped_ = mmap(nullptr, size_, PROT_READ, MAP_SHARED, file, 0);
-      if (mapped_ == MAP_FAILED) fail(path);
-    } else {
-      own_.resize((size_ + 7) / 8);
-      for (size_t at = 0; at < size_;) {
-        const ssize_t got = ::read(file, reinterpret_cast<char*>(own_.data()) + at, size_ - at);
-        if (got < 0) fail(path);
-        if (!got) throw FileError(path, "it became shorter while it was read");
-        at += static_cast<size_t>(got);
-      }
-    }
+    if (!size_) return;
+    void* const data = map ? mmap(nullptr, size_, PROT_READ, MAP_SHARED, file_.number, 0)
+                           : mmap(nullptr, size_, PROT_READ | PROT_WRITE, kUnread, -1, 0);
+    if (data == MAP_FAILED) fail(path_);
+    data_ = static_cast<char*>(data);
+    if (map) file_.close();
   }
   ~Bytes() {
-    if (mapped_) munmap(mapped_, size_);
+    if (data_) munmap(data_, size_);
   }
   Bytes(const Bytes&) = delete;
   Bytes& operator=(const Bytes&) = delete;
 
-  const char* data() const {
-    return mapped_ ? static_cast<char*>(mapped_) : reinterpret_cast<const char*>(own_.data());
-  }
+  const char* data() const { return data_; }
   size_t size() const { return size_; }
 
+  // Makes sure that bytes at `from`, which the file has, can be used.
+  void need(size_t from, size_t bytes) const {
+    for (size_t at = from; !mapped_ && at < from + bytes;) {
+      const ssize_t got = ::pread(file_.number, data_ + at, from + bytes - at, static_cast<off_t>(at));
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) fail(path_);
+      if (!got) throw FileError(path_, "it became shorter while it was read");
+      at += static_cast<size_t>(got);
+    }
+  }
+  // Gives back the memory of bytes that were read.
+  void forget(size_t from, size_t bytes) const {
+    const size_t page = sysconf(_SC_PAGESIZE);
+    const size_t begin = (from + page - 1) / page * page, end = (from + bytes) / page * page;
+    if (!mapped_ && begin < end) madvise(data_ + begin, end - begin, MADV_DONTNEED);
+  }
+
  private:
-  void* mapped_ = nullptr;
+  static constexpr int kUnread = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;  // takes memory where it is written
+  struct File {
+    int number = -1;
+    void close() {
+      if (number >= 0) ::close(number);
+      number = -1;
+    }
+    ~File() { close(); }
+  };
+
+  std::string path_;
+  bool mapped_;
+  File file_;
+  char* data_ = nullptr;
   size_t size_ = 0;
-  std::vector<uint64_t> own_;
 };
 
 // Reads the header, and checks it and the table of `Entry` behind it; the other bytes are not read.
@@ -124,6 +142,7 @@ FileHeader read_header(const Bytes& bytes, const std::string& path, uint64_t mag
   FileHeader h;
   const FileHeader ours;
   if (bytes.size() < sizeof h) throw FileError(path, "it is too short for a header");
+  bytes.need(0, sizeof h);
   std::memcpy(&h, bytes.data(), sizeof h);
   if (h.magic != magic) throw FileError(path, "it is not a file of a suffix index");
   if (h.format != ours.format)
@@ -135,6 +154,7 @@ FileHeader read_header(const Bytes& bytes, const std::string& path, uint64_t mag
                     "it has " + std::to_string(bytes.size()) + " bytes, its header says " + std::to_string(h.bytes));
   if (h.depth < 8 || h.depth > 255 || h.count > (h.bytes - sizeof h) / sizeof(Entry) || h.extra > h.count)
     throw FileError(path, "its header contradicts itself");
+  bytes.need(sizeof h, h.count * sizeof(Entry));
   if (h.table != checksum(bytes.data() + sizeof h, h.count * sizeof(Entry)))
     throw FileError(path, "the checksum of its table is wrong");
   return h;
@@ -185,11 +205,17 @@ class SegmentFile {
   void check(size_t i) {
     if (checked_[i]) return;
     const Entry& e = entry(i);
+    bytes_.need(e.offset, e.shape().bytes());
     if (e.checksum != checksum(bytes_.data() + e.offset, e.shape().bytes()))
       throw FileError(path_, "the checksum of problem " + std::to_string(e.problem) + " is wrong");
     if (!Segment(bytes_.data() + e.offset, e.shape(), nullptr).sound())
       throw FileError(path_, "the arrays of problem " + std::to_string(e.problem) + " contradict each other");
     checked_[i] = true;
+  }
+  // Gives back the memory of a segment that nobody uses.
+  void forget(size_t i) {
+    bytes_.forget(entry(i).offset, entry(i).shape().bytes());
+    checked_[i] = false;
   }
 
  private:

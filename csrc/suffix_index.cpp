@@ -17,6 +17,8 @@ namespace das {
 
 namespace {
 
+constexpr uint64_t kWritten = 1 << 24;  // bytes of a file, about
+constexpr uint64_t kCounts = 75;  // percent of a file's bytes that count, or the others are written again
 constexpr uint64_t kLeast = 256;  // bytes that a problem keeps before whole problems are dropped
 
 // Collects the votes on the next token, `step` tokens after the places at which the candidates were found.
@@ -440,11 +442,34 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
   }
 }
 
-void SuffixIndex::save(const std::string& path) const {
-  std::vector<std::pair<uint64_t, const Segment*>> all;
+bool SuffixIndex::has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const {
+  const auto it = problems_.find(problem);
+  if (it == problems_.end()) return false;
+  for (const Segment& s : it->second.history) {
+    check(s);
+    for (const Segment::Run& run : s.runs) {
+      if (run.version != version) continue;
+      const Stored* const end = &s.tokens[s.end(run)];
+      for (const Stored *text = &s.tokens[run.start], *next; text != end; text = next) {
+        next = std::find_if(text + 1, end, [](Token token) { return token < 0; });
+        if (*text == kStart && std::equal(text + 1, next, tokens, tokens + count)) return true;
+      }
+    }
+  }
+  return false;
+}
+
+Saving SuffixIndex::saving() const {
+  Saving found{header(), {}};
   for (const auto& [id, problem] : problems_)
-    for (const Segment& segment : problem.history) check(segment), all.emplace_back(id, &segment);
-  write_segments(path, true, header(), all);
+    for (const Segment& segment : problem.history) found.segments.emplace_back(id, segment);
+  return found;
+}
+
+void Saving::write(const std::string& path) const {
+  Store::Table all;
+  for (const auto& [id, segment] : segments) check(segment), all.emplace_back(id, &segment);
+  write_segments(path, true, header, all);
 }
 
 void SuffixIndex::load(const std::string& path) {
@@ -474,7 +499,7 @@ void SuffixIndex::give(const std::string& path, const Ids& problems) const {
 }
 
 void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
-  const auto file = std::make_shared<SegmentFile>(path, true, false);
+  const auto file = std::make_shared<SegmentFile>(path, false, false);
   const FileHeader& found = file->header();
   if (!known_) depth_ = static_cast<uint32_t>(found.depth);
   if (found.depth != depth_) throw FileError(path, "its depth is " + std::to_string(found.depth));
@@ -537,8 +562,7 @@ void SuffixIndex::refresh(uint64_t generation) {
   store_->keep(read);
 }
 
-bool SuffixIndex::write(bool compact) {
-  constexpr uint64_t kWritten = 1 << 24;
+uint64_t SuffixIndex::write(uint64_t percent, uint64_t most) {
   std::vector<std::pair<uint64_t, Segment*>> moving;
   uint64_t bytes = 0;
   const auto move = [&](uint64_t id, auto&& wanted) {
@@ -547,22 +571,22 @@ bool SuffixIndex::write(bool compact) {
     for (Segment& segment : it->second.history)
       if (wanted(segment)) moving.emplace_back(id, &segment), bytes += segment.nbytes();
   };
-  for (auto it = changed_.begin(); it != changed_.end() && bytes < kWritten; ++it)
+  for (auto it = changed_.begin(); it != changed_.end() && bytes < most; ++it)
     move(*it, [](const Segment& segment) { return !segment.file; });
-  for (const auto& [number, file] : store_->files()) {  // of which more than a quarter no longer counts
-    if (!compact || !file->alive || 4 * file->alive >= 3 * file->body()) continue;
-    for (size_t i = 0; i < file->header().count && bytes < kWritten; ++i)
+  for (const auto& [number, file] : store_->files()) {
+    if (!file->alive || 100 * file->alive >= percent * file->body()) continue;
+    for (size_t i = 0; i < file->header().count && bytes < most; ++i)
       move(file->entry(i).problem, [&, at = file.get()](const Segment& s) { return s.file == at && s.entry == i; });
   }
-  if (moving.empty()) return false;
+  if (moving.empty()) return 0;
   for (const auto& [id, segment] : moving) check(*segment);
   store_->write(moving, header());
   for (const auto& [id, segment] : moving) changed_.insert(id);
-  return bytes >= kWritten;
+  return bytes;
 }
 
 void SuffixIndex::publish(bool hurry) {
-  while (write(!hurry)) {
+  while (write(hurry ? 0 : kCounts, kWritten) >= kWritten) {
   }
   const auto list = [&](Store::Table& table, uint64_t id, const std::vector<Segment>& history) {
     if (history.empty()) table.emplace_back(id, nullptr);

@@ -20,6 +20,14 @@ struct UnknownHandle {  // of a request that is not open
   int64_t handle;
 };
 
+// A history as it is now, to be written to one file; other threads may change the index meanwhile.
+struct Saving {
+  FileHeader header;
+  std::vector<std::pair<uint64_t, Segment>> segments;  // each with its problem
+
+  void write(const std::string& path) const;
+};
+
 // One caller at a time: SharedIndex (suffix_shared.hpp) sees to that. Threads that a call starts end with it. Indexes
 // share nothing that changes, even where they map the same files.
 class SuffixIndex {
@@ -38,7 +46,10 @@ class SuffixIndex {
     uint64_t tokens, thinned, dropped;  // tokens that went, problems thinned out, and dropped whole
   };
   Shrunk shrink(uint64_t max_bytes, size_t threads);
-  void save(const std::string& path) const;
+  // Whether the sealed history has this text, whole, of this version.
+  bool has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const;
+  Saving saving() const;
+  void save(const std::string& path) const { saving().write(path); }
   void load(const std::string& path);  // into an index without history
   // Some problems' history, to be used by another index: written to a file for this user alone, and taken in as older
   // than what there is already.
@@ -49,9 +60,10 @@ class SuffixIndex {
   void visit(const std::string& path);
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
-  // Puts about 16 MiB of what is in no file into one, and where it may `compact`, what lies in files of which more than
-  // a quarter no longer counts; returns whether there was so much.
-  bool write(bool compact);
+  // Puts about `most` bytes of what is in no file into one, and of what lies in files of which less than `percent`
+  // counts; returns how many.
+  uint64_t write(uint64_t percent, uint64_t most);
+  void release() { store_->release(); }  // removes what only older generations need
   void publish(bool hurry);  // where the caller is in a `hurry`, without what can be done later
 
   int64_t open(uint64_t problem, const Token* prompt, size_t count);
@@ -79,6 +91,7 @@ class SuffixIndex {
   int64_t age(int64_t handle) const;
   bool attached() const { return store_ != nullptr; }
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
+  uint64_t removed() const { return store_ ? store_->removed() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
   uint64_t nbytes() const { return bytes_; }
   uint64_t token_count() const { return tokens_; }

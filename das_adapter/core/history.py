@@ -68,6 +68,11 @@ class HistoryPolicy:
                 refused[0],
             )
 
+    def has(self, store: HistoryStore, trajectory: tuple[int, bytes, int]) -> bool:
+        """Return whether a trajectory, as in `take`, is sealed in a store."""
+        problem, text, version = trajectory
+        return len(text) % 4 == 0 and store.has(self.key(problem), np.frombuffer(text, dtype=np.int32), version)
+
     def tidy(self, store: Store) -> None:
         """Thin out what exceeds the byte budget, and say so in the log."""
         before = store.tokens

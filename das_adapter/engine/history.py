@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from das_adapter.core.staleness import Staleness, bracket
 from das_adapter.core.steps import Search
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Published, Refresh
+from das_adapter.protocol.spool import size_of
 
 logger = logging.getLogger("das_adapter")
 
@@ -128,7 +130,7 @@ class HistorySource:
         requests, hits, lost = self._returns.take()
         return {
             "history_tokens": self.index.tokens,
-            "history_bytes": self.index.nbytes,
+            "history_bytes": size_of(Path(self._directory)) if self._directory else self.index.nbytes,
             "live_bytes": self.index.live_bytes,
             "history_requests": requests,
             "history_hits": hits,

@@ -12,6 +12,7 @@ the writer takes them at a time. Nothing in them is unpickled.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -43,13 +44,17 @@ GRACE_S = 20.0
 """How long a directory outlives its writer, or its last engine, so that one that is started again finds it."""
 GATHER_S = 0.5
 """How long trajectories are gathered before they are left together."""
+SPARE = 1 << 30
+"""Maximum bytes of the file system that the history leaves free: what is thinned out is written there before what it
+replaces goes, and what others need has gone in the meantime."""
 KEPT = 64 << 20
 """Maximum bytes of text that an engine keeps while it can't leave them in the spool."""
 
 
-def directory_for(name: str, size: int) -> Path:
+def directory_for(name: str, size: int, beside: int = 0) -> Path:
     """Return the directory of a history, this user's alone; it is created if it is not there. Where its name is taken
     by another user, all processes of this user find the one with a number behind the name.
+    It lies in shared memory, or in a temporary directory if there is no room for `size` bytes; `beside` as in `room`.
 
     Raises:
         OSError: it can't be created.
@@ -59,13 +64,12 @@ def directory_for(name: str, size: int) -> Path:
         for directory in (root / name, *sorted(root.glob(f"{name}-[0-9]*"))):
             if is_private(directory):
                 return directory
-    root = SHARED_MEMORY if _free(SHARED_MEMORY) >= size else temporary
+    root = SHARED_MEMORY if _fits(size, beside) else temporary
     if root == temporary:
         logger.warning(
-            "das: history: %s has no room for das.history.max_bytes=%s; the history lies in %s",
-            SHARED_MEMORY,
-            size,
-            root,
+            "das: history: %s has no room for das.history.max_bytes=%s beside Ray's object store of %s bytes; "
+            "the history lies in %s",
+            *(SHARED_MEMORY, size, beside, root),
         )
     for number in itertools.count():
         directory = root / (f"{name}-{number}" if number else name)
@@ -80,11 +84,29 @@ def directory_for(name: str, size: int) -> Path:
     raise AssertionError
 
 
-def _free(root: Path) -> int:
+def _fits(size: int, beside: int) -> bool:
     try:
-        return shutil.disk_usage(root).free
+        return room(SHARED_MEMORY, size, 0, beside) >= 0
     except OSError:
-        return 0
+        return False
+
+
+def room(directory: Path, size: int, held: int, beside: int, given: int = 0) -> int:
+    """Return how many bytes are left where a history of `size` bytes, with files of `held` bytes, is written anew, as
+    merging does, before its old files go; below 0: how many are lacking. `beside`: the size of Ray's object store,
+    which may lie there too and takes memory when it needs it; `given`: bytes of removed files that engines still map.
+    OSError: the directory is gone."""
+    disk = shutil.disk_usage(directory)
+    return min(disk.free + given, disk.total - beside - held) - size - min(SPARE, disk.total // 8)
+
+
+def size_of(directory: Path) -> int:
+    """Return how many bytes the files of a history's directory take."""
+    found = 0
+    for path in (*directory.glob("*"), *directory.glob(f"{FOLDER}/*")):
+        with contextlib.suppress(OSError):  # it was removed
+            found += path.lstat().st_blocks * 512
+    return found
 
 
 def write(path: Path, content: bytes) -> None:

@@ -62,6 +62,7 @@ class LocalHistory:
             answer.put(store.directory, path.name.partition("-")[2])
             path.unlink(missing_ok=True)
         if asked:
+            self._writer.store.relieve()
             self._writer.policy.tidy(self._writer.store)
 
     def serve(self, grace_s: float) -> None:

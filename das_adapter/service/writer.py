@@ -18,18 +18,19 @@ from das_adapter.core.index.private import make_private
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Trajectory, unpack
-from das_adapter.protocol.spool import BATCH, FOLDER, GRACE_S, SHARED_MEMORY, TEXTS, USERS
+from das_adapter.protocol.spool import BATCH, FOLDER, GRACE_S, SHARED_MEMORY, TEXTS, USERS, room, size_of
 from das_adapter.service import janitor
 
 logger = logging.getLogger("das_adapter")
 
 
 class Writer:
-    """The one writer of a directory. A file of the spool is removed when its texts are published: a writer that is
-    killed finds it again, and may publish some of its texts twice. Any thread may call."""
+    """The one writer of a directory. A file of the spool is removed when its texts are published: one that is left by a
+    writer that was killed is taken again, without the texts that are published. Any thread may call."""
 
-    def __init__(self, config: HistoryConfig, directory: Path, grace_s: float = GRACE_S):
-        """Take over the history that an earlier writer left in the directory, or begin one; `grace_s`: see `GRACE_S`.
+    def __init__(self, config: HistoryConfig, directory: Path, grace_s: float = GRACE_S, beside: int = 0):
+        """Take over the history that an earlier writer left in the directory, or begin one; `grace_s`: see `GRACE_S`,
+        `beside`: see `room`.
 
         Raises:
             DasError: another writer is there.
@@ -41,7 +42,7 @@ class Writer:
         """Of texts on their way, from `read` to `keep`; held for a moment."""
         self.altered = False
         """Whether the store was changed by something else than texts, which is to be published."""
-        self._grace_s = grace_s
+        self._grace_s, self._beside = grace_s, beside
         for place in (SHARED_MEMORY, Path(tempfile.gettempdir())):
             janitor.sweep(place, besides=directory.name)
         self._kept: list[str] = []
@@ -50,6 +51,8 @@ class Writer:
         """Files that are published: one that comes again, since an answer was lost, is dropped."""
         self._trouble = ""
         self.store = self._opened(directory)
+        self._found = {path.name for path in self.waiting(BATCH, TEXTS)} if self.store.tokens else set()
+        """Files that an earlier writer left: it may have published some of their texts."""
 
     @property
     def directory(self) -> Path:
@@ -79,9 +82,11 @@ class Writer:
     def keep(self, file: str, texts: Sequence[Trajectory]) -> None:
         """Put texts of a file into the store."""
         with self.lock:
+            if file in self._found:
+                texts = [text for text in texts if not self.policy.has(self.store, text)]
             self.policy.take(self.store, texts)
             self._kept.append(file)
-            if not texts:  # they all go elsewhere
+            if not texts:  # they go elsewhere, or are published
                 self._done([file])
 
     def seal_ahead(self) -> None:
@@ -138,7 +143,10 @@ class Writer:
             self._done_with.append(file)
 
     def _opened(self, directory: Path) -> HistoryStore:
-        store = HistoryStore(directory, threads=max(1, (os.cpu_count() or 1) // 8))
+        def left(size: int, given: int) -> int:
+            return room(directory, size, size_of(directory), self._beside, given)
+
+        store = HistoryStore(directory, threads=max(1, (os.cpu_count() or 1) // 8), room=left)
         make_private(directory / FOLDER)
         janitor.watch(directory, self._grace_s)
         logger.warning("das: the history lies in %s", directory)

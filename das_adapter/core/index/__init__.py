@@ -86,7 +86,7 @@ class SuffixIndex:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sealed history to a file, all or nothing; an OSError leaves an older file as it was."""
-        self._core.save(os.fspath(path))
+        self._core.saving().write(os.fspath(path))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:

@@ -6,9 +6,10 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ logger = logging.getLogger("das_adapter")
 
 SLICE = 200_000
 """Tokens that are sealed or merged in the background before the history's lock is released."""
+MAPPED_S = 5.0
+"""Time after a seal in which engines map what it published, and let go of older files, which only then are free."""
+LITTLE = 2**26
+"""Maximum bytes that are thinned out at a time where room is lacking."""
 QUIET_S = 0.5
 """Once nothing was added for so long, problems are sealed of which more may come."""
 
@@ -38,15 +43,25 @@ class HistoryStore:
     thread does in the background, a slice at a time. Any thread may call.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], max_depth: int = 64, threads: int = 1) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        max_depth: int = 64,
+        threads: int = 1,
+        room: Callable[[int, int], int] = lambda size, given: 0,
+    ) -> None:
         """Create the directory for this user alone, or take over what an earlier store left there, with its depth.
+        `room` says how many bytes are left for a history of so many bytes, where it gave so many back that are free
+        soon; below 0: see `relieve`.
 
         Raises:
             DasError: another store writes there.
             IndexFileError: it is a link or another user's, or what was left there is damaged.
         """
         self.directory = Path(directory)
-        self._threads = threads
+        self._threads, self._room = threads, room
+        self._sealed, self._given, self._told = 0.0, 0, False
+        """When `seal` was last called; since then: bytes that were given back, and whether history went for that."""
         self._lock = threading.RLock()
         self._working: threading.Thread | None = None
         self._window: int | None = None
@@ -95,6 +110,7 @@ class HistoryStore:
         with self._changing():
             self._core.seal(window, False, self._threads, 0, tokens)
             self._core.publish(True)
+            self._sealed, self._given, self._told = time.monotonic(), 0, False
             self._work_in_background()
             return self.generation
 
@@ -118,23 +134,27 @@ class HistoryStore:
         altered, unwritten = False, 0
         try:
             while True:
+                wrote = False
                 with self._lock:
                     if self._closed:
                         self._working = None
                         return
                     sealed = self._seal_ahead()
-                    merged = 0 if sealed else self._core.merge(SLICE)
+                    short = self._lacking(0) > 0  # what can be done later would take room first
+                    merged = 0 if sealed or short else self._core.merge(SLICE)
                     unwritten += sealed + merged
                     altered = altered or merged > 0
                     done = sealed or merged
                     if unwritten and (unwritten > 8 * SLICE or not done):
-                        more, unwritten = self._core.write(True), 0
-                        done = done or more
+                        wrote, unwritten = self._core.write(0 if short else 75) > 0, 0
+                        done = done or wrote
                     if not done and (self._window is None or not self._core.staged_tokens):
                         if altered:
-                            self._core.publish()
+                            self._core.publish(short)
                         self._working = None
                         return
+                if wrote:
+                    self.relieve()
                 time.sleep(0.001 if done else QUIET_S / 2)  # whoever waits for the lock has its turn
         except Exception as error:
             if repr(error) != repr(self._failure):
@@ -169,12 +189,49 @@ class HistoryStore:
                 self._core.publish()
             return shrunk
 
+    def relieve(self) -> None:
+        """Give bytes back while some are lacking: those of older generations first, then what no longer counts in
+        files, then history. It is thinned out a little at a time, because what is left of it is written before that
+        goes, and no further than there is room for that, because engines let go of it at their next weight sync."""
+        before, lacking = self.tokens, self._lacking(self._given)
+        if lacking <= 0 or time.monotonic() < self._sealed + MAPPED_S:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._core.publish(True)
+            self._core.release()
+        while self._lacking(self._given) > 0:
+            with self._lock:
+                removed, little = self._core.removed, min(self.nbytes // 64, LITTLE)
+                if self._closed or shutil.disk_usage(self.directory).free < 8 * little:
+                    break
+                if not self._core.write(95, little) and not self._core.shrink(self.nbytes - little, self._threads)[0]:
+                    break
+                self._core.publish(True)
+                self._core.release()
+                self._given += self._core.removed - removed
+        if self.tokens < before and not self._told:
+            self._told = True
+            text = "das: history: %s lacks room for %d bytes beside what others may need: %d of %d tokens were dropped"
+            logger.error(text, self.directory, lacking, before - self.tokens, before)
+
+    def _lacking(self, given: int) -> int:
+        return -self._room(self.nbytes, given)
+
+    def has(self, problem: int, tokens: Tokens, version: int) -> bool:
+        """Return whether the sealed history has this trajectory, whole."""
+        with self._lock:
+            return bool(self._core.has(problem, tokens_of(tokens), version))
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the history to one file, which `SuffixIndex.load` reads: what is sealed, or may be sealed ahead."""
+        """Write the history to one file, which `SuffixIndex.load` reads: what is sealed, or may be sealed ahead. Other
+        threads may change the history while it is written."""
         with self._lock:
             if self._window is not None:
                 self._core.seal(self._window, False, self._threads)
-            self._core.save(os.fspath(path))
+            saving = self._core.saving()
+        saving.write(os.fspath(path))
 
     def give(self, path: str | os.PathLike[str], problems: npt.ArrayLike) -> None:
         """Write the sealed history of some problems, uint64 [n], to a file for this user alone: for `absorb` of another

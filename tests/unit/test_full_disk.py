@@ -1,0 +1,108 @@
+"""A file system that fills up costs history, and nobody next door a byte."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from das_adapter.config import HistoryConfig
+from das_adapter.core.index import SuffixIndex, store
+from das_adapter.protocol import spool
+from das_adapter.protocol.messages import Trajectory
+from das_adapter.protocol.spool import directory_for, put_batch, room, size_of
+from das_adapter.service.writer import Writer
+
+MB = 2**20
+PROBLEMS = 40
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file system of 128 MiB in memory."""
+    found = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=128m", "none", tmp_path], capture_output=True, text=True
+    )
+    if found.returncode:
+        pytest.skip(f"tmpfs can't be mounted here: {found.stderr.strip()}")
+    monkeypatch.setattr(store, "MAPPED_S", 0.0)
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", tmp_path], check=True)
+
+
+@pytest.mark.parametrize(("beside", "others"), [(60 * MB, 0), (0, 60 * MB)])
+def test_a_history_that_fills_its_file_system_is_thinned_out_and_goes_on(
+    small: Path, caplog: Any, beside: int, others: int
+) -> None:
+    writer = Writer(HistoryConfig(max_bytes=2**30), small / "history", grace_s=0.1, beside=beside)
+    (small / "others").write_bytes(bytes(others))
+    index, rng = SuffixIndex.attach(writer.directory), np.random.default_rng(0)
+    written, least = 0, [128 * MB] * 2
+    for version in range(7):
+        texts = [rng.integers(0, 10_000, 20_000).astype(np.int32) for _ in range(PROBLEMS)]
+        batch = [Trajectory(problem, text.tobytes(), version) for problem, text in enumerate(texts)]
+        put_batch(writer.directory, "engine", batch)
+        for file, arrived in writer.read():
+            writer.keep(file, arrived)
+        writer.publish()
+        index.refresh()  # as engines do at a weight sync
+        writer.store.settle()
+        writer.store.relieve()
+        written += sum(map(len, texts))
+        disk = shutil.disk_usage(small)
+        left = disk.free, disk.total - beside - size_of(writer.directory)
+        least = [min(pair) for pair in zip(least, left, strict=True)]
+        index.refresh()
+        assert index.tokens == writer.store.tokens
+        latest = index.draft([index.open(0, [], prefix=texts[0][:20])], [20], 0.0)[0][0]
+        assert np.array_equal(latest, texts[0][20:40])
+    assert least[0] >= 8 * MB and least[1] >= 16 * MB
+    assert 0 < index.tokens < written and index.problems == PROBLEMS
+    told = [record for record in caplog.records if "lacks room for" in record.message]
+    assert 0 < len(told) < 7
+    writer.store.close()
+
+
+def test_old_generations_go_before_history_does(small: Path) -> None:
+    writer = Writer(HistoryConfig(max_bytes=2**30), small / "history", grace_s=0.1)
+    rng = np.random.default_rng(0)
+    for version in range(2):
+        for problem in range(PROBLEMS):
+            writer.store.add(problem, rng.integers(0, 10_000, 60_000), version)
+        writer.store.seal()
+        writer.store.settle()
+    assert shutil.disk_usage(small).free < 95 * MB
+    (small / "others").write_bytes(bytes(shutil.disk_usage(small).free - 45 * MB))
+    before = writer.store.tokens
+    writer.store.relieve()
+    assert shutil.disk_usage(small).free > 50 * MB and writer.store.tokens == before
+    assert SuffixIndex.attach(writer.directory).tokens == before
+    writer.store.close()
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "size", "beside", "left", "fits"),
+    [
+        (64, 64, 10, 0, 36, True),  # it is written twice, and an eighth stays free
+        (64, 20, 10, 0, 2, True),
+        (64, 64, 10, 40, -4, True),  # Ray's store takes its 40 when it needs them
+        (64, 64, 10, 50, -14, False),
+        (2**20, 2**20, 0, 0, 2**20 - 2**10, True),  # of a large one 1 GiB
+    ],
+)
+def test_what_ray_may_still_take_is_no_room(
+    monkeypatch: pytest.MonkeyPatch, total: int, free: int, size: int, beside: int, left: int, fits: bool
+) -> None:
+    disk = SimpleNamespace(total=total * MB, free=free * MB)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    assert room(spool.SHARED_MEMORY, size * MB, size * MB, beside * MB) == left * MB
+    made = directory_for(f"das-history-test-{os.getpid()}", size * MB, beside * MB)
+    made.rmdir()
+    assert (made.parent == spool.SHARED_MEMORY) == fits
