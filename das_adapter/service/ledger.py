@@ -4,6 +4,7 @@ training step, and what the run's history starts from."""
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ray
+from ray._private import state
 
 from das_adapter.core.ladder import Ladder
 from das_adapter.core.length import Expected, LengthLog
@@ -22,8 +24,8 @@ _FIGURES_S = 5.0
 """How long the histories of all nodes have to tell their figures."""
 last_checkpoint: dict[str, float] = {}
 """Figures of the last checkpoint of the history that this process saved, by the names the trainer logs."""
-_started: list[Any] = []
-"""Handles of the actors that this process started: an actor ends with the last handle that it was started through."""
+_LOOK_S = 5.0
+"""How often an actor of a run looks whether its job has ended."""
 
 
 class Synced(NamedTuple):
@@ -55,6 +57,7 @@ class Ledger(LengthLog):
         self._version, self._heard = -1, 0
         self._lengths: dict[int, ray.ObjectRef] = {}
         self._expected: ray.ObjectRef | None = None
+        end_with_job()
 
     def sync(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced:
         """Tell an engine, or a node's history for its engines, what the run knows, at a weight sync to `version`. The
@@ -152,14 +155,17 @@ def name_of(part: str) -> str:
     return f"{part}:{ray.get_runtime_context().get_job_id()}"
 
 
+NAMESPACE = "das_adapter"
+"""Ray's namespace of the actors of all runs: Ray warns of detached ones in a namespace without a name."""
 HISTORY = "das_history"
 
 
 def histories() -> tuple[str, ...]:
     """Return the names of the histories of this run's nodes, sorted; each ends in `:` and Ray's id of its node."""
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    names = (name for name in ray.util.list_named_actors() if name.startswith(f"{name_of(HISTORY)}:"))
-    return tuple(sorted(name for name in names if name.rpartition(":")[2] in alive))
+    names = (found["name"] for found in ray.util.list_named_actors(all_namespaces=True))
+    own = (name for name in names if name.startswith(f"{name_of(HISTORY)}:"))
+    return tuple(sorted(name for name in own if name.rpartition(":")[2] in alive))
 
 
 def history_of(node: str) -> str:
@@ -173,31 +179,56 @@ def history_here() -> str:
 
 
 def ledger() -> Any:
-    """Return the run's ledger, started if need be. It lives as long as the process that started it."""
+    """Return the run's ledger, started if need be; see `named`."""
     return named(name_of("das_ledger"), Ledger)
 
 
 def running() -> Any:
     """Return the run's ledger; ValueError: there is none."""
-    return ray.get_actor(name_of("das_ledger"))
+    return actor(name_of("das_ledger"))
+
+
+def actor(name: str) -> Any:
+    """Return an actor of the run; ValueError: there is none of this name."""
+    return ray.get_actor(name, NAMESPACE)
 
 
 def named(name: str, kind: type, *args: Any, **options: Any) -> Any:
-    """Return the run's actor of this name; if there is none, it is started as `kind(*args)` with Ray's `options`."""
+    """Return the run's actor of this name; if there is none, it is started as `kind(*args)` with Ray's `options`. It
+    outlives the process that started it, because engines come and go; `kind` calls `end_with_job`."""
     try:
-        return ray.get_actor(name)
+        return actor(name)
     except ValueError:
-        actor = ray.remote(num_cpus=0, max_restarts=-1, **options)(kind)
-        handle = actor.options(name=name, get_if_exists=True).remote(*args)
-        _started.append(handle)
-        return handle
+        options = {"scheduling_strategy": "DEFAULT", **options}  # not in the placement group of an engine
+        started = ray.remote(num_cpus=0, max_restarts=-1, lifetime="detached", **options)(kind)
+        return started.options(name=name, namespace=NAMESPACE, get_if_exists=True).remote(*args)
+
+
+def end_with_job() -> None:
+    """Let this actor end soon after its job: Ray keeps a detached one as long as the cluster. In a process that is no
+    actor nothing happens."""
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    if context is None or context.get_actor_id() is None:
+        return
+    job, own = context.get_job_id(), context.current_actor
+
+    def watch() -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            try:
+                if any(found["JobID"] == job and found["IsDead"] for found in state.jobs()):
+                    ray.kill(own)
+            except Exception as error:  # Ray's head is restarted, say
+                logger.warning("das: whether the job has ended is not known: %r", error)
+
+    threading.Thread(target=watch, name="das-job", daemon=True).start()
 
 
 def of_nodes() -> dict[str, float]:
     """Return figures of the histories of the run's nodes, without those that do not answer, and of the last checkpoint
     that this process saved; none where no history is shared."""
     try:
-        calls = [ray.get_actor(name).figures.remote() for name in histories()]
+        calls = [actor(name).figures.remote() for name in histories()]
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no figures of the histories: %r", error)
         return last_checkpoint

@@ -47,7 +47,7 @@ _AT_A_SYNC = 250_000
 class NodeHistory:
     """The history of the problems at home on a node: each text that engines leave in the spool goes to its problem's
     home. When nodes come or go, problems that have a new home begin anew there. Whatever happens to the directory,
-    `sync` answers. Calls of the node's engines, those of other nodes and `tick` come in threads of their own, which
+    `sync` answers. Calls of the node's engines, those of other nodes, a checkpoint's and `tick` come in threads of their own, which
     share the writer, whose lock is held from `read` to `keep`."""
 
     def __init__(
@@ -66,12 +66,15 @@ class NodeHistory:
             grace_s: see `GRACE_S`.
             node: its name among the histories of the run; None: all problems are at home here, and no thread works.
         """
-        directory = Path(root) / name if root else directory_for(name, config.max_bytes)
+        own = ray.get_runtime_context().get_node_id()
+        beside = sum(int(n["Resources"].get("object_store_memory", 0)) for n in ray.nodes() if n["NodeID"] == own)
+        directory = Path(root) / name if root else directory_for(name, config.max_bytes, beside)
         try:
-            self.writer = Writer(config, directory, grace_s)
+            self.writer = Writer(config, directory, grace_s, beside)
         except (DasError, OSError) as error:
             logger.error("das: history: %s can't be taken over (%r); a new history begins", directory, error)
-            self.writer = Writer(config, Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory.parent)), grace_s)
+            begun = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=directory.parent))
+            self.writer = Writer(config, begun, grace_s, beside)
         self._node = node or ""
         self._nodes: tuple[str, ...] = (self._node,)
         """Names of the histories of the run's nodes."""
@@ -88,8 +91,12 @@ class NodeHistory:
         """Offset from this run's weight versions to the store's; None until the history has begun: texts wait."""
         self._empty = not self.writer.store.tokens
         """Whether nothing was taken over."""
+        self._start: str | None = None
+        self._loaded: set[Path] = set()
+        """Saved history that is to be taken in, and the files of it that were."""
         if node is not None:
             threading.Thread(target=self._carry, name="das-carry", daemon=True).start()
+        ledger.end_with_job()
 
     def directory(self) -> str:
         """Return where engines leave what they wrote."""
@@ -105,6 +112,7 @@ class NodeHistory:
         try:
             self.writer.restore()
             self._begin()
+            self._load()
             self._take()
             synced = self._ask(version, cursor, rungs)
             self._sealable -= self.writer.publish(self._sealable)
@@ -127,14 +135,18 @@ class NodeHistory:
         finally:
             path.unlink(missing_ok=True)
 
-    def flush(self) -> None:
-        """Bring all texts here to their homes, and lengths to the ledger, and wait for that; for a checkpoint."""
+    @ray.method(concurrency_group="checkpoints")
+    def flush(self) -> int:
+        """Bring all texts here to their homes, and lengths to the ledger, and wait for that, for a checkpoint; return
+        how many files of texts are still on their way."""
         until = time.monotonic() + _PEER_S
         self._take()
         self._send(wait=True)
-        while self.writer.waiting(AWAY) and time.monotonic() < until:
+        while (left := len(self.writer.waiting(AWAY))) and time.monotonic() < until:
             time.sleep(_TICK_S / 5)
+        return left
 
+    @ray.method(concurrency_group="checkpoints")
     def save(self, path: str) -> None:
         """Write the history at home here to a file, including what arrived since the last weight sync."""
         self._take()
@@ -161,6 +173,7 @@ class NodeHistory:
         self._deliver()
         self._take()
         self.writer.seal_ahead()
+        self.writer.store.relieve()
         self._send()
         if self._tidied < self._version:
             self._tidied = self._version
@@ -219,7 +232,7 @@ class NodeHistory:
                 if peer not in self._nodes:  # it went
                     path.rename(path.with_name(f"{TEXTS}-{rest}"))
                 elif call is None:
-                    call = ray.get_actor(peer).receive.remote(f"{TEXTS}-{rest}", path.read_bytes())
+                    call = ledger.actor(peer).receive.remote(f"{TEXTS}-{rest}", path.read_bytes())
                     self._sending[path.name] = call
                 elif ray.wait([call], timeout=0)[0]:
                     ray.get(call, timeout=_PEER_S)
@@ -257,31 +270,43 @@ class NodeHistory:
             ask(call, _PEER_S)
 
     def _begin(self) -> None:
-        """Start the history from what lies in the directory, else from what the run was given, else empty."""
+        """Go on with what lies in the directory, or learn what the history starts with."""
         if self._offset is not None:
             return
         store = self.writer.store
         start, offset = ask(ledger.running().start.remote(), _PEER_S)
         self._meet(ledger.histories())
-        try:
-            if start and self._empty:
-                for path in checkpoint.parts(Path(start)):
-                    problems = problems_in(path)
-                    if self.writer.policy.config.scope != "global":
-                        problems = problems[homes(problems, self._nodes) == self._nodes.index(self._node)]
-                    store.absorb(path, problems)
-                self.writer.altered = True
-        except (DasError, OSError) as error:
-            self.writer.report(error)
+        self._start = start if self._empty else None
         self._offset = max(offset, store.newest - self._version if store.tokens else 0)
+
+    def _load(self) -> None:
+        """Take in what the run starts with; what can't be read now is tried again at the next weight sync."""
+        try:
+            for path in checkpoint.parts(Path(self._start)) if self._start else ():
+                if path not in self._loaded:
+                    self._absorb(path)
+                    self._loaded.add(path)
+            self._start = None
+        except OSError as error:
+            self.writer.report(error)
+
+    def _absorb(self, path: Path) -> None:
+        try:
+            problems = problems_in(path)
+            if self.writer.policy.config.scope != "global":
+                problems = problems[homes(problems, self._nodes) == self._nodes.index(self._node)]
+            self.writer.store.absorb(path, problems)
+            self.writer.altered = True
+        except DasError as error:  # it is damaged
+            self.writer.report(error)
 
 
 def here(config: HistoryConfig, grace_s: float = GRACE_S) -> Any:
-    """Return this node's history, started if need be. It lives as long as the process that started it."""
+    """Return this node's history, started if need be; see `ledger.named`."""
     context = ray.get_runtime_context()
     node, name = context.get_node_id(), ledger.history_here()
     options = {
-        "concurrency_groups": {"peers": 2},
+        "concurrency_groups": {"peers": 2, "checkpoints": 1},  # weight syncs wait for neither
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
     directory = f"das-history-{context.get_job_id()}-{node[:16]}"

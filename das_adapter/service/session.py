@@ -24,7 +24,7 @@ from das_adapter.protocol.messages import Published, Refresh, Refreshed, Traject
 from das_adapter.protocol.metrics import RolloutClock
 from das_adapter.protocol.spool import Gathered, later, put_batch, write
 from das_adapter.service import node
-from das_adapter.service.ledger import answers, ask, history_here, ledger
+from das_adapter.service.ledger import actor, answers, ask, history_here, ledger
 
 logger = logging.getLogger("das_adapter")
 
@@ -242,7 +242,7 @@ class Session:
                 wanted, self._wanted = self._wanted, {}
             if not ray.is_initialized():  # as in `_leave`
                 return
-            calls = [ray.get_actor(home).give.remote(problems) for home, problems in wanted.items()]
+            calls = [actor(home).give.remote(problems) for home, problems in wanted.items()]
             for history in answers(calls, _GUESTS_WAIT_S, "give"):
                 file = Path(f"{self._directory}/{uuid.uuid4().hex}.tmp")  # as in `NodeHistory.give`
                 write(file, history)

@@ -37,7 +37,7 @@ from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
 from das_adapter.protocol.metrics import Counters, RolloutClock  # noqa: E402
 from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint, janitor  # noqa: E402
-from das_adapter.service.ledger import histories, history_here, history_of, ledger, metrics, running  # noqa: E402
+from das_adapter.service.ledger import actor, histories, history_here, history_of, metrics, running  # noqa: E402
 
 FACTS = checkpoint.Facts.of("problem", TOKENIZER)
 NAMESPACE = "shared by two jobs"
@@ -53,7 +53,7 @@ class Engine(test_history.Engine):
     def deliver(self) -> None:
         """Leave everything in the spool now, and return when it is in those of its homes."""
         self.session.flush()
-        ray.get(ray.get_actor(history_here()).flush.remote())
+        ray.get(actor(history_here()).flush.remote())
 
     def visited(self, problems: list[int]) -> list[int]:
         """Begin requests of problems; return of which the history was brought beside that of the node."""
@@ -120,7 +120,7 @@ class Run:
         return sum(self.figures(of)["tokens"] for of in range(len(self.nodes)))
 
     def history(self, of: int) -> Any:
-        return ray.get_actor(history_of(self.nodes[of].node_id))
+        return actor(history_of(self.nodes[of].node_id))
 
     def spool(self, of: int) -> list[str]:
         """The texts that wait in a node's spool."""
@@ -158,7 +158,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         ray.init(cluster.address, namespace=NAMESPACE, runtime_env={"env_vars": env}, log_to_driver=False)
         for module in (sys.modules[__name__], test_history):  # Ray's workers can't import a test
             ray.cloudpickle.register_pickle_by_value(module)
-        ledger()
         run = Run(cluster, folder / "trap")
         run.goes_on(run.write(0), run.write(1))
         yield run
@@ -166,10 +165,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     cluster.shutdown()
 
 
-def test_killed_while_it_publishes(run: Run) -> None:
+@pytest.mark.parametrize("at", ["manifest-", "whole-"])
+def test_killed_while_it_publishes(run: Run, at: str) -> None:
+    """Before engines could map the generation, or before it removed the files of what is in it."""
     before, tokens = run.figures(1), run.tokens
     problems = run.write(0, home=1), run.write(1, home=1)
-    run.kill_at(f"{before['directory']}/manifest-")
+    run.kill_at(f"{before['directory']}/{at}")
     run.goes_on(*problems)
     after = run.figures(1)
     assert run.was_killed() and after["pid"] != before["pid"]
@@ -231,10 +232,33 @@ def test_an_engine_gets_the_history_of_other_nodes_and_one_that_starts_again_tha
     assert 0 < len(away) < len(problems)
     assert ray.get(run.engines[0].visited.remote(problems)) == away
     before = run.tokens
-    ray.kill(run.engines.pop())  # it may have started its node's history, which would end with it
+    ray.kill(run.engines.pop())
     run.engines.append(run.engine(run.nodes[1].node_id))  # as a host starts an engine again
     run.goes_on(*problems)
     assert run.tokens == before
+
+
+def test_all_engines_go_and_what_they_started_stays(run: Run) -> None:
+    before, tokens = [run.figures(of)["pid"] for of in (0, 1)], run.tokens
+    name = ray.get(running().run.remote())
+    problems = run.write(0, home=0), run.write(1, home=1)
+    for engine in run.engines:
+        ray.get(engine.deliver.remote())
+        ray.kill(engine)
+    for engine in run.engines:
+        until(lambda engine=engine: ended(engine))
+    run.engines[:] = [run.engine(node.node_id) for node in run.nodes]
+    run.goes_on(*problems)
+    assert ([run.figures(of)["pid"] for of in (0, 1)], run.tokens) == (before, tokens + 2 * len(POEM))
+    assert ray.get(running().run.remote()) == name
+
+
+def ended(engine: Any) -> bool:
+    try:
+        ray.get(engine.deliver.remote())
+    except ray.exceptions.RayActorError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize("for_good", [False, True])
@@ -279,6 +303,33 @@ def test_the_spool_is_full(run: Run) -> None:
     ray.get(run.engines[0].limit.remote(resource.RLIM_INFINITY))
     run.goes_on(*problems)
     assert run.tokens == before + 2 * len(POEM)
+
+
+def test_a_save_that_hangs_holds_up_no_weight_sync(run: Run, tmp_path: Path) -> None:
+    hanging = tmp_path / "0"
+    os.mkfifo(f"{hanging}.{run.figures(0)['pid']}.tmp")  # who opens it to write waits for a reader
+    saving = run.history(0).save.remote(str(hanging))
+    run.goes_on(run.write(0, home=0))
+    assert not ray.wait([saving], timeout=0)[0]
+    with open(f"{hanging}.{run.figures(0)['pid']}.tmp", "rb") as reader:
+        assert reader.read(8)
+    with pytest.raises(ray.exceptions.RayTaskError):
+        ray.get(saving)
+
+
+def test_a_save_that_takes_too_long_is_given_up(
+    run: Run, tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "SAVE_S", 2.0)
+    stopped = run.figures(1)["pid"]
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        checkpoint.save(tmp_path / "step_2", FACTS)
+    finally:
+        os.kill(stopped, signal.SIGCONT)
+    assert not list(tmp_path.glob("step_2/*"))
+    assert caplog.text.count("das: the history was not saved with the checkpoint") == 1
+    run.goes_on(run.write(1))
 
 
 @pytest.fixture(scope="module")
@@ -346,6 +397,9 @@ def test_two_jobs_on_a_node_one_of_which_resumes_with_fewer_replicas(run: Run, s
     assert int(line[2]) > 0
     assert line[3] != directory and Path(line[3]).parent == Path(directory).parent
     assert run.tokens == before + len(POEM)
+    until(lambda: not Path(line[3]).exists())  # its history and its ledger end with it, though the cluster goes on
+    names = {found["name"] for found in ray.util.list_named_actors(all_namespaces=True)}
+    assert {name.split(":")[1] for name in names} == {ray.get_runtime_context().get_job_id()}
 
 
 def test_the_object_store_is_exhausted(run: Run) -> None:

@@ -253,12 +253,12 @@ def test_a_service_that_ended_for_good_comes_back_at_the_weight_sync_with_all_it
     all_of_it = tokens(first) + 30
     engine.write(20, POEM, 1)
     engine.session.flush()
-    before = ray.get(ray.get_actor(here).figures.remote())
-    ray.kill(ray.get_actor(here), no_restart=True)
+    before = ray.get(ledger_module.actor(here).figures.remote())
+    ray.kill(ledger_module.actor(here), no_restart=True)
     found = []
     until(lambda: found.append(engine.sync(2).history) or (found[-1] and tokens(found[-1]) == all_of_it))
     assert found[-1].directory == first.directory  # it was taken over
-    assert ray.get(ray.get_actor(here).figures.remote())["pid"] != before["pid"]
+    assert ray.get(ledger_module.actor(here).figures.remote())["pid"] != before["pid"]
     assert engine.sync(3).history is not None
 
 
@@ -339,16 +339,27 @@ def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path:
     assert saved.lengths(target, 0).tolist() == [(1, 30, 0)]
 
 
-def test_a_start_that_is_not_there_is_told_once_and_done_without(writer: Alone, caplog: Any) -> None:
-    ray.get(ledger().start_from.remote("/nowhere"))
+def test_a_start_that_cannot_be_read_is_told_and_tried_again(writer: Alone, caplog: Any, tmp_path: Path) -> None:
+    """As where a network file system is away for a while."""
+    old, away = Alone(tmp_path, "old"), tmp_path / "away"
+    old.push("a", Trajectory(1, POEM.tobytes(), 0), Trajectory(2, POEM.tobytes(), 0))
+    old.published(1)
+    ray.get(ledger().start_from.remote(str(away)))
     try:
         for version in (1, 2):
             writer.push("a", Trajectory(1, POEM.tobytes(), version))
-            published = writer.published(version)
+            assert tokens(writer.published(version)) == 30 * version
+        assert len([r for r in caplog.records if r.message.startswith("das: history: FileNotFound")]) == 2
+        save(old, away, [])
+        for version in (3, 4):
+            assert tokens(writer.published(version)) == 120  # all of it, once
+        (away / "index" / "0").write_bytes(b"damaged")
+        fresh = Alone(tmp_path, "fresh")
+        for version in (1, 2):
+            assert tokens(fresh.published(version)) == 0
+        assert len([r for r in caplog.records if r.message.startswith("das: history: IndexFileError")]) == 1
     finally:
         ray.get(ledger().start_from.remote(None))
-    assert tokens(published) == 60
-    assert len([r for r in caplog.records if r.message.startswith("das: history: ")]) == 1
 
 
 def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:

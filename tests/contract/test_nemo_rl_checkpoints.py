@@ -27,10 +27,12 @@ from das_adapter.nemo_rl import checkpoint, install, settings  # noqa: E402
 from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.service import checkpoint as saved  # noqa: E402
+from das_adapter.service.ledger import actor, histories  # noqa: E402
 
 TOKENIZER = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 1})
 OTHER = SimpleNamespace(get_vocab=lambda: {"b": 0, "a": 1})
 REFIT = "update_weights_via_ipc_zmq"
+OFF = {"drafter": "history", "history": {"load": False}}
 Make = Callable[..., Any]
 
 
@@ -155,9 +157,8 @@ def test_a_history_that_cannot_be_saved_costs_the_checkpoint_nothing(config: Mak
     broken = config()
     with run(broken) as engine:
         write(engine, 1)
-        for name in ray.util.list_named_actors():
-            if name.startswith("das_history:"):
-                ray.kill(ray.get_actor(name), no_restart=True)
+        for name in histories():
+            ray.kill(actor(name), no_restart=True)
         folder = save(broken, 1)
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "training_info.json"]
     assert caplog.text.count("das: the history was not saved with the checkpoint") == 1
@@ -168,7 +169,7 @@ def test_a_history_that_cannot_be_saved_costs_the_checkpoint_nothing(config: Mak
 
 
 def test_without_an_active_block_checkpoints_are_stock(config: Make) -> None:
-    for das in ({"drafter": "none"}, {"drafter": "history", "history": {"scope": "request"}}):
+    for das in ({"drafter": "none"}, {"drafter": "history", "history": {"scope": "request"}}, OFF):
         stock = config()
         stock.policy["generation"]["das"] = stock.policy["generation"]["vllm_kwargs"]["additional_config"]["das"] = das
         before = json.dumps(stock.model_dump(), default=str)
