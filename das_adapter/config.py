@@ -46,6 +46,12 @@ def _read_size(size: Any) -> Any:
     raise ValueError("allowed: a number of bytes, 65536 or more, or a size such as 512MiB")
 
 
+def _read_load(load: Any) -> Any:
+    if load is None or load is False or (isinstance(load, str) and load):
+        return load
+    raise ValueError("allowed: null, a directory, or false")
+
+
 Budget = Literal["optimal", "das", "uniform", "unlimited"]
 Speculate = Literal["auto", "always"] | int
 Size = Annotated[ByteSize, BeforeValidator(_read_size), Field(ge=2**16)]
@@ -78,9 +84,9 @@ class HistoryConfig(_Block):
     """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems of
     a rollout, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
     drafts on the host and has none."""
-    load: UserPath | None = None
+    load: Annotated[UserPath | Literal[False] | None, BeforeValidator(_read_load)] = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
-    empty history, or with its own where it resumes."""
+    empty history, or with its own where it resumes. `false`: it is neither saved in checkpoints nor read from them."""
 
 
 class SelfConfig(_Block):
@@ -184,8 +190,13 @@ class DasConfig(_Block):
 
     @property
     def shares_history(self) -> bool:
-        """Whether rollouts outlive their request: engines share a history, and checkpoints contain it."""
+        """Whether rollouts outlive their request: engines share a history."""
         return self.uses_history and self.history.scope != "request"
+
+    @property
+    def saves_history(self) -> bool:
+        """Whether checkpoints contain the history."""
+        return self.shares_history and self.history.load is not False
 
     @property
     def neural(self) -> bool:
@@ -295,9 +306,7 @@ def block_of(parent: Any, where: str) -> Any:
         for key in filter(resembles_das, map(str, parent)):
             raise ConfigError(f"{where}.{key}: unknown key; did you mean 'das'?")
     elif parent["das"] is None:
-        raise ConfigError(
-            f"{where}.das: found an empty block: write `drafter: none` in it, or `das: {{}}` for the defaults"
-        )
+        raise ConfigError(f"{where}.das: found an empty block: write `drafter: none`, or `das: {{}}` for the defaults")
     return parent.get("das")
 
 
@@ -307,7 +316,7 @@ def check_files(config: DasConfig) -> None:
         return
     if config.calibration is not None and not os.path.isfile(config.calibration):
         raise wrong("calibration", config.calibration, "expected a file that das-adapter calibrate wrote")
-    if config.history.load is not None and not os.path.isdir(config.history.load):
+    if config.history.load and not os.path.isdir(config.history.load):
         raise wrong("history.load", config.history.load, "expected a directory that exists")
     if config.log_dir is not None:
         try:

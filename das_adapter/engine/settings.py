@@ -56,7 +56,7 @@ def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
     Raises:
         ConfigError: names the key.
     """
-    if config.shares_history and config.history.load is not None:
+    if config.shares_history and config.history.load:
         raise ConfigError(
             f"das.history.load: found {config.history.load!r}, allowed: null, because this engine "
             f"has no host: set {RUN_VARIABLE} to hand a history on to the next server"

@@ -67,7 +67,7 @@ def begin(master_config: Any, tokenizer: Any) -> None:
     latest = CheckpointManager(master_config.checkpointing).get_latest_checkpoint_path()
     resumed = None if latest is None else Path(latest)
     generation[settings.STEP] = 0 if resumed is None else int(resumed.name.removeprefix("step_"))
-    if das.shares_history:
+    if das.saves_history:
         facts = checkpoint.Facts.of(das.history.scope, tokenizer)
         generation[settings.FACTS] = asdict(facts)
         checkpoint.begin(das.history, facts, settings.BLOCK, resumed, version=0)

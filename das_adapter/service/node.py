@@ -47,8 +47,8 @@ _AT_A_SYNC = 250_000
 class NodeHistory:
     """The history of the problems at home on a node: each text that engines leave in the spool goes to its problem's
     home. When nodes come or go, problems that have a new home begin anew there. Whatever happens to the directory,
-    `sync` answers. Calls of the node's engines, those of other nodes, a checkpoint's and `tick` come in threads of their own, which
-    share the writer, whose lock is held from `read` to `keep`."""
+    `sync` answers. Calls of the node's engines, those of other nodes, a checkpoint's and `tick` come in threads of
+    their own, which share the writer, whose lock is held from `read` to `keep`."""
 
     def __init__(
         self,

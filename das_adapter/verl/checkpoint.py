@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from das_adapter.verl import settings, tracking
+
+logger = logging.getLogger("das_adapter")
 
 
 def after_load(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +46,10 @@ def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = stock(self, *args, **kwargs)
-        _save(self)
+        try:
+            _save(self)
+        except Exception:  # the trainer's checkpoint is whole
+            logger.exception("das: the history was not saved with the checkpoint")
         return result
 
     return save
@@ -54,7 +60,7 @@ def _begin(trainer: Any) -> None:
     das = settings.of_run(trainer.config)
     if das is not None:
         tracking.follow()
-    if das is None or not das.shares_history:
+    if das is None or not das.saves_history:
         return
     from das_adapter.service import checkpoint
 
@@ -67,7 +73,7 @@ def _begin(trainer: Any) -> None:
 
 def _save(trainer: Any) -> None:
     das = settings.of_run(trainer.config)
-    if das is None or not das.shares_history:
+    if das is None or not das.saves_history:
         return
     from das_adapter.service import checkpoint
 

@@ -164,7 +164,8 @@ SPECULATE = "allowed: 'auto', 'always', or a number of running requests, 1 or mo
             for value in ("8 gigs", "8GiB x", "8GiB8", "1.2.3GiB", "", 8e9, True, -1)
         ),
         ({"history": {"max_bytes": "1KiB"}}, ["das.history.max_bytes", "1KiB", "equal to 65536"]),
-        ({"history": {"load": ""}}, ["das.history.load", "''", "at least 1 character"]),
+        ({"history": {"load": ""}}, ["das.history.load: found ''", "allowed: null, a directory, or false"]),
+        ({"history": {"load": True}}, ["das.history.load: found True", "allowed: null, a directory, or false"]),
         ({"history": []}, ["das.history: found []", "dictionary"]),
         ({"history": None}, ["das.history: found None", "dictionary"]),
         ({"histroy": {}, "max_draft_tokens": 0}, ["das.histroy: unknown key", "das.max_draft_tokens: found 0"]),

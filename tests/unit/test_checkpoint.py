@@ -1,0 +1,136 @@
+"""A history in a checkpoint is used whole, or refused with what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ray")
+from das_adapter.config import parse
+from das_adapter.core.index import IndexFileError, SuffixIndex
+from das_adapter.core.index.store import HistoryStore, newest_in, problems_in
+from das_adapter.core.length import RESPONSE
+from das_adapter.errors import DasError
+from das_adapter.service import checkpoint
+from das_adapter.verl import checkpoint as verl
+
+FACTS = checkpoint.Facts("problem", "0123456789abcdef")
+
+
+def index(seed: int) -> SuffixIndex:
+    rng = np.random.default_rng(seed)
+    made = SuffixIndex()
+    for problem in range(2):
+        made.add(2 * problem + seed, rng.integers(0, 9, 12), 3)
+    made.seal()
+    return made
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """The history of a run on two nodes."""
+
+    def save_parts(folder: Path) -> int:
+        for node in (0, 1):
+            index(node).save(folder / str(node))
+        return 2
+
+    target = tmp_path / checkpoint.NAME
+    checkpoint.write(target, FACTS, np.array([(1, 12, 3), (2, 12, 3)], RESPONSE), save_parts)
+    return target
+
+
+def test_a_byte_that_is_damaged_anywhere_is_refused(saved: Path, tmp_path: Path) -> None:
+    checkpoint.check(saved, FACTS, "das.history.load")
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in files) == ["0", "1", "history.json", "lengths.npy"]
+    with HistoryStore(tmp_path / "store") as store:
+        for path in files:
+            whole = path.read_bytes()
+            for at, by in [(at, by) for at in range(len(whole)) for by in (1, 128)]:
+                path.write_bytes(whole[:at] + bytes([whole[at] ^ by]) + whole[at + 1 :])
+                if path.name == "history.json" and says(path) == json.loads(whole):
+                    continue  # another blank
+                with pytest.raises(DasError, match=r"das\.history\.load: "):
+                    checkpoint.check(saved, FACTS, "das.history.load")
+                if path.parent.name == checkpoint.INDEX:
+                    with pytest.raises(IndexFileError):
+                        store.absorb(path)
+                    with pytest.raises(IndexFileError):
+                        SuffixIndex.load(path)
+            path.write_bytes(whole)
+        assert store.tokens == 0
+    checkpoint.check(saved, FACTS, "das.history.load")
+
+
+def says(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize("change", ["a part is missing", "a part too many", "no lengths"])
+def test_files_that_are_missing_or_too_many_are_refused(saved: Path, change: str) -> None:
+    if change == "a part is missing":
+        (saved / checkpoint.INDEX / "1").unlink()
+    elif change == "a part too many":
+        shutil.copy(saved / checkpoint.INDEX / "1", saved / checkpoint.INDEX / "2")
+    else:
+        (saved / "lengths.npy").unlink()
+    with pytest.raises(DasError, match=r"das\.history\.load: found no history in"):
+        checkpoint.check(saved, FACTS, "das.history.load")
+
+
+def test_what_is_loaded_is_read_and_not_mapped(saved: Path, tmp_path: Path) -> None:
+    """A file of another machine that is mapped ends the process when that machine is gone."""
+    path = saved / checkpoint.INDEX / "0"
+    store = HistoryStore(tmp_path / "store", room=lambda size, given: -1)  # the segments stay as they were taken in
+    store.absorb(path, [0])
+    held = SuffixIndex.load(path)
+    with path.open("r+b") as file:
+        file.truncate(0)
+    assert store.tokens == 12 and held.tokens == 24
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    store.save(tmp_path / "again")
+    assert problems_in(tmp_path / "again").tolist() == [0] and newest_in(tmp_path / "again") == 3
+    store.close()
+
+
+class Broken:
+    def get_vocab(self) -> dict[str, int]:
+        raise AttributeError("this tokenizer has no vocabulary")
+
+
+def test_an_error_after_the_save_does_not_end_the_training(tmp_path: Path, caplog: Any) -> None:
+    block = {"drafter": "history"}
+    trainer = trainer_of(block, tmp_path, Broken())
+    assert verl.after_save(lambda self: "saved")(trainer) == "saved"
+    assert caplog.text.count("das: the history was not saved with the checkpoint") == 1
+    assert "this tokenizer has no vocabulary" in caplog.text
+
+
+def trainer_of(block: dict[str, Any], folder: Path, tokenizer: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    keys = {"default_local_dir": str(folder), "resume_mode": "auto", "resume_from_path": None}
+    config = OmegaConf.create({"trainer": keys, "actor_rollout_ref": {"rollout": {"custom": {"das": block}}}})
+    return SimpleNamespace(config=config, global_steps=1, tokenizer=tokenizer)
+
+
+def test_a_history_that_is_switched_off_is_neither_saved_nor_loaded(saved: Path, tmp_path: Path, caplog: Any) -> None:
+    block = {"drafter": "history", "history": {"load": False}}
+    das = parse(block)
+    assert das is not None and das.shares_history and not das.saves_history
+    trainer = trainer_of(block, tmp_path, Broken())  # nobody asks for its vocabulary
+    (tmp_path / "global_step_1").mkdir()
+    saved.rename(tmp_path / "global_step_1" / checkpoint.NAME)
+    verl.after_save(lambda self: None)(trainer)
+    verl.after_load(lambda self: None)(trainer)
+    assert "das:" not in caplog.text
