@@ -74,7 +74,7 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> lis
         "TILES": "".join(
             f'<div class="tile"><b>{figure}</b>{meaning}</div>' for figure, meaning in _tiles(figures, steps)
         ),
-        "ALARMS": "".join(_alarms(series.alarms(rollouts), series.stops(rollouts))),
+        "ALARMS": _alarms(series.notes(rollouts)),
         "DATA": json.dumps({k: v for k, v in drawn.items() if v}, default=np.ndarray.tolist).replace("<", "\\u003c"),
         "PLOTLY": get_plotlyjs(),
     }
@@ -126,10 +126,11 @@ def _tiles(summary: dict[str, Any], steps: Sequence[TrainingStep]) -> Iterable[t
         yield f"{summary['latency_model_error']:.0%}", "mean error of predicted step times"
 
 
-def _alarms(alarms: list[tuple[list[int], str]], stops: list[tuple[list[int], str]]) -> Iterable[str]:
-    if not alarms:
-        yield '<p class="fine">No alarm: nothing in the log sets das/health to 0.</p>'
-    noted = [stop for stop in stops if not any(stop[1] in alarm for _, alarm in alarms)]
-    for kind, (versions, reason) in [*(("alarm", alarm) for alarm in alarms), *(("fine", stop) for stop in noted)]:
+def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:
+    said = []
+    for kind, reason, versions in notes:
         steps = ", ".join("the end of the log" if version < 0 else str(version) for version in versions)
-        yield f'<div class="{kind}"><b>Training step {steps}:</b> {html.escape(reason)}</div>'
+        said.append(f'<div class="{kind}"><b>Training step {steps}:</b> {html.escape(reason)}</div>')
+    if not any(kind == "alarm" for kind, _, _ in notes):
+        said.insert(0, '<p class="note">No alarm: nothing in the log sets das/health to 0.</p>')
+    return "".join(said)

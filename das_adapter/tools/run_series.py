@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,24 +103,17 @@ def by_source(rollouts: Iterable[Rollout]) -> list[Rate]:
     return [rate for rate in (_rate(name, pairs) for name, pairs in parts.items()) if rate.drafted]
 
 
-def alarms(rollouts: Iterable[Rollout]) -> list[tuple[list[int], str]]:
-    """Say why `das/health` was 0, and before which weight versions; empty: it never was."""
-    return _said(rollouts, lambda group: faults([counts for r in group for counts in r.counts]).values())
-
-
-def stops(rollouts: Iterable[Rollout]) -> list[tuple[list[int], str]]:
-    """Say why drafting stopped, as `alarms`; also where that was no fault."""
-    return _said(rollouts, lambda group: [r.end.stopped for r in group if r.end and r.end.stopped])
-
-
-def _said(
-    rollouts: Iterable[Rollout], reasons: Callable[[list[Rollout]], Iterable[str]]
-) -> list[tuple[list[int], str]]:
-    found: dict[str, list[int]] = defaultdict(list)
+def notes(rollouts: Iterable[Rollout]) -> list[tuple[str, str, list[int]]]:
+    """Say what stood out, and before which weight versions: each `alarm`, why `das/health` was 0, and then each
+    `note`, why drafting stopped where that was no fault."""
+    found: dict[tuple[str, str], list[int]] = defaultdict(list)
     for version, group in by_version(rollouts):
-        for reason in set(reasons(group)):
-            found[reason].append(version)
-    return [(versions, reason) for reason, versions in found.items()]
+        wrong = faults([counts for r in group for counts in r.counts]).values()
+        stopped = {r.end.stopped for r in group if r.end and r.end.stopped}
+        mere = {reason for reason in stopped if not any(reason in alarm for alarm in wrong)}
+        for kind, reason in [*(("alarm", reason) for reason in wrong), *(("note", reason) for reason in mere)]:
+            found[kind, reason].append(version)
+    return [(*note, versions) for note, versions in sorted(found.items())]
 
 
 def timeline(rollouts: Sequence[Rollout]) -> dict[str, Any]:

@@ -93,12 +93,11 @@ def test_acceptance_is_told_apart_by_step_epoch_age_and_source(run: list[Rollout
 
 
 def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(run: list[Rollout], tmp_path: Path) -> None:
-    assert run_series.alarms(run) == []
-    assert run_series.stops(run) == [([3], "speculation cost 1.00 s in 2.00 s of drafted steps")]
+    assert run_series.notes(run) == [("note", "speculation cost 1.00 s in 2.00 s of drafted steps", [3])]
     report.write(run, tmp_path)
     page = (tmp_path / "report.html").read_text()
     assert "No alarm" in page and '<div class="alarm">' not in page
-    assert '<div class="fine"><b>Training step 3:</b> speculation cost 1.00 s' in page
+    assert '<div class="note"><b>Training step 3:</b> speculation cost 1.00 s' in page
     lost = {
         "history_requests": 20,
         "history_hits": 2,
@@ -106,8 +105,8 @@ def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(run: list[Rollou
         "draft_tokens": 0,
         "accepted_tokens": 0,
     }
-    ((_, reason),) = run_series.alarms([Rollout("a", counts=[lost]), Rollout("b", counts=[lost])])
-    assert reason.startswith("36 of 40 requests found no history")
+    ((kind, reason, _),) = run_series.notes([Rollout("a", counts=[lost]), Rollout("b", counts=[lost])])
+    assert kind == "alarm" and reason.startswith("36 of 40 requests found no history")
     collapsed = {**lost, "history_lost": 0, "draft_tokens": 4000, "alarm": (why := "acceptance collapsed: 0 of 4000")}
     over = [Rollout("a", run[0].steps, run[0].requests, [collapsed], WeightSync(1, None, 0.0, why))]
     report.write(over, tmp_path)
