@@ -14,7 +14,8 @@ from pathlib import Path
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
-from das_adapter.core.index.private import make_private
+from das_adapter.core.index.errors import IndexFileError
+from das_adapter.core.index.private import check_owner, make_private
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Trajectory, unpack
@@ -30,11 +31,11 @@ class Writer:
 
     def __init__(self, config: HistoryConfig, directory: Path, grace_s: float = GRACE_S, beside: int = 0):
         """Take over the history that an earlier writer left in the directory, or begin one; `grace_s`: see `GRACE_S`,
-        `beside`: see `room`.
+        `beside`: see `room`. Where it is damaged, it begins anew, with a line in the log; what engines left stays.
 
         Raises:
             DasError: another writer is there.
-            IndexFileError: it is a link or another user's, or what was left there is damaged.
+            IndexFileError: it is a link or another user's.
             OSError: it can't be created.
         """
         self.policy = HistoryPolicy(config)
@@ -50,7 +51,13 @@ class Writer:
         self._done_with: deque[str] = deque(maxlen=2**12)
         """Files that are published: one that comes again, since an answer was lost, is dropped."""
         self._trouble = ""
-        self.store = self._opened(directory)
+        try:
+            self.store = self._opened(directory)
+        except IndexFileError as error:
+            check_owner(directory)
+            logger.error("das: history: %s; the history begins anew", error)
+            _remove_files(directory)
+            self.store = self._opened(directory)
         self._found = {path.name for path in self.waiting(BATCH, TEXTS)} if self.store.tokens else set()
         """Files that an earlier writer left: it may have published some of their texts."""
 
@@ -114,9 +121,7 @@ class Writer:
         with self.lock:
             with contextlib.suppress(OSError, DasError):  # what failed in the background is in the log
                 self.store.close()
-            for path in self.directory.glob("*"):
-                if path.is_file() and path.name != USERS:  # what engines left stays
-                    path.unlink(missing_ok=True)
+            _remove_files(self.directory)
             store = self._opened(self.directory)
             try:
                 saved = store.directory / "restored.tmp"  # the janitor removes it if this process is killed
@@ -151,3 +156,10 @@ class Writer:
         janitor.watch(directory, self._grace_s)
         logger.warning("das: the history lies in %s", directory)
         return store
+
+
+def _remove_files(directory: Path) -> None:
+    """Remove a history; what engines left, and their lock, stay."""
+    for path in directory.glob("*"):
+        if path.is_file() and path.name != USERS:
+            path.unlink(missing_ok=True)

@@ -73,6 +73,27 @@ def test_a_file_goes_when_its_texts_are_published(tmp_path: Path) -> None:
     again.store.close()
 
 
+@pytest.mark.parametrize("kind", ["manifest", "segments-*"])
+def test_a_damaged_history_begins_anew_where_it_lies_with_what_engines_left(
+    tmp_path: Path, caplog: Any, kind: str
+) -> None:
+    writer = opened(tmp_path)
+    put_batch(writer.directory, "engine", [written(1)])
+    take(writer)
+    writer.store.settle()
+    writer.store.close()  # the process ends
+    put_batch(writer.directory, "engine", [written(2)])
+    for file in writer.directory.glob(kind):
+        file.write_bytes(file.read_bytes()[:-8])
+    for _ in range(2):  # it is found again
+        again = opened(tmp_path)
+        assert again.directory == writer.directory
+        assert take(again) == 30
+        assert not again.waiting(BATCH)
+        again.store.close()
+    assert caplog.text.count("; the history begins anew") == 1
+
+
 def test_texts_that_come_twice_are_kept_once(tmp_path: Path) -> None:
     """As from a node that had no answer."""
     writer = opened(tmp_path)
