@@ -29,11 +29,12 @@ test: quality $(TESTED)  # run the quality checks and every test; NeMo-RL's with
 	$(PYTEST) -n 2 --no-loadscope-reorder
 
 long: $(TESTED)  # run the tests that make test leaves out: minutes each, on the other vLLM build, or with new random examples
-	$(PYTEST) -m long
+	$(PYTEST) -m long --ignore tests/e2e -n 2 --no-loadscope-reorder
+	$(PYTEST) -m long tests/e2e
 	$(BIN)/python -m pytest tests/unit -n 2 --hypothesis-profile=long
 
-hosts: env  # run the tests of trainers on plain vLLM servers, some minutes each
-	$(BIN)/python -m pytest -m hosts
+hosts: $(VENV)/hosts  # run the tests of trainers on plain vLLM servers, some minutes each
+	PYTHONPATH=$< $(BIN)/python -m pytest -m hosts
 
 matrix: env  # check the symbols of several versions of vLLM, and run the contract tests on their CPU builds
 	$(BIN)/python tools/matrix.py --run
@@ -77,6 +78,11 @@ $(VENV)/newest: constraints-newest.txt | $(VENV)/.built
 # What NeMo-RL's driver imports.
 $(VENV)/nemo_rl: constraints-nemo-rl.txt | $(VENV)/.built
 	$(PIP) --no-deps --target $@ --upgrade -r constraints-nemo-rl.txt
+	touch $@
+
+# Trainers without what they depend on: the environment has as much of it as the tests need.
+$(VENV)/hosts: constraints-hosts.txt | $(VENV)/.built
+	$(PIP) --no-deps --target $@ --upgrade -r constraints-hosts.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed CMakeLists.txt das_adapter/__init__.py $(wildcard csrc/*)

@@ -9,13 +9,7 @@ import argparse
 import json
 from pathlib import Path
 
-from arms import ARMS, ROOT, Steps, run, show
-
-
-def both(out: Path, overrides: list[str], history: tuple[str, ...] = ()) -> dict[str, Steps]:
-    """Run both arms; `history`: further overrides of the second one."""
-    more = {"off": (), "history": history}
-    return {name: run(name, [*arm, *overrides, *more[name]], out) for name, arm in ARMS.items()}
+from arms import ARMS, ROOT, run, show
 
 
 def main() -> None:
@@ -25,7 +19,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     args, overrides = parser.parse_known_args()
     common = [f"grpo.max_num_steps={args.steps}", *overrides]
-    arms = both(args.out, common)
+    arms = {name: run(name, [*arm, *common], args.out) for name, arm in ARMS.items()}
     (args.out / "summary.json").write_text(json.dumps(arms, indent=1) + "\n")
     show(arms, epoch=2)
 

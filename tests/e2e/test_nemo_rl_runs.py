@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,10 @@ import pytest
 
 pytest.importorskip("nemo_rl", reason="NeMo-RL is not importable: put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
 pytest.importorskip("vllm")
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples/nemo_rl"))
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "nemo_rl"
+sys.path.insert(0, str(EXAMPLES))
 import arms  # noqa: E402
 import cpu_async  # noqa: E402
-import cpu_sync  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 
@@ -36,8 +36,11 @@ PER_STEP = 8
 
 @pytest.fixture(scope="module")
 def sync(tmp_path_factory: pytest.TempPathFactory) -> dict[str, arms.Steps]:
-    routing = "++policy.generation.das.routing=least_loaded"
-    return cpu_sync.both(tmp_path_factory.mktemp("sync"), SMALL, history=(routing,))
+    out = tmp_path_factory.mktemp("sync")
+    command = [sys.executable, str(EXAMPLES / "cpu_sync.py"), "--out", str(out), *SMALL]
+    subprocess.run([*command, f"{arms.DAS}.routing=least_loaded"], check=True)
+    found: dict[str, arms.Steps] = json.loads((out / "summary.json").read_text())
+    return found
 
 
 def test_training_is_the_same_to_the_last_token_and_the_last_gradient(sync: Any) -> None:

@@ -249,3 +249,12 @@ def test_the_demo_compares_its_arms(tmp_path: Path) -> None:
     (against,) = json.loads((tmp_path / "summary.json").read_text())["comparison"].values()
     assert against["steps_with_same_tokens"] == 2
     assert (tmp_path / "off.log").exists() and (tmp_path / "history.log").exists()
+
+
+@pytest.mark.long
+def test_the_script_trains_and_leaves_a_log(tmp_path: Path) -> None:
+    script = ["bash", str(ROOT / "examples/verl/run_tiny_math_cpu.sh"), *SMALL, "trainer.total_training_steps=1"]
+    env = {**os.environ, "VENV": sys.prefix, "HF_HUB_OFFLINE": "1"}
+    subprocess.run([*script, f"+{DAS}.log_dir={tmp_path}"], check=True, env=env)
+    (rollout,) = (found for found in decision_log.read(tmp_path) if found.steps)
+    assert len(rollout.requests) > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,6 @@ import requests
 pytest.importorskip("vllm")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "vllm"))
 import stub_trainer
-from serving import ARMS
 
 pytestmark = pytest.mark.hosts
 
@@ -20,7 +21,9 @@ HISTORY = {"drafter": "history", "budget": "unlimited", "speculate": "always"}
 
 
 def test_a_trainer_gets_the_same_tokens_and_the_history_follows_its_updates(tmp_path: Path) -> None:
-    off, on = (stub_trainer.run(das, tmp_path / das["drafter"], steps=2) for das in (ARMS["off"], HISTORY))
+    command = [sys.executable, stub_trainer.__file__, "--steps", "2", "--out", str(tmp_path)]
+    subprocess.run(command, check=True)
+    off, on = json.loads((tmp_path / "result.json").read_text()).values()
     tokens = [rollout["tokens"] for rollout in off["rollouts"]]
     assert [rollout["tokens"] for rollout in on["rollouts"]] == tokens
     assert tokens[0] != tokens[1]

@@ -1,0 +1,164 @@
+"""Every command of the docs is run: by a test at every push, or at night where the page says so, or it needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+from click.testing import CliRunner
+from documented import NIGHTLY, PAGES, ROOT, commands, marks, nightly
+
+from das_adapter.cli import main
+from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync
+
+HERE = "tests/unit/test_docs_commands.py::test_what_is_typed_into_das_adapter_runs"
+# What a command looks like, and the test that runs it.
+COMMANDS = {
+    r"das-adapter (replay|simulate|report) .*": HERE,
+    r"das-adapter doctor( --json)?": "tests/contract/test_commands.py::test_doctor_finds_nothing_broken",
+    r"das-adapter calibrate .*": "tests/contract/test_decisions.py::test_calibrate_measures_this_machine",
+    r"pip install das-adapter": "tests/wheel/test_wheel.py::test_it_drafts_where_there_is_no_compiler",
+    r"bash examples/verl/run_tiny_math_cpu.sh .*": "tests/e2e/test_verl.py::test_the_script_trains_and_leaves_a_log",
+    r"\.venv/bin/python -m pytest tests/contract/test_losslessness.py": "make test",
+    r"PYTHONPATH=\S+ python examples/nemo_rl/cpu_sync.py": (
+        "tests/e2e/test_nemo_rl_runs.py::test_training_is_the_same_to_the_last_token_and_the_last_gradient"
+    ),
+    r"DAS_CONFIG=\S+ \S+ python examples/vllm/in_place_update.py": (
+        "tests/wheel/test_wheel.py::test_an_engine_drafts_from_its_history_after_its_weights_were_updated_in_place"
+    ),
+    r"python examples/vllm/stub_trainer.py .*": (
+        "tests/e2e/test_vllm_serve.py::test_a_trainer_gets_the_same_tokens_and_the_history_follows_its_updates"
+    ),
+    r"python examples/trl/grpo_tiny_math.py .*": (
+        "tests/e2e/test_trl.py::test_training_steps_have_the_same_tokens_and_the_history_follows_the_weights"
+    ),
+    r"python examples/openrlhf/rollouts.py .*": (
+        "tests/e2e/test_openrlhf.py::test_rollouts_have_the_same_tokens_and_the_history_follows_the_weights"
+    ),
+    r"pip install (trl|--no-deps openrlhf)": "make hosts",
+    r"make demo": "tests/e2e/test_verl.py::test_the_demo_compares_its_arms",
+    r"make env": "make test",
+    r"make (test|check|wheel|docs)": "itself",
+}
+SIMULATION: dict[str, Any] = {
+    "steps": {"kind": "line", "line": {"base": 0.01, "token": 1e-4, "draft": 0.0}},
+    "rollout": {"problems": 8, "samples": 2, "dataset": 16, "cap": 300, "prompt": 20, "lengths": {"mean": 80}},
+    "arms": {"off": {"das": {"drafter": "none"}}, "history": {}},
+}
+
+
+def targets(workflow: str) -> set[str]:
+    """Return what a workflow makes."""
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text())["jobs"].values()
+    run = "\n".join(step.get("run", "") for job in jobs for step in job["steps"])
+    found = set(re.findall(r"\bmake (\w+)", run))
+    if "make ${{ matrix.make }}" in run:
+        found.update(name for job in jobs for name in job["strategy"]["matrix"]["make"])
+    return found
+
+
+def at_night(command: str) -> bool:
+    """Return whether only a nightly run types a command.
+
+    Raises:
+        AssertionError: no run types it.
+    """
+    matching = [test for pattern, test in COMMANDS.items() if re.fullmatch(pattern, command)]
+    assert matching, "name in COMMANDS what runs it, or write <!-- GPU only --> above its block"
+    test = command if matching[0] == "itself" else matching[0]
+    if test.startswith("make "):
+        assert test[5:] in targets("ci.yml") | targets("nightly.yml")
+        return test[5:] not in targets("ci.yml")
+    file, _, name = test.partition("::")
+    assert name in marks(ROOT / file), f"no such test: {test}"
+    if test != HERE:
+        assert program(command) in (ROOT / file).read_text(), f"{file} does not run it"
+    return nightly(ROOT / file, name)
+
+
+def program(command: str) -> str:
+    """Return what a command runs: a command of das-adapter's, the stem of a file, a package, or a target of make."""
+    words = shlex.split(command)
+    files = [Path(word).stem for word in words if word.endswith((".py", ".sh"))]
+    return files[0] if files else words[1] if words[0] in ("das-adapter", "make") else words[-1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_is_run_by_a_test_and_the_page_says_which_only_at_night(page: Path) -> None:
+    for mark, block in commands(page):
+        assert (mark == NIGHTLY) == any([at_night(command) for command in block]), block
+
+
+@pytest.mark.parametrize("command", sorted({c for page in PAGES for _, block in commands(page) for c in block}))
+def test_options_are_those_of_the_program(command: str) -> None:
+    words = shlex.split(command)
+    options = {word for word in words if word.startswith("--")} - {"--no-deps"}
+    if words[0] == "das-adapter":
+        assert options <= {o for p in main.commands[words[1]].params if isinstance(p, click.Option) for o in p.opts}
+    for file in (ROOT / word for word in words if word.startswith("examples/")):
+        assert all(f'"{option}"' in file.read_text() for option in options)
+
+
+def test_nightly_runs_make_what_no_push_does() -> None:
+    assert {"long", "hosts", "matrix"} <= targets("nightly.yml")
+    assert not {"long", "hosts"} & targets("ci.yml")
+
+
+TYPED = sorted(
+    {c for p in PAGES for _, block in commands(p) for c in block if re.match("das-adapter (replay|simulate|report)", c)}
+)
+
+
+@pytest.mark.parametrize("command", TYPED)
+def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a dump, a simulation and a log under the names of the docs, and the tiny policy's tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("rollouts", "DUMP"):
+        Path(name).mkdir()
+    steps = range(1, 4)
+    text = [{"input": "1+2=", "output": "1+2=3, so 1+2=3", "step": step} for step in steps]
+    Path("rollouts/1.jsonl").write_text("\n".join(map(json.dumps, text)))
+    tokens = [{"problem": 0, "prompt": [1], "response": list(range(60)), "step": step} for step in steps]
+    Path("DUMP/1.jsonl").write_text("\n".join(map(json.dumps, tokens)))
+    Path("simulation.yaml").write_text(json.dumps(SIMULATION))
+    log = DecisionLog("runs/das")
+    for version in (11, 12):
+        log.add(Step(100.0, 4, 10, 6, 3, 0.5, None))
+        log.add(Request(0, 0, tokens=9, drafted=6, accepted=3, begin=100.0, end=101.0))
+        log.add(WeightSync(version, None, 0.0, None))
+    log.flush()
+    words = shlex.split(command)[1:]
+    if "--tokenizer" in words:
+        words[words.index("--tokenizer") + 1] = str(ROOT / "examples/tiny_math/policy")
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize(
+    ("target", "runs"),
+    [
+        ("env", "tools/requirements.py"),
+        ("demo", "examples/verl/demo.py"),
+        ("test", "-m pytest -n 2"),
+        ("docs", "mkdocs build"),
+        ("check", "-m pytest tests/unit"),
+        ("wheel", "-m pytest tests/wheel -m wheel"),
+        ("long", "-m long"),
+        ("hosts", "-m hosts"),
+        ("matrix", "tools/matrix.py --run"),
+    ],
+)
+def test_make_runs_files_that_exist(target: str, runs: str) -> None:
+    command = ["make", "-n", "-B", target, f"PYTHON={sys.executable}"]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert runs in said
+    named = set(re.findall(r"(?<![\w/.-])(?:tests|tools|examples|csrc)/[\w./]+", said))
+    assert named and all((ROOT / path).exists() for path in named), named
