@@ -15,7 +15,7 @@ TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints-cpu.txt)
 
 CPP := $(wildcard csrc/*.cpp csrc/*.hpp tests/native/*.cpp)
 
-.PHONY: help demo gpu test long hosts matrix check quality format docs wheel env clean
+.PHONY: help demo gpu figures test long hosts matrix check quality format docs wheel env clean
 help:  # print this list
 	@sed -n 's/^\([a-z]*\):.*  # \(.*\)/make \1	\2/p' Makefile | expand -t 16
 
@@ -24,6 +24,9 @@ demo: env  # run GRPO through veRL with speculation off and on, and compare
 
 gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytest): at most 25 minutes
 	$(PYTHON) benchmarks/gpu/run.py
+
+figures: env  # list the results in benchmarks/results of which the measured code has changed since, with their commands
+	$(BIN)/python benchmarks/stale.py
 
 test: quality $(TESTED)  # run the quality checks and every test; NeMo-RL's with NEMO_RL=CHECKOUT
 	$(PYTEST) -n 2 --no-loadscope-reorder

@@ -11,6 +11,24 @@ from typing import Any
 
 from das_adapter.tools.machine import hardware
 
+_ENGINE = ["das_adapter/core", "das_adapter/engine", "csrc"]
+_RUN = [*_ENGINE, "das_adapter/service", "das_adapter/protocol"]
+MEASURES = {
+    "controller_overhead.py": ["das_adapter/core"],
+    "history.py": ["das_adapter/core/index", "csrc"],
+    "index.py": ["das_adapter/core/index", "csrc"],
+    "pipelines.py": [*_RUN, "das_adapter/verl"],
+    "published.py": ["das_adapter/core", "das_adapter/sim"],
+    "quantised_kernels.py": ["csrc"],
+    "scale.py": ["das_adapter/core", "das_adapter/service", "csrc"],
+    "scale_nodes.py": ["das_adapter/core", "das_adapter/service", "csrc"],
+    "simulator.py": ["das_adapter/core", "das_adapter/sim"],
+    "soak.py": [*_RUN, "das_adapter/verl"],
+    "v2_drafts.py": ["das_adapter/core/index", "das_adapter/engine/v2", "csrc"],
+}
+"""The code that each script measures; others measure the engine. `stale.py` lists the results of code that has changed
+since."""
+
 
 def save(path: Path, content: Any) -> None:
     """Write a result file."""
@@ -43,6 +61,7 @@ def provenance() -> dict[str, Any]:
             check=False,
             cwd=Path(__file__).parent,
         ).stdout.strip(),
+        "measures": MEASURES.get(Path(sys.argv[0]).name, _ENGINE),
         "hardware": hardware(),
     }
 

@@ -254,7 +254,7 @@ def test_the_demo_compares_its_arms(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_the_script_trains_and_leaves_a_log(tmp_path: Path) -> None:
     script = ["bash", str(ROOT / "examples/verl/run_tiny_math_cpu.sh"), *SMALL, "trainer.total_training_steps=1"]
-    env = {**os.environ, "VENV": sys.prefix, "HF_HUB_OFFLINE": "1"}
+    env = {**os.environ, "VENV": sys.prefix, "HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics")}
     subprocess.run([*script, f"+{DAS}.log_dir={tmp_path}"], check=True, env=env)
     (rollout,) = (found for found in decision_log.read(tmp_path) if found.steps)
     assert len(rollout.requests) > 0

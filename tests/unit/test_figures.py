@@ -1,0 +1,76 @@
+"""The figures of the pages are those of the result files, which say what code they measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import figures
+import provenance
+import pytest
+import stale
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_figures_are_those_of_the_result_files(page: Path) -> None:
+    text = page.read_text()
+    assert figures.update(text) == text, "run python tools/reference.py"
+
+
+@pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.name)
+def test_no_ratio_stands_on_a_page_without_its_file(page: Path) -> None:
+    text = re.sub(r"<!-- (figure|table) .*?<!-- end -->", "", page.read_text(), flags=re.DOTALL)
+    text = re.sub(r"(vLLM|Python) [\d.]+( (to|or) [\d.]+)?", "", text)
+    assert not re.findall(r"(?<![\d.])\d\.\d\d(?![\d.])", text)
+
+
+def test_a_figure_is_a_value_a_series_a_range_or_a_quotient() -> None:
+    def shown(mark: str) -> str:
+        return figures.update(f"<!-- figure {mark} -->old<!-- end -->").split("-->")[1].split("<!--")[0]
+
+    content = figures.result("trl.json")
+    steps = [content["arms"][arm]["engine_steps"] for arm in ("history", "off")]
+    seconds = figures.values(content, "epochs_of_off.*.rollout_s")
+    assert len(seconds) == 6
+    assert shown("trl.json arms.history.engine_steps .0f") == f"{steps[0]:.0f}"
+    assert shown("trl.json arms.history.engine_steps of arms.off.engine_steps .1%") == f"{steps[0] / steps[1]:.1%}"
+    assert shown("trl.json epochs_of_off.*.rollout_s .2f") == " / ".join(f"{value:.2f}" for value in seconds)
+    assert shown("trl.json range epochs_of_off.*.rollout_s .2f") == f"{min(seconds):.2f} to {max(seconds):.2f}"
+    with pytest.raises(KeyError):
+        shown("trl.json arms.nobody.engine_steps .0f")
+
+
+def test_every_result_names_code_that_is_there() -> None:
+    for file in stale.RESULTS.glob("*.json"):
+        measures = stale.origin(json.loads(file.read_text())).get("measures")
+        assert measures, f"{file.name}: put the paths that it measures under measures"
+        assert all((ROOT / path).exists() for path in measures), file.name
+    assert all((ROOT / "benchmarks" / script).exists() for script in provenance.MEASURES)
+
+
+def test_a_result_is_stale_when_what_it_measures_has_changed(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        command = ["git", *who, *words]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit(name: str) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{path.exists()}")
+        git("add", name)
+        git("commit", "-q", "-m", name)
+        return git("rev-parse", "--short", "HEAD")
+
+    git("init", "-q")
+    first = commit("core/a.py")
+    commit("docs/a.md")
+    assert stale.changes(first, ["core"], tmp_path) == 0
+    commit("core/b.py")
+    assert stale.changes(first, ["core"], tmp_path) == 1
+    assert stale.changes("0123abc", ["core"], tmp_path) is None
+    assert stale.changes(None, ["core"], tmp_path) is None

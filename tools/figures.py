@@ -1,0 +1,83 @@
+"""The figures of the pages, from benchmarks/results/; `python tools/reference.py` writes them.
+
+`<!-- figure FILE PATH FORMAT -->…<!-- end -->` on a page is the value at PATH of a result: keys with dots between them,
+`*` for all entries. Several values are written one after the other, after `range` as the least and the greatest; `A of
+B` is a quotient, entry by entry. FORMAT is Python's, and may end with `M` (millions) or `min` (of seconds).
+`<!-- table demo.json -->` begins the demo's table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "examples" / "verl"))
+import demo  # noqa: E402
+
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("index", "start", "figures"))]
+MARKED = re.compile(r"(<!-- figure (\S+) (range )?([^\n]+?)(?: of ([^\n]+?))? (\S+) -->).*?(<!-- end -->)")
+TABLE = re.compile(r"(<!-- table demo.json -->\n).*?(<!-- end -->)", re.DOTALL)
+SCALES = {"M": 1e6, "min": 60.0, "": 1.0}
+
+
+def update(text: str) -> str:
+    """Return a page with its figures as the result files have them."""
+    return TABLE.sub(lambda mark: mark[1] + table(result("demo.json")) + mark[2], MARKED.sub(_figure, text))
+
+
+def result(name: str) -> Any:
+    """Read a result of benchmarks/results/."""
+    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+
+
+def values(content: Any, path: str) -> list[float]:
+    """Return the numbers at a path, in the order of the file.
+
+    Raises:
+        KeyError, IndexError: the file has nothing there.
+    """
+    found = [content]
+    for key in path.split("."):
+        if key == "*":
+            found = [entry for value in found for entry in (value.values() if isinstance(value, dict) else value)]
+        else:
+            found = [value[int(key)] if isinstance(value, list) else value[key] for value in found]
+    return [
+        number for value in found for number in (value if isinstance(value, list) else [value]) if number is not None
+    ]
+
+
+def table(content: Any) -> str:
+    """Return the demo's table: a row per epoch."""
+    count, arms = content["epochs"], content["arms"]
+    steps = len(arms["off"]["reward"]) / count
+    seconds = {arm: [steps * mean for mean in demo.by_epoch(arms[arm]["rollout_s"], count)] for arm in arms}
+    columns = {
+        "epoch": range(1, count + 1),
+        "reward": [f"{value:.2f}" for value in demo.by_epoch(arms["off"]["reward"], count)],
+        "off: rollout s": [f"{value:.1f}" for value in seconds["off"]],
+        "history: rollout s": [f"{value:.1f}" for value in seconds["history"]],
+        "of off": [f"{value:.2f}" for value in content["comparison"]["history"]["rollout_ratio_by_epoch"]],
+        "tokens per forward": [f"{value:.2f}" for value in demo.tokens_per_forward(arms["history"], count)],
+    }
+    rows = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    return (
+        "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows).replace("| --- ", "|---").replace("--- |", "---|")
+    )
+
+
+def _figure(mark: re.Match[str]) -> str:
+    begin, file, extremes, path, divisor, form, end = mark.groups()
+    content = result(file)
+    numbers = values(content, path)
+    if divisor:
+        numbers = [a / b for a, b in zip(numbers, values(content, divisor), strict=True)]
+    if extremes:
+        numbers = [min(numbers), max(numbers)]
+    kind, scale = re.fullmatch(r"(\.\d[f%])(M|min)?", form).groups(default="")  # type: ignore[union-attr]
+    texts = [f"{number / SCALES[scale]:{kind}}" for number in numbers]
+    return begin + (" to " if extremes else " / ").join(texts) + end
