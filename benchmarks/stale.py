@@ -13,8 +13,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def origin(content: Any) -> dict[str, Any]:
-    """Return where a result says what made it: under `provenance`, or at the top."""
-    found: dict[str, Any] = content.get("provenance", content)
+    """Return where a result says what made it: under `provenance`, in its first run, or at the top."""
+    runs = [run["provenance"] for run in [content, *content.values()] if isinstance(run, dict) and "provenance" in run]
+    found: dict[str, Any] = runs[0] if runs else content
     return found
 
 
