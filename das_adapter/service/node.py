@@ -263,7 +263,7 @@ class NodeHistory:
             return
         actor = ledger.running()
         with self.writer.lock:
-            lengths = np.concatenate(self._lengths)
+            lengths = np.concatenate([responses(()), *self._lengths])  # another thread may have sent them meanwhile
             self._lengths.clear()
         call = actor.add.remote(lengths)
         if wait:
