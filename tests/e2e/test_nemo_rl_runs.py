@@ -77,6 +77,7 @@ def test_nemo_rls_own_figures_agree_with_ours(sync: Any) -> None:
         assert step["vllm/spec_acceptance_length"] == pytest.approx(step["das/acceptance_length"], rel=0.05)
 
 
+@pytest.mark.long
 def test_the_wait_for_rollouts_is_nemo_rls_own(sync: Any, asynchronous: arms.Steps) -> None:
     for step in (*sync["off"], *sync["history"]):
         assert step["das/exposed_generation_s"] == step["timing/generation"] > 0
@@ -103,6 +104,7 @@ def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> arms.Steps:
     return arms.run("history", [*arms.ARMS["history"], *SMALL, *cpu_async.ASYNC], out)
 
 
+@pytest.mark.long
 def test_an_asynchronous_run_drafts_while_its_weights_are_updated(asynchronous: Any) -> None:
     versions = [step["das/weight_version"] for step in asynchronous]
     assert versions == sorted(set(versions))

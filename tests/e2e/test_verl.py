@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,21 +131,22 @@ def test_training_is_the_same_to_the_last_token_and_the_last_gradient(runs: Any)
 
 
 def test_the_history_is_drafted_from_and_accepted(runs: Any) -> None:
-    """The controller decides how much, by how long steps take: a busy machine must leave these bounds far away."""
-    first, second, third = (step["das/tokens_per_forward"] for step in runs.history)
-    assert max(second, third) > 1.2 * first >= 1.2
+    """How much is drafted is the controller's choice, by how long steps take: a busy machine has less."""
+    first, *later = runs.history
+    assert [step["das/history_hits"] for step in runs.history] == [0, 1, 1]
+    assert max(step["das/tokens_per_forward"] for step in later) > first["das/tokens_per_forward"] >= 1
     assert all(step["das/tokens_per_forward"] == 1 for step in runs.off)
 
 
-def test_a_problems_samples_are_written_on_one_replica(runs: Any) -> None:
-    places = defaultdict[tuple[int, int], Counter[str]](Counter)
+def test_the_samples_of_a_problem_without_history_are_written_on_one_replica(runs: Any) -> None:
+    places = defaultdict[int, set[str]](set)
     for rollout in decision_log.read(runs.decisions):
-        for request in rollout.requests:
-            places[rollout.version, request.problem][rollout.source] += 1
-    training = [engines for engines in places.values() if engines.total() == 4]  # the others are validations
-    assert len({engine for engines in training for engine in engines}) == 2
-    assert len(training) >= 8
-    assert sum(len(engines) == 1 for engines in training) > len(training) / 2
+        if rollout.version == 1:  # the first weight sync of the training ended it
+            for request in rollout.requests:
+                places[request.problem].add(rollout.source)
+    assert len(places) == 4
+    assert {len(engines) for engines in places.values()} == {1}
+    assert len(set.union(*places.values())) == 2
 
 
 def test_validation_never_enters_the_history(runs: Any) -> None:
