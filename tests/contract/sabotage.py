@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import functools
 import random
-import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
 from between_rounds import drafter_without_weights
+from steady_clock import Clock, slow_policy, taking
 
 from das_adapter.core import account, plain_time
 from das_adapter.cpu import vllm_fixes
@@ -76,11 +75,6 @@ def dear_drafter() -> None:
     HistorySource.look = taking(clock, 0.03, HistorySource.look)
 
 
-def slow_policy() -> None:
-    """Let a step of the policy take so long that every draft pays."""
-    Proposer.time_step = taking(Clock(), 0.03, Proposer.time_step)
-
-
 def failing_pass() -> None:
     """Let the second rank fail in the fifth of the drafts that all ranks make together."""
     stock = CopySource._draft
@@ -142,31 +136,6 @@ def failing_rank() -> None:
 
     Proposer._synced_once = False
     Proposer.begin_drafts, Proposer.refresh = propose, refresh
-
-
-class Clock:
-    """Tells das-adapter the time, so that what it decides does not depend on the machine: every look takes 0.1 ms."""
-
-    def __init__(self) -> None:
-        self.now, real = 0.0, time.perf_counter
-
-        def perf_counter() -> float:
-            if not sys._getframe(1).f_globals["__name__"].startswith("das_adapter.engine."):
-                return real()
-            self.now += 1e-4
-            return self.now
-
-        time.perf_counter = perf_counter
-
-
-def taking(clock: Clock, seconds: float, stock: Any) -> Any:
-    """Let a call take so many seconds of the clock."""
-
-    def call(*args: Any, **named: Any) -> Any:
-        clock.now += seconds
-        return stock(*args, **named)
-
-    return call
 
 
 def replayed_passes() -> None:

@@ -32,6 +32,8 @@ SMALL = [
     "data.val_max_samples=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
 ]
+STEADY = ROOT / "tests" / "contract" / "steady"
+"""With it on PYTHONPATH the shipped block decides the same on every machine: each step takes as long as any other."""
 TWO_RANKS = ["trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=3"]
 # Without the controller, whose decisions depend on how long steps take.
 HISTORY = [
@@ -63,6 +65,12 @@ def train(
     }
     env.pop("CUDA_VISIBLE_DEVICES", None)
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900)
+
+
+def steady() -> dict[str, str]:
+    """Environment variables of a run in which das-adapter is told the time."""
+    where = [str(STEADY), str(STEADY.parent), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, where))}
 
 
 def steps(out: Path) -> list[dict[str, Any]]:
@@ -115,7 +123,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
         "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
         "history": [f"~{DAS}.max_draft_tokens", f"+{DAS}.log_dir={out / 'decisions'}", *checkpoints(out / "saved")],
     }.items():
-        run = train(out / arm, *SMALL, *TWO_RANKS, *length, *overrides)
+        run = train(out / arm, *SMALL, *TWO_RANKS, *length, *overrides, variables=steady())
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
         logged[arm] = steps(out / arm)
         directories |= histories(run)
@@ -131,10 +139,10 @@ def test_training_is_the_same_to_the_last_token_and_the_last_gradient(runs: Any)
 
 
 def test_the_history_is_drafted_from_and_accepted(runs: Any) -> None:
-    """How much is drafted is the controller's choice, by how long steps take: a busy machine has less."""
     first, *later = runs.history
     assert [step["das/history_hits"] for step in runs.history] == [0, 1, 1]
-    assert max(step["das/tokens_per_forward"] for step in later) > first["das/tokens_per_forward"] >= 1
+    for step in later:
+        assert step["das/tokens_per_forward"] > 1.3 * first["das/tokens_per_forward"] > 1.3
     assert all(step["das/tokens_per_forward"] == 1 for step in runs.off)
 
 
