@@ -16,61 +16,17 @@ namespace nb = nanobind;
 
 namespace {
 
-// Cost of m draft tokens on top of the batch: `slope` each, `bend` more for each beyond the first `room`.
-struct Cost {
-  double slope, bend, room;
-  double of(double m) const { return slope * m + bend * std::max(0.0, m - std::max(room, 0.0)); }
-};
-
-// The best set of tokens: those of greatest value whose sum minus cost is greatest, described by a threshold.
-//
-// On a straight part of the cost a token is kept if and only if its value exceeds the slope, so the best set is what
-// one of the two slopes keeps, or it ends where they meet. The values above a threshold are a prefix of each draft.
-struct Best {
-  double gain = 0;
-  float threshold = 0;    // keep all values above it
-  int64_t ties = 0;       // and so many values that equal it
-};
-
-Best best_set(std::vector<float>& values, const Cost& cost) {
-  const int64_t n = static_cast<int64_t>(values.size());
-  Best best;
-  best.threshold = INFINITY;
-  const auto consider = [&](double threshold) {
-    double sum = 0;
-    int64_t m = 0;
-    for (const float v : values)
-      if (v > threshold) sum += v, ++m;
-    const double gain = sum - cost.of(static_cast<double>(m));
-    if (m && gain > best.gain) best = {gain, static_cast<float>(threshold), 0};
-  };
-  // A threshold must be exact in float, or rounding would let an equal value through on one side only.
-  consider(static_cast<float>(cost.slope));
-  if (cost.bend == 0) return best;
-  consider(static_cast<float>(cost.slope + cost.bend));
-  const auto knee = static_cast<int64_t>(std::floor(cost.room));
-  for (const int64_t m : {knee, knee + 1}) {
-    if (m <= 0 || m > n) continue;
-    std::nth_element(values.begin(), values.begin() + (m - 1), values.end(), std::greater<>());
-    const float least = values[m - 1];
-    double sum = 0;
-    int64_t equal = 0;
-    for (int64_t i = 0; i < m; ++i) sum += values[i], equal += values[i] == least;
-    const double gain = sum - cost.of(static_cast<double>(m));
-    if (gain > best.gain) best = {gain, least, equal};
-  }
-  return best;
-}
-
+// Keeps the set of tokens whose value exceeds its cost by most. Of m tokens the best set is the m of greatest value,
+// and as values fall along each draft, those above a threshold are a prefix of it: the best m decides.
 double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own, const In<double>& tail,
-                const In<double>& fade, double slope, double bend, double room, double fixed, Out<int64_t> keep) {
-  const size_t batch = own.size();
-  const auto n = static_cast<int64_t>(chances.size());
+                const In<double>& fade, const In<double>& costs, Out<int64_t> keep) {
+  const size_t batch = own.size(), n = chances.size();
   if (offsets.size() != batch + 1 || keep.size() != batch || tail.size() != batch || fade.size() != batch)
     throw std::invalid_argument("allocate: own, tail, fade, offsets and keep differ in their number of requests");
+  if (costs.size() != n + 1) throw std::invalid_argument("allocate: costs: expected one for each number of tokens");
   const float* c = chances.data();
   const int64_t* at = offsets.data();
-  if (at[0] != 0 || at[batch] != n || !std::is_sorted(at, at + batch + 1))
+  if (at[0] != 0 || at[batch] != static_cast<int64_t>(n) || !std::is_sorted(at, at + batch + 1))
     throw std::invalid_argument("allocate: offsets: expected ascending numbers from 0 to the number of chances");
   std::vector<float> value(n);
   for (size_t i = 0; i < batch; ++i) {
@@ -79,19 +35,25 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<d
     const auto less = static_cast<float>(std::exp(-fade.data()[i]));
     for (int64_t j = at[i]; j < at[i + 1]; ++j, deciding *= less) value[j] = c[j] * (always + deciding);
   }
-  const Cost cost{slope, bend, room};
-  int64_t* kept = keep.data();
-  std::vector<float> scratch = value;
-  Best best = best_set(scratch, cost);
-  best.gain -= fixed;
-  if (best.gain <= 0) best.threshold = INFINITY, best.ties = 0;
+  std::vector<float> best_first = value;
+  std::sort(best_first.begin(), best_first.end(), std::greater<>());
+  double sum = 0, gain = 0;
+  size_t most = 0;
+  for (size_t m = 1; m <= n; ++m) {
+    sum += best_first[m - 1];
+    if (sum - costs.data()[m] > gain) gain = sum - costs.data()[m], most = m;
+  }
+  const float threshold = most ? best_first[most - 1] : INFINITY;
+  // Of equal values as many as are among the best.
+  auto ties =
+      static_cast<int64_t>(most) - (std::find(best_first.begin(), best_first.end(), threshold) - best_first.begin());
   for (size_t i = 0; i < batch; ++i) {
     int64_t j = at[i];
-    while (j < at[i + 1] && value[j] > best.threshold) ++j;
-    for (; best.ties && j < at[i + 1] && value[j] == best.threshold; ++j) --best.ties;
-    kept[i] = j - at[i];
+    while (j < at[i + 1] && value[j] > threshold) ++j;
+    for (; ties > 0 && j < at[i + 1] && value[j] == threshold; ++j) --ties;
+    keep.data()[i] = j - at[i];
   }
-  return std::max(best.gain, 0.0);
+  return gain;
 }
 
 // Adds one decode step to the requests in `slots`; arrays are RequestTable's columns (das_adapter/core/requests.py).
@@ -150,9 +112,9 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 
 void bind_controller(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"), nb::arg("fade"),
-        nb::arg("slope"), nb::arg("bend"), nb::arg("room"), nb::arg("fixed"), nb::arg("keep"),
-        "Choose how many draft tokens of each request to verify, into keep int64 [b]. Return the expected gain in "
-        "seconds.");
+        nb::arg("costs"), nb::arg("keep"),
+        "Choose how many draft tokens of each request to verify, into keep int64 [b]; costs: seconds of 0, 1, ... n of "
+        "them, float64 [n + 1]. Return the expected gain in seconds.");
   m.def("advance", &advance, nb::arg("slots"), nb::arg("got"), nb::arg("carried"), nb::arg("memory"),
         nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"), nb::arg("steps"),
         nb::arg("length_class"), nb::arg("class_steps"), nb::arg("class_drafts"), nb::arg("curve"),

@@ -127,31 +127,13 @@ def allocate(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cu
         model: what the step costs.
         cut: False: keep all tokens, and return what that gains.
     """
-    requests, tokens = len(worth.own), len(chances)
-    if not cut:
-        keep = np.diff(offsets)
-        cost = model.step(requests + tokens, requests, tokens > 0) - model.step(requests, requests, False)
-        gain = float(worth.of_tokens(chances, offsets).sum()) - cost
-    elif model.sizes:
-        keep, gain = _allocate_in_steps(chances, offsets, worth, model)
-    else:
-        keep = np.empty(requests, dtype=np.int64)
-        costs = model.token, model.bend, model.knee - requests, model.draft
-        gain = native().allocate(chances, offsets, *worth, *costs, keep)
-    return StepPlan(keep, np.zeros_like(keep), gain)
-
-
-def _allocate_in_steps(chances: Chances, offsets: Ints, worth: Worth, model: StepModel) -> tuple[Ints, float]:
-    """Allocate where a step's time rises at captured sizes: of the tokens of greatest value, in order, the number that
-    gains most by the step's own time."""
-    requests, counts = len(worth.own), np.arange(len(chances) + 1)
-    value = worth.of_tokens(chances, offsets)
-    order = np.argsort(-value, kind="stable")
+    keep, requests, counts = np.diff(offsets), len(worth.own), np.arange(len(chances) + 1)
     costs = model.seconds(requests + counts, requests, counts > 0) - model.step(requests, requests, False)
-    gain = np.concatenate([[0.0], np.cumsum(value[order])]) - costs
-    most = int(np.argmax(gain))
-    keep = np.bincount(np.repeat(np.arange(requests), np.diff(offsets))[order[:most]], minlength=requests)
-    return keep, float(gain[most])
+    if cut:
+        gain = native().allocate(chances, offsets, *worth, costs, keep)
+    else:
+        gain = float(worth.of_tokens(chances, offsets).sum()) - float(costs[-1])
+    return StepPlan(keep, np.zeros_like(keep), gain)
 
 
 AHEAD = 16.0
