@@ -51,21 +51,26 @@ KEPT = 64 << 20
 """Maximum bytes of text that an engine keeps while it can't leave them in the spool."""
 
 
+def places() -> tuple[Path, Path]:
+    """Return where a history's directory may lie: in shared memory, or with temporary files, if there is no room."""
+    return SHARED_MEMORY, Path(tempfile.gettempdir())
+
+
 def directory_for(name: str, size: int, beside: int = 0) -> Path:
     """Return the directory of a history, this user's alone; it is created if it is not there. Where its name is taken
     by another user, all processes of this user find the one with a number behind the name.
-    It lies in shared memory, or in a temporary directory if there is no room for `size` bytes; `beside` as in `room`.
+    It lies in the second of the `places` if the first has no room for `size` bytes; `beside` as in `room`.
 
     Raises:
         OSError: it can't be created.
     """
-    temporary = Path(tempfile.gettempdir())
-    for root in (SHARED_MEMORY, temporary):
+    for root in places():
         for directory in (root / name, *sorted(root.glob(f"{name}-[0-9]*"))):
             if is_private(directory):
                 return directory
-    root = SHARED_MEMORY if _fits(size, beside) else temporary
-    if root == temporary:
+    fits = _fits(size, beside)
+    root = places()[not fits]
+    if not fits:
         logger.warning(
             "das: history: %s has no room for das.history.max_bytes=%s beside Ray's object store of %s bytes; "
             "the history lies in %s",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from das_adapter.core.index.private import check_owner, make_private
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Trajectory, unpack
-from das_adapter.protocol.spool import BATCH, FOLDER, GRACE_S, SHARED_MEMORY, TEXTS, USERS, room, size_of
+from das_adapter.protocol.spool import BATCH, FOLDER, GRACE_S, TEXTS, USERS, places, room, size_of
 from das_adapter.service import janitor
 
 logger = logging.getLogger("das_adapter")
@@ -44,7 +43,7 @@ class Writer:
         self.altered = False
         """Whether the store was changed by something else than texts, which is to be published."""
         self._grace_s, self._beside = grace_s, beside
-        for place in (SHARED_MEMORY, Path(tempfile.gettempdir())):
+        for place in places():
             janitor.sweep(place, besides=directory.name)
         self._kept: list[str] = []
         """Files whose texts the store has, and may not have published."""

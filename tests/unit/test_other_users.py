@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import psutil
 import pytest
 from test_local_history import TEXT, Engine, served_by, tokens, until
 
-from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, directory_for
+from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, directory_for, places
 from das_adapter.service import janitor
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another user's part, too")
@@ -38,7 +37,7 @@ def name() -> Iterator[str]:
     stranger("give_up", *(path for root in ROOTS for path in root.glob(f"{made}*")))
 
 
-ROOTS = (SHARED_MEMORY, Path(tempfile.gettempdir()))
+ROOTS = places()
 
 
 def tree(*paths: Path) -> dict[str, Any]:
