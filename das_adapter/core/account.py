@@ -25,8 +25,6 @@ PROBE_STEPS, RARE_STEPS = 128, 1024
 """After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""
 FIRST_STEPS = 24
 """The same for drafted steps while plain ones are not known."""
-BASELINE_STEPS = 3, 63
-"""Plain steps after which no drafter is asked in one: at first, and where such steps are well known."""
 TRIAL_STEPS, TRIAL_DRAFTS = 16, 8
 """Steps of a trial at most, and before the next at least; drafted steps after which it is over."""
 TRIAL_SHARE = 0.01
@@ -47,9 +45,9 @@ class State(Enum):
     FAILED = "failed"
 
 
-Probe = Literal["plain", "drafted", "baseline"]
-"""How a step is taken the other way, so that all kinds of step stay known: without drafts, while it drafts; with a few,
-while nothing is worth drafting; no drafter is asked, while nothing is drafted."""
+Probe = Literal["plain", "drafted"]
+"""How a step is taken the other way, so that both kinds of step stay known: without drafts, while it drafts; with a
+few, while nothing is worth drafting."""
 
 
 def collapsed(drafted: float, accepted: float) -> str | None:
@@ -110,7 +108,7 @@ class Account:
         self._rest, self._model_rest = Rest(), Rest()
         self._news: str | None = None
         self._waited: dict[Probe, int] = dict.fromkeys(get_args(Probe), 0)
-        """Steps after which a probe may be due: drafted ones in a row, plain ones in a row, plain ones."""
+        """Steps after which a probe may be due: drafted ones in a row, plain ones in a row."""
         self._restart()
 
     def _restart(self) -> None:
@@ -124,24 +122,25 @@ class Account:
     # What is asked
 
     def ask(self, requests: int, drafted: bool) -> bool:
-        """Decide at the end of a decode step whether a drafter is asked at all.
+        """Decide at the end of a decode step whether a drafter is asked at all; where none is, a step without drafts is
+        a baseline step.
 
         Args:
             requests: in the batch.
             drafted: whether the step has verified drafts.
         """
-        if self.stopped:
-            return False
-        if self._speculate != "auto":
-            return True
-        if self.idle:
+        if self.idle and not self.stopped:
             self._since_trial += 1
-            if self._since_trial < TRIAL_STEPS or self._lost > TRIAL_SHARE * self.time.passed:
-                return False
-            self._trial = _Trial()
-            self._enter(State.PROBING, self._rest.reason)
-            return True
-        return drafted or self._trial is not None or not self.probe("baseline", requests)
+            if self._since_trial >= TRIAL_STEPS and self._lost <= TRIAL_SHARE * self.time.passed:
+                self._trial = _Trial()
+                self._enter(State.PROBING, self._rest.reason)
+        asks = not self.idle and (drafted or self._trial is not None or self.look.due(self.now + 1, requests))
+        self.now += not asks
+        return asks
+
+    def asks_in(self, steps: int, requests: int) -> bool:
+        """Return whether a drafter will be asked after so many more steps, as far as can be said now."""
+        return not self.idle and self.look.due(self.now + steps, requests)
 
     @property
     def idle(self) -> bool:
@@ -177,9 +176,7 @@ class Account:
 
     def due(self, kind: Probe, running: int) -> bool:
         """Return whether the next step is due to be taken the other way."""
-        if kind == "baseline":
-            wait = min(BASELINE_STEPS[1], BASELINE_STEPS[0] + self.time.baseline.plain_steps(running))
-        elif kind == "plain":
+        if kind == "plain":
             wait = PROBE_STEPS if self.time.engine.plain_steps(running) >= 3 else FIRST_STEPS
         else:
             wait = self.probe_wait
@@ -210,10 +207,7 @@ class Account:
     ) -> None:
         """Take a step at whose end the drafter was asked, or one that was drafted in; see `PlainTime.asked`."""
         requests, time = len(slots), self.time
-        waited = self._waited
-        waited["plain"] = waited["plain"] + 1 if drafted else 0
-        waited["drafted"] = 0 if drafted else waited["drafted"] + 1
-        waited["baseline"] += not drafted
+        self._wait(drafted)
         seconds = time.asked(slots, got, seconds, drafted, predicted, context)
         if self._trial is not None and (plain := time.step(requests, context)) is not None:
             self._trial.step(seconds, int(got.sum()) / requests * plain, drafted)
@@ -223,6 +217,11 @@ class Account:
         if drafted and self._drafted_steps % GUARD_STEPS == 0 and self._speculate != "always":
             if reason := self._loss():
                 self.stop(reason)
+
+    def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
+        """Take a baseline step; see `PlainTime.unasked`."""
+        self._wait(False)
+        self.time.unasked(requests, seconds, context)
 
     def model(self, took: float = 0.0, saved: float = 0.0) -> None:
         """Take seconds that the passes of the model that drafts took, or that its accepted tokens were worth."""
@@ -277,6 +276,10 @@ class Account:
         }
 
     # Inside
+
+    def _wait(self, drafted: bool) -> None:
+        plain, drawn = self._waited["plain"], self._waited["drafted"]
+        self._waited = {"plain": plain + 1 if drafted else 0, "drafted": 0 if drafted else drawn + 1}
 
     def _enter(self, state: State, reason: str | None) -> None:
         if (state, reason) != (self.state, self.reason):

@@ -150,7 +150,7 @@ class Controller:
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
             worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
             account.model(saved=self.drafts.verified(decoded.by_model, decoded.got, worth))
-        if account.stopped or not running or not (self._always or account.look.due(account.now, running)):
+        if account.stopped or not running or not account.look.due(account.now, running):
             return None
         context = np.zeros(running) if decoded.context is None else decoded.context
         self._model = self.times.model and self.times.model.at(float(context.sum()) / running)
@@ -184,7 +184,7 @@ class Controller:
         self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
         self.times.keep_fitted()
         if not step.asked:
-            self.account.time.unasked(running, step.seconds, step.context)
+            self.account.unasked(running, step.seconds, step.context)
             return
         self.account.time.batch.refilled |= self._refilling
         most = None if predicted is None else predicted + step.drafting_seconds

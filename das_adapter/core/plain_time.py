@@ -26,7 +26,7 @@ Seconds = Callable[[Floats], Floats]
 LOSS = 0.02
 """Share of the time above which a rollout has lost, beside what the scatter of the step times explains."""
 LEAST_STEPS, LEAST_SAMPLES = 64, 8
-"""Other steps, and baseline steps, below which nothing is held against a rollout."""
+"""Steps, and baseline steps among them or before, below which nothing is held against a rollout."""
 PAUSE = 2.0
 """A step that took this many times what was predicted was interrupted, and counts as that long."""
 BATCHES = 64
@@ -34,12 +34,12 @@ BATCHES = 64
 
 
 class Compared(NamedTuple):
-    """The steps of a rollout in which a drafter was asked, beside baseline steps."""
+    """The steps of a rollout beside baseline steps."""
 
     seconds: float
     """With what the drafter took in steps that also read prompts."""
     plain: float
-    """What their tokens would have taken in baseline steps, seconds."""
+    """What their tokens would have taken where no drafter is asked, seconds."""
     scatter: float
     """Relative error of `plain`, one standard deviation."""
 
@@ -126,8 +126,7 @@ class PlainTime:
     def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
         """Take a baseline step; `context`: tokens that its requests have together."""
         self.baseline.add(requests, requests, False, seconds, context)
-        if self.baseline.model is None or self.baseline.observed % LEAST_SAMPLES == 0:
-            self.baseline.fit()
+        self.baseline.keep_fitted()
         self._samples.append((requests, seconds, context))
         self.batch.baseline[requests] += 1.0, seconds, context
         self.passed += seconds
@@ -184,8 +183,9 @@ class PlainTime:
         return None if plain is None else float(plain(np.array([requests], dtype=float))[0])
 
     def total(self) -> float:
-        """Return what all steps but the baseline steps would have taken in plain decoding; 0 where nothing is known."""
-        return sum(batch.plain(plain) for batch in self._batches if (plain := self._plain(batch.usual)) is not None)
+        """Return what all steps would have taken in plain decoding; baseline steps alone where nothing is known."""
+        known = (batch.plain(plain) for batch in self._batches if (plain := self._plain(batch.usual)) is not None)
+        return self._unasked()[1] + sum(known)
 
     def saved(self) -> float:
         """Return the seconds that drafts saved; 0 where nothing is known."""
@@ -198,14 +198,18 @@ class PlainTime:
 
     def compare(self) -> Compared | None:
         """Compare the rollout so far with baseline steps; None: too little is known."""
-        steps = sum(batch.steps for batch in self._batches)
-        if steps < LEAST_STEPS or not self.known:
+        self.baseline.fit()
+        steps, seconds = (sum(getattr(batch, name) for batch in self._batches) for name in ("steps", "seconds"))
+        unasked, baseline = self._unasked()
+        if steps + unasked < LEAST_STEPS or not self.known:
             return None
-        scatter = float(np.std(self._ratios())) * (1 / len(self._samples) + 1 / steps) ** 0.5
-        return Compared(sum(batch.seconds for batch in self._batches), self.total(), scatter)
+        scatter = float(np.std(self._ratios())) * (1 / len(self._samples) + 1 / max(1, steps)) ** 0.5
+        plain = self.total()
+        return Compared(seconds + baseline, plain, scatter * (1.0 - baseline / max(plain, 1e-9)))
 
     def of_stock(self) -> float | None:
         """Return the time of all steps relative to stock's; None: too little is known."""
+        self.baseline.fit()
         if not self.known:
             return None
         model, share = (self.stock, 1.0) if self.stock else (self.baseline.model, float(np.mean(self._ratios())))
@@ -216,6 +220,12 @@ class PlainTime:
             for requests, (steps, _, context) in batch.baseline.items():
                 plain += steps * model.step(requests, requests, False, context / steps)
         return float(self.passed / (share * plain)) if plain else None
+
+    def _unasked(self) -> tuple[float, float]:
+        """Baseline steps, and their seconds."""
+        kinds = (kind for batch in self._batches for kind in batch.baseline.values())
+        steps, seconds, _ = sum(kinds, np.zeros(3)).tolist()
+        return steps, seconds
 
     def _plain(self, context: float) -> Seconds | None:
         """Seconds of plain steps, by their requests, where each of these has so many tokens of context; interruptions

@@ -44,8 +44,7 @@ class EngineController:
         """
         Args:
             drafts: of the model that drafts, where there is one.
-            lengths: draft lengths to choose from where all requests of a step share one (V2); None: each request has
-                its own, and steps in which no drafter is asked are taken to see what they cost.
+            lengths: draft lengths to choose from where all requests of a step share one (V2); None: each has its own.
             leads: whether this rank decides, drafts from the history and writes the decision log.
         """
         self.config = config
@@ -67,7 +66,6 @@ class EngineController:
             sizes,
             known and known.stock,
         )
-        self._takes_baselines = lengths is None
 
     # Requests
 
@@ -112,8 +110,6 @@ class EngineController:
     def ask(self, requests: int, drafted: bool) -> bool:
         """Decide at the end of a decode step of some requests, which has `drafted` or not, whether a drafter is asked
         at all."""
-        if not (self._takes_baselines or self.controller.account.idle):
-            return True
         return self.controller.account.ask(requests, drafted)
 
     def verified(self, decoded: Decoded) -> None:

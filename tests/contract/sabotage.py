@@ -68,8 +68,8 @@ def failing_search() -> None:
 
 
 def dear_drafter() -> None:
-    """Let a look for drafts take ten times as long as a step, and look in every step."""
-    plain_time.LEAST_STEPS, account.BASELINE_STEPS, account.LOOK_STEPS = 24, (1, 1), 1
+    """Let a look for drafts take ten times as long as a step, and look in every other step."""
+    plain_time.LEAST_STEPS, account.LOOK_STEPS = 24, 2
     clock = Clock()
     Proposer.time_step = taking(clock, 0.003, Proposer.time_step)
     HistorySource.look = taking(clock, 0.03, HistorySource.look)

@@ -91,7 +91,7 @@ def test_a_rollout_that_lost_is_followed_by_one_without_drafts(engine: Any) -> N
     assert first["stats"]["of_stock"] > 1.5
     assert first["stats"]["reason"] is None
     assert "drafting lost a whole rollout" in second["stats"]["reason"]
-    asked, silent = (np.median(part["stats"]["propose_seconds"][:14]) for part in (first, second))
+    asked, silent = (max(part["stats"]["propose_seconds"][:14]) for part in (first, second))
     assert silent < 0.03 <= asked  # what a look for drafts takes
     assert first["log"].count("rollouts begin without drafts until a trial gains time") == 1
 

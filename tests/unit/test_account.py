@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from das_adapter.core.account import (
-    BASELINE_STEPS,
     COLLAPSE_TOKENS,
     GUARD_STEPS,
     LOOK_STEPS,
@@ -42,9 +41,9 @@ def rollout(
     noise: float = 0.0,
     read: float = 0.0,
 ) -> tuple[float, int]:
-    """Decode equally long requests; a step in which the drafter is asked takes `asking` times a plain one's time, and
-    brings `pace` tokens from the second such step on. `read`: seconds of a token of context. Return the seconds and the
-    steps in which nobody was asked."""
+    """Decode equally long requests; a step in which the drafter is asked takes `asking` times a plain one's time. If
+    that is more, all that are asked draft, and a drafted step brings `pace` tokens. `read`: seconds of a token of
+    context. Return the seconds and the steps in which nobody was asked."""
     rng = np.random.default_rng(tokens)
     written, seconds, unasked, drafted = 0.0, 0.0, 0, False
     slots = np.arange(requests)
@@ -55,14 +54,24 @@ def rollout(
         took = plain * asking if asked or drafted else plain
         got = int(pace) if drafted else 1
         if asked:
+            account.now += 1
+            account.decided(requests, asking > 1.0, False)
             account.asked(slots, np.full(requests, got), took, drafted, None, context)
         elif not drafted:
-            account.time.unasked(requests, took, context)
+            account.unasked(requests, took, context)
         unasked += not asked
-        written, seconds, drafted = written + got, seconds + took, asked and pace > 1
+        written, seconds, drafted = written + got, seconds + took, asked and asking > 1.0
     for slot in slots.tolist():
         account.time.close(slot)
     return seconds, unasked
+
+
+def knowing(stock: StepModel | None = None) -> Account:
+    """One that knows from a rollout without drafts what plain steps take."""
+    account = make(stock=stock)
+    rollout(account, asking=1.0)
+    account.sync()
+    return account
 
 
 def judged(account: Account) -> str | None:
@@ -156,18 +165,18 @@ def test_plain_steps_are_taken_sooner_where_they_are_not_known() -> None:
     assert steps_until(make("always"), "plain", drafted=True) == 24
 
 
-def test_no_drafter_is_asked_in_some_plain_steps_and_in_fewer_once_these_are_known() -> None:
-    account = make()
-    asked = []
-    for _ in range(3000):
+def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
+    account, asked = make(), list[bool]()
+    for _ in range(300):
+        soon = account.asks_in(1, 8)
         asked.append(account.ask(8, False))
+        assert asked[-1] == soon
         if asked[-1]:
-            account.asked(np.arange(8), ONE, 0.01, False, None)
-        else:
-            account.time.unasked(8, 0.01)
-    gaps = np.diff(np.flatnonzero(~np.array(asked)))
-    assert gaps[0] == BASELINE_STEPS[0] + 2  # by then one is known
-    assert gaps[-1] == BASELINE_STEPS[1] + 1
+            account.now += 1
+            account.decided(8, False, False)
+    assert account.now == 300
+    assert np.diff(np.flatnonzero(asked)).tolist()[:4] == [2, 4, 8, LOOK_STEPS]
+    assert account.ask(7, False)  # the batch has become smaller by a tenth
     assert all(account.ask(8, True) for _ in range(100))  # a step with drafts is no baseline
 
 
@@ -184,7 +193,9 @@ def test_the_user_decides_with_other_settings(speculate: object) -> None:
 
 def test_a_rollout_that_lost_is_followed_by_one_at_rest() -> None:
     account = make()
-    assert rollout(account, asking=1.08)[1] > 8  # some steps show what it takes without asking
+    assert rollout(account, asking=1.0)[1] > 200
+    assert judged(account) is None
+    assert rollout(account, asking=1.08)[1] == 0
     assert account.time.of_stock() == pytest.approx(1.08, abs=0.01)
     assert "drafting lost a whole rollout" in (judged(account) or "")
     assert (account.state, account.idle) == (State.RESTING, True)
@@ -196,7 +207,7 @@ def test_a_rollout_that_lost_is_followed_by_one_at_rest() -> None:
 
 
 def test_a_drafter_that_loses_is_asked_again_after_more_and_more_rollouts() -> None:
-    account, rests = make(), ""
+    account, rests = knowing(), ""
     for _ in range(40):
         rests += "s" if account.state is State.RESTING else "-"
         rollout(account, asking=1.08)
@@ -247,7 +258,7 @@ def test_a_rollout_that_gains_goes_on_drafting_and_takes_few_baseline_steps() ->
 
 
 def test_a_trial_that_gains_time_ends_the_rest() -> None:
-    account = make()
+    account = knowing()
     rollout(account, asking=1.08)
     account.sync()
     assert account.idle
@@ -260,6 +271,8 @@ def test_a_trial_that_gains_time_ends_the_rest() -> None:
 def at_rest(requests: int) -> Account:
     """One that has lost a rollout, and then a trial of so many requests."""
     account = make()
+    rollout(account, asking=1.0, requests=requests)
+    account.sync()
     rollout(account, asking=1.08, requests=requests)
     account.sync()
     assert not any(account.ask(requests, False) for _ in range(TRIAL_STEPS - 1))

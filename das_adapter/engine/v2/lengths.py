@@ -83,9 +83,10 @@ class DraftLengths:
                 self._time(step, live, decoded, now)
                 self._last = now
                 self.engine.stop_if_collapsed()
-                if self.engine.able and self.engine.ask(len(live), decoded.carried is not None):
+                if self.engine.ask(len(live), decoded.carried is not None):
                     return self._choose(live, decoded)
                 self.engine.controller.skipped(decoded.slots, decoded.got)
+                return DraftTokens(0, looks=self.engine.controller.account.asks_in(LATE, len(live)))
             except Exception as error:
                 self.engine.fail(error)
             return DraftTokens(0, looks=False)
@@ -141,8 +142,7 @@ class DraftLengths:
 
         plan = self.engine.plan(decoded, offers)
         wanted = int(max(plan.history.max(initial=0), plan.model.max(initial=0)))
-        account = self.engine.controller.account
-        looks = wanted > 0 or account.look.due(account.now + LATE, len(live))
+        looks = wanted > 0 or self.engine.controller.account.asks_in(LATE, len(live))
         return DraftTokens(wanted, bool(plan.model.any()), looks)
 
     def _time(self, step: Step, live: list[LiveRequest], decoded: Decoded, now: float) -> None:
