@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +13,14 @@ import numpy.typing as npt
 
 @dataclass
 class AcceptanceRate:
-    """Chance that a draft token is accepted, given that all before it were; what was seen long ago counts less."""
+    """Chance that a draft token is accepted, given that all before it were; what was seen long ago counts less. At
+    first it is assumed to be 0.8, which counts as two tokens: a model's own first drafts decide."""
 
-    accepted: float = 16.0
-    tried: float = 20.0
+    accepted: float = 1.6
+    tried: float = 2.0
     fade: float = 0.999
+    KNOWN: ClassVar = 20.0
+    """Tokens that make it known; what a weight sync leaves counts as no more."""
 
     def observe(self, drafted: npt.NDArray[np.int64], accepted: npt.NDArray[np.int64]) -> None:
         """Take verified drafts, int64 [drafts]: tokens after the first rejected one do not count as tried."""
@@ -26,9 +29,14 @@ class AcceptanceRate:
         self.tried = self.tried * kept + float(np.minimum(drafted, accepted + 1).sum())
 
     def forget(self) -> None:
-        """Reduce the counts, at a weight sync, to at most the weight of the assumption at the start."""
-        share = min(1.0, AcceptanceRate.tried / self.tried)
+        """Reduce the counts, at a weight sync, to those of `KNOWN` tokens."""
+        share = min(1.0, self.KNOWN / self.tried)
         self.accepted, self.tried = share * self.accepted, share * self.tried
+
+    @property
+    def known(self) -> bool:
+        """Whether it was seen, not assumed."""
+        return self.tried >= self.KNOWN
 
     @property
     def rate(self) -> float:

@@ -174,20 +174,22 @@ class Account:
             self._on = running <= self._speculate * (1.25 if self._on else 1.0)
         return self._on and (worth or not optimal)
 
-    def due(self, kind: Probe, running: int) -> bool:
-        """Return whether the next step is due to be taken the other way."""
+    def due(self, kind: Probe, running: int, unseen: bool = False) -> bool:
+        """Return whether the next step is due to be taken the other way; `unseen`: no such step is known, and no step
+        is waited for."""
         if kind == "plain":
             wait = PROBE_STEPS if self.time.engine.plain_steps(running) >= 3 else FIRST_STEPS
         else:
-            wait = self.probe_wait
+            wait = 0 if unseen else self.probe_wait
         return self._waited[kind] >= wait and (kind != "drafted" or isinstance(self._speculate, str))
 
-    def probe(self, kind: Probe, running: int) -> bool:
-        """Return whether this step is taken the other way; if so, the next one of its kind waits again."""
-        due = self.due(kind, running)
+    def probe(self, kind: Probe, running: int, unseen: bool = False) -> bool:
+        """Return whether this step is taken the other way; if so, the next one of its kind waits again. Arguments as in
+        `due`."""
+        due = self.due(kind, running, unseen)
         if due:
             self._waited[kind] = 0
-            if kind == "drafted":
+            if kind == "drafted" and not unseen:
                 self.probe_wait = min(2 * self.probe_wait, RARE_STEPS)
         return due
 

@@ -153,7 +153,10 @@ class Controller:
         if account.stopped or not running or not account.look.due(account.now, running):
             return None
         context = np.zeros(running) if decoded.context is None else decoded.context
-        self._model = self.times.model and self.times.model.at(float(context.sum()) / running)
+        mean = float(context.sum()) / running
+        self._model = self.times.model and self.times.model.at(mean)
+        if self.drafts is not None:
+            self.drafts.context = mean
         return Search(self._draft_limits(slots, decoded.room, context), self._floor(running))
 
     def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
@@ -264,12 +267,17 @@ class Controller:
             drafts = account.draws(running, gain, offer.cut) and not plain and total > 0
             if drafts:
                 plan = found
+            unseen = (
+                not drafts and offer.drafts is not None and offer.drafts.untried(model.step(running, running, False))
+            )
             there = len(offer.chances) > 0 or offer.drafts is not None
-            probing = account.probe("drafted", running) and there
+            probing = account.probe("drafted", running, unseen) and there
             if probing:
-                offered = np.diff(offer.offsets) if len(offer.chances) else limits
-                some = np.minimum(offered, first(slots, offered > 0, min(PROBE_REQUESTS, running / 4)))
-                plan = StepPlan(some, nothing) if len(offer.chances) else StepPlan(nothing, some)
+                by_model = unseen or not len(offer.chances)
+                offered = limits if by_model else np.diff(offer.offsets)
+                count = running if unseen else min(PROBE_REQUESTS, running / 4)
+                some = np.minimum(offered, first(slots, offered > 0, count))
+                plan = StepPlan(nothing, some) if by_model else StepPlan(some, nothing)
                 drafts = bool(some.any())
             account.decided(running, drafts, probing, plain)
         if self._common is None:

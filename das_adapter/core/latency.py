@@ -153,7 +153,6 @@ class StepTimes:
         self._plain = [0] * 32  # steps without drafts, by the power of two of their requests
         self._error = 0.0
         self._judged = 0
-        self._context = 0.0  # of a request, lately
 
     def add(self, tokens: int, requests: int, drafted: bool, seconds: float, context: float = 0.0) -> float | None:
         """Take the time of one decode step; return what was predicted, None before there is a model. `context`: tokens
@@ -167,7 +166,6 @@ class StepTimes:
         self.observed += 1
         self._plain[requests.bit_length()] += not drafted
         mean = context / max(requests, 1)
-        self._context += (mean - self._context) / min(self.observed, 64)
         tokens = int(self._empty.size(tokens))
         key = (_eighths(tokens), _eighths(requests), drafted, round(2 * log2(mean)) if mean > 1 else 0)
         cell = self._cells.get(key)
@@ -178,11 +176,6 @@ class StepTimes:
         cell.context += 0.2 * (context - cell.context)
         cell.seconds.append(seconds)
         return predicted
-
-    @property
-    def present(self) -> StepModel | None:
-        """The model at the context that requests have had lately, see `StepModel.at`."""
-        return self.model and self.model.at(self._context)
 
     def plain_steps(self, requests: int) -> int:
         """Return how many steps without drafts were seen with about so many requests."""

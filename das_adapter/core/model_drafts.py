@@ -2,7 +2,8 @@
 2606.18967), or a neural drafter.
 
 A draft of γ tokens takes γ forward passes of the model before the policy verifies it: the speed-up is
-L / (γ·T_D/T_T + T_V/T_T) with the acceptance length L (section 3).
+S = L / (γ·T_D/T_T + T_V/T_T) with the acceptance length L (section 3). Where all requests are worth the same, the gain
+of a plan over the time of its step is S - 1. Before the first step a roofline gives the times, and the first drafts L.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from das_adapter.core.latency import Floats, StepModel, StepTimes
 from das_adapter.core.steps import Ints, StepPlan
 
 UNSEEN_PASS = 0.4
-"""Time of a pass of the model before one was timed, as a share of the policy's decode step."""
+"""Time of a pass of the model before one was timed, where no roofline tells, as a share of the policy's decode step."""
 
 
 class ModelDrafts:
@@ -33,6 +34,8 @@ class ModelDrafts:
         self.most, self.narrows, self.always = most, narrows, always
         self.agreed: int | None = None
         """Length of every draft, where the replicas have agreed on one (`Ladder`)."""
+        self.context = 0.0
+        """Of a request of the batch, tokens, on average."""
         self.passes = StepTimes(kinds=1)
         self.acceptance = AcceptanceRate()
 
@@ -50,12 +53,14 @@ class ModelDrafts:
         return float(accepted @ worth[mine])
 
     def expect(self, passes: StepModel | None) -> None:
-        """Take what a pass was found to cost before; None: it is not known."""
+        """Take what a pass costs by a calibration, or a roofline; None: it is not known."""
         self.passes = StepTimes(passes, kinds=1)
 
     def timed_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
         """Take the time of one forward pass; `context`: tokens of context that all its requests have together."""
         self.passes.add(requests, requests, False, seconds, context)
+        if self.passes.model is None:
+            self.passes.fit()
         self.passes.keep_fitted()
 
     def lengths(self, least_chance: float) -> Sequence[int]:
@@ -66,11 +71,16 @@ class ModelDrafts:
     def seconds(self, drafted: Ints, plain: float) -> float:
         """Return what the passes take that draft so many tokens for each request, shape (b,), beyond those of every
         step; `plain`: a step of the policy."""
-        model, passes = self.passes.present, range(self.always, int(drafted.max(initial=0)))
-        if model is None:
+        passes = range(self.always, int(drafted.max(initial=0)))
+        if self.passes.model is None:
             return UNSEEN_PASS * plain * len(passes)
+        model = self.passes.model.at(self.context)
         requests = [int(np.count_nonzero(drafted > (step if self.narrows else 0))) for step in passes]
         return sum(model.step(n, n, False) for n in requests)
+
+    def untried(self, plain: float) -> bool:
+        """Return whether it may be worth its passes, which only its first drafts can tell; `plain` as in `seconds`."""
+        return not self.acceptance.known and self.seconds(np.ones(1, dtype=np.int64), plain) < plain
 
     def plan(
         self,

@@ -16,6 +16,9 @@ Floats = npt.NDArray[np.float64]
 FAMILIES = frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"})
 """Model types of Hugging Face configs whose sizes `Roofline.of` reads."""
 
+COPY_SHARE = {"int4": 0.27, "int8": 0.51, "fp8": 0.5}
+"""Bytes of a policy copy's linear weights, scales included, as a share of the policy's in 16 bits, by format."""
+
 
 @dataclass(frozen=True)
 class Roofline:
@@ -98,7 +101,7 @@ class Roofline:
         """Return the times of steps that verify so many tokens of each request, mean; 0 drafts is a plain step.
         Arguments broadcast: requests, mean tokens of context, drafts."""
         b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
-        read = (self.read_bytes(b * (d + 1)) + self.kv_bytes * b * s) / self.hardware.bandwidth
+        read = self._read(b * (d + 1), None) + self.kv_bytes * b * s / self.hardware.bandwidth
         host = np.where(d > 0, self.verify_us, self.plain_us)
         return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)) + host * b * 1e-6)
 
@@ -112,22 +115,29 @@ class Roofline:
         """Return the times of passes of a policy copy whose linear weights take `share` of the policy's bytes; the
         other arguments as in `seconds`. Experts are not quantised."""
         b, s = np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
-        weights = self.read_bytes(b) - (1 - share) * self.linear_bytes
-        read = (self.draft_read * weights + self.kv_bytes * b * s) / self.hardware.bandwidth
+        read = self._read(b, share) + self.kv_bytes * b * s / self.hardware.bandwidth
         return np.asarray(np.maximum(read, self._compute(b, s)) + self.draft_us * b * 1e-6)
 
-    def line(self, context: float = 1024.0) -> StepModel:
+    def line(self, context: float = 1024.0, share: float | None = None) -> StepModel:
         """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line; with
         experts, of which each token reads more, the best two lines up to 1024 tokens. `context`: tokens of a request's
-        context at which a token's computing is taken."""
-        kv, request = self.kv_bytes / self.hardware.bandwidth, self.plain_us * 1e-6
+        context at which a token's computing is taken; `share`: of the passes of a policy copy, see `drafts`."""
+        host = self.plain_us if share is None else self.draft_us
+        kv, request = self.kv_bytes / self.hardware.bandwidth, host * 1e-6
         if self.expert_bytes:
             tokens: Floats = np.exp2(np.arange(11.0))
-            seconds = np.maximum(self.read_bytes(tokens) / self.hardware.bandwidth, self._compute(tokens, context))
+            seconds = np.maximum(self._read(tokens, share), self._compute(tokens, context))
             found = fit(tokens, tokens, np.zeros(len(tokens), dtype=bool), seconds)
             return replace(found, request=request, context=kv)
-        read, token = float(self.read_bytes(1)) / self.hardware.bandwidth, float(self._compute(1, context))
+        read, token = float(self._read(1, share)), float(self._compute(1, context))
         return StepModel(read, 0.0, token, read / token, request=request, context=kv)
+
+    def _read(self, tokens: npt.ArrayLike, share: float | None) -> Floats:
+        """Return the seconds in which the weights are read for so many tokens, a policy copy's with its `share`."""
+        read = self.read_bytes(tokens)
+        if share is not None:
+            read = self.draft_read * (read - (1 - share) * self.linear_bytes)
+        return np.asarray(read / self.hardware.bandwidth)
 
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
         token = self.dense_flops + np.asarray(context, dtype=float) * self.attention_flops

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 from das_adapter.config import DasConfig
 from das_adapter.core.latency import Calibration, read_calibration
 from das_adapter.core.requests import NOBODY
-from das_adapter.core.roofline import cold_start
+from das_adapter.core.roofline import COPY_SHARE, cold_start
 from das_adapter.core.steps import TimedStep
 
 _WEIGHT_BYTES = {None: 2.0, "fp8": 1.0}
@@ -84,4 +84,6 @@ def before_the_first_step(config: DasConfig, vllm_config: VllmConfig) -> Calibra
         vllm_config.parallel_config.tensor_parallel_size,
         _WEIGHT_BYTES[model.quantization],
     )
-    return Calibration(roof.line()) if roof else None
+    if roof is None:
+        return None
+    return Calibration(roof.line(), roof.line(share=COPY_SHARE[config.self.weights]) if config.copies_policy else None)

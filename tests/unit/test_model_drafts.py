@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.optimize import brentq
 from test_controller import stated
 from test_two_sources import rollout
 
@@ -16,10 +17,13 @@ from das_adapter.config import DasConfig
 from das_adapter.core.acceptance import AcceptanceRate
 from das_adapter.core.budget import Worth
 from das_adapter.core.controller import Controller
+from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.roofline import Roofline
 from das_adapter.core.steps import Decoded, StepPlan
+from das_adapter.sim.models import MODELS
 
 
 def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
@@ -128,7 +132,59 @@ def test_a_weight_sync_keeps_the_rate_and_lets_it_change_soon() -> None:
     rate = a.rate
     a.forget()
     assert a.rate == pytest.approx(rate)
-    assert a.tried == AcceptanceRate.tried
+    assert a.tried == AcceptanceRate.KNOWN
+
+
+@pytest.mark.parametrize(("tokens", "length"), [(5, 5.0), (5, 5.7), (5, 3.5), (7, 7.0)])
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-14B"])
+def test_before_the_first_step_it_drafts_where_the_papers_speed_up_reaches_the_margin(
+    model: str, tokens: int, length: float
+) -> None:
+    """EfficientRollout's S = L / (gamma T_D / T_T + T_V / T_T), of a request with 2048 tokens of context."""
+    roof, context = Roofline.of(MODELS[model], DEVICES["a100"].speed), 2048
+    step, of_pass = roof.line(context), roof.line(context, share=0.25)
+    rate = brentq(lambda r: sum(r**j for j in range(tokens + 1)) - length, 0.01, 1.0)
+
+    def speedup(b: int) -> float:
+        took = tokens * of_pass.step(b, b, False, b * context) + step.step(b * (1 + tokens), b, True, b * context)
+        return length * step.step(b, b, False, b * context) / took
+
+    def predicted(b: int) -> tuple[float, bool]:
+        drafts = copy(rate, 0.0)
+        drafts.expect(of_pass)
+        drafts.agreed = tokens
+        das = DasConfig(drafter="self", max_draft_tokens=tokens)
+        controller = Controller(das, limit=8192, prior=step, drafts=drafts)
+        slots, one = np.array([controller.open(i, 0, 8192) for i in range(b)]), np.ones(b, dtype=int)
+        plan = controller.plan(Decoded(slots, one, None, None, 1000 * one, context=context * one))
+        took = step.step(b * (1 + tokens), b, True, b * context) + plan.passes_s
+        return 1.0 + plan.gain / took, bool(plan.model.all())
+
+    pays = max(b for b in range(1, 200) if speedup(b) >= 1.05)
+    assert [predicted(b)[1] for b in (1, 8, pays - 2, pays + 2)] == [True, True, True, False]
+    for batch in (1, 4, 16):
+        assert predicted(batch)[0] == pytest.approx(speedup(batch), rel=0.01)
+
+
+@pytest.mark.parametrize(("rate", "drafted"), [(0.97, True), (0.3, False)])
+def test_the_first_drafts_say_what_is_accepted(rate: float, drafted: bool) -> None:
+    """A token of each request, until enough were tried; then it drafts, or probes as rarely as others."""
+    drafts, batch, rng = ModelDrafts(5), 8, np.random.default_rng(0)
+    drafts.expect(StepModel(base=0.0075, token=0.0))  # at 0.8, the assumption, it would not pay
+    step = StepModel(base=0.01, token=1e-5)
+    controller = Controller(DasConfig(drafter="self"), limit=8192, prior=step, drafts=drafts)
+    slots, ones = np.array([controller.open(i, 0, 8192) for i in range(batch)]), np.ones(batch, dtype=int)
+    carried, drafting = 0 * ones, list[int]()
+    for _ in range(40):
+        right = rng.random((batch, 6)) < rate
+        got = 1 + np.array([np.argmin([*hits[:n], False]) for hits, n in zip(right, carried, strict=True)])
+        some = carried if carried.any() else None
+        carried = controller.plan(Decoded(slots, got, some, carried, 1000 * ones)).model
+        drafting.append(int(carried.max()))
+    assert drafting[0] == 1
+    assert drafts.acceptance.known
+    assert drafts.acceptance.rate == pytest.approx(rate, abs=0.15)
+    assert any(drafting[6:]) == drafted
 
 
 def alone(controller: Controller, lengths: np.ndarray, truth: StepModel, rate: float, pass_s: float) -> float:
@@ -215,6 +271,7 @@ def test_passes_of_every_step_are_no_cost_of_drafts() -> None:
 def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
     controller = self_controller()
     controller.times.model = StepModel(base=0.05, token=0.0)
+    controller.drafts = copy(0.8, 0.0)
     slots = np.array([controller.open(i, 0, 500) for i in range(2)])
 
     def drafts_at(pass_s: float) -> bool:
