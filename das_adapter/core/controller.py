@@ -177,7 +177,7 @@ class Controller:
 
     def skipped(self, slots: Ints, tokens: Ints) -> None:
         """Take the tokens, one a step, of steps at whose end no drafter was asked, int64 [requests] each."""
-        self.requests.written[slots] += tokens
+        self.requests.skip(slots, tokens)
         np.add.at(self._by_class[0], self.requests.length_class[slots], tokens)
 
     def timed(self, step: TimedStep) -> None:

@@ -108,6 +108,13 @@ class RequestTable:
             curve=curve,
         )
 
+    def skip(self, slots: Ints, tokens: Ints) -> None:
+        """Take tokens, one a step, of steps that carried no drafts, int64 [requests]."""
+        left = (1.0 - 1.0 / PACE_STEPS) ** tokens
+        self.written[slots] += tokens
+        self.pace[slots] = 1.0 + left * (self.pace[slots] - 1.0)
+        self.load[slots] *= left
+
     def _grow(self) -> None:
         slots = len(self.written)
         more = max(64, slots)

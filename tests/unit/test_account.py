@@ -158,6 +158,7 @@ def test_a_plain_step_is_taken_while_it_drafts_and_drafted_ones_ever_more_rarely
     waits = [steps_until(account, "drafted", drafted=False) for _ in range(5)]
     assert waits == [PROBE_STEPS * n for n in (1, 2, 4, 8, 8)]
     account.decided(8, True, False)
+    assert account.probe("drafted", 8, unseen=True)  # at once, where nobody knows what is accepted
     assert steps_until(account, "drafted", drafted=False) == PROBE_STEPS
 
 

@@ -12,8 +12,9 @@ from das_adapter.config import DasConfig
 from das_adapter.core.account import LOOK_STEPS
 from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
-from das_adapter.core.length import RESPONSE
+from das_adapter.core.length import RESPONSE, LengthModel
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.requests import RequestTable, class_counts
 from das_adapter.core.steps import Decoded, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
@@ -319,3 +320,17 @@ def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: Any, specula
         controller.timed(TimedStep(slots, np.ones(5, dtype=int), tokens, MEMORY_BOUND.step(tokens, 5, keep.any())))
     assert lengths <= {0, *common}
     assert max(lengths) > 0
+
+
+def test_steps_at_whose_end_nobody_is_asked_count_as_plain_ones() -> None:
+    table, counts, curve = RequestTable(), class_counts(), np.zeros(4)
+    asked, unasked = (np.array([table.open(1, 0, np.ones(LengthModel.GRID))]) for _ in range(2))
+    for _ in range(20):
+        for slot in (asked, unasked):
+            table.advance(slot, np.array([4]), np.array([5]), counts, curve)
+    assert table.pace[unasked] > 3.5
+    for _ in range(30):
+        table.advance(asked, np.array([1]), None, counts, curve)
+    table.skip(unasked, np.array([30]))
+    for column in (table.written, table.pace, table.load):
+        assert column[unasked] == pytest.approx(column[asked])
