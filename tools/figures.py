@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,16 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples" / "verl"))
 import demo  # noqa: E402
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("index", "start", "figures"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- figure (\S+) (range )?([^\n]+?)(?: of ([^\n]+?))? (\S+) -->).*?(<!-- end -->)")
 TABLE = re.compile(r"(<!-- table demo.json -->\n).*?(<!-- end -->)", re.DOTALL)
-SCALES = {"M": 1e6, "min": 60.0, "": 1.0}
+SHOWN: dict[str, tuple[Callable[[float], float], str]] = {
+    "": (lambda value: value, ""),
+    "M": (lambda value: value / 1e6, ""),
+    "min": (lambda value: value / 60, ""),
+    "x": (lambda ratio: 1 / ratio, "x"),
+    "less": (lambda ratio: 1 - ratio, ""),
+}
 
 
 def update(text: str) -> str:
@@ -61,7 +68,7 @@ def table(content: Any) -> str:
         "reward": [f"{value:.2f}" for value in demo.by_epoch(arms["off"]["reward"], count)],
         "off: rollout s": [f"{value:.1f}" for value in seconds["off"]],
         "history: rollout s": [f"{value:.1f}" for value in seconds["history"]],
-        "of off": [f"{value:.2f}" for value in content["comparison"]["history"]["rollout_ratio_by_epoch"]],
+        "faster": [f"{1 / value:.1f}x" for value in content["comparison"]["history"]["rollout_ratio_by_epoch"]],
         "tokens per forward": [f"{value:.2f}" for value in demo.tokens_per_forward(arms["history"], count)],
     }
     rows = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
@@ -76,8 +83,10 @@ def _figure(mark: re.Match[str]) -> str:
     numbers = values(content, path)
     if divisor:
         numbers = [a / b for a, b in zip(numbers, values(content, divisor), strict=True)]
+    kind, unit = re.fullmatch(r"(\.\d[f%])(M|min|x|less)?", form).groups(default="")  # type: ignore[union-attr]
+    of, suffix = SHOWN[unit]
+    numbers = list(map(of, numbers))
     if extremes:
         numbers = [min(numbers), max(numbers)]
-    kind, scale = re.fullmatch(r"(\.\d[f%])(M|min)?", form).groups(default="")  # type: ignore[union-attr]
-    texts = [f"{number / SCALES[scale]:{kind}}" for number in numbers]
+    texts = [f"{number:{kind}}{suffix}" for number in numbers]
     return begin + (" to " if extremes else " / ").join(texts) + end

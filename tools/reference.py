@@ -1,5 +1,5 @@
 """Write the table of the `das:` block's keys in docs/block.md from the models, and the figures of other pages from
-results (`figures.py`): `python tools/reference.py`."""
+results (`figures.py`), and the README's picture: `python tools/reference.py`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import docs_hooks
 import figures
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -60,5 +61,6 @@ def _default(key: str, value: Any) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(update(PAGE.read_text()))
+    (PAGE.parent / "pictures" / "chart_epochs.svg").write_bytes(docs_hooks.epochs())
     for page in figures.PAGES:
         page.write_text(figures.update(page.read_text()))
