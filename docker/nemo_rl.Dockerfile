@@ -13,6 +13,6 @@ RUN uv build --wheel --python /opt/nemo_rl_venv/bin/python --out-dir /tmp/dist /
         uv pip install --no-cache --python "${python}" /tmp/dist/das_adapter-*.whl; \
     done \
     && rm -r /tmp/dist \
-    && /opt/nemo_rl_venv/bin/das-adapter doctor
+    && /opt/ray_venvs/nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker/bin/das-adapter doctor
 
 # Run it with room in shared memory, for Ray and for the history: docker run --gpus all --shm-size 128g nemo-rl-das …

@@ -9,6 +9,6 @@ COPY . /opt/das-adapter
 # What the base has of their requirements stays as it is: neither veRL nor das-adapter may replace its torch or vLLM.
 RUN python3 -m pip install --no-cache-dir "verl==${VERL}" --no-deps \
     && python3 -m pip install --no-cache-dir /opt/das-adapter \
-    && python3 -m das_adapter.cli doctor
+    && das-adapter doctor
 
 # Run it with room in shared memory, for Ray and for the history: docker run --gpus all --shm-size 128g verl-das …
