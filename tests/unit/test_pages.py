@@ -76,6 +76,18 @@ def test_a_page_is_read_in_a_few_minutes(page: Path) -> None:
     assert words(page) <= LONGEST.get(page.stem, 900)
 
 
+def sentences(page: Path) -> list[str]:
+    """Return the sentences of a page; a cell of a table ends one."""
+    cells = re.split(r"\n\s*\n|^(?:[-*]|\d+\.|#+|>|\[\^\w+\]:) |\|", prose(page), flags=re.MULTILINE)
+    return [sentence for cell in cells for sentence in re.split(r"(?<=[.!?])\s+", cell)]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in REFERENCE], ids=lambda page: page.stem)
+def test_a_sentence_is_read_in_one_breath(page: Path) -> None:
+    long = [sentence for sentence in sentences(page) if len(sentence.split()) > 50]
+    assert not long, "make two of it"
+
+
 def test_the_readme_is_two_screens() -> None:
     readme = ROOT / "README.md"
     assert words(readme) <= 900 and len(readme.read_text().splitlines()) <= 125
