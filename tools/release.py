@@ -39,7 +39,10 @@ def problems(tag: str | None, root: Path = ROOT) -> Iterator[str]:
 
 
 def name(repository: str, root: Path = ROOT) -> None:
-    """Write the addresses of the repository into pyproject.toml and CITATION.cff, in place of earlier ones."""
+    """Write the addresses of the repository into pyproject.toml and CITATION.cff, in place of earlier ones.
+
+    They also come before the README's links, since the package index shows it.
+    """
     address = repository.rstrip("/")
     path = root / "pyproject.toml"
     names = "|".join(ADDRESSES)
@@ -50,12 +53,15 @@ def name(repository: str, root: Path = ROOT) -> None:
     path = root / "CITATION.cff"
     text = re.sub(r"^repository-code: .*\n", "", path.read_text(), flags=re.MULTILINE)
     path.write_text(re.sub(r"^(license: .*\n)", rf"\1repository-code: {address}\n", text, flags=re.MULTILINE))
+    path = root / "README.md"
+    text = re.sub(r"(!\[[^\]]*\]\()(?!http)", rf"\1{address}/raw/main/", path.read_text())
+    path.write_text(re.sub(r"(\]\()(?!http)", rf"\1{address}/blob/main/", text))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tag", help="of the release, such as v0.2.0: then the changelog must have its date")
-    parser.add_argument("--repository", help="address, to be written into pyproject.toml and CITATION.cff")
+    parser.add_argument("--repository", help="address, to be written into pyproject.toml, CITATION.cff and README.md")
     options = parser.parse_args()
     found = list(problems(options.tag))
     if options.repository:

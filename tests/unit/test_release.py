@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import release
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = ("pyproject.toml", "CITATION.cff", "CHANGELOG.md", "das_adapter/__init__.py")
+FILES = ("README.md", "pyproject.toml", "CITATION.cff", "CHANGELOG.md", "das_adapter/__init__.py")
 
 
 @pytest.fixture
@@ -67,6 +68,10 @@ def test_the_address_is_written_once_however_often_it_is_given(copy: Path) -> No
     assert "Papers" in urls
     cited = yaml.safe_load((copy / "CITATION.cff").read_text())
     assert cited["repository-code"] == "https://example.org/b/das-adapter"
+    readme = (copy / "README.md").read_text()
+    assert "](https://example.org/a/das-adapter/raw/main/docs/pictures/chart_epochs.svg)" in readme
+    assert "](https://example.org/a/das-adapter/blob/main/docs/install.md)" in readme
+    assert not re.findall(r"\]\((?!http)", readme)
 
 
 def test_the_workflow_checks_the_tag_and_builds_with_the_address() -> None:
