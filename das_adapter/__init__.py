@@ -1,3 +1,3 @@
 """Lossless speculative rollouts for veRL and NeMo-RL, drafted from the run's own history."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -5,15 +5,26 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tools"))
+import figures  # noqa: E402
+
 PAGES = ("SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Pages that lie beside the README and are part of the site."""
 BLUE, ORANGE, GREY = "#2a6f97", "#e07b1a", "#8fa3b3"
+
+
+EPOCHS: dict[str, list[float]] = {
+    label: figures.values(figures.result(f"{name}.json"), "comparison.history.rollout_ratio_by_epoch")
+    for name, label in (("demo", "8 problems, 6 epochs"), ("epochs", "100 problems, 3 epochs"))
+}
+"""Rollout time by epoch relative to the run with speculation off, of both trainings that the README shows."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -35,39 +46,36 @@ def _of_site(text: str) -> str:
     return re.sub(r"\]\(docs/", "](", text)
 
 
-def results(name: str) -> Any:
-    """Read a result of benchmarks/results/."""
-    return json.loads((ROOT / "benchmarks" / "results" / name).read_text())
+def epochs() -> bytes:
+    """Return the picture of the README, docs/pictures/chart_epochs.svg, with its figures as the description."""
+    return _svg(_epochs, json.dumps(EPOCHS))
 
 
-def _svg(draw: Any) -> bytes:
+def _svg(draw: Any, description: str | None = None) -> bytes:
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "das-adapter"
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(7.5, 3.8), layout="constrained")
+    picture, axis = pyplot.subplots(figsize=(7.5, 3.8), layout="constrained")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#e3e8ec")
     axis.set_axisbelow(True)
     draw(axis)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    pyplot.close(figure)
+    picture.savefig(buffer, format="svg", metadata={"Date": None, "Description": description})
+    pyplot.close(picture)
     return buffer.getvalue()
 
 
 def _epochs(axis: Any) -> None:
-    comparison = results("epochs.json")["comparison"]["history"]["rollout_ratio_by_epoch"]
-    demo = results("demo.json")["comparison"]["history"]["rollout_ratio_by_epoch"]
     axis.axhline(1, color=GREY)
-    axis.plot(range(1, len(demo) + 1), demo, "o-", color=BLUE, label="8 problems, 6 epochs (demo.json)")
-    axis.plot(
-        range(1, len(comparison) + 1), comparison, "o-", color=ORANGE, label="100 problems, 3 epochs (epochs.json)"
-    )
-    axis.set(xlabel="epoch", ylabel="rollout time, of off", ylim=(0, 1.1))
-    axis.legend(frameon=False)
+    axis.annotate("without speculation", (1.05, 1.02), color=GREY)
+    for (label, ratios), colour in zip(EPOCHS.items(), (BLUE, ORANGE), strict=True):
+        axis.plot(range(1, len(ratios) + 1), ratios, "o-", color=colour, label=label)
+    axis.set(xlabel="epoch", ylabel="rollout time, relative", ylim=(0, 1.15))
+    axis.legend(frameon=False, loc="lower left")
 
 
 def _drafters(axis: Any) -> None:
@@ -79,16 +87,7 @@ def _drafters(axis: Any) -> None:
         "history+self": BLUE,
         "history+draft_model": "#2f8f6b",
     }
-    ratios: dict[str, dict[int, float]] = {arm: {} for arm in colours}
-    for file in ("drafters_256.json", "drafters_256_neural.json", "drafters_64.json"):  # what is measured again counts
-        found = results(file)["results"]
-        for batch in {int(cell.split("/")[1]) for cell in found["off"]["cells"]}:
-            seconds = {
-                arm: sum(float(measured["cells"][f"256/{batch}/{visit}"]["rollout_s"]) for visit in (1, 2))
-                for arm, measured in found.items()
-            }
-            for arm in colours.keys() & seconds.keys():
-                ratios[arm][batch] = seconds[arm] / seconds["off"]
+    ratios = figures.drafters()
     batches = sorted(ratios["history"])
     for arm, colour in colours.items():
         at = [i for i, batch in enumerate(batches) if batch in ratios[arm]]
@@ -100,7 +99,7 @@ def _drafters(axis: Any) -> None:
 
 
 def _controller(axis: Any) -> None:
-    rollouts = results("controller_batches.json")["rollouts"]
+    rollouts = figures.result("controller_batches.json")["rollouts"]
     names = [str(r["requests"]) for r in rollouts]
     arms = {"optimal": ORANGE, "k1": "#c3d4df", "k3": "#7fa8c1", "k7": BLUE, "k15": "#173b52"}
     for name, colour in arms.items():
@@ -111,4 +110,4 @@ def _controller(axis: Any) -> None:
     axis.legend(frameon=False)
 
 
-CHARTS = {"chart_epochs": _epochs, "chart_drafters": _drafters, "chart_controller": _controller}
+CHARTS = {"chart_drafters": _drafters, "chart_controller": _controller}

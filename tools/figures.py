@@ -3,7 +3,7 @@
 `<!-- figure FILE PATH FORMAT -->…<!-- end -->` on a page is the value at PATH of a result: keys with dots between them,
 `*` for all entries. Several values are written one after the other, after `range` as the least and the greatest; `A of
 B` is a quotient, entry by entry. FORMAT is Python's, and may end with `M` (millions) or `min` (of seconds).
-`<!-- table demo.json -->` begins the demo's table.
+`<!-- table demo -->` begins the demo's table, `<!-- table drafters -->` that of the drafters.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,21 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples" / "verl"))
 import demo  # noqa: E402
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("index", "start", "figures"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- figure (\S+) (range )?([^\n]+?)(?: of ([^\n]+?))? (\S+) -->).*?(<!-- end -->)")
-TABLE = re.compile(r"(<!-- table demo.json -->\n).*?(<!-- end -->)", re.DOTALL)
-SCALES = {"M": 1e6, "min": 60.0, "": 1.0}
+TABLE = re.compile(r"(<!-- table (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SHOWN: dict[str, tuple[Callable[[float], float], str]] = {
+    "": (lambda value: value, ""),
+    "M": (lambda value: value / 1e6, ""),
+    "min": (lambda value: value / 60, ""),
+    "x": (lambda ratio: 1 / ratio, "x"),
+    "less": (lambda ratio: 1 - ratio, ""),
+}
 
 
 def update(text: str) -> str:
     """Return a page with its figures as the result files have them."""
-    return TABLE.sub(lambda mark: mark[1] + table(result("demo.json")) + mark[2], MARKED.sub(_figure, text))
+    return TABLE.sub(lambda mark: mark[1] + _rows(TABLES[mark[2]]()) + mark[3], MARKED.sub(_figure, text))
 
 
 def result(name: str) -> Any:
@@ -51,19 +58,51 @@ def values(content: Any, path: str) -> list[float]:
     ]
 
 
-def table(content: Any) -> str:
-    """Return the demo's table: a row per epoch."""
+def _demo() -> dict[str, Iterable[Any]]:
+    """Return the columns of the demo's table: a row per epoch."""
+    content = result("demo.json")
     count, arms = content["epochs"], content["arms"]
     steps = len(arms["off"]["reward"]) / count
     seconds = {arm: [steps * mean for mean in demo.by_epoch(arms[arm]["rollout_s"], count)] for arm in arms}
-    columns = {
+    return {
         "epoch": range(1, count + 1),
         "reward": [f"{value:.2f}" for value in demo.by_epoch(arms["off"]["reward"], count)],
         "off: rollout s": [f"{value:.1f}" for value in seconds["off"]],
         "history: rollout s": [f"{value:.1f}" for value in seconds["history"]],
-        "of off": [f"{value:.2f}" for value in content["comparison"]["history"]["rollout_ratio_by_epoch"]],
+        "faster": [f"{1 / value:.1f}x" for value in content["comparison"]["history"]["rollout_ratio_by_epoch"]],
         "tokens per forward": [f"{value:.2f}" for value in demo.tokens_per_forward(arms["history"], count)],
     }
+
+
+def drafters() -> dict[str, dict[int, float]]:
+    """Return the rollout time of each drafter relative to off, of both visits together, by the requests in a batch."""
+    ratios: dict[str, dict[int, float]] = {}
+    for file in ("drafters_256.json", "drafters_256_neural.json", "drafters_64.json"):  # what is measured again counts
+        found = result(file)["results"]
+        for batch in {int(cell.split("/")[1]) for cell in found["off"]["cells"]}:
+            seconds = {
+                arm: sum(float(measured["cells"][f"256/{batch}/{visit}"]["rollout_s"]) for visit in (1, 2))
+                for arm, measured in found.items()
+            }
+            for arm in seconds.keys() - {"off"}:
+                ratios.setdefault(arm, {})[batch] = seconds[arm] / seconds["off"]
+    return ratios
+
+
+def _drafters() -> dict[str, Iterable[Any]]:
+    """Return the columns of the drafters' table: a row per drafter."""
+    ratios = dict(sorted(drafters().items(), key=lambda arm: min(arm[1].values())))
+    batches = sorted({batch for by_batch in ratios.values() for batch in by_batch})
+    return {
+        "drafter": [f"`{arm.partition(':')[0]}`" for arm in ratios],
+        **{str(b): [f"{of[b]:.2f}" if b in of else "" for of in ratios.values()] for b in batches},
+    }
+
+
+TABLES = {"demo": _demo, "drafters": _drafters}
+
+
+def _rows(columns: dict[str, Iterable[Any]]) -> str:
     rows = [list(columns), ["---"] * len(columns), *zip(*columns.values(), strict=True)]
     return (
         "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows).replace("| --- ", "|---").replace("--- |", "---|")
@@ -76,8 +115,10 @@ def _figure(mark: re.Match[str]) -> str:
     numbers = values(content, path)
     if divisor:
         numbers = [a / b for a, b in zip(numbers, values(content, divisor), strict=True)]
+    kind, unit = re.fullmatch(r"(\.\d[f%])(M|min|x|less)?", form).groups(default="")  # type: ignore[union-attr]
+    of, suffix = SHOWN[unit]
+    numbers = list(map(of, numbers))
     if extremes:
         numbers = [min(numbers), max(numbers)]
-    kind, scale = re.fullmatch(r"(\.\d[f%])(M|min)?", form).groups(default="")  # type: ignore[union-attr]
-    texts = [f"{number / SCALES[scale]:{kind}}" for number in numbers]
+    texts = [f"{number:{kind}}{suffix}" for number in numbers]
     return begin + (" to " if extremes else " / ").join(texts) + end

@@ -146,6 +146,7 @@ class SimConfig(_Block):
     model: str | dict[str, Any] = "Qwen/Qwen2.5-7B"
     """Name in the table of `das_adapter/sim/models.py`, path of a config.json, or the sizes themselves."""
     precision: Literal["bf16", "fp8"] = "bf16"
+    """Of weights and matrix products."""
     hardware: HardwareBlock = HardwareBlock()
     steps: StepsBlock = StepsBlock()
     engine: EngineBlock = EngineBlock()

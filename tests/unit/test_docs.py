@@ -40,7 +40,7 @@ def test_every_page_can_be_found() -> None:
 
 def test_links_of_the_readme_lead_somewhere() -> None:
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "benchmarks/README.md"):
-        for target in re.findall(r"\]\(([^)#:]+)[^)]*\)", path.read_text()):
+        for target in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name}: {target}"
 
 
@@ -129,20 +129,62 @@ def test_every_alarm_is_explained_word_for_word() -> None:
     assert spoken <= set(explained), f"not explained: {spoken - set(explained)}"
 
 
-def test_the_table_of_what_works_names_tests_and_which_run_at_night() -> None:
-    """A cell names a file before its tests; a test that no push runs is marked."""
-    files = {path.name: path for path in (ROOT / "tests").glob("*/test_*.py")}
-    cells = [
-        c for row in (ROOT / "docs/support.md").read_text().splitlines() if row[:2] == "| " for c in row.split("|")
-    ]
-    found = 0
-    for cell in cells:
-        file = None
-        for name, at_night in re.findall(r"`(test_[\w.]+)`( \(nightly\))?", cell):
-            if name.endswith(".py"):
-                file = files[name]
-                continue
-            assert file and name in marks(file), (name, cell)
-            assert bool(at_night) == nightly(file, name), name
-            found += 1
-    assert found > 50
+COLUMNS = {"`history`": ("`history` on V1", "`history` on V2"), "neural": ("neural on V1", "neural on V2")}
+"""Columns of the first tables of support.md, and those of its last one that show what they claim on V1 and on V2."""
+NOT_TESTED = "\N{EN DASH}"
+SELF = "`self`, `history+self` (V1)"
+
+
+def tables(page: str) -> list[dict[str, dict[str, str]]]:
+    """Return the tables of a page: the cells of each row by its name and by column, without footnotes."""
+    found: list[dict[str, dict[str, str]]] = []
+    for line in re.sub(r"\[\^\d+\]", "", (ROOT / page).read_text()).splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| |"):
+            columns = cells[1:]
+            found.append({})
+        elif line.startswith("| "):
+            found[-1][cells[0]] = dict(zip(columns, cells[1:], strict=True))
+    return found
+
+
+def shown(row: dict[str, str], column: str) -> bool:
+    """Say whether a cell names a test that exists and says rightly when it runs; a cell may point at another one."""
+    cell = row[column]
+    if same := re.search(r"\bas (`history` on V[12])", cell):
+        assert same[1] != column
+        return shown(row, same[1])
+    if cell.startswith("refused"):
+        return False
+    file, found = None, False
+    for name, at_night in re.findall(r"`(test_[\w.]+)`( \(nightly\))?", cell):
+        if name.endswith(".py"):
+            (file,) = (ROOT / "tests").glob(f"*/{name}")
+            continue
+        assert file and name in marks(file), (name, cell)
+        assert bool(at_night) == nightly(file, name), name
+        found = True
+    return found
+
+
+def test_every_mark_of_what_works_has_tests_and_they_say_which_run_at_night() -> None:
+    *claims, tests = tables("docs/support.md")
+    names = [name for table in claims for name in table]
+    assert names == list(tests) and len(names) > 15
+    marked = 0
+    for name, claim in ((name, claim) for table in claims for name, claim in table.items()):
+        for column, mark in claim.items():
+            runners = COLUMNS.get(column, (SELF,))
+            assert mark in ("✓", "V1", "V2", "✗", NOT_TESTED), (name, column, mark)
+            assert mark != "✓" or len(runners) == 2, "what has no V2 column works on V1 at most"
+            wanted = {"✓": runners, "V1": runners[:1], "V2": runners[1:]}.get(mark, ())
+            for runner in runners:
+                if runner in wanted:
+                    assert shown(tests[name], runner), f"{name}, {column} is {mark}: no test in the column {runner}"
+                    marked += 1
+                elif mark == "✗":
+                    assert re.search("refused|V1 runs", tests[name][runner]), (name, runner)
+                else:
+                    assert not shown(tests[name], runner), f"{name}, {column} is {mark}: there is a test on {runner}"
+                    assert mark != NOT_TESTED or "not tested" in tests[name][runner], (name, runner)
+    assert marked > 50

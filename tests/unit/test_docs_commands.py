@@ -25,7 +25,10 @@ COMMANDS = {
     r"das-adapter (replay|simulate|report) .*": HERE,
     r"das-adapter doctor( --json)?": "tests/contract/test_commands.py::test_doctor_finds_nothing_broken",
     r"das-adapter calibrate .*": "tests/contract/test_decisions.py::test_calibrate_measures_this_machine",
-    r"pip install das-adapter": "tests/wheel/test_wheel.py::test_it_drafts_where_there_is_no_compiler",
+    r"pip install dist/das_adapter-\*\.whl": "tests/wheel/test_wheel.py::test_it_drafts_where_there_is_no_compiler",
+    r"(uv )?pip install \.|pip uninstall das-adapter": (
+        "tests/wheel/test_wheel.py::test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled"
+    ),
     r"bash examples/verl/run_tiny_math_cpu.sh .*": "tests/e2e/test_verl.py::test_the_script_trains_and_leaves_a_log",
     r"\.venv/bin/python -m pytest tests/contract/test_losslessness.py": "make test",
     r"PYTHONPATH=\S+ python examples/nemo_rl/cpu_sync.py": (
@@ -88,7 +91,9 @@ def program(command: str) -> str:
     """Return what a command runs: a command of das-adapter's, the stem of a file, a package, or a target of make."""
     words = shlex.split(command)
     files = [Path(word).stem for word in words if word.endswith((".py", ".sh"))]
-    return files[0] if files else words[1] if words[0] in ("das-adapter", "make") else words[-1]
+    if words[:1] + words[-1:] in (["pip", "."], ["uv", "."]):
+        return f'"{words[0]}"'
+    return files[0] if files else words[1] if words[0] in ("das-adapter", "make") else words[-1].rpartition("/")[2]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

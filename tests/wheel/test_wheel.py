@@ -32,7 +32,7 @@ def dist(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def wheel(dist: Path) -> Path:
-    (path,) = dist.glob("*.whl")
+    (path,) = dist.glob("das_adapter-*.whl")
     return path
 
 
@@ -52,7 +52,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         entry_points = archive.read(next(name for name in names if name.endswith("/entry_points.txt"))).decode()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"das_adapter"}
     package = {name for name in names if "dist-info" not in name}
-    assert {Path(name).suffix for name in package} == {".py", ".so", ".typed", ".yaml"}
+    assert {Path(name).suffix for name in package} == {".html", ".py", ".so", ".typed", ".yaml"}
     assert not {name for name in package if "test" in name or "benchmark" in name}
     assert len([name for name in package if name.endswith(".so")]) == 1
     assert "das_adapter/nemo_rl/das.yaml" in package, "NeMo-RL's overlay"
@@ -100,6 +100,30 @@ def test_it_drafts_where_there_is_no_compiler(wheel: Path, tmp_path: Path) -> No
         run(bin_, python, "-c", doctor).strip().split(", ")
     )
     assert "das-adapter" in run(bin_, str(bin_ / "das-adapter"), "--help")
+
+
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled(installer: str, tmp_path: Path) -> None:
+    """Less what it requires, of which the other tests install all."""
+    venv.create(tmp_path / "prefix", with_pip=False)
+    python = tmp_path / "prefix" / "bin" / "python"
+    (packages,) = (tmp_path / "prefix" / "lib").glob("python*/site-packages")
+    before = sorted(packages.iterdir())
+    tools = Path(sys.executable).parent
+    install = {
+        "pip": [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", str(ROOT)],
+        "uv": [str(tools / "uv"), "pip", "install", "-q", "--no-deps", "--python", str(python), str(ROOT)],
+    }
+    subprocess.run(install[installer], check=True, capture_output=True, text=True)
+    found = run(
+        python.parent, str(python), "-c", "import das_adapter._native as native; print(native.__file__)"
+    ).strip()
+    assert Path(found).parent == packages / "das_adapter"
+    assert (python.parent / "das-adapter").exists()
+    uninstall = [sys.executable, "-m", "pip", "--python", str(python), "uninstall", "-q", "-y", "das-adapter"]
+    subprocess.run(uninstall, check=True, capture_output=True, text=True)
+    assert sorted(packages.iterdir()) == before
+    assert not (python.parent / "das-adapter").exists()
 
 
 def test_an_engine_drafts_from_its_history_after_its_weights_were_updated_in_place(wheel: Path, tmp_path: Path) -> None:

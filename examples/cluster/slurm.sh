@@ -1,0 +1,37 @@
+#!/bin/bash
+#SBATCH --job-name=das
+#SBATCH --nodes=2
+#SBATCH --exclusive
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+# A Ray cluster over the nodes of a Slurm job, in containers, with room in /dev/shm for Ray's object store and the history; then the
+# command, on the first node:
+#     CONTAINER=verl-das.sqsh sbatch examples/cluster/slurm.sh python3 -m verl.trainer.main_ppo …
+# pyxis and enroot start the containers. The node's own /dev/shm is mounted: enroot's would be a small one of its own.
+set -euo pipefail
+
+OBJECT_STORE=${OBJECT_STORE:-64} # GiB a node for Ray's objects
+HISTORY=${HISTORY:-8}            # GiB: history.max_bytes of the block
+NEEDED=$((OBJECT_STORE + 3 * HISTORY + 1))
+PORT=${PORT:-6379}
+: "${CONTAINER:?image for pyxis}"
+
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+inside=(srun --container-image="$CONTAINER" --container-mounts="/dev/shm:/dev/shm,$PWD:$PWD" --container-workdir="$PWD"
+    --container-name=das --overlap)
+
+# Each node says what it has; one with less than is needed ends the job.
+srun bash -c 'has=$(($(df --output=size -B1 /dev/shm | tail -n 1) >> 30))
+    echo "$(hostname): /dev/shm has $has GiB, '"$NEEDED"' are needed"; [ "$has" -ge '"$NEEDED"' ]'
+
+ray=(ray start --block --disable-usage-stats --object-store-memory="$((OBJECT_STORE << 30))")
+"${inside[@]}" --nodes=1 --ntasks=1 -w "$head" "${ray[@]}" --head --port="$PORT" &
+if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
+    "${inside[@]}" --nodes="$((SLURM_JOB_NUM_NODES - 1))" --ntasks="$((SLURM_JOB_NUM_NODES - 1))" --exclude="$head" \
+        bash -c 'until ray health-check --address "$0"; do sleep 2; done; exec "$@"' "$head:$PORT" \
+        "${ray[@]}" --address="$head:$PORT" &
+fi
+
+"${inside[@]}" --nodes=1 --ntasks=1 -w "$head" \
+    bash -c 'until [ "$(ray list nodes --filter state=ALIVE --format json | grep -c node_id)" = "$0" ]; do sleep 2; done
+        RAY_ADDRESS=auto exec "$@"' "$SLURM_JOB_NUM_NODES" "$@"

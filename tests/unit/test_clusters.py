@@ -1,0 +1,80 @@
+"""Images and cluster files are sound, as far as a machine without Docker, Slurm or Kubernetes can say, and have room in
+/dev/shm for Ray's objects and the history."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from das_adapter.config import DasConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+IMAGES = sorted((ROOT / "docker").glob("*.Dockerfile"))
+SCRIPTS = sorted(ROOT.glob("examples/**/*.sh"))
+GIB = 2**30
+
+
+def lint(program: str, *words: str) -> None:
+    if not (BIN / program).exists():
+        pytest.skip(f"{program} is not installed: it is in the extra 'dev'")
+    done = subprocess.run([str(BIN / program), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
+def test_images_are_sound(image: Path) -> None:
+    lint("hadolint", str(image))
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.stem)
+def test_an_image_installs_the_checkout_beside_what_its_base_has_and_asks_the_doctor(image: Path) -> None:
+    text = image.read_text()
+    assert "COPY . /opt/das-adapter" in text and "ARG BASE=" in text
+    assert re.search(r"pip install \S+ .*(/opt/das-adapter|das_adapter-\*\.whl)", text)
+    assert not re.search(r"install .*\b(torch|vllm)\b", text)
+    assert text.rstrip().splitlines()[-3].endswith("doctor")
+    copied = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", "build"} <= set(copied)
+    assert not {"das_adapter", "csrc", "CMakeLists.txt", "pyproject.toml", "README.md", "LICENSE"} & set(copied)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_are_sound(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    lint("shellcheck", "--severity=warning", str(script))
+
+
+def needed(object_store: int) -> int:
+    """Return the bytes of shared memory for Ray's objects, for a history that is written again, and a GiB more."""
+    return object_store + 3 * DasConfig().history.max_bytes + GIB
+
+
+def test_pods_have_room_in_shared_memory() -> None:
+    cluster: dict[str, Any] = yaml.safe_load((ROOT / "examples/cluster/kuberay.yaml").read_text())
+    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
+    assert cluster["kind"] == "RayCluster" and len(groups) == 2
+    for group in groups:
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volume = next(volume for volume in pod["volumes"] if volume["name"] == mounts["/dev/shm"])
+        assert volume["emptyDir"]["medium"] == "Memory"
+        size = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi")) * GIB
+        assert needed(int(group["rayStartParams"]["object-store-memory"])) <= size
+        assert size < int(container["resources"]["limits"]["memory"].removesuffix("Gi")) * GIB / 2
+
+
+def test_a_slurm_job_asks_for_as_much_shared_memory() -> None:
+    text = (ROOT / "examples/cluster/slurm.sh").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("NEEDED="))
+    asked = ["bash", "-c", f"OBJECT_STORE=64; HISTORY={DasConfig().history.max_bytes // GIB}; {line}; echo $NEEDED"]
+    said = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
+    assert int(said) * GIB == needed(64 * GIB)
+    assert f"HISTORY=${{HISTORY:-{DasConfig().history.max_bytes // GIB}}}" in text
