@@ -14,7 +14,7 @@ OBJECT_STORE=${OBJECT_STORE:-64} # GiB a node for Ray's objects
 HISTORY=${HISTORY:-8}            # GiB: history.max_bytes of the block
 NEEDED=$((OBJECT_STORE + 3 * HISTORY + 1))
 PORT=${PORT:-6379}
-: "${CONTAINER:?image for pyxis}"
+: "${CONTAINER:?image for pyxis}" "${1:?the command to run}"
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 inside=(srun --container-image="$CONTAINER" --container-mounts="/dev/shm:/dev/shm,$PWD:$PWD" --container-workdir="$PWD"
@@ -32,6 +32,15 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
         "${ray[@]}" --address="$head:$PORT" &
 fi
 
+# The command begins when every node is there.
+WAIT='import os, sys, time, ray
+address, nodes, *command = sys.argv[1:]
+ray.init(address=address, log_to_driver=False)
+while sum(node["Alive"] for node in ray.nodes()) < int(nodes):
+    time.sleep(2)
+ray.shutdown()
+os.environ["RAY_ADDRESS"] = address
+os.execvp(command[0], command)'
 "${inside[@]}" --nodes=1 --ntasks=1 -w "$head" \
-    bash -c 'until [ "$(ray list nodes --filter state=ALIVE --format json | grep -c node_id)" = "$0" ]; do sleep 2; done
-        RAY_ADDRESS=auto exec "$@"' "$SLURM_JOB_NUM_NODES" "$@"
+    bash -c 'until ray health-check --address "$1"; do sleep 2; done; exec python3 -c "$0" "$@"' \
+    "$WAIT" "$head:$PORT" "$SLURM_JOB_NUM_NODES" "$@"
