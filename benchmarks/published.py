@@ -177,6 +177,8 @@ def papers(figures: list[Figure], results: dict[str, Any]) -> dict[str, Any]:
     """Return what each paper's predictions came to, and its held-out check."""
     found: dict[str, Any] = {}
     for figure in figures:
+        if figure.name not in results:
+            continue
         one = found.setdefault(figure.paper, {"predicted": 0, "within": 0, "fitted_to": 0, "seen": 0})
         for row in figure.rows(results[figure.name]):
             if row["grade"] in ("within", "outside"):
@@ -216,7 +218,10 @@ def markdown(figures: list[Figure], results: dict[str, Any]) -> str:
         counts = f"{one['within']} of {one['predicted']} | {check} | {one['fitted_to']} | {one['seen']}"
         lines.append(f"| {paper} | {'; '.join(constants)} | {counts} |")
     for figure in figures:
-        lines += _page(figure, results[figure.name])
+        if figure.name in results:
+            lines += _page(figure, results[figure.name])
+        else:
+            lines += ["", f"## {figure.content['title']}", "", "Not simulated since its inputs were changed."]
     return "\n".join(lines) + "\n"
 
 
@@ -258,8 +263,8 @@ def main() -> None:
         if args.only is None or figure.name in args.only:
             results[figure.name] = figure.check()
             save(args.out, results)
-    figures = [figure for figure in figures if figure.name in results]
-    save(args.out, {"papers": papers(figures, results), **{figure.name: results[figure.name] for figure in figures}})
+    kept = {figure.name: results[figure.name] for figure in figures if figure.name in results}
+    save(args.out, {"papers": papers(figures, results), **kept})
     args.out.with_suffix(".md").write_text(markdown(figures, results))
 
 
