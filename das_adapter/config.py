@@ -148,8 +148,8 @@ class DasConfig(_Block):
     while at most so many requests run in the engine."""
     budget: Budget = "optimal"
     """How draft tokens are shared out. `optimal`: where a token shortens the rollout by more than it costs; `das`:
-    DAS's optimum for the whole rollout, none for short requests; `uniform`: the maximum for all; `unlimited`: as far as
-    the drafter goes, however unlikely its tokens are."""
+    DAS's optimum for the whole rollout, none for requests that end early anyway; `uniform`: the maximum for all;
+    `unlimited`: as far as the drafter goes, however unlikely its tokens are."""
     routing: Literal["longest_first", "least_loaded", "host"] = "longest_first"
     """Which replica a request goes to. `longest_first`: samples of one prompt go to the same replica, where they draft
     from each other, and are spread where the rollout is predicted to end earlier that way; those predicted to be long

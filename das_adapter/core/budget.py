@@ -61,8 +61,8 @@ def plan_rollout(lengths: Floats, alpha: float, k: float, base: float, token: fl
 def das_budgets(
     lengths: Floats, curve: tuple[float, float], classes: Ints, model: StepModel | None, most: int
 ) -> Floats:
-    """Return DAS's draft tokens of each request in a round, p_i*/N*, shape (b,). Short requests get none (section 4.3);
-    before it is known what steps cost, the others get their class's share.
+    """Return DAS's draft tokens of each request in a round, p_i*/N*, shape (b,): none for those that end within N*
+    rounds anyway. Before it is known what steps cost, each gets its class's share (section 4.3).
 
     Args:
         lengths, curve: see `plan_rollout`; (alpha, k).
@@ -77,7 +77,6 @@ def das_budgets(
     base = max(model.step(running, running, False) - token * running, 1e-9)
     rounds, drafts = plan_rollout(lengths, *curve, base, token)
     budgets: Floats = np.minimum(drafts / rounds, most)
-    budgets[classes == LengthClass.SHORT] = 0.0
     return budgets
 
 

@@ -209,7 +209,7 @@ def read_sweep(path: str) -> Sweep:
                 batch, seq, gamma, seconds = (float(row[name]) for name in ("batch", "seq", "gamma", "mean_ms"))
                 if "draft" in row["mode"]:
                     passes[batch, seq].append(seconds * 1e-3)
-                elif batch >= 1:
+                elif batch >= 1 and row["mode"] in ("target_decode", "target_verify"):
                     cells[batch, seq, 0.0 if row["mode"] == "target_decode" else gamma] = seconds * 1e-3
     except (OSError, KeyError, ValueError) as error:
         raise DasError(

@@ -279,9 +279,10 @@ def test_drafts_keep_to_the_room_and_the_maximum(policy: str) -> None:
     assert np.all(plan.history <= seen[0])
 
 
-def test_das_drafts_for_long_requests_however_much_is_written_without_drafts() -> None:
-    """Short requests, which have none, say nothing of how far a draft is accepted."""
-    truth, lengths = StepModel(base=0.042, token=0.0, bend=0.0022, knee=4), long_tail(32)
+@pytest.mark.parametrize("requests", [1, 32])
+def test_das_drafts_for_who_ends_last_however_much_is_written_without_drafts(requests: int) -> None:
+    """Requests that have none say nothing of how far a draft is accepted; one that runs alone is not short."""
+    truth, lengths = StepModel(base=0.042, token=0.0, bend=0.0022, knee=4), long_tail(requests)
     controller = Controller(DasConfig(budget="das", speculate="always"), 2048, prior=truth)
     controller.sync(np.array([(i, int(n), 0) for i, n in enumerate(lengths)], RESPONSE))
     assert rollout(lengths, truth, controller).steps < 0.6 * lengths.max()

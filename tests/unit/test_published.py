@@ -1,7 +1,9 @@
-"""Published figures and their simulation: every input is marked, and a grade can be lost."""
+"""Published figures and their simulation: every input is marked, and only a prediction can be right."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +11,15 @@ import published
 import pytest
 import yaml
 
+RESULTS = Path(published.__file__).parent / "results"
 FILES = sorted((Path(published.__file__).parent / "published").glob("*.yaml"))
+FIGURES = [published.Figure(path) for path in FILES]
 LINE: dict[str, Any] = {"base": 0.01, "token": 1e-5}
 
 
-def figure(
-    tmp_path: Path,
-    mark: str = "given",
-    revised: str = "",
-    best_of: str = "",
-    least: float = 2.0,
-    rest: float | None = None,
-    **case: Any,
-) -> dict[str, Any]:
-    """Check a figure whose drafts of three tokens bring 2.5 tokens a step."""
+def figure(tmp_path: Path, *cases: dict[str, Any], accepted: dict[str, Any] | None = None, **content: Any) -> Any:
+    """Make a figure whose drafts of three tokens bring 2.5 tokens a step, as an input says that is `accepted`, or each
+    case."""
     inputs = {
         "steps.kind": "line",
         "steps.line": LINE,
@@ -32,98 +29,149 @@ def figure(
         "rollout.cap": 4000,
         "rollout.lengths.mean": 3900,
         "rollout.lengths.sigma": 0.01,
-        "acceptance.length": 2.5,
     }
     rows: list[dict[str, Any]] = [{"key": k, "value": v, "mark": "given", "source": "test"} for k, v in inputs.items()]
-    rows[-1] |= {"mark": mark, "band": [least, 3.0]} if mark == "assumed" else {"mark": mark}
-    if rest is not None:
-        rows.append({"key": "other_of_base", "value": rest, "mark": "assumed", "source": "test", "band": [0.0]})
+    rows.append({"key": "acceptance.length", "value": 2.5, "mark": "given", "source": "test", **(accepted or {})})
     drafts = {"das": {"drafter": "ngram", "budget": "unlimited", "max_draft_tokens": 3, "speculate": "always"}}
-    cases = [{"name": "one", "arm": "drafts", "published": 2.5, **case}]
+    about = {"paper": "p", "title": "t", "source": "s", "decides": "d", "inputs": rows}
+    common = {"arm": "drafts", "published": 2.5, "set": {"acceptance.length": 2.5} if "key" in (accepted or {}) else {}}
+    named = [{"name": str(number), **common, **case} for number, case in enumerate(cases)]
     path = tmp_path / "figure.yaml"
-    path.write_text(
-        yaml.safe_dump(
-            {
-                "title": "t",
-                "source": "s",
-                "decides": "d",
-                "inputs": rows,
-                "cases": cases,
-                "revised": revised,
-                "best_of": best_of,
-                "arms": {"base": {"das": {"drafter": "none"}}, "drafts": drafts},
-            }
-        )
-    )
-    found = published.Figure(path, None)
-    return found.graded(found.check())
+    arms = {"base": {"das": {"drafter": "none"}}, "drafts": drafts}
+    path.write_text(yaml.safe_dump({**about, "cases": named, "arms": arms, **content}))
+    return published.Figure(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_input_is_marked_and_every_case_has_its_arms(path: Path) -> None:
-    found = published.Figure(path, None)
-    fitted = [one for one in found.inputs.values() if one["mark"] == "fitted"]
-    assert len(fitted) <= 1 and all("figure" in one or "case" in one["find"] for one in fitted)
-    assert {one["mark"] for one in found.inputs.values() if "seconds" in one.get("find", {})} <= {"derived"}
-    assert {one["figure"] for one in fitted if "figure" in one} <= {path.stem for path in FILES}
-    for case in found.content["cases"]:
-        assert case["arm"] in found.content["arms"] and case.get("base", "base") in found.content["arms"]
+def rows(tmp_path: Path, *cases: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
+    """Simulate such a figure and grade it."""
+    made = figure(tmp_path, *cases, **others)
+    found: list[dict[str, Any]] = made.rows(made.check())
+    return found
 
 
-def test_a_figure_is_reproduced_only_within_its_tolerance(tmp_path: Path) -> None:
-    for published_value, grade in ((2.5, "reproduced"), (3.2, "not")):
-        (case,) = figure(tmp_path, published=published_value)["cases"]
-        assert case["grade"] == grade and case["simulated"] == pytest.approx(2.5, rel=0.03)
-    (case,) = figure(tmp_path, published=-0.6, quantity="change")["cases"]
-    assert case["grade"] == "reproduced" and case["simulated"] == pytest.approx(-0.6, abs=0.02)
-    (case,) = figure(tmp_path, published=0.01, quantity="change")["cases"]
-    assert case["grade"] == "not"
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_every_input_is_marked_and_every_case_has_its_arms(figure: published.Figure) -> None:
+    for one in figure.inputs.values():
+        assert one["mark"] in published.MARKS and one["source"]
+        assert one["mark"] != "assumed" or "band" in one, f"{one['key']} is assumed and has no band"
+        assert ("find" in one) == (one["mark"] == "fitted") and ("find" in one) != ("value" in one)
+        assert one.get("find", {}).get("case", next(iter(figure.cases))) in figure.cases
+    for case in figure.cases.values():
+        assert {case["arm"], case.get("base", "base")} <= set(figure.content["arms"])
+        assert not figure.seen(case) or figure.content["revised"]
+    assert not {"tolerance", "best_of"} & set(figure.content)
 
 
-def test_the_rest_of_a_step_dilutes_and_a_fitted_input_lowers_the_grade(tmp_path: Path) -> None:
-    (case,) = figure(tmp_path, published=1.43, other_of_base=1.0)["cases"]
-    assert case["simulated"] == pytest.approx(2 / (1 + 1 / 2.5), rel=0.03)
-    assert figure(tmp_path, mark="fitted")["cases"][0]["grade"] == "consistent"
-    (case,) = figure(tmp_path, rest=1.0, published=1.43, other_of_base=True)["cases"]
-    assert case["simulated"] == pytest.approx(2 / (1 + 1 / 2.5), rel=0.03)
-    assert case["band"] == pytest.approx([case["simulated"], 2.5], rel=0.03)
+def test_no_constant_of_a_figure_is_its_own_copy_of_another_s() -> None:
+    found = {figure.name: figure for figure in FIGURES}
+    fitted = Counter((f.paper, key) for f in FIGURES for key, one in f.inputs.items() if "case" in one.get("find", {}))
+    assert max(count for (_, key), count in fitted.items() if key.startswith(("steps", "acceptance"))) == 1
+    for figure in FIGURES:
+        for key, one in figure.inputs.items():
+            if "file" in one.get("find", {}):
+                assert "case" in found[one["find"]["file"]].inputs[key]["find"]
 
 
-def test_what_was_changed_after_a_comparison_is_graded_so(tmp_path: Path) -> None:
-    found = figure(tmp_path, revised="the tail was")
-    assert found["cases"][0]["grade"] == "revised" and "Revised: the tail was." in published.markdown(
-        {"figures": {"x": found}}
-    )
-    assert figure(tmp_path, revised="the tail was", published=3.2)["cases"][0]["grade"] == "not"
+def test_every_paper_has_one_held_out_prediction_that_nothing_was_chosen_on() -> None:
+    results = json.loads((RESULTS / "published.json").read_text())
+    there = [figure for figure in FIGURES if figure.name in results]
+    held = [(f.paper, row["grade"]) for f in there for row in f.rows(results[f.name]) if "held_out" in row]
+    assert sorted(paper for paper, _ in held) == sorted({f.paper for f in FIGURES})
+    assert {grade for _, grade in held} <= {"within", "outside"}
 
 
-def test_only_the_best_of_several_is_held_against_their_one_value(tmp_path: Path) -> None:
-    one, best = (
-        figure(tmp_path, best_of="them", quantity="change", published=-0.6, arm=arm) for arm in ("base", "drafts")
-    )
-    figures = {"one": one, "best": best}
-    published.keep_the_best(figures)
-    assert [f["cases"][0]["grade"] for f in figures.values()] == ["no value", "reproduced"]
-    assert one["cases"][0]["published"] is None and best["cases"][0]["error"] is not None
+def test_the_results_are_those_of_the_files() -> None:
+    results = json.loads((RESULTS / "published.json").read_text())
+    there = [figure for figure in FIGURES if figure.name in results]
+    assert set(results) == {"papers", *(figure.name for figure in there)}
+    assert {f.name: results[f.name]["of"] for f in there} == {f.name: f.digest() for f in there}
+    for figure in set(FIGURES) - set(there):  # no prediction is left out
+        assert all(figure.seen(case) or case["published"] is None for case in figure.cases.values()), figure.name
+    for figure in there:
+        for key, one in figure.inputs.items():
+            if "file" in one.get("find", {}):
+                assert results[figure.name]["fitted"][key] == results[one["find"]["file"]]["fitted"][key]
+    assert results["papers"] == published.papers(FIGURES, results)
+    assert (RESULTS / "published.md").read_text() == published.markdown(FIGURES, results)
 
 
-def test_the_time_in_which_training_waits_is_a_share_of_the_base_s(tmp_path: Path) -> None:
-    (case,) = figure(tmp_path, quantity="exposed", published=0.4)["cases"]
-    assert case["simulated"] == pytest.approx(1 / 2.5, rel=0.03) and case["grade"] == "reproduced"  # nothing is hidden
-    assert figure(tmp_path, quantity="exposed", published=0.2)["cases"][0]["grade"] == "not"
+@pytest.mark.parametrize(
+    ("case", "right"),
+    [
+        ({"published": 2.5}, True),
+        ({"published": 3.2}, False),
+        ({"published": -0.6, "quantity": "change"}, True),
+        ({"published": 0.01, "quantity": "change"}, False),
+        ({"published": 39.0, "quantity": "seconds", "arm": "base"}, True),
+        ({"published": 50.0, "quantity": "seconds", "arm": "base"}, False),
+        ({"published": 0.4, "quantity": "exposed"}, True),
+        ({"published": 0.2, "quantity": "exposed"}, False),
+        ({"published": 10.04, "quantity": "ms", "arm": "base", "step": [1, 500, 3]}, True),
+        ({"published": 12.0, "quantity": "ms", "arm": "base", "step": [1, 500, 3]}, False),
+    ],
+)
+def test_a_prediction_is_right_only_within_the_tolerance(tmp_path: Path, case: dict[str, Any], right: bool) -> None:
+    (row,) = rows(tmp_path, case)
+    assert row["grade"] == ("within" if right else "outside")
+    assert (abs(row["error"]) < 0.03) == right
+
+
+def test_no_effect_and_twice_the_effect_are_never_right() -> None:
+    for found, right in ((-0.08, True), (0.0, False), (-0.02, False), (-0.16, False), (0.08, False)):
+        off, said = published.error({"published": -0.08, "quantity": "change"}, found)
+        assert said == right and abs(off) <= 0.2
+    assert published.error({"published": 1.08}, 1.0)[1] is False
+    assert published.error({"published": 0.058, "quantity": "exposed"}, 0.0) == (-1.0, False)
+
+
+@pytest.mark.parametrize("case", ["0", "1"])
+def test_a_constant_is_fitted_to_a_value_that_is_not_graded(tmp_path: Path, case: str) -> None:
+    both = {"published": 59.8, "arm": "base", "quantity": "seconds"}, {"published": 1.637}  # 39 s and 20.8 beside them
+    find = {"case": case, "between": [1.0, 100.0], "halvings": 14}
+    constant = {"key": "pipeline.train_s", "value": None, "mark": "fitted", "find": find}
+    made = figure(tmp_path, *both, accepted=constant, whole=True)
+    result = made.check()
+    assert result["fitted"]["pipeline.train_s"] == pytest.approx(20.8, rel=0.03)
+    grades = [row["grade"] for row in made.rows(result)]
+    assert grades[int(case)] == "fitted to" and grades[1 - int(case)] == "within"
+
+
+def test_a_value_that_changed_the_simulation_is_not_graded(tmp_path: Path) -> None:
+    for content, case in (({"seen": True}, {}), ({}, {"seen": True})):
+        (row,) = rows(tmp_path, case, revised="the tail was", **content)
+        assert row["grade"] == "seen" and abs(row["error"]) < 0.03
+    made = figure(tmp_path, {"seen": True}, {"held_out": "why"}, revised="the tail was")
+    results = {"figure": made.check()}
+    assert published.papers([made], results)["p"] | {"held_out": {}} == {
+        "predicted": 1,
+        "within": 1,
+        "fitted_to": 0,
+        "seen": 1,
+        "held_out": {},
+    }
+    assert "Seen: the tail was." in published.markdown([made], results)
+
+
+def test_what_a_step_takes_beside_its_rollout_dilutes(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, {"published": 1.43, "other_of_base": 1.0})
+    assert row["simulated"] == pytest.approx(2 / (1 + 1 / 2.5), rel=0.03)
 
 
 def test_the_band_is_that_of_the_assumed_inputs(tmp_path: Path) -> None:
-    (case,) = figure(tmp_path, mark="assumed")["cases"]
-    assert case["band"] == pytest.approx([2.0, 3.0], rel=0.05) and not case["sign_open"]
-    assert figure(tmp_path, mark="assumed", least=1.0)["cases"][0]["sign_open"]
-    page = published.markdown({"figures": {"x": figure(tmp_path)}})
-    assert "| one | 2.5 |" in page and "*reproduced*" in page
+    (row,) = rows(tmp_path, {}, accepted={"mark": "assumed", "band": [2.0, 3.0]})
+    assert row["band"] == pytest.approx([2.0, 3.0], rel=0.05)
 
 
-def test_a_figure_says_which_inputs_were_changed_since_it_was_simulated(tmp_path: Path) -> None:
-    found = figure(tmp_path)
-    assert "Simulated before" not in published.markdown({"figures": {"x": found}})
-    one = published.Figure(tmp_path / "figure.yaml", None)
-    one.inputs["acceptance.length"]["value"] = 2.6
-    assert "Simulated before `acceptance.length` was" in published.markdown({"figures": {"x": one.graded(found)}})
+def test_a_figure_takes_a_constant_that_another_fits(tmp_path: Path) -> None:
+    made = figure(tmp_path, {"published": 2.0}, accepted={"mark": "fitted", "find": {"file": "other"}})
+    made = published.Figure(tmp_path / "figure.yaml", None, {"other": {"fitted": {"acceptance.length": 2.0}}})
+    result = made.check()
+    assert result["fitted"] == {"acceptance.length": 2.0}
+    assert made.rows(result)[0]["simulated"] == pytest.approx(2.0, rel=0.03)
+
+
+def test_a_result_of_other_inputs_is_found_out(tmp_path: Path) -> None:
+    made = figure(tmp_path, {})
+    before = made.digest()
+    made.inputs["acceptance.length"]["value"] = 2.6
+    assert made.digest() != before

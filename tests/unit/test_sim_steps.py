@@ -100,6 +100,7 @@ def test_a_measured_sweep_is_what_was_measured_and_a_line_between(tmp_path: Path
         for s in (100, 400)
         for g, mode in ((0, "target_decode"), (3, "target_verify"), (3, "drafter_decode"))
     ]
+    rows += [f"m,{b},{s},3,target_decode_sd,99" for b in (1, 2, 8) for s in (100, 400)]  # a plain step between drafts
     path.write_text("model,batch,seq,gamma,mode,mean_ms\n" + "\n".join(rows))
     sweep = read_sweep(str(path))
     b, d, s = np.array([2.0, 8.0, 16.0]), np.array([0.0, 3.0, 1.0]), np.array([100.0, 250.0, 400.0])
