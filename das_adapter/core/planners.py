@@ -48,12 +48,11 @@ def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[i
     mine = nothing if drafts is None else np.minimum(offer.limits, drafts.most)
     theirs = worth.of_drafts(drafts.acceptance.chances(drafts.most) if drafts else np.zeros(0))
     needed = alike(np.minimum(offer.limits, np.maximum(found, mine)), lengths).max(initial=0)
-    for length in lengths:
-        if length > needed or (length < needed and not offer.cut):
-            continue
+    tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
+    kept = worth.of_kept(offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried))
+    for length, saved in zip(tried, kept, strict=True):
         same = np.full_like(offer.limits, length)
         verified = model.step(running * (1 + length), running, True) - plain
-        saved = worth.of_kept(offer.chances, offer.offsets, np.minimum(found, length))
         for by_model in (False,) if drafts is None else (False, True):
             passes = 0.0
             if drafts is not None:  # where the history drafts, the model still reads what was drafted, in a pass
@@ -92,5 +91,5 @@ def _with_model(offer: Offer, found: StepPlan, worth: Worth, model: StepModel) -
     lengths = drafts.lengths(offer.floor)
     if not offer.cut:  # the longest, gain or not
         lengths, found = lengths[-1:], found._replace(gain=found.gain if len(offer.chances) else -np.inf)
-    theirs = worth.of_kept(offer.chances, offer.offsets, found.history)
+    (theirs,) = worth.of_kept(offer.chances, offer.offsets, found.history)
     return drafts.plan(found, theirs, worth, offer.limits, model, lengths, offer.cut)
