@@ -100,9 +100,9 @@ class Worth(NamedTuple):
 
     def of_tokens(self, chances: Chances, offsets: Ints) -> Floats:
         """Return the expected worth of each token, shape (n,); see `allocate`."""
-        drafted = np.diff(offsets)
-        place = np.arange(len(chances)) - np.repeat(offsets[:-1], drafted)
-        own, tail, fade = (np.repeat(part, drafted) for part in self)
+        drafted = offsets[1:] - offsets[:-1]
+        place = np.arange(len(chances)) - offsets[:-1].repeat(drafted)
+        own, tail, fade = (part.repeat(drafted) for part in self)
         worth: Floats = chances * (own + tail * np.exp(-fade * place))
         return worth
 

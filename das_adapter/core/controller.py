@@ -245,7 +245,8 @@ class Controller:
         account, running, limits = self.account, len(slots), offer.limits
         self._arrived = False
         nothing = np.zeros(running, dtype=np.int64)
-        plan, model = StepPlan(nothing, nothing), self._model
+        plan = found = StepPlan(nothing, nothing)
+        model = self._model
         if self._always:
             plan = everything(offer)
             account.decided(running, True, False)
@@ -276,7 +277,7 @@ class Controller:
                 plan = StepPlan(nothing, some) if by_model else StepPlan(some, nothing)
                 drafts = bool(some.any())
             account.decided(running, drafts, probing, plain)
-        if self._common is None:
+        if self._common is None or plan is found:
             return plan
         return StepPlan(alike(limits if self._always else plan.history, self._common), alike(plan.model, self._common))
 

@@ -59,7 +59,7 @@ class Counters:
         self.tokens += int(tokens.sum())
         self.drafted_forwards += int(np.count_nonzero(carried))
         self.draft_tokens += int(carried.sum())
-        self.accepted_tokens += int(np.minimum(tokens - 1, carried).sum(where=carried > 0))
+        self.accepted_tokens += int(np.minimum(np.maximum(tokens - 1, 0), carried).sum())
 
     def take(self) -> EngineStats:
         """Return the counts as plain numbers (`merge` adds them up over workers), and start again at zero."""

@@ -71,7 +71,7 @@ class DraftLengths:
         """`always`: passes of a neural drafter in every step, with drafts or without."""
         drafts = ModelDrafts(config.model_tokens, narrows=False, always=always) if config.neural else None
         self.engine = EngineController(config, vllm_config, drafts, lengths=draft_lengths(config))
-        self._live = LiveTexts(config.num_draft_tokens)
+        self._live, self._model_tokens = LiveTexts(config.num_draft_tokens), config.model_tokens
         self._lock = threading.Lock()
         self._aside: list[tuple[Step, Sequence[list[int]], float]] = []
         """Outputs that are still to be taken."""
@@ -172,13 +172,14 @@ class DraftLengths:
 
     def _decoded(self, step: Step, sampled: Sequence[list[int]]) -> tuple[Rows, Decoded]:
         rows, got = self._live.take(step.req_ids, sampled)
-        slots, most = rows.slots, self.engine.config.model_tokens
-        by_model = self._live.by_model[slots] if self.engine.history else np.ones(len(slots), dtype=bool)
-        carried = self._live.carried(
-            step.req_ids, rows, step.drafts, np.where(by_model, most, self._live.offered[slots])
-        )
+        slots, most, by_model = rows.slots, self._live.offered[rows.slots], None
+        if self.engine.drafts is not None:
+            by_model = self._live.by_model[slots] if self.engine.history else np.ones(len(slots), dtype=bool)
+            most = np.where(by_model, self._model_tokens, most)
+        carried = self._live.carried(step.req_ids, rows, step.drafts, most)
         carriers, context = carried if carried.any() else None, self._live.length[slots]
-        return rows, Decoded(slots, got, carriers, carried * by_model, self._live.room(slots), context=context)
+        by_model = None if by_model is None else carried * by_model
+        return rows, Decoded(slots, got, carriers, by_model, self._live.room(slots), context=context)
 
     def _choose(self, decoded: Decoded) -> DraftTokens:
         plan = self.engine.plan(decoded, partial(self._live.found, decoded.slots))
@@ -201,13 +202,13 @@ class DraftLengths:
             if running < len(step.scheduled):  # others ended in the step before
                 tokens = sum(step.scheduled[step.req_ids[place]] for place in rows.places.tolist())
             asked = step.offer is not None or passes > 0 or tokens > running or not step.unburdened
-            context = int(decoded.context.sum())
+            context = int(np.add.reduce(decoded.context))
             timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context, asked)
             self.engine.timed(timed, time.time() - since)
 
     def _hear(self, req_ids: list[str], offer: Offer) -> None:
-        arrays = offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy()
-        self._live.hear(req_ids, *arrays)
+        by_model = None if self.engine.drafts is None else offer.by_model.numpy()
+        self._live.hear(req_ids, offer.lengths.numpy(), offer.chances.numpy(), by_model)
 
     def _count(self, step: Step, decoded: Decoded, now: float) -> None:
         training = self._live.record[decoded.slots]
