@@ -22,8 +22,8 @@ help:  # print this list
 demo: env  # run GRPO through veRL with speculation off and on, and compare
 	$(BIN)/python examples/verl/demo.py
 
-gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytest): at most 25 minutes
-	$(PYTHON) benchmarks/gpu/run.py
+gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytest): at most 25 minutes; SET=tokens: the other parts
+	$(PYTHON) -m das_adapter.bench $(or $(SET),speed) --out benchmarks/results
 
 figures: env  # list the results in benchmarks/results of which the measured code has changed since, with their commands
 	$(BIN)/python benchmarks/stale.py

@@ -18,8 +18,8 @@ namespace {
 
 // Keeps the set of tokens whose value exceeds its cost by most. Of m tokens the best set is the m of greatest value,
 // and as values fall along each draft, those above a threshold are a prefix of it: the best m decides.
-double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own, const In<double>& tail,
-                const In<double>& fade, const In<double>& costs, Out<int64_t> keep) {
+nb::tuple allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own, const In<double>& tail,
+                   const In<double>& fade, const In<double>& costs, Out<int64_t> keep) {
   const size_t batch = own.size(), n = chances.size();
   if (offsets.size() != batch + 1 || keep.size() != batch || tail.size() != batch || fade.size() != batch)
     throw std::invalid_argument("allocate: own, tail, fade, offsets and keep differ in their number of requests");
@@ -53,40 +53,97 @@ double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<d
     for (; ties > 0 && j < at[i + 1] && value[j] == threshold; ++j) --ties;
     keep.data()[i] = j - at[i];
   }
-  return gain;
+  return nb::make_tuple(gain, most);
 }
 
-// Adds one decode step to the requests in `slots`; arrays are RequestTable's columns (das_adapter/core/requests.py).
-void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& carried, double memory,
-             Out<double> written, Out<double> pace, Out<double> load, Out<double> drafted, Out<double> accepted,
-             Out<double> steps, const In<int64_t>& length_class, Out<double> class_steps, Out<double> class_drafts,
-             Out<double> curve) {
-  const size_t width = written.size(), classes = class_steps.size();
-  if (got.size() != slots.size() || (carried.size() && carried.size() != slots.size()))
-    throw std::invalid_argument("advance: slots, got and carried differ in length");
-  for (const auto* column : {&pace, &load, &drafted, &accepted, &steps})
-    if (column->size() != width) throw std::invalid_argument("advance: the columns differ in length");
-  if (length_class.size() != width || class_drafts.size() != classes || curve.size() != 4)
-    throw std::invalid_argument("advance: expected one length class per slot, two counts per class and four in all");
-  for (size_t i = 0; i < slots.size(); ++i) {
-    const auto slot = static_cast<size_t>(slots.data()[i]);
-    if (slot >= width) throw std::out_of_range("advance: no such slot");
-    const auto kind = static_cast<size_t>(length_class.data()[slot]);
-    if (kind >= classes) throw std::out_of_range("advance: no such class");
-    const auto tokens = static_cast<double>(got.data()[i]);
-    const double draft = carried.size() ? static_cast<double>(carried.data()[i]) : 0.0;
-    class_steps.data()[kind] += 1;
-    class_drafts.data()[kind] += draft;
-    written.data()[slot] += tokens;
-    const double past = std::min(memory, (steps.data()[slot] += 1) + 1);  // the initial value counts as one step
-    pace.data()[slot] += (tokens - pace.data()[slot]) / past;
-    load.data()[slot] += (draft - load.data()[slot]) / past;
-    if (draft <= 0) continue;
-    drafted.data()[slot] += draft;
-    accepted.data()[slot] += tokens - 1;
-    const double counted[] = {draft, tokens - 1, 1.0, static_cast<double>(tokens > 1)};
-    for (size_t k = 0; k < 4; ++k) curve.data()[k] += counted[k];
+// Columns of the live requests, by slot: RequestTable's (das_adapter/core/requests.py), which they are parts of.
+struct Columns {
+  Out<double> written, pace, load, drafted, accepted, steps, own, tail;
+  Out<int64_t> length_class;
+
+  Columns(Out<double> written, Out<double> pace, Out<double> load, Out<double> drafted, Out<double> accepted,
+          Out<double> steps, Out<double> own, Out<double> tail, Out<int64_t> length_class)
+      : written(written),
+        pace(pace),
+        load(load),
+        drafted(drafted),
+        accepted(accepted),
+        steps(steps),
+        own(own),
+        tail(tail),
+        length_class(length_class) {
+    for (const auto* column : {&pace, &load, &drafted, &accepted, &steps, &own, &tail})
+      if (column->size() != written.size()) throw std::invalid_argument("Columns: the columns differ in length");
+    if (length_class.size() != written.size())
+      throw std::invalid_argument("Columns: expected one length class per slot");
   }
+
+  size_t slot(const In<int64_t>& slots, size_t i) const {
+    const auto at = static_cast<size_t>(slots.data()[i]);
+    if (at >= written.size()) throw std::out_of_range("no such slot");
+    return at;
+  }
+
+  void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& carried, double memory,
+               nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> counts, Out<double> curve) {
+    const size_t classes = counts.shape(1);
+    double *class_steps = counts.data(), *class_drafts = class_steps + classes;
+    if (got.size() != slots.size() || (carried.size() && carried.size() != slots.size()))
+      throw std::invalid_argument("advance: slots, got and carried differ in length");
+    if (counts.shape(0) != 2 || curve.size() != 4)
+      throw std::invalid_argument("advance: expected two counts per length class and four of the curve");
+    for (size_t i = 0; i < slots.size(); ++i) {
+      const size_t at = slot(slots, i);
+      const auto kind = static_cast<size_t>(length_class.data()[at]);
+      if (kind >= classes) throw std::out_of_range("advance: no such class");
+      const auto tokens = static_cast<double>(got.data()[i]);
+      const double draft = carried.size() ? static_cast<double>(carried.data()[i]) : 0.0;
+      class_steps[kind] += 1;
+      class_drafts[kind] += draft;
+      written.data()[at] += tokens;
+      const double past = std::min(memory, (steps.data()[at] += 1) + 1);  // the initial value counts as one step
+      pace.data()[at] += (tokens - pace.data()[at]) / past;
+      load.data()[at] += (draft - load.data()[at]) / past;
+      if (draft <= 0) continue;
+      drafted.data()[at] += draft;
+      accepted.data()[at] += tokens - 1;
+      const double counted[] = {draft, tokens - 1, 1.0, static_cast<double>(tokens > 1)};
+      for (size_t k = 0; k < 4; ++k) curve.data()[k] += counted[k];
+    }
+  }
+
+  void limits(const In<int64_t>& slots, const In<int64_t>& room, int64_t most, double cost, Out<int64_t> out) const {
+    if (room.size() != slots.size() || out.size() != slots.size())
+      throw std::invalid_argument("limits: slots, room and out differ in length");
+    for (size_t i = 0; i < slots.size(); ++i) {
+      const size_t at = slot(slots, i);
+      const bool worth = own.data()[at] + tail.data()[at] > cost;
+      out.data()[i] = worth ? std::max<int64_t>(0, std::min(room.data()[i], most)) : 0;
+    }
+  }
+};
+
+// Follows the texts of a batch by a step, given its requests' slots, the tokens that each got and its length `now`. By
+// slot: its length before, `last`, which is brought forward, and where it stops, `ends`. Into `room` go the draft
+// tokens that fit before each end. Returns the tokens of all texts; -1, and nothing has changed: a request got nothing,
+// or its length is not what it was and what it got.
+int64_t follow(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& now, Out<int64_t> last,
+               const In<int64_t>& ends, Out<int64_t> room) {
+  const size_t batch = slots.size();
+  if (got.size() != batch || now.size() != batch || room.size() != batch || ends.size() != last.size())
+    throw std::invalid_argument("follow: the columns of the batch, or those by slot, differ in length");
+  for (size_t i = 0; i < batch; ++i) {
+    const auto slot = static_cast<size_t>(slots.data()[i]);
+    if (slot >= last.size() || last.data()[slot] + got.data()[i] != now.data()[i] || !got.data()[i]) return -1;
+  }
+  int64_t tokens = 0;
+  for (size_t i = 0; i < batch; ++i) {
+    const auto slot = static_cast<size_t>(slots.data()[i]);
+    last.data()[slot] = now.data()[i];
+    room.data()[i] = ends.data()[slot] - 1 - now.data()[i];
+    tokens += now.data()[i];
+  }
+  return tokens;
 }
 
 using Table = nb::ndarray<const double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -114,12 +171,21 @@ void bind_controller(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"), nb::arg("fade"),
         nb::arg("costs"), nb::arg("keep"),
         "Choose how many draft tokens of each request to verify, into keep int64 [b]; costs: seconds of 0, 1, ... n of "
-        "them, float64 [n + 1]. Return the expected gain in seconds.");
-  m.def("advance", &advance, nb::arg("slots"), nb::arg("got"), nb::arg("carried"), nb::arg("memory"),
-        nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"), nb::arg("steps"),
-        nb::arg("length_class"), nb::arg("class_steps"), nb::arg("class_drafts"), nb::arg("curve"),
-        "Add one decode step to the requests in `slots`: update the float64 [slots] columns in place, and count "
-        "request forwards and draft tokens by length class, float64 [classes] each, and for the acceptance curve [4].");
+        "them, float64 [n + 1]. Return the expected gain in seconds, and how many these are.");
+  nb::class_<Columns>(m, "Columns")
+      .def(nb::init<Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>,
+                    Out<double>, Out<int64_t>>(),
+           nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),
+           nb::arg("steps"), nb::arg("worth_own"), nb::arg("worth_tail"), nb::arg("length_class"))
+      .def("advance", &Columns::advance,
+           "Add one decode step to the requests in `slots`; count request forwards and draft tokens by length class, "
+           "float64 [2, classes], and for the acceptance curve, float64 [4].")
+      .def("limits", &Columns::limits,
+           "Put the most draft tokens of each request into out int64 [b]: 0 where a token is not worth more than it "
+           "costs.");
+  m.def("follow", &follow,
+        "Bring the length of each request of a batch forward by a step. Return the tokens of all texts, -1 where a "
+        "request got nothing or has other tokens.");
   m.def("interpolate", &interpolate, nb::arg("cdf"), nb::arg("scale"), nb::arg("lengths"), nb::arg("out"),
         "Evaluate distribution functions float64 [b, g] at lengths float64 [b, k], linear in the logarithm, into out "
         "[b, k].");

@@ -257,7 +257,9 @@ void bind_suffix_index(nb::module_& m) {
       .def("age", method(&SuffixIndex::age))
       .def("flat",
            [](SharedIndex& shared, uint64_t problem, uint64_t most) {
-             auto flat = das::unlocked(shared, [&](const SuffixIndex& index) { return index.flat(problem, most); });
+             const auto history =
+                 das::unlocked(shared, [&](const SuffixIndex& index) { return index.history(problem); });
+             auto flat = das::unlocked([&] { return SuffixIndex::flat(history, most); });
              return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.places)));
            })
       .def_prop_ro("fading",

@@ -230,17 +230,21 @@ void SuffixIndex::thin(Problem& problem, uint64_t max_bytes) const {
   problem.look();
 }
 
-SuffixIndex::Flat SuffixIndex::flat(uint64_t id, uint64_t most) const {
-  const auto words = [](const Segment& s) { return s.tokens.size + s.places.size; };
+SuffixIndex::History SuffixIndex::history(uint64_t id) const {
   const auto it = problems_.find(id);
+  return {it == problems_.end() ? std::vector<Segment>() : it->second.history, depth_};
+}
+
+SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t most) {
+  const auto words = [](const Segment& s) { return s.tokens.size + s.places.size; };
   Flat out;
-  if (it == problems_.end() || it->second.history.empty()) return out;
+  if (history.segments.empty()) return out;
   Problem problem;
-  problem.history = it->second.history;
+  problem.history = history.segments;
   problem.look();
-  Segment segment = problem.history.size() > 1 ? merged(problem.history, depth_).back() : problem.history[0];
+  Segment segment = problem.history.size() > 1 ? merged(problem.history, history.depth).back() : problem.history[0];
   if (words(segment) > most) {
-    Builder rest(depth_);
+    Builder rest(history.depth);
     const double share = static_cast<double>(most) / static_cast<double>(words(segment));
     Thinning(segment).into(rest, static_cast<uint64_t>(0.9 * share * static_cast<double>(segment.nbytes())));
     if (rest.empty()) return out;

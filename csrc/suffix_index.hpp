@@ -78,13 +78,19 @@ class SuffixIndex {
   std::vector<Draft> draft(const int64_t* handles, const int64_t* budgets, size_t count, double min_chance,
                            size_t threads);
 
+  // A problem's history, whatever becomes of the index.
+  struct History {
+    std::vector<Segment> segments;
+    uint32_t depth;
+  };
+  History history(uint64_t problem) const;
   // A problem's history as a device searches it: one segment, thinned out where it has too much for `most` words of 32
-  // bits. Empty where there is none.
+  // bits. Empty where there is none. Takes long, and no index.
   struct Flat {
     std::vector<Token> tokens;  // those of the segment
     std::vector<uint32_t> places;  // its places: 24 bits of position, 8 of the text's age in visits
   };
-  Flat flat(uint64_t problem, uint64_t most) const;
+  static Flat flat(const History& history, uint64_t most);
 
   void check_open(const int64_t* handles, size_t count) const;  // throws UnknownHandle, as all that take a handle
   // Versions from the newest text of the request's problem to the newest; -1: no text.

@@ -210,6 +210,15 @@ def replay(
     _write(target, figures)
 
 
+@main.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[PART]...")
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure das-adapter on a GPU, without weights or a network; `--help` lists the parts."""
+    from das_adapter.bench.run import main as run
+
+    run(arguments)
+
+
 @main.command()
 @click.argument("path", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="CONFIG")
 @click.option("--vary", multiple=True, metavar="KEY=V1,V2", help="Simulate every combination.")

@@ -142,6 +142,13 @@ class Account:
         """Return whether a drafter will be asked after so many more steps, as far as can be said now."""
         return not self.idle and self.look.due(self.now + steps, requests)
 
+    def silent(self, ahead: int, requests: int) -> bool:
+        """Return whether no drafter is asked in so many steps from now on, whatever they bring; `requests`: in the
+        batch."""
+        if self._speculate != "auto" or self.idle:
+            return self.stopped or (self.idle and self._since_trial + ahead < TRIAL_STEPS)
+        return self._trial is None and not self.look.due(self.now + ahead, requests)
+
     @property
     def idle(self) -> bool:
         """Whether no drafter is asked: drafting has stopped or failed, or the rollout is at rest between trials."""

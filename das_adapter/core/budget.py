@@ -99,17 +99,18 @@ class Worth(NamedTuple):
 
     def of_tokens(self, chances: Chances, offsets: Ints) -> Floats:
         """Return the expected worth of each token, shape (n,); see `allocate`."""
-        drafted = np.diff(offsets)
-        place = np.arange(len(chances)) - np.repeat(offsets[:-1], drafted)
-        own, tail, fade = (np.repeat(part, drafted) for part in self)
+        drafted = offsets[1:] - offsets[:-1]
+        place = np.arange(len(chances)) - offsets[:-1].repeat(drafted)
+        own, tail, fade = (part.repeat(drafted) for part in self)
         worth: Floats = chances * (own + tail * np.exp(-fade * place))
         return worth
 
-    def of_kept(self, chances: Chances, offsets: Ints, keep: Ints) -> Floats:
-        """Return the expected worth of the first `keep` tokens of each draft, shape (b,); see `allocate`."""
+    def of_kept(self, chances: Chances, offsets: Ints, *keep: Ints) -> list[Floats]:
+        """Return the expected worth of the first `keep` tokens of each draft, shape (b,), for each of several; see
+        `allocate`."""
         total = np.concatenate([[0.0], np.cumsum(self.of_tokens(chances, offsets))])
-        worth: Floats = total[offsets[:-1] + keep] - total[offsets[:-1]]
-        return worth
+        begins = offsets[:-1]
+        return [total[begins + kept] - total[begins] for kept in keep]
 
 
 def allocate(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cut: bool = True) -> StepPlan:
@@ -126,13 +127,14 @@ def allocate(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cu
         model: what the step costs.
         cut: False: keep all tokens, and return what that gains.
     """
-    keep, requests, counts = np.diff(offsets), len(worth.own), np.arange(len(chances) + 1)
+    requests, counts, kept = len(worth.own), np.arange(len(chances) + 1), None
     costs = model.seconds(requests + counts, requests, counts > 0) - model.step(requests, requests, False)
     if cut:
-        gain = native().allocate(chances, offsets, *worth, costs, keep)
+        keep = np.empty(requests, dtype=np.int64)
+        gain, kept = native().allocate(chances, offsets, *worth, costs, keep)
     else:
-        gain = float(worth.of_tokens(chances, offsets).sum()) - float(costs[-1])
-    return StepPlan(keep, np.zeros_like(keep), gain)
+        keep, gain = np.diff(offsets), float(worth.of_tokens(chances, offsets).sum()) - float(costs[-1])
+    return StepPlan(keep, np.zeros(requests, dtype=np.int64), gain, kept=kept)
 
 
 AHEAD = 16.0

@@ -152,12 +152,11 @@ class Controller:
             account.model(saved=self.drafts.verified(decoded.by_model, decoded.got, worth))
         if account.stopped or not running or not account.look.due(account.now, running):
             return None
-        context = np.zeros(running) if decoded.context is None else decoded.context
-        mean = float(context.sum()) / running
+        mean = 0.0 if decoded.context is None else float(np.add.reduce(decoded.context)) / running
         self._model = self.times.model and self.times.model.at(mean)
         if self.drafts is not None:
             self.drafts.context = mean
-        return Search(self._draft_limits(slots, decoded.room, context), self._floor(running))
+        return Search(self._draft_limits(slots, decoded.room, decoded.context), self._floor(running))
 
     def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
         """Decide on the drafts of the next step.
@@ -223,24 +222,21 @@ class Controller:
             return LEAST_CHANCE if self.account.due("drafted", running) else self._least_chance
         return least_chance(self._policy)
 
-    def _draft_limits(self, slots: Ints, room: Ints, context: Floats | Ints) -> Ints:
+    def _draft_limits(self, slots: Ints, room: Ints, context: Ints | None) -> Ints:
         """Most draft tokens of each request, shape (b,), before it is known what there is to draft; `context`: tokens
-        of its text."""
+        of its text, None: none."""
         running, now, arrived = len(slots), self.account.now, self._arrived
         if arrived or self._replan.due(now, running):
             self._replan.done(now, running, again_soon=arrived)
             self._value_requests(slots, context)
+        if self._policy == "optimal" and self._model is not None:
+            return self.requests.limits(slots, room, self._most, self._model.marginal(running))
         most: Ints = np.minimum(room, self._most)
         if self._policy == "das":  # a fraction of a token in that share of the steps
             np.minimum(most, np.floor(self.requests.budget[slots] + now * GOLDEN % 1.0).astype(np.int64), out=most)
-        elif self._policy == "optimal":
-            model = self._model
-            if model is None:  # for the first measurements: short drafts for some
-                np.minimum(most, (1, 4, self._most)[now // 2 % 3], out=most)
-                most[~first(slots, most > 0, running / 4)] = 0
-            else:
-                worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
-                most[worth <= model.marginal(running)] = 0
+        elif self._policy == "optimal":  # for the first measurements: short drafts for some
+            np.minimum(most, (1, 4, self._most)[now // 2 % 3], out=most)
+            most[~first(slots, most > 0, running / 4)] = 0
         np.maximum(most, 0, out=most)
         return most
 
@@ -249,7 +245,8 @@ class Controller:
         account, running, limits = self.account, len(slots), offer.limits
         self._arrived = False
         nothing = np.zeros(running, dtype=np.int64)
-        plan, model = StepPlan(nothing, nothing), self._model
+        plan = found = StepPlan(nothing, nothing)
+        model = self._model
         if self._always:
             plan = everything(offer)
             account.decided(running, True, False)
@@ -280,13 +277,13 @@ class Controller:
                 plan = StepPlan(nothing, some) if by_model else StepPlan(some, nothing)
                 drafts = bool(some.any())
             account.decided(running, drafts, probing, plain)
-        if self._common is None:
+        if self._common is None or plan is found:
             return plan
         return StepPlan(alike(limits if self._always else plan.history, self._common), alike(plan.model, self._common))
 
-    def _value_requests(self, slots: Ints, context: Floats | Ints) -> None:
-        """Compute the worth in seconds of an accepted token of each request, the requests' classes, and DAS's
-        budgets."""
+    def _value_requests(self, slots: Ints, context: Ints | None) -> None:
+        """Compute the worth in seconds of an accepted token of each request, the requests' classes, and DAS's budgets;
+        `context` as in `_draft_limits`."""
         table, lengths, model = self.requests, self.lengths, self._model
         cdf, written = table.cdf[slots], table.written[slots]
         table.length_class[slots] = classes(cdf, lengths.edges, written, lengths.bounds)
@@ -294,7 +291,8 @@ class Controller:
             self._plan_rollout(slots)
         if model is None or self.times.model is None:
             return
-        fixed: Floats = self.times.model.request + self.times.model.context * np.asarray(context, dtype=float)
+        texts = np.zeros(len(slots)) if context is None else context
+        fixed: Floats = self.times.model.request + self.times.model.context * np.asarray(texts, dtype=float)
         worth = self._token_worth(slots, model, fixed)
         table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots] = worth
         dearest, running = float((worth.own + worth.tail).max()), len(slots)

@@ -151,7 +151,7 @@ class PlainTime:
         batch.requests += requests
         batch.context += context
         batch.widest = max(batch.widest, requests)
-        batch.shares[requests] += int(got.sum()) / requests
+        batch.shares[requests] += int(np.add.reduce(got)) / requests
         try:
             batch.written[slots] += got
         except IndexError:

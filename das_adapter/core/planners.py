@@ -42,26 +42,28 @@ def own_lengths(offer: Offer, worth: Worth, model: StepModel) -> StepPlan:
 def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[int]) -> StepPlan:
     """Give all requests the one of the `lengths`, rising, that is worth most; under fixed budgets the one that these
     need. Where there is a model, it drafts for all or for nobody: then each request has the better draft of both."""
-    running, found, drafts = len(offer.limits), np.diff(offer.offsets), offer.drafts
+    running, found, drafts = len(offer.limits), offer.offsets[1:] - offer.offsets[:-1], offer.drafts
     nothing, plain = np.zeros_like(offer.limits), model.step(running, running, False)
     best = StepPlan(nothing, nothing)
-    mine = nothing if drafts is None else np.minimum(offer.limits, drafts.most)
-    theirs = worth.of_drafts(drafts.acceptance.chances(drafts.most) if drafts else np.zeros(0))
-    needed = alike(np.minimum(offer.limits, np.maximum(found, mine)), lengths).max(initial=0)
-    for length in lengths:
-        if length > needed or (length < needed and not offer.cut):
-            continue
-        same = np.full_like(offer.limits, length)
+    mine, theirs = nothing, np.zeros((running, 1))
+    if drafts is not None:
+        mine = np.minimum(offer.limits, drafts.most)
+        theirs = worth.of_drafts(drafts.acceptance.chances(drafts.most))
+    needed = enough(np.minimum(offer.limits, np.maximum(found, mine)), lengths)
+    tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
+    kept = worth.of_kept(offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried))
+    for length, saved in zip(tried, kept, strict=True):
         verified = model.step(running * (1 + length), running, True) - plain
-        saved = worth.of_kept(offer.chances, offer.offsets, np.minimum(found, length))
         for by_model in (False,) if drafts is None else (False, True):
             passes = 0.0
             if drafts is not None:  # where the history drafts, the model still reads what was drafted, in a pass
-                passes = drafts.seconds(np.minimum(same, drafts.most if by_model else 1), plain)
+                each = min(length, drafts.most if by_model else 1)
+                passes = drafts.seconds(np.full_like(offer.limits, each), plain)
             if by_model:
                 saved = np.maximum(saved, theirs[np.arange(running), np.minimum(mine, length)])
-            gain = float(saved.sum()) - passes - verified
+            gain = float(np.add.reduce(saved)) - passes - verified
             if gain > best.gain or not offer.cut:
+                same = np.full_like(offer.limits, length)
                 best = StepPlan(*((nothing, same) if by_model else (same, nothing)), gain, passes)
     return best
 
@@ -75,8 +77,13 @@ def everything(offer: Offer) -> StepPlan:
 
 def alike(keep: Ints, lengths: Sequence[int]) -> Ints:
     """Give all requests the shortest of the lengths that is enough for each."""
-    most = keep.max(initial=0)
-    return np.full_like(keep, next((n for n in lengths if n >= most), most) if most else 0)
+    return np.full_like(keep, enough(keep, lengths))
+
+
+def enough(keep: Ints, lengths: Sequence[int]) -> int:
+    """Return the shortest of the lengths that is enough for each request."""
+    most = int(np.maximum.reduce(keep, initial=0))
+    return next((n for n in lengths if n >= most), most) if most else 0
 
 
 def first(slots: Ints, able: npt.NDArray[np.bool_], count: float) -> npt.NDArray[np.bool_]:
@@ -92,5 +99,5 @@ def _with_model(offer: Offer, found: StepPlan, worth: Worth, model: StepModel) -
     lengths = drafts.lengths(offer.floor)
     if not offer.cut:  # the longest, gain or not
         lengths, found = lengths[-1:], found._replace(gain=found.gain if len(offer.chances) else -np.inf)
-    theirs = worth.of_kept(offer.chances, offer.offsets, found.history)
+    (theirs,) = worth.of_kept(offer.chances, offer.offsets, found.history)
     return drafts.plan(found, theirs, worth, offer.limits, model, lengths, offer.cut)

@@ -19,8 +19,23 @@ PACE_STEPS = 16
 """Steps over which a request's tokens per step are averaged."""
 
 
-_ADVANCED = ("written", "pace", "load", "drafted", "accepted", "steps", "length_class")
-"""Columns that the native `advance` brings forward or reads, under the same names."""
+_NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth_own", "worth_tail", "length_class")
+"""Columns that the native core reads and brings forward, under the same names."""
+
+
+def follow(slots: Ints, got: Ints, now: Ints, last: Ints, ends: Ints) -> tuple[int, Ints]:
+    """Bring the lengths of a batch's requests forward by a step.
+
+    Args:
+        slots, got, now: of each, the tokens that it got, and its length after the step, int64 [b].
+        last, ends: by slot, int64: its length before, which becomes the new one; the length at which it stops.
+
+    Returns:
+        The tokens of all texts, and the draft tokens that fit before the end of each. The former is -1, and nothing has
+        changed, where a request got nothing or its length is not what it was and what it got.
+    """
+    room = np.empty(len(slots), dtype=np.int64)
+    return native().follow(slots, got, now, last, ends, room), room
 
 
 Column = TypeVar("Column", bound=npt.NDArray[Any])
@@ -77,7 +92,7 @@ class RequestTable:
     def __post_init__(self) -> None:
         self._free: list[int] = []
         self._columns = [column.name for column in fields(self)]
-        self._advanced: dict[str, Floats | Ints] = {}
+        self._native: Any = None
 
     def open(self, problem: int, written: int, cdf: Floats) -> int:
         """Give a request a slot."""
@@ -97,16 +112,15 @@ class RequestTable:
     def advance(self, slots: Ints, got: Ints, carried: Ints | None, counts: Floats, curve: Floats) -> None:
         """Take a decode step: tokens that each request got, draft tokens that each carried into it (None: nobody).
         `counts`: of `class_counts`, and `curve`: `AcceptanceCurve.counts`, to which it is added."""
-        native().advance(
-            slots,
-            got,
-            NOBODY if carried is None else carried,
-            PACE_STEPS,
-            **self._advanced,
-            class_steps=counts[0],
-            class_drafts=counts[1],
-            curve=curve,
-        )
+        if self._native is not None:
+            self._native.advance(slots, got, NOBODY if carried is None else carried, PACE_STEPS, counts, curve)
+
+    def limits(self, slots: Ints, room: Ints, most: int, cost: float) -> Ints:
+        """Return the most draft tokens of each request: as many as there is `room` for, `most`, and none where a token
+        is not worth more than it costs, seconds."""
+        limits = np.empty(len(slots), dtype=np.int64)
+        self._native.limits(slots, room, most, cost, limits)
+        return limits
 
     def skip(self, slots: Ints, tokens: Ints) -> None:
         """Take tokens, one a step, of steps that carried no drafts, int64 [requests]."""
@@ -121,4 +135,4 @@ class RequestTable:
         self._free += range(slots + more - 1, slots - 1, -1)
         for column in self._columns:
             setattr(self, column, with_room(getattr(self, column), slots + more))
-        self._advanced = {name: getattr(self, name) for name in _ADVANCED}
+        self._native = native().Columns(**{name: getattr(self, name) for name in _NATIVE})

@@ -75,8 +75,12 @@ class StepPlan(NamedTuple):
     """Seconds: worth of all draft tokens minus what drafting and verifying them costs."""
     passes_s: float = 0.0
     """Seconds of the model's passes."""
+    kept: int | None = None
+    """Draft tokens of all requests; None: they are added up when somebody asks."""
 
     @property
     def total(self) -> int:
         """Draft tokens of all requests."""
-        return int((self.history + self.model).sum())
+        if self.kept is not None:
+            return self.kept
+        return int(np.add.reduce(self.history) + np.add.reduce(self.model))

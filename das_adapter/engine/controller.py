@@ -128,10 +128,10 @@ class EngineController:
         """As `Controller.plan`."""
         return self.controller.plan(decoded, None if self.history is None else offers)
 
-    def timed(self, step: TimedStep) -> None:
-        """Take a decode step that has ended."""
+    def timed(self, step: TimedStep, ended: float | None = None) -> None:
+        """Take a decode step that has ended, in seconds since the epoch; None: now."""
         if self.log is not None:
-            running, begin = len(step.slots), time.time() - step.seconds - step.drafting_seconds
+            running, begin = len(step.slots), (ended or time.time()) - step.seconds - step.drafting_seconds
             drafted, accepted = step.tokens - running, int(step.got.sum()) - running
             predicted = self.controller.predicted(step)
             record = (running, step.tokens, drafted, accepted, step.seconds, predicted, step.passes)

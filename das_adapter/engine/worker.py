@@ -113,9 +113,9 @@ class WorkerState:
         return self.refresh(Refresh(**payload))
 
     def _stats(self) -> EngineStats:
-        stats = self.counters.take() | EngineStats(model_runner=self.model_runner)
+        decided = EngineStats() if self._decides is None else self._decides.stats() | self.own_stats()
+        stats = self.counters.take() | EngineStats(model_runner=self.model_runner) | decided
         if self._decides is not None:
-            stats |= self._decides.stats() | self.own_stats()
             if self._decides.engine.log:
                 self._decides.engine.log.add(Counts({**stats, "propose_seconds": []}))
         return stats

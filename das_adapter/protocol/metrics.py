@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from das_adapter.core.account import collapsed
 from das_adapter.core.staleness import AGES
@@ -47,20 +48,18 @@ class Counters:
     """What makes the drafter useless although it does not fail: its weights were not synced, or almost nothing is
     accepted. Survives `take`, until the next weight sync."""
 
-    def step(self, got: Sequence[int], drafts: Sequence[int], seconds: float = 0.0) -> None:
+    def step(self, got: npt.ArrayLike, drafts: npt.ArrayLike, seconds: float = 0.0) -> None:
         """Count one decode step: how many tokens each request of the batch got (0 while its prompt is read), and the
-        draft tokens that each carried into it."""
+        draft tokens that each carried into it, integers [b]."""
+        tokens, drafted = np.asarray(got), np.asarray(drafts)
+        carried = np.where(tokens > 0, drafted, 0)
         self.steps += 1
         self.busy_seconds += seconds
-        for tokens, drafted in zip(got, drafts, strict=True):
-            if not tokens:
-                continue
-            self.request_forwards += 1
-            self.tokens += tokens
-            if drafted:
-                self.drafted_forwards += 1
-                self.draft_tokens += drafted
-                self.accepted_tokens += min(tokens - 1, drafted)
+        self.request_forwards += int(np.count_nonzero(tokens))
+        self.tokens += int(tokens.sum())
+        self.drafted_forwards += int(np.count_nonzero(carried))
+        self.draft_tokens += int(carried.sum())
+        self.accepted_tokens += int(np.minimum(np.maximum(tokens - 1, 0), carried).sum())
 
     def take(self) -> EngineStats:
         """Return the counts as plain numbers (`merge` adds them up over workers), and start again at zero."""

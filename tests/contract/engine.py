@@ -47,6 +47,7 @@ def preload(names: list[str]) -> None:
 
 
 def main() -> None:
+    import torch
     from vllm import LLM  # noqa: F401  # imported here, before the forks, like all that it needs
 
     if V2:
@@ -57,6 +58,7 @@ def main() -> None:
     for first, line in zip(itertools.chain([True], itertools.repeat(False)), sys.stdin, strict=False):
         job = jobs.read(line)
         heard, told = os.pipe()
+        assert not torch.cuda.is_initialized(), "a process that has used a GPU can't be forked: an import has begun it"
         gc.freeze()  # so that forks don't collect what is here
         if child := os.fork():
             os.close(told)

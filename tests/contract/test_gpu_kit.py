@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import os
 import re
@@ -16,16 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 import v2_cpu
+from click.testing import CliRunner
 from jobs import ON_CPU
 
+from das_adapter.bench import checks, engines, replay, sampling, steps
+from das_adapter.bench.engines import TINY
+from das_adapter.cli import main
 from das_adapter.protocol.engine_args import RUNNER_VARIABLE
 
-RUN = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "run.py"
+ROOT = Path(__file__).resolve().parents[2]
 EXACT = {
     "kernel": ["draws that differ from the definition, near-ties apart"],
     "index": ["requests whose drafts differ from the reference's", "bytes per sealed token"],
+    "gate": ["draft tokens that undrafted steps accepted, of their tokens"],
     "replay": ["forced tokens that were not written"],
     "lossless": [
+        "responses to long prompts that differ with batch-invariant kernels",
         "responses that differ with batch-invariant kernels",
         "tokens drawn with the key of another position",
         "keys with which not exactly one token was written",
@@ -52,7 +58,7 @@ def traces(directory: Path) -> Path:
 
 def kit(out: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[dict[str, Any], str]:
     """Run parts; return what each has written, and what was said."""
-    command = [sys.executable, str(RUN), *arguments, "--shape", "tiny", "--out", str(out)]
+    command = [sys.executable, "-m", "das_adapter.bench", *arguments, "--shape", "tiny", "--out", str(out)]
     run = subprocess.run(
         command, env={**os.environ, **ON_CPU, **(env or {})}, capture_output=True, text=True, check=False
     )
@@ -61,6 +67,7 @@ def kit(out: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[
 
 
 WITH_ENGINES = ("gate", "replay", "trace", "lossless", "copy", "robust", "ranks", "sweep")
+"""Parts that start engines."""
 
 
 def check(part: str, content: dict[str, Any], said: str) -> None:
@@ -81,6 +88,15 @@ def check(part: str, content: dict[str, Any], said: str) -> None:
         assert bar not in verdicts or verdicts[bar]["verdict"] == "not run"  # not taken for good on a CPU
 
 
+def check_gate(gate: dict[str, Any], arms: set[str]) -> None:
+    """See that each figure has an error, and that no text came twice, which would have been drafted."""
+    assert set(gate["arms"]) == arms
+    for arm in gate["arms"].values():
+        assert arm["start_s"] > 0 and arm["kv_tokens"] > 0
+        assert all(step > 0 and 0 < error < float("inf") for step, error in arm["step_ms"].values())
+    assert gate["arms"]["history"]["tokens"] > 100
+
+
 @pytest.mark.engine
 def test_every_part_with_engines_runs_and_writes_its_figures_and_verdicts(tmp_path: Path) -> None:
     """With as few engines as show that: two of `gate` and `lossless`, no pytest; the others are below."""
@@ -89,7 +105,8 @@ def test_every_part_with_engines_runs_and_writes_its_figures_and_verdicts(tmp_pa
     assert set(written) == set(WITH_ENGINES), said
     for part, content in written.items():
         check(part, content, said)
-    assert set(written["gate"]["step_ms"]) == {"stock", "history"}
+    check_gate(written["gate"], {"stock", "history"})
+    assert written["lossless"]["long"]["accepted_tokens"] > 0
     arms = written["replay"]["arms"]
     assert set(arms) == {"stock", "earlier", "corrupted 0.0", "corrupted 1.0"}
     assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.1  # recorded text is drafted and accepted
@@ -100,11 +117,11 @@ def test_every_part_with_engines_runs_and_writes_its_figures_and_verdicts(tmp_pa
 @pytest.mark.engine
 def test_every_part_runs_with_all_of_its_engines(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
-    written, said = kit(tmp_path, "--traces", str(traces(tmp_path)))
+    written, said = kit(tmp_path, "speed", "tokens", "--traces", str(traces(tmp_path)))
     assert set(written) == {"kernel", "index", "propose", *WITH_ENGINES}, said
     for part, content in written.items():
         check(part, content, said)
-    assert set(written["gate"]["step_ms"]) == {"stock", "none, keyed", "history", "stock, synchronous"}
+    check_gate(written["gate"], {"stock", "none, keyed", "history", "stock, synchronous"})
     assert "gate: stock's step without asynchronous scheduling" in said
     whole = written["propose"]["rows"]["4"]
     assert whole["every draft"]["draft_tokens"] > 2 and whole["every draft"]["tokens_per_forward"] > 1.5
@@ -123,7 +140,7 @@ def test_the_engines_parts_run_on_the_v2_runner(tmp_path: Path, newest_env: dict
     written, said = kit(tmp_path, "gate", "replay", "trace", env=env)
     assert set(written) == {"gate", "replay", "trace"}, said
     assert written["gate"]["runner"] == written["trace"]["runner"] == "V2"
-    assert set(written["gate"]["step_ms"]) == {"stock", "none, keyed", "history"}
+    check_gate(written["gate"], {"stock", "none, keyed", "history"})
     arms = written["replay"]["arms"]
     assert not any(arm.get("unforced") or arm.get("error") for arm in arms.values())
     assert arms["corrupted 0.0"]["tokens_per_forward"] > 1.05
@@ -154,18 +171,13 @@ def test_the_kernels_need_no_vllm_and_next_to_no_package(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Any:
+def run() -> Any:
     """The program as a module."""
-    monkeypatch.setattr(sys, "path", [str(RUN.parent), *sys.path])
-    spec = importlib.util.spec_from_file_location("gpu_run", RUN)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("das_adapter.bench.run")
 
 
 def test_no_verdict_is_good_without_all_of_its_figures(run: Any) -> None:
-    bar = run.Bar("seconds", 2.0, lambda found: max(found["seconds"]))
+    bar = engines.Bar("seconds", 2.0, lambda found: max(found["seconds"]))
     done = {"state": "done"}
     for found, verdict in (
         ({**done, "seconds": [1.0]}, "kept"),
@@ -190,55 +202,117 @@ def test_every_bar_of_every_part_is_not_run_where_nothing_was_measured(run: Any)
 def test_a_part_that_fails_or_takes_too_long_loses_nothing(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = importlib.import_module("steps")
-
     def half_a_gate(plan: Any) -> Any:
-        found = {"runner": "V1", "step_ms": {"stock": {"1 x 16": 2.0}, "history": {"1 x 16": 2.0}}}
-        yield found
+        arm = {"step_ms": {"1 x 16": [2.0, 0.001]}, "start_s": 40.0, "kv_tokens": 1000}
+        yield {"runner": "V1", "arms": {"stock": arm, "history": arm | {"accepted_tokens": 0, "tokens": 500}}}
         raise RuntimeError("the engine is gone")
 
     monkeypatch.setattr(steps, "gate", half_a_gate)
     monkeypatch.setattr(run, "has_vllm", lambda: True)
-    plan = replace(run.TINY, shape="1.5b")
+    plan = replace(TINY, shape="1.5b")
     run.measure("gate", plan, None, tmp_path)
-    assert run.judge("gate", plan, tmp_path) == ["cut short", "not run", "failed"]
+    keyed = "not run"
+    assert run.judge("gate", plan, tmp_path) == ["cut short", keyed, *["cut short"] * 4, "failed"]
     assert "the engine is gone" in capsys.readouterr().out
-    arguments = SimpleNamespace(out=tmp_path, traces=None, shape="tiny")
-    run.run_apart("propose", run.TINY, arguments, 0.2)  # not even imported by then
-    assert run.judge("propose", run.TINY, tmp_path) == ["not run", "not run", "failed"]
+    arguments = SimpleNamespace(out=tmp_path, traces=None)
+    run.run_apart("propose", TINY, arguments, 0.2)  # not even imported by then
+    assert run.judge("propose", TINY, tmp_path) == ["not run", "not run", "failed"]
     assert "not done after 0 s" in capsys.readouterr().out
 
 
-def test_stock_is_measured_with_asynchronous_scheduling_and_on_the_v1_runner_without(run: Any) -> None:
-    steps = importlib.import_module("steps")
-    arms = steps.gate_arms(replace(run.TINY, runner="V1"))
+def test_stock_is_measured_with_asynchronous_scheduling_and_on_the_v1_runner_without() -> None:
+    arms = steps.gate_arms(replace(TINY, runner="V1"))
     assert arms["stock"] == (None, {}, {})
     assert arms["stock, synchronous"] == (None, steps.V1, {"async_scheduling": False})
-    assert set(steps.gate_arms(replace(run.TINY, runner="V2"))) == {"stock", "history", "none, keyed"}
-    assert steps.gate_points(run.Plan("7b")) == [(1, 2048), (8, 2048), (64, 2048), (256, 1024), (8, 8192)]
+    assert set(steps.gate_arms(replace(TINY, runner="V2"))) == {"stock", "history", "none, keyed"}
+    assert steps.gate_points(engines.Plan("7b")) == [(1, 2048), (8, 2048), (64, 2048), (256, 1024), (8, 8192)]
 
 
-def test_all_parts_are_estimated_to_end_in_time(run: Any) -> None:
+def test_all_parts_of_a_set_are_estimated_to_end_in_time(run: Any) -> None:
     """Alike in the program's help and in the benchmarks' README."""
     helped = dict(re.findall(r"^    (\w+) +([\d.]+)  ", run.__doc__, re.M))
-    table = (RUN.parents[1] / "README.md").read_text()
+    table = (ROOT / "benchmarks" / "README.md").read_text()
     assert list(helped) == list(run.PARTS)
-    assert helped == dict(re.findall(r"^\| `python benchmarks/gpu/run.py (\w+)` \|[^|]+\| ([\d.]+) \|", table, re.M))
-    minutes = list(map(float, helped.values()))
-    assert sum(minutes) < 24 < run.ALL_S / 60
-    assert f"{sum(minutes):g} minutes by the estimates" in table
-    assert max(minutes) < run.PART_S / 60
+    assert helped == dict(re.findall(r"^\| `das-adapter bench (\w+)` \|[^|]+\| ([\d.]+) \|", table, re.M))
+    for name, parts in run.SETS.items():
+        minutes = [float(helped[part]) for part in parts]
+        assert sum(minutes) < 24 < run.ALL_S / 60
+        assert f"`{name}`: {sum(minutes):g} minutes" in table
+        assert all(m / (1 + (part in run.TWO_SHAPES)) < run.PART_S / 60 for part, m in zip(parts, minutes, strict=True))
 
 
-def test_what_there_is_no_time_for_is_named(run: Any) -> None:
+def test_parts_that_a_small_policy_may_not_keep_are_measured_with_both_shapes(run: Any) -> None:
+    assert run.chosen([], None) == [(n, s) for n in run.SETS["speed"] for s in ("7b", "1.5b") if s == "7b" or n in BOTH]
+    assert run.chosen(["tokens", "gate", "copy"], "1.5b") == [(n, "1.5b") for n in (*run.SETS["tokens"], "gate")]
+
+
+BOTH = ("propose", "gate", "trace")
+
+
+def test_the_command_runs_the_kit(run: Any, tmp_path: Path) -> None:
+    helped = CliRunner().invoke(main, ["bench", "--help"])
+    assert helped.exit_code == 0 and all(part in helped.output for part in run.PARTS)
+    refused = CliRunner().invoke(main, ["bench", "gates", "--out", str(tmp_path)])
+    assert refused.exit_code == 2
+
+
+def test_a_figure_is_held_against_its_bar_with_its_error() -> None:
+    ratio = engines.Measured(1.02, 0.003).over(engines.Measured(1.0, 0.004))
+    assert ratio.value == pytest.approx(1.02) and ratio.error == pytest.approx(0.0051, rel=0.02)
+    assert engines.Measured.of([1.0, 1.0, 1.2, 1.1, 0.9]) == pytest.approx((1.0, 1.2533 * 0.114 / 5**0.5), rel=0.01)
+    for error, verdict in ((0.001, "MISSED"), (0.02, "kept")):
+        step = {"1 x 16": [1.03, error]}
+        found = {"state": "done", "runner": "V2", "arms": {"stock": {"step_ms": {"1 x 16": [1.0, error]}}}}
+        found["arms"]["history"] = {"step_ms": step}
+        worst, _, sure = steps.GATE_BARS[:3]
+        assert worst.verdict(found)["verdict"] == verdict
+        assert sure.verdict(found)["verdict"] == ("kept" if error < 0.005 else "MISSED")  # it says nothing then
+
+
+def test_no_rollout_of_an_undrafted_figure_has_the_seed_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    asked: list[int] = []
+
+    class Engine:
+        def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> None:
+            asked.extend(p.extra_args["das_seed"] for p in params)
+
+    engines.step_seconds(Engine(), 3, 16, 4, 997)
+    assert len(asked) == len(set(asked)) == 3 * (1 + 2 * 5)
+
+
+def test_no_process_that_has_used_a_gpu_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(AssertionError, match="has used a GPU"):
+        engines.apart(TINY, print)
+
+
+def test_without_the_source_what_compares_with_references_is_not_run(
+    run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sampling, "CONTRACT", tmp_path / "none")
+    monkeypatch.setattr(checks, "CONTRACT", tmp_path / "none")
+    pytest.importorskip("torch")
+    found = {"state": "done"} | sampling.kernel(replace(TINY, rows=(1, 5)))
+    verdicts = [bar.verdict(found)["verdict"] for bar in run.bars("kernel")]
+    assert verdicts[0] == "not run" and verdicts[2] == "kept"
+    monkeypatch.setattr(
+        checks, "apart", lambda *_, **__: ([[1]], {"accepted_tokens": 0, "draft_tokens": 0, "error": None})
+    )
+    (*_, last) = checks.lossless(replace(TINY, whole=True))
+    assert last["distribution"]["code"] is None and "source" in last["distribution"]["last_line"]
+
+
+def test_what_there_is_no_time_for_is_named() -> None:
     found: dict[str, Any] = {}
-    assert list(run.in_time(replace(run.TINY, until=0.0), [3, 5, 7], found)) == [3]
+    assert list(engines.in_time(replace(TINY, until=0.0), [3, 5, 7], found)) == [3]
     assert found["left_out"] == ["5", "7"]
 
 
-def test_traces_are_read_with_what_earlier_steps_wrote(run: Any, tmp_path: Path) -> None:
-    replay, path = importlib.import_module("replay"), traces(tmp_path)
-    plan = replace(run.TINY, replayed=5, longest=50)
+def test_traces_are_read_with_what_earlier_steps_wrote(tmp_path: Path) -> None:
+    path = traces(tmp_path)
+    plan = replace(TINY, replayed=5, longest=50)
     with np.load(path) as file:
         texts = [t % 997 for t in np.split(file["ids"], file["offsets"][1:-1])]
         of, step = file["problem"], file["step"]
@@ -251,17 +325,18 @@ def test_traces_are_read_with_what_earlier_steps_wrote(run: Any, tmp_path: Path)
         assert [(problem, t.tolist()) for problem, t in earlier] == [(of[i], texts[i].tolist()) for i in met]
 
 
-def test_contract_tests_run_on_the_runner_that_they_break(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contract_tests_run_on_the_runner_that_they_break(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM would take V2 from 0.31 on, whose parts are others."""
-    checks, called = importlib.import_module("checks"), []
+    called: list[tuple[list[str], dict[str, str]]] = []
 
     def noted(command: list[str], env: dict[str, str], **_: Any) -> Any:
         called.append((command, env))
         return SimpleNamespace(stdout="", returncode=0)
 
-    plan = replace(run.TINY, shape="1.5b", runner="V2")
+    plan = replace(TINY, shape="1.5b", runner="V2")
     monkeypatch.setattr(checks.subprocess, "run", noted)
     monkeypatch.setattr(checks, "apart", lambda *_, **__: {})
+    monkeypatch.setattr(checks, "_compare_long", lambda *_: {})
     monkeypatch.setenv(RUNNER_VARIABLE, "1")
     for capability, copy in ((9.0, "default"), (8.0, "default and two_ranks and not self")):
         monkeypatch.setattr(checks, "gpus", lambda found=capability: [found] * 2)

@@ -40,6 +40,13 @@ def test_siblings_see_each_other_and_what_has_ended_until_the_weight_sync() -> N
     assert again is not None and (again.text, again.at) == (kept.text, kept.at)
 
 
+def sealed(found: Arena, problem: int, tokens: int, places: int) -> int:
+    """Give a problem its sealed text; return its offset."""
+    at = found.take(tokens + places)
+    found.show(problem, at, tokens, places)
+    return at
+
+
 def test_the_newest_texts_are_searched_where_there_are_too_many() -> None:
     found = arena()
     kept = []
@@ -55,7 +62,7 @@ def test_every_text_has_a_place_of_its_own_until_the_arena_is_full() -> None:
     found.open(0, 7, 0, 0)
     found.open(1, 8, 0, 0)
     assert found.missing() == [7, 8]
-    assert found.seal(7, 300, 290) == 0
+    assert sealed(found, 7, 300, 290) == 0
     assert found.missing() == [8]
     kept = found.close(0, room=400)
     assert kept is not None and kept.at == 590
@@ -73,8 +80,8 @@ def test_what_was_not_found_is_looked_for_again() -> None:
     found = arena()
     found.open(0, 7, 0, 0)
     found.open(1, 8, 0, 0)
-    found.seal(7, 100, 90)
-    found.seal(8, 0, 0)
+    sealed(found, 7, 100, 90)
+    sealed(found, 8, 0, 0)
     found.look_again()
     assert found.missing() == [8]
     assert found.sealed_tokens == 100

@@ -15,7 +15,9 @@ import torch
 
 from das_adapter.config import parse
 from das_adapter.core.account import TRIAL_STEPS
+from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.v2 import lengths
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.protocol.decision_log import read
 from das_adapter.protocol.messages import Refresh
@@ -39,6 +41,8 @@ class Engine:
         assert config is not None
         vllm_config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None))
         self.lengths = DraftLengths(config, vllm_config)
+        known = StepTimes(StepModel(base=PLAIN_S, token=0.0))  # as the data sheet of a GPU says
+        self.lengths.engine.controller.account.time.engine = known
         self.wanting, self.now, self._rollouts = False, 0.0, 0
         stock = self.lengths.engine.plan
 
@@ -110,18 +114,79 @@ def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> No
 def test_a_response_ends_at_its_stop_and_at_its_last_token_whatever_a_later_step_has_sampled() -> None:
     stops = LiveRequest("stops", 7, 8, 18, True, length=8, stops=frozenset({3}), text=[])
     full = LiveRequest("full", 7, 8, 12, True, length=8, text=[])
-    lengths, steps = Engine().lengths, ([[1, 2, 5], [1, 3, 9]], [[6, 7], [8]])
+    chooses, steps = Engine().lengths, ([[1, 2, 5], [1, 3, 9]], [[6, 7], [8]])
     for number, sampled in enumerate(steps):
         scheduled = {"full": 1, "stops": 1}
         begun = [stops, full] if number == 0 else []
-        lengths.output(Step(begun, frozenset(), scheduled, {}, False, 0.0, req_ids=["full", "stops"]), sampled, 0.0)
+        chooses.output(Step(begun, frozenset(), scheduled, {}, False, 0.0, req_ids=["full", "stops"]), sampled, 0.0)
     assert (stops.text, full.text) == ([1, 3], [1, 2, 5, 6])
 
 
 def test_a_request_that_comes_back_goes_on_with_the_text_it_brings() -> None:
     first = LiveRequest("a", 7, 8, 18, True, length=8, text=[])
     again = LiveRequest("a", 7, 8, 18, True, length=10, text=[4, 5])  # preempted, and a step's output was not heard
-    lengths = Engine().lengths
+    chooses = Engine().lengths
     for begun, sampled in (([first], [4]), ([again], []), ([], [6])):
-        lengths.output(Step(begun, frozenset(), {"a": 1}, {}, False, 0.0, req_ids=["a"]), [sampled], 0.0)
+        chooses.output(Step(begun, frozenset(), {"a": 1}, {}, False, 0.0, req_ids=["a"]), [sampled], 0.0)
     assert first.text == [4, 5, 6]
+
+
+class Plain:
+    """An engine that never has anything to draft: the host's work in a step takes `busy` seconds."""
+
+    def __init__(self, busy: float) -> None:
+        self.lengths, self._busy = Engine().lengths, busy
+        self.timed: list[tuple[float, bool]] = []
+        stock = self.lengths.engine.timed
+
+        def timed(step: Any, ended: float) -> None:
+            self.timed.append((step.seconds, step.asked))
+            stock(step, ended)
+
+        self.lengths.engine.timed = timed
+        self.worked: list[bool] = []
+        """Of each output, whether it was taken at once."""
+        self.looked: list[bool] = []
+
+    def rollout(self, steps: int) -> None:
+        ids, now, pending = list(IDS), 0.0, [False, False]
+        for number in range(steps):
+            begun = [LiveRequest(req_id, i, 8, 4000, True, length=8) for i, req_id in enumerate(ids) if number == 0]
+            looks = pending.pop(0)
+            offer = NOTHING if looks else None
+            step = Step(begun, frozenset(), dict.fromkeys(ids, 1), {}, number > 0, now, offer, req_ids=ids)
+            now += PLAIN_S + self._busy * (self.worked[-1] if self.worked else True)
+            before = self.lengths.engine.counters.steps
+            answer = self.lengths.output(step, [[1]] * len(ids), now)
+            self.worked.append(self.lengths.engine.counters.steps > before)
+            pending.append(answer.looks)
+            self.looked.append(looks)
+
+
+NOTHING: Any = SimpleNamespace(
+    lengths=torch.zeros(len(IDS), dtype=torch.int32),
+    chances=torch.zeros(len(IDS), DRAFTED),
+    by_model=torch.zeros(len(IDS), dtype=torch.bool),
+)
+
+
+def test_a_step_is_held_against_the_drafter_where_the_host_has_worked_for_it() -> None:
+    engine = Plain(busy=0.001)
+    engine.rollout(400)
+    engine.lengths.stats()
+    assert len(engine.timed) == 399  # put aside or not, each is taken, in its turn
+    unasked = [seconds for seconds, asked in engine.timed if not asked]
+    assert len(unasked) > 200 and max(unasked) == pytest.approx(PLAIN_S)
+    assert any(seconds == pytest.approx(PLAIN_S + 0.001) for seconds, asked in engine.timed if asked)
+    assert 0.0 < engine.lengths.engine.controller.account.of_stock() - 1.0 < 0.05
+    assert engine.lengths.engine.controller.requests.written[:4].tolist() == [400] * 4
+
+
+def test_what_is_put_aside_changes_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    aside = Plain(busy=0.0)
+    aside.rollout(300)
+    monkeypatch.setattr(lengths, "MOST_ASIDE", 0)
+    at_once = Plain(busy=0.0)
+    at_once.rollout(300)
+    assert all(at_once.worked) and sum(aside.worked) < 150
+    assert aside.looked == at_once.looked and any(aside.looked)

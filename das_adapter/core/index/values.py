@@ -13,6 +13,7 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
+_INT64 = np.dtype(np.int64)
 ALL = 2**63 - 1
 """More visits than a problem has."""
 
@@ -57,6 +58,8 @@ def tokens_of(tokens: Tokens) -> Int32:
 
 def integers(values: npt.ArrayLike) -> Int64:
     """Return integers as a contiguous int64 array; ValueError: they are others."""
+    if isinstance(values, np.ndarray) and values.dtype is _INT64 and values.flags.c_contiguous:
+        return values
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise ValueError(f"found {array.dtype}, expected integers")

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 
 from das_adapter.config import parse
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.requests import NOBODY, with_room
+from das_adapter.core.requests import NOBODY, follow, with_room
 from das_adapter.core.steps import Decoded, Search
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
@@ -65,6 +65,11 @@ class Proposer:
         """Whether a weight sync has come since requests were closed last."""
         self._undecided: Callable[[], None] | None = None
         """Decides on the drafts that are still looked for."""
+        self._later: list[Callable[[], None]] = []
+        """Work of steps that are over, see `catch_up`."""
+        self._batch: tuple[list[str], int, np.ndarray, np.ndarray] | None = None
+        """Requests of the last batch, and how many the runner had; its rows and their slots, int64 [batch]. None: some
+        were opened or closed since."""
 
     def load_model(self, policy: Any) -> None:
         """Take the policy, once vLLM has loaded it."""
@@ -87,7 +92,20 @@ class Proposer:
         """As `begin_step`; may raise."""
         step = self.timer.begin(scheduled, now) if self.leads else None
         if step is not None:
-            self.engine.timed(step)
+            self.later(partial(self.engine.timed, step, time.time() if self.engine.log else None))
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Do some work once a forward pass runs: it may only count and learn."""
+        self._later.append(work)
+
+    def catch_up(self) -> None:
+        """Do what was put off; while a GPU runs the forward pass that has begun, nobody waits for it."""
+        later, self._later = self._later, []
+        for work in later:
+            try:
+                work()
+            except Exception as error:
+                self.engine.fail(error)
 
     def propose(
         self,
@@ -106,15 +124,20 @@ class Proposer:
             slot_mappings: not used.
         """
         self.settle()
+        self.catch_up()
         begin = time.perf_counter()
-        self.model_tokens = np.zeros(len(sampled_token_ids), dtype=np.int64)
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if self.model_source:
+            self.model_tokens = np.zeros(len(sampled_token_ids), dtype=np.int64)
+        drafts: list[list[int]] | None = None
         if self.engine.able:
             try:
                 drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
                 self.engine.stop_if_collapsed()
             except Exception as error:
                 self.engine.fail(error)
+                self._batch = None
+        if drafts is None:
+            drafts = [[] for _ in sampled_token_ids]
         try:
             return self._with_model(drafts, num_tokens_no_spec, token_ids_cpu)
         finally:
@@ -136,7 +159,8 @@ class Proposer:
             return drafts
         slots = decoded.slots
         if self.engine.history:
-            self.engine.history.look(slots, rows, self._lengths[slots], tokens, search)
+            assert decoded.context is not None
+            self.engine.history.look(slots, rows, decoded.context, tokens, search)
         decide = partial(self._decide, rows, slots, search, drafts)
         if self.model_source:
             decide()
@@ -162,10 +186,11 @@ class Proposer:
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring the history and the model up to date, at a weight sync."""
         self.settle()
+        self.catch_up()
         self._close_gone()
         withdrawn = message.history is not None and not message.history.directory
         if self.engine.failed or withdrawn:  # they are opened again: who knows their state, or in another index
-            self.engine.close(list(self.engine.live))
+            self._close(list(self.engine.live))
         answer, self._synced = self.engine.refresh(message), True
         if self.model_source:
             self.model_source.refresh(message.draft_length)
@@ -179,6 +204,7 @@ class Proposer:
     def stats(self) -> EngineStats:
         """As `EngineController.stats`, with the figures of the model."""
         self.settle()
+        self.catch_up()
         model = self.model_source.stats() if self.model_source else {}
         return {**self.engine.stats(), **model}
 
@@ -209,11 +235,38 @@ class Proposer:
 
     def _decoded(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> tuple[Decoded, np.ndarray]:
         """Return what the step brought to the requests that decode, and their rows of the batch, int64 [requests]."""
+        req_ids, everyone = self.runner.input_batch.req_ids, len(self.runner.requests)
+        got, carried = np.array([len(new) for new in sampled], dtype=np.int64), self.carried
+        self.carried, context = None, -1
+        if self._batch is not None and self._batch[:2] == (req_ids, everyone):
+            _, _, rows, slots = self._batch
+            now = lengths[: len(rows)].astype(np.int64)
+            context, room = follow(slots, got, now, self._lengths, self._ends)
+        if context < 0:
+            rows, slots, got, now = self._opened(req_ids, got, lengths, tokens)
+            context, room = int(now.sum()), self._ends[slots] - 1 - now
+            self._batch = (list(req_ids), everyone, rows, slots) if len(rows) == len(req_ids) else None
+        drafts = np.array(carried, dtype=np.int64)[rows] if carried and any(carried) else None
+        if drafts is not None and not drafts.any():
+            drafts = None
+        by_model = None
+        if self.model_source:
+            by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()], got)
+        self.timer.sampled(slots, got, context)
+        # The next step writes the draft and one token more: neither may pass the request's end.
+        decoded = Decoded(slots, got, drafts, by_model, room, context=now)
+        if drafts is not None:
+            self.later(partial(self.engine.verified, decoded))
+        return decoded, rows
+
+    def _opened(
+        self, req_ids: list[str], got: np.ndarray, lengths: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Close the requests that are gone and open those that began; return of those that decode the rows, the slots,
+        the tokens that they got and their lengths, int64 [requests] each."""
         self._close_gone()
-        req_ids = self.runner.input_batch.req_ids
         live = map(self.engine.live.get, req_ids)
         everyone = np.array([-1 if request is None else request.slot for request in live], dtype=np.int64)
-        got = np.fromiter(map(len, sampled), dtype=np.int64, count=len(sampled))
         rows = np.flatnonzero(got)
         got, slots, now = got[rows], everyone[rows], lengths[rows].astype(np.int64)
         for i in np.flatnonzero((slots < 0) | (self._lengths[slots] > now)).tolist():
@@ -223,22 +276,11 @@ class Proposer:
         if skipped.any():
             self.engine.controller.skipped(slots, skipped)
         self._lengths[slots] = now
-        carried = None if self.carried is None else np.asarray(self.carried, dtype=np.int64)[rows]
-        self.carried = None
-        if carried is not None and not carried.any():
-            carried = None
-        by_model = None
-        if self.model_source:
-            by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()], got)
-        self.timer.sampled(slots, got, int(now.sum()))
-        # The next step writes the draft and one token more: neither may pass the request's end.
-        decoded = Decoded(slots, got, carried, by_model, self._ends[slots] - 1 - now, context=now)
-        self.engine.verified(decoded)
-        return decoded, rows
+        return rows, slots, got, now
 
     def _open(self, req_id: str, text: np.ndarray, got: int) -> int:
         """Open a request, given its text so far, int32 token ids, and how many of them are new; return its slot."""
-        self.engine.close([req_id])
+        self._close([req_id])
         request, before = self.runner.requests[req_id], len(text) - got
         live = LiveRequest.of(req_id, request, self.label(req_id), self._max_model_len)
         self.engine.open(live, before, np.asarray(request.prompt_token_ids, dtype=np.int32), text)
@@ -247,9 +289,13 @@ class Proposer:
         self._ends[slot], self._lengths[slot] = live.end, before
         return slot
 
+    def _close(self, req_ids: list[str]) -> None:
+        self._batch = None
+        self.engine.close(req_ids)
+
     def _close_gone(self) -> None:
         gone = [req_id for req_id in self.engine.live if req_id not in self.runner.requests]
         for req_id in gone if self._synced else ():  # they ended before the weight sync: nobody drafts from them now
             self.engine.live[req_id].record = False
         self._synced = False
-        self.engine.close(gone)
+        self._close(gone)

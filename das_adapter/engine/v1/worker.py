@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class HostWorkerState(WorkerState):
         self.began = 0.0
         """When that step began, seconds."""
         self._seeded: tuple[list[str], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)
+        self._training: tuple[list[str], list[bool]] = [], []
 
     def bind(self) -> None:
         """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched."""
@@ -112,12 +114,24 @@ class HostWorkerState(WorkerState):
         place = torch.from_numpy(rows).to(seeds.device, non_blocking=True)
         return Keys(seeds[place], positions[metadata.logits_indices.long()])
 
+    def training(self) -> list[bool]:
+        """Return of each request of the batch whether it belongs to a training rollout."""
+        req_ids = self.runner.input_batch.req_ids
+        if req_ids != self._training[0]:
+            self._training = list(req_ids), [self.label(req_id).record for req_id in req_ids]
+        return self._training[1]
+
     def count(self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]) -> None:
         """Count a step: the tokens that each request got, the draft tokens that each carried into it, and whether it
         belongs to a training rollout."""
-        if any(training):
-            got = [len(tokens) if record else 0 for record, tokens in zip(training, sampled, strict=True)]
-            self.counters.step(got, drafts or [0] * len(sampled), time.perf_counter() - self.began)
+        if not any(training):
+            return
+        got = [len(tokens) if record else 0 for record, tokens in zip(training, sampled, strict=True)]
+        counted = partial(self.counters.step, got, drafts or [0] * len(got), time.perf_counter() - self.began)
+        if self.drafter:
+            self.drafter.later(counted)
+        else:
+            counted()
 
     def begin_step(self, scheduled: Any) -> None:
         """Note that a step begins (vLLM's `SchedulerOutput`)."""
@@ -161,7 +175,10 @@ def time_steps(stock: Any, state: HostWorkerState) -> Any:
     @functools.wraps(stock)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         state.begin_step(scheduler_output)
-        return stock(scheduler_output, *args, **kwargs)
+        output = stock(scheduler_output, *args, **kwargs)
+        if state.drafter:
+            state.drafter.catch_up()
+        return output
 
     return execute_model
 
@@ -202,7 +219,7 @@ def count_tokens(stock: Any, state: HostWorkerState) -> Any:
         arrives = getattr(output, "get_output", None)
         if not getattr(output, "sampled_token_ids", None) and arrives is None:
             return output
-        training = [state.label(req_id).record for req_id in state.runner.input_batch.req_ids]
+        training = state.training()
         if arrives is None:
             state.count(output.sampled_token_ids, drafts, training)
             return output

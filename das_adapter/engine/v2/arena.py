@@ -79,6 +79,10 @@ class Arena:
         """Whether the tables must be copied to the device."""
         self.short = 0
         """Texts of ended requests and problems' sealed texts for which there was no room since the weight sync."""
+        self.unsealed = False
+        """Whether there may be problems that are `missing`."""
+        self.rollout = 0
+        """Number of the present rollout: what was taken in another one is void."""
         self._words, self.used = words, 0
         self._slots, self._texts, self._members = slots, slots, members
         self._rows = list(range(slots))
@@ -103,6 +107,7 @@ class Arena:
         if not known.open:
             known.row = self._rows.pop()
         known.open.append(slot)
+        self.unsealed = self.unsealed or known.sealed is None
         self._of_slot[slot] = problem
         tables = self.tables
         tables.row_of_slot[slot], tables.begin[slot], tables.text_at[slot] = known.row, begin, at
@@ -126,29 +131,31 @@ class Arena:
         drafted = dict.fromkeys(self._of_slot.values())
         return [problem for problem in drafted if self._problems[problem].sealed is None]
 
-    def seal(self, problem: int, tokens: int, places: int) -> int:
-        """Take a problem's sealed text, tokens and then places, so many, for which there is room; return its offset."""
-        known = self._problems[problem]
-        at = self._take(tokens + places)
-        known.sealed = at, tokens, places
-        self._describe(known)
-        return at
+    def show(self, problem: int, at: int, tokens: int, places: int) -> None:
+        """Have a problem's sealed text searched, which lies at an offset that `take` gave."""
+        if known := self._problems.get(problem):
+            known.sealed = at, tokens, places
+            self._describe(known)
 
     def look_again(self) -> None:
         """Forget that nothing was found of some problems: there may be sealed text of them now."""
         for known in self._problems.values():
             if known.sealed and not known.sealed[1]:
                 known.sealed = None
+        self.unsealed = True
 
     def forget(self) -> None:
         """Forget all sealed text and that of requests that ended, at a weight sync."""
         self.used, self.short, self._texts = 0, 0, self._slots
+        self.rollout += 1
+        self.unsealed = True
         self._problems = {problem: known for problem, known in self._problems.items() if known.open}
         for known in self._problems.values():
             known.closed, known.sealed = [], None
             self._describe(known)
 
-    def _take(self, size: int) -> int:
+    def take(self, size: int) -> int:
+        """Take so many words, for which there is room; return their offset."""
         at, self.used = self.used, self.used + size
         return at
 
@@ -158,7 +165,7 @@ class Arena:
         if room > self.room:
             self.short += 1
             return None
-        kept = Kept(slot, self._texts, self._take(room), room)
+        kept = Kept(slot, self._texts, self.take(room), room)
         self._texts += 1
         self.tables.text_at[kept.text] = kept.at
         known.closed.append(kept.text)

@@ -11,13 +11,12 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.core.native import native
 from das_adapter.engine.v2 import search, votes
 from das_adapter.engine.v2.arena import Arena, Kept
+from das_adapter.engine.v2.bringing import Bringer
 
 MEMBERS = 64
 """Most texts of a problem, of running and of ended requests, that a request drafts from."""
 CLOSED = 32
 """Most texts of ended requests, in those that run at once."""
-_WHOLE = 2**40
-"""Words in which every history fits."""
 SCAN = {"cuda": (8, 1024), "cpu": (1, 512)}
 """Programs that scan live text for a request, and tokens that each looks at, by kind of device."""
 
@@ -51,6 +50,7 @@ class DeviceIndex:
         self._steps, self._min_chance, self._vocabulary = steps, min_chance, vocabulary
         self._splits, self._block = SCAN.get(self.device.type, SCAN["cpu"])
         self.words = self._zeros(words, torch.int32)
+        self.bringer = Bringer(self.arena, self.words, beside=self.device.type == "cuda")
         self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
         self._parts = self.arena.tables.parts(self._tables)
         self._text_len = self._zeros(slots + closed, torch.int32)
@@ -105,13 +105,8 @@ class DeviceIndex:
             self._keep(kept)
 
     def bring(self, index: SuffixIndex) -> None:
-        """Bring the sealed text to the device that is missing there."""
-        for problem in self.arena.missing():
-            tokens, places = index.flat(problem, self.arena.room)
-            self.arena.short += not len(tokens) and len(index.flat(problem, _WHOLE)[0]) > 0
-            at = self.arena.seal(problem, len(tokens), len(places))
-            both = np.concatenate([tokens, places.view(np.int32)])
-            _copy(both, self.words[at : at + len(both)])
+        """Bring a piece of the sealed text to the device that is missing there, see `Bringer.step`."""
+        self.bringer.step(index)
 
     def flush(self) -> None:
         """Tell the device what has changed."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Decoded, TimedStep
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.v2.live import LiveTexts, Rows
 from das_adapter.engine.v2.neural import Call
 from das_adapter.engine.v2.speculator import Offer
 from das_adapter.protocol.engine_args import DraftTokens, draft_lengths
@@ -23,7 +26,10 @@ from das_adapter.protocol.metrics import EngineStats
 LATE = 3
 """Steps after which one hears of what is looked up where it is chosen now: one is scheduled already, in the next it is
 looked up, and it comes with the output of the one after that."""
-_NOTHING = np.zeros(0, dtype=np.float32)
+
+
+MOST_ASIDE = 12
+"""Steps whose outputs are put aside together, at most."""
 
 
 @dataclass
@@ -48,6 +54,14 @@ class Step:
     """Of a neural drafter, those that ended between the output of the step before and its own."""
     req_ids: list[str] = field(default_factory=list)
     """Its requests in batch order."""
+    unburdened: bool = False
+    """Whether the host did nothing for das-adapter in it: the output of the step before was put aside."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody joins or leaves, and nothing is drafted, verified or looked for."""
+        changes = self.begun or self.ended or self.offer or self.calls
+        return self.decodes and not changes and not any(self.drafts.values())
 
 
 class DraftLengths:
@@ -57,7 +71,10 @@ class DraftLengths:
         """`always`: passes of a neural drafter in every step, with drafts or without."""
         drafts = ModelDrafts(config.model_tokens, narrows=False, always=always) if config.neural else None
         self.engine = EngineController(config, vllm_config, drafts, lengths=draft_lengths(config))
+        self._live, self._model_tokens = LiveTexts(config.num_draft_tokens), config.model_tokens
         self._lock = threading.Lock()
+        self._aside: list[tuple[Step, Sequence[list[int]], float]] = []
+        """Outputs that are still to be taken."""
         self._before: Step | None = None
         """The last step, whose offer arrives with the next one's output."""
         self._passes = 0
@@ -71,116 +88,131 @@ class DraftLengths:
         Args:
             sampled: tokens that each of its requests got, in batch order; none while its prompt is read.
             now: seconds of a monotonic clock.
+
+        While it is known that nobody is asked for drafts, outputs are put aside, some steps long: what those steps
+        take without das-adapter's own work is what stock takes, with which the account compares.
         """
         with self._lock:
-            before, self._before = self._before, step
-            try:
-                self._begin_and_end(step)
-                if before is not None and before.offer is not None:
-                    self._hear(before.req_ids, before.offer)
-                live, decoded = self._decoded(step, sampled)
-                self._count(step, live, decoded, now)
-                self._time(step, live, decoded, now)
-                self._last = now
-                self.engine.stop_if_collapsed()
-                if self.engine.ask(len(live), decoded.carried is not None):
-                    return self._choose(live, decoded)
-                self.engine.controller.skipped(decoded.slots, decoded.got)
-                return DraftTokens(0, looks=self.engine.controller.account.asks_in(LATE, len(live)))
-            except Exception as error:
-                self.engine.fail(error)
-            return DraftTokens(0, looks=False)
+            step.unburdened = bool(self._aside)
+            self._aside.append((step, sampled, now))
+            return DraftTokens(0, looks=False) if self._silent(step) else self._catch_up()
+
+    def catch_up(self) -> None:
+        """Take the outputs that were put aside."""
+        with self._lock:
+            self._catch_up()
+
+    def _silent(self, step: Step) -> bool:
+        before, account = self._before, self.engine.controller.account
+        if before is None or before.offer is not None or not step.quiet or len(self._aside) >= MOST_ASIDE:
+            return False
+        return account.silent(len(self._aside) + LATE, len(before.req_ids))
+
+    def _catch_up(self) -> DraftTokens:
+        answer, aside, self._aside = DraftTokens(0, looks=False), self._aside, []
+        for step, sampled, now in aside:
+            answer = self._take(step, sampled, now, aside[-1][2] - now)
+        return answer
+
+    def _take(self, step: Step, sampled: Sequence[list[int]], now: float, since: float) -> DraftTokens:
+        before, self._before = self._before, step
+        try:
+            self._begin_and_end(step)
+            if before is not None and before.offer is not None:
+                self._hear(before.req_ids, before.offer)
+            rows, decoded = self._decoded(step, sampled)
+            self._count(step, decoded, now)
+            self._time(step, rows, decoded, now, since)
+            self._last = now
+            self.engine.stop_if_collapsed()
+            if self.engine.ask(len(decoded.slots), decoded.carried is not None):
+                return self._choose(decoded)
+            self.engine.controller.skipped(decoded.slots, decoded.got)
+            return DraftTokens(0, looks=self.engine.controller.account.asks_in(LATE, len(decoded.slots)))
+        except Exception as error:
+            self.engine.fail(error)
+        return DraftTokens(0, looks=False)
 
     def refresh(self, message: Refresh) -> Refreshed:
         """As `EngineController.refresh`."""
         with self._lock:
-            self.engine.close(sorted(req_id for req_id, request in self.engine.live.items() if request.ended))
+            self._catch_up()
+            self._close(self._live.over())
             self._last = None
             return self.engine.refresh(message)
 
     def visit(self, files: Sequence[str]) -> Refreshed:
         """As `EngineController.visit`."""
         with self._lock:
+            self._catch_up()
             return self.engine.visit(files)
 
     def stats(self) -> EngineStats:
         """As `EngineController.stats`, with the passes of a neural drafter."""
         with self._lock:
+            self._catch_up()
             stats = self.engine.stats()
             if self.engine.drafts is not None:
                 stats["drafter_passes"], self._passes = self._passes, 0
             return stats
 
     def _begin_and_end(self, step: Step) -> None:
-        self.engine.close(sorted(step.ended))
+        self._close(sorted(step.ended))
         for request in step.begun:
             if known := self.engine.live.get(request.req_id):  # it was preempted
-                known.length, known.text, known.ended = request.length, request.text, False
+                known.length, known.text = request.length, request.text
             else:
                 self.engine.open(request, request.length)
+            self._live.open(self.engine.live[request.req_id])
 
-    def _decoded(self, step: Step, sampled: Sequence[list[int]]) -> tuple[list[LiveRequest], Decoded]:
-        live, got = list[LiveRequest](), list[int]()
-        for req_id, tokens in zip(step.req_ids, sampled, strict=True):
-            request = self.engine.live.get(req_id)
-            if tokens and request is not None and not request.ended:
-                live.append(request)
-                got.append(request.take(tokens))
-        carried = np.array([self._carried(step, request) for request in live], dtype=np.int64)
-        by_model = carried * [self._modelled(request) for request in live]
-        columns = [(request.slot, request.length, request.end) for request in live]
-        slots, context, ends = np.array(columns, dtype=np.int64).reshape(-1, 3).T.copy()
-        new, carriers = np.array(got, dtype=np.int64), carried if carried.any() else None
-        return live, Decoded(slots, new, carriers, by_model, ends - 1 - context, context=context)
+    def _close(self, req_ids: Sequence[str]) -> None:
+        self.engine.close(req_ids)
+        for req_id in req_ids:
+            self._live.close(req_id)
 
-    def _choose(self, live: list[LiveRequest], decoded: Decoded) -> DraftTokens:
+    def _decoded(self, step: Step, sampled: Sequence[list[int]]) -> tuple[Rows, Decoded]:
+        rows, got = self._live.take(step.req_ids, sampled)
+        slots, most, by_model = rows.slots, self._live.offered[rows.slots], None
+        if self.engine.drafts is not None:
+            by_model = self._live.by_model[slots] if self.engine.history else np.ones(len(slots), dtype=bool)
+            most = np.where(by_model, self._model_tokens, most)
+        carried = self._live.carried(step.req_ids, rows, step.drafts, most)
+        carriers, context = carried if carried.any() else None, self._live.length[slots]
+        by_model = None if by_model is None else carried * by_model
+        return rows, Decoded(slots, got, carriers, by_model, self._live.room(slots), context=context)
 
-        def offers(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
-            found = [request.chances[:most] for request, most in zip(live, limits.tolist(), strict=True)]
-            kept = [chances[: int((chances >= floor).sum())] for chances in found]
-            return np.concatenate([*kept, _NOTHING]), np.cumsum([0, *map(len, kept)], dtype=np.int64)
-
-        plan = self.engine.plan(decoded, offers)
+    def _choose(self, decoded: Decoded) -> DraftTokens:
+        plan = self.engine.plan(decoded, partial(self._live.found, decoded.slots))
         wanted = int(max(plan.history.max(initial=0), plan.model.max(initial=0)))
-        looks = wanted > 0 or self.engine.controller.account.asks_in(LATE, len(live))
+        looks = wanted > 0 or self.engine.controller.account.asks_in(LATE, len(decoded.slots))
         return DraftTokens(wanted, bool(plan.model.any()), looks)
 
-    def _time(self, step: Step, live: list[LiveRequest], decoded: Decoded, now: float) -> None:
-        """Take how long a step took, and what a neural drafter's calls took beside it."""
+    def _time(self, step: Step, rows: Rows, decoded: Decoded, now: float, since: float) -> None:
+        """Take how long a step took that ended `since` seconds ago, and a neural drafter's calls beside it."""
         drafts = self.engine.drafts
         for call in step.calls:
             if drafts is not None and call.usual:
                 drafts.timed_pass(call.requests, call.seconds / call.passes)
         passes, drafting = sum(call.passes for call in step.calls), sum(call.seconds for call in step.calls)
         self._passes += passes
-        if step.decodes and self._last is not None and live:
+        running = len(decoded.slots)
+        if step.decodes and self._last is not None and running and decoded.context is not None:
             seconds = max(0.0, now - self._last - drafting)
-            tokens = sum(step.scheduled[request.req_id] for request in live)  # others ended in the step before
-            asked = step.offer is not None or passes > 0 or tokens > len(live)
-            context = sum(request.length for request in live)
+            tokens = sum(step.scheduled.values())
+            if running < len(step.scheduled):  # others ended in the step before
+                tokens = sum(step.scheduled[step.req_ids[place]] for place in rows.places.tolist())
+            asked = step.offer is not None or passes > 0 or tokens > running or not step.unburdened
+            context = int(np.add.reduce(decoded.context))
             timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context, asked)
-            self.engine.timed(timed)
+            self.engine.timed(timed, time.time() - since)
 
     def _hear(self, req_ids: list[str], offer: Offer) -> None:
-        counts, by_model = offer.lengths.tolist(), offer.by_model.tolist()
-        chances = np.cumprod(offer.chances.numpy(), axis=1)
-        for req_id, count, row, mine in zip(req_ids, counts, chances, by_model, strict=True):
-            if request := self.engine.live.get(req_id):
-                request.chances, request.by_model = row[:count], mine
+        by_model = None if self.engine.drafts is None else offer.by_model.numpy()
+        self._live.hear(req_ids, offer.lengths.numpy(), offer.chances.numpy(), by_model)
 
-    def _carried(self, step: Step, request: LiveRequest) -> int:
-        """Return the draft tokens that a request carried into a step, without fillers."""
-        there = self.engine.config.model_tokens if self._modelled(request) else len(request.chances)
-        return min(step.drafts.get(request.req_id, 0), there)
-
-    def _modelled(self, request: LiveRequest) -> bool:
-        """Whether the last draft of a request is a model's."""
-        return self.engine.history is None or request.by_model
-
-    def _count(self, step: Step, live: list[LiveRequest], decoded: Decoded, now: float) -> None:
-        training = [request.record for request in live]
-        if any(training):
+    def _count(self, step: Step, decoded: Decoded, now: float) -> None:
+        training = self._live.record[decoded.slots]
+        if training.any():
             carried = decoded.carried if decoded.carried is not None else np.zeros_like(decoded.got)
-            seconds = now - max(step.began, self._last or 0.0)
-            self.engine.counters.step((decoded.got * training).tolist(), carried.tolist(), seconds)
+            self.engine.counters.step(decoded.got * training, carried, now - max(step.began, self._last or 0.0))
         self.engine.verified(decoded)

@@ -62,6 +62,8 @@ class DeviceWorkerState(WorkerState):
 
     def response(self, req_id: str) -> LiveRequest | None:
         """As `WorkerState.response`."""
+        if self.lengths is not None:
+            self.lengths.catch_up()
         return self._requests.get(req_id)
 
     def bind(self) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from engines import (
+from das_adapter.bench.engines import (
     FP8_CAPABILITY,
     SHAPES,
     Bar,
@@ -79,12 +79,12 @@ def _measure(plan: Plan, weights: str) -> Found:
         rows[str(batch)] = {"graphs": sum(size >= batch for size in sizes), "pass_ms": 1e3 * pass_s}
     drafter = runner_of(llm).drafter
     drafter.engine.controller.account.stop("measuring the policy")
-    for batch, row in rows.items():
-        row["step_ms"] = 1e3 * step_seconds(llm, int(batch), context, plan.steps, vocabulary)
+    for measured, row in rows.items():
+        row["step_ms"] = 1e3 * step_seconds(llm, int(measured), context, plan.steps, vocabulary).value
     drafter.engine.controller.account.sync()
     seconds = []
     for turn in range(SLEEPS):
-        step_seconds(llm, min(plan.batches), context, 1, vocabulary)
+        step_seconds(llm, min(plan.batches), context, 1, vocabulary, rounds=1)
         if sleeps:
             llm.sleep(1 + turn % 2)
             llm.wake_up()

@@ -1,35 +1,41 @@
 """Measure das-adapter on one GPU, without a network and without weights.
 
-    python benchmarks/gpu/run.py                    # every part, at most 25 minutes
-    python benchmarks/gpu/run.py gate replay        # some parts, each at most 8 minutes
-    python benchmarks/gpu/run.py --minutes 4 gate   # less time: what does not fit is left out, and said
-    python benchmarks/gpu/run.py --shape 1.5b       # a smaller policy; the default is 7b
-    python benchmarks/gpu/run.py replay --traces FILE.npz    # recorded rollouts: ids, offsets, problem
-    python benchmarks/gpu/run.py --shape tiny --out DIR      # on a CPU: only whether the parts work
+    das-adapter bench                      # the parts `speed`, at most 25 minutes
+    das-adapter bench tokens               # the parts `tokens`, at most 25 minutes
+    das-adapter bench gate replay          # some parts, each at most 8 minutes for a shape
+    das-adapter bench --minutes 4 gate     # less time: what does not fit is left out, and said
+    das-adapter bench --shape 1.5b         # one shape; else `propose`, `gate` and `trace` take 7b and 1.5b, others 7b
+    das-adapter bench replay --traces FILE.npz    # recorded rollouts: ids, offsets, problem
+    das-adapter bench --shape tiny --out DIR      # on a CPU: only whether the parts work
 
 Policies have random weights in the shape of Qwen2.5. Each part runs in a process of its own and writes
 gpu_PART_SHAPE.json with its provenance, whatever it could measure. A bar is `kept` where all of its part ran, `MISSED`
 where a figure is too high, `cut short` where those measured are good and others are missing, and `not run`. The exit
-code is 0 if none was missed or cut short and no part failed. Parts and their minutes on an H100, estimated:
+code is 0 if none was missed or cut short and no part failed. Parts and their minutes on an H100, estimated, for all of
+their shapes:
 
+  speed
     kernel   0.5  the sampling kernel against its definition, its draws' distribution, and its time
     index    1    the history's kernels (V2 runner) against their reference, and their time
-    propose  0.5  the history's drafts on the host (V1 runner), beside a GPU's step
-    gate     4.5  undrafted steps beside stock vLLM's
-    replay   4    recorded rollouts through real forward passes, with and without drafts
-    trace    2    what a step waits for, and the graphs that it replays
-    lossless 3.5  equal tokens, positions in the keys, distribution
+    propose  1    the history's drafts on the host (V1 runner), beside a GPU's step
+    gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
+    replay   4.5  recorded rollouts through real forward passes, with and without drafts
+    trace    3.5  what a step waits for, and the graphs that it replays
+  tokens
+    lossless 5    equal tokens, positions in the keys, distribution, long prompts
     copy     2.5  the policy copy's CUDA graphs, quantising it, sleep
-    robust   2.5  a crowded engine, contract tests on this device
+    robust   3    a crowded engine, contract tests on this device
     ranks    1    two GPUs
-    sweep    1.5  the step-time model, and a file for the key calibration
+    sweep    1.5  the step-time model (V1 runner), and a file for the key calibration
 
-The first two need no vLLM, but PyTorch, Triton and NumPy alone.
+The first two need no vLLM, but PyTorch, Triton and NumPy alone. A wheel has neither references nor tests: what compares
+with them runs from the source.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -38,20 +44,21 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
-sys.path.append(str(HERE.parents[1]))  # where das-adapter is not installed
-os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+from das_adapter.bench.engines import CONTRACT, TINY, Bar, Found, Plan, apart, has_vllm, runner_here
 
-from engines import CONTRACT, TINY, Bar, Found, Plan, has_vllm, in_time, runner_here  # noqa: E402, F401
-
-PARTS = ("kernel", "index", "propose", "gate", "replay", "trace", "lossless", "copy", "robust", "ranks", "sweep")
-"""In the order in which they run: what there is no time for is at the end."""
-WITHOUT_VLLM = PARTS[:2]
+SETS = {
+    "speed": ("kernel", "index", "propose", "gate", "replay", "trace"),
+    "tokens": ("lossless", "copy", "robust", "ranks", "sweep"),
+}
+"""Parts in the order in which they run: what there is no time for is at the end. A set fits 25 minutes."""
+PARTS = tuple(itertools.chain(*SETS.values()))
+TWO_SHAPES = ("propose", "gate", "trace")
+"""Parts that a small policy may not keep although a large one does."""
+WITHOUT_VLLM = ("kernel", "index")
 PART_S, ALL_S = 480.0, 1500.0
 """Seconds after which a part, and everything, is ended."""
 NOT_GOOD = ("MISSED", "cut short", "failed")
@@ -61,14 +68,7 @@ LAST_S = 60.0
 
 def known() -> dict[str, tuple[tuple[Bar, ...], Callable[[Plan, Path | None, Path], Iterator[Found]]]]:
     """Return what each part must show, and what measures it. Imports no vLLM."""
-    import checks
-    import copies
-    import device_index
-    import proposing
-    import replay
-    import sampling
-    import steps
-    from engines import apart
+    from das_adapter.bench import checks, copies, device_index, proposing, replay, sampling, steps
 
     return {
         "kernel": (sampling.BARS, lambda plan, *_: iter([apart(plan, sampling.kernel, plan)])),
@@ -109,16 +109,20 @@ def measure(name: str, plan: Plan, traces: Path | None, out: Path) -> None:
         content["state"] = "done"
     except Exception as error:
         content |= {"state": "failed", "why": str(error).strip().splitlines()[-1], "error": traceback.format_exc()}
-    from provenance import provenance  # asks the GPU, which the engines' processes must do first
+    from das_adapter.tools.provenance import provenance  # asks the GPU, which the engines' processes must do first
 
-    write(name, plan, out, {"provenance": provenance(), **content})
+    made = provenance() | {"command": f"das-adapter bench {name} --shape {plan.shape} --runner {plan.runner}"}
+    write(name, plan, out, {"provenance": made, **content})
 
 
 def import_for_forks() -> None:
     """Import what takes seconds, once for all engines of a test."""
+    from vllm import LLM  # noqa: F401
+
+    if not CONTRACT.is_dir():
+        return
     sys.path.insert(0, str(CONTRACT))
     from engine import preload
-    from vllm import LLM  # noqa: F401
 
     preload(["vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu_model_runner", "vllm.model_executor.models.qwen2"])
 
@@ -130,7 +134,7 @@ def path(name: str, plan: Plan, out: Path) -> Path:
 
 def write(name: str, plan: Plan, out: Path, content: Found) -> None:
     """Write down a part's figures."""
-    from provenance import save
+    from das_adapter.tools.provenance import save
 
     head = {key: content[key] for key in ("provenance",) if key in content}
     save(path(name, plan, out), head | {"part": name, "shape": plan.shape} | content)
@@ -162,9 +166,8 @@ def run_apart(name: str, plan: Plan, args: argparse.Namespace, seconds: float) -
     path(name, plan, args.out).unlink(missing_ok=True)
     more = ["--runner", plan.runner, *(["--traces", str(args.traces)] if args.traces else [])]
     until = time.time() + seconds - min(LAST_S, seconds / 4)
-    command = [sys.executable, __file__, name, "--shape", args.shape, *more, "--until", str(until)]
-    command += ["--out", str(args.out)]
-    process = subprocess.Popen(command, start_new_session=True)
+    command = [sys.executable, "-m", "das_adapter.bench", name, "--shape", plan.shape, *more, "--until", str(until)]
+    process = subprocess.Popen([*command, "--out", str(args.out)], start_new_session=True)
     why = None
     try:
         if process.wait(seconds):
@@ -175,43 +178,52 @@ def run_apart(name: str, plan: Plan, args: argparse.Namespace, seconds: float) -
     if why:
         file = path(name, plan, args.out)
         content = json.loads(file.read_text()) if file.exists() else {}
-        about = "import json, provenance; print(json.dumps(provenance.provenance()))"
-        where = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
-        asked = subprocess.run(
-            [sys.executable, "-c", about], cwd=HERE.parent, env=where, capture_output=True, text=True, check=True
-        )
-        content["provenance"] = json.loads(asked.stdout) | {"command": " ".join(["python run.py", *command[2:6]])}
-        write(name, plan, args.out, content | {"state": "cut short" if file.exists() else "failed", "why": why})
+        about = "import json; from das_adapter.tools.provenance import provenance; print(json.dumps(provenance()))"
+        asked = subprocess.run([sys.executable, "-c", about], capture_output=True, text=True, check=True)
+        made = json.loads(asked.stdout) | {"command": f"das-adapter bench {name} --shape {plan.shape}"}
+        content |= {"provenance": made, "state": "cut short" if file.exists() else "failed", "why": why}
+        write(name, plan, args.out, content)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; none: all")
-    parser.add_argument("--shape", choices=("7b", "1.5b", "tiny"), default="7b")
+def chosen(words: Sequence[str], shape: str | None) -> list[tuple[str, str]]:
+    """Return the parts that some words name, of `SETS` or `PARTS`, each with a shape; None: with its shapes."""
+    names = dict.fromkeys(itertools.chain(*(SETS.get(word, (word,)) for word in words or ("speed",))))
+    shapes = {name: ("7b", "1.5b") if name in TWO_SHAPES else ("7b",) for name in names}
+    return [(name, each) for name in names for each in ((shape,) if shape else shapes[name])]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; None: that of the process."""
+    os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
+    parser = argparse.ArgumentParser(
+        "das-adapter bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join((*SETS, *PARTS))}; none: speed")
+    parser.add_argument("--shape", choices=("7b", "1.5b", "tiny"), help="that of every part")
     parser.add_argument("--traces", type=Path, help="recorded rollouts for `replay`")
-    parser.add_argument("--out", type=Path, default=HERE.parent / "results")
-    parser.add_argument("--minutes", type=float, default=PART_S / 60, help="for each part, at most")
+    parser.add_argument("--out", type=Path, default=Path("das-bench"), help="where the files go")
+    parser.add_argument("--minutes", type=float, default=PART_S / 60, help="for each part and shape, at most")
     parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's; the one that das-adapter takes here")
     parser.add_argument("--few", action="store_true", help=argparse.SUPPRESS)  # `Plan.whole`
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if unknown := sorted(set(args.parts) - set(PARTS)):
-        parser.error(f"found {', '.join(unknown)}, allowed: {', '.join(PARTS)}")
-    plan: Plan = TINY if args.shape == "tiny" else Plan(args.shape)
-    plan = replace(plan, whole=not args.few, runner=args.runner or (runner_here() if has_vllm() else "V1"))
+    args = parser.parse_args(arguments)
+    if unknown := sorted(set(args.parts) - {*PARTS, *SETS}):
+        parser.error(f"found {', '.join(unknown)}, allowed: {', '.join((*SETS, *PARTS))}")
+    runner = args.runner or (runner_here() if has_vllm() else "V1")
+
+    def plan(shape: str, until: float = float("inf")) -> Plan:
+        made = TINY if shape == "tiny" else Plan(shape)
+        return replace(made, whole=not args.few, runner=runner, until=until)
+
     args.out.mkdir(parents=True, exist_ok=True)
     if args.until is not None:
-        return measure(args.parts[0], replace(plan, until=args.until), args.traces, args.out)
+        return measure(args.parts[0], plan(args.shape, args.until), args.traces, args.out)
     counts, end = Counter[str](), time.monotonic() + ALL_S
-    for name in args.parts or PARTS:
-        if plan.tiny:
-            measure(name, replace(plan, until=time.time() + 60 * args.minutes), args.traces, args.out)
+    for name, shape in chosen(args.parts, args.shape):
+        if shape == "tiny":
+            measure(name, plan(shape, time.time() + 60 * args.minutes), args.traces, args.out)
         else:
-            run_apart(name, plan, args, max(1.0, min(60 * args.minutes, end - time.monotonic())))
-        counts.update(judge(name, plan, args.out))
+            run_apart(name, plan(shape), args, max(1.0, min(60 * args.minutes, end - time.monotonic())))
+        counts.update(judge(name, plan(shape), args.out))
     print(", ".join(f"{counts[verdict]} {verdict}" for verdict in ("kept", *NOT_GOOD, "not run")))
     sys.exit(any(counts[verdict] for verdict in NOT_GOOD))
-
-
-if __name__ == "__main__":
-    main()

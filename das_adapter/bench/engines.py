@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import multiprocessing
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -78,6 +80,8 @@ class Bar(NamedTuple):
 
     def verdict(self, content: Found) -> Found:
         """Judge what a part has written: `kept` needs all of its figures, `MISSED` only one that is too high."""
+        found: float | None
+        at_most: float | None
         try:
             found = self.value(content)
             at_most = self.at_most(content) if callable(self.at_most) else self.at_most
@@ -86,7 +90,7 @@ class Bar(NamedTuple):
         whole = content["state"] == "done" and not content.get("left_out")
         if found is None or found != found:
             verdict = "not run"
-        elif found > at_most:
+        elif at_most is not None and found > at_most:
             verdict = "MISSED"
         else:
             verdict = "kept" if whole else "cut short"
@@ -111,7 +115,9 @@ def every(rows: Iterable[Found], value: Callable[[Found], float]) -> float:
     return max(map(value, rows))
 
 
-CONTRACT = Path(__file__).resolve().parents[2] / "tests" / "contract"
+SOURCE = Path(__file__).resolve().parents[2]
+CONTRACT = SOURCE / "tests" / "contract"
+"""The contract tests. A wheel has none: what compares with their references is not run there."""
 V1, V2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 """Environment of engines on vLLM's model runners."""
 ON_CPU = bool(os.environ.get("DAS_TEST_V2"))
@@ -199,7 +205,13 @@ def apart(
     Raises:
         RuntimeError: it failed; with its traceback.
     """
-    context: Any = multiprocessing.get_context("fork" if plan.tiny and not fresh else "spawn")
+    forks = plan.tiny and not fresh
+    if forks and "torch" in sys.modules:
+        import torch
+
+        used: Any = torch.cuda.is_initialized
+        assert not used(), "a process that has used a GPU can't be forked"
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
     heard, told = context.Pipe(duplex=False)
     before = {name: os.environ.get(name) for name in env or {}}
     os.environ.update(env or {})
@@ -242,9 +254,33 @@ def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int
     ]
 
 
-def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int) -> float:
+_SEEDS = itertools.count()
+"""Of the requests of `step_seconds`: none has one twice."""
+
+
+class Measured(NamedTuple):
+    """A figure and its standard error."""
+
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Measured:
+        """Return the median of some samples, which an interruption does not change, with its error."""
+        spread = statistics.stdev(samples) if len(samples) > 1 else float("inf")
+        return cls(statistics.median(samples), 1.2533 * spread / len(samples) ** 0.5)
+
+    def over(self, other: Measured) -> Measured:
+        """Return the quotient of two figures."""
+        ratio = self.value / other.value
+        relative = ((self.error / self.value) ** 2 + (other.error / other.value) ** 2) ** 0.5
+        return Measured(ratio, ratio * relative)
+
+
+def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int, rounds: int = 5) -> Measured:
     """Return the seconds of a decode step: the difference of two rollouts whose lengths differ by `steps` tokens.
-    Whatever the engine's processes and runner are, this is what a rollout waits for."""
+    Whatever the engine's processes and runner are, this is what a rollout waits for. No rollout writes the text of
+    another: each request has a seed of its own."""
     from vllm import SamplingParams
 
     def rollout(tokens: int) -> float:
@@ -255,7 +291,7 @@ def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int
                 ignore_eos=True,
                 detokenize=False,
                 logprobs=0,
-                extra_args={"das_problem": i, "das_seed": i},
+                extra_args={"das_problem": i, "das_seed": next(_SEEDS)},
             )
             for i in range(batch)
         ]
@@ -264,8 +300,14 @@ def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int
         return time.perf_counter() - begin
 
     rollout(4)
-    short, long = (min(rollout(n) for _ in range(3)) for n in (4, 4 + steps))
-    return max(long - short, 1e-9) / steps
+    differences = [-rollout(4) + rollout(4 + steps) for _ in range(rounds)]
+    return Measured.of([max(seconds, 1e-9) / steps for seconds in differences])
+
+
+def kv_tokens(llm: Any) -> int:
+    """Return the tokens of the KV cache that an engine has room for: what its CUDA graphs take is not there."""
+    cache = llm.llm_engine.vllm_config.cache_config
+    return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
 
 
 def runner_of(llm: Any) -> Any:

@@ -10,10 +10,25 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import replay
-from engines import CONTRACT, FP8_CAPABILITY, V1, V2, Bar, Found, Plan, apart, engine, every, gpus
+import numpy as np
 
-ENVIRONMENT = replay.ENVIRONMENT
+from das_adapter.bench import replay
+from das_adapter.bench.engines import (
+    CONTRACT,
+    FP8_CAPABILITY,
+    SHAPES,
+    V1,
+    V2,
+    Bar,
+    Found,
+    Plan,
+    apart,
+    engine,
+    every,
+    gpus,
+    prompts,
+)
+
 HALF = {"dtype": "bfloat16"}
 """What batch-invariant attention on a GPU computes in."""
 ALWAYS = {"budget": "unlimited", "speculate": "always"}
@@ -28,20 +43,26 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 def lossless(plan: Plan) -> Iterator[Found]:
     """The tiny policy of the examples, which has real weights: equal responses and misplaced keys, with and without
     batch-invariant kernels; and the distribution of its tokens, without."""
-    from das_adapter.config import parse
+    from das_adapter.config import DasConfig
     from das_adapter.protocol.engine_args import needs_v1
 
     found: Found = {"runner": plan.runner, "modes": {}}
     runner = V1 if plan.tiny or plan.runner == "V1" else V2
-    drafters = [name for name, das in DRAFTERS.items() if runner is V1 or needs_v1(parse(das)) is None]
+    drafters = [
+        name for name, das in DRAFTERS.items() if runner is V1 or needs_v1(DasConfig.model_validate(das)) is None
+    ]
     drafters = drafters if plan.whole else drafters[:1]
     for name, flag in (("batch-invariant", "1"), ("default", "0")):
         if plan.tiny and name == "default":  # a CPU has one kind of kernels, which do not depend on the batch
             break
         environment = replay.IN_PROCESS | runner | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else flag}
         arms = drafters if name == "batch-invariant" else ["history"]
-        found["modes"][name] = apart(plan, _compare, plan.tiny, arms, env=environment)
-        yield found
+        if name == "batch-invariant":
+            found["long"] = _compare_long(plan, environment)
+            yield found
+        if CONTRACT.is_dir():
+            found["modes"][name] = apart(plan, _compare, plan.tiny, arms, env=environment)
+            yield found
     found["distribution"] = _pytest(plan, ("test_distribution.py", "test_neural.py"), SOFTMAX, {})
     yield found
 
@@ -60,6 +81,11 @@ def _audited(found: Found, name: str) -> float:
 
 LOSSLESS_BARS = (
     Bar(
+        "responses to long prompts that differ with batch-invariant kernels",
+        0,
+        lambda f: f["long"]["different"] if f["long"]["accepted_tokens"] else None,
+    ),
+    Bar(
         "responses that differ with batch-invariant kernels",
         0,
         lambda f: every(f["modes"]["batch-invariant"].values(), lambda arm: arm["different"]),
@@ -73,6 +99,51 @@ LOSSLESS_BARS = (
     ),
     Bar("tests of the distribution: exit code", 0, lambda f: f["distribution"]["code"]),
 )
+
+
+LONG_REQUESTS, LONG_TEXT = 8, 192
+"""Requests to the policy's shape with long prompts, and tokens that each writes."""
+
+
+def _compare_long(plan: Plan, environment: dict[str, str]) -> Found:
+    """Let the shape write to prompts that fill more than one tile of the attention kernels: without drafts; and with,
+    from a history of these very texts with mistakes, for random weights repeat nothing."""
+    keyed = {"drafter": "none", "verify": {"noise": "keyed"}}
+    off = None if plan.runner == "V2" and not plan.tiny else keyed
+    texts, _ = apart(plan, _written, plan, off, None, env=environment)
+    past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(texts)]
+    past = replay.corrupted(past, 0.1, SHAPES[plan.shape]["vocab_size"])
+    drafted, stats = apart(plan, _written, plan, DRAFTERS["history"], past, env=environment)
+    different = sum(a != b for a, b in zip(texts, drafted, strict=True))
+    about = {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "error")}
+    return {"context": max(plan.contexts), "responses": len(texts), "different": different, **about}
+
+
+def _written(
+    plan: Plan, das: dict[str, Any] | None, past: replay.Rollouts | None
+) -> tuple[list[list[int]], dict[str, Any]]:
+    from vllm import SamplingParams
+
+    context, written = max(plan.contexts), min(LONG_TEXT, 4 * plan.steps)
+    settings = {} if plan.tiny else HALF
+    llm = engine(plan, das, max_model_len=context + written + 32, **settings)
+    if past:
+        llm.collective_rpc("das_rpc", args=("refresh", {"version": 1, "trajectories": replay.sent(past, 0, 0)}))
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=written,
+            ignore_eos=True,
+            detokenize=False,
+            seed=i + 1,
+            extra_args={"das_problem": i, "das_seed": i + 1},
+        )
+        for i in range(LONG_REQUESTS)
+    ]
+    asked = prompts(LONG_REQUESTS, context, SHAPES[plan.shape]["vocab_size"])
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0] if das else {}
+    return [list(o.outputs[0].token_ids) for o in outputs], stats
 
 
 def _compare(tiny: bool, drafters: list[str]) -> Found:
@@ -123,7 +194,8 @@ ROBUST = "default and ((plain and failing) or (every-parameter and chunks) or fa
 
 def robust(plan: Plan) -> Iterator[Found]:
     """A crowded engine; some of the contract tests on this device."""
-    found: Found = {"crowded": apart(plan, _crowded, plan, env=ENVIRONMENT)}
+    runner = V2 if plan.runner == "V2" else V1
+    found: Found = {"runner": plan.runner, "crowded": apart(plan, _crowded, plan, env=replay.IN_PROCESS | runner)}
     yield found
     found["contract"] = _pytest(plan, ("test_losslessness.py",), ROBUST, INVARIANT)
     yield found
@@ -174,8 +246,8 @@ RANKS_BARS = (Bar("tests of two ranks: exit code", 0, lambda f: f["code"]),)
 
 def _pytest(plan: Plan, files: tuple[str, ...], chosen: str, environment: dict[str, str]) -> Found:
     """Run contract tests on the V1 runner, whose parts they break; on a CPU only list them."""
-    if not plan.whole:
-        return {"code": None}
+    if not plan.whole or not CONTRACT.is_dir():
+        return {"code": None, "last_line": "" if CONTRACT.is_dir() else "a wheel has no tests: run it from the source"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "", "-k", chosen, *files]
     command += ["--collect-only"] if plan.tiny else []
     env = os.environ | V1 | ({} if plan.tiny else {"DAS_TEST_DTYPE": HALF["dtype"]} | environment)

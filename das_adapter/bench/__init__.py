@@ -1,0 +1,1 @@
+"""Measures das-adapter on a GPU: `das-adapter bench`, `python -m das_adapter.bench`."""

@@ -1,0 +1,135 @@
+"""The texts and the last drafts of the live requests on the V2 runner, as arrays by the controller's slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from das_adapter.core.requests import with_room
+from das_adapter.core.steps import Chances, Ints
+from das_adapter.engine.requests import LiveRequest
+
+
+class Rows(NamedTuple):
+    """The requests of a batch that are live."""
+
+    places: Ints
+    """In the batch, int64 [requests]."""
+    slots: Ints
+
+
+class LiveTexts:
+    """What the host knows of the requests: how far they are, and what was offered to them last."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: tokens of a draft at most."""
+        self.length, self._end = np.zeros((2, 1), dtype=np.int64)
+        """Tokens of each text; length at which it stops."""
+        self.record, self.ended, self.by_model = np.zeros((3, 1), dtype=bool)
+        """Whether it may serve as history; whether it has written its last token, which vLLM says a step later; whether
+        its last draft is a model's, where others have theirs from the history."""
+        self.offered = np.zeros(1, dtype=np.int64)
+        """Tokens of the last draft."""
+        self._chances: Chances = np.zeros((1, most), dtype=np.float32)
+        """Of each of them to be reached and accepted."""
+        self._slots: dict[str, int] = {}
+        self._known: tuple[Sequence[str], Ints] = (), np.zeros(0, dtype=np.int64)
+        self._watched: dict[int, LiveRequest] = {}
+        """By slot, requests whose tokens are looked at: they have stops, or somebody needs their text."""
+        self._stops: frozenset[int] = frozenset()
+
+    def open(self, request: LiveRequest) -> None:
+        """Take a request that joins the batch, or comes back to it."""
+        slot, columns = request.slot, ("length", "_end", "record", "ended", "by_model", "offered", "_chances")
+        if slot >= len(self.length):
+            vars(self).update({name: with_room(getattr(self, name), slot + 1) for name in columns})
+        if request.req_id not in self._slots:
+            self.offered[slot], self.by_model[slot] = 0, False
+        self.length[slot], self._end[slot] = request.length, request.end
+        self.record[slot], self.ended[slot] = request.record, False
+        self._slots[request.req_id] = slot
+        if request.stops or request.text is not None:
+            self._watched[slot] = request
+            self._stops |= request.stops
+        self._known = (), self._known[1]
+
+    def close(self, req_id: str) -> None:
+        """Forget a request."""
+        if (slot := self._slots.pop(req_id, None)) is not None:
+            self._watched.pop(slot, None)
+            if not self._watched:
+                self._stops = frozenset()
+            self._known = (), self._known[1]
+
+    def over(self) -> list[str]:
+        """Return the requests that have written their last token, in the order of their names."""
+        return sorted(req_id for req_id, slot in self._slots.items() if self.ended[slot])
+
+    def slots(self, req_ids: Sequence[str]) -> Ints:
+        """Return the slots of requests, int64 [requests], -1 of those that are not live."""
+        if self._known[0] != req_ids:
+            found = [self._slots.get(req_id, -1) for req_id in req_ids]
+            self._known = list(req_ids), np.array(found, dtype=np.int64)
+        return self._known[1]
+
+    def take(self, req_ids: Sequence[str], sampled: Sequence[list[int]]) -> tuple[Rows, Ints]:
+        """Take the tokens that each request of a batch got in a step; return the rows of those that go on, and how many
+        of their tokens are their texts', int64 [requests]: those behind an end are not."""
+        slots, counts = self.slots(req_ids), np.array([len(tokens) for tokens in sampled], dtype=np.int64)
+        places = np.flatnonzero((counts > 0) & (slots >= 0) & ~self.ended[slots])
+        slots = slots[places]
+        left = self._end[slots] - self.length[slots]
+        got = np.maximum(1, np.minimum(counts[places], left))
+        ended = got >= left
+        if self._watched:
+            stopping = not self._stops.isdisjoint(chain.from_iterable(sampled))
+            for i, slot in enumerate(slots.tolist()):
+                request = self._watched.get(slot)
+                if request is None or not (stopping or request.text is not None):
+                    continue
+                tokens = sampled[places[i]][: int(got[i])]
+                stop = next((at for at, token in enumerate(tokens, 1) if token in request.stops), None)
+                if stop is not None:
+                    got[i], ended[i] = stop, True
+                if request.text is not None:
+                    request.text += tokens[:stop]
+        self.length[slots] += got
+        self.ended[slots] = ended
+        return Rows(places, slots), got
+
+    def room(self, slots: Ints) -> Ints:
+        """Return the draft tokens that fit before the end of each text: the step after writes one token more."""
+        room: Ints = self._end[slots] - 1 - self.length[slots]
+        return room
+
+    def carried(self, req_ids: Sequence[str], rows: Rows, drafts: Mapping[str, int], most: int | Ints) -> Ints:
+        """Return the draft tokens that each request carried into a step, int64 [requests]: without fillers, of which
+        `drafts` has some, but not `most`."""
+        if not drafts:
+            return np.zeros(len(rows.slots), dtype=np.int64)
+        given = np.array([drafts.get(req_id, 0) for req_id in req_ids], dtype=np.int64)
+        return np.minimum(given[rows.places], most)
+
+    def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray | None) -> None:
+        """Take what was offered to the requests of a batch: tokens, int64 [batch], the chance of each, given those
+        before it, float32 [batch, n], and whose drafts are a model's, bool [batch]; None: nobody's."""
+        slots = self.slots(req_ids)
+        rows = np.flatnonzero(slots >= 0)
+        if len(rows) < len(slots):
+            slots, lengths, chances = slots[rows], lengths[rows], chances[rows]
+            by_model = None if by_model is None else by_model[rows]
+        self.offered[slots] = lengths
+        if by_model is not None:
+            self.by_model[slots] = by_model
+        self._chances[slots, : chances.shape[1]] = np.cumprod(chances, axis=1)
+
+    def found(self, slots: Ints, limits: Ints, floor: float) -> tuple[Chances, Ints]:
+        """Return what was offered last, see `core.steps.HistoryDrafts`."""
+        chances, place = self._chances[slots], np.arange(self._chances.shape[1])
+        there = np.minimum(self.offered[slots], limits)[:, None]
+        kept = np.count_nonzero((place < there) & (chances >= floor), axis=1)
+        offsets = np.concatenate([[0], np.cumsum(kept)])
+        return chances[place < kept[:, None]], offsets

@@ -1,0 +1,66 @@
+"""Write result files: one row a line, with command, versions, hardware and revision."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from das_adapter.tools.machine import hardware
+
+ENGINE = ("das_adapter/core", "das_adapter/engine", "csrc")
+"""What the figures of an engine depend on."""
+
+
+def save(path: Path, content: Any) -> None:
+    """Write a result file."""
+    path.write_text(written(content) + "\n")
+
+
+def written(value: Any, indent: int = 0) -> str:
+    """Return a value as JSON, one row a line: what fits into a line, or holds nothing but plain values and lists."""
+    plain, inner = json.dumps(value), "\n" + " " * (indent + 1)
+    parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    nested = (dict, list) if isinstance(value, list) or len(plain) > 1000 else dict
+    if len(plain) + indent <= 120 or not any(isinstance(part, nested) for part in parts):
+        return plain
+    texts = [written(part, indent + 1) for part in parts]
+    if isinstance(value, list):
+        return "[" + inner + ("," + inner).join(texts) + inner[:-1] + "]"
+    rows = [f"{json.dumps(str(name))}: {text}" for name, text in zip(value, texts, strict=True)]
+    return "{" + inner + ("," + inner).join(rows) + inner[:-1] + "}"
+
+
+def provenance(measures: Sequence[str] = ENGINE) -> dict[str, Any]:
+    """Return what made the result: this process; `measures`: the code that it depends on."""
+    return {
+        "command": " ".join(["python", *_arguments()]),
+        "versions": {name: _version(name) for name in ("das-adapter", "vllm", "torch", "numpy", "arctic-inference")},
+        "revision": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parent,
+        ).stdout.strip(),
+        "measures": [*measures],
+        "hardware": hardware(),
+    }
+
+
+def _arguments() -> list[str]:
+    """The command line, less where the result was written to and this machine's directories."""
+    at = sys.argv.index("--out") if "--out" in sys.argv else len(sys.argv)
+    words = [*sys.argv[:at], *sys.argv[at + 2 :]]
+    return [Path(word).name if Path(word).is_absolute() else word for word in words]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

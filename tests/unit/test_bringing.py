@@ -1,0 +1,117 @@
+"""Sealed text comes to the device beside the steps, a piece in each."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from das_adapter.core.index import SuffixIndex
+from das_adapter.engine.v2 import bringing
+from das_adapter.engine.v2.arena import Arena
+from das_adapter.engine.v2.bringing import Bringer
+
+WORDS, PROBLEMS = 2**13, 6
+
+
+def history() -> SuffixIndex:
+    index, rng = SuffixIndex(), np.random.default_rng(0)
+    for problem in range(PROBLEMS):
+        for _ in range(1 + problem % 3):
+            index.add(problem, rng.integers(0, 900, 200), 0)
+    index.seal()
+    return index
+
+
+class Device:
+    """An arena in the host's memory, with a request of each problem."""
+
+    def __init__(self, beside: bool, words: int = WORDS) -> None:
+        self.arena, self.words = Arena(words, slots=8, closed=8, members=4), torch.zeros(words, dtype=torch.int32)
+        self.bringer = Bringer(self.arena, self.words, beside)
+        for problem in range(PROBLEMS):
+            self.arena.open(problem, problem, 0, 0)
+
+    def step(self, index: SuffixIndex) -> int:
+        """Return how many words a step brought."""
+        before = self.words.clone()
+        self.bringer.step(index)
+        return int((self.words != before).sum())
+
+    def text(self, problem: int) -> tuple[list[int], int]:
+        """What is searched of a problem: its words, and how many places."""
+        tables, row = self.arena.tables, self.arena.tables.row_of_slot[problem]
+        begin, places, count = tables.sealed_texts[row], tables.sealed_places[row], int(tables.sealed_count[row])
+        return self.words[begin : places + count].tolist(), count
+
+
+def until_all_is_there(device: Device, index: SuffixIndex) -> list[int]:
+    """Return the words of each step."""
+    found = []
+    for _ in range(10_000):
+        found.append(device.step(index))
+        if not device.arena.unsealed:
+            return found
+        time.sleep(0.001)  # a thread looks up
+    raise AssertionError("it does not arrive")
+
+
+def test_beside_the_steps_the_same_text_arrives_and_no_step_brings_more_than_a_piece(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index, at_once, beside = history(), Device(beside=False), Device(beside=True)
+    assert at_once.step(index) > 2000
+    monkeypatch.setattr(bringing, "PIECE", 150)
+    steps = until_all_is_there(beside, index)
+    assert 0 < max(steps) <= 150 and len(steps) > 10
+    for problem in range(PROBLEMS):
+        words, places = beside.text(problem)
+        assert (words, places) == at_once.text(problem)
+        tokens, there = index.flat(problem, WORDS)
+        assert words == [*tokens.tolist(), *there.view(np.int32).tolist()]
+
+
+def test_nothing_of_a_text_is_searched_before_all_of_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bringing, "PIECE", 100)
+    index, device = history(), Device(beside=True)
+    while device.arena.unsealed:
+        device.step(index)
+        for problem in range(PROBLEMS):
+            words, places = device.text(problem)
+            assert not places or words == [
+                *index.flat(problem, WORDS)[0],
+                *index.flat(problem, WORDS)[1].view(np.int32),
+            ]
+        time.sleep(0.001)
+
+
+def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bringing, "PIECE", 100)
+    index, device = history(), Device(beside=True)
+    while not device.step(index):
+        time.sleep(0.001)
+    device.arena.forget()
+    until_all_is_there(device, index)
+    assert device.arena.used == sum(len(device.text(problem)[0]) for problem in range(PROBLEMS))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_full_arena_says_so_and_searches_what_it_has(beside: bool) -> None:
+    index, device = history(), Device(beside, words=900)
+    until_all_is_there(device, index)
+    assert device.arena.short and device.arena.used <= 900
+    assert any(device.text(problem)[1] for problem in range(PROBLEMS))
+
+
+def test_a_text_that_can_not_be_read_fails_in_the_step() -> None:
+    class Damaged:
+        def flat(self, problem: int, most: int) -> None:
+            raise OSError("damaged")
+
+    device = Device(beside=True)
+    with pytest.raises(OSError, match="damaged"):
+        until_all_is_there(device, Damaged())  # type: ignore[arg-type]
