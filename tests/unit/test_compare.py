@@ -1,4 +1,4 @@
-"""`das-adapter compare`, with logs that veRL's and TensorBoard's own writers have written, and exported tables."""
+"""`das-adapter compare`, with files in the form of the hosts' loggers, TensorBoard's own, and exported tables."""
 
 from __future__ import annotations
 
@@ -46,14 +46,10 @@ def nemo_rl_steps() -> Figures:
 
 
 def verl_file(path: Path, steps: Figures) -> Path:
-    tracking = pytest.importorskip("verl.utils.tracking")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VERL_FILE_LOGGER_PATH", str(path.with_suffix(".jsonl")))
-        logger = tracking.FileLogger("project", "experiment")
-    logger.log({"val-core/gsm8k/reward/mean@1": 0.5}, 0)
-    for number, step in enumerate(steps, 1):
-        logger.log({**step, "timing_s/gen": step.get("timing_s/gen", 0.0)}, number)
-    logger.finish()
+    """As veRL's file logger writes them (tests/contract/test_tracking.py reads what that has written)."""
+    rows: list[dict[str, Any]] = [{"step": 0, "data": {"val-core/gsm8k/reward/mean@1": 0.5}}]
+    rows += [{"step": number, "data": step} for number, step in enumerate(steps, 1)]
+    path.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path.with_suffix(".jsonl")
 
 
