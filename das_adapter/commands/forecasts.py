@@ -36,10 +36,7 @@ def _json(_: click.Context, __: click.Parameter, text: str | None) -> Any:
 @click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
 @click.option("--drafter", callback=_json, help="A `das:` block as JSON: also measure the passes of its model.")
 @click.option("--engine", default="{}", callback=_json, help="JSON: further arguments of vllm.LLM, as dtype.")
-@as_json
-def calibrate(
-    model: str, out: Path, rounds: int, drafter: Any, engine: Any, as_json: bool, **grid: tuple[int, ...]
-) -> None:
+def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **grid: tuple[int, ...]) -> None:
     """Measure what decode steps of MODEL take here.
 
     With drafts and without, and those of a vLLM engine without das-adapter; fit the latency model, judge it on held-out
@@ -53,9 +50,6 @@ def calibrate(
         measured = sweep.measure(model, rounds=rounds, das=parse(drafter), progress=progress, **grid, **engine)
     result = sweep.analyse(measured, stock)
     sweep.write(out, model, measured, result, shlex.join(["das-adapter", *sys.argv[1:]]))
-    if as_json:
-        print_json(result)
-        return
     click.echo(json.dumps(result["validation"], indent=2))
     click.echo(str(out))
 

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.private import is_private
+from das_adapter.core.index.store import newest_in, problems_in
 from das_adapter.errors import DasError
 from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, USERS, size_of
 from das_adapter.service import janitor
@@ -47,10 +50,10 @@ def inspect(directory: Path) -> dict[str, Any]:
     """Describe the history of a node or of a checkpoint; nothing is changed.
 
     Returns:
-        `directory`, `problems`, `tokens` and `bytes` of files. Of a node: `generation`, the last that was published,
-        the processes that write (`writer`) and use it (`engines`, those without a host), files that wait for the
-        writer, and `age_s`, seconds since something was published or left. Of a checkpoint: `nodes` that wrote it, and
-        the `scope` and `tokenizer` of its run.
+        `directory`, `problems`, and `bytes` of files. Of a node: `tokens`; `generation`, the last that was published;
+        the processes that write (`writer`) and use it (`engines`, those without a host); files that wait for the
+        writer; `age_s`, seconds since something was published or left. Of a checkpoint: `version`, the newest of the
+        weights that wrote it, the number of `nodes`, and the `scope` and `tokenizer` of its run.
 
     Raises:
         DasError: it is neither, or damaged.
@@ -68,7 +71,10 @@ def inspect(directory: Path) -> dict[str, Any]:
     waiting = [path for path in (directory / FOLDER).iterdir() if path.name.startswith(("batch-", "texts-"))]
     touched = [path.stat().st_mtime for path in (*directory.glob("manifest-*"), *waiting)]
     return {
-        **_sizes(directory, [index], size_of(directory)),
+        "directory": str(directory),
+        "problems": index.problems,
+        "tokens": index.tokens,
+        "bytes": size_of(directory),
         "generation": generation,
         "writer": _holders(directory / "writer"),
         "engines": _holders(directory / USERS),
@@ -80,17 +86,17 @@ def inspect(directory: Path) -> dict[str, Any]:
 def _saved(directory: Path) -> dict[str, Any]:
     try:
         facts = json.loads((directory / "history.json").read_text())
-        kept = {name: facts[name] for name in ("scope", "tokenizer")}
-        parts = [SuffixIndex.load(part) for part in sorted((directory / "index").iterdir())]
+        parts = sorted((directory / "index").iterdir())
+        return {
+            "directory": str(directory),
+            "problems": len(np.unique(np.concatenate([problems_in(part) for part in parts]))),
+            "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+            "version": max(newest_in(part) for part in parts),
+            "nodes": len(parts),
+            **{name: facts[name] for name in ("scope", "tokenizer")},
+        }
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DasError(f"history: {str(directory)!r} is damaged: {error!r}") from None
-    size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
-    return {**_sizes(directory, parts, size), "nodes": len(parts), **kept}
-
-
-def _sizes(directory: Path, parts: list[SuffixIndex], size: int) -> dict[str, Any]:
-    problems, tokens = sum(part.problems for part in parts), sum(part.tokens for part in parts)
-    return {"directory": str(directory), "problems": problems, "tokens": tokens, "bytes": size}
 
 
 def _holders(lock: Path) -> list[int]:

@@ -9,7 +9,7 @@ import contextlib
 import html
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +104,6 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None, follow
         "SENTENCES": "".join(_lead(sentence, sentence.figure in drawn) for sentence in sentences(rollouts)),
         "COUNTS": "Rollouts: {rollouts:,}; engines: {engines:,}; requests: {requests:,}".format(**figures)
         + f"; das-adapter {__version__}.",
-        "TILES": "".join(
-            f'<div class="tile"><b>{figure}</b>{meaning}</div>' for figure, meaning in _tiles(figures, steps)
-        ),
         "ALARMS": _alarms(series.notes(rollouts)),
         "DATA": json.dumps(drawn, default=np.ndarray.tolist).replace("<", "\\u003c"),
         "PLOTLY": get_plotlyjs(),
@@ -150,18 +147,6 @@ def _figures(rollouts: list[Rollout], shown: list[Rollout], steps: Sequence[Trai
 def _lead(sentence: Sentence, shown: bool) -> str:
     head = f'<a href="#{sentence.figure}">{sentence.head}</a>' if shown else sentence.head
     return f'<p class="lead"><b>{head}:</b> {html.escape(sentence.text)}</p>'
-
-
-def _tiles(summary: dict[str, Any], steps: Sequence[TrainingStep]) -> Iterable[tuple[str, str]]:
-    seconds, saved = summary["decode_seconds"], summary["time_saved_s"]
-    yield f"{summary['tokens_per_forward']:.2f}", "tokens per forward pass"
-    yield f"{summary['accepted_tokens'] / max(1, summary['draft_tokens']):.0%}", "of draft tokens accepted"
-    yield f"{saved:,.0f} s", f"saved of {seconds + saved:,.0f} s of decoding (estimate)"
-    hits = [step.history_hits for step in steps if step.history_hits is not None]
-    if hits:
-        yield f"{hits[-1]:.0%}", "of requests began with history, in the last step"
-    if summary["latency_model_error"] is not None:
-        yield f"{summary['latency_model_error']:.0%}", "mean error of predicted step times"
 
 
 def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:

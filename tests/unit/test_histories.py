@@ -101,7 +101,7 @@ def test_a_checkpoints_history_is_described(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "step_3" / checkpoint.NAME, facts, np.zeros(0, checkpoint.RESPONSE), save)
     found = say("history", "inspect", tmp_path / "step_3")
     assert found == say("history", "inspect", tmp_path / "step_3" / "das_history")
-    assert (found["nodes"], found["tokens"], found["scope"]) == (2, 60, "problem")
+    assert (found["nodes"], found["problems"], found["version"], found["scope"]) == (2, 1, 3, "problem")
     (tmp_path / "step_3" / "das_history" / "index" / "0").write_bytes(b"x")
     for path, words in ((tmp_path / "step_3", "too short for a header"), (tmp_path, "found none in")):
         done = CliRunner().invoke(main, ["history", "inspect", str(path)])
