@@ -311,7 +311,7 @@ def block_of(parent: Any, where: str) -> Any:
 
 
 def check_files(config: DasConfig) -> None:
-    """Refuse files and directories of the block that are not on this machine, and make that of the decision log."""
+    """Refuse files and directories of the block that are not on this machine, or can't be written to."""
     if config.drafter == "none":
         return
     if config.calibration is not None and not os.path.isfile(config.calibration):
@@ -319,10 +319,10 @@ def check_files(config: DasConfig) -> None:
     if config.history.load and not os.path.isdir(config.history.load):
         raise wrong("history.load", config.history.load, "expected a directory that exists")
     if config.log_dir is not None:
-        try:
-            os.makedirs(config.log_dir, exist_ok=True)
-        except OSError as error:
-            raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to: {error}") from None
+        path = Path(config.log_dir).absolute()
+        there = next(place for place in (path, *path.parents) if place.exists())
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to: {there} is none")
 
 
 def _check_draft(config: DasConfig) -> None:

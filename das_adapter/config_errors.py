@@ -80,13 +80,22 @@ def wrong(key: str, found: Any, allowed: str) -> ConfigError:
 def check_effects(config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[str | None]]]) -> None:
     """Refuse a key that was set and has no effect; `needs`: see `config.NEEDS`."""
     for key, value in _set_keys(config):
-        for setting, values in {**needs.get(key.partition(".")[0], {}), **needs.get(key, {})}.items():
-            found: Any = functools.reduce(getattr, setting.split("."), config)
-            if found not in values:
-                allowed = " or ".join(repr(value) for value in values if value is not None)
-                raise ConfigError(
-                    f"das.{key}={value!r} has an effect only with das.{setting}={allowed} (found {found!r}): remove it"
-                )
+        for setting, found, values in lacking(config, needs, key):
+            allowed = " or ".join(repr(value) for value in values if value is not None)
+            raise ConfigError(
+                f"das.{key}={value!r} has an effect only with das.{setting}={allowed} (found {found!r}): remove it"
+            )
+
+
+def lacking(
+    config: BaseModel, needs: Mapping[str, Mapping[str, Sequence[str | None]]], key: str
+) -> Iterator[tuple[str, Any, Sequence[str | None]]]:
+    """Yield what a key lacks to have an effect: each setting, its value, and those that are needed; `needs`: see
+    `config.NEEDS`."""
+    for setting, values in {**needs.get(key.partition(".")[0], {}), **needs.get(key, {})}.items():
+        found: Any = functools.reduce(getattr, setting.split("."), config)
+        if found not in values:
+            yield setting, found, values
 
 
 def check_options(options: Mapping[str, Any], needed: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from itertools import product
@@ -33,6 +33,10 @@ class Sample:
     """Whether the fit does not see it."""
 
 
+Progress = Callable[[str], None]
+"""Hears which of the grid's sizes is measured next."""
+
+
 class Measured(NamedTuple):
     """Step times of an engine."""
 
@@ -50,6 +54,7 @@ def measure(
     drafts: Sequence[int],
     rounds: int,
     das: DasConfig | None = None,
+    progress: Progress = lambda _: None,
     **engine: Any,
 ) -> Measured:
     """Run a real engine over the grid; draft lengths alternate from step to step, so that drift affects all equally.
@@ -86,6 +91,7 @@ def measure(
     SweepDrafter.turns = tuple(lengths)
     measured = Measured([], [], captured_tokens(llm.llm_engine.vllm_config))
     for number, (requests, context) in enumerate(product(batches, contexts)):
+        progress(f"{requests} requests of {context} tokens, with drafts")
         SweepDrafter.samples, SweepDrafter.passed = [], []
         _generate(llm, requests, context, steps, steps)
         timed = {draft: [s for b, _, d, s in SweepDrafter.samples if (b, d) == (requests, draft)] for draft in lengths}
@@ -103,7 +109,12 @@ def _add(samples: list[Sample], requests: int, context: int, drafts: int, second
 
 
 def measure_stock(
-    model: str, batches: Sequence[int], contexts: Sequence[int], steps: int, **engine: Any
+    model: str,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    steps: int,
+    progress: Progress = lambda _: None,
+    **engine: Any,
 ) -> list[Sample]:
     """Measure the decode steps of a vLLM engine without das-adapter, with its own choice of model runner and
     scheduling; arguments as for `measure`, before which it must run, and `steps` to measure of each kind.
@@ -119,6 +130,7 @@ def measure_stock(
         raise DasError(f"calibrate: vLLM's engine did not start with the model {model!r}: {error}") from error
     samples = []
     for requests, context in product(batches, contexts):
+        progress(f"{requests} requests of {context} tokens, stock vLLM")
         _generate(llm, requests, context, steps, 2)  # the prompts' keys and values are cached from here on
         short, long = (min(_generate(llm, requests, context, steps, n) for _ in range(2)) for n in (2, 2 + steps))
         samples.append(Sample(requests, context, 0, max(1e-9, long - short) / steps, steps))

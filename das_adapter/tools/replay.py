@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,13 +139,22 @@ def _tallied(steps: list[list[Rollout]], columns: np.ndarray, largest: int) -> O
     )
 
 
-def report(rollouts: Sequence[Rollout], budget: int = 8, history: HistoryConfig | None = None) -> dict[str, Any]:
+def report(
+    rollouts: Sequence[Rollout],
+    budget: int = 8,
+    history: HistoryConfig | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
     """Replay with all sources; with fewer, to show what each adds; and with less room for the history, to show what
-    that costs. Return figures for JSON."""
+    that costs. Return figures for JSON; `progress` hears what is replayed next."""
     history = history or HistoryConfig()
-    outcomes = {sources: replay(rollouts, sources, budget, history) for sources in SOURCES}
-    whole, tallies = outcomes[SOURCES[-1]], {}
+    outcomes, tallies = {}, {}
+    for sources in SOURCES:
+        progress(sources)
+        outcomes[sources] = replay(rollouts, sources, budget, history)
+    whole = outcomes[SOURCES[-1]]
     for percent in BUDGETS:
+        progress(f"{percent} % of the history")
         smaller = history.model_copy(update={"max_bytes": whole.bytes * percent // 100})
         tallies[f"{percent}%"] = replay(rollouts, budget=budget, history=smaller).total
     groups: dict[str, dict[Any, Tally]] = {

@@ -5,9 +5,11 @@ The page is a static template, in which plotly draws the figures that are put in
 
 from __future__ import annotations
 
+import contextlib
 import html
 import json
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,42 @@ from plotly.offline import get_plotlyjs
 
 from das_adapter import __version__
 from das_adapter.errors import DasError
+from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import Rollout
 from das_adapter.tools import run_series as series
+from das_adapter.tools.advice import Sentence, sentences
 from das_adapter.tools.run_series import TrainingStep
 
 MAX_BARS = 2000
 """Maximum number of requests drawn, the last to end."""
 MAX_POINTS = 3000
 """Maximum number of decode steps drawn where each is a point."""
+_LOOK_S = 2.0
+"""How often it is looked whether the logs of a run have grown."""
+REFRESH_S = 15
+"""How often a browser loads the page of a run that goes on."""
 TEMPLATE = Path(__file__).with_name("report_page.html")
+
+
+def readings(run_dir: Path, follow: bool = False) -> Iterator[list[Rollout]]:
+    """Yield what the decision logs of a run hold; with `follow` again whenever they have grown, and never end.
+
+    Raises:
+        DasError: see `decision_log.read`; without `follow`, also where no decode step is logged.
+    """
+    if not follow:
+        if not (rollouts := decision_log.read(run_dir)):
+            raise DasError(f"report: found no decode step in the logs under {run_dir}")
+        yield rollouts
+        return
+    seen = 0
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # a full log gets another name just now
+            size = sum(path.stat().st_size for path in run_dir.rglob("decisions-*.jsonl"))
+            if size != seen and (rollouts := decision_log.read(run_dir)):
+                seen = size
+                yield rollouts
+        time.sleep(_LOOK_S)
 
 
 def summary(rollouts: list[Rollout]) -> dict[str, Any]:
@@ -50,13 +79,14 @@ def summary(rollouts: list[Rollout]) -> dict[str, Any]:
     }
 
 
-def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> list[Path]:
+def write(rollouts: list[Rollout], out: Path, version: int | None = None, follow: bool = False) -> list[Path]:
     """Write report.html and summary.json.
 
     Args:
         rollouts: of the decision logs.
         out: directory; made if there is none.
         version: the weight version that followed the rollout shown over time; None: the last complete one.
+        follow: have browsers load the page again.
 
     Raises:
         DasError: the version named is not in the logs.
@@ -68,14 +98,14 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> lis
         raise DasError(f"report: found no rollout before weight version {version}, allowed: {versions}")
     figures, steps = summary(rollouts), series.by_training_step(rollouts)
     drawn = _figures(rollouts, [r for r in rollouts if r.version == version], steps)
+    drawn = {name: data for name, data in drawn.items() if data}
     parts = {
+        "REFRESH": f'<meta http-equiv="refresh" content="{REFRESH_S}">' if follow else "",
+        "SENTENCES": "".join(_lead(sentence, sentence.figure in drawn) for sentence in sentences(rollouts)),
         "COUNTS": "Rollouts: {rollouts:,}; engines: {engines:,}; requests: {requests:,}".format(**figures)
         + f"; das-adapter {__version__}.",
-        "TILES": "".join(
-            f'<div class="tile"><b>{figure}</b>{meaning}</div>' for figure, meaning in _tiles(figures, steps)
-        ),
         "ALARMS": _alarms(series.notes(rollouts)),
-        "DATA": json.dumps({k: v for k, v in drawn.items() if v}, default=np.ndarray.tolist).replace("<", "\\u003c"),
+        "DATA": json.dumps(drawn, default=np.ndarray.tolist).replace("<", "\\u003c"),
         "PLOTLY": get_plotlyjs(),
     }
     page = TEMPLATE.read_text(encoding="utf-8")
@@ -99,14 +129,14 @@ def _figures(rollouts: list[Rollout], shown: list[Rollout], steps: Sequence[Trai
         "by source": ("drafted from", series.by_source(rollouts)),
     }
     return {
+        "saved": [[s.version, s.tokens_per_forward, s.decode_seconds, s.saved_seconds, s.plain_seconds] for s in steps],
+        "acceptance": [[title, axis, rates] for title, (axis, rates) in panels.items() if rates],
+        "history": [[s.version, s.history_hits, s.history_tokens] for s in steps if s.history_tokens is not None],
         "timeline": {
             "of": f"before weight version {shown[0].version}" if shown[0].version >= 0 else "at the end of the log",
             "first": max(0, len(timeline["requests"]) - MAX_BARS),
             **timeline,
         },
-        "acceptance": [[title, axis, rates] for title, (axis, rates) in panels.items() if rates],
-        "saved": [[s.version, s.tokens_per_forward, s.decode_seconds, s.saved_seconds] for s in steps],
-        "history": [[s.version, s.history_hits, s.history_tokens] for s in steps if s.history_tokens is not None],
         "latency": [
             [[1e3 * s.seconds, 1e3 * (s.predicted or 0.0)] for s in points[:: 1 + len(points) // MAX_POINTS]]
             for points in ([s for s in decoded if (s.drafted > 0) == drafted] for drafted in (False, True))
@@ -114,16 +144,9 @@ def _figures(rollouts: list[Rollout], shown: list[Rollout], steps: Sequence[Trai
     }
 
 
-def _tiles(summary: dict[str, Any], steps: Sequence[TrainingStep]) -> Iterable[tuple[str, str]]:
-    seconds, saved = summary["decode_seconds"], summary["time_saved_s"]
-    yield f"{summary['tokens_per_forward']:.2f}", "tokens per forward pass"
-    yield f"{summary['accepted_tokens'] / max(1, summary['draft_tokens']):.0%}", "of draft tokens accepted"
-    yield f"{saved:,.0f} s", f"saved of {seconds + saved:,.0f} s of decoding (estimate)"
-    hits = [step.history_hits for step in steps if step.history_hits is not None]
-    if hits:
-        yield f"{hits[-1]:.0%}", "of requests began with history, in the last step"
-    if summary["latency_model_error"] is not None:
-        yield f"{summary['latency_model_error']:.0%}", "mean error of predicted step times"
+def _lead(sentence: Sentence, shown: bool) -> str:
+    head = f'<a href="#{sentence.figure}">{sentence.head}</a>' if shown else sentence.head
+    return f'<p class="lead"><b>{head}:</b> {html.escape(sentence.text)}</p>'
 
 
 def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:

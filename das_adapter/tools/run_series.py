@@ -39,6 +39,8 @@ class TrainingStep(NamedTuple):
     decode_seconds: float
     """Sum over the engines, like `saved_seconds`."""
     saved_seconds: float
+    plain_seconds: float
+    """Of `decode_seconds` those of steps in which nothing was drafted."""
     history_hits: float | None
     """Share of the requests that began with history; None: not counted, here and below."""
     history_tokens: float | None
@@ -55,6 +57,7 @@ def by_training_step(rollouts: Iterable[Rollout]) -> list[TrainingStep]:
             _rate(str(version), ((c["draft_tokens"], c["accepted_tokens"]) for c in counts)),
             sum(s.seconds for s in decoded),
             sum(r.end.saved for r in group if r.end),
+            sum(s.seconds for s in decoded if not s.drafted),
             merge(counts).get("das/history_hits") if counts else None,
             max((c["history_tokens"] for c in counts if "history_tokens" in c), default=None),
         )
@@ -69,8 +72,14 @@ def tokens_per_forward(rollouts: Iterable[Rollout]) -> float:
 
 
 def by_epoch(rollouts: Iterable[Rollout]) -> list[Rate]:
-    """Sum up the n-th visits of all problems: a problem is visited once per weight version that wrote rollouts of
-    it."""
+    """Sum up the n-th visits of all problems."""
+    tried = by_visit(rollouts)
+    return [_rate(str(epoch), ((q.drafted, q.accepted) for q in tried[epoch])) for epoch in sorted(tried)]
+
+
+def by_visit(rollouts: Iterable[Rollout]) -> dict[int, list[Request]]:
+    """Return the requests of the n-th visits of all problems, by n: a problem is visited once per weight version that
+    wrote rollouts of it."""
     tried: dict[int, list[Request]] = defaultdict(list)
     visits = Counter[int]()
     for _, group in sorted(by_version(rollouts), key=lambda g: g[0] < 0):  # what no weight sync followed comes last
@@ -78,7 +87,7 @@ def by_epoch(rollouts: Iterable[Rollout]) -> list[Rate]:
         visits.update({q.problem for q in requests})
         for q in requests:
             tried[visits[q.problem]].append(q)
-    return [_rate(str(epoch), ((q.drafted, q.accepted) for q in tried[epoch])) for epoch in sorted(tried)]
+    return tried
 
 
 def by_age(rollouts: Iterable[Rollout]) -> list[Rate]:

@@ -34,7 +34,7 @@ def main() -> None:
     common = [*ASYNC, f"grpo.max_num_steps={args.steps}", *overrides]
     arms = {name: run(name, [*arm, *common], args.out) for name, arm in ARMS.items()}
     (args.out / "summary.json").write_text(json.dumps(arms, indent=1) + "\n")
-    show(arms, epoch=2)
+    show(args.out, epoch=2)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from das_adapter.nemo_rl import install, settings
 from das_adapter.nemo_rl.engine_hooks import REFITS, AsyncEngineHooks, SyncEngineHooks
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh
+from das_adapter.tools import run_logs
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKOUT = Path(nemo_rl.__file__).parents[1]
@@ -265,6 +266,18 @@ def test_the_wait_for_rollouts_is_logged_before_the_step_ends(
     *ours, last = logged[1:]
     assert last == (timings, 3, "timing/train", True)
     assert ours == ([] if waited is None else [({"das/exposed_generation_s": waited}, 3, "train", False)])
+
+
+def test_what_nemo_rls_tensorboard_logger_writes_can_be_compared(tmp_path: Path) -> None:
+    from nemo_rl.utils.logger import TensorboardLogger
+
+    logger = TensorboardLogger({}, log_dir=str(tmp_path))
+    logger.log_hyperparams({"grpo": {"max_num_steps": 2}})
+    logger.log_metrics({"das/token_hash": 7.0, "reward": 0.5, "histogram/lengths": [1, 2]}, 1, prefix="train")
+    logger.log_metrics({"generation": 2.5}, 1, prefix="timing/train", step_finished=True)
+    logger.writer.close()
+    read = run_logs.read(tmp_path)
+    assert read.steps == {1: {"das/token_hash": 7.0, "reward": 0.5, "timing/train/generation": 2.5}} and not read.exact
 
 
 def test_every_trainer_of_nemo_rl_times_its_wait_under_those_names() -> None:

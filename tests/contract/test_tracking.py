@@ -13,6 +13,7 @@ from verl.utils.tracking import Tracking  # noqa: E402
 
 from das_adapter.protocol.metrics import Counters  # noqa: E402
 from das_adapter.service.ledger import ledger  # noqa: E402
+from das_adapter.tools import run_logs  # noqa: E402
 from das_adapter.verl import tracking  # noqa: E402
 
 V1 = {"actor/pg_loss": 0.1, "critic/score/mean": 0.5, "training/global_step": 3, "timing_s/gen": 2.0}
@@ -40,6 +41,8 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
     assert [row.get("das/tokens_per_forward") for row in logged] == [3.0, 3.0, 3.0, None, None]
     assert [row.get("das/exposed_generation_s") for row in logged] == [2.0, None, None, None, None]
     assert logged[3] == VALIDATION
+    read = run_logs.read(tmp_path / "log.jsonl")
+    assert read.exact and read.steps[3]["das/token_hash"] == 1.0 and read.steps[3]["critic/score/mean"] == 0.5
 
 
 def test_exposed_generation_is_the_time_in_which_training_waits() -> None:

@@ -7,22 +7,33 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 import yaml
 from click.testing import CliRunner
 from documented import NIGHTLY, PAGES, ROOT, commands, marks, nightly
 
 from das_adapter.cli import main
+from das_adapter.core.index import SuffixIndex
+from das_adapter.protocol import spool
 from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync
+from das_adapter.tools import histories
 
 HERE = "tests/unit/test_docs_commands.py::test_what_is_typed_into_das_adapter_runs"
 # What a command looks like, and the test that runs it.
 COMMANDS = {
-    r"das-adapter (replay|simulate|report) .*": HERE,
+    r"das-adapter report .* --follow": (
+        "tests/unit/test_report.py::test_follow_writes_the_page_again_while_the_run_goes_on"
+    ),
+    r"das-adapter (replay|estimate|simulate|report|compare|config|status|history)( .*)?": HERE,
+    r"das-adapter install nemo-rl .*": (
+        "tests/unit/test_nemo_rl_environments.py::test_every_environment_that_needs_it_gets_it_and_gives_it_back"
+    ),
     r"das-adapter doctor( --json)?": "tests/contract/test_commands.py::test_doctor_finds_nothing_broken",
     r"das-adapter calibrate .*": "tests/contract/test_decisions.py::test_calibrate_measures_this_machine",
     r"pip install dist/das_adapter-\*\.whl": "tests/wheel/test_wheel.py::test_it_drafts_where_there_is_no_compiler",
@@ -107,7 +118,10 @@ def test_options_are_those_of_the_program(command: str) -> None:
     words = shlex.split(command)
     options = {word for word in words if word.startswith("--")} - {"--no-deps"}
     if words[0] == "das-adapter":
-        assert options <= {o for p in main.commands[words[1]].params if isinstance(p, click.Option) for o in p.opts}
+        command_of: click.Command = main
+        for word in words[1:]:
+            command_of = command_of.commands[word] if isinstance(command_of, click.Group) else command_of
+        assert options <= {o for p in command_of.params if isinstance(p, click.Option) for o in p.opts}
     for file in (ROOT / word for word in words if word.startswith("examples/")):
         assert all(f'"{option}"' in file.read_text() for option in options)
 
@@ -117,15 +131,22 @@ def test_nightly_runs_make_what_no_push_does() -> None:
     assert not {"long", "hosts"} & targets("ci.yml")
 
 
-TYPED = sorted(
-    {c for p in PAGES for _, block in commands(p) for c in block if re.match("das-adapter (replay|simulate|report)", c)}
-)
+def here(command: str) -> bool:
+    """Return whether it is run below."""
+    return next((test for pattern, test in COMMANDS.items() if re.fullmatch(pattern, command)), "") == HERE
+
+
+TYPED = sorted({c for page in PAGES for _, block in commands(page) for c in block if here(c)})
 
 
 @pytest.mark.parametrize("command", TYPED)
 def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a dump, a simulation and a log under the names of the docs, and the tiny policy's tokenizer."""
+    """With a dump, a simulation, logs, configs and a checkpoint under the names of the docs, and the tiny policy's
+    tokenizer."""
     monkeypatch.chdir(tmp_path)
+    for module in (spool, histories):
+        monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("rollouts", "DUMP"):
         Path(name).mkdir()
     steps = range(1, 4)
@@ -140,6 +161,18 @@ def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monke
         log.add(Request(0, 0, tokens=9, drafted=6, accepted=3, begin=100.0, end=101.0))
         log.add(WeightSync(version, None, 0.0, None))
     log.flush()
+    for run in ("off", "das"):
+        logged = {"das/token_hash": 7.0, "critic/score/mean": 0.5, "das/rollout_s": 1.0}
+        Path(f"runs/{run}.jsonl").write_text(json.dumps({"step": 1, "data": logged}) + "\n")
+    Path("das.yaml").write_text("drafter: history\n")
+    Path("grpo.yaml").write_text("policy: {generation: {backend: vllm, das: {drafter: history}}}\n")
+    index = SuffixIndex()
+    index.add(1, np.arange(30), 3)
+    index.seal()
+    Path("checkpoints/step_100/das_history/index").mkdir(parents=True)
+    index.save("checkpoints/step_100/das_history/index/0")
+    facts = {"scope": "problem", "tokenizer": "0123456789abcdef"}
+    Path("checkpoints/step_100/das_history/history.json").write_text(json.dumps(facts))
     words = shlex.split(command)[1:]
     if "--tokenizer" in words:
         words[words.index("--tokenizer") + 1] = str(ROOT / "examples/tiny_math/policy")

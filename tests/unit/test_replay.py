@@ -177,15 +177,14 @@ def test_the_report_adds_up() -> None:
     assert gains == sorted(gains) and gains[-1] == figures["tokens_per_forward"] > 1.5
 
 
-def test_the_command_prints_and_writes(tmp_path: Path) -> None:
+def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     rows = [{"input": "1+2=", "output": "1+2=3, so 1+2=3", "step": s} for s in (1, 2)]
     path = write(tmp_path / "1.jsonl", *rows)
-    out = CliRunner().invoke(
-        main, ["replay", str(path), "--tokenizer", str(TOKENIZER), "--json", str(tmp_path / "f.json")]
-    )
+    command = ["replay", str(path), "--tokenizer", str(TOKENIZER)]
+    out = CliRunner().invoke(main, command)
     assert out.exit_code == 0, out.output
     assert all(row in out.output for row in ("source own+siblings+history", "step 2", "visit 2", "budget 25%"))
-    assert json.loads((tmp_path / "f.json").read_text())["rollouts"] == 2
+    assert json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)["rollouts"] == 2
     out = CliRunner().invoke(main, ["replay", str(path), "--max-bytes", "1KiB"])
     assert out.exit_code == 1 and "das.history.max_bytes" in out.output
     out = CliRunner().invoke(main, ["replay", str(path)])

@@ -15,7 +15,7 @@ import pytest
 
 from das_adapter.core.staleness import AGES
 from das_adapter.protocol.decision_log import Counts, DecisionLog, Request, Rollout, Step, WeightSync, read
-from das_adapter.tools import report, run_series
+from das_adapter.tools import advice, report, run_series
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 # What a browser has drawn: per figure its traces with decoded coordinates, and its axes' titles.
@@ -111,7 +111,47 @@ def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(run: list[Rollou
     over = [Rollout("a", run[0].steps, run[0].requests, [collapsed], WeightSync(1, None, 0.0, why))]
     report.write(over, tmp_path)
     page = (tmp_path / "report.html").read_text()
-    assert page.count(f'<div class="alarm"><b>Training step 1:</b> {why}') == page.count(why) == 1
+    assert page.count(f'<div class="alarm"><b>Training step 1:</b> {why}') == 1
+    assert f"<b>To change:</b> begin with the alarm: {why}." in page and page.count(why) == 2
+
+
+def test_three_sentences_say_what_was_saved_where_it_was_lost_and_what_to_change(
+    run: list[Rollout], tmp_path: Path
+) -> None:
+    saved, lost, change = (s.text for s in advice.sentences(run))
+    assert saved == "about 20.0 s of 180.0 s of decoding (11%); a request got 2.00 tokens from a forward pass."
+    assert lost == (
+        "0% of the decoding time passed in steps without drafts, 50% of the draft tokens were rejected, 50% of the "
+        "requests began without history of their problem."
+    )
+    assert change == "nothing: drafts are accepted and pay."
+    report.write(run, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    leads = re.findall(r'<p class="lead"><b><a href="#(\w+)">([\w ]+)</a>:</b> (.*?)</p>', page)
+    assert leads == [("saved", "Saved", saved), ("acceptance", "Lost", lost), ("history", "To change", change)]
+
+
+def changed(run: list[Rollout], **counts: Any) -> str:
+    """What is advised where every engine counts this as well."""
+    over = [Rollout(r.source, r.steps, r.requests, [{**c, **counts} for c in r.counts], r.end) for r in run]
+    return advice.sentences(over)[2].text
+
+
+def test_the_advice_is_for_what_the_log_shows(run: list[Rollout]) -> None:
+    assert changed(run, history_lost=1) == (
+        "raise das.history.max_bytes: 8 of 32 requests lacked the history of a known problem."
+    )
+    assert changed(run, neural_counts=(100, 20)).startswith("das.draft.weights: trainer; 20% of")
+    assert changed(run, alarm="the drafter's weights were not synced").startswith("begin with the alarm")
+    assert changed(run[:4]).startswith("nothing yet: 100% of the requests were the first of their problem")
+    costly = [Rollout(r.source, r.steps, r.requests, r.counts, r.end._replace(saved=-1.0)) for r in run if r.end]
+    assert advice.sentences(costly)[0].text.startswith("nothing; drafts cost 8.0 s beside 152.0 s of decoding")
+    assert "`drafter: none`" in changed(costly)
+    plain = [s._replace(drafted=0, accepted=0, requests=30) for s in run[0].steps]
+    resting = [Rollout(r.source, plain, r.requests, r.counts, r.end) for r in run]
+    assert "fewer requests an engine: 30 ran in steps without drafts" in changed(resting)
+    begun = advice.sentences([Rollout("a", run[0].steps, run[0].requests)])
+    assert begun[0].text.startswith("not known before the first weight sync")
 
 
 def test_running_requests_are_those_between_begin_and_end(run: list[Rollout]) -> None:
@@ -160,7 +200,10 @@ def test_a_browser_draws_the_figures_of_the_run(run: list[Rollout], tmp_path: Pa
     assert trace("acceptance", "by training step")["x"] == [1, 2, 3, 4]
     assert trace("acceptance", "by source")["x"] == ["earlier rollouts", "live text only", "neural drafter"]
     assert trace("acceptance", "by age of the history")["y"] == [25, 75]
+    assert list(drawn) == ["saved", "acceptance", "history", "timeline", "latency"], "as the sentences have it"
     assert trace("saved", "saved")["y"] == [5, 5, 5, 5]
+    assert trace("saved", "spent with drafts")["y"] == [40, 40, 40, 40]
+    assert trace("saved", "spent without drafts")["y"] == [0, 0, 0, 0]
     assert trace("history", "history hits")["y"] == [0, 0, 100, 100]
     assert trace("latency", "with drafts")["x"][0] == 500
     assert trace("latency", "with drafts")["y"][0] == 400

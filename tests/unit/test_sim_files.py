@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pty
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +56,9 @@ def test_a_config_is_read_and_a_wrong_key_names_itself(tmp_path: Path) -> None:
 def test_the_command_simulates_and_varies(tmp_path: Path) -> None:
     path = tmp_path / "sim.yaml"
     path.write_text(json.dumps(SMALL))
-    done = CliRunner().invoke(main, ["simulate", str(path), "--json", str(tmp_path / "o.json")])
+    done = CliRunner().invoke(main, ["simulate", str(path), "--json"])
     assert done.exit_code == 0, done.output
-    figures = json.loads((tmp_path / "o.json").read_text())
+    figures = json.loads(done.stdout)
     assert figures["off"]["rollout_of_first"] == 1.0 > figures["history"]["rollout_of_first"]
     done = CliRunner().invoke(main, ["simulate", str(path), "--vary", "hardware.gpus=1,2"])
     assert done.exit_code == 0 and "hardware.gpus=2" in done.output
@@ -61,14 +66,19 @@ def test_the_command_simulates_and_varies(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "KEY=V1,V2" in done.output
 
 
-def test_what_can_t_be_written_is_refused_before_anything_is_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Simulation, "run", None)
-    path = tmp_path / "sim.yaml"
+def test_a_terminal_shows_how_far_a_simulation_is(tmp_path: Path) -> None:
+    path, shown = tmp_path / "sim.yaml", b""
     path.write_text(json.dumps(SMALL))
-    done = CliRunner().invoke(main, ["simulate", str(path), "--json", str(tmp_path / "no" / "o.json")])
-    assert done.exit_code == 2 and "o.json" in done.output
+    terminal, theirs = pty.openpty()
+    command = [sys.executable, "-m", "das_adapter.cli", "simulate", str(path), "--json"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env={**os.environ, "TERM": "xterm"})
+    os.close(theirs)
+    with contextlib.suppress(OSError):  # its end
+        while part := os.read(terminal, 4096):
+            shown += part
+    os.close(terminal)
+    assert json.loads(running.communicate()[0])["off"]["rollout_of_first"] == 1.0
+    assert b"history" in shown and b"1/2" in shown
 
 
 def test_a_key_of_an_arm_that_is_there_by_default_is_varied() -> None:

@@ -14,6 +14,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from das_adapter.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.wheel
@@ -124,6 +127,18 @@ def test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled(instal
     subprocess.run(uninstall, check=True, capture_output=True, text=True)
     assert sorted(packages.iterdir()) == before
     assert not (python.parent / "das-adapter").exists()
+
+
+def test_nemo_rls_environments_get_the_wheel_by_one_command(wheel: Path, tmp_path: Path) -> None:
+    name = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
+    venv.create(tmp_path / name, with_pip=False)
+    command = ["install", "nemo-rl", "--venvs", str(tmp_path)]
+    done = CliRunner().invoke(main, [*command, "--from", str(wheel)])
+    assert done.exit_code == 0, done.output
+    bin_ = tmp_path / name / "bin"
+    assert "drafted [10, 11, 12, 13]" in run(bin_, str(bin_ / "python"), str(ROOT / "tests/wheel/draft_once.py"))
+    assert CliRunner().invoke(main, [*command, "--uninstall"]).exit_code == 0
+    assert not (bin_ / "das-adapter").exists()
 
 
 def test_an_engine_drafts_from_its_history_after_its_weights_were_updated_in_place(wheel: Path, tmp_path: Path) -> None:

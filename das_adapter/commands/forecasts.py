@@ -1,0 +1,204 @@
+"""Commands that say, without a training run, what drafts would save: replay, estimate, simulate, calibrate."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from das_adapter.commands.output import EXISTING, FILE, as_json, bar, print_json, print_table
+
+
+def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise click.BadParameter(f"found {text!r}, expected whole numbers such as 1,4,16") from None
+
+
+def _json(_: click.Context, __: click.Parameter, text: str | None) -> Any:
+    try:
+        return text and json.loads(text)
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"found {text!r}, expected JSON: {error}") from None
+
+
+@click.command()
+@click.argument("model")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("calibration.json"), show_default=True)
+@click.option("--batches", default="1,2,4,8,16,32,64", callback=_numbers, show_default=True, help="Requests.")
+@click.option("--contexts", default="256,1024", callback=_numbers, show_default=True, help="Mean tokens of a request.")
+@click.option("--drafts", default="0,1,3,7,15", callback=_numbers, show_default=True, help="Draft tokens per request.")
+@click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
+@click.option("--drafter", callback=_json, help="A `das:` block as JSON: also measure the passes of its model.")
+@click.option("--engine", default="{}", callback=_json, help="JSON: further arguments of vllm.LLM, as dtype.")
+def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **grid: tuple[int, ...]) -> None:
+    """Measure what decode steps of MODEL take here.
+
+    With drafts and without, and those of a vLLM engine without das-adapter; fit the latency model, judge it on held-out
+    points, and write a file. MODEL is a directory or name with a Hugging Face config; its weights are not read.
+    """
+    from das_adapter.config import parse
+    from das_adapter.tools import calibrate as sweep
+
+    with bar(2 * len(grid["batches"]) * len(grid["contexts"])) as progress:
+        stock = sweep.measure_stock(model, grid["batches"], grid["contexts"], 4 * rounds, progress, **engine)
+        measured = sweep.measure(model, rounds=rounds, das=parse(drafter), progress=progress, **grid, **engine)
+    result = sweep.analyse(measured, stock)
+    sweep.write(out, model, measured, result, shlex.join(["das-adapter", *sys.argv[1:]]))
+    click.echo(json.dumps(result["validation"], indent=2))
+    click.echo(str(out))
+
+
+_DUMP = click.argument("path", type=EXISTING, metavar="DUMP")
+_TOKENIZER = click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where DUMP holds text.")
+_BUDGET = click.option("--budget", type=int, show_default="8", help="Most draft tokens of a request in a round.")
+_MAX_BYTES = click.option("--max-bytes", show_default="8GiB", help="Size of the history, such as 512MiB.")
+
+
+@click.command()
+@_DUMP
+@_TOKENIZER
+@_BUDGET
+@_MAX_BYTES
+@as_json
+def replay(path: Path, tokenizer: str | None, budget: int | None, max_bytes: str | None, as_json: bool) -> None:
+    """Draft dumped rollouts again, step by step.
+
+    DUMP, a file or a directory: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or .npz / .jsonl of
+    responses.
+    """
+    from das_adapter.config import DasConfig, parse
+    from das_adapter.sim import rollouts
+    from das_adapter.tools import replay as simulator
+
+    das = parse({"history": {"max_bytes": max_bytes}} if max_bytes else {}) or DasConfig()
+    with bar(len(simulator.SOURCES) + len(simulator.BUDGETS)) as progress:
+        figures = simulator.report(rollouts.read(path, tokenizer), budget or 8, das.history, progress)
+    if as_json:
+        print_json(figures)
+        return
+    rows = []
+    for kind in ("all", "by_source", "by_length", "by_visit", "by_budget", "by_step"):
+        for name, f in figures.get(kind, {"sources": figures}).items():
+            rates = "{tokens_per_forward:.2f} {accepted_per_round:.2f} {drafted_per_round:.2f} {rounds} {hits:.0%}"
+            rows.append((f"{kind.removeprefix('by_')} {name}", *rates.format(**f).split()))
+    print_table(("", "tokens/forward", "accepted", "drafted", "rounds", "hits"), rows)
+
+
+@click.command()
+@_DUMP
+@_TOKENIZER
+@_BUDGET
+@_MAX_BYTES
+@click.option("--hardware", required=True, help="The GPU, such as H100.")
+@click.option("--model", required=True, help="The policy, a name such as Qwen/Qwen2.5-7B or a config.json.")
+@click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs that generate.")
+@click.option("--per-engine", type=click.IntRange(1), default=1, show_default=True, help="GPUs of an engine.")
+@click.option("--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True, help="Of weights.")
+@click.option("--max-num-seqs", type=click.IntRange(1), show_default="256", help="Most requests of an engine.")
+@click.option("--other-s", type=click.FloatRange(0), default=0.0, help="Seconds of a step beside its rollout.")
+@as_json
+def estimate(
+    path: Path,
+    tokenizer: str | None,
+    budget: int | None,
+    max_bytes: str | None,
+    hardware: str,
+    max_num_seqs: int | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Estimate what dumped rollouts would take on a cluster.
+
+    Without drafts and with them; and which block to begin with. DUMP as in `replay`.
+    """
+    import yaml
+
+    from das_adapter.sim import pays, rollouts
+
+    das: dict[str, Any] = {"history": {"max_bytes": max_bytes}} if max_bytes else {}
+    das |= {"max_draft_tokens": budget} if budget else {}
+    dump, engine = rollouts.read(path, tokenizer), {"max_num_seqs": max_num_seqs} if max_num_seqs else None
+    with bar(2) as progress:
+        answer = pays.would_it_pay(dump, gpu=hardware, das=das, engine=engine, progress=progress, **options)
+    if as_json:
+        print_json(answer)
+        return
+    rows = []
+    for e in answer["epochs"]:
+        shown = (e["off_s"], e["on_s"], e["on_s"] / e["off_s"])
+        steps = (e["off_step_s"], e["on_step_s"], e["on_step_s"] / e["off_step_s"])
+        figures = (f"{x:.2f}" for x in (*shown, *steps, e["tokens_per_forward"]))
+        rows.append((str(e["number"]), str(e["steps"]), *figures))
+    columns = ("epoch", "steps", "off, s", "on, s", "ratio", "step off", "on", "ratio", "tok/fwd")
+    print_table(columns, rows, left=0)
+    engines = f"{answer['engines']} engines, {answer['kv_tokens']} tokens of KV cache each"
+    click.echo(f"{engines}; history: {answer['of_off']:.2f} of off")
+    if len(answer["epochs"]) == 1:
+        click.echo("Note: no problem comes back in the dump: a later epoch would be drafted for better.")
+    click.echo("Recommended:\n" + yaml.safe_dump({"das": answer["das"]}, sort_keys=False).rstrip())
+
+
+@click.command()
+@click.argument("path", type=FILE, metavar="CONFIG")
+@click.option("--vary", multiple=True, metavar="KEY=V1,V2", help="Simulate every combination.")
+@as_json
+def simulate(path: Path, vary: tuple[str, ...], as_json: bool) -> None:
+    """Simulate rollouts on given hardware: seconds by drafter.
+
+    CONFIG: a YAML file that describes them.
+    """
+    from das_adapter.sim import config as configs
+    from das_adapter.sim import simulate as run
+
+    config = configs.read(path)
+    varied = list(configs.variants(config, _varied(vary))) if vary else [({}, config)]
+    with bar(len(varied) * len(config.arms)) as progress:
+        figures = [{"values": values, "arms": run(variant, progress=progress)} for values, variant in varied]
+    if as_json:
+        print_json(figures if vary else figures[0]["arms"])
+        return
+    for variant in figures:
+        if vary:
+            click.echo(", ".join(f"{key}={value}" for key, value in variant["values"].items()))
+        _print_arms(variant["arms"])
+
+
+def _varied(options: tuple[str, ...]) -> dict[str, list[Any]]:
+    import yaml
+
+    found = {}
+    for option in options:
+        key, equals, values = option.partition("=")
+        if not equals or not values:
+            raise click.BadParameter(
+                f"found {option!r}, expected KEY=V1,V2, such as hardware.gpus=8,64", param_hint="--vary"
+            )
+        found[key] = [yaml.safe_load(value) for value in values.split(",")]
+    return found
+
+
+def _print_arms(figures: dict[str, Any]) -> None:
+    columns = ("arm", "rollout s", "ratio", "step s", "ratio", "tok/fwd", "drafted", "preempted")
+    row = (
+        "{rollout_s:.1f} {rollout_of_first:.2f} {step_s:.1f} {step_of_first:.2f} {tokens_per_forward:.2f} {drafted} "
+        "{preempted}"
+    )
+    print_table(columns, ((name, *row.format(**f).split()) for name, f in figures.items()))
+
+
+@click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[PART]...")
+def bench(arguments: tuple[str, ...]) -> None:
+    """Measure das-adapter on a GPU, without weights or a network; `--help` lists the parts."""
+    from das_adapter.bench.run import main as run
+
+    run(arguments)
+
+
+COMMANDS = (replay, estimate, simulate, calibrate, bench)

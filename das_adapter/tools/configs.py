@@ -1,0 +1,155 @@
+"""`das-adapter config`: the `das:` block of a file with every key that has an effect, and what would run where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from das_adapter import compat, config
+from das_adapter.config import DasConfig
+from das_adapter.config_errors import lacking
+from das_adapter.engine.runner import runner_for
+from das_adapter.errors import ConfigError
+from das_adapter.protocol.engine_args import REFRESHER, SETTINGS_KEY, draft_lengths
+
+VERL, NEMO_RL = "veRL", "NeMo-RL"
+
+
+class Loaded(NamedTuple):
+    """A config as its host would see it."""
+
+    host: str | None
+    """`VERL` or `NEMO_RL`; None: the file holds a block alone."""
+    content: Any
+    """OmegaConf's container of a host's config, else the block."""
+    notes: list[str]
+    """What could not be read here."""
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """Read a block (`das:` may stand above it), a veRL config, which Hydra composes, or a NeMo-RL config with the files
+    that its `defaults:` name, those that are on this machine.
+
+    Args:
+        overrides: of the host's command line, such as `policy.generation.das.drafter=none`.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    import yaml
+
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    keys = raw if isinstance(raw, Mapping) else {}
+    parents = keys.get("defaults") or []
+    files = [parent for parent in ([parents] if isinstance(parents, str) else parents) if str(parent).endswith("ml")]
+    if "policy" in keys or files:
+        notes: list[str] = []
+        return Loaded(NEMO_RL, _overridden(_merged(path, notes), overrides), notes)
+    if {"actor_rollout_ref", "hydra", "defaults"} & keys.keys():
+        return Loaded(VERL, _composed(path, overrides), [])
+    if overrides:
+        raise ConfigError(f"{path}: found a block alone and {overrides[0]!r}, which is for the config of a host")
+    return Loaded(None, config.read(str(path)), [])
+
+
+def _composed(path: Path, overrides: Sequence[str]) -> Any:
+    """Compose a veRL config; its own configs are found where veRL is installed."""
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    try:
+        with initialize_config_dir(str(path.parent.resolve()), version_base=None):
+            return compose(path.stem, overrides=list(overrides))
+    except HydraException as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _merged(path: Path, notes: list[str]) -> Any:
+    """Merge a NeMo-RL config over its parents, as NeMo-RL's `load_config` does."""
+    from omegaconf import DictConfig, OmegaConf
+
+    def over(base: Any, above: Any) -> Any:
+        for key, value in above.items_ex(resolve=False):
+            if isinstance(value, DictConfig) and value.get("_override_"):
+                value.pop("_override_")
+                base.pop(key, None)
+        return OmegaConf.merge(base, above)
+
+    own: Any = OmegaConf.load(path)
+    merged: Any = OmegaConf.create()
+    parents = own.get("defaults") or []
+    for parent in [parents] if isinstance(parents, str) else parents:
+        file = path.parent / parent
+        if file.is_file():
+            merged = over(merged, _merged(file, notes))
+        else:
+            notes.append(f"{file} is not on this machine: what it says is not seen")
+    own.pop("defaults", None)
+    return over(merged, own)
+
+
+def _overridden(content: Any, overrides: Sequence[str]) -> Any:
+    from omegaconf import OmegaConf
+
+    if removed := [override for override in overrides if override.startswith("~")]:
+        raise ConfigError(f"found {removed[0]!r}, allowed for a NeMo-RL config: KEY=VALUE")
+    return OmegaConf.merge(content, OmegaConf.from_dotlist([override.lstrip("+") for override in overrides]))
+
+
+def effective(das: DasConfig) -> dict[str, Any]:
+    """Return a block with every key that has an effect, as plain containers: defaults filled in, and what null stands
+    for where that is known before the run."""
+    whole = das.model_dump(mode="json")
+    whole["max_draft_tokens"] = das.num_draft_tokens if das.drafter != "none" else None
+    whole["verify"]["noise"] = "keyed" if das.keyed else "stock"
+    for name in ("history", "self", "draft", "verify"):
+        kept = {k: v for k, v in whole.pop(name).items() if not any(lacking(das, config.NEEDS, f"{name}.{k}"))}
+        whole |= {name: kept} if kept else {}
+    return whole
+
+
+def placement(das: DasConfig | None, host: str | None, arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Say what would run where.
+
+    Args:
+        das: the block; None: it leaves the host as it is.
+        host: see `Loaded`.
+        arguments: engine arguments that the host's config gives.
+
+    Raises:
+        ConfigError: one of them contradicts the block.
+    """
+    if das is None:
+        return {"engines": f"{host or 'vLLM'} as it is: nothing of das-adapter runs"}
+    v1 = _runner(das, arguments)
+    found = {"model runner": v1 or "V2, where vLLM finds a device that Triton compiles for; else V1"}
+    if das.in_every_step:
+        found["drafts"] = f"{das.num_draft_tokens} tokens in every step, as vLLM has it"
+    elif das.drafter != "none" and v1:
+        looked_up = "; texts are searched on the host" if das.looked_up else ""
+        found["drafts"] = f"up to {das.num_draft_tokens} tokens, each request its own number{looked_up}"
+    elif das.drafter != "none":
+        lengths = ", ".join(map(str, draft_lengths(das)))
+        found["drafts"] = f"0, {lengths} tokens, one length for all requests of a step, made on the device"
+    if das.shares_history:
+        saved = "saved in checkpoints" if host and das.saves_history else "in no checkpoint"
+        writer = "Ray actor" if host else "process"
+        found["history"] = f"written by one {writer} on each node, in its shared memory; {saved}"
+    by = {VERL: "das-adapter's load balancer", NEMO_RL: "das-adapter's generation class", None: "nobody: no host"}
+    found["routing"] = f"{das.routing}, by {by[host]}" if das.routing != "host" or not host else f"{host}'s own"
+    return found
+
+
+def _runner(das: DasConfig, arguments: Mapping[str, Any]) -> str | None:
+    """Say that engines run V1, and why; None: V2 where there is a device for it."""
+    if compat.version("vllm") is None:
+        return f"not known, for lack of vLLM here: V1 where it is older than {compat.V2_RUNNER.oldest}"
+    given = {"speculative_config": None, "async_scheduling": arguments.get("async_scheduling")}
+    parallel, own = arguments.get("data_parallel_size") or 1, {SETTINGS_KEY: das.to_dict(), REFRESHER: "host"}
+    why = runner_for(SimpleNamespace(**given, data_parallel_size=parallel, additional_config=own), das).v1
+    return why and f"V1: {why}"

@@ -1,0 +1,109 @@
+"""The histories of this node and of checkpoints: what lies there, who uses it, and what dead runs have left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.private import is_private
+from das_adapter.core.index.store import newest_in, problems_in
+from das_adapter.errors import DasError
+from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, USERS, size_of
+from das_adapter.service import janitor
+
+
+def here() -> Iterator[dict[str, Any]]:
+    """Describe this user's histories on this node, as `inspect` does; of one that can't be read, say why (`error`)."""
+    for path in _lying():
+        try:
+            yield inspect(path)
+        except (OSError, DasError) as error:  # it was removed just now, say
+            yield {"directory": str(path), "error": str(error)}
+
+
+def clean() -> list[str]:
+    """Remove the histories of this user's that nobody writes to, watches or uses; return their directories."""
+    before = _lying()
+    for root in _roots():
+        janitor.sweep(root, besides="")
+    return [str(path) for path in before if not path.exists()]
+
+
+def _roots() -> tuple[Path, ...]:
+    return SHARED_MEMORY, Path(tempfile.gettempdir())
+
+
+def _lying() -> list[Path]:
+    return [path for root in _roots() for path in sorted(root.glob("das-history-*")) if is_private(path)]
+
+
+def inspect(directory: Path) -> dict[str, Any]:
+    """Describe the history of a node or of a checkpoint; nothing is changed.
+
+    Returns:
+        `directory`, `problems`, and `bytes` of files. Of a node: `tokens`; `generation`, the last that was published;
+        the processes that write (`writer`) and use it (`engines`, those without a host); files that wait for the
+        writer; `age_s`, seconds since something was published or left. Of a checkpoint: `version`, the newest of the
+        weights that wrote it, the number of `nodes`, and the `scope` and `tokenizer` of its run.
+
+    Raises:
+        DasError: it is neither, or damaged.
+    """
+    for saved in (directory, directory / "das_history"):
+        if (saved / "history.json").is_file():
+            return _saved(saved)
+    if not (directory / FOLDER).is_dir():
+        raise DasError(
+            f"history: found none in {str(directory)!r}, allowed: a directory das-history-* of a node (in "
+            f"{SHARED_MEMORY}), a checkpoint, or its directory das_history"
+        )
+    index = SuffixIndex.attach(directory)
+    generation = index.refresh()
+    waiting = [path for path in (directory / FOLDER).iterdir() if path.name.startswith(("batch-", "texts-"))]
+    touched = [path.stat().st_mtime for path in (*directory.glob("manifest-*"), *waiting)]
+    return {
+        "directory": str(directory),
+        "problems": index.problems,
+        "tokens": index.tokens,
+        "bytes": size_of(directory),
+        "generation": generation,
+        "writer": _holders(directory / "writer"),
+        "engines": _holders(directory / USERS),
+        "waiting": len(waiting),
+        "age_s": round(time.time() - max(touched)) if touched else None,
+    }
+
+
+def _saved(directory: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads((directory / "history.json").read_text())
+        parts = sorted((directory / "index").iterdir())
+        return {
+            "directory": str(directory),
+            "problems": len(np.unique(np.concatenate([problems_in(part) for part in parts]))),
+            "bytes": sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()),
+            "version": max(newest_in(part) for part in parts),
+            "nodes": len(parts),
+            **{name: facts[name] for name in ("scope", "tokenizer")},
+        }
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise DasError(f"history: {str(directory)!r} is damaged: {error!r}") from None
+
+
+def _holders(lock: Path) -> list[int]:
+    """Return the processes of this container that hold a lock, as the kernel lists them: taking it would disturb
+    them."""
+    if not lock.exists():
+        return []
+    held, found = Path("/proc/locks").read_text(), lock.stat()
+    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    return sorted({int(pid) for pid in re.findall(rf"^\d+: FLOCK +\w+ +\w+ (\d+) {place} ", held, re.MULTILINE)})

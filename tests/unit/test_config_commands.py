@@ -1,0 +1,174 @@
+"""`das-adapter config check` and `config show`: the shipped configs, and what the hosts themselves would refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from das_adapter import compat
+from das_adapter.cli import main
+from das_adapter.config import NEEDS, DasConfig, parse
+from das_adapter.tools import configs
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS: list[dict[str, Any]] = [
+    {},
+    {"drafter": "none", "verify": {"noise": "keyed", "seed": 3}},
+    {"drafter": "self", "self": {"ladder": [3, 5]}},
+    {"drafter": "history+self", "history": {"scope": "request"}},
+    {"drafter": "ngram", "max_draft_tokens": 4},
+    {"drafter": "eagle3", "draft": {"model": "drafter"}, "budget": "unlimited", "speculate": "always"},
+    {"drafter": "history+mtp", "verify": {"noise": "stock"}},
+]
+
+
+def shown(*words: object) -> dict[str, Any]:
+    done = CliRunner().invoke(main, ["config", "show", *map(str, words), "--json"])
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_the_effective_block_is_the_same_block_with_every_key_that_has_an_effect(block: dict[str, Any]) -> None:
+    das = parse(block)
+    assert das is not None
+    whole = configs.effective(das)
+    again = parse(whole)
+    assert again is not None and configs.effective(again) == whole
+    for key in ("drafter", "keyed", "num_draft_tokens", "model_tokens", "controlled", "looked_up", "saves_history"):
+        assert getattr(again, key) == getattr(das, key), key
+    blocks = {key.partition(".")[0] for key in NEEDS}
+    assert whole.keys() >= DasConfig.model_fields.keys() - blocks, "every other key is filled in"
+    assert ("self" in whole) == das.copies_policy and ("draft" in whole) == das.neural
+    assert ("history" in whole) == das.uses_history
+
+
+def test_a_block_alone_is_shown_and_what_is_wrong_with_one_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "das.yaml"
+    path.write_text("das: {drafter: history, history: {max_bytes: 512MiB}}\n")
+    found = shown(path)
+    assert found["host"] is None and found["das"]["history"]["max_bytes"] == 512 * 2**20
+    assert found["das"]["max_draft_tokens"] == 16 and found["das"]["verify"]["noise"] == "keyed"
+    assert found["runs"]["history"].startswith("written by one process on each node")
+    done = CliRunner().invoke(main, ["config", "show", str(path)], terminal_width=200)
+    assert yaml.safe_load(done.output.partition("what ")[0])["das"]["drafter"] == "history"
+    for text, words in (
+        ("drafter: histroy", "das.drafter: found 'histroy'"),
+        ("self: {weights: int8}", "das.self.weights='int8' has an effect only with das.drafter"),
+        ("history: {load: nowhere}", "das.history.load: found 'nowhere'"),
+        (f"log_dir: {path}/logs", "das.log_dir: found"),
+        ("[1, 2]", "expected a das: block"),
+        ("{", "das.yaml"),
+    ):
+        path.write_text(text)
+        done = CliRunner().invoke(main, ["config", "check", str(path)])
+        assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+
+
+def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
+    path = tmp_path / "das.yaml"
+    path.write_text(f"log_dir: {tmp_path}/new/logs\n")
+    done = CliRunner().invoke(main, ["config", "check", str(path)])
+    assert done.exit_code == 0 and "nothing is wrong" in done.output, done.output
+    assert os.listdir(tmp_path) == ["das.yaml"]
+
+
+def test_none_leaves_vllm_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "das.yaml"
+    path.write_text("drafter: none\n")
+    assert shown(path) == {
+        "host": None,
+        "das": None,
+        "runs": {"engines": "vLLM as it is: nothing of das-adapter runs"},
+        "notes": [],
+    }
+
+
+VERL = ROOT / "examples" / "verl" / "grpo_qwen2_5_7b_gsm8k.yaml"
+DAS = "actor_rollout_ref.rollout.custom.das"
+
+
+def test_a_verl_config_is_composed_and_checked_as_verl_does() -> None:
+    pytest.importorskip("verl")
+    found = shown(VERL)
+    assert found["host"] == "veRL" and found["das"]["drafter"] == "history" and found["notes"] == []
+    assert found["runs"]["routing"] == "longest_first, by das-adapter's load balancer"
+    assert shown(VERL, f"{DAS}.drafter=self")["das"]["self"] == {"weights": "int4", "ladder": None}
+    for override, words in (
+        ("actor_rollout_ref.rollout.name=sglang", "allowed: 'vllm'"),
+        ("no.such.key=1", "no.such.key"),
+    ):
+        done = CliRunner().invoke(main, ["config", "check", str(VERL), override])
+        assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+
+
+@pytest.fixture
+def nemo_rl(tmp_path: Path) -> Path:
+    """A config over a chain of parents: one of a folder beside, the overlay, and one that is not here."""
+    (tmp_path / "base").mkdir()
+    base = {"policy": {"max_total_sequence_length": 512, "generation": {"backend": "vllm", "vllm_kwargs": {}}}}
+    (tmp_path / "base" / "grandparent.yaml").write_text(yaml.safe_dump({**base, "logger": {"wandb": True}}))
+    (tmp_path / "base" / "parent.yaml").write_text(
+        "defaults: grandparent.yaml\npolicy: {generation: {vllm_kwargs: {max_num_seqs: 64, data_parallel_size: 2}}}\n"
+    )
+    path = tmp_path / "grpo.yaml"
+    path.write_text(
+        f"defaults: [base/parent.yaml, {ROOT}/configs/nemo_rl/das.yaml, '${{oc.env:NO_SUCH_DIR,/none}}/x.yaml']\n"
+        "logger: {_override_: true, file: true}\n"
+        "policy: {generation: {das: {max_draft_tokens: 8}}}\n"
+    )
+    return path
+
+
+def test_a_nemo_rl_config_is_merged_over_its_parents(nemo_rl: Path) -> None:
+    found = shown(nemo_rl)
+    assert found["host"] == "NeMo-RL"
+    assert (found["das"]["drafter"], found["das"]["max_draft_tokens"]) == ("history", 8)
+    assert found["notes"][0] == "/none/x.yaml is not on this machine: what it says is not seen"
+    assert found["runs"]["routing"].endswith("das-adapter's generation class")
+    assert shown(nemo_rl, "policy.generation.das.drafter=none")["das"] is None
+    merged = configs.load(nemo_rl).content
+    assert merged.logger == {"file": True} and merged.policy.generation.vllm_kwargs.max_num_seqs == 64
+    for override, words in (
+        ("policy.generation.backend=sglang", "policy.generation.backend='sglang', allowed: 'vllm'"),
+        ("++policy.generation.vllm_kwargs.speculative_config.method=ngram", "both choose a drafter"),
+        ("~policy.generation.das", "allowed for a NeMo-RL config: KEY=VALUE"),
+    ):
+        done = CliRunner().invoke(main, ["config", "check", str(nemo_rl), override])
+        assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "configs/nemo_rl/recipes").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_recipes_are_merged_as_nemo_rl_merges_them(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = shown(recipe)
+    assert found["host"] == "NeMo-RL" and found["das"]["drafter"] == "history"
+    loaders = pytest.importorskip("nemo_rl.utils.config", reason="put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
+    monkeypatch.setenv("NEMO_RL_DIR", str(Path(loaders.__file__).parents[2]))
+    loaded = configs.load(recipe)
+    assert loaded.notes == [] and loaded.content == loaders.load_config(recipe)
+
+
+def test_the_runner_is_the_engines_own_choice_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    das = parse({})
+    assert das is not None
+    parallel = {"data_parallel_size": 2}
+    if compat.version("vllm") is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+        assert configs.placement(das, None, {})["model runner"].startswith("V1: ")
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    monkeypatch.setattr(compat, "version", lambda host: "0.31.0")
+    monkeypatch.setattr(compat, "missing", lambda host: [])
+    runs = configs.placement(das, None, {})
+    assert runs["model runner"].startswith("V2") and "1, 2, 4, 8, 16 tokens, one length" in runs["drafts"]
+    runs = configs.placement(das, "veRL", parallel)
+    assert runs["model runner"] == "V1: V2 has no draft lengths by step beside data_parallel_size > 1"
+    assert runs["drafts"] == "up to 16 tokens, each request its own number; texts are searched on the host"
+    monkeypatch.setattr(compat, "version", lambda host: None)
+    assert "for lack of vLLM" in configs.placement(das, None, {})["model runner"]

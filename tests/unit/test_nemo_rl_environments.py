@@ -1,0 +1,111 @@
+"""`das-adapter install nemo-rl`: real environments under NeMo-RL's names, a real wheel, real pip.
+
+The wheel holds two small modules in the place of the package; tests/wheel installs the whole one.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from das_adapter.cli import main
+from das_adapter.nemo_rl.environments import ACTORS
+
+WORKER = "nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker"
+COLLECTOR = "nemo_rl.algorithms.async_utils.AsyncTrajectoryCollector"
+OTHER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
+
+
+def wheel(folder: Path, version: str, native: str = "") -> Path:
+    """Write a wheel of this version, without a build."""
+    info = f"das_adapter-{version}.dist-info"
+    files = {
+        "das_adapter/__init__.py": f"__version__ = {version!r}\n",
+        "das_adapter/_native.py": native,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: das-adapter\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    digests = {
+        name: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        for name, text in files.items()
+    }
+    record = [f"{name},sha256={digests[name]},{len(text)}" for name, text in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,"]) + "\n"
+    path = folder / f"das_adapter-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+    return path
+
+
+@pytest.fixture
+def venvs(tmp_path: Path) -> Path:
+    """Environments as `uv venv` makes them, without pip: a worker's, the collector's, and one that needs nothing."""
+    for name in (WORKER, COLLECTOR, OTHER):
+        venv.create(tmp_path / "venvs" / name, with_pip=False)
+    (tmp_path / "venvs" / "notes").mkdir()
+    return tmp_path / "venvs"
+
+
+def installed(venvs: Path, name: str) -> str | None:
+    """The version that an environment imports; None: it has none."""
+    command = [venvs / name / "bin/python", "-I", "-c", "import das_adapter; print(das_adapter.__version__)"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
+
+
+def call(venvs: Path, *options: object) -> tuple[int, dict[str, tuple[str, str]], list[str]]:
+    """Run the command; return its exit code, what was done with each environment, and the actors that have none yet."""
+    done = CliRunner().invoke(main, ["install", "nemo-rl", "--venvs", str(venvs), "--json", *map(str, options)])
+    said = json.loads(done.stdout)
+    outcomes = {e["environment"]: (e["state"], e["detail"]) for e in said["environments"]}
+    return done.exit_code, outcomes, said["not_built"]
+
+
+def test_every_environment_that_needs_it_gets_it_and_gives_it_back(venvs: Path, tmp_path: Path) -> None:
+    code, outcomes, missing = call(venvs, "--from", wheel(tmp_path, "9.8"))
+    assert (code, outcomes) == (0, {WORKER: ("installed", "9.8"), COLLECTOR: ("installed", "9.8")})
+    assert missing == ["VllmAsyncGenerationWorker", "SyncRolloutActor", "ReplayBuffer"]
+    assert [installed(venvs, name) for name in (WORKER, COLLECTOR, OTHER)] == ["9.8", "9.8", None]
+    shutil.rmtree(venvs / COLLECTOR)
+    assert call(venvs, "--from", wheel(tmp_path, "9.7"))[0] == 0, "an older version takes the place of a newer one"
+    assert installed(venvs, WORKER) == "9.7"
+    assert call(venvs, "--uninstall")[:2] == (0, {WORKER: ("removed", "9.7")})
+    assert installed(venvs, WORKER) is None
+    assert call(venvs, "--uninstall")[:2] == (0, {WORKER: ("absent", "")})
+
+
+def test_what_does_not_run_there_has_failed(venvs: Path, tmp_path: Path) -> None:
+    shutil.rmtree(venvs / COLLECTOR)
+    broken = wheel(tmp_path, "9.8", native="raise ImportError('built for another Python')\n")
+    code, outcomes, _ = call(venvs, "--from", broken)
+    assert (code, outcomes) == (1, {WORKER: ("failed", "ImportError: built for another Python")})
+
+
+def test_a_directory_without_environments_and_a_source_that_is_gone_are_refused(venvs: Path, tmp_path: Path) -> None:
+    command = ["install", "nemo-rl", "--venvs"]
+    done = CliRunner().invoke(main, [*command, str(tmp_path)])
+    assert done.exit_code == 1 and "found none of NeMo-RL's environments" in done.output
+    done = CliRunner().invoke(main, [*command, str(venvs), "--from", str(tmp_path / "no.whl")])
+    assert done.exit_code == 1 and "is gone" in done.output
+
+
+def test_the_actors_are_those_that_nemo_rl_runs_in_vllms_environment() -> None:
+    nemo_rl = importlib.util.find_spec("nemo_rl")
+    if nemo_rl is None or not nemo_rl.submodule_search_locations:
+        pytest.skip("put a checkout of NVIDIA-NeMo/RL on PYTHONPATH")
+    folder = Path(nemo_rl.submodule_search_locations[0])
+    source = (folder / "distributed" / "ray_actor_environment_registry.py").read_text()
+    found = re.findall(r'"[\w.]+\.(\w+)": (?:VLLM_EXECUTABLE|PY_EXECUTABLES\.VLLM),', source)
+    assert set(found) == set(ACTORS)
