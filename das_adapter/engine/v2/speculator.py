@@ -16,8 +16,8 @@ from das_adapter.engine.v2.device_index import DeviceIndex
 
 
 def keep_texts_on_device(states: Any) -> None:
-    """Put the texts of a new `RequestState` in the device's own memory: vLLM 0.31 keeps them in the host's, where the
-    device reads them slowly; so do later ones beside a neural drafter."""
+    """Put the texts of a new `RequestState` in the device's own memory: vLLM up to 0.31 keeps them in the host's, where
+    the device reads them slowly; so do later ones beside a neural drafter."""
     texts = states.all_token_ids
     if hasattr(texts, "_uva_buf"):
         states.all_token_ids = type(texts)(tuple(texts.gpu.shape), dtype=texts.dtype, device=texts.device)

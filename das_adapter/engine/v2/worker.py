@@ -182,7 +182,7 @@ class DeviceWorkerState(WorkerState):
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 
-@patch(f"{_RUNNER}.execute_model", since="0.31", needs="scheduler_output")
+@patch(f"{_RUNNER}.execute_model", since="0.29", needs="scheduler_output")
 def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it nobody knows which problem a request is about and where it writes, who carried drafts into a step and
     how long that took; and the text of a request that ended is overwritten before its siblings have drafted from it (V2
@@ -207,7 +207,7 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     return execute_model
 
 
-@patch(f"{_RUNNER}.sample_tokens", since="0.31")
+@patch(f"{_RUNNER}.sample_tokens", since="0.29")
 def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner). Remove this patch
     when vLLM reports the tokens of each decode step to plug-ins and lets a worker choose the draft length."""
