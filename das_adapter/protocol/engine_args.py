@@ -30,6 +30,11 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _OWN_WEIGHTS = ("eagle3", "mtp", "draft_model")
 V2_DRAFTERS = ("none", "history", *_OWN_WEIGHTS, *(f"history+{name}" for name in _OWN_WEIGHTS))
 """Drafters that run on vLLM's V2 runner."""
+DATA_PARALLEL = (
+    "on V2, vLLM drafts equally many tokens in every step with data_parallel_size > 1: its ranks of experts step "
+    "together, and those that draft more would wait for the others"
+)
+"""Why an engine with several data-parallel ranks runs V1."""
 
 
 def needs_v1(config: DasConfig) -> str | None:
