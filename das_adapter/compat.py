@@ -86,6 +86,14 @@ _VLLM = _symbols("""
 _V2 = _symbols("""
     vllm.config.vllm: VllmConfig.use_v2_model_runner
     vllm.v1.worker.gpu.spec_decode.speculator: BaseSpeculator.propose(input_batch, num_sampled, dummy_run)
+    vllm.v1.worker.gpu.spec_decode.adaptive_verification:
+        AdaptiveVerificationManager.get_num_tokens(num_tokens_per_req, draft_tokens)
+        AdaptiveVerificationManager.reallocate_drafts(req_ids, idx_mapping)
+        AdaptiveVerificationManager.record_confidences(confidence_probs, input_batch)
+        AdaptiveVerificationManager.batches_to_profile AdaptiveVerificationManager.set_initial_cost_curves
+        AdaptiveVerificationManager.add_request AdaptiveVerificationManager._batch_budget
+        AdaptiveVerificationManager._batch_draft_capacity AdaptiveVerificationManager._confidence_probs
+        AdaptiveVerificationManager._max_total_logits AdaptiveVerificationManager.num_bonus_tokens
     vllm.v1.worker.gpu.states: RequestState.all_token_ids
     vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,

@@ -91,7 +91,9 @@ def runner() -> Finding:
     """Say which of vLLM's model runners an engine gets, and why."""
     v2 = (
         f"V2 for {', '.join(V2_DRAFTERS)}, where there are Triton and a device; V1 for every other das.drafter, and "
-        f"with data_parallel_size > 1 ({DATA_PARALLEL})"
+        f"with data_parallel_size > 1 ({DATA_PARALLEL}). On V2 each request has its own number of draft tokens "
+        "from the history where attention is FlashAttention 3's or Triton's, or no full CUDA graphs are captured; "
+        "elsewhere, and with neural drafters, all requests of a step have equally many: the engine's log says which"
     )
     why = needs_v1(DasConfig())
     return Finding("model runner", "ok", f"V1: {why}" if why else v2)
