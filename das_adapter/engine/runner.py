@@ -10,7 +10,13 @@ from das_adapter import compat
 from das_adapter.config import DasConfig
 from das_adapter.engine.settings import hosted
 from das_adapter.errors import ConfigError
-from das_adapter.protocol.engine_args import RUNNER_VARIABLE, needs_v1, v1_args, v2_speculative_config
+from das_adapter.protocol.engine_args import (
+    DATA_PARALLEL,
+    RUNNER_VARIABLE,
+    needs_v1,
+    v1_args,
+    v2_speculative_config,
+)
 
 logger = logging.getLogger("vllm.das_adapter")
 
@@ -118,7 +124,7 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
 def _no_draft_lengths(args: Any) -> str | None:
     """Say why vLLM's V2 runner would draft equally many tokens in every step; None: it would not."""
     if max(args.data_parallel_size, int(os.environ.get("VLLM_DP_SIZE") or 1)) > 1:
-        return "V2 has no draft lengths by step beside data_parallel_size > 1"
+        return DATA_PARALLEL
     if args.async_scheduling is False and compat.missing(compat.V2_NEURAL):
         return "its V2 runner drafts equally many tokens in every step where scheduling is synchronous"
     return None

@@ -30,6 +30,11 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _OWN_WEIGHTS = ("eagle3", "mtp", "draft_model")
 V2_DRAFTERS = ("none", "history", *_OWN_WEIGHTS, *(f"history+{name}" for name in _OWN_WEIGHTS))
 """Drafters that run on vLLM's V2 runner."""
+DATA_PARALLEL = (
+    "on V2, vLLM drafts equally many tokens in every step with data_parallel_size > 1: its ranks of experts step "
+    "together, and those that draft more would wait for the others"
+)
+"""Why an engine with several data-parallel ranks runs V1."""
 
 
 def needs_v1(config: DasConfig) -> str | None:
@@ -125,11 +130,19 @@ class DraftTokens(int):
     """Whether a model drafts them where nothing better is in the history."""
     looks: bool
     """Whether it is looked up what the history has."""
+    total: int
+    """Draft tokens of all requests that the next step verifies, where each request has its own number."""
+    shares: Mapping[str, tuple[int, float]]
+    """The most of each request, and what its tokens are worth beside others'."""
 
     def __new__(cls, tokens: int, by_model: bool = False, looks: bool = True) -> DraftTokens:
         made = super().__new__(cls, tokens)
-        made.by_model, made.looks = by_model, looks
+        made.by_model, made.looks, made.total, made.shares = by_model, looks, 0, {}
         return made
+
+    def of(self, req_id: str) -> tuple[int, float]:
+        """Return a request's part of `shares`; of one that joined since then, that of the dearest."""
+        return self.shares.get(req_id, (int(self), 1.0))
 
 
 def engine_env(config: DasConfig | None) -> dict[str, str]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import device_reference
 import numpy as np
@@ -11,10 +12,13 @@ import pytest
 import torch
 import v2_cpu  # noqa: F401  # before vLLM: it has Triton take the CPU for a device
 import vllm.v1.worker.cpu.model_runner  # noqa: F401  # it replaces parts of torch
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import _assign_draft_token_budget
 
 from das_adapter.core.index import SuffixIndex
 from das_adapter.engine.v2 import device_index, search
+from das_adapter.engine.v2.admission import Admission
 from das_adapter.engine.v2.device_index import DeviceIndex
+from das_adapter.protocol.engine_args import DraftTokens
 
 SLOTS, LENGTH, STEPS = 4, 240, 5
 
@@ -123,3 +127,28 @@ def test_kernels_draft_count_and_learn_as_the_reference_does(
     if written:
         strongest = int((kernels.found[:, 1] & 0xFF).max())
         assert strongest == 2 * int(search.DEPTH.value)
+
+
+def admitted(total: int, shares: dict[str, tuple[int, float]]) -> list[int]:
+    """Return how many draft tokens of a likely and an unlikely draft of three are verified."""
+    source = SimpleNamespace(wanted=DraftTokens(3))
+    source.wanted.total, source.wanted.shares = total, shares
+    manager = object.__new__(Admission)
+    manager._source, manager._confidence_probs = source, torch.ones(4, 3)  # type: ignore[assignment]
+    manager.num_bonus_tokens, manager._max_total_logits = 1, 100
+    batch = SimpleNamespace(num_reqs=2, req_ids=["unlikely", "likely"], idx_mapping=torch.tensor([2, 0]))
+    manager.record_confidences(torch.tensor([[0.5, 0.5, 0.5], [0.8, 0.8, 0.8]]), batch)
+    manager.get_num_tokens({"unlikely": 4, "likely": 4}, {"unlikely": [-1] * 3, "likely": [-1] * 3})
+    assert manager._batch_budget is not None
+    most, _, budget = manager._batch_budget
+    capacities = torch.tensor([most[req_id] for req_id in batch.req_ids], dtype=torch.int32)
+    if budget < int(capacities.sum()):
+        _assign_draft_token_budget(manager._confidence_probs, batch.idx_mapping, capacities, budget, 3)
+    return capacities.tolist()
+
+
+def test_drafts_are_verified_where_they_are_worth_most_and_no_longer_than_a_request_may() -> None:
+    assert admitted(3, {}) == [0, 3]
+    assert admitted(3, {"unlikely": (3, 1.0), "likely": (3, 0.25)}) == [2, 1]
+    assert admitted(3, {"unlikely": (3, 1.0), "likely": (1, 1.0)}) == [2, 1]
+    assert admitted(9, {"unlikely": (2, 1.0), "likely": (0, 1.0)}) == [2, 0]

@@ -52,3 +52,12 @@ def test_the_script_starts_verl() -> None:
     done = subprocess.run([*script, log_dir], cwd=ROOT, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "log_dir: runs/das" in done.stdout
+
+
+@pytest.mark.long
+def test_own_numbers_of_draft_tokens_take_at_most_twice_the_graphs_of_vllm(newest_env: dict[str, str]) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "graphs.py"]
+    done = subprocess.run(command, env={**os.environ, **newest_env}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(done.stdout[done.stdout.index("{") :])
+    assert counts["own_lengths"]["full"] <= 2 * counts["stock"]["full"] < counts["one_length"]["full"]

@@ -43,11 +43,12 @@ ARMS: dict[str, dict[str, Any]] = {
     "drafted": {"das": SMALL, "sabotage": "slow policy"},
     "garbage": {"das": HISTORY, "sabotage": "garbage drafts"},
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
+    "preempted": {"das": SMALL, "engine": {"block_size": 32, "num_gpu_blocks_override": 18}, "sabotage": "slow policy"},
     "off": {"das": OFF},
 }
 
 
-CONTROLLED = ("controlled", "drafted")
+CONTROLLED = ("controlled", "drafted", "preempted")
 
 
 def assert_logged(rollouts: list[Rollout], result: list[dict[str, Any]]) -> None:
@@ -90,6 +91,10 @@ def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path:
         assert sum(r["stats"]["draft_tokens"] for r in result) > 300
     if arm in CONTROLLED:
         assert_logged(read(tmp_path), result)
+    if arm == "drafted":
+        assert result[-1]["compared"]["unequal"] > 20  # steps
+    if arm == "preempted":
+        assert result[-1]["preemptions"] > 0
     if arm == "crowded":
         assert result[-1]["preemptions"] > 0 == reference[-1]["preemptions"]
         assert result[-1]["compared"]["chunks"] > 100
@@ -120,6 +125,19 @@ def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(v2_e
     assert result[1]["stats"]["draft_tokens"] > 5
     assert len(result[1]["compared"]) == 17
     assert min(result[1]["compared"].values()) > 1
+
+
+@pytest.mark.long
+def test_drafts_are_verified_where_they_are_worth_most(v2_engine: Any) -> None:
+    """Fewer draft tokens than with one length for all, of which more are accepted."""
+    own = v2_engine(**ARMS["drafted"], rounds=ROUNDS)
+    one = v2_engine(**{**ARMS["drafted"], "sabotage": "slow policy of one length"}, rounds=ROUNDS)
+    assert tokens(own) == tokens(one)
+    drafted, accepted = (
+        [sum(r["stats"][name] for r in arm) for arm in (own, one)] for name in ("draft_tokens", "accepted_tokens")
+    )
+    assert accepted[0] / drafted[0] > accepted[1] / drafted[1]
+    assert accepted[0] > 0.85 * accepted[1]
 
 
 @pytest.mark.long
@@ -242,7 +260,7 @@ def test_samples_of_one_request_and_resumed_requests_draw_stock_vllms_tokens(v2_
     together = [
         asked({"das_problem": 0, "das_seed": 70}, n=3),
         asked({"das_problem": 1}, seed=77, n=2),
-        *[asked({"das_problem": 2})] * 2,
+        *[asked({"das_problem": 2})] * 6,
     ]
     alone = [asked({}, seed=seed) for seed in (70, 71, 72, 77, 78)]
     texts = v2_engine(das=None, rounds=[Round(alone)])[0]["tokens"]
@@ -255,7 +273,7 @@ def test_samples_of_one_request_and_resumed_requests_draw_stock_vllms_tokens(v2_
     ]
     many, again, sibling = v2_engine(das=HISTORY, rounds=rounds)
     assert many["samples"][:2] == [texts[:3], texts[3:]]
-    assert many["tokens"][2] != many["tokens"][3]  # without a seed each has its own
+    assert len(set(map(tuple, many["tokens"][2:]))) > 1  # without a seed each has its own
     assert again["tokens"] == [texts[0][20:21]]
     assert sibling["tokens"] == texts[:1]
     assert sibling["stats"]["accepted_tokens"] > 15
@@ -293,11 +311,13 @@ def test_a_nodes_history_is_drafted_from_and_that_of_other_nodes_when_it_comes(v
 
 
 @pytest.mark.long
-def test_two_ranks_write_the_tokens_of_one(v2_engine: Any) -> None:
-    """The first one drafts; the other reads the same tokens, or the policy's logits would be wrong."""
+@pytest.mark.parametrize("arm", ["history", "drafted"])
+def test_two_ranks_write_the_tokens_of_one(v2_engine: Any, arm: str) -> None:
+    """The first one drafts; the other reads the same tokens of the same requests, or the policy's logits would be
+    wrong."""
     rounds = two_rounds(requests(PLAIN, 6))
     reference = v2_engine(das=None, rounds=stock(rounds))
-    result = v2_engine(das=HISTORY, rounds=rounds, engine=TWO_RANKS)
+    result = v2_engine(**ARMS[arm], rounds=rounds, engine=TWO_RANKS)
     assert tokens(result) == tokens(reference)
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 50
     assert all(r["asynchronous"] for r in result)

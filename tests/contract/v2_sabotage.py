@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from between_rounds import drafter_without_weights
 from v2_stand_ins import COMPARED
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
+from das_adapter.engine.v2 import worker
 from das_adapter.engine.v2.device_index import DeviceIndex
-from das_adapter.engine.v2.lengths import DraftLengths
+from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.reading import MissedText
 from das_adapter.protocol.engine_args import DraftTokens
@@ -51,17 +53,35 @@ def failing_drafter() -> None:
 
 
 def slow_policy() -> None:
-    """Tell the controller that a step takes the same time whatever it carries."""
-    steps, output = itertools.count(), DraftLengths.output
+    """Tell the controller that a step takes the same time whatever it carries; count the steps whose requests have
+    unequal numbers of draft tokens."""
+    steps, output, admit = itertools.count(), DraftLengths.output, Step.admit
+
+    def counted(self: Any, admitted: Sequence[int]) -> None:
+        COMPARED["unequal"] = COMPARED.get("unequal", 0) + (len(set(admitted)) > 1)
+        admit(self, admitted)
 
     def slowly(self: Any, step: Any, sampled: Any, now: float) -> int:
         return output(self, step, sampled, 50.0 * next(steps))
 
     DraftLengths.output = slowly  # type: ignore[method-assign]
+    Step.admit = counted  # type: ignore[method-assign]
+
+
+def one_length() -> None:
+    """Let nothing but one length for all requests of a step be possible."""
+    worker.obstacle = lambda *_: "not allowed on purpose"  # type: ignore[assignment]
+
+
+def slow_policy_of_one_length() -> None:
+    """Both."""
+    slow_policy()
+    one_length()
 
 
 def small_chunks() -> None:
-    """Verify in chunks of few rows, and count them."""
+    """Verify in chunks of few rows, and count them; all requests of a step have equally many draft tokens."""
+    one_length()
     chunks = rejection_sampler._iter_request_chunks
 
     def counted(*args: Any) -> Any:
@@ -94,5 +114,6 @@ SABOTAGE = {
     "failing drafter": failing_drafter,
     "garbage drafts": garbage_drafts,
     "slow policy": slow_policy,
+    "slow policy of one length": slow_policy_of_one_length,
     "small chunks": small_chunks,
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,8 @@ def install(compared: bool) -> None:
     ):
         setattr(module, name, Launch(compute, getattr(module, name) if compared else None))
     structured_outputs._apply_grammar_bitmask_kernel = Launch(mask, None)  # the interpreter cannot run it
+    if hasattr(gumbel, "tldevice"):  # vLLM 0.29, 0.30
+        gumbel.tldevice = SimpleNamespace(log1p=log1p)
 
 
 def both(compute: Callable[..., Any], stock: Callable[..., Any], written: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,9 +271,49 @@ def gumbel_sample(
     own = temperature.numpy()[at]
     if apply_temperature:
         rows = rows / np.where(own == 0, F(1), own)[:, None]
-    drawn = rows + _noise(_uniforms(seed.numpy()[at], pos.numpy(), rows.shape[1]))
+    drawn = rows + keyed_noise()(seed.numpy()[at], pos.numpy(), rows.shape[1])
     greedy = own == 0
     return torch.from_numpy(np.where(greedy[:, None], rows, drawn).argmax(1))
+
+
+def keyed_noise() -> Callable[..., Any]:
+    """Return the noise of this vLLM, of seeds and positions int64 [rows] and a size of the vocabulary."""
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    return _philox_noise if hasattr(gumbel, "tldevice") else _murmur_noise
+
+
+def log1p(x: Any) -> Any:
+    """`libdevice.log1p`, which Triton's interpreter lacks."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    return tl.tensor(TensorHandle(np.log1p(x.handle.data), x.handle.dtype), x.type)
+
+
+def _philox_noise(seed: np.ndarray, pos: np.ndarray, vocab: int) -> Any:
+    """Of vLLM 0.29 and 0.30: the key is a draw of its own."""
+    keys = _philox(seed.astype(np.uint64), pos.astype(np.uint64)).astype(np.uint64)
+    drawn = _philox(keys[:, None], np.arange(vocab, dtype=np.uint64)[None, :]).view(np.int32)
+    u = np.maximum(np.where(drawn < 0, ~drawn, drawn).astype(F) * F(4.6566127342e-10), F(4.6566127342e-10))
+    return -np.log(-np.log1p(-u))
+
+
+def _philox(key: Any, offset: Any) -> Any:
+    """The first word of Philox4x32-10, as `tl.randint`."""
+    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+    k0, k1 = key & low, key >> high
+    zero = np.zeros_like(key + offset)
+    c0, c1, c2, c3 = (offset & low) + zero, (offset >> high) + zero, zero, zero
+    for _ in range(10):
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (b >> high) ^ c1 ^ k0, b & low, (a >> high) ^ c3 ^ k1, a & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return c0.astype(U)
+
+
+def _murmur_noise(seed: np.ndarray, pos: np.ndarray, vocab: int) -> Any:
+    return _noise(_uniforms(seed, pos, vocab))
 
 
 def _mix(h: Any, key: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,15 @@ import torch
 from das_adapter.config import parse
 from das_adapter.core.account import TRIAL_STEPS
 from das_adapter.core.latency import StepModel, StepTimes
+from das_adapter.core.steps import StepPlan
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2 import lengths
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.protocol.decision_log import read
+from das_adapter.protocol.engine_args import DraftTokens
 from das_adapter.protocol.messages import Refresh
 
-DRAFTED, PLAIN_S = 3, 0.01
+DRAFTED, PLAIN_S, STEP_TOKENS = 3, 0.01, 64
 IDS = [f"request {i}" for i in range(4)]
 THREE_TOKENS: Any = SimpleNamespace(
     lengths=torch.full((len(IDS),), DRAFTED),
@@ -39,16 +42,21 @@ class Engine:
         model = SimpleNamespace(max_model_len=4096, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
         config = parse({"drafter": "history", **das})
         assert config is not None
-        vllm_config = SimpleNamespace(model_config=model, compilation_config=SimpleNamespace(cudagraph_mode=None))
+        compilation, scheduler = (
+            SimpleNamespace(cudagraph_mode=None),
+            SimpleNamespace(max_num_batched_tokens=STEP_TOKENS),
+        )
+        vllm_config = SimpleNamespace(model_config=model, compilation_config=compilation, scheduler_config=scheduler)
         self.lengths = DraftLengths(config, vllm_config)
         known = StepTimes(StepModel(base=PLAIN_S, token=0.0))  # as the data sheet of a GPU says
         self.lengths.engine.controller.account.time.engine = known
         self.wanting, self.now, self._rollouts = False, 0.0, 0
+        self.chosen = DraftTokens(0)
         stock = self.lengths.engine.plan
 
         def plan(*args: Any) -> Any:
             found = stock(*args)
-            return SimpleNamespace(history=np.full(len(found.history), DRAFTED * self.wanting), model=found.model)
+            return StepPlan(np.full(len(found.history), DRAFTED * self.wanting), found.model)
 
         self.lengths.engine.plan = plan
 
@@ -66,7 +74,7 @@ class Engine:
             step = Step(begun, frozenset(), scheduled, drafted, number > 0, self.now, offer, req_ids=ids)
             self.now += drafted_s if drafts else PLAIN_S
             carried.append(bool(drafts))
-            wanted = self.lengths.output(step, [[1] * (2 if drafts else 1)] * len(ids), self.now)
+            wanted = self.chosen = self.lengths.output(step, [[1] * (2 if drafts else 1)] * len(ids), self.now)
         return carried
 
     def sync(self) -> str | None:
@@ -83,6 +91,24 @@ def test_a_rollout_that_lost_is_followed_by_silence_until_a_trial_gains() -> Non
     gaining = engine.rollout(6 * TRIAL_STEPS, drafted_s=1.1 * PLAIN_S)
     assert not any(gaining[:TRIAL_STEPS]) and all(gaining[2 * TRIAL_STEPS :])
     assert engine.sync() is None
+
+
+def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_total(tmp_path: Path) -> None:
+    """And room for the longest draft of each, as far as all fit into a step."""
+    engine = Engine()
+    engine.lengths.free()
+    engine.rollout(40, drafted_s=PLAIN_S, silent_steps=2)
+    chosen = pickle.loads(pickle.dumps(engine.chosen))  # it crosses from process to process
+    assert (chosen, chosen.total) == (STEP_TOKENS // len(IDS) - 1, DRAFTED * len(IDS))
+    assert {req_id: most for req_id, (most, _) in chosen.shares.items()} == {f"{req_id} of 1": 16 for req_id in IDS}
+    assert max(worth for _, worth in chosen.shares.values()) == 1.0
+    assert chosen.of("one that joined") == (chosen, 1.0)
+
+
+def test_of_the_scheduled_draft_tokens_those_count_that_the_device_has_verified() -> None:
+    step = Step([], frozenset(), {"a": 5, "b": 5, "c": 1}, {"a": 4, "b": 4}, True, 0.0, req_ids=["b", "a", "c"])
+    step.admit([1, 3, 0])
+    assert (step.scheduled, step.drafts) == ({"a": 4, "b": 2, "c": 1}, {"a": 3, "b": 1, "c": 0})
 
 
 def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(tmp_path: Path) -> None:

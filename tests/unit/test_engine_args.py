@@ -77,11 +77,12 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     newest.setattr(compat, "missing", lambda host: [compat.Symbol("vllm.x", "gone")])
     assert needs_v1({}) == "vLLM 0.32.0 lacks vllm.x.gone"
     newest.setattr(compat, "missing", lambda host: [])
-    newest.setattr(compat, "version", lambda host: "0.31.2")
+    newest.setattr(compat, "version", lambda host: "0.29.0")
     assert needs_v1({}) is None
+    newest.setattr(compat, "version", lambda host: "0.31.2")
     assert needs_v1({"drafter": "eagle3", "draft": {"model": "m"}}) == "vLLM 0.31.2 is older than 0.32.0"
-    newest.setattr(compat, "version", lambda host: "0.30.0")
-    assert needs_v1({}) == "vLLM 0.30.0 is older than 0.31.0"
+    newest.setattr(compat, "version", lambda host: "0.28.0")
+    assert needs_v1({}) == "vLLM 0.28.0 is older than 0.29.0"
     config = parse({})
     assert args.engine_env(config) == {args.RUNNER_VARIABLE: "0"}
     assert args.engine_args(config)["speculative_config"]["method"] == "custom_class"
@@ -116,10 +117,9 @@ def test_data_parallel_engines_of_a_host_run_v1_with_the_drafter_of_v1(
     assert config is not None
     assert choose(block) == Choice(None, True, {"speculative_config": args.v2_speculative_config(config)})
     expected = {"async_scheduling": False, "speculative_config": args.v1_args(config)["speculative_config"]}
-    why = "V2 has no draft lengths by step beside data_parallel_size > 1"
-    assert choose(block, data_parallel_size=2) == Choice(why, False, expected)
+    assert choose(block, data_parallel_size=2) == Choice(args.DATA_PARALLEL, False, expected)
     newest.setenv("VLLM_DP_SIZE", "2")
-    assert choose(block) == Choice(why, False, expected)
+    assert choose(block) == Choice(args.DATA_PARALLEL, False, expected)
 
 
 def test_synchronous_scheduling_needs_v1_where_v2_would_draft_in_every_step(newest: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,13 @@ import threading
 import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Decoded, TimedStep
+from das_adapter.core.steps import Chances, Decoded, Ints, TimedStep
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.live import LiveTexts, Rows
@@ -63,6 +62,12 @@ class Step:
         changes = self.begun or self.ended or self.offer or self.calls
         return self.decodes and not changes and not any(self.drafts.values())
 
+    def admit(self, admitted: Sequence[int]) -> None:
+        """Take how many of the scheduled draft tokens of each request, in batch order, the device has verified."""
+        for req_id, count in zip(self.req_ids, admitted, strict=True):
+            self.scheduled[req_id] -= self.drafts.get(req_id, 0) - count
+            self.drafts[req_id] = count
+
 
 class DraftLengths:
     """Chooses draft lengths. Outputs come in one thread, messages of the host in another."""
@@ -81,6 +86,11 @@ class DraftLengths:
         """Of a neural drafter, since `stats` was called last."""
         self._last: float | None = None
         """When the last output came, seconds; None: after a pause."""
+        self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+
+    def free(self) -> None:
+        """Give each request its own number of draft tokens from now on."""
+        self.engine.controller.common = None
 
     def output(self, step: Step, sampled: Sequence[list[int]], now: float) -> int:
         """Take the output of a step; return how many tokens each request of the next unscheduled step is to draft.
@@ -126,7 +136,7 @@ class DraftLengths:
             self._last = now
             self.engine.stop_if_collapsed()
             if self.engine.ask(len(decoded.slots), decoded.carried is not None):
-                return self._choose(decoded)
+                return self._choose(step, rows, decoded)
             self.engine.controller.skipped(decoded.slots, decoded.got)
             return DraftTokens(0, looks=self.engine.controller.account.asks_in(LATE, len(decoded.slots)))
         except Exception as error:
@@ -181,11 +191,27 @@ class DraftLengths:
         by_model = None if by_model is None else carried * by_model
         return rows, Decoded(slots, got, carriers, by_model, self._live.room(slots), context=context)
 
-    def _choose(self, decoded: Decoded) -> DraftTokens:
-        plan = self.engine.plan(decoded, partial(self._live.found, decoded.slots))
-        wanted = int(max(plan.history.max(initial=0), plan.model.max(initial=0)))
-        looks = wanted > 0 or self.engine.controller.account.asks_in(LATE, len(decoded.slots))
-        return DraftTokens(wanted, bool(plan.model.any()), looks)
+    def _choose(self, step: Step, rows: Rows, decoded: Decoded) -> DraftTokens:
+        most = np.zeros(len(rows.slots), dtype=np.int64)
+
+        def found(limits: Ints, floor: float) -> tuple[Chances, Ints]:
+            most[:] = limits
+            return self._live.found(rows.slots, limits, floor)
+
+        plan, controller = self.engine.plan(decoded, found), self.engine.controller
+        wanted, total = int(max(plan.history.max(initial=0), plan.model.max(initial=0))), plan.total
+        own = controller.common is None
+        if own:  # the device gives them to whom its newest drafts promise most
+            total = int(most.sum()) if controller.always else total
+            wanted = min(int(most.max(initial=0)), max(1, self._step_tokens // len(most) - 1)) if total else 0
+        looks = wanted > 0 or controller.account.asks_in(LATE, len(most))
+        chosen = DraftTokens(wanted, bool(plan.model.any()), looks)
+        if own and total:
+            worth = controller.worth(rows.slots)
+            shares = zip(most.tolist(), (worth / worth.max()).tolist(), strict=True)
+            req_ids = (step.req_ids[place] for place in rows.places.tolist())
+            chosen.total, chosen.shares = total, dict(zip(req_ids, shares, strict=True))
+        return chosen
 
     def _time(self, step: Step, rows: Rows, decoded: Decoded, now: float, since: float) -> None:
         """Take how long a step took that ended `since` seconds ago, and a neural drafter's calls beside it."""

@@ -16,8 +16,8 @@ from das_adapter.engine.v2.device_index import DeviceIndex
 
 
 def keep_texts_on_device(states: Any) -> None:
-    """Put the texts of a new `RequestState` in the device's own memory: vLLM 0.31 keeps them in the host's, where the
-    device reads them slowly; so do later ones beside a neural drafter."""
+    """Put the texts of a new `RequestState` in the device's own memory: vLLM up to 0.31 keeps them in the host's, where
+    the device reads them slowly; so do later ones beside a neural drafter."""
     texts = states.all_token_ids
     if hasattr(texts, "_uva_buf"):
         states.all_token_ids = type(texts)(tuple(texts.gpu.shape), dtype=texts.dtype, device=texts.device)
@@ -28,15 +28,16 @@ class Offer:
     is."""
 
     def __init__(self, index: DeviceIndex, requests: int) -> None:
-        self.lengths = _to_host(index.real[:requests])
+        self.lengths = to_host(index.real[:requests])
         """Of the drafts, int32 [requests]."""
-        self.chances = _to_host(index.confidence[:requests])
+        self.chances = to_host(index.confidence[:requests])
         """Of each token, given those before it, float32 [requests, steps]."""
         self.by_model = torch.zeros(requests, dtype=torch.bool)
         """For which requests a model's draft stands in the place of that from the history."""
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host, which is complete when a later copy of the same stream is."""
     return tensor.to("cpu", non_blocking=True, copy=True)
 
 
@@ -63,6 +64,10 @@ class HistorySpeculator(BaseSpeculator):
         self.offer: Offer | None = None
         """What was drafted in the present step; None: nothing was looked for."""
         self._drafts = torch.zeros(slots, steps, dtype=torch.int64, device=device)
+        self.draft_token_confidence_probs = torch.zeros(slots, steps, dtype=torch.float32, device=device)
+        """Of the drafts, as vLLM calls them: the chance of each token, given those before it; 0 beyond a draft."""
+        self.admits = False
+        """Whether each request has its own number of draft tokens, so that all ranks rank the chances."""
         self._engine: EngineController | None = None
         self._capture_sizes = [s for s in vllm_config.compilation_config.cudagraph_capture_sizes or [] if s <= slots]
 
@@ -79,7 +84,7 @@ class HistorySpeculator(BaseSpeculator):
                 self._vocabulary,
             )
             self.index.weigh(engine.history.index.fading)
-            self._drafts = self.index.drafts
+            self._drafts, self.draft_token_confidence_probs = self.index.drafts, self.index.confidence
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing to prepare: a step is captured in `capture`."""
@@ -125,11 +130,13 @@ class HistorySpeculator(BaseSpeculator):
         by_model = self.index.confidence[: len(drafts), : self.wanted].cumprod(1).sum(1) < worth
         mine = self._drafts[: len(drafts), :tokens]
         torch.where(by_model[:, None], drafts[:, :tokens], mine, out=mine)
-        self.offer.by_model = _to_host(by_model)
+        self.offer.by_model = to_host(by_model)
 
     def share(self, requests: int) -> torch.Tensor:
         """Send the drafts of a batch to the other ranks; return them, int64 [requests, steps]."""
         drafts = self._drafts[:requests]
         if self.wanted != 0 and self._group.world_size > 1:
             self._group.broadcast(drafts, src=0)
+            if self.admits:
+                self._group.broadcast(self.draft_token_confidence_probs[:requests], src=0)
         return drafts

@@ -13,7 +13,7 @@ from das_adapter.patching import patch
 
 @patch(
     "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample",
-    since="0.31",
+    since="0.29",
     needs="target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, temperature, "
     "seed, num_speculative_steps",
 )

@@ -12,6 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
 from das_adapter.engine.v2.neural import Speculation, take_loaded_speculator
@@ -48,6 +49,8 @@ class DeviceWorkerState(WorkerState):
             beside = HistorySpeculator(runner.vllm_config, runner.device, config) if config.neural else None
             self.source = beside or runner.speculator
             self.source.bind(runner.req_states, self.engine)
+        if self.source is not None and not config.neural and config.keyed:
+            setattr(runner.req_states, ADMITS, self.admission)
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
         self._requests: dict[str, LiveRequest] = {}
@@ -65,6 +68,20 @@ class DeviceWorkerState(WorkerState):
         if self.lengths is not None:
             self.lengths.catch_up()
         return self._requests.get(req_id)
+
+    def admission(self, attn_groups: Any, additional_attn_cg_support: Any = None, **stock: Any) -> Admission | None:
+        """Give each request its own number of draft tokens where that can be, and say which it is; the arguments are
+        those of vLLM's `maybe_create_adaptive_verification_manager`."""
+        assert self.source is not None
+        if why := obstacle(self.runner.vllm_config, attn_groups, additional_attn_cg_support):
+            logger.info("das: all requests of a step have equally many draft tokens: %s", why)
+            return None
+        logger.info("das: each request has its own number of draft tokens")
+        self.source.admits = self.runner.rejection_sampler.enable_adaptive_verification = True
+        if self.lengths is not None:
+            self.lengths.free()
+        names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
+        return Admission(self.source, **{name: stock[name] for name in names})
 
     def bind(self) -> None:
         """Bind it to the model runner."""
@@ -136,11 +153,15 @@ class DeviceWorkerState(WorkerState):
         if step is None or output is None or self.lengths is None:
             return output
         step.offer = self.source and self.source.offer
+        manager = self.runner.adaptive_verification
+        admitted = manager.take_admitted() if isinstance(manager, Admission) else None
         stock, lengths = output.get_output, self.lengths
 
         def get_output() -> Any:
             result = stock()
             step.req_ids = result.req_ids
+            if admitted is not None:
+                step.admit(admitted.tolist())
             if self.speculation is not None:
                 step.calls = self.speculation.take()
             setattr(result, DRAFT_LENGTH, lengths.output(step, result.sampled_token_ids, time.perf_counter()))
@@ -182,7 +203,7 @@ class DeviceWorkerState(WorkerState):
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 
-@patch(f"{_RUNNER}.execute_model", since="0.31", needs="scheduler_output")
+@patch(f"{_RUNNER}.execute_model", since="0.29", needs="scheduler_output")
 def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it nobody knows which problem a request is about and where it writes, who carried drafts into a step and
     how long that took; and the text of a request that ended is overwritten before its siblings have drafted from it (V2
@@ -207,7 +228,7 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
     return execute_model
 
 
-@patch(f"{_RUNNER}.sample_tokens", since="0.31")
+@patch(f"{_RUNNER}.sample_tokens", since="0.29")
 def choose_lengths(stock: Any, state: DeviceWorkerState) -> Any:
     """Without it no figures of the rollouts are logged, and no draft length is chosen (V2 runner). Remove this patch
     when vLLM reports the tokens of each decode step to plug-ins and lets a worker choose the draft length."""

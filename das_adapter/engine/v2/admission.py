@@ -1,0 +1,142 @@
+"""How many draft tokens of each request a step verifies, decided on the device from the newest drafts: vLLM's adaptive
+verification, with the controller's total and its worth of a request's tokens.
+
+The host chooses how many draft tokens a step has, and the most of each request, before the drafts exist. Which drafts
+they belong to is ranked on the device, by the chance that a token is reached and accepted times what it is worth. Steps
+of unequal lengths replay full CUDA graphs: one graph for each captured number of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.attn_utils import get_query_lens_mismatch_unsupported_backend
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+
+from das_adapter.engine.v2.speculator import HistorySpeculator, to_host
+from das_adapter.patching import patch
+from das_adapter.protocol.engine_args import DraftTokens
+
+ADMITS = "_das_admits"
+"""Attribute of vLLM's `RequestState`: makes the `Admission` of its model runner from vLLM's arguments; returns None
+where all requests of a step have one length."""
+
+
+class Admission(AdaptiveVerificationManager):
+    """Stands in the place of vLLM's own manager. All ranks admit alike: they rank the same chances by the same plan,
+    which came with the scheduler's output."""
+
+    def __init__(self, source: HistorySpeculator, **stock: Any) -> None:
+        """`source`: drafts; `stock`: arguments of vLLM's manager."""
+        super().__init__(**stock)
+        self._source, self._plan = source, DraftTokens(0)
+        self.admitted: torch.Tensor | None = None
+        """Draft tokens of each request of the present step in batch order, int32 [requests], on the host when the
+        step's output is; None: no request has any."""
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> Iterator[dict[str, int]]:
+        """Nothing: what steps cost, the controller knows."""
+        return iter(())
+
+    def set_initial_cost_curves(self, samples: list[Any]) -> None:
+        """Nothing, see `batches_to_profile`."""
+
+    def add_request(self, req_idx: int) -> None:
+        """Nothing: the chances of a request's drafts come with them."""
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """Return the tokens of a step, whose requests have room for so many draft tokens."""
+        plan, room = self._plan, {req_id: len(draft_tokens.get(req_id, ())) for req_id in num_tokens_per_req}
+        most = {req_id: min(count, plan.of(req_id)[0]) for req_id, count in room.items()}
+        others = {req_id: count - room[req_id] for req_id, count in num_tokens_per_req.items()}
+        rows = max(0, self._max_total_logits - len(room) * self.num_bonus_tokens)
+        budget = min(plan.total, sum(most.values()), rows)
+        self._batch_budget = most, others, budget
+        return sum(others.values()) + budget
+
+    def reallocate_drafts(self, req_ids: list[str], idx_mapping: torch.Tensor) -> Any:
+        """Admit the drafts; see `AdaptiveVerificationManager`."""
+        answer = super().reallocate_drafts(req_ids, idx_mapping)
+        self.admitted = to_host(self._batch_draft_capacity[: len(req_ids)])
+        return answer
+
+    def take_admitted(self) -> torch.Tensor | None:
+        """Return `admitted` of the present step."""
+        admitted, self.admitted = self.admitted, None
+        return admitted
+
+    def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
+        """Keep the chances of the newest drafts, float32 [requests, steps], and the plan for them."""
+        wanted = self._source.wanted
+        self._plan = plan = wanted if isinstance(wanted, DraftTokens) else DraftTokens(0)
+        if plan.total:
+            chances = confidence_probs[: input_batch.num_reqs].clone()
+            weights = torch.tensor([plan.of(req_id)[1] for req_id in input_batch.req_ids], dtype=torch.float32)
+            weights = weights.pin_memory() if chances.is_cuda else weights
+            chances[:, 0] *= weights.to(chances.device, non_blocking=True)
+            self._confidence_probs[input_batch.idx_mapping] = chances
+
+
+def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional: Any = None) -> str | None:
+    """Say why all requests of a step must have equally many draft tokens; None: they need not.
+
+    Args:
+        attn_groups: vLLM's `AttentionGroup`s.
+        additional: the CUDA graphs that the model's other attention allows, and whose it is; None: there is none.
+    """
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    aux = getattr(vllm_config, "aux_output_config", None)
+    found = {
+        "LoRA adapters": vllm_config.lora_config is not None,
+        "experts' routing is returned": getattr(aux, "enable_return_routed_experts", False)
+        or getattr(model, "enable_return_routed_experts", False),
+        "sampling masks are returned": getattr(model, "return_sampling_mask", False),
+        "batch-sharded sampling": getattr(parallel, "enable_batch_sharded_sampling", False),
+        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+    }
+    if why := next((name for name, there in found.items() if there), None):
+        return why
+    groups = list(chain.from_iterable(attn_groups))
+    if backend := get_query_lens_mismatch_unsupported_backend([groups]):
+        return f"{backend} plans by lengths that the host knows"
+    if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        return None
+    builders = ((g.backend.__name__, g.get_metadata_builder(0), g.kv_cache_spec) for g in groups)
+    supports = [(name, builder.get_cudagraph_support(vllm_config, spec)) for name, builder, spec in builders]
+    if additional is not None:
+        supports.append((additional[1], additional[0]))
+    uniform = (name for name, support in supports if support != AttentionCGSupport.ALWAYS)
+    return next((f"{name} has no full CUDA graphs for unequal lengths" for name in uniform), None)
+
+
+_RUNNER = "vllm.v1.worker.gpu.model_runner"
+
+
+@patch(f"{_RUNNER}:maybe_create_adaptive_verification_manager", since="0.29", needs="attn_groups, req_states")
+def admit_by_worth(stock: Any) -> Any:
+    """Without it all requests of a step have equally many draft tokens, needed or not (V2 runner). Remove this patch
+    when vLLM lets a speculator of a plug-in choose the draft tokens of each request."""
+
+    @functools.wraps(stock)
+    def create(**kwargs: Any) -> Any:
+        admits: Callable[..., Any] | None = getattr(kwargs["req_states"], ADMITS, None)
+        return stock(**kwargs) if admits is None else admits(**kwargs)
+
+    return create
+
+
+@patch(f"{_RUNNER}:resolve_adaptive_cudagraph_mode", since="0.30", needs="mode")
+def allow_no_graphs(stock: Any) -> Any:
+    """Without it an engine without full CUDA graphs does not start where each request has its own number of draft
+    tokens (V2 runner). Remove this patch when vLLM's adaptive verification runs without CUDA graphs."""
+
+    @functools.wraps(stock)
+    def resolve(mode: Any, **kwargs: Any) -> Any:
+        return stock(mode, **kwargs) if mode.has_full_cudagraphs() else mode
+
+    return resolve
