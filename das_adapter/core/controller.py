@@ -258,9 +258,10 @@ class Controller:
             plan = everything(offer)
             account.decided(running, True, False)
         elif model is None:
+            found = everything(offer)
             if account.draws(running, 1.0, offer.cut) and account.now % (2 if offer.cut else 4):
-                plan = everything(offer)
-            account.decided(running, False, True)
+                plan = found
+            account.decided(running, False, found.total > 0)
         else:
             plain, table, common = account.probe("plain", running), self.requests, self.common
             worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
