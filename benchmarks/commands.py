@@ -17,6 +17,13 @@ _MODELS = "--draft runs/drafters/draft_model --eagle runs/tiny_math_31m/eagle3"
 _DRAFTERS = f"benchmarks/drafters.py {POLICY} --dtype float32"
 _ONCE = f"{_DRAFTERS} {_MODELS} --repeats 1"
 _LONG = f"{_ONCE} --prefix-caching --contexts 1700"
+_WIDEN = f"examples/tiny_math/widen_policy.py {POLICY} --width 3 --layers 4 --dtype float32"
+NEEDED = {
+    "runs/drafters/draft_model": "examples/tiny_math/make_drafters.py runs/drafters",
+    "runs/tiny_math_31m/eagle3": f"{_WIDEN} --drafters runs/drafters",
+    POLICY: _WIDEN,
+}
+"""What makes a model that commands name, in this order, where it is not there."""
 _CONTROLLER = "benchmarks/controller.py"
 _BOTH = "--json OUT --md OUT.md"
 COMMANDS = {
@@ -42,6 +49,8 @@ COMMANDS = {
     "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --json OUT",
     "index.json": "benchmarks/index.py --traces TRACES --against arctic --against plain --against ceiling --every 16"
     " --json OUT",
+    "long_responses.json": f"{_DRAFTERS} --arms off history --batches 16 --repeats 1 --forced"
+    " --lengths 6.6 1.32 --tokens 8192 --out OUT",
     "pipelines.json": "benchmarks/pipelines.py --out OUT",
     "quantised_kernels.json": "benchmarks/quantised_kernels.py --repeats 4 --out OUT",
     "scale.json": f"benchmarks/scale.py --syncs 8 --known 100000 {_BOTH}",
@@ -61,14 +70,19 @@ have none any more: `README.md`."""
 
 
 def make(name: str) -> bool:
-    """Make a result anew; return whether its command succeeded, and leave the old one where it did not."""
+    """Make a result anew, with the table beside it if there is one; return whether its command succeeded, and leave
+    the old one where it did not."""
+    words = shlex.split(COMMANDS[name])
+    for model, needed in NEEDED.items():
+        if model in words and not (ROOT / model).exists():
+            subprocess.run([sys.executable, *needed.split()], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / name
         table = out.with_suffix(".md")
         places = {"OUT": str(out), "OUT.md": str(table), "TRACES": os.environ.get("TRACES", "TRACES")}
-        command = [sys.executable, *(places.get(word, word) for word in shlex.split(COMMANDS[name]))]
+        command = [sys.executable, *(places.get(word, word) for word in words)]
         done = subprocess.run(command, cwd=ROOT, check=False).returncode == 0 and out.exists()
         for made in (out, table) if done else ():
-            if made.exists():
+            if made.exists() and (RESULTS / made.name).exists():
                 shutil.copy(made, RESULTS)
         return done
