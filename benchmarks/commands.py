@@ -1,4 +1,4 @@
-"""The commands that make the results anew: `make figures RESULTS="undrafted.json training.json"`."""
+"""The commands that make the results anew: `make figures RESULTS="undrafted.json scale.json"`."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ COMMANDS = {
     "simulator_engine.json": "benchmarks/simulator.py engine --batches 1 8 64 --out OUT",
     "simulator_routing.json": "benchmarks/simulator.py routing --traces TRACES --out OUT",
     "simulator_varied.json": "benchmarks/simulator.py varied --traces TRACES --out OUT",
-    "undrafted.json": f"{_DRAFTERS} --arms stock history:idle history:looks --batches 1 8 32"
-    " --epochs 1 --repeats 3 --forced --tokens 300 --out OUT",
+    "undrafted.json": f"{_DRAFTERS} --arms stock stock:again stock:uncompiled off history:idle history:looks"
+    " --batches 1 8 --epochs 1 --repeats 3 --forced --tokens 160 --out OUT",
     "v2_acceptance.json": "benchmarks/v2_acceptance.py --newest .venv/newest --out OUT",
     "v2_drafts.json": "benchmarks/v2_drafts.py --traces TRACES --groups 32 --longest 1536 --out OUT",
 }
