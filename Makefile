@@ -7,6 +7,9 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 # A checkout of NeMo-RL, which is in no package registry. Without one its tests are skipped.
 NEMO_RL ?=
 
+# Results of benchmarks/results that "make figures" makes anew; TRACES is a directory of recorded rollouts, where they need it.
+RESULTS ?=
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 PYTEST := $(if $(NEMO_RL),PYTHONPATH=$(abspath $(NEMO_RL)):$(abspath $(VENV)/nemo_rl)) $(BIN)/python -m pytest
@@ -25,8 +28,8 @@ demo: env  # run GRPO through veRL with speculation off and on, and compare
 gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytest): at most 25 minutes; SET=tokens: the other parts
 	$(PYTHON) -m das_adapter.bench $(or $(SET),speed) --out benchmarks/results
 
-figures: env  # list the results in benchmarks/results of which the measured code has changed since, with their commands
-	$(BIN)/python benchmarks/stale.py
+figures: env  # list the results of which the measured code has changed since; RESULTS="A.json B.json" makes these anew
+	$(BIN)/python benchmarks/stale.py $(RESULTS)
 
 test: quality $(TESTED)  # run the quality checks and every test; NeMo-RL's with NEMO_RL=CHECKOUT
 	$(PYTEST) -n 2 --no-loadscope-reorder

@@ -8,9 +8,10 @@ which finds no history. The arms take turns of half a second, within a rollout, 
 does so for all of them; of `--repeats` the fastest counts. With `--prefix-caching` the samples of a problem read its
 prompt once; the cache is emptied before each rollout, as at a weight sync. With one thread, seconds are those of the
 processor, for the figures and for the controllers: no engine waits for others. Behind a context of more than 256
-tokens, or with `--forced`, responses are ended by the client, after a long tail of lengths. `stock` is vLLM without
-das-adapter, which draws other tokens; `history:idle` is told to draft what is certain alone, and so drafts nothing;
-`history:looks` as well, and looks for drafts in every step.
+tokens, or with `--forced`, responses are ended by the client, after a long tail of `--lengths`. What a rollout wrote is
+sealed by a store and mapped by the engine, outside its time. `stock` is vLLM without das-adapter, which draws other
+tokens, `stock:again` the same in another process; `history:idle` is told to draft what is certain alone, and so drafts
+nothing; `history:looks` as well, and looks for drafts in every step.
 POLICY with real text in 0.3 B parameters: `examples/tiny_math/widen_policy.py`.
 """
 
@@ -19,12 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,8 @@ ENVIRONMENT = {
 
 
 def block(arm: str, args: argparse.Namespace) -> dict[str, Any] | None:
-    """The `das:` block of an arm; `self:int4` names the weights too; `eagle3:always`: in every step. None: stock's."""
+    """The `das:` block of an arm; `self:int4` names the weights too; `eagle3:always`: in every step. None: stock's, see
+    `environment`."""
     drafter, _, variant = arm.partition(":")
     if drafter == "stock":
         return None
@@ -65,19 +68,25 @@ def block(arm: str, args: argparse.Namespace) -> dict[str, Any] | None:
     return das
 
 
+def environment(arm: str) -> dict[str, str]:
+    """Variables of an arm's process alone. `stock:uncompiled`: vLLM's sampler is not compiled, as das-adapter's is not;
+    `stock:again`: as `stock`, for what two processes differ by."""
+    return {"TORCHDYNAMO_DISABLE": "1"} if arm == "stock:uncompiled" else {}
+
+
 class Child:
     """An engine in a process of its own, which works when asked and else waits."""
 
     def __init__(self, job: dict[str, Any]):
-        self._name, self._log = job["das"], tempfile.TemporaryFile("w+")
-        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(job["threads"])}
+        self._name, self._log = job["arm"], tempfile.TemporaryFile("w+")
+        variables = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(job["threads"]), **environment(job["arm"])}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "child"],
             stdin=subprocess.PIPE,
             text=True,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            env=environment,
+            env=variables,
         )
         self._tell(json.dumps(job))
 
@@ -106,15 +115,16 @@ class Child:
 def child() -> None:
     """The other end: a job, then a turn for each further line, and after it a result, or null."""
     job = json.loads(sys.stdin.readline())
-    results = work_of(job)
-    waited, clock = 0.0, time.process_time if job["threads"] == 1 else time.perf_counter
-    time.perf_counter = lambda: clock() - waited  # the turns of others take no time
-    while True:
-        begin = clock()
-        if not sys.stdin.readline():
-            return
-        waited += clock() - begin
-        print("RESULT " + json.dumps(next(results)), flush=True)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as job["history"]:
+        results = work_of(job)
+        waited, clock = 0.0, time.process_time if job["threads"] == 1 else time.perf_counter
+        time.perf_counter = lambda: clock() - waited  # the turns of others take no time
+        while True:
+            begin = clock()
+            if not sys.stdin.readline():
+                return
+            waited += clock() - begin
+            print("RESULT " + json.dumps(next(results)), flush=True)
 
 
 def engine(job: dict[str, Any]) -> Any:
@@ -128,16 +138,16 @@ def engine(job: dict[str, Any]) -> Any:
         controller.FIXED_CHANCE = 1.0
     das = parse(job["das"])
     os.environ.update(engine_env(das))
-    longest = max(job.get("contexts", [0])) + job.get("tokens", 0)
+    longest = max(2048, max(job.get("contexts", [0])) + job.get("tokens", 0) + 64)
     return LLM(
         job["policy"],
         dtype=job["dtype"],
         enforce_eager=True,
-        max_model_len=max(2048, longest + 64),
+        max_model_len=longest,
         seed=0,
         max_num_seqs=64,
         enable_chunked_prefill=False,
-        max_num_batched_tokens=4096,
+        max_num_batched_tokens=max(4096, longest),
         enable_prefix_caching=bool(job.get("prefix_caching")),
         **engine_args(das),
     )
@@ -168,14 +178,15 @@ def requests(count: int, samples: int, seed: int, context: int = 0, first: int =
     return [work(n // samples, n % samples) for n in range(count)]
 
 
-def stops(count: int, context: int, most: int, forced: bool) -> list[int] | None:
+def stops(count: int, context: int, job: dict[str, Any]) -> list[int] | None:
     """Tokens after which the client ends each response, as its length is not to be known before: a long tail. None: it
     ends by itself, which behind a long context it does not."""
-    if context <= 256 and not forced:
+    if context <= 256 and not job["forced"]:
         return None
     import numpy as np
 
-    return np.clip(np.random.default_rng(count).lognormal(5.7, 0.45, count), 64, most).astype(int).tolist()
+    drawn = np.random.default_rng(count).lognormal(*job["lengths"], count)
+    return np.clip(drawn, 64, job["tokens"]).astype(int).tolist()
 
 
 Rollout = tuple[float, list[list[int]], Any]
@@ -190,6 +201,7 @@ def work_of(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
 
     llm = engine(job)
     vllm, core, serial = llm.llm_engine, llm.llm_engine.engine_core.engine_core, count()
+    history, sampling = History(job["history"]), SampleTimer(core)
 
     def rpc(command: str, **payload: Any) -> Any:
         return llm.collective_rpc("das_rpc", args=(command, payload))[0] if job["das"] else {}
@@ -199,6 +211,7 @@ def work_of(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
         rpc("refresh", version=1)  # a weight sync: what the last rollout wrote does not count
         llm.reset_prefix_cache()
         rpc("stats")
+        sampling.take()
         number, texts = next(serial), [list[int]() for _ in work]
         begin = turn = time.perf_counter()
         for i, (prompt, extra) in enumerate(work):
@@ -227,7 +240,7 @@ def work_of(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
     first = 0
     for context, batch in product(job["contexts"], job["batches"]):
         many = max(batch, job["least"])
-        ends = stops(many, context, job["tokens"], job["forced"])
+        ends = stops(many, context, job)
         few = ends and [min(end, FIRST) for end in ends]
         yield from rollout(batch, requests(many, job["samples"], 7, context, 10**6), few)  # the first at this batch
         for _ in range(job["repeats"]):
@@ -235,15 +248,66 @@ def work_of(job: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
             for epoch in range(job["epochs"]):
                 work = requests(many, job["samples"], 99 + 7 * epoch, context, first)
                 seconds, texts, stats = yield from rollout(batch, work, ends)
-                figures = summary(seconds, stats or undrafted(texts))
+                figures = summary(seconds, stats or undrafted(texts)) | {"sampler_us": sampling.take()}
                 figures["tokens_hash"] = hash(tuple(map(tuple, texts)))  # of whole numbers: the same in every process
                 figures["response_tokens"] = [int(np.mean([*map(len, texts)])), max(map(len, texts))]
                 keep = [
                     (extra["das_problem"], np.asarray(t, dtype=np.int32).tobytes(), 1)
                     for (_, extra), t in zip(work, texts, strict=True)
                 ]
-                rpc("refresh", version=1, trajectories=keep)
-                yield figures
+                yield figures | history.keep(keep, rpc)
+
+
+class SampleTimer:
+    """The processor time of the sampler of an engine's V1 runner."""
+
+    def __init__(self, core: Any) -> None:
+        runner = core.model_executor.driver_worker.worker.model_runner
+        self._stock, self._calls, self._seconds = runner._sample, 0, 0.0
+        runner._sample = self._sample
+
+    def take(self) -> float:
+        """Mean microseconds of a step since the last call."""
+        mean = 1e6 * self._seconds / max(1, self._calls)
+        self._calls, self._seconds = 0, 0.0
+        return mean
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.perf_counter()
+        output = self._stock(*args, **kwargs)
+        self._calls, self._seconds = self._calls + 1, self._seconds + time.perf_counter() - begin
+        return output
+
+
+class History:
+    """The history of an engine, as a node's writer keeps it: sealed by a store, mapped by the engine."""
+
+    def __init__(self, directory: str) -> None:
+        from das_adapter.core.index.store import HistoryStore
+
+        self._directory, self._store = directory, HistoryStore(directory)
+
+    def keep(self, trajectories: list[tuple[int, bytes, int]], rpc: Callable[..., Any]) -> dict[str, float]:
+        """Seal what a rollout wrote, and let the engine map it, as at a weight sync; return what that took."""
+        import numpy as np
+
+        from das_adapter.protocol.messages import Trajectory, responses
+
+        for problem, tokens, version in trajectories:
+            self._store.add(problem, np.frombuffer(tokens, dtype=np.int32), version)
+        begin = time.perf_counter()
+        generation = self._store.seal()
+        sealed = time.perf_counter()
+        lengths = responses(Trajectory(*one) for one in trajectories).tobytes()
+        rpc("refresh", version=1, history=(self._directory, generation), lengths=lengths)
+        mapped = time.perf_counter()
+        self._store.settle()  # what follows in the background is another process's
+        return {
+            "sealed_tokens": self._store.tokens,
+            "sealed_bytes": self._store.nbytes,
+            "seal_ms": 1000 * (sealed - begin),
+            "map_ms": 1000 * (mapped - sealed),
+        }
 
 
 def drafter_bytes(das: dict[str, Any], stats: dict[str, Any]) -> int:
@@ -261,11 +325,15 @@ def drafter_bytes(das: dict[str, Any], stats: dict[str, Any]) -> int:
 def undrafted(texts: list[list[int]]) -> dict[str, Any]:
     """The figures of an engine that drafts nothing."""
     tokens = sum(map(len, texts))
-    none = dict.fromkeys(("accepted_tokens", "draft_tokens", "drafted_forwards"), 0)
-    return {"tokens": tokens, "request_forwards": tokens, "error": None, **none}
+    none = dict.fromkeys(("accepted_tokens", "draft_tokens", "drafted_forwards", "steps"), 0)
+    return {"tokens": tokens, "request_forwards": tokens, "error": None, "propose_seconds": [], **none}
 
 
 def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a rollout; `host_us`: of das-adapter's drafter in an engine step."""
+    import numpy as np
+
+    host = 1e6 * np.asarray(stats["propose_seconds"] or [0.0])
     return {
         "rollout_s": seconds,
         "tokens": stats["tokens"],
@@ -273,6 +341,10 @@ def summary(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
         "acceptance_length": 1 + stats["accepted_tokens"] / max(1, stats["drafted_forwards"]),
         "acceptance_rate": stats["accepted_tokens"] / max(1, stats["draft_tokens"]),
         "drafted_forwards": stats["drafted_forwards"] / stats["request_forwards"],
+        "steps": stats["steps"],
+        "host_us": {"mean": float(host.mean()), "p50": float(np.median(host)), "p99": float(np.percentile(host, 99))},
+        "live_bytes": stats.get("live_bytes", 0),
+        "peak_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "error": stats["error"],
     }
 
@@ -323,6 +395,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="each with problems of its own")
     parser.add_argument("--prefix-caching", action="store_true", help="samples of a problem read its prompt once")
     parser.add_argument("--forced", action="store_true", help="lengths of responses as behind a long context")
+    parser.add_argument(
+        "--lengths", nargs=2, type=float, default=[5.7, 0.45], help="mean and deviation of their logarithm"
+    )
     parser.add_argument("--threads", type=int, default=1, help="more than one needs a machine with nobody else on it")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--draft", type=Path, help="checkpoint of the arm draft_model")
@@ -333,20 +408,17 @@ def main() -> None:
         child()
         os._exit(0)
     common = {name: value for name, value in vars(args).items() if name not in ("arms", "draft", "eagle", "out")}
-    jobs = {arm: common | {"policy": str(args.policy), "das": block(arm, args)} for arm in args.arms}
+    jobs = {arm: common | {"policy": str(args.policy), "arm": arm, "das": block(arm, args)} for arm in args.arms}
     for arm, job in jobs.items():
         job["never"] = arm.endswith((":idle", ":looks"))
     children = {arm: Child(job) for arm, job in jobs.items()}
     results = {arm: children[arm].next() for arm in jobs}  # one engine starts after the other
     take_turns(children, results, args)
-    if args.out:
-        save(args.out, {"provenance": provenance(), "results": results})
-        args.out.with_suffix(".md").write_text(markdown(results))
     print(markdown(results))
 
 
 def take_turns(children: dict[str, Child], results: dict[str, Any], args: argparse.Namespace) -> None:
-    """Rollouts of all arms in turns."""
+    """Rollouts of all arms in turns; what is measured is written after each epoch."""
     for arm in results:
         results[arm]["cells"] = {}
     for context, batch in product(args.contexts, args.batches):
@@ -358,10 +430,14 @@ def take_turns(children: dict[str, Child], results: dict[str, Any], args: argpar
                 pending = [arm for arm in pending if found[arm] is None]
                 for arm in found.keys() - pending:
                     rows[arm, epoch].append(found[arm])
-        for (arm, epoch), found in rows.items():
-            seconds = {"all_rollout_s": [round(f["rollout_s"], 3) for f in found]}
-            fastest = min(found, key=lambda f: float(f["rollout_s"]))
-            results[arm]["cells"][f"{context}/{batch}/{epoch + 1}"] = fastest | seconds
+            for arm in results:
+                found = rows[arm, epoch]
+                fastest = min(found, key=lambda f: float(f["rollout_s"]))
+                seconds = {"all_rollout_s": [round(f["rollout_s"], 3) for f in found]}
+                results[arm]["cells"][f"{context}/{batch}/{epoch + 1}"] = fastest | seconds
+            if args.out:
+                save(args.out, {"provenance": provenance(), "results": results})
+                args.out.with_suffix(".md").write_text(markdown(results))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
-"""List the results of which the measured code has changed since: `python benchmarks/stale.py`, or `make figures`."""
+"""List the results of which the measured code has changed since, or make some anew.
+
+    python benchmarks/stale.py [RESULT.json ...]
+
+Without names, as `make figures`, a line for each result; with names, as `make figures RESULTS="A.json B.json"`, the
+commands of `commands.py`, one after the other. `python tools/reference.py` then writes the pages' figures.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from commands import COMMANDS, RESULTS, ROOT, make
 
 
 def origin(content: Any) -> dict[str, Any]:
@@ -33,8 +39,19 @@ def stale() -> Iterator[str]:
         count = changes(made.get("revision"), made["measures"])
         if count != 0:
             since = "no revision" if count is None else f"{count} changes since {made['revision']}"
-            yield f"{file.name}: {since}; {made.get('command', 'no command')}"
+            yield f"{file.name}: {since}; {COMMANDS.get(file.name, 'not by a command of this list')}"
+
+
+def main(names: Sequence[str]) -> None:
+    """Make the results with these names anew; without names, list those that are stale."""
+    if unknown := sorted(set(names) - COMMANDS.keys()):
+        sys.exit(f"no command for {', '.join(unknown)}; there is one for {', '.join(COMMANDS)}")
+    failed = [name for name in names if not make(name)]
+    if failed:
+        sys.exit(f"not made: {', '.join(failed)}")
+    if not names:
+        print(*stale(), sep="\n")
 
 
 if __name__ == "__main__":
-    print(*stale(), sep="\n")
+    main(sys.argv[1:])

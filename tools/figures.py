@@ -3,7 +3,8 @@
 `<!-- figure FILE PATH FORMAT -->…<!-- end -->` on a page is the value at PATH of a result: keys with dots between them,
 `*` for all entries. Several values are written one after the other, after `range` as the least and the greatest; `A of
 B` is a quotient, entry by entry. FORMAT is Python's, and may end with `M` (millions) or `min` (of seconds).
-`<!-- table demo -->` begins the demo's table, `<!-- table drafters -->` that of the drafters.
+`<!-- table demo -->` begins the demo's table, `<!-- table drafters -->` that of the drafters, and
+`<!-- table results -->` that of all results.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "examples" / "verl"))
+sys.path += [str(ROOT / "examples" / "verl"), str(ROOT / "benchmarks")]
 import demo  # noqa: E402
+from stale import origin  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 MARKED = re.compile(r"(<!-- figure (\S+) (range )?([^\n]+?)(?: of ([^\n]+?))? (\S+) -->).*?(<!-- end -->)")
@@ -99,7 +101,18 @@ def _drafters() -> dict[str, Iterable[Any]]:
     }
 
 
-TABLES = {"demo": _demo, "drafters": _drafters}
+def _results() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of results: a row for each, with the revision whose code it measured."""
+    made = {file.name: origin(result(file.name)) for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
+    processors = [str(of.get("hardware", {}).get("cpu", "not recorded")) for of in made.values()]
+    return {
+        "result": [f"`{name}`" for name in made],
+        "revision": [of.get("revision") or "not recorded" for of in made.values()],
+        "processor": [cpu.removesuffix(" Processor").replace("(R)", "") for cpu in processors],
+    }
+
+
+TABLES = {"demo": _demo, "drafters": _drafters, "results": _results}
 
 
 def _rows(columns: dict[str, Iterable[Any]]) -> str:

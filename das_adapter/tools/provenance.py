@@ -36,16 +36,17 @@ def written(value: Any, indent: int = 0) -> str:
 
 
 def provenance(measures: Sequence[str] = ENGINE) -> dict[str, Any]:
-    """Return what made the result: this process; `measures`: the code that it depends on."""
+    """Return what made the result: this process; `measures`: paths of the code that it depends on. Its revision is the
+    last commit that changed them."""
     return {
         "command": " ".join(["python", *_arguments()]),
         "versions": {name: _version(name) for name in ("das-adapter", "vllm", "torch", "numpy", "arctic-inference")},
         "revision": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
+            ["git", "log", "-1", "--format=%h", "--", *measures],
             capture_output=True,
             text=True,
             check=False,
-            cwd=Path(__file__).parent,
+            cwd=Path(__file__).parents[2],
         ).stdout.strip(),
         "measures": [*measures],
         "hardware": hardware(),

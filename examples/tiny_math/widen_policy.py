@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 POLICY = Path(__file__).resolve().parent / "policy"
-POSITIONS = 4096  # of what is written here: rotary embeddings have no end of their own
+POSITIONS = 16384  # of what is written here: rotary embeddings have no end of their own
 
 
 def widen(weight: torch.Tensor, out: int, copies: int, generator: torch.Generator, keep: bool = True) -> torch.Tensor:

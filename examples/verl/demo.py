@@ -72,6 +72,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2, help="problems a step")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["off", "history"])
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "demo")
+    parser.add_argument(
+        "--not-strict",
+        action="store_true",
+        help="without MKL_CBWR=AUTO,STRICT: products of several rows may be faster, and tokens may differ",
+    )
     parser.add_argument("overrides", nargs="*", help="further hydra overrides, for every arm")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +144,8 @@ class Arm:
             "TOKENIZERS_PARALLELISM": "false",
             "RAY_ADDRESS": "local",
         }
-        for variable in ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE"):  # the config sizes the KV cache
+        unset = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE")  # the config sizes the KV cache
+        for variable in (*unset, *(["MKL_CBWR"] if args.not_strict else [])):
             environment.pop(variable, None)
         command = [
             *(sys.executable, "-m", "verl.trainer.main_ppo"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
+import commands
 import figures
 import provenance
 import pytest
@@ -57,6 +59,26 @@ def test_a_figure_is_a_value_a_series_a_range_a_quotient_or_a_speed_up() -> None
     )
     with pytest.raises(KeyError):
         shown("trl.json arms.nobody.engine_steps .0f")
+
+
+def test_a_command_makes_a_result_that_is_there_with_options_of_its_script() -> None:
+    for name, command in commands.COMMANDS.items():
+        script, *words = shlex.split(command)
+        source = (ROOT / script).read_text()
+        assert (stale.RESULTS / name).exists(), name
+        assert [word for word in words if word.startswith("--") and f'"{word}"' not in source] == [], name
+        assert "OUT" in words, name
+
+
+def test_a_result_is_made_anew_or_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "RESULTS", tmp_path)
+    script = "import sys; open(sys.argv[1], 'w').write('new'); sys.exit(int(sys.argv[2]))"
+    made = {f"{code}.json": shlex.join(["-c", script, "OUT", code]) for code in ("0", "1")}
+    monkeypatch.setattr(commands, "COMMANDS", made)
+    for name in made:
+        (tmp_path / name).write_text("old")
+    assert [commands.make(name) for name in made] == [True, False]
+    assert [(tmp_path / name).read_text() for name in made] == ["new", "old"]
 
 
 def test_every_result_names_code_that_is_there() -> None:
