@@ -25,6 +25,8 @@ class LiveRequest:
     """Length at which it stops."""
     record: bool
     """Whether its text may serve as history."""
+    ahead: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """What was written ahead of its response, int32 token ids."""
     slot: int = -1
     """Its slot in the controller."""
     began: float = field(default_factory=time.time)
@@ -48,7 +50,8 @@ class LiveRequest:
         prompt, params = request.prompt_token_ids or (), request.sampling_params
         limit = (params.max_tokens if params else None) or longest
         problem, end = label.problem_of(prompt, media(request)), min(longest, len(prompt) + limit)
-        return cls(req_id, problem, label.start_in(len(prompt)), end, label.record)
+        ahead = np.frombuffer(label.ahead or b"", dtype=np.int32)
+        return cls(req_id, problem, label.start_in(len(prompt)), end, label.record, ahead)
 
     def take(self, tokens: Sequence[int]) -> int:
         """Take the tokens that it got in a step, and return how many of them are its text: those behind its end are
