@@ -63,8 +63,8 @@ class Label:
 
     def extra_args(self) -> dict[str, int | bytes]:
         """Return the entries of `extra_args` that `of` reads back."""
-        found = {f"das_{name}": int(value) for name in _MOST if (value := getattr(self, name)) is not None}
-        return found if self.ahead is None else {**found, _AHEAD: self.ahead}
+        found: dict[str, int | bytes] = {} if self.ahead is None else {_AHEAD: self.ahead}
+        return found | {f"das_{name}": int(value) for name in _MOST if (value := getattr(self, name)) is not None}
 
     def put_into(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return sampling parameters with this label in their `extra_args`."""

@@ -12,7 +12,7 @@ import copy
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import ray
 
 from das_adapter.config import DasConfig
 from das_adapter.core.backoff import Backoff
+from das_adapter.protocol.label import Label
 from das_adapter.service.look_ahead import LookAhead
 from das_adapter.verl import tracking
 
@@ -138,14 +139,13 @@ class Job:
     ended: bool = False
     """Whether that is all."""
 
-    async def write(self, server: Any, step: int, seed: int, prompt: list[int], params: dict[str, Any] | None) -> None:
-        """Let a replica go on with the response; `params`: None: the prompt has images, and nothing is written."""
-        tokens, self.ended = [], True
-        if params is not None:
-            tokens, self.ended = await server.write_ahead.remote([*prompt, *self.text], params)
+    async def write(self, server: Any, step: int, label: Label, prompt: list[int], params: dict[str, Any]) -> None:
+        """Let a replica go on with the response to a request of a step."""
+        params = replace(label, record=False).put_into(params)
+        tokens, self.ended = await server.write_ahead.remote([*prompt, *self.text], params)
         self.text += tokens
-        if self.text:
-            texts.put(step, seed, self.text)
+        if self.text and label.seed is not None:
+            texts.put(step, label.seed, self.text)
 
 
 class Texts:

@@ -135,8 +135,9 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
     prompt, media = kwargs["prompt_ids"], any(kwargs.get(name) for name in MEDIA)
     own = label(instance._das, sample, prompt, media)
     if sample.job is not None:
-        params = replace(own, record=False).put_into(kwargs["sampling_params"])
-        await sample.job[0].write(sample.job[1], sample.step, own.seed, prompt, None if media else params)
+        job, server = sample.job
+        if not media:
+            await job.write(server, sample.step, own, prompt, kwargs["sampling_params"])
         raise ahead.Written
     if own.start == len(prompt):
         own = replace(own, ahead=ahead.texts.take(sample.step, own.seed))

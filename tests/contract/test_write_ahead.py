@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,14 @@ import pytest
 
 pytest.importorskip("verl")
 import ray
+import transfer_queue as tq
 from hydra import compose, initialize_config_dir
 from torchdata.stateful_dataloader import StatefulDataLoader
 from verl import DataProto
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -36,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, BATCH, SAMPLES = 4, 2, 2
 DAS = "actor_rollout_ref.rollout.custom.das"
 OVERRIDES = [
-    *(f"+{DAS}.history.run_ahead=auto", f"+{DAS}.routing=least_loaded", "trainer.use_v1=false"),
+    *(f"+{DAS}.history.run_ahead=auto", f"+{DAS}.routing=least_loaded", "transfer_queue.enable=true"),
     *(f"actor_rollout_ref.rollout.n={SAMPLES}", "actor_rollout_ref.rollout.agent.num_workers=1"),
     *(f"data.train_batch_size={BATCH}", "data.max_response_length=16", "actor_rollout_ref.rollout.max_num_seqs=2"),
 ]
@@ -74,15 +78,58 @@ def answer(sampling_params: dict[str, Any]) -> list[int]:
 @dataclass
 class Seen:
     steps: list[list[Label]]
-    """Labels of the requests of each step."""
+    """Labels of the requests up to the end of each step."""
     ahead: list[tuple[list[int], Label, int]]
     """What was asked to be written ahead: prompt, label, and requests that the replica had."""
     batches: list[list[int]]
     """Indices of the rows that the trainer took."""
 
 
-@pytest.fixture(scope="module")
-def seen() -> Iterator[Seen]:
+class Older:
+    """veRL's older trainer, as far as it takes batches and has them written."""
+
+    def __init__(self, config: Any, client: Any, data: Any) -> None:
+        self.manager = AgentLoopManager.create(config, client)
+        self.trainer = object.__new__(RayPPOTrainer)
+        self.trainer.config, self.trainer.total_training_steps = config, STEPS
+        self.trainer.train_dataloader = StatefulDataLoader(data, BATCH, collate_fn=collate_fn)
+        self.batches: Any = None
+
+    def step(self, number: int) -> list[int]:
+        """Take a training step up to its last response; return the indices of its rows."""
+        self.batches = self.batches or iter(self.trainer.train_dataloader)
+        self.trainer.global_steps, rows = number, next(self.batches)
+        batch = self.trainer._get_gen_batch(DataProto.from_single_dict(rows))
+        batch.meta_info["global_steps"] = number
+        self.manager.generate_sequences(batch.repeat(repeat_times=SAMPLES, interleave=True))
+        return [int(index) for index in rows["index"]]
+
+
+class Sync(Older):
+    """veRL's synchronous trainer; it leaves responses in the TransferQueue, and does not wait for them."""
+
+    def __init__(self, config: Any, client: Any, data: Any) -> None:
+        tq.init(config.transfer_queue)
+        self.manager = AgentLoopManagerTQ.create(config, client)
+        self.trainer = object.__new__(PPOTrainerSync)
+        self.trainer.config, self.trainer.trainer_mode = config, "sync"
+        self.trainer.total_training_steps, self.trainer.train_dataloader_it = STEPS, None
+        self.trainer.train_dataloader = StatefulDataLoader(data, BATCH, collate_fn=collate_fn)
+        self.trainer.agent_loop_manager = self.manager
+
+    def step(self, number: int) -> list[int]:
+        self.trainer.global_steps = number
+        batch = self.trainer._next_train_batch()
+        self.trainer._submit_batch_to_rollout(batch)
+        tags = [{"status": "running"}]
+        while any(tag.get("status") in ("pending", "running") for tag in tags):
+            time.sleep(0.1)
+            tags = [*(tq.kv_list("train") or {}).get("train", {}).values()]
+        return [int(index) for index in batch["index"]]
+
+
+@pytest.fixture(scope="module", params=[Older, Sync])
+def seen(request: pytest.FixtureRequest) -> Iterator[Seen]:
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
     with initialize_config_dir(str(ROOT / "examples/verl"), version_base=None):
         config = compose("grpo_tiny_math_cpu", overrides=OVERRIDES)
@@ -93,24 +140,16 @@ def seen() -> Iterator[Seen]:
     assert das is not None
     servers = {name: ray.remote(Server).remote(seconds) for name, seconds in (("a", 0.05), ("b", 3.0))}
     router = ray.remote(balancer(das, config.actor_rollout_ref.rollout)).remote(servers)
-    manager = AgentLoopManager.create(config, LLMServerClient(config, router))
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     data = RLHFDataset(str(ROOT / "examples/tiny_math/data/train.parquet"), tokenizer, config.data)
-    trainer = object.__new__(RayPPOTrainer)
-    trainer.config, trainer.total_training_steps = config, STEPS
-    trainer.train_dataloader = StatefulDataLoader(data, BATCH, collate_fn=collate_fn)
-    Ahead.begin(trainer, das)
-    steps, ahead, batches = [], [], []
-    for step, rows in zip(range(1, STEPS + 1), trainer.train_dataloader, strict=False):
-        trainer.global_steps = step
-        batches.append([int(index) for index in rows["index"]])
-        batch = trainer._get_gen_batch(DataProto.from_single_dict(rows))
-        batch.meta_info["global_steps"] = step
-        manager.generate_sequences(batch.repeat(repeat_times=SAMPLES, interleave=True))
+    run = request.param(config, LLMServerClient(config, router), data)
+    Ahead.begin(run.trainer, das)
+    steps, batches = [], []
+    for number in range(1, STEPS + 1):
+        batches.append(run.step(number))
         asked = ray.get([server.asked.remote() for server in servers.values()], timeout=60)
-        requests = [extra for real, _ in asked for _, extra in real]
-        steps.append([Label.of(extra) for extra in requests])
-        ahead = [(prompt, Label.of(extra), running) for _, early in asked for prompt, extra, running in early]
+        steps.append([Label.of(extra) for real, _ in asked for _, extra in real])
+    ahead = [(prompt, Label.of(extra), running) for _, early in asked for prompt, extra, running in early]
     yield Seen(steps, ahead, batches)
     Ahead.running = None
     ray.shutdown()
