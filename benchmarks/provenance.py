@@ -21,6 +21,7 @@ MEASURES = {
     "pipelines.py": [*_RUN, "das_adapter/verl"],
     "published.py": ["das_adapter/core", "das_adapter/sim"],
     "quantised_kernels.py": ["csrc"],
+    "run_ahead.py": [*_RUN, "das_adapter/verl"],
     "scale.py": ["das_adapter/core", "das_adapter/service", "csrc"],
     "scale_nodes.py": ["das_adapter/core", "das_adapter/service", "csrc"],
     "simulator.py": ["das_adapter/core", "das_adapter/sim"],

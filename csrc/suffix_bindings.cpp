@@ -241,11 +241,10 @@ void bind_suffix_index(nb::module_& m) {
            })
       .def("publish", method(&SuffixIndex::publish), unlocked(), nb::arg("hurry") = false)
       .def("open",
-           [](SharedIndex& shared, uint64_t problem, const Tokens& prompt, const Tokens& prefix) {
-             das::check_tokens(prompt);
-             das::check_tokens(prefix);
+           [](SharedIndex& shared, uint64_t problem, const Tokens& prompt, const Tokens& prefix, const Tokens& ahead) {
+             for (const auto* tokens : {&prompt, &prefix, &ahead}) das::check_tokens(*tokens);
              return shared.use([&](SuffixIndex& index) {
-               const int64_t handle = index.open(problem, prompt.data(), prompt.size());
+               const int64_t handle = index.open(problem, prompt.data(), prompt.size(), ahead.data(), ahead.size());
                index.extend(handle, prefix.data(), prefix.size());
                return handle;
              });

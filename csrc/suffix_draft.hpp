@@ -55,6 +55,7 @@ inline const std::array<uint64_t, 200>& vote_table() {
 // kind the tokens that were tried and those accepted are counted. While a kind has few counts, its estimate is close to
 // a prior, which weighs as much as kPrior tokens: the rate that fits recorded rollouts of twelve models, with its odds
 // multiplied by how much better or worse than these rates the tokens of the same source have been accepted so far.
+// Tokens that were written ahead are all of one kind, kAhead, whose prior is kRepeated.
 class Acceptance {
  public:
   Acceptance() {
@@ -75,6 +76,7 @@ class Acceptance {
 
   double chance(uint16_t kind) const {
     const Cell& cell = cells_[kind];
+    if (kind == kAhead) return (cell.accepted + kPrior * kRepeated) / (cell.tried + kPrior);
     const Source& source = sources_[kind / kKinds];
     const double better = (source.accepted + kDoubt) / (source.tried - source.accepted + kDoubt) *
                           ((source.tried - source.expected + kDoubt) / (source.expected + kDoubt));
@@ -87,6 +89,7 @@ class Acceptance {
     Cell& cell = cells_[kind];
     ++cell.tried, cell.accepted += accepted;
     if (cell.tried >= kMemory) cell.tried /= 2, cell.accepted /= 2;
+    if (kind == kAhead) return;
     Source& source = sources_[kind / kKinds];
     source.tried += 1, source.accepted += accepted, source.expected += start[kind % kKinds];
     if (source.tried >= kMemory) source.tried /= 2, source.accepted /= 2, source.expected /= 2;
@@ -95,6 +98,8 @@ class Acceptance {
   static constexpr uint32_t kShares = 8, kStrengths = 8, kCounts = 3, kKinds = kShares * kStrengths * kCounts;
   static constexpr std::array<double, kShares - 1> kShareSteps{0.3, 0.5, 0.7, 0.85, 0.95, 0.99, 1.0};
   static constexpr std::array<uint32_t, kStrengths - 1> kStrengthSteps{3, 5, 8, 12, 18, 32, 64};
+  static constexpr uint16_t kAhead = 2 * kKinds;
+  static constexpr double kRepeated = 0.95;
   static constexpr double kPrior = 40, kDoubt = 8;  // weight of a kind's prior and of a source's, tokens
   static constexpr uint32_t kMemory = 1u << 13;     // weight of the past at most, tokens
   std::array<double, kKinds> start;                 // the chance of each kind before anything is learned
@@ -106,7 +111,7 @@ class Acceptance {
   struct Source {
     double accepted = 0, tried = 0, expected = 0;
   };
-  std::array<Cell, 2 * kKinds> cells_;
+  std::array<Cell, 2 * kKinds + 1> cells_;
   std::array<Source, 2> sources_;
 };
 

@@ -261,9 +261,15 @@ SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t most) {
   return out;
 }
 
-int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count) {
+int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count, const Token* ahead, size_t ahead_count) {
   Problem& problem = problems_[id];
   problem.look();
+  if (ahead_count) {
+    problem.live.streams.push_back(std::make_unique<Stream>());
+    Stream& written = *problem.live.streams.back();
+    written.state = Stream::kClosed;
+    problem.live.extend(written, ahead, ahead_count);
+  }
   auto stream = std::make_unique<Stream>();
   if (count) {
     stream->prompt = problem.prompt.lock();
@@ -276,7 +282,7 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count) {
     problem.prompt = stream->prompt;
   }
   live_.insert(id);
-  requests_[next_handle_] = {&problem, stream.get(), id, {}, {}};
+  requests_[next_handle_] = {&problem, stream.get(), id, Text(ahead, ahead + ahead_count), {}, {}};
   problem.live.streams.push_back(std::move(stream));
   return next_handle_++;
 }
@@ -299,6 +305,8 @@ void SuffixIndex::extend(int64_t handle, const Token* tokens, size_t count) {
     if (!accepted) break;
   }
   if (count) r.drafted.clear(), r.kinds.clear();
+  const size_t at = r.stream->text.size() - 1, rest = r.ahead.size() - std::min(r.ahead.size(), at);
+  if (count >= rest || !std::equal(tokens, tokens + count, r.ahead.begin() + at)) r.ahead = {};
   r.problem->live.extend(*r.stream, tokens, count);
 }
 
@@ -418,9 +426,21 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
   auto& candidates = scratch.candidates;
   r.drafted.clear(), r.kinds.clear();
   if (budget <= 0) return;
-  gather(r, scratch);
   double chance = 1;
-  for (uint32_t step = 0, searched = 0;; ++step) {
+  // Adds a token to what was drafted; returns whether the draft goes on.
+  const auto add = [&](Token token, uint16_t kind) {
+    r.drafted.push_back(token), r.kinds.push_back(kind);
+    chance *= acceptance_.chance(kind);
+    if (r.drafted.size() > static_cast<size_t>(budget) || chance < min_chance) return false;
+    out.tokens.push_back(token);
+    out.chances.push_back(std::max(static_cast<float>(chance), FLT_MIN));
+    return true;
+  };
+  for (size_t at = r.stream->text.size() - 1; at < r.ahead.size(); ++at)
+    if (!add(r.ahead[at], Acceptance::kAhead)) return;
+  gather(r, scratch);
+  const auto repeated = static_cast<uint32_t>(r.drafted.size());
+  for (uint32_t step = repeated, searched = repeated;; ++step) {
     poll(candidates, step - searched, scratch.votes);
     if (scratch.votes.empty() && step > searched) {  // all candidates ended here: search with the draft too
       gather(r, scratch);
@@ -434,11 +454,7 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
       return a.votes != b.votes ? a.votes > b.votes : a.token < b.token;
     });
     const uint16_t kind = Acceptance::kind(best.votes, all, best.strength, best.count, best.own);
-    r.drafted.push_back(best.token), r.kinds.push_back(kind);
-    chance *= acceptance_.chance(kind);
-    if (step == budget || chance < min_chance) return;
-    out.tokens.push_back(best.token);
-    out.chances.push_back(std::max(static_cast<float>(chance), FLT_MIN));
+    if (!add(best.token, kind)) return;
     size_t agreeing = 0;
     for (const Candidate& c : candidates)
       if (!c.over() && *c.next == best.token) candidates[agreeing++] = {c.next + 1, c.end, c.strength, c.weight, c.own};

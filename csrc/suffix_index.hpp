@@ -66,7 +66,9 @@ class SuffixIndex {
   void release() { store_->release(); }  // removes what only older generations need
   void publish(bool hurry);  // where the caller is in a `hurry`, without what can be done later
 
-  int64_t open(uint64_t problem, const Token* prompt, size_t count);
+  // Starts a request; `ahead`: what was written ahead with its noise. Drafts repeat that as long as the request does.
+  // It is live text of a closed request, too.
+  int64_t open(uint64_t problem, const Token* prompt, size_t count, const Token* ahead, size_t ahead_count);
   void extend(int64_t handle, const Token* tokens, size_t count);
   void close(int64_t handle, bool keep);
   void clear_live();
@@ -124,6 +126,7 @@ class SuffixIndex {
     Problem* problem;
     Stream* stream;
     uint64_t problem_id;
+    Text ahead;  // empty once the request has written something else, or all of it
     std::vector<Token> drafted;  // the last draft since `extend`, and one token more if there is one
     std::vector<uint16_t> kinds;  // `Acceptance` kinds of those tokens
   };

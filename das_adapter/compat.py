@@ -102,7 +102,7 @@ _V2 = _symbols("""
 _VERL = _symbols("""
     verl.workers.rollout.vllm_rollout.vllm_async_server: vLLMHttpServer._post_init vLLMHttpServer.run_server(args)
         vLLMHttpServer._preprocess_engine_kwargs(engine_kwargs) vLLMHttpServer.set_global_steps(global_steps)
-        vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
+        vLLMHttpServer.sleep vLLMHttpServer.generate(prompt_ids, sampling_params, request_id, priority)
     verl.workers.rollout.router: GlobalRequestLoadBalancer.__init__(servers)
         GlobalRequestLoadBalancer.acquire_server(request_id)
         GlobalRequestLoadBalancer.release_server(server_id, request_id)

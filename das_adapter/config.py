@@ -84,6 +84,10 @@ class HistoryConfig(_Block):
     """Size of the arena in which each engine on vLLM's V2 runner holds, on its device, the history of the problems of
     a rollout, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
     drafts on the host and has none."""
+    run_ahead: Literal["auto", "off"] = "off"
+    """Whether engines that have nothing left, while others go on, write what the requests of the next step will begin
+    with, as drafts for those. `auto`: in veRL's synchronous trainers, as long as it is repeated; in other pipelines it
+    has no effect."""
     load: Annotated[UserPath | Literal[False] | None, BeforeValidator(_read_load)] = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
     empty history, or with its own where it resumes. `false`: it is neither saved in checkpoints nor read from them."""
@@ -238,6 +242,7 @@ NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history": {"drafter": _HISTORY},
     "history.max_bytes": {"history.scope": _SHARED},
     "history.device_bytes": {"drafter": ("history", *get_args(_WithHistory)), "history.scope": _SHARED},
+    "history.run_ahead": {"history.scope": _SHARED, "routing": ("longest_first", "least_loaded")},
     "history.load": {"history.scope": _SHARED},
     "self": {"drafter": _COPY},
     "draft": {"drafter": _NEURAL},

@@ -52,7 +52,8 @@ class HistorySource:
 
     def open(self, live: LiveRequest, prompt: np.ndarray, text: np.ndarray) -> None:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
-        handle = self.index.open(self._policy.key(live.problem), prompt[: live.start], prefix=text[live.start :])
+        key, start = self._policy.key(live.problem), live.start
+        handle = self.index.open(key, prompt[:start], prefix=text[start:], ahead=live.ahead)
         age, slot = self.index.age(handle), live.slot
         if live.record and self._policy.kept:
             self._returns.begin(live.problem, age is not None)

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from das_adapter.engine.labels import media
 from das_adapter.protocol.label import Label
 
@@ -22,6 +24,8 @@ class LiveRequest:
     """Length at which it stops."""
     record: bool
     """Whether its text may serve as history."""
+    ahead: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """What was written ahead of its response, int32 token ids."""
     slot: int = -1
     """Its slot in the controller."""
     began: float = field(default_factory=time.time)
@@ -39,4 +43,5 @@ class LiveRequest:
         prompt, params = request.prompt_token_ids or (), request.sampling_params
         limit = (params.max_tokens if params else None) or longest
         problem, end = label.problem_of(prompt, media(request)), min(longest, len(prompt) + limit)
-        return cls(req_id, problem, label.start_in(len(prompt)), end, label.record)
+        ahead = np.frombuffer(label.ahead or b"", dtype=np.int32)
+        return cls(req_id, problem, label.start_in(len(prompt)), end, label.record, ahead)

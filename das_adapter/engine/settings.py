@@ -56,6 +56,11 @@ def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
     Raises:
         ConfigError: names the key.
     """
+    if config.history.run_ahead != "off":
+        raise ConfigError(
+            f"das.history.run_ahead: found {config.history.run_ahead!r}, allowed: 'off', because this engine has no "
+            "host that shows its next batch"
+        )
     if config.shares_history and config.history.load:
         raise ConfigError(
             f"das.history.load: found {config.history.load!r}, allowed: null, because this engine "

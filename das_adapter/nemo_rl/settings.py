@@ -53,6 +53,8 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
         raise ConfigError(
             f"{BLOCK}.drafter={das.drafter!r}: found {GENERATION}.vllm_cfg.pipeline_parallel_size={stages}, allowed: 1"
         )
+    if das.history.run_ahead != "off":
+        raise ConfigError(f"{BLOCK}.history.run_ahead: found {das.history.run_ahead!r}, allowed under NeMo-RL: 'off'")
     for key in ("quant_cfg", "worker_extension_cls_fqn"):
         if generation.get(key) is not None:
             raise ConfigError(

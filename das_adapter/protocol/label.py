@@ -17,6 +17,9 @@ from das_adapter.errors import DasError
 _MOST = {"problem": 2**64 - 1, "seed": 2**63 - 1, "record": 1, "start": 2**31 - 1}
 """The fields of a label, `das_` before them in `extra_args`, and their largest values."""
 
+_AHEAD = "das_ahead"
+"""In `extra_args` of a host's requests alone: JSON has no bytes."""
+
 
 class BadLabel(DasError, ValueError):
     """A request's label that no host has written, or that the server does not take from its clients."""
@@ -37,6 +40,8 @@ class Label:
     start: int | None = None
     """Where the text begins that is in no history yet, in tokens of the prompt: what a resumed request has written
     already and a tool's answer lie behind it. None: at the prompt's end."""
+    ahead: bytes | None = None
+    """What was written ahead of the response, with the same noise, int32 token ids; drafts repeat it."""
 
     @classmethod
     def of(cls, extra_args: Mapping[str, Any] | None) -> Label:
@@ -47,14 +52,19 @@ class Label:
         """
         given = extra_args or {}
         for key in given:
-            if key.startswith("das_") and key.removeprefix("das_") not in _MOST:
+            if key.startswith("das_") and key != _AHEAD and key.removeprefix("das_") not in _MOST:
                 raise BadLabel(f"{key:.100}: unknown key, allowed: {', '.join(f'das_{name}' for name in _MOST)}")
         found = {name: _integer(name, given[f"das_{name}"]) for name in _MOST if f"das_{name}" in given}
-        return cls(found.get("problem"), found.get("seed"), bool(found.get("record", True)), found.get("start"))
+        ahead = given.get(_AHEAD)
+        if not isinstance(ahead, bytes | None):
+            raise BadLabel(f"{_AHEAD}: found {ahead!r:.100}, allowed: bytes")
+        record = bool(found.get("record", True))
+        return cls(found.get("problem"), found.get("seed"), record, found.get("start"), ahead)
 
-    def extra_args(self) -> dict[str, int]:
+    def extra_args(self) -> dict[str, int | bytes]:
         """Return the entries of `extra_args` that `of` reads back."""
-        return {f"das_{name}": int(value) for name in _MOST if (value := getattr(self, name)) is not None}
+        found: dict[str, int | bytes] = {} if self.ahead is None else {_AHEAD: self.ahead}
+        return found | {f"das_{name}": int(value) for name in _MOST if (value := getattr(self, name)) is not None}
 
     def put_into(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return sampling parameters with this label in their `extra_args`."""

@@ -76,6 +76,7 @@ class RolloutClock:
         self._ends = deque[float](maxlen=_LAST)
         self._hash = 0
         self._draws = deque[int](maxlen=_LAST)
+        self._ahead = np.zeros(3, dtype=np.int64)
 
     def drew(self, seed: int, problem: int, start: int) -> None:
         """Count the noise of one response: the label's seed and problem, and where its text begins. A response that
@@ -90,10 +91,19 @@ class RolloutClock:
         digest = hashlib.blake2b(tokens, key=seed.to_bytes(8, "little"), digest_size=6).digest()
         self._hash += int.from_bytes(digest, "little")
 
+    def repeated(self, ahead: bytes, tokens: bytes) -> None:
+        """Count what was written ahead of a response, and how much of it the response repeats, int32 token ids."""
+        written, text = np.frombuffer(ahead, np.int32), np.frombuffer(tokens, np.int32)
+        both = min(len(written), len(text))
+        other = np.flatnonzero(written[:both] != text[:both])
+        self._ahead += 1, len(written), other[0] if len(other) else both
+
     def take(self) -> dict[str, Any]:
-        """Return begin, ends, draws and the hash, which does not depend on the order, and start again."""
-        hashed = self._hash % 2**48
+        """Return begin, ends, draws, the counts of `repeated` (responses, tokens, tokens that were repeated) and the
+        hash, which does not depend on the order, and start again."""
+        hashed, ahead = self._hash % 2**48, self._ahead.tolist()
         taken = {"begin": self._begin, "ends": [*self._ends], "token_hash": hashed, "draws": [*self._draws]}
+        taken |= {"ahead": ahead} if any(ahead) else {}
         self.__init__()  # type: ignore[misc]
         return taken
 
@@ -175,6 +185,10 @@ def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> d
         for name, (tried, kept) in zip(AGES, np.sum(by_age, axis=0).tolist(), strict=True):
             if tried:
                 metrics[f"das/accept_rate_age_{name}"] = kept / tried
+    if ahead := each("ahead"):
+        requests, written, repeated = np.sum(ahead, axis=0).tolist()
+        metrics |= {"das/run_ahead_requests": float(requests), "das/run_ahead_tokens": float(written)}
+        metrics["das/run_ahead_repeated"] = repeated / max(1, written)
     if reasons := each("reason"):
         metrics["das/engines_resting"] = float(sum(reason is not None for reason in reasons))
     if behind := each("engines_behind"):

@@ -125,6 +125,8 @@ class Session:
                 return
             text = np.asarray(tokens, dtype=np.int32).tobytes()
             self._clock.finished(begin, end, label.seed or 0, text)
+            if label.ahead is not None:
+                self._clock.repeated(label.ahead, text)
             self._gathered.add(Trajectory(label.problem, text, version))
         except Exception:
             logger.exception("das: a trajectory did not reach the history")

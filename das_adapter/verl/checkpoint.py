@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.verl import settings, tracking
+from das_adapter.verl.ahead import Ahead
 
 logger = logging.getLogger("das_adapter")
 
@@ -60,6 +61,7 @@ def _begin(trainer: Any) -> None:
     das = settings.of_run(trainer.config)
     if das is not None:
         tracking.follow()
+        Ahead.begin(trainer, das)
     if das is None or not das.saves_history:
         return
     from das_adapter.service import checkpoint

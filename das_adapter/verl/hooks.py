@@ -13,7 +13,7 @@ import wrapt
 
 from das_adapter import compat
 from das_adapter.patching import patch, when_imported
-from das_adapter.verl import checkpoint, identity, settings, tracking
+from das_adapter.verl import ahead, checkpoint, identity, settings, tracking
 
 _FULLY_ASYNC = (
     "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.__ray_metadata__.modified_class"
@@ -77,6 +77,13 @@ def label_requests(stock: Any) -> Any:
     return wrapt.FunctionWrapper(stock, identity.around_generate)
 
 
+@patch("verl.experimental.agent_loop.agent_loop:AgentLoopWorker.das_write_ahead", since="0.9.1", adds=True)
+def write_ahead(stock: Any) -> Any:
+    """Without it the trainer cannot show agent loop workers the next batch. Remove this patch when veRL lets plug-ins
+    add methods to its agent loop workers."""
+    return ahead.add_writing(stock)
+
+
 @patch("verl.workers.rollout.llm_server:LLMServerManager._init_global_load_balancer", since="0.9.1")
 def route_requests(stock: Any) -> Any:
     """Without it `routing` does nothing. Remove this patch when veRL lets the config choose the load
@@ -119,7 +126,7 @@ def log_figures(stock: Any) -> Any:
 
 
 HOOKS = (
-    *(check_at_start, name_rows, follow_samples, label_requests, route_requests),
+    *(check_at_start, name_rows, follow_samples, label_requests, write_ahead, route_requests),
     *(save_history, load_history, log_figures),
 )
 """Applied in every process that imports veRL, each when its module is imported."""

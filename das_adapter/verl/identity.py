@@ -10,7 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from das_adapter.config import DasConfig
 from das_adapter.core.identity import prompt_identity, request_seed
 from das_adapter.protocol.label import Label
-from das_adapter.verl import settings
+from das_adapter.verl import ahead, settings
 
 MEDIA = ("image_data", "video_data", "audio_data")
 """Arguments of veRL's `generate` that belong to a problem and leave only place holders in its prompt."""
@@ -44,6 +44,8 @@ class Sample:
     start: int = 0
     """Tokens of the conversation that are prompt or already in the history: a resumed request keeps it, the next turn
     begins behind this one's answer."""
+    job: tuple[ahead.Job, Any] | None = None
+    """Where its first response is only written ahead: for whom, and the replica that does it."""
 
 
 _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
@@ -54,14 +56,26 @@ def around_dispatch(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(stock)
     def dispatch(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
-        if settings.of_run(self.config) is not None:
-            self._das_named = _name_rows(prompts, getattr(self, "_das_named", None))
-        return stock(self, prompts, *args, **kwargs)
+        if settings.of_run(self.config) is None:
+            return stock(self, prompts, *args, **kwargs)
+        self._das_named = name_rows(prompts, getattr(self, "_das_named", None))
+        tensors, about = _is_tensors(prompts), getattr(prompts, "meta_info", prompts)
+        run = None if "validate" in about.keys() and about["validate"] else ahead.Ahead.running
+        if run and not tensors:  # the call returns when the batch is written
+            run.show(self, name_rows)
+        result = stock(self, prompts, *args, **kwargs)
+        if run and tensors:
+            run.show(self, name_rows)
+        return result
 
     return dispatch
 
 
-def _name_rows(prompts: Any, last: tuple[Any, Counter[str]] | None) -> tuple[Any, Counter[str]]:
+def _is_tensors(prompts: Any) -> bool:
+    return not hasattr(prompts, "non_tensor_batch")
+
+
+def name_rows(prompts: Any, last: tuple[Any, Counter[str]] | None = None) -> tuple[Any, Counter[str]]:
     """Add the column `ROW` to a batch, veRL's `DataProto` or a `TensorDict`, before workers share it out: no two rows
     of a step have the same name, and a row has the same name in every run. An index alone is not enough: data sets
     without one, with equal indices, and validations that repeat a prompt have rows that differ in nothing else.
@@ -69,7 +83,7 @@ def _name_rows(prompts: Any, last: tuple[Any, Counter[str]] | None) -> tuple[Any
     The fully asynchronous pipeline counts no steps; its `uid` names epoch and sample, and serves in their place.
     `last`: the step of the batch before, and how often each name was given in it; return this batch's.
     """
-    tensors = not hasattr(prompts, "non_tensor_batch")
+    tensors = _is_tensors(prompts)
     columns, about = (prompts, prompts) if tensors else (prompts.non_tensor_batch, prompts.meta_info)
     step = about["global_steps"] if "global_steps" in about.keys() else -1
     if step < 0 and "uid" in columns.keys():
@@ -90,17 +104,21 @@ def around_agent_loop(stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
     @functools.wraps(stock)
     async def run(self: Any, sampling_params: Any, trajectory: dict[str, Any], **kwargs: Any) -> Any:
         index = str(trajectory.get("sample_index"))
-        token = _current.set(
-            Sample(
-                row=kwargs.pop(ROW, index),
-                index=index,
-                step=_integer(trajectory.get("step")),
-                sample=_integer(kwargs.get("session_id", trajectory.get("rollout_n"))),
-                validate=bool(trajectory.get("validate")),
-            )
+        sample = Sample(
+            row=kwargs.pop(ROW, index),
+            index=index,
+            step=_integer(trajectory.get("step")),
+            sample=_integer(kwargs.get("session_id", trajectory.get("rollout_n"))),
+            validate=bool(trajectory.get("validate")),
+            job=kwargs.pop("das_job", None),
         )
+        if not (sample.validate or sample.job):
+            ahead.stop(self, sample.step)
+        token = _current.set(sample)
         try:
             return await stock(self, sampling_params, trajectory, **kwargs)
+        except ahead.Written:
+            return None
         finally:
             _current.reset(token)
 
@@ -115,7 +133,15 @@ async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwar
     if instance._das is None or sample is None:
         return await stock(*args, **kwargs)
     prompt, media = kwargs["prompt_ids"], any(kwargs.get(name) for name in MEDIA)
-    params = label(instance._das, sample, prompt, media).put_into(kwargs["sampling_params"])
+    own = label(instance._das, sample, prompt, media)
+    if sample.job is not None:
+        job, server = sample.job
+        if not media:
+            await job.write(server, sample.step, own, prompt, kwargs["sampling_params"])
+        raise ahead.Written
+    if own.start == len(prompt):
+        own = replace(own, ahead=ahead.texts.take(sample.step, own.seed))
+    params = own.put_into(kwargs["sampling_params"])
     output = await stock(*args, **{**kwargs, "sampling_params": params})
     if output.stop_reason not in ABORTED:
         sample.start = len(prompt) + len(output.token_ids)

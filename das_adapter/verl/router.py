@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable
 from typing import Any
 
@@ -38,6 +39,10 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
         self._problems: dict[str, int] = {}
         """Of the requests in flight."""
         self._acquired = 0
+        self._ended: set[str] = set()
+        """Replicas that have had requests since there were none in flight."""
+        self._lent = Counter[str]()
+        """Slots of replicas in which responses are written ahead."""
 
     def require_acquire_fields(self) -> list[str]:
         """Name the fields that veRL sends to `acquire_server`."""
@@ -53,6 +58,8 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
             return super().acquire_server(request_id)  # says so
         if self._longest_first and (self._acquired % 1024 == 0 or not any(self._inflight_requests.values())):
             self._expected = ledger.expected(timeout=5) or self._expected
+        if not any(self._inflight_requests.values()):
+            self._ended.clear()
         self._acquired += 1
         label = Label.of((sampling_params or {}).get("extra_args"))
         problem = -self._acquired if label.problem is None else label.problem
@@ -71,8 +78,27 @@ class DasLoadBalancer(GlobalRequestLoadBalancer):
     def release_server(self, server_id: str, request_id: str | None = None) -> None:
         """Take off a request, or a turn of it, that ended."""
         super().release_server(server_id, request_id)
+        self._ended.add(server_id)
         if (problem := self._problems.pop(request_id or "", None)) is not None:
             self._replicas.done(server_id, problem)
+
+    def lend(self, most: int) -> list[tuple[str, Any]]:
+        """Lend at most so many slots for what is written ahead: a replica and its handle each. They are on replicas
+        that have nothing left while others go on; a replica may occur several times."""
+        running = self._inflight_requests
+        idle = [server for server, requests in running.items() if not requests and server in self._ended]
+        lent: list[tuple[str, Any]] = []
+        while any(running.values()) and idle and len(lent) < most:
+            server = min(idle, key=self._lent.__getitem__)
+            if self._lent[server] >= self.slots:
+                break
+            self._lent[server] += 1
+            lent.append((server, self._servers[server]))
+        return lent
+
+    def give_back(self, server_id: str) -> None:
+        """Take back a slot that was lent."""
+        self._lent[server_id] -= 1
 
     def add_servers(self, servers: dict[str, Any]) -> None:
         """Add replicas that joined."""

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,15 @@ class DasVLLMHttpServer(vLLMHttpServer):
         self._strangers: Labeller | None = None
         hosts = self.config.scheduling_policy == "priority"  # the run's own priorities stand
         self._order = None if hosts else start_order(das, self.config.n)
+        self._last = 2**62 if hosts or self._order else 0
+        """Priority of what is written ahead, as vLLM counts it."""
+        self._real = 0
+        """Requests of the present step, or of a validation, that the engine has."""
+        self._ahead: set[str] = set()
+        """Ids of the requests with which it writes ahead."""
+        self._dropping: asyncio.Task[None] | None = None
+        self._sleeps = False
+        """Whether no rollout goes on."""
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict[str, Any]) -> None:
         super()._preprocess_engine_kwargs(engine_kwargs)
@@ -70,11 +80,41 @@ class DasVLLMHttpServer(vLLMHttpServer):
             kwargs["priority"] = self._order.priority(label.problem_of(prompt_ids), begun)
         self._session.begun([label.problem_of(prompt_ids)])
         begin = time.time()
-        output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        self._real += 1
+        if self._ahead and (self._dropping is None or self._dropping.done()):
+            self._dropping = asyncio.create_task(self._drop_ahead())
+        try:
+            output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+        finally:
+            self._real -= 1
         if output.stop_reason not in ABORTED:
             text = [*prompt_ids[label.start_in(len(prompt_ids)) :], *output.token_ids]
             self._session.finished(label, text, begin, time.time(), int(self.global_steps or 0))
         return output
+
+    async def write_ahead(self, prompt_ids: list[int], sampling_params: dict[str, Any]) -> tuple[list[int], bool]:
+        """Write what a request of the next step will begin with, until the engine has other requests or sleeps; return
+        that, and whether it is the whole response."""
+        if self._real or self._sleeps:
+            return [], False
+        self._ahead.add(request_id := uuid.uuid4().hex)
+        try:
+            output = await super().generate(prompt_ids, sampling_params, request_id, priority=self._last)
+        finally:
+            self._ahead.discard(request_id)
+        return list(output.token_ids), output.stop_reason not in ABORTED
+
+    async def _drop_ahead(self) -> None:
+        """End what is written ahead, within a step; again for what reaches the engine meanwhile."""
+        while self._ahead:
+            await self.engine.abort(list(self._ahead))
+            await asyncio.sleep(0.01)
+
+    async def sleep(self) -> None:
+        """Sleep as the stock server does: the rollout has ended."""
+        self._sleeps = True
+        await self._drop_ahead()
+        await super().sleep()
 
     def _label_stranger(self, prompt_ids: list[int], images: Sequence[str]) -> Label:
         if self._strangers is None:
@@ -92,6 +132,7 @@ class DasVLLMHttpServer(vLLMHttpServer):
         Never raises and never waits for long: the trainer would hang.
         """
         await super().set_global_steps(global_steps)
+        self._sleeps = False
         if self.node_rank != 0:
             return
         await asyncio.to_thread(self._session.sync, int(global_steps or 0), report=True)

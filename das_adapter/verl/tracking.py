@@ -7,6 +7,8 @@ from typing import Any
 
 _followed = threading.Event()
 """Set where this process trains a run with an active block."""
+logged: dict[str, float] = {}
+"""The figures of the rollouts that were logged last."""
 
 
 def follow() -> None:
@@ -23,7 +25,9 @@ def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[st
     given = {**dict(zip(("data", "step", "backend"), args, strict=False)), **kwargs}
     data, step = given["data"], given["step"]
     if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
-        given["data"] = {**data, **exposed_generation(data), **ledger.metrics(step)}
+        logged.clear()
+        logged.update(ledger.metrics(step))
+        given["data"] = {**data, **exposed_generation(data), **logged}
     return stock(**given)
 
 

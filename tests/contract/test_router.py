@@ -145,3 +145,26 @@ def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own() -> None:
         ray.shutdown()
     assert len(set(names)) == 2
     assert all(name.startswith("01000000-") for name in names)
+
+
+def test_replicas_are_lent_that_have_nothing_left_while_others_go_on() -> None:
+    router = made(routing="least_loaded")({"a": 1, "b": 2, "c": 3})
+    assert router.lend(4) == []  # no rollout goes on
+    homes = [acquire(router, str(request), request) for request in range(5)]
+    assert homes == [*"abcab"]
+    assert router.lend(4) == []
+    router.release_server("c", request_id="2")
+    assert router.lend(2) == [("c", 3)] * 2
+    router.release_server("b", request_id="1")
+    router.release_server("b", request_id="4")
+    assert router.lend(2) == [("b", 2)] * 2  # where fewest are lent
+    assert len(router.lend(1000)) == 2 * 64 - 4
+    router.give_back("c")
+    assert router.lend(1000) == [("c", 3)]
+    router.release_server("a", request_id="0")
+    assert router.lend(1) == []
+    router.give_back("b")
+    router.release_server("a", request_id="3")
+    assert router.lend(1) == []  # the rollout is over
+    acquire(router, "next", 9)
+    assert router.lend(1) == []  # the others have not had their requests yet

@@ -150,3 +150,20 @@ def test_an_arena_that_is_too_small_is_said() -> None:
             assert "das.history.device_bytes=32 is full: 1 texts" in str(found)
             device.arena.forget()
             assert device.shortage() is None
+
+
+@mock.patch.object(DeviceIndex, "_launch", device_reference.launch)
+def test_the_device_drafts_what_was_written_ahead() -> None:
+    rng = np.random.default_rng(0)
+    written = [rng.integers(0, VOCABULARY, POEM).astype(np.int32) for _ in range(2)]
+    texts, total = torch.zeros(2, 128, dtype=torch.int32), torch.full((2,), 14, dtype=torch.int32)
+    device = DeviceIndex(texts, STEPS, 2**14, 0.02, VOCABULARY)
+    device.open([(0, 7, 10), (1, 7, 10)])
+    for slot, text in enumerate(written):
+        device.add(7, text)
+        texts[slot, 10:14] = torch.from_numpy(text[:4])
+    drafts = device.draft(torch.arange(2), torch.ones(2, dtype=torch.int32), total)
+    for slot, text in enumerate(written):
+        count = int(device.real[slot])
+        assert count > 2
+        assert drafts[slot, :count].tolist() == text[4 : 4 + count].tolist()

@@ -33,7 +33,7 @@ void draft(SharedIndex& shared, int rounds, bool deferred, std::atomic<int>& fai
   for (int round = 0; round < rounds; ++round) {
     std::vector<int64_t> handles;
     for (uint64_t problem = 0; problem < kProblems + kGuests; ++problem)
-      handles.push_back(shared.use([&](SuffixIndex& index) { return index.open(problem, text, 3); }));
+      handles.push_back(shared.use([&](SuffixIndex& index) { return index.open(problem, text, 3, text, 2); }));
     const std::vector<int64_t> budgets(handles.size(), 6);
     const auto check = [&](const SuffixIndex& index) { index.check_open(handles.data(), handles.size()); };
     const auto drafts = shared.begin(deferred, check, [handles, budgets, &text](SuffixIndex& index) {

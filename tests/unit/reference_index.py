@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,7 +19,10 @@ OWN, SIBLING, PROMPT = 512, 256, 64  # weights of the sources; the newest histor
 VOTES = [(i + 1) ** 6 for i in range(200)]
 PRIOR, DOUBT, MEMORY = 40.0, 8.0, 2**13  # weights of a kind's prior, of a source's, and of the past at most, tokens
 
+REPEATED = 0.95  # prior of tokens that were written ahead
+
 Kind = tuple[bool, int, int, int]  # whether only its own text, share of the votes, strength, number of places
+AHEAD: Kind = (False, -1, -1, -1)  # written ahead
 
 
 @dataclass
@@ -40,6 +43,7 @@ class Request:
     text: list[int] = field(default_factory=lambda: [START])
     drafted: list[tuple[int, Kind]] = field(default_factory=list)
     is_open: bool = True
+    ahead: list[int] = field(default_factory=list)  # empty once it has written something else, or all of it
 
 
 @dataclass
@@ -94,9 +98,10 @@ class ReferenceIndex:
 
     # Live requests
 
-    def open(self, problem: int, prompt_ids: list[int], prefix: list[int]) -> int:
+    def open(self, problem: int, prompt_ids: list[int], prefix: list[int], ahead: Sequence[int] = ()) -> int:
+        self._write(Request(problem, [], is_open=False), ahead)
         handle = len(self._requests) + 1
-        self._requests[handle] = Request(problem, prompt_ids)
+        self._requests[handle] = Request(problem, prompt_ids, ahead=[*ahead])
         self.extend(handle, prefix)
         return handle
 
@@ -108,9 +113,10 @@ class ReferenceIndex:
                 break
         if tokens:
             request.drafted = []
-        for token in tokens:
-            self._live.setdefault(request.problem, []).append((request, len(request.text) - 1))
-            request.text.append(token)
+        rest = request.ahead[len(request.text) - 1 :]
+        if len(tokens) >= len(rest) or rest[: len(tokens)] != tokens:
+            request.ahead = []
+        self._write(request, tokens)
 
     def close(self, handle: int, keep: bool) -> None:
         request = self._requests[handle]
@@ -135,9 +141,16 @@ class ReferenceIndex:
         chances: list[float] = []
         if budget <= 0:
             return tokens, chances
-        candidates, searched = self._gather(request), 0
-        chance = 1.0
-        for step in range(budget + 1):
+        chance, ahead = 1.0, request.ahead[len(request.text) - 1 :]
+        for token in ahead[: budget + 1]:
+            request.drafted.append((token, AHEAD))
+            chance *= self._chance(AHEAD)
+            if len(tokens) == budget or chance < min_chance:
+                return tokens, chances
+            tokens.append(token)
+            chances.append(_narrow(chance))
+        candidates, searched = self._gather(request), len(ahead)
+        for step in range(len(ahead), budget + 1):
             polls = _poll(candidates, step - searched)
             if not polls and step > searched:
                 candidates, searched = self._gather(request), step
@@ -153,7 +166,7 @@ class ReferenceIndex:
             if step == budget or chance < min_chance:
                 break
             tokens.append(token)
-            chances.append(float(np.float32(max(chance, float(np.finfo(np.float32).tiny)))))
+            chances.append(_narrow(chance))
             candidates = [c for c in candidates if c.following[step - searched : step - searched + 1] == [token]]
         return tokens, chances
 
@@ -230,6 +243,9 @@ class ReferenceIndex:
     # What happened to earlier drafts
 
     def _chance(self, kind: Kind) -> float:
+        if kind == AHEAD:
+            accepted, tried = self._kinds.get(kind, (0, 0))
+            return (accepted + PRIOR * REPEATED) / (tried + PRIOR)
         accepted, tried, expected = self._sources[kind[0]]
         better = (accepted + DOUBT) / (tried - accepted + DOUBT) * ((tried - expected + DOUBT) / (expected + DOUBT))
         odds = _start(kind) * better
@@ -239,6 +255,9 @@ class ReferenceIndex:
     def _learn(self, kind: Kind, accepted: bool) -> None:
         cell, source = self._kinds.setdefault(kind, [0, 0]), self._sources[kind[0]]
         cell[:] = [cell[0] + accepted, cell[1] + 1]
+        if kind == AHEAD:
+            cell[:] = [x // 2 for x in cell] if cell[1] >= MEMORY else cell
+            return
         source[:] = [source[0] + accepted, source[1] + 1, source[2] + _start(kind)]
         if cell[1] >= MEMORY:
             cell[:] = [cell[0] // 2, cell[1] // 2]
@@ -247,9 +266,18 @@ class ReferenceIndex:
 
     # Housekeeping
 
+    def _write(self, request: Request, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._live.setdefault(request.problem, []).append((request, len(request.text) - 1))
+            request.text.append(token)
+
     def _forget(self, kept: Callable[[Request], bool]) -> None:
         for problem, places in list(self._live.items()):
             self._live[problem] = [(r, i) for r, i in places if kept(r)]
+
+
+def _narrow(chance: float) -> float:
+    return float(np.float32(max(chance, float(np.finfo(np.float32).tiny))))
 
 
 def _agreement(context: list[int], place: list[int], most: int) -> int:

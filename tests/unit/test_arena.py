@@ -47,6 +47,20 @@ def sealed(found: Arena, problem: int, tokens: int, places: int) -> int:
     return at
 
 
+def test_what_was_written_ahead_is_a_text_of_a_request_that_ended() -> None:
+    found = arena()
+    for slot in (0, 1):
+        found.open(slot, 7, at=100 * slot, begin=5)
+    ahead = [found.add(7, tokens=20) for _ in range(2)]
+    assert ahead[1] is not None
+    assert members(found, 0) == [1, 0, ahead[1].text]
+    assert [kept and (kept.at, kept.room) for kept in ahead] == [(0, 20), (20, 20)]
+    assert found.add(7, tokens=1000) is None
+    assert found.short == 1
+    found.forget()
+    assert members(found, 0) == [1, 0]
+
+
 def test_the_newest_texts_are_searched_where_there_are_too_many() -> None:
     found = arena()
     kept = []

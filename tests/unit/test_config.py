@@ -57,8 +57,8 @@ def test_the_empty_block_is_the_history_under_the_controller_with_keyed_noise() 
     assert (config.speculate, config.budget, config.routing) == ("auto", "optimal", "longest_first")
 
 
-def test_a_block_has_at_most_18_keys() -> None:
-    assert len(KEYS) <= 18
+def test_a_block_has_at_most_19_keys() -> None:
+    assert len(KEYS) <= 19
 
 
 def test_noise_follows_the_drafter_unless_it_is_named() -> None:
@@ -316,6 +316,7 @@ VALUES: dict[str, Any] = {
     "history.scope": "global",
     "history.max_bytes": "1GiB",
     "history.load": "x",
+    "history.run_ahead": "auto",
     "history.device_bytes": "1GiB",
     "self.weights": "int8",
     "self.ladder": [3],

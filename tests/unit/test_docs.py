@@ -82,6 +82,7 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "model_runner": 2,
         "reason": None,
         "engines_behind": 0,
+        "ahead": [1, 2, 1],
     }
     logged = set(figures([report])) | {"das/weight_version", "das/exposed_generation_s"}
     logged |= {"das/history_nodes", "das/unsent_s", "das/checkpoint_s", "das/checkpoint_bytes"}

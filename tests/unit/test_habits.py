@@ -26,7 +26,10 @@ INSIDE = {
     "v2_stand_ins.py",
 }
 """What stands in for vLLM, for a kernel or for a broken part is put where that is."""
-HOSTS = {"_create_engine", "_engine_owner_loop", "_load_weights", "_request_max_new_tokens", "_run_agent_loop"}
+HOSTS = {
+    *("_create_engine", "_engine_owner_loop", "_get_gen_batch", "_load_weights", "_next_train_batch"),
+    *("_request_max_new_tokens", "_run_agent_loop", "_submit_batch_to_rollout"),
+}
 """Private names of the hosts' own, which hooks depend on."""
 
 

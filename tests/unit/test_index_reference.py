@@ -86,6 +86,18 @@ class SameDrafts(RuleBasedStateMachine):
     def open(self, problem: int, prompt: list[int], prefix: list[int]) -> None:
         self.handles.append(self.each(lambda index: index.open(problem, prompt, prefix)))
 
+    @rule(problem=PROBLEMS, ahead=texts(), share=st.floats(0, 1))
+    def open_written_ahead(self, problem: int, ahead: list[int], share: float) -> None:
+        prefix = ahead[: int(share * len(ahead))]
+        self.handles.append(self.each(lambda index: index.open(problem, [], prefix, ahead)))
+
+    @precondition(lambda self: self.handles)
+    @rule(data=st.data(), budget=st.integers(1, 12))
+    def extend_with_the_draft(self, data: st.DataObject, budget: int) -> None:
+        handle = data.draw(st.sampled_from(self.handles))
+        (draft,) = same_drafts(*self.both, [handle], [budget], 0.0)
+        self.each(lambda index: index.extend(handle, draft))
+
     @precondition(lambda self: self.handles)
     @rule(data=st.data(), ids=texts())
     def extend(self, data: st.DataObject, ids: list[int]) -> None:

@@ -39,6 +39,7 @@ JARGON = {
     "replica": "replicas?",
     "rest": "rests|resting|at rest",
     "rollout": "rollouts?",
+    "run-ahead": "run-ahead",
     "sealed": "seals?|sealed|sealing",
     "segment": "segments?",
     "sibling": "siblings?",

@@ -150,18 +150,20 @@ class SuffixIndex:
 
     # Live requests
 
-    def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens = ()) -> int:
+    def open(self, problem: int, prompt_ids: Tokens, prefix: Tokens = (), ahead: Tokens = ()) -> int:
         """Start a request; return its handle, above 0 and never used again.
 
         Args:
             problem: requests of one problem are siblings and draft from each other.
             prompt_ids: searched for this request only. May be empty.
             prefix: response token ids that exist already (a resumed request).
+            ahead: response token ids that were written ahead with this request's noise. Drafts repeat them until the
+                request writes something else; siblings draft from them as from a closed request's.
 
         Raises:
             IndexFileError: the problem's mapped history is damaged; the request is not opened.
         """
-        return int(self._core.open(problem, tokens_of(prompt_ids), tokens_of(prefix)))
+        return int(self._core.open(problem, *map(tokens_of, (prompt_ids, prefix, ahead))))
 
     def extend(self, handle: int, ids: Tokens) -> None:
         """Append accepted token ids, shape (n,), to a request's response; raises as `extend_many`."""

@@ -126,6 +126,14 @@ class Arena:
         self._describe(known)
         return kept
 
+    def add(self, problem: int, tokens: int) -> Kept | None:
+        """Take a text of so many tokens that was written ahead for a request of a problem, one that has begun; return
+        where it goes, as a text of a request that ended. None: it is not kept."""
+        known = self._problems[problem]
+        kept = self._keep(-1, known, tokens)
+        self._describe(known)
+        return kept
+
     def missing(self) -> list[int]:
         """Return the problems that are drafted for and whose sealed text nobody has looked for, in order."""
         drafted = dict.fromkeys(self._of_slot.values())

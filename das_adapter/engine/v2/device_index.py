@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.values import Int32
 from das_adapter.core.native import native
 from das_adapter.engine.v2 import search, votes
 from das_adapter.engine.v2.arena import Arena, Kept
@@ -94,6 +95,12 @@ class DeviceIndex:
         if opened:
             slots = np.array([slot for slot, _, _ in opened], dtype=np.int64)
             self.offers[:, 0].index_fill_(0, self._to_device(slots), 0)
+
+    def add(self, problem: int, text: Int32) -> None:
+        """Take a text that was written ahead for a request, one that has begun, with the key of its problem's text."""
+        if len(text) and (kept := self.arena.add(problem, len(text))) is not None:
+            _copy(text.copy(), self.words[kept.at : kept.at + len(text)])
+            self._text_len[kept.text].fill_(len(text))
 
     def close(self, closed: Sequence[tuple[int, int]], total_len: torch.Tensor) -> None:
         """Take requests that end: slot, and tokens that its response has at most, 0 for a text that is not kept;

@@ -95,7 +95,7 @@ class DeviceWorkerState(WorkerState):
     def begin(self, scheduled: Any) -> None:
         """Take the requests that have joined the batch (vLLM's `SchedulerOutput`), and bring the sealed text that is
         drafted from to the device."""
-        slots, opened = self.runner.req_states.req_id_to_index, []
+        slots, opened, ahead = self.runner.req_states.req_id_to_index, [], []
         for new in scheduled.scheduled_new_reqs:
             params, text = new.sampling_params, new.prefill_token_ids or new.prompt_token_ids or []
             label = Label.of(params.extra_args if params else None)
@@ -106,14 +106,18 @@ class DeviceWorkerState(WorkerState):
                 begun.stops = frozenset(stops or ())
             if self.standalone is not None:
                 begun.text = list(text[begun.start :])
-            self._requests.setdefault(new.req_id, begun)  # it may come back, preempted
+            key = self._policy.key(begun.problem)
+            if self._requests.setdefault(new.req_id, begun) is begun:  # it may come back, preempted
+                ahead.append((key, begun.ahead))
             self._begun.append(begun)
-            opened.append((slots[new.req_id], self._policy.key(begun.problem), begun.start))
+            opened.append((slots[new.req_id], key, begun.start))
         index, engine = self.index, self.engine
         if index is None or engine is None or engine.history is None:
             return
         try:
             index.open(opened)
+            for text in ahead:
+                index.add(*text)
             if not engine.failed:
                 index.bring(engine.history.index)
         except Exception as error:

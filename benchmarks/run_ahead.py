@@ -1,0 +1,86 @@
+"""Run veRL on two replicas, every problem once: what run-ahead gains where no problem has history.
+
+    python benchmarks/run_ahead.py --steps 40 --out FILE.json
+
+Off, history, and history with run-ahead, same seeds, one training after the other, in an order that is turned round
+from repeat to repeat; each replica computes with one thread. All arms must write the same tokens.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from pipelines import ARMS, DAS, ROOT, start, steps
+from provenance import provenance, save
+
+ALL = {**ARMS, "ahead": [*ARMS["history"], f"+{DAS}.history.run_ahead=auto"]}
+COLUMNS = {
+    "rollout_s": "das/rollout_s",
+    "step_s": "timing_s/step",
+    "tokens_per_forward": "das/tokens_per_forward",
+    "written_ahead": "das/run_ahead_tokens",
+    "repeated": "das/run_ahead_repeated",
+    "token_hash": "das/token_hash",
+    "health": "das/health",
+}
+
+
+def train(arm: str, count: int, batch: int, overrides: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Train with an arm's settings; return the figures of each step."""
+    settings = [
+        *(f"trainer.total_training_steps={count}", f"data.train_max_samples={count * batch}"),
+        *(f"data.train_batch_size={batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}"),
+        *("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2"),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log.jsonl"
+        run = start(log, "verl.trainer.main_ppo", "grpo_tiny_math_cpu", *settings, *ALL[arm], *overrides)
+        if run.wait():
+            sys.exit(log.with_suffix(".log").read_text()[-4000:])
+        found = steps(log)
+    return {name: [row.get(column) for row in found] for name, column in COLUMNS.items()}
+
+
+def compared(arms: dict[str, list[dict[str, list[Any]]]]) -> dict[str, Any]:
+    """Compare run-ahead with the other arms, run by run, without the first step, for which nothing is written ahead."""
+    found: dict[str, Any] = {}
+    for other in ("off", "history"):
+        pairs = list(zip(arms["ahead"], arms[other], strict=True))
+        for column in ("rollout_s", "step_s", "tokens_per_forward"):
+            ratios = [float(np.sum(a[column][1:]) / np.sum(b[column][1:])) for a, b in pairs]
+            found[f"{column}_of_{other}"] = {"median": float(np.median(ratios)), "runs": ratios}
+    hashes = [run["token_hash"] for runs in arms.values() for run in runs]
+    found["same_tokens"] = all(run == hashes[0] for run in hashes)
+    return found
+
+
+@click.command()
+@click.option("--steps", "count", default=40, show_default=True, help="Training steps of a run.")
+@click.option("--batch", default=8, show_default=True, help="Problems of a step, four samples each.")
+@click.option("--repeats", default=1, show_default=True, help="Runs of each arm.")
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+@click.argument("overrides", nargs=-1)
+def main(count: int, batch: int, repeats: int, out: Path, overrides: tuple[str, ...]) -> None:
+    """Rollout and step times, and tokens per forward pass; further arguments are veRL's, for every arm."""
+    size = ["--train-size", str(count * batch)]
+    data = [sys.executable, ROOT / "examples/tiny_math/prepare_data.py", *size]
+    subprocess.run(data, check=True, stdout=subprocess.DEVNULL)
+    arms: dict[str, list[dict[str, list[Any]]]] = {arm: [] for arm in ALL}
+    for repeat in range(repeats):
+        for arm in list(ALL)[:: 1 if repeat % 2 else -1]:
+            arms[arm].append(train(arm, count, batch, overrides))
+            click.echo(f"{arm}: {np.sum(arms[arm][-1]['rollout_s'][1:]):.1f} s of rollouts")
+    against = compared(arms)
+    for name, value in against.items():
+        click.echo(f"{name}: {value}")
+    save(out, {"provenance": provenance(), "steps": count, "batch": batch, "arms": arms, "against": against})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Run-ahead in veRL: engines that have nothing left write what the requests of the next step will begin with.
+
+The trainer looks at the next batch and shows each agent loop worker the rows that it will have. A worker runs the agent
+loops of these rows up to their first request, which an idle replica answers with the noise of the request to come. The
+answer stays in the worker, and travels with that request when it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import ray
+
+from das_adapter.config import DasConfig
+from das_adapter.core.backoff import Backoff
+from das_adapter.protocol.label import Label
+from das_adapter.service.look_ahead import LookAhead
+from das_adapter.verl import tracking
+
+logger = logging.getLogger("das_adapter")
+
+LEAST = 0.05
+"""Share of the tokens written ahead that requests must repeat, or nothing is written ahead for a while."""
+_REST, _LONGEST = 8, 64
+"""Steps without, after one that was not worth it, and at most."""
+POLL_S = 0.2
+"""How often a worker asks for idle replicas."""
+
+
+class Written(BaseException):
+    """Ends an agent loop whose first request was written ahead. It is no `Exception`, which agent loops catch."""
+
+
+# In the trainer
+
+
+def no_effect(trainer: Any) -> str | None:
+    """Say why nothing is written ahead in a run; None: it is."""
+    config, kind = trainer.config, f"{type(trainer).__module__}.{type(trainer).__name__}"
+    if getattr(trainer, "trainer_mode", None) != "sync" and kind != "verl.trainer.ppo.ray_trainer.RayPPOTrainer":
+        return "rollout and training do not take turns"
+    loader, batch = trainer.train_dataloader, config.data.train_batch_size
+    filters = config.algorithm.get("filter_groups") or {}
+    if filters.get("enable") or (config.data.get("gen_batch_size") or batch) != batch:
+        return "the next batch depends on the rollouts of this one"
+    if hasattr(loader.sampler, "update") or hasattr(loader.dataset, "on_batch_end"):
+        return "the data set or its sampler changes after each step"
+    if config.algorithm.adv_estimator == "remax":
+        return "algorithm.adv_estimator=remax has greedy samples beside the others"
+    return None
+
+
+class Ahead:
+    """Shows agent loop workers the batch of the next step."""
+
+    running: Ahead | None = None
+    """Of the run that this process trains; None: it has none."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        trainer.train_dataloader = self._batches = LookAhead(trainer.train_dataloader)
+        self._pays = Backoff(_REST, _LONGEST)
+
+    @classmethod
+    def begin(cls, trainer: Any, das: DasConfig) -> None:
+        """Look ahead in a run from now on, or say in the log why it has no effect."""
+        if das.history.run_ahead == "off":
+            return
+        if reason := no_effect(trainer):
+            logger.warning("das: history.run_ahead=%r has no effect: %s", das.history.run_ahead, reason)
+        else:
+            cls.running = cls(trainer)
+
+    def show(self, manager: Any, name_rows: Callable[[Any], Any]) -> None:
+        """Show the workers of an agent loop manager what comes after the batch that they have. An error ends nothing
+        but run-ahead. `name_rows`: names the rows of a batch."""
+        try:
+            if self._trainer.global_steps < self._trainer.total_training_steps and self.worth():
+                if (batch := self._next()) is not None:
+                    name_rows(batch)
+                    workers = manager.agent_loop_workers
+                    for worker, part in zip(workers, batch.chunk(len(workers)), strict=False):
+                        worker.das_write_ahead.remote(part)
+        except Exception:
+            logger.exception("das: no responses are written ahead any more; the run goes on")
+            Ahead.running = None
+
+    def worth(self) -> bool:
+        """Whether what was written ahead in the last steps was repeated."""
+        step, repeated = self._trainer.global_steps, tracking.logged.pop("das/run_ahead_repeated", None)
+        if repeated is not None and repeated < LEAST:
+            self._pays.done(step)
+            logger.warning("das: requests repeat %.3f of what was written ahead: nothing is for some steps", repeated)
+        elif repeated is not None:
+            self._pays.restart()
+        return self._pays.due(step)
+
+    def _next(self) -> Any:
+        """Return the next batch as the trainer will dispatch it, veRL's `DataProto` or a `TensorDict`; None: it is not
+        known, since an epoch ends."""
+        from verl import DataProto
+        from verl.utils import tensordict_utils
+
+        trainer, step = self._trainer, self._trainer.global_steps + 1
+        seen = self._batches.peek()
+        if seen is None:
+            return None
+        rows = {**seen, "uid": np.array([""] * len(seen["raw_prompt"]), dtype=object)}
+        if hasattr(trainer, "trainer_mode"):
+            batch = tensordict_utils.get_tensordict(rows)
+            tensordict_utils.assign_non_tensor_data(batch, "global_steps", step)
+            return batch
+        batch = trainer._get_gen_batch(DataProto.from_single_dict(rows))
+        batch.meta_info["global_steps"] = step
+        return batch.repeat(repeat_times=trainer.config.actor_rollout_ref.rollout.n, interleave=True)
+
+
+# In an agent loop worker
+
+
+@dataclass(eq=False)
+class Job:
+    """A sample of the next step."""
+
+    params: dict[str, Any]
+    """Sampling parameters, with which its agent loop begins."""
+    trajectory: dict[str, Any]
+    fields: dict[str, Any]
+    """Further arguments of `_run_agent_loop`."""
+    text: list[int] = field(default_factory=list)
+    """What is written ahead of its first response."""
+    ended: bool = False
+    """Whether that is all."""
+
+    async def write(self, server: Any, step: int, label: Label, prompt: list[int], params: dict[str, Any]) -> None:
+        """Let a replica go on with the response to a request of a step."""
+        params = replace(label, record=False).put_into(params)
+        tokens, self.ended = await server.write_ahead.remote([*prompt, *self.text], params)
+        self.text += tokens
+        if self.text and label.seed is not None:
+            texts.put(step, label.seed, self.text)
+
+
+class Texts:
+    """What is written ahead for the requests of one worker, by the seeds of their noise."""
+
+    def __init__(self) -> None:
+        self._of_step: dict[int, dict[int, list[int]]] = {}
+
+    def put(self, step: int, seed: int, text: list[int]) -> None:
+        """Keep the response of a request in some step, as far as it is written; of older steps than the last two
+        nothing is kept."""
+        for old in [known for known in self._of_step if known < step - 1]:
+            del self._of_step[old]
+        self._of_step.setdefault(step, {})[seed] = text
+
+    def take(self, step: int, seed: int | None) -> bytes | None:
+        """Return the response of a request that begins, int32 token ids; None: nothing is written."""
+        text = self._of_step.get(step, {}).pop(seed or 0, None)
+        return None if text is None else np.asarray(text, dtype=np.int32).tobytes()
+
+
+texts = Texts()
+"""Of the worker in this process."""
+
+
+class Writing:
+    """Writes ahead for the rows of a worker: the first sample of each, then the second, and so on."""
+
+    def __init__(self, worker: Any, step: int, jobs: list[Job]) -> None:
+        self.step = step
+        self._jobs, self._worker = deque(jobs), copy.copy(worker)
+        self._worker._agent_loop_postprocess = _drop
+        self._balancer = worker.llm_client._load_balancer
+        self._at_work = set[asyncio.Task[None]]()
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        """Begin nothing more."""
+        self.task.cancel()
+        self._jobs.clear()
+
+    async def _run(self) -> None:
+        while self._jobs or self._at_work:
+            await asyncio.sleep(POLL_S)
+            try:
+                for name, server in await self._balancer.lend.remote(len(self._jobs)):
+                    self._begin(name, server)
+            except ray.exceptions.RayError as error:
+                logger.warning("das: nothing is written ahead for the next step: %r", error)
+                return
+
+    def _begin(self, name: str, server: Any) -> None:
+        if not self._jobs:
+            self._balancer.give_back.remote(name)
+            return
+        task = asyncio.create_task(self._write(self._jobs.popleft(), name, server))
+        self._at_work.add(task)
+        task.add_done_callback(self._at_work.discard)
+
+    async def _write(self, job: Job, name: str, server: Any) -> None:
+        try:
+            job.ended = True  # unless it asks, and hears otherwise
+            fields = {**job.fields, "trace": False, "das_job": (job, server)}
+            await self._worker._run_agent_loop(job.params, job.trajectory, **fields)
+            if not job.ended:
+                self._jobs.appendleft(job)
+        except Exception as error:
+            logger.warning("das: a response is not written ahead: %r", error)
+        finally:
+            self._balancer.give_back.remote(name)
+
+
+async def _drop(*_: Any, **__: Any) -> None:
+    """Take the output of an agent loop that has asked for nothing."""
+
+
+def add_writing(stock: None) -> Callable[..., Awaitable[None]]:
+    """Return the method `AgentLoopWorker.das_write_ahead(self, batch)`, which begins to write ahead for a batch."""
+
+    async def das_write_ahead(self: Any, batch: Any) -> None:
+        stop(self)
+        try:
+            jobs, step = await jobs_of(self, batch)
+            self.das_writing = Writing(self, step, jobs)
+        except Exception:
+            logger.exception("das: nothing is written ahead for the next step")
+
+    return das_write_ahead
+
+
+def stop(worker: Any, step: int | None = None) -> None:
+    """End the writing of a worker; `step`: if that is for this step or one before, which now begins."""
+    writing: Writing | None = getattr(worker, "das_writing", None)
+    if writing is not None and (step is None or step >= writing.step):
+        writing.stop()
+        worker.das_writing = None
+
+
+async def jobs_of(worker: Any, batch: Any) -> tuple[list[Job], int]:
+    """Return the samples of a batch, and its step: as veRL's workers make them."""
+    from verl.experimental.agent_loop.agent_loop import get_trajectory_info
+
+    rollout, tensors = worker.rollout_config, not hasattr(batch, "non_tensor_batch")
+    params = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
+    params |= {"repetition_penalty": 1.0, "logprobs": False}
+    step = batch["global_steps"] if tensors else batch.meta_info["global_steps"]
+    rows = [_row(batch if tensors else batch.non_tensor_batch, row) for row in range(len(batch))]
+    index = [row.get("index", number) for number, row in enumerate(rows)]
+    jobs = []
+    for row, trajectory in zip(rows, await get_trajectory_info(step, index, False), strict=True):
+        row.setdefault("agent_name", rollout.agent.default_agent_loop)
+        count, sampled = row.pop("__rollout_n__", rollout.n), row.pop("__do_sample__", True)
+        if not tensors:  # each sample has a row
+            jobs.append((trajectory["rollout_n"], Job(params, trajectory, row)))
+        elif sampled:
+            jobs += [(n, Job(params, trajectory, {**row, "session_id": n})) for n in range(count)]
+    return [job for _, job in sorted(jobs, key=lambda numbered: numbered[0])], int(step)
+
+
+def _row(columns: Any, row: int) -> dict[str, Any]:
+    """Return a row of a batch's columns: those of a `TensorDict` may have one value for all rows."""
+    from tensordict import NonTensorData, NonTensorStack
+
+    found = {}
+    for name, column in columns.items():
+        value = column if isinstance(column, NonTensorData) else column[row]
+        found[name] = value.data if isinstance(column, NonTensorData | NonTensorStack) else value
+    return found

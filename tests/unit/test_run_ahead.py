@@ -1,0 +1,294 @@
+"""What veRL's workers write ahead is what the requests of the next step will write, and travels with these."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from test_seeds import ON, PROMPT, Run, proto, sampled, tensors
+
+from das_adapter.config import parse
+from das_adapter.core.index import SuffixIndex
+from das_adapter.engine.settings import prepare_standalone
+from das_adapter.errors import ConfigError
+from das_adapter.nemo_rl import settings as nemo_rl
+from das_adapter.protocol.label import BadLabel, Label
+from das_adapter.protocol.metrics import RolloutClock, merge
+from das_adapter.verl import ahead, identity, tracking
+
+ROWS = [("gsm8k", 3), ("gsm8k", 4), ("aime", 3), ("aime", 3)]
+TRAJECTORY = {"step": 2, "sample_index": 3, "rollout_n": 0, "validate": False}
+
+
+class Server:
+    """A replica that writes a few tokens of a response at a time."""
+
+    def __init__(self, *answers: tuple[list[int], bool]) -> None:
+        self.answers, self.asked = list(answers), list[tuple[list[int], dict[str, Any]]]()
+
+    @property
+    def write_ahead(self) -> Any:
+        return SimpleNamespace(remote=self._write)
+
+    async def _write(self, prompt: list[int], params: dict[str, Any]) -> tuple[list[int], bool]:
+        self.asked.append((prompt, params))
+        return self.answers.pop(0) if self.answers else ([9], True)
+
+
+class Balancer:
+    """It lends a replica as often as it is asked."""
+
+    def __init__(self, server: Server) -> None:
+        self.server, self.lent = server, 0
+
+    @property
+    def lend(self) -> Any:
+        return SimpleNamespace(remote=self._lend)
+
+    @property
+    def give_back(self) -> Any:
+        return SimpleNamespace(remote=self._give_back)
+
+    async def _lend(self, most: int) -> list[tuple[str, Server]]:
+        self.lent += min(most, 2)
+        return [("a", self.server)] * min(most, 2)
+
+    def _give_back(self, name: str) -> None:
+        self.lent -= 1
+
+
+class Worker:
+    """The part of veRL's agent loop worker that is used; its agent loop asks once, and again for a next turn."""
+
+    def __init__(self, server: Server | None = None, images: Any = None) -> None:
+        self.rollout_config = SimpleNamespace(
+            temperature=0.7, top_p=0.9, top_k=-1, n=2, agent=SimpleNamespace(default_agent_loop="single")
+        )
+        self.balancer = Balancer(server or Server())
+        self.llm_client = SimpleNamespace(config=ON, _load_balancer=self.balancer)
+        self.images, self.silent = images, False
+        self.turns: list[int] = []
+
+    async def _stock(self, params: Any, trajectory: Any, *, agent_name: str, trace: bool, **_: Any) -> None:
+        if self.silent:
+            return await self._agent_loop_postprocess()
+        for _ in range(2):
+            self.turns.append(1)
+            call = {"prompt_ids": PROMPT, "sampling_params": dict(params), "image_data": self.images}
+            try:
+                await identity.around_generate(self._server, self.llm_client, ("id",), call)
+            except Exception:  # an agent loop may catch whatever tools raise
+                raise AssertionError from None
+
+    async def _agent_loop_postprocess(self, *_: Any) -> None:
+        raise AssertionError("it would be trained on")
+
+    async def _server(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("what is written ahead goes to a replica that was lent")
+
+    _run_agent_loop = identity.around_agent_loop(_stock)
+    das_write_ahead = ahead.add_writing(None)
+
+
+@pytest.fixture(autouse=True)
+def nothing_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ahead, "texts", ahead.Texts())
+    monkeypatch.setattr(ahead, "POLL_S", 0.0)
+    yield
+    ahead.Ahead.running = None
+
+
+async def write(worker: Worker, batch: Any) -> None:
+    await worker.das_write_ahead(batch)
+    await worker.das_writing.task
+
+
+@pytest.mark.parametrize("make", [tensors, proto])
+def test_the_noise_is_that_of_the_requests_to_come(make: Any) -> None:
+    pytest.importorskip("verl")
+    run, server, batch = Run(), Server(), make(ROWS, 2, False)
+    run.generate_sequences(make(ROWS, 1, False))
+    earlier = len(run.seeds)
+    run.generate_sequences(make(ROWS, 2, False))
+    identity.name_rows(batch)
+    for part in batch.chunk(2):
+        asyncio.run(write(Worker(server), part))
+    labels = [Label.of(params["extra_args"]) for _, params in server.asked]
+    assert sorted(label.seed or 0 for label in labels) == sorted(run.seeds[earlier:])
+    assert {label.problem for label in labels} == run.problems
+    assert not any(label.record for label in labels)
+    assert all(params["temperature"] == 0.7 and params["top_p"] == 0.9 for _, params in server.asked)
+
+
+def test_the_first_samples_of_all_rows_come_first() -> None:
+    pytest.importorskip("verl")
+    for make in (tensors, proto):
+        batch = make(ROWS, 2, False)
+        identity.name_rows(batch)
+        jobs, step = asyncio.run(ahead.jobs_of(Worker(), batch))
+        assert step == 2
+        numbers = [job.fields.get("session_id", job.trajectory["rollout_n"]) for job in jobs]
+        assert len(jobs) == 8
+        assert numbers == sorted(numbers)
+
+
+def test_an_interrupted_response_is_gone_on_with_and_the_agent_loop_asks_once() -> None:
+    pytest.importorskip("verl")
+    server = Server(([1, 2], False), ([], False), ([3], True))
+    worker = Worker(server)
+    batch = proto([("gsm8k", 3)], 2, False)[:1]
+    identity.name_rows(batch)
+    asyncio.run(write(worker, batch))
+    assert [prompt for prompt, _ in server.asked] == [PROMPT, [*PROMPT, 1, 2], [*PROMPT, 1, 2]]
+    assert len(worker.turns) == 3
+    assert worker.balancer.lent == 0
+    label = asyncio.run(sampled(TRAJECTORY, das_row="2/gsm8k/3/0"))
+    assert label.ahead == np.array([1, 2, 3], dtype=np.int32).tobytes()
+    again = asyncio.run(sampled(TRAJECTORY, das_row="2/gsm8k/3/0"))
+    assert again.ahead is None  # it was taken
+    assert again.seed == label.seed
+
+
+def test_a_prompt_with_images_is_left_alone() -> None:
+    pytest.importorskip("verl")
+    worker = Worker(images=[object()])
+    batch = proto([("gsm8k", 3)], 2, False)
+    identity.name_rows(batch)
+    asyncio.run(write(worker, batch))
+    assert worker.balancer.server.asked == []
+
+
+def test_an_agent_loop_that_asks_for_nothing_leaves_nothing() -> None:
+    pytest.importorskip("verl")
+    worker = Worker()
+    worker.silent = True
+    batch = proto([("gsm8k", 3)], 2, False)
+    identity.name_rows(batch)
+    asyncio.run(write(worker, batch))
+    assert worker.balancer.server.asked == []
+    assert worker.balancer.lent == 0
+
+
+def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
+    async def check() -> None:
+        worker, forever = Worker(Server()), asyncio.Event()
+        worker.das_writing = writing = ahead.Writing(worker, 3, [])
+        writing.task.cancel()
+        writing.task = asyncio.create_task(forever.wait())
+        ahead.stop(worker, 2)
+        assert worker.das_writing is writing
+        ahead.stop(worker, 3)
+        assert worker.das_writing is None
+        with pytest.raises(asyncio.CancelledError):
+            await writing.task
+
+    asyncio.run(check())
+
+
+def test_texts_of_earlier_steps_are_forgotten() -> None:
+    texts = ahead.Texts()
+    for step in range(5):
+        texts.put(step, 7, [step])
+    assert [texts.take(step, 7) is not None for step in range(5)] == [False, False, False, True, True]
+    assert texts.take(4, 7) is None
+
+
+def test_a_label_carries_what_was_written_ahead() -> None:
+    label = Label(1, 2, ahead=np.array([5, 6], dtype=np.int32).tobytes())
+    assert Label.of(label.extra_args()) == label
+    with pytest.raises(BadLabel, match=r"das_ahead: found \[5, 6\], allowed: bytes"):
+        Label.of({"das_ahead": [5, 6]})
+
+
+def test_a_request_drafts_its_own_text_until_it_writes_something_else() -> None:
+    index = SuffixIndex()
+    written = list(range(100, 160))
+    others = [index.open(1, [], prefix=[100, 7, 7, 7, 7]) for _ in range(4)]
+    handle = index.open(1, [3, 4], prefix=[100], ahead=written)
+    assert index.draft([handle], [32])[0][0].tolist() == written[1:33]
+    index.extend(handle, written[1:40])
+    assert index.draft([handle], [32], 0.0)[0][0].tolist() == written[40:]
+    index.extend(handle, [9, 8, 100])
+    assert index.draft([handle], [1], 0.0)[0][0].tolist() == [7]  # as most texts have it
+    index.extend(handle, written[10:20])  # it votes like a finished sibling's text
+    assert index.draft([handle], [8], 0.0)[0][0].tolist() == written[20:28]
+    index.extend(others[0], written[10:20])
+    assert index.draft([others[0]], [8], 0.0)[0][0].tolist() == written[20:28]
+    for one in (handle, *others):
+        index.close(one)
+    index.clear_live()
+    assert index.live_bytes == 0
+
+
+def test_the_chance_of_what_was_written_ahead_is_learned() -> None:
+    index, chances = SuffixIndex(), []
+    for _ in range(40):
+        handle = index.open(1, [], prefix=[1], ahead=[1, 2, 3])
+        chances.append(float(index.draft([handle], [1], 0.0)[1][0][0]))
+        index.extend(handle, [9])
+    assert chances[0] == pytest.approx(0.95)
+    assert chances == sorted(chances, reverse=True)
+    assert chances[-1] < 0.5
+
+
+def test_figures_say_how_much_was_repeated() -> None:
+    clocks = [RolloutClock() for _ in range(3)]
+    texts = {name: np.array(ids, dtype=np.int32).tobytes() for name, ids in {"a": [1, 2, 3, 4], "b": [1, 2, 9]}.items()}
+    clocks[0].repeated(texts["a"], texts["a"])
+    clocks[1].repeated(texts["a"], texts["b"])
+    found = merge([{k: v for k, v in clock.take().items() if k == "ahead"} for clock in clocks])
+    assert (found["das/run_ahead_requests"], found["das/run_ahead_tokens"]) == (2, 8)
+    assert found["das/run_ahead_repeated"] == 6 / 8
+    assert "das/run_ahead_tokens" not in merge([clocks[0].take()])
+
+
+def trainer(**config: Any) -> Any:
+    settings = {"train_batch_size": 4, "gen_batch_size": None, **config}
+    data = SimpleNamespace(**settings, get=settings.get)
+    algorithm = {"adv_estimator": "grpo", **config}
+    loader = SimpleNamespace(sampler=object(), dataset=config.get("dataset", object()))
+    return SimpleNamespace(
+        trainer_mode=config.get("mode", "sync"),
+        train_dataloader=loader,
+        config=SimpleNamespace(data=data, algorithm=SimpleNamespace(**algorithm, get=algorithm.get)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({}, None),
+        ({"mode": "colocate_async"}, "take turns"),
+        ({"filter_groups": {"enable": True}}, "depends on the rollouts"),
+        ({"gen_batch_size": 1}, "depends on the rollouts"),
+        ({"dataset": SimpleNamespace(on_batch_end=None)}, "changes after each step"),
+        ({"adv_estimator": "remax"}, "greedy samples"),
+    ],
+)
+def test_where_the_next_batch_is_not_known_it_says_so(config: dict[str, Any], why: str | None) -> None:
+    said = ahead.no_effect(trainer(**config))
+    assert said is None if why is None else why in (said or "")
+
+
+def test_it_rests_where_nothing_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = SimpleNamespace(global_steps=0, train_dataloader=[])
+    run, shown = ahead.Ahead(trainer), list[bool]()
+    for step in range(40):
+        trainer.global_steps = step
+        monkeypatch.setattr(tracking, "logged", {"das/run_ahead_repeated": 0.01} if step and shown[-1] else {})
+        shown.append(run.worth())
+    assert [step for step in range(40) if shown[step]] == [0, 9, 26]
+
+
+def test_what_shows_no_next_batch_refuses_it() -> None:
+    block = {"history": {"run_ahead": "auto"}}
+    config = parse(block)
+    assert config is not None
+    with pytest.raises(ConfigError, match=r"das\.history\.run_ahead: found 'auto', allowed under NeMo-RL: 'off'"):
+        nemo_rl.check({"das": block})
+    with pytest.raises(ConfigError, match=r"das\.history\.run_ahead: found 'auto', allowed: 'off'.* no host"):
+        prepare_standalone(SimpleNamespace(additional_config={}), config)
