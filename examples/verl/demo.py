@@ -124,6 +124,24 @@ def prepare(args: argparse.Namespace) -> None:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "TQDM_DISABLE": "1"})
 
 
+def environment_of(not_strict: bool) -> dict[str, str]:
+    """The environment that the runs have in common; `not_strict`: without MKL_CBWR."""
+    environment = {
+        **os.environ,
+        **cpu_env(),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "RAY_ADDRESS": "local",
+    }
+    unset = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE")  # the config sizes the KV cache
+    for variable in (*unset, *(["MKL_CBWR"] if not_strict else [])):
+        environment.pop(variable, None)
+    return environment
+
+
 class Arm:
     """A veRL run with one arm's settings, which goes on from gate to gate (`in_turn.py`) as it is told to."""
 
@@ -133,20 +151,10 @@ class Arm:
         self.gate.unlink(missing_ok=True)
         self.metrics.unlink(missing_ok=True)
         environment = {
-            **os.environ,
-            **cpu_env(),
+            **environment_of(args.not_strict),
             "DEMO_GATE": str(self.gate),
             "VERL_FILE_LOGGER_PATH": str(self.metrics),
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-            "RAY_ADDRESS": "local",
         }
-        unset = ("CUDA_VISIBLE_DEVICES", "VLLM_CPU_KVCACHE_SPACE")  # the config sizes the KV cache
-        for variable in (*unset, *(["MKL_CBWR"] if args.not_strict else [])):
-            environment.pop(variable, None)
         command = [
             *(sys.executable, "-m", "verl.trainer.main_ppo"),
             *("--config-path", str(ROOT / "examples/verl"), "--config-name", "grpo_tiny_math_cpu_demo"),
