@@ -6,13 +6,11 @@ FROM ${BASE}
 
 COPY . /opt/das-adapter
 SHELL ["/bin/bash", "-euo", "pipefail", "-c"]
-# Built once, with the driver's Python; installed wherever a class of das-adapter may arrive: in the driver's environment, the vLLM
-# workers', and those of actors that are handed the generation, AsyncTrajectoryCollector among them.
-RUN uv build --wheel --python /opt/nemo_rl_venv/bin/python --out-dir /tmp/dist /opt/das-adapter \
-    && for python in /opt/nemo_rl_venv/bin/python /opt/ray_venvs/*/bin/python; do \
-        uv pip install --no-cache --python "${python}" /tmp/dist/das_adapter-*.whl; \
-    done \
-    && rm -r /tmp/dist \
+# Built once, and installed wherever a class of das-adapter may arrive: in the driver's environment, the vLLM workers', and those of actors
+# that are handed the generation.
+RUN uv build --wheel --python /opt/nemo_rl_venv/bin/python --out-dir /opt/das-adapter/dist /opt/das-adapter \
+    && uv pip install --no-cache --python /opt/nemo_rl_venv/bin/python /opt/das-adapter/dist/das_adapter-*.whl \
+    && /opt/nemo_rl_venv/bin/das-adapter install nemo-rl --venvs /opt/ray_venvs --from /opt/das-adapter/dist/das_adapter-*.whl \
     && /opt/ray_venvs/nemo_rl.models.generation.vllm.vllm_worker.VllmGenerationWorker/bin/das-adapter doctor
 
 # Run it with room in shared memory, for Ray and for the history: docker run --gpus all --shm-size 128g nemo-rl-das …

@@ -14,6 +14,8 @@ OBJECT_STORE=${OBJECT_STORE:-64} # GiB a node for Ray's objects
 HISTORY=${HISTORY:-8}            # GiB: history.max_bytes of the block
 NEEDED=$((OBJECT_STORE + 3 * HISTORY + 1))
 PORT=${PORT:-6379}
+# One token for all nodes and the command: newer versions of Ray ask for it where they find one.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(cat /proc/sys/kernel/random/uuid)}
 : "${CONTAINER:?image for pyxis}" "${1:?the command to run}"
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -28,7 +30,7 @@ ray=(ray start --block --disable-usage-stats --object-store-memory="$((OBJECT_ST
 "${inside[@]}" --nodes=1 --ntasks=1 -w "$head" "${ray[@]}" --head --port="$PORT" &
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     "${inside[@]}" --nodes="$((SLURM_JOB_NUM_NODES - 1))" --ntasks="$((SLURM_JOB_NUM_NODES - 1))" --exclude="$head" \
-        bash -c 'until ray health-check --address "$0"; do sleep 2; done; exec "$@"' "$head:$PORT" \
+        bash -c "until (: < /dev/tcp/$head/$PORT) 2> /dev/null; do sleep 2; done; exec \"\$@\"" worker \
         "${ray[@]}" --address="$head:$PORT" &
 fi
 
@@ -42,5 +44,5 @@ ray.shutdown()
 os.environ["RAY_ADDRESS"] = address
 os.execvp(command[0], command)'
 "${inside[@]}" --nodes=1 --ntasks=1 -w "$head" \
-    bash -c 'until ray health-check --address "$1"; do sleep 2; done; exec python3 -c "$0" "$@"' \
+    bash -c "until (: < /dev/tcp/$head/$PORT) 2> /dev/null; do sleep 2; done; exec python3 -c \"\$@\"" driver \
     "$WAIT" "$head:$PORT" "$SLURM_JOB_NUM_NODES" "$@"
