@@ -252,16 +252,16 @@ class Controller:
         account, running, limits = self.account, len(slots), offer.limits
         self._arrived = False
         nothing = np.zeros(running, dtype=np.int64)
-        plan = found = StepPlan(nothing, nothing)
-        model = self._model
+        plan, model = StepPlan(nothing, nothing), self._model
+        found = plan
         if self.always:
             plan = everything(offer)
             account.decided(running, True, False)
         elif model is None:
-            found = everything(offer)
+            whole = everything(offer)
             if account.draws(running, 1.0, offer.cut) and account.now % (2 if offer.cut else 4):
-                plan = found
-            account.decided(running, False, found.total > 0)
+                plan = whole
+            account.decided(running, False, whole.total > 0)
         else:
             plain, table, common = account.probe("plain", running), self.requests, self.common
             worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
@@ -285,7 +285,7 @@ class Controller:
                 plan = StepPlan(nothing, some) if by_model else StepPlan(some, nothing)
                 drafts = bool(some.any())
             account.decided(running, drafts, probing, plain)
-        if self.common is None or plan is found:
+        if self.common is None or plan is found:  # which has one length already
             return plan
         return StepPlan(alike(limits if self.always else plan.history, self.common), alike(plan.model, self.common))
 
