@@ -58,7 +58,7 @@ void use(SuffixIndex& index) {
   const Token text[] = {1, 2, 3, 1, 2};
   std::vector<int64_t> handles, budgets;
   for (uint64_t problem = 0; problem < 4; ++problem) {
-    handles.push_back(index.open(problem, text, 3));
+    handles.push_back(index.open(problem, text, 3, text, problem));
     budgets.push_back(6);
     index.extend(handles.back(), text, problem + 1);
   }
