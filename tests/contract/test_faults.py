@@ -261,7 +261,8 @@ def ended(engine: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("for_good", [False, True])
+# On a busy machine Ray once did not start another ledger in eleven minutes: for good at night only.
+@pytest.mark.parametrize("for_good", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_ledger_is_killed(run: Run, for_good: bool) -> None:
     run.sync()
     ray.kill(running(), no_restart=for_good)
