@@ -71,7 +71,7 @@ def test_requests_draft_what_was_written_ahead_and_repeat_it(runs: Runs) -> None
     assert "das/run_ahead_tokens" not in first
     assert all(step["das/health"] == 1 for step in runs.ahead)
     written = [step for step in later if "das/run_ahead_tokens" in step]
-    assert len(written) >= 2
+    assert written  # the first step has a tail at least; one that drafts much may have none
     assert all(step["das/run_ahead_repeated"] > 0.3 for step in written)
     for step, without in zip(later, runs.history[1:], strict=True):
         if step in written:
