@@ -20,7 +20,7 @@ from pydantic import (
     field_validator,
 )
 
-from das_adapter.config_errors import check_effects, check_options, message, resembles_das, retired, wrong
+from das_adapter.config_errors import check_effects, check_options, message, resembles_das, retired, unwritable, wrong
 from das_adapter.errors import ConfigError
 
 _WithHistory = Literal["history+eagle3", "history+mtp", "history+draft_model"]
@@ -85,9 +85,7 @@ class HistoryConfig(_Block):
     a rollout, 8 bytes a token, and finished siblings' text. It stays taken while the engine sleeps. The V1 runner
     drafts on the host and has none."""
     run_ahead: Literal["auto", "off"] = "off"
-    """Whether engines that have nothing left, while others go on, write what the requests of the next step will begin
-    with, as drafts for those. `auto`: in veRL's synchronous trainers, as long as it is repeated; in other pipelines it
-    has no effect."""
+    """Whether idle engines write what the next step's requests will begin with; in veRL's synchronous trainers."""
     load: Annotated[UserPath | Literal[False] | None, BeforeValidator(_read_load)] = None
     """Directory `das_history` of another run's checkpoint, to start with its history. None: the run starts with an
     empty history, or with its own where it resumes. `false`: it is neither saved in checkpoints nor read from them."""
@@ -323,11 +321,8 @@ def check_files(config: DasConfig) -> None:
         raise wrong("calibration", config.calibration, "expected a file that das-adapter calibrate wrote")
     if config.history.load and not os.path.isdir(config.history.load):
         raise wrong("history.load", config.history.load, "expected a directory that exists")
-    if config.log_dir is not None:
-        path = Path(config.log_dir).absolute()
-        there = next(place for place in (path, *path.parents) if place.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to: {there} is none")
+    if config.log_dir is not None and (there := unwritable(config.log_dir)):
+        raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to: {there} is none")
 
 
 def _check_draft(config: DasConfig) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
@@ -128,3 +130,11 @@ def _set_keys(block: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _set_keys(value, f"{prefix}{name}.")
         elif name in block.model_fields_set:
             yield f"{prefix}{name}", value
+
+
+def unwritable(directory: str) -> Path | None:
+    """Return what keeps a directory from being written to, or made: itself, or the first of its parents that is there.
+    None: nothing does."""
+    path = Path(directory).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
