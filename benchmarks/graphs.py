@@ -78,7 +78,7 @@ def main(requests: int, tokens: int, out: Path | None) -> None:
     counts = {name: captured(requests, *way) for name, way in ways.items()}
     print(json.dumps(counts, indent=1))
     if out is not None:
-        save(out, {**provenance(), "requests": requests, "graphs": counts})
+        save(out, {"provenance": provenance(), "requests": requests, "graphs": counts})
 
 
 if __name__ == "__main__":

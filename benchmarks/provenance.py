@@ -7,27 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from das_adapter.tools import provenance as made
-from das_adapter.tools.provenance import ENGINE, save, written
+from das_adapter.tools.provenance import ENGINE, RUN, save, written
 
 __all__ = ["MEASURES", "provenance", "save", "written"]
 
-_RUN = [*ENGINE, "das_adapter/service", "das_adapter/protocol"]
 MEASURES = {
     "controller_overhead.py": ["das_adapter/core"],
     "graphs.py": ["das_adapter/protocol"],
     "history.py": ["das_adapter/core/index", "csrc"],
     "index.py": ["das_adapter/core/index", "csrc"],
     "noise_acceptance.py": ["das_adapter/engine/v1/quantised.py", "csrc/quantised_linear.cpp"],
-    "pipelines.py": [*_RUN, "das_adapter/verl"],
+    "pipelines.py": [*RUN, "das_adapter/verl"],
     "published.py": ["das_adapter/core", "das_adapter/sim"],
     "quantised_kernels.py": ["csrc"],
-    "run_ahead.py": [*_RUN, "das_adapter/verl"],
+    "run_ahead.py": [*RUN, "das_adapter/verl"],
     "scale.py": ["das_adapter/core", "das_adapter/service", "csrc"],
     "scale_nodes.py": ["das_adapter/core", "das_adapter/service", "csrc"],
     "simulator.py": ["das_adapter/core", "das_adapter/sim"],
-    "soak.py": [*_RUN, "das_adapter/verl"],
+    "soak.py": [*RUN, "das_adapter/verl"],
+    "training.py": [*RUN, "das_adapter/verl"],
     "v2_drafts.py": ["das_adapter/core/index", "das_adapter/engine/v2", "csrc"],
-    "v2_lengths.py": ["das_adapter/core", "das_adapter/engine/v2", "csrc"],
 }
 """The code that each script measures; others measure the engine. `stale.py` lists the results of code that has changed
 since."""

@@ -19,10 +19,9 @@ from commands import COMMANDS, RESULTS, ROOT, make
 
 
 def origin(content: Any) -> dict[str, Any]:
-    """Return where a result says what made it: under `provenance`, in its first run, or at the top."""
-    runs = [run["provenance"] for run in [content, *content.values()] if isinstance(run, dict) and "provenance" in run]
-    found: dict[str, Any] = runs[0] if runs else content
-    return found
+    """Return what a result says of its making: under `provenance`, or there in its first part."""
+    parts = [part for part in [content, *content.values()] if isinstance(part, dict)]
+    return next(part["provenance"] for part in parts if "provenance" in part)
 
 
 def changes(revision: str | None, measures: list[str], root: Path = ROOT) -> int | None:
@@ -33,13 +32,17 @@ def changes(revision: str | None, measures: list[str], root: Path = ROOT) -> int
 
 
 def stale() -> Iterator[str]:
-    """Yield a line for each result whose code has changed, or that does not say of which revision it is."""
-    for file in sorted(RESULTS.glob("*.json")):
-        made = origin(json.loads(file.read_text()))
+    """Yield a line for each result that is not there, whose code has changed, or that does not say of which revision it
+    is."""
+    for name, command in COMMANDS.items():
+        if not (RESULTS / name).exists():
+            yield f"{name}: not there; {command}"
+            continue
+        made = origin(json.loads((RESULTS / name).read_text()))
         count = changes(made.get("revision"), made["measures"])
         if count != 0:
             since = "no revision" if count is None else f"{count} changes since {made['revision']}"
-            yield f"{file.name}: {since}; {COMMANDS.get(file.name, 'not by a command of this list')}"
+            yield f"{name}: {since}; {command}"
 
 
 def main(names: Sequence[str]) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +15,7 @@ import numpy as np
 from das_adapter.config import DasConfig
 from das_adapter.core.latency import fit
 from das_adapter.errors import DasError
-from das_adapter.tools.machine import hardware
+from das_adapter.tools.provenance import provenance, save
 
 
 @dataclass(frozen=True)
@@ -197,16 +195,10 @@ def _fitted(samples: Sequence[Sample], sizes: tuple[int, ...] = ()) -> tuple[dic
 def write(out: Path, model: str, measured: Measured, result: dict[str, Any], command: str) -> None:
     """Write the calibration with its provenance (`calibration` reads it)."""
     content = {
-        "provenance": {
-            "command": command,
-            "model": model,
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
-            "versions": {name: version(name) for name in ("das-adapter", "vllm", "torch", "numpy")},
-            "hardware": hardware(),
-        },
+        "provenance": provenance() | {"command": command, "model": model, "time": time.strftime("%Y-%m-%dT%H:%M:%S")},
         **result,
         "samples": [asdict(s) for s in measured.samples],
         "pass_samples": [asdict(s) for s in measured.passes],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(content, indent=2) + "\n")
+    save(out, content)

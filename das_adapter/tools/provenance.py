@@ -14,6 +14,9 @@ from das_adapter.tools.machine import hardware
 
 ENGINE = ("das_adapter/core", "das_adapter/engine", "csrc")
 """What the figures of an engine depend on."""
+RUN = (*ENGINE, "das_adapter/service", "das_adapter/protocol")
+"""What those of a training run depend on, beside its host's hooks."""
+PACKAGES = ("das-adapter", "vllm", "verl", "trl", "torch", "transformers", "ray", "numpy", "arctic-inference")
 
 
 def save(path: Path, content: Any) -> None:
@@ -40,7 +43,7 @@ def provenance(measures: Sequence[str] = ENGINE) -> dict[str, Any]:
     last commit that changed them."""
     return {
         "command": " ".join(["python", *_arguments()]),
-        "versions": {name: _version(name) for name in ("das-adapter", "vllm", "torch", "numpy", "arctic-inference")},
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "revision": subprocess.run(
             ["git", "log", "-1", "--format=%h", "--", *measures],
             capture_output=True,

@@ -18,7 +18,6 @@ import random
 import re
 import sys
 import time
-from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -193,7 +192,7 @@ def by_epoch(off: dict[str, Any], on: dict[str, Any], length: int) -> list[dict[
 
 
 def main() -> None:
-    from das_adapter.tools.machine import hardware
+    from das_adapter.tools.provenance import RUN, provenance, save
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=6)
@@ -209,14 +208,12 @@ def main() -> None:
     equal = compare(off, on)
     took = {arm: figures(result) for arm, result in arms.items()}
     summary = {
-        "command": " ".join(["python examples/trl/grpo_tiny_math.py", *sys.argv[1:]]),
-        "versions": {name: version(name) for name in ("das-adapter", "trl", "vllm", "torch", "transformers")},
-        "hardware": hardware(),
+        "provenance": provenance(RUN),
         "tokens_equal": equal,
         "epochs_of_off": by_epoch(*took.values(), args.problems // BATCH),
         "arms": took,
     }
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    save(args.out / "summary.json", summary)
     for number, epoch in enumerate(summary["epochs_of_off"], start=1):
         print(
             f"epoch {number}: rollout {epoch['rollout_s']:.2f} of off, processor time {epoch['processor_s']:.2f} of off"

@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import time
-from importlib.metadata import version
 from operator import eq
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from das_adapter.cpu.environment import cpu_env
-from das_adapter.tools.machine import hardware
+from das_adapter.tools.provenance import RUN, provenance, save
 
 ROOT = Path(__file__).resolve().parents[2]
 DAS = "actor_rollout_ref.rollout.custom.das"
@@ -92,16 +91,15 @@ def main() -> None:
         for arm in arms:
             arm.run.wait()
     summary = {
-        "versions": {name: version(name) for name in ("das-adapter", "verl", "vllm", "torch", "ray", "transformers")},
-        "hardware": hardware(),
-        "command": "make demo" if len(sys.argv) == 1 else " ".join(["python examples/verl/demo.py", *sys.argv[1:]]),
+        "provenance": provenance([*RUN, "das_adapter/verl"]),
         "seconds": round(time.time() - begin),
         "epochs": args.epochs,
         "runners": {arm.name: arm.runner() for arm in arms},
         "arms": figures,
         "comparison": compare(figures, args.epochs),
+        "tokens_per_forward_by_epoch": {arm: tokens_per_forward(row, args.epochs) for arm, row in figures.items()},
     }
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    save(args.out / "summary.json", summary)
     show(summary, console)
     plot(summary, args.out)
 
