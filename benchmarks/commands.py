@@ -13,76 +13,78 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 POLICY = "runs/tiny_math_31m"
-_MODELS = "--draft runs/drafters/draft_model --eagle runs/tiny_math_31m/eagle3"
 _DRAFTERS = f"benchmarks/drafters.py {POLICY} --dtype float32"
-_ONCE = f"{_DRAFTERS} {_MODELS} --repeats 1"
-_LONG = f"{_ONCE} --prefix-caching --contexts 1700"
+_MODELS = f"--draft runs/drafters/draft_model --eagle {POLICY}/eagle3"
 _WIDEN = f"examples/tiny_math/widen_policy.py {POLICY} --width 3 --layers 4 --dtype float32"
 NEEDED = {
-    "runs/drafters/draft_model": "examples/tiny_math/make_drafters.py runs/drafters",
-    "runs/tiny_math_31m/eagle3": f"{_WIDEN} --drafters runs/drafters",
+    "runs/drafters": "examples/tiny_math/make_drafters.py runs/drafters",
+    f"{POLICY}/eagle3": f"{_WIDEN} --drafters runs/drafters",
     POLICY: _WIDEN,
 }
-"""What makes a model that commands name, in this order, where it is not there."""
-_CONTROLLER = "benchmarks/controller.py"
-_BOTH = "--json OUT --md OUT.md"
+"""What makes a model that commands name, or that lies under what they name, in this order, where it is not there."""
 COMMANDS = {
+    "calibration.json": f"-m das_adapter.cli calibrate {POLICY} --batches 1,2,4,8,16 --contexts 32,512,2048"
+    """ --drafts 0,1,3,7 --drafter '{"drafter": "self"}' --rounds 6"""
+    """ --engine '{"dtype": "float32", "enforce_eager": true, "kv_cache_memory_bytes": 900000000}' --out OUT""",
     "chaos.json": "benchmarks/soak.py --seed 0 --seed 1 --seed 2 --out OUT",
-    "controller_batches.json": f"{_CONTROLLER} batches --longest 160 --arms idle optimal k1 k3 k7 k15 --out OUT",
-    "controller_off.json": f"{_CONTROLLER} off --longest 160 --batches 1 8 64 256 --out OUT",
+    "controller.json": "benchmarks/controller.py --out OUT",
     "controller_overhead.json": "benchmarks/controller_overhead.py --steps 6000 --out OUT",
-    "controller_rollout.json": f"{_CONTROLLER} rollout --longest 300 --out OUT",
-    "controller_tiny.json": f"{_CONTROLLER} rollout --model tiny --repeats 6 --out OUT",
-    "drafters_1200.json": f"{_ONCE} --arms off history history+self eagle3 --contexts 1200 --batches 8 --out OUT",
-    "drafters_1700.json": f"{_LONG} --arms off history self:int4 eagle3 history+eagle3 --batches 8 1 --out OUT",
-    "drafters_1700_32.json": f"{_LONG} --arms off history history+self eagle3 ngram --batches 32 --out OUT",
-    "drafters_1700_model.json": f"{_LONG} --arms off history+self draft_model history+draft_model self:int8"
-    " --batches 8 1 --out OUT",
-    "drafters_256.json": f"{_ONCE} --arms off history self:int4 history+self ngram draft_model eagle3"
-    " history+draft_model history+eagle3 --batches 32 8 1 --out OUT",
-    "drafters_256_neural.json": f"{_ONCE} --arms off eagle3 history+eagle3 history+draft_model --batches 32 8 1"
-    " --out OUT",
-    "drafters_256_visits.json": f"{_ONCE} --arms off history eagle3 history+eagle3 ngram --batches 32 8 --epochs 3"
-    " --out OUT",
-    "drafters_64.json": f"{_ONCE} --arms off history self:int4 history+self eagle3 history+draft_model --batches 64"
-    " --out OUT",
-    "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --json OUT",
-    "index.json": "benchmarks/index.py --traces TRACES --against arctic --against plain --against ceiling --every 16"
-    " --json OUT",
-    "long_responses.json": f"{_DRAFTERS} --arms off history --batches 16 --repeats 1 --forced"
+    "demo.json": "examples/verl/demo.py --out FOLDER",
+    "drafters.json": f"{_DRAFTERS} {_MODELS} --prefix-caching --repeats 1 --least 4 --arms off history self:int4"
+    " history+self ngram draft_model eagle3 history+eagle3 --cells 256/1 256/8 256/64 1700/1 1700/8 --out OUT",
+    "epochs.json": "examples/verl/demo.py --problems 100 --batch 4 --epochs 3 --out FOLDER",
+    "gpu_propose_1.5b.json": "-m das_adapter.bench propose --shape 1.5b --runner V1 --out FOLDER",
+    "gpu_propose_7b.json": "-m das_adapter.bench propose --shape 7b --runner V1 --out FOLDER",
+    "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --out OUT",
+    "index.json": "benchmarks/index.py --traces TRACES --against arctic --every 16 --out OUT",
+    "long_responses.json": f"{_DRAFTERS} --arms off history --cells 256/16 --repeats 1 --forced"
     " --lengths 6.6 1.32 --tokens 8192 --out OUT",
+    "noise_acceptance.json": "benchmarks/noise_acceptance.py --drafters runs/drafters --out OUT",
     "pipelines.json": "benchmarks/pipelines.py --out OUT",
+    "published.json": "benchmarks/published.py --sweeps SWEEPS --out OUT",
     "quantised_kernels.json": "benchmarks/quantised_kernels.py --repeats 4 --out OUT",
-    "scale.json": f"benchmarks/scale.py --syncs 8 --known 100000 {_BOTH}",
-    "scale_nodes.json": f"benchmarks/scale_nodes.py {_BOTH}",
+    "scale.json": "benchmarks/scale.py --syncs 8 --known 100000 --out OUT",
+    "scale_nodes.json": "benchmarks/scale_nodes.py --out OUT",
     "simulator.json": "benchmarks/simulator.py recorded --out OUT",
-    "simulator_engine.json": "benchmarks/simulator.py engine --batches 1 8 64 --out OUT",
     "simulator_routing.json": "benchmarks/simulator.py routing --traces TRACES --out OUT",
     "simulator_varied.json": "benchmarks/simulator.py varied --traces TRACES --out OUT",
+    "training.json": "benchmarks/training.py --out OUT",
+    "trl.json": "PYTHONPATH=.venv/hosts examples/trl/grpo_tiny_math.py --problems 16 --epochs 6 --out FOLDER",
     "undrafted.json": f"{_DRAFTERS} --arms stock stock:again stock:uncompiled off history:idle history:looks"
-    " --batches 1 8 --epochs 1 --repeats 3 --forced --tokens 160 --out OUT",
+    " --cells 256/1 256/8 --epochs 1 --repeats 3 --forced --tokens 160 --out OUT",
     "v2_acceptance.json": "benchmarks/v2_acceptance.py --newest .venv/newest --out OUT",
     "v2_drafts.json": "benchmarks/v2_drafts.py --traces TRACES --groups 32 --longest 1536 --out OUT",
+    "v2_graphs.json": "PYTHONPATH=.venv/newest benchmarks/graphs.py --out OUT",
 }
-"""By result, from the repository's root. OUT: where the result is written; TRACES: a directory of recorded rollouts, of
-the environment variable. Results of the demo, TRL, `das-adapter` and a GPU are made by commands of their own, and some
-have none any more: `README.md`."""
+"""By result, from the repository's root; there is no other result. OUT: where it is written; FOLDER: a directory, in
+which it is written under its name or as `summary.json`. TRACES, recorded rollouts, and SWEEPS, EfficientRollout's, are
+directories, and environment variables."""
+
+
+def words(name: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variables that a result's command sets, and what Python is given."""
+    split = shlex.split(COMMANDS[name])
+    variables = {word.partition("=")[0]: word.partition("=")[2] for word in split[:1] if "=" in word}
+    return variables, split[len(variables) :]
 
 
 def make(name: str) -> bool:
-    """Make a result anew, with the table beside it if there is one; return whether its command succeeded, and leave
-    the old one where it did not."""
-    words = shlex.split(COMMANDS[name])
+    """Make a result anew, with the page beside it if there is one; return whether its command succeeded, and leave the
+    old one where it did not."""
+    variables, given = words(name)
     for model, needed in NEEDED.items():
-        if model in words and not (ROOT / model).exists():
+        if not (ROOT / model).exists() and any(word == model or word.startswith(f"{model}/") for word in given):
             subprocess.run([sys.executable, *needed.split()], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / name
-        table = out.with_suffix(".md")
-        places = {"OUT": str(out), "OUT.md": str(table), "TRACES": os.environ.get("TRACES", "TRACES")}
-        command = [sys.executable, *(places.get(word, word) for word in words)]
-        done = subprocess.run(command, cwd=ROOT, check=False).returncode == 0 and out.exists()
-        for made in (out, table) if done else ():
-            if made.exists() and (RESULTS / made.name).exists():
-                shutil.copy(made, RESULTS)
-        return done
+        places = {"OUT": str(out), "FOLDER": folder}
+        places |= {word: os.environ.get(word, word) for word in ("TRACES", "SWEEPS")}
+        command = [sys.executable, *(places.get(word, word) for word in given)]
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode
+        made = next((path for path in (out, Path(folder) / "summary.json") if path.exists()), None)
+        if code or made is None:
+            return False
+        shutil.copy(made, RESULTS / name)
+        if (page := out.with_suffix(".md")).exists():
+            shutil.copy(page, RESULTS)
+        return True

@@ -1,17 +1,14 @@
-"""Measure the controller on real engines: rollout time by budget policy, fixed draft length and starting batch.
+"""Measure the controller on a real engine: rollout time by budget policy, fixed draft length and starting batch.
 
-    python benchmarks/controller.py rollout --model random --out FILE.json    # long-tailed batch, every policy
-    python benchmarks/controller.py batches --model random --out FILE.json    # starting batches from 1 to 64
-    python benchmarks/controller.py off --model random --out FILE.json        # the same rollouts without a drafter
+    python benchmarks/controller.py --out FILE.json
 
-There are two policies. `tiny`: examples/tiny_math/policy in float32, or a wider one (`--policy`); the history is its
-own previous rollout of the same problems. `random`: a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights;
-its history is its own text with tokens exchanged at rates of 5 to 40 % (`--rates`), one rate for each stretch of 16
-tokens, and lengths that are wrong by a fifth (replayed acceptance). Lengths are forced; for `tiny` to the policy's own.
+The policy is a 0.4 B model (Qwen2-0.5B's shape) in bfloat16 with random weights; its history is its own text with
+tokens exchanged at rates of 5 to 40 % (`--rates`), one rate for each stretch of 16 tokens, and lengths off by a fifth
+(replayed acceptance). Lengths are forced, with a long tail.
 
 All arms run in one engine, one after the other, in turns. The engine has been rolling out before: each arm starts with
 the step times and the chances learned there, and with the same history under problem ids of its own. `idle` is the
-drafter doing nothing; `off` runs in an engine without one, and must write the same tokens.
+drafter doing nothing, `k3` three draft tokens for each request. Of `--repeats` the fastest counts.
 """
 
 from __future__ import annotations
@@ -21,7 +18,6 @@ import copy
 import hashlib
 import json
 import os
-import random
 import sys
 import time
 from pathlib import Path
@@ -29,7 +25,6 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[1]
 os.environ.update(
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     VLLM_USE_V2_MODEL_RUNNER="0",
@@ -39,8 +34,7 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",
 )
-os.environ.setdefault("OMP_NUM_THREADS", "1" if "tiny" in sys.argv else "2")
-TINY = ROOT / "examples" / "tiny_math" / "policy"
+THREADS = int(os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)))))
 SHAPE = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -59,7 +53,6 @@ SHAPE = {
     "bos_token_id": 0,
 }
 MOST = 31
-FIXED = (1, 3, 7, 15)
 PROBLEMS, WINDOW = 10000, 32  # problem ids of an arm, and weight versions from one to the next: it never sees another's
 STRETCH = 16  # tokens of a history that agree with what is written at one rate
 POLICIES = ("optimal", "das", "uniform", "unlimited")
@@ -68,76 +61,55 @@ POLICIES = ("optimal", "das", "uniform", "unlimited")
 class Bench:
     """One engine, its requests and their history."""
 
-    def __init__(
-        self,
-        model: str,
-        das: dict[str, Any],
-        rates: list[float],
-        at_once: int = 64,
-        group: int = 4,
-        seed: int = 0,
-        policy: Path = TINY,
-    ):
+    def __init__(self, das: dict[str, Any], rates: list[float], at_once: int = 64, group: int = 4, seed: int = 0):
         from vllm import LLM
 
         from das_adapter.config import parse
         from das_adapter.protocol.engine_args import engine_args
 
-        self.model, self.rates, self.seed, self.turn = model, rates, seed, 0
+        self.rates, self.seed, self.turn = rates, seed, 0
         self.at_once, self.group = at_once, group
+        directory = Path(f"/tmp/das-random-{os.getpid()}")
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(SHAPE))
         settings: dict[str, Any] = {
             "enforce_eager": True,
             "max_model_len": 1024,
             "max_num_seqs": at_once,
             "seed": 0,
             "enable_prefix_caching": False,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "skip_tokenizer_init": True,
         }
-        if model == "random":
-            directory = Path(f"/tmp/das-random-{os.getpid()}")
-            directory.mkdir(exist_ok=True)
-            (directory / "config.json").write_text(json.dumps(SHAPE))
-            settings |= {"load_format": "dummy", "dtype": "bfloat16", "skip_tokenizer_init": True}
-        else:
-            directory = policy
-            settings |= {"dtype": "float32"}
         self.llm = LLM(str(directory), **{**settings, **engine_args(parse(das))})
         core: Any = self.llm.llm_engine.engine_core
         self.runner = core.engine_core.model_executor.driver_worker.worker.model_runner
         self.drafter = getattr(self.runner, "drafter", None)
 
     def requests(self, count: int, longest: int) -> list[dict[str, Any]]:
-        """Groups of samples of a problem; in `random` with lengths of a log-normal tail, and a history each."""
+        """Groups of samples of a problem with lengths of a log-normal tail, and a history each."""
         rng = np.random.default_rng(self.seed)
-        if self.model == "random":
-            scale = np.repeat(rng.lognormal(np.log(longest / 6), 0.7, -(-count // self.group)), self.group)[:count]
-            lengths = np.clip(scale * rng.lognormal(0, 0.25, count), 8, longest).astype(int)
-            lengths[int(np.argmax(lengths))] = longest
-            prompts = [rng.integers(1, 32000, 32).tolist() for _ in range(count)]
-        else:
-            prompts = [p for p in tiny_prompts(-(-count // self.group)) for _ in range(self.group)][:count]
-            lengths = np.full(count, longest)
+        scale = np.repeat(rng.lognormal(np.log(longest / 6), 0.7, -(-count // self.group)), self.group)[:count]
+        lengths = np.clip(scale * rng.lognormal(0, 0.25, count), 8, longest).astype(int)
+        lengths[int(np.argmax(lengths))] = longest
+        prompts = [rng.integers(1, 32000, 32).tolist() for _ in range(count)]
         return [
-            {
-                "prompt": prompt,
-                "problem": i if self.model == "random" else i // self.group,
-                "seed": 1000 + i,
-                "most": int(most),
-                "forced": self.model == "random",
-            }
+            {"prompt": prompt, "problem": i, "seed": 1000 + i, "most": int(most)}
             for i, (prompt, most) in enumerate(zip(prompts, lengths, strict=True))
         ]
 
-    def run(self, requests: list[dict[str, Any]], offset: int = 0) -> tuple[float, list[list[int]]]:
-        """Seconds of a rollout and its tokens; `offset` draws others."""
+    def run(self, requests: list[dict[str, Any]]) -> tuple[float, list[list[int]]]:
+        """Seconds of a rollout and its tokens."""
         from vllm import SamplingParams
 
         params = [
             SamplingParams(
                 temperature=1.0,
                 max_tokens=r["most"],
-                ignore_eos=r["forced"],
+                ignore_eos=True,
                 detokenize=False,
-                extra_args={"das_problem": r["problem"] + self.turn * PROBLEMS, "das_seed": r["seed"] + offset},
+                extra_args={"das_problem": r["problem"] + self.turn * PROBLEMS, "das_seed": r["seed"]},
             )
             for r in requests
         ]
@@ -151,17 +123,14 @@ class Bench:
         rng = np.random.default_rng(self.seed + 1)
         found = []
         for version in (0, 1):
-            if self.model == "tiny":
-                texts = self.run(requests, offset=100000 * (version + 1))[1]
             for r, text in zip(requests, texts, strict=True):
                 ids = np.asarray(text, dtype=np.int32)
-                if self.model == "random":
-                    other = rng.integers(1, 32000, len(ids), dtype=np.int32)
-                    rate = np.repeat(rng.choice(self.rates, len(ids) // STRETCH + 1), STRETCH)[: len(ids)]
-                    ids = np.where(rng.random(len(ids)) < rate, other, ids)
-                    length = max(4, int(len(ids) * rng.lognormal(0, 0.2)))
-                    tail = rng.integers(1, 32000, max(0, length - len(ids)), dtype=np.int32)
-                    ids = np.concatenate([ids, tail])[:length]
+                other = rng.integers(1, 32000, len(ids), dtype=np.int32)
+                rate = np.repeat(rng.choice(self.rates, len(ids) // STRETCH + 1), STRETCH)[: len(ids)]
+                ids = np.where(rng.random(len(ids)) < rate, other, ids)
+                length = max(4, int(len(ids) * rng.lognormal(0, 0.2)))
+                tail = rng.integers(1, 32000, max(0, length - len(ids)), dtype=np.int32)
+                ids = np.concatenate([ids, tail])[:length]
                 found.append((r["problem"], ids.astype(np.int32).tobytes(), version))
         return found
 
@@ -225,25 +194,6 @@ class Bench:
         }
 
 
-def tiny_prompts(count: int) -> list[list[int]]:
-    """Problems of the tiny policy's task with its ladder of lengths, as token ids: <user> 17 a+5 ... <assistant>."""
-    sys.path.insert(0, str(ROOT / "examples" / "tiny_math"))
-    from task import STRATA, make_problem
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny_math" / "policy")
-    rng = random.Random(0)
-    problems = [make_problem(rng, rng.randint(*STRATA[(5 * i + 3) % len(STRATA)])) for i in range(count)]
-    return [
-        list(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": p}], add_generation_prompt=True, return_dict=False
-            )
-        )
-        for p in problems
-    ]
-
-
 def digest(texts: list[list[int]]) -> str:
     """Of all tokens, in order."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
@@ -278,8 +228,7 @@ def warm(bench: Bench) -> Any:
     """Step times of an engine that has been rolling out for a while."""
     requests = bench.requests(48, 96)
     bench.prepare("optimal", [])
-    if bench.model == "random":
-        bench.practise()
+    bench.practise()
     _, texts = bench.run(requests)
     trajectories = bench.history(requests, texts)
     for arm in ("optimal", "k3", "k15", "optimal", "optimal"):
@@ -292,67 +241,35 @@ def warm(bench: Bench) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rollout", "batches", "off"])
-    parser.add_argument("--model", choices=["tiny", "random"], default="random")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--longest", type=int, default=400)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32, 64], help="requests of a rollout")
+    parser.add_argument("--longest", type=int, default=160, help="tokens of the longest response")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--group", type=int, default=4, help="samples of a problem")
     parser.add_argument("--at-once", type=int, default=64, help="requests that the engine runs at once")
-    parser.add_argument("--policy", type=Path, default=TINY, help="with --model tiny: this one, of the same text")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
-    parser.add_argument("--arms", nargs="+", default=["idle", *POLICIES, *(f"k{k}" for k in FIXED)])
+    parser.add_argument("--arms", nargs="+", default=["idle", *POLICIES, "k1", "k3", "k7"])
     parser.add_argument("--rates", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     from provenance import provenance, save
 
-    keyed = {"verify": {"noise": "keyed"}}
-    if args.what == "off":
-        bench = Bench(args.model, {"drafter": "none", **keyed}, args.rates, policy=args.policy)
-        result: dict[str, Any] = {"rollouts": []}
-        for count in args.batches:
-            requests = bench.requests(count, args.longest)
-            rows = [bench.run(requests) for _ in range(args.repeats)]
-            seconds = [round(r[0], 3) for r in rows]
-            result["rollouts"].append(
-                {"requests": count, "seconds": min(seconds), "all_seconds": seconds, "hash": digest(rows[0][1])}
-            )
-            print(result["rollouts"][-1], flush=True)
-    else:
-        bench = Bench(
-            args.model,
-            {"budget": "optimal", "max_draft_tokens": MOST, **keyed},
-            args.rates,
-            args.at_once,
-            args.group,
-            policy=args.policy,
-        )
-        times = warm(bench)
-        result = {"latency_model": times.model.to_dict(), "rollouts": []}
-        print(times.model, flush=True)
-        for count in [args.requests] if args.what == "rollout" else args.batches:
-            row = compare(bench, args.arms, count, args.longest, args.repeats, times)
-            result["rollouts"].append(row)
-            base = row["arms"][args.arms[0]]["seconds"]
-            print(
-                f"{count} requests, {row['tokens']} tokens, longest {row['longest']}, "
-                f"identical tokens: {row['identical_tokens']}"
-            )
-            for arm, figures in row["arms"].items():
-                print(
-                    f"  {arm:10} {figures['seconds']:7.2f} s  {figures['seconds'] / base:5.2f}  "
-                    f"steps {figures['steps']:4}  drafted {figures['draft_tokens']:6}  "
-                    f"accepted {figures['accepted_tokens']:6}  propose {figures['propose_ms_p50']:.2f} ms  "
-                    f"saved {figures['time_saved_s']:.2f} s  {figures['all_seconds']}",
-                    flush=True,
-                )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments = {name: value for name, value in vars(args).items() if name not in ("out", "policy")}
-    if args.policy != TINY:
-        arguments["policy"] = str(args.policy)
-    content = {"provenance": provenance(), "arguments": arguments, **result}
-    save(args.out, content)
+    block = {"budget": "optimal", "max_draft_tokens": MOST, "verify": {"noise": "keyed"}}
+    bench = Bench(block, args.rates, args.at_once, args.group)
+    times = warm(bench)
+    arguments = {name: value for name, value in vars(args).items() if name != "out"} | {"threads": THREADS}
+    result: dict[str, Any] = {
+        "provenance": provenance(),
+        "arguments": arguments,
+        "latency_model": times.model.to_dict(),
+        "rollouts": {},
+    }
+    for count in args.batches:
+        row = compare(bench, args.arms, count, args.longest, args.repeats, times)
+        result["rollouts"][str(count)] = row
+        save(args.out, result)
+        base = row["arms"][args.arms[0]]["seconds"]
+        print(f"{count} requests, {row['tokens']} tokens, identical tokens: {row['identical_tokens']}")
+        for arm, figures in row["arms"].items():
+            print(f"  {arm:10} {figures['seconds'] / base:5.2f}  {figures['all_seconds']}", flush=True)
     os._exit(0)  # vLLM's own teardown adds nothing
 
 

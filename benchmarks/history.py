@@ -1,14 +1,11 @@
 """What the history is worth by its byte budget, its way to keep the budget, and its window, on recorded rollouts.
 
-python benchmarks/history.py --traces DIR --parent DIR --json FILE.json
+python benchmarks/history.py --traces DIR --out FILE.json
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,24 +28,6 @@ WINDOWS = (1, 2, 4, 8, 16)
 UNLIMITED = HistoryConfig(max_bytes=2**40)
 BYTES = 8
 """Of a token in the index, about."""
-COST = """
-import json, sys
-site, benchmarks, file = sys.argv[1:]
-if site:  # instead of the installed package
-    sys.meta_path = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
-    sys.path.insert(0, site)
-sys.path.insert(0, benchmarks)
-import das_adapter
-assert das_adapter.__file__.startswith(site)
-from pathlib import Path
-from das_adapter.sim.rollouts import read
-from index import cost
-from index_drafters import Ours
-found = cost(Ours(min_chance=0.15), read(Path(file)))
-by_batch = {f"batch_{size}_ms": f["ms_p50"] for size, f in found["decode_step"].items()}
-names = ("insert_and_seal_tokens_per_s", "bytes_per_token")
-print(json.dumps({name: found[name] for name in names} | by_batch))
-"""
 
 
 class WholeRollouts(SuffixIndex):
@@ -187,90 +166,14 @@ def windows(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
     return {str(window): measured(laid_out, UNLIMITED, SuffixIndex(), window) for window in WINDOWS}
 
 
-def costs(file: Path, parent: Path, rounds: int = 3) -> dict[str, Any]:
-    """Measure the index's costs on a file, here and of another revision, in turn; the medians of all rounds."""
-    found: dict[str, list[dict[str, float]]] = {"parent": [], "here": []}
-    for _ in range(rounds):
-        for name, site in (("parent", str(parent)), ("here", "")):
-            command = [sys.executable, "-c", COST, site, str(Path(__file__).parent), str(file)]
-            out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-            found[name].append(json.loads(out.splitlines()[0]))
-    return {name: {key: float(np.median([f[key] for f in each])) for key in each[0]} for name, each in found.items()}
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    origin = figures["provenance"]
-    versions = ", ".join(f"{k} {v}" for k, v in origin["versions"].items() if v)
-    intro = f"""`{origin["command"]}`
-
-{origin["hardware"]["cpu"]}, {origin["hardware"]["cores"]} cores; {versions}
-
-Recorded rollouts laid out as epochs over the same problems, 16 problems a step. A request drafts at most 8 tokens a
-round from the history, its siblings as they grow, and its own text. All figures are of the second and later visits of
-a problem.
-
-## Byte budgets
-
-Accepted draft tokens per round, and in percent of those without a limit: of the second and later visits, and of the
-second alone, before which the history without a limit is one epoch's text. Hits: share of requests that began with
-history. A budget is in percent of what one epoch's text takes in the index. Whole problems: those not seen for longest
-are dropped, then the oldest versions. Random rollouts: those of the problem with the most text are dropped at random.
-Thinned out: `SuffixIndex.shrink`.
-
-| rollouts | epochs x problems | budget | whole problems | random rollouts | thinned out |
-|---|---|---|---|---|---|"""
-    lines = intro.splitlines()
-    for title, entry in figures["budgets"].items():
-        best, second = entry["unlimited"]["accepted_per_round"], entry["unlimited"]["by_visit"][1]
-        size = f"{len(entry['unlimited']['by_visit'])} x {entry['problems']}"
-        lines.append(f"| {title} | {size} | none | {best:.2f} | {best:.2f} | {best:.2f} |")
-        for percent in map(str, (*BUDGETS, 0)):
-            cells = [
-                f"{f['accepted_per_round']:.2f}, {f['accepted_per_round'] / best:.0%}, "
-                f"second {f['by_visit'][1] / second:.0%} (hits {f['hits']:.0%})"
-                for f in (entry[percent][name] for name in RETENTIONS)
-            ]
-            lines.append(f"| | | {percent} % | {' | '.join(cells)} |")
-    lines += f"""
-## Windows
-
-Accepted draft tokens per round by the visits that are kept, without a limit of bytes.
-
-| rollouts | epochs x problems | {" | ".join(map(str, WINDOWS))} |
-|---|---|{"---|" * len(WINDOWS)}""".splitlines()
-    for title, entry in figures["windows"].items():
-        size = f"{len(entry['1']['by_visit'])} x {entry['problems']}"
-        cells = [f"{entry[str(window)]['accepted_per_round']:.2f}" for window in WINDOWS]
-        lines.append(f"| {title} | {size} | {' | '.join(cells)} |")
-    if figures["costs"]:
-        lines += """
-## Costs
-
-Medians of three measurements of each revision in turn: M tokens/s, ms of a decode step (insert three tokens of each
-request and draft for it).
-
-| rollouts | revision | bytes per token | insert + seal | batch of 1 | 16 | 64 | 256 |
-|---|---|---|---|---|---|---|---|""".splitlines()
-    for title, entry in figures["costs"].items():
-        for name, f in entry.items():
-            steps = " | ".join(f"{f[f'batch_{size}_ms']:.3f}" for size in (1, 16, 64, 256))
-            speed = f["insert_and_seal_tokens_per_s"] / 1e6
-            lines.append(f"| {title} | {name} | {f['bytes_per_token']:.2f} | {speed:.2f} | {steps} |")
-    return "\n".join(lines) + "\n"
-
-
 @click.command()
 @click.option("--traces", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of .npz files.")
 @click.option("--problems", default=96, show_default=True, help="Problems of each file at most.")
 @click.option("--tokens", default=1_000_000, show_default=True, help="About the most tokens of each file.")
-@click.option(
-    "--json", "target", type=click.Path(path_type=Path), help="Write the figures here, and a table beside them."
-)
-@click.option("--parent", type=click.Path(exists=True, path_type=Path), help="Another revision (pip install --target).")
-def main(traces: Path, problems: int, tokens: int, parent: Path | None, target: Path | None) -> None:
-    """Measure what the history is worth by its byte budget and its window, and what it costs."""
-    figures: dict[str, Any] = {"provenance": provenance(), "budgets": {}, "windows": {}, "costs": {}}
+@click.option("--out", type=click.Path(path_type=Path), required=True)
+def main(traces: Path, problems: int, tokens: int, out: Path) -> None:
+    """Measure what the history is worth by its byte budget and its window."""
+    figures: dict[str, Any] = {"provenance": provenance(), "budgets": {}, "windows": {}}
     for file in sorted(traces.glob("*.npz")):
         try:
             rollouts = dumps.read(file)
@@ -284,13 +187,7 @@ def main(traces: Path, problems: int, tokens: int, parent: Path | None, target: 
             found = measure(laid_out)
             figures[name][file.stem] = {"problems": len({r.problem for r in laid_out[0]}), **found}
             click.echo(f"{file.stem}: {name} measured")
-        if parent:
-            figures["costs"][file.stem] = costs(file, parent)
-    written_table = table(figures)
-    click.echo(written_table)
-    if target:
-        target.with_suffix(".md").write_text(written_table)
-        save(target, figures)
+    save(out, figures)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the suffix index costs and what it drafts, beside other drafters in the same run.
 
-python benchmarks/index.py --traces DIR --against arctic --against plain --against ceiling --json FILE.json
+python benchmarks/index.py --traces DIR --against arctic --against plain --against ceiling --out FILE.json
 """
 
 from __future__ import annotations
@@ -235,57 +235,6 @@ def run(
     return result
 
 
-def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    origin, mapped = figures["provenance"], figures["mapping"]
-    versions = ", ".join(f"{k} {v}" for k, v in origin["versions"].items() if v)
-    lines = [
-        f"`{origin['command']}`",
-        "",
-        f"{origin['hardware']['cpu']}, {origin['hardware']['cores']} cores; {versions}",
-        "",
-    ]
-    lines += [f"skipped {reason}" for reason in figures["skipped"].values()]
-    lines += [
-        "| cost | engine | insert + seal, M tokens/s | bytes per token | batch 1, us p50 / p99 | batch 16, ms | "
-        "batch 64, ms | batch 256, ms p50 / p99 |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for title, entry in figures["work"].items():
-        for engine, c in entry["cost"].items():
-            by = {int(size): f for size, f in c["decode_step"].items()}
-            # No growth of the process means that it reused pages freed before: no figure.
-            memory = c.get("bytes_per_token") or c["resident_bytes_per_token"] or float("nan")
-            lines.append(
-                f"| {title} | {engine} | {c['insert_and_seal_tokens_per_s'] / 1e6:.2f} | {memory:.1f} | "
-                f"{by[1]['us_per_request_p50']:.1f} / {by[1]['us_per_request_p99']:.1f} | {by[16]['ms_p50']:.3f} | "
-                f"{by[64]['ms_p50']:.3f} | {by[256]['ms_p50']:.2f} / {by[256]['ms_p99']:.2f} |"
-            )
-    lines += [
-        "",
-        "| accepted draft tokens per round | groups | ours | plain | arctic | ceiling | ours / plain | "
-        "ours / arctic | ceiling / plain |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for title, entry in figures["work"].items():
-        for setting, by_engine in entry["accepted"].items():
-            a = {name: f["accepted"] for name, f in by_engine.items()}
-            shown = [f"{a[n]:.3f}" if n in a else "" for n in ("ours", "plain", "arctic", "ceiling")]
-            pairs = (("ours", "plain"), ("ours", "arctic"), ("ceiling", "plain"))
-            ratios = [f"{a[x] / a[y]:.2f}" if a.get(x) and a.get(y) else "" for x, y in pairs]
-            lines.append(f"| {title}, {setting} | {entry['groups']} | {' | '.join(shown + ratios)} |")
-    size = f"{mapped['tokens']:,} tokens ({mapped['problems']} problems, {mapped['versions']} versions)"
-    lines += [
-        "",
-        f"Mapping a history of {size}, {mapped['file_bytes_per_token']:.1f} bytes per token once per node, ms:",
-    ]
-    lines += [""]
-    lines += [
-        f"- {name.removesuffix('_ms').replace('_', ' ')}: {mapped[name]:.2f}" for name in mapped if name.endswith("_ms")
-    ]
-    return "\n".join(lines) + "\n"
-
-
 @click.command()
 @click.option(
     "--traces",
@@ -309,9 +258,7 @@ def table(figures: dict[str, Any]) -> str:
     type=click.Choice(SETTINGS),
     help="What is drafted from. Default: all but own.",
 )
-@click.option(
-    "--json", "target", type=click.Path(path_type=Path), help="Write the figures here, and a table beside them."
-)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(
     traces: tuple[Path, ...],
     tokenizer: str | None,
@@ -319,7 +266,7 @@ def main(
     budget: int,
     every: int,
     settings: tuple[str, ...],
-    target: Path | None,
+    out: Path,
 ) -> None:
     """Measure the suffix index: insert, seal, memory, draft time, mapping, accepted tokens."""
     files = [file for path in traces for file in (sorted(path.glob("*.npz")) or [path] if path.is_dir() else [path])]
@@ -329,11 +276,7 @@ def main(
         raise click.ClickException(str(error)) from None
     work = work or {"synthetic": synthetic(problems=64, samples=16, mean_tokens=2000)}
     figures = run(work, against, budget, every, settings or SETTINGS[1:], click.echo)
-    written = table(figures)
-    click.echo(written)
-    if target:
-        target.with_suffix(".md").write_text(written)
-        save(target, figures)
+    save(out, figures)
 
 
 if __name__ == "__main__":

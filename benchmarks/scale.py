@@ -1,10 +1,11 @@
 """What a weight sync costs where the history is large: predictions, publishing, mapping. Sizes are generated.
 
-python benchmarks/scale.py --json FILE.json --md FILE.md
+python benchmarks/scale.py --out FILE.json
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -119,37 +120,20 @@ def sync(problems: int, tokens: int, known: int, syncs: int) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """Write the results as a table."""
-    p, new = found["predictions"], found["weight_sync"]
-    rows = [
-        ("predictions for {responses:,} responses of {problems:,} problems".format(**p), p["predictions"]),
-        (
-            "publishing {rollouts:,} rollouts of {tokens:,} tokens, {problems_before:,} problems before".format(**new),
-            new["publish"],
-        ),
-        ("one rank's refresh after it", new["refresh"]),
-    ]
-    lines = [f"| {name} | {took['p50_ms']:.1f} | {took['max_ms']:.1f} |" for name, took in rows]
-    return "\n".join(["| processor time, ms | median | highest |", "|---|---|---|", *lines]) + "\n"
-
-
 @click.command()
-@click.option("--json", "json_file", type=click.Path(path_type=Path), required=True)
-@click.option("--md", "md_file", type=click.Path(path_type=Path), required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
 @click.option("--problems", default=1024, help="Problems of a step, with eight rollouts each.")
 @click.option("--tokens", default=2000, help="Tokens of a rollout.")
 @click.option("--known", default=16384, help="Problems that the history has before.")
 @click.option("--syncs", default=5, help="Weight syncs that are measured.")
-def main(json_file: Path, md_file: Path, problems: int, tokens: int, known: int, syncs: int) -> None:
+def main(out: Path, problems: int, tokens: int, known: int, syncs: int) -> None:
     """Measure, and write what was found."""
     found = {
         "predictions": predict(16, problems, 5),
         "weight_sync": sync(problems, tokens, known, syncs),
     }
-    save(json_file, found | {"provenance": provenance()})
-    md_file.write_text(table(found))
-    print(table(found))
+    save(out, found | {"provenance": provenance()})
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a weight sync costs and what goes over the network where a run has many nodes: real Ray, real sessions and
 histories, generated text; the engines are replaced by the index that each of their ranks maps.
 
-    python benchmarks/scale_nodes.py --json FILE.json --md FILE.md
+    python benchmarks/scale_nodes.py --out FILE.json
 
 Nodes are raylets on this machine (`ray.cluster_utils.Cluster`): bytes and calls are those of a cluster, seconds are
 those of processes that share its cores.
@@ -9,6 +9,7 @@ those of processes that share its cores.
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -258,49 +259,22 @@ def eight_nodes(problems: int, tokens: int, seconds: float, at_home: float) -> d
     return found
 
 
-def table(found: dict[str, Any]) -> str:
-    """Write the results as a table."""
-    one, many = found["one_node"], found["eight_nodes"]
-    first, second = many["first_visit"], many["second_visit"]
-    added = one["sync_ms"]["p99"] - one["sync_without_text_ms"]["p50"]
-    share, again = (part["bytes_per_node_over_own_share"]["mean"] for part in (first, second))
-    calls = max(part["calls_per_node_two_syncs"]["max"] for part in (first, second)) / 2
-    rows = [
-        (
-            f"weight sync of a node, 8 engines, {one['rollouts']:,} rollouts of {one['tokens']:,} tokens: added",
-            f"{added:.0f} ms (p99; p50 {one['sync_ms']['p50']:.0f} ms)",
-        ),
-        (
-            "bytes sent per node and step, 8 nodes, over the node's own text",
-            f"{share:.2f}; {again:.2f} where problems come back",
-        ),
-        ("calls to other nodes and the ledger per node and weight sync, 8 nodes x 8 engines", f"{calls:.0f} at most"),
-        ("history that 8 nodes hold, over what the fullest holds", f"{many['held_over_fullest_node']:.1f}"),
-    ]
-    lines = [f"| {what} | {value} |" for what, value in rows]
-    return "\n".join(["| | measured |", "|---|---|", *lines]) + "\n"
-
-
 @click.command()
-@click.option("--json", "json_file", type=click.Path(path_type=Path), required=True)
-@click.option("--md", "md_file", type=click.Path(path_type=Path), required=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True)
 @click.option("--problems", default=1024, help="Problems of a step, with eight rollouts each.")
 @click.option("--tokens", default=2000, help="Tokens of a rollout.")
 @click.option("--steps", default=4, help="Steps of the run on one node; each has eight engines' weight syncs.")
 @click.option("--seconds", default=20.0, help="Length of a rollout.")
 @click.option("--at-home", default=0.9, help="Share of the problems that routing leaves on the node of their history.")
-def main(
-    json_file: Path, md_file: Path, problems: int, tokens: int, steps: int, seconds: float, at_home: float
-) -> None:
+def main(out: Path, problems: int, tokens: int, steps: int, seconds: float, at_home: float) -> None:
     """Measure, and write what was found."""
     threading.stack_size(1 << 20)
     found = {
         "one_node": one_node(problems, tokens, steps, seconds),
         "eight_nodes": eight_nodes(problems, tokens, seconds, at_home),
     }
-    save(json_file, found | {"provenance": provenance()})
-    md_file.write_text(table(found))
-    print(table(found))
+    save(out, found | {"provenance": provenance()})
+    print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """Hold the simulator against the real engine: the controller benchmark's rollouts, from their own latency models.
 
-    python benchmarks/simulator.py recorded --out FILE.json       # results that lie in results/ already
-    python benchmarks/simulator.py engine --out FILE.json         # measured now, in one engine, and simulated
+    python benchmarks/simulator.py recorded --out FILE.json       # the result that lies in results/
     python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together or scattered
     python benchmarks/simulator.py varied --traces TRACES_DIR --out FILE.json   # what changes the answer
 
-`recorded` and `engine` take from the measured run its requests, its arms and the latency model that its engine had
-fitted before they began; nothing else, and no time of an arm. The texts are random tokens, as those of the benchmark's
-policy are; histories are made from them by the benchmark's own recipe.
+`recorded` takes from the measured run its requests, its arms and the latency model that its engine had fitted before
+they began; nothing else, and no time of an arm. The texts are random tokens, as those of the benchmark's policy are;
+histories are made from them by the benchmark's own recipe.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import argparse
 import copy
 import itertools
 import json
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -48,7 +45,6 @@ ROUTED: dict[str, tuple[tuple[int, int, int | None], int]] = {
     "tot_gpt4_game24_cot_k100": ((96, 8, 3), 2),
     "rl_reasoning_gym_qwen25_3b_k3": ((128, 3, None), 1),
 }
-RECORDED = ("controller_rollout.json", "controller_batches.json", "controller_one.json")
 
 
 def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray], model: StepModel, bench: Any) -> Any:
@@ -109,27 +105,22 @@ def arm_seconds(arm: str, wanted: list[dict[str, Any]], texts: list[np.ndarray],
 
 
 def compare(measured: dict[str, Any]) -> dict[str, Any]:
-    """Simulate a result of `benchmarks/controller.py` with random texts, arm by arm."""
+    """Simulate a result of `benchmarks/controller.py`, arm by arm."""
     from controller import Bench
 
     arguments = measured["arguments"]
     model = StepModel(**measured["latency_model"])
     found = []
-    for row in measured["rollouts"]:
+    for row in measured["rollouts"].values():
         bench = Bench.__new__(Bench)
-        bench.model, bench.seed, bench.turn, bench.at_once = "random", 0, 0, 64
-        bench.group = int(arguments.get("group", 4))
-        rates = arguments["rates"]  # some results have their arguments as text
-        bench.rates = rates if isinstance(rates, list) else json.loads(rates)
-        longest = int(arguments["longest"])
-        wanted = bench.requests(row["requests"], longest)
+        bench.seed, bench.turn, bench.at_once = 0, 0, arguments["at_once"]
+        bench.group, bench.rates = arguments["group"], arguments["rates"]
+        wanted = bench.requests(row["requests"], arguments["longest"])
         rng = np.random.default_rng(7)
         texts = [rng.integers(1, 32000, q["most"], dtype=np.int32) for q in wanted]
         same = sum(map(len, texts)) == row["tokens"]
         arms = {}
         for arm, theirs in row["arms"].items():
-            if arm == "classes":  # a policy that is gone: its budgets were not those of `das`
-                continue
             ours = arm_seconds(arm, wanted, texts, model, bench)
             seconds = float(np.mean(theirs["all_seconds"]))  # the model is fitted to medians, not to the fastest
             arms[arm] = {
@@ -154,18 +145,14 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
         )
         errors = {a: f"{x['error']:+.0%}" for a, x in arms.items()}
         print(row["requests"], f"same requests: {same}", errors, found[-1]["pairs_in_order"], flush=True)
-    return {"of": measured.get("provenance", {}), "latency_model": measured["latency_model"], "rollouts": found}
+    made = {"of": measured["provenance"], "latency_model": measured["latency_model"]}
+    return made | {"rollouts": found, "summary": errors(found)}
 
 
-def errors(result: dict[str, Any]) -> dict[str, Any]:
+def errors(rollouts: list[dict[str, Any]]) -> dict[str, Any]:
     """Sum up all comparisons."""
-    values = [
-        abs(arm["error"])
-        for one in result["comparisons"].values()
-        for row in one["rollouts"]
-        for arm in row["arms"].values()
-    ]
-    pairs = np.array([row["pairs_in_order"] for one in result["comparisons"].values() for row in one["rollouts"]])
+    values = [abs(arm["error"]) for row in rollouts for arm in row["arms"].values()]
+    pairs = np.array([row["pairs_in_order"] for row in rollouts])
     return {
         "arms": len(values),
         "mean_error": float(np.mean(values)),
@@ -255,10 +242,8 @@ def varied(traces: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["recorded", "engine", "routing", "varied"])
+    parser.add_argument("what", choices=["recorded", "routing", "varied"])
     parser.add_argument("--traces", type=Path)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--longest", type=int, default=160)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance()}
@@ -269,20 +254,7 @@ def main() -> None:
             row for name, (shape, seeds) in ROUTED.items() for row in routing(args.traces, name, shape, seeds)
         ]
     else:
-        result["comparisons"] = {}
-        if args.what == "engine":
-            measured = args.out.with_suffix(".measured.json")
-            options = f"batches --model random --longest {args.longest} --repeats 1 --out {measured}".split()
-            arms = ["--arms", "idle", "optimal", "das", "uniform", "unlimited", "k3", "k7"]
-            batches = ["--batches", *map(str, args.batches)]
-            program = Path(__file__).with_name("controller.py")
-            subprocess.run([sys.executable, program, *options, *arms, *batches], check=True)
-            result["comparisons"]["engine"] = compare(json.loads(measured.read_text()))
-            measured.unlink()
-        else:
-            for name in RECORDED:
-                result["comparisons"][name] = compare(json.loads((RESULTS / name).read_text()))
-        result["summary"] = errors(result)
+        result |= compare(json.loads((RESULTS / "controller.json").read_text()))
         print(result["summary"])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     save(args.out, result)

@@ -143,37 +143,7 @@ def main(traces: Path, most: int, longest: int, settings: tuple[str, ...], out: 
             work.setdefault(file.stem, {})[setting] = figures
             click.echo(f"{file.stem} {setting}: {json.dumps(figures)}")
     if out:
-        made = provenance()
-        save(out, {"provenance": made, "work": work})
-        out.with_suffix(".md").write_text(table(made, work))
-
-
-def table(made: dict[str, Any], work: dict[str, Any]) -> str:
-    """Write the figures as a page."""
-    rows = [
-        f"| {name} | {setting} | {x['groups']} | {x['rounds']} | {x['host']:.3f} | {x['device']:.3f} | "
-        f"{x['ratio']:.3f} | {x['sealed_bytes_per_token'] or 0:.2f} |".replace(" 0.00 |", " |")
-        for name, settings in work.items()
-        for setting, x in settings.items()
-    ]
-    return (
-        f"""# Drafts of the device index
-
-Recorded rollouts written again, the last sample of each group: draft tokens accepted per round (one forward pass) with
-drafts of up to {BUDGET} tokens, by the host's index and by that of the V2 runner, whose kernels are computed by their
-plain reference. The host's drafts before a request's first token are left out: on the V2 runner it is sampled with the
-prompt.
-
-```
-{made["command"]}
-```
-
-| rollouts | drafts from own text and | groups | rounds | host | device | device / host | bytes per sealed token |
-|---|---|---|---|---|---|---|---|
-"""
-        + "\n".join(rows)
-        + "\n"
-    )
+        save(out, {"provenance": provenance(), "work": work})
 
 
 if __name__ == "__main__":
