@@ -168,6 +168,37 @@ def shown(row: dict[str, str], column: str) -> bool:
     return found
 
 
+def named(cell: str) -> list[str]:
+    """Return what a cell of claims.md names: tests, results and targets of make."""
+    found = re.findall(r"`([^`]+)`", cell)
+    assert ", ".join(f"`{name}`" for name in found) == cell, cell
+    return found
+
+
+def test_every_claim_names_what_shows_it_and_when() -> None:
+    rows = re.findall(r"^\| (?!claim)(.+) \| (.+) \| (.+) \|$", (ROOT / "docs/claims.md").read_text(), re.MULTILINE)
+    assert len(rows) > 20
+    nights = (ROOT / ".github/workflows/nightly.yml").read_text()
+    for claim, cell, when in rows:
+        assert when in ("every push", "nightly", "measured"), (claim, when)
+        for name in named(cell):
+            file, _, test = name.partition("::")
+            if when == "measured":
+                assert (ROOT / "benchmarks/results" / name).exists(), name
+            elif name.startswith("make "):
+                assert when == "nightly" and re.search(rf"\b{name[5:]}\b", nights), name
+            else:
+                tests = [test] if test else list(marks(ROOT / file))
+                assert set(tests) <= set(marks(ROOT / file)), name
+                assert {nightly(ROOT / file, one) for one in tests} == {when == "nightly"}, name
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    there = {path.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    found = {name for page in PAGES for name in re.findall(r"\btest_\w+\.py\b", page.read_text())}
+    assert len(found) > 30 and found <= there
+
+
 def test_every_mark_of_what_works_has_tests_and_they_say_which_run_at_night() -> None:
     *claims, tests = tables("docs/support.md")
     names = [name for table in claims for name in table]
