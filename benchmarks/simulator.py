@@ -146,10 +146,10 @@ def compare(measured: dict[str, Any]) -> dict[str, Any]:
         errors = {a: f"{x['error']:+.0%}" for a, x in arms.items()}
         print(row["requests"], f"same requests: {same}", errors, found[-1]["pairs_in_order"], flush=True)
     made = {"of": measured["provenance"], "latency_model": measured["latency_model"]}
-    return made | {"rollouts": found, "summary": errors(found)}
+    return made | {"rollouts": found, "summary": overall(found)}
 
 
-def errors(rollouts: list[dict[str, Any]]) -> dict[str, Any]:
+def overall(rollouts: list[dict[str, Any]]) -> dict[str, Any]:
     """Sum up all comparisons."""
     values = [abs(arm["error"]) for row in rollouts for arm in row["arms"].values()]
     pairs = np.array([row["pairs_in_order"] for row in rollouts])
