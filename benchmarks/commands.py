@@ -55,6 +55,7 @@ COMMANDS = {
     "v2_acceptance.json": "benchmarks/v2_acceptance.py --newest .venv/newest --out OUT",
     "v2_drafts.json": "benchmarks/v2_drafts.py --traces TRACES --groups 32 --longest 1536 --out OUT",
     "v2_graphs.json": "PYTHONPATH=.venv/newest benchmarks/graphs.py --out OUT",
+    "v2_lengths.json": "benchmarks/v2_lengths.py --out OUT",
 }
 """By result, from the repository's root; there is no other result. OUT: where it is written; FOLDER: a directory, in
 which it is written under its name or as `summary.json`. TRACES, recorded rollouts, and SWEEPS, EfficientRollout's, are

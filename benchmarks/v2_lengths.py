@@ -1,0 +1,174 @@
+"""Each request's own number of draft tokens against one length for all, on the V2 runner, in simulated H100 steps.
+
+python benchmarks/v2_lengths.py --out FILE.json
+
+The host's part is the engine's own (`engine/v2/lengths.py`): it hears of drafts when the runner would tell it, and
+chooses for steps whose drafts do not exist yet. The device's part and the time are simulated: it verifies the first
+tokens of each draft, or, with own numbers, those of greatest chance times worth; a step takes what the roofline says of
+the policy's shape. Responses are long-tailed. A quarter of the requests have no history; that of the others is their
+text with mistakes, in stretches of 16 tokens at one rate of 2 to 40 %, and finds nothing for 2 tokens after a mistake.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from provenance import provenance, save
+
+from das_adapter.config import parse
+from das_adapter.core.latency import StepModel
+from das_adapter.core.roofline import cold_start
+from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.v2.lengths import DraftLengths, Step
+from das_adapter.protocol.engine_args import DraftTokens
+from das_adapter.protocol.messages import Refresh
+from das_adapter.sim.models import sizes
+
+MOST, STRETCH, BLIND, PROMPT = 16, 16, 2, 100
+LONGEST, MEDIAN, SPREAD = 3000, 400, 0.8
+RATES = (0.02, 0.05, 0.1, 0.2, 0.4)
+ROLLOUTS = 4
+"""Of which the first is not counted: the engine learns in it what steps cost."""
+
+
+class Text:
+    """A response, and what its history says of each token."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self.length = int(min(LONGEST, np.exp(rng.normal(np.log(MEDIAN), SPREAD)) + 10))
+        rates = np.repeat(rng.choice(RATES, self.length // STRETCH + 2), STRETCH)
+        self.chance = (1.0 - rates).astype(np.float32)
+        self.right = rng.random(len(self.chance)) >= rates
+        self.known = rng.random() >= 0.25
+        self.at = 0
+
+    def draft(self) -> np.ndarray:
+        """Return the chance of each token of the draft here, given those before it, float32 [n]."""
+        blind = not self.known or not self.right[max(0, self.at - BLIND) : self.at].all()
+        return self.chance[self.at : self.at + (0 if blind else MOST)]
+
+    def write(self, drafted: int) -> int:
+        """Verify so many tokens of the draft here; return how many tokens are written."""
+        right = self.right[self.at : self.at + drafted]
+        got = min(int(np.append(right, False).argmin()) + 1, self.length - self.at)
+        self.at += got
+        return got
+
+
+class Engine:
+    """An engine on the V2 runner, as its host sees it."""
+
+    def __init__(self, own: bool, model: StepModel, **das: Any) -> None:
+        config = parse({"drafter": "history", "max_draft_tokens": MOST, **das})
+        assert config is not None
+        shape = SimpleNamespace(max_model_len=8192, get_vocab_size=lambda: 100, enforce_eager=True, quantization=None)
+        vllm_config: Any = SimpleNamespace(
+            model_config=shape,
+            compilation_config=SimpleNamespace(cudagraph_mode=None),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=8192),
+        )
+        self.lengths, self._own, self._model, self.now = DraftLengths(config, vllm_config), own, model, 0.0
+        if own:
+            self.lengths.free()
+
+    def rollout(self, number: int, texts: list[Text]) -> float:
+        """Write all texts; return the seconds."""
+        began, chosen, scheduled = self.now, [DraftTokens(0)] * 2, DraftTokens(0)
+        live = {f"{number} {i}": text for i, text in enumerate(texts)}
+        begun = [_begun(req_id, problem, text) for problem, (req_id, text) in enumerate(live.items())]
+        ended: set[str] = set()
+        offers: dict[str, np.ndarray] = {}
+        while live:
+            given = self._given(list(live), offers, scheduled)
+            fed = {req_id: 1 + count for req_id, count in given.items()}
+            step = Step(begun, frozenset(ended), fed, given, True, self.now, req_ids=list(live))
+            tokens = len(live) + sum(given.values())
+            self.now += self._model.step(tokens, len(live), tokens > len(live))
+            real = {req_id: min(count, len(offers.get(req_id, ()))) for req_id, count in given.items()}  # no fillers
+            got = [text.write(real[req_id]) for req_id, text in live.items()]
+            scheduled, looked = chosen[0], chosen[0].looks
+            offers = {r: text.draft() if looked else np.zeros(0, np.float32) for r, text in live.items()}
+            step.offer = _offer(list(offers.values())) if looked else None
+            begun = []
+            new = self.lengths.output(step, [[1] * count for count in got], self.now)
+            chosen = [chosen[1], new if isinstance(new, DraftTokens) else DraftTokens(new)]
+            ended = {req_id for req_id, text in live.items() if text.at >= text.length}
+            live = {req_id: text for req_id, text in live.items() if req_id not in ended}
+        self.lengths.refresh(Refresh(version=number + 1))
+        return self.now - began
+
+    def _given(self, req_ids: list[str], offers: dict[str, np.ndarray], chosen: DraftTokens) -> dict[str, int]:
+        """Return how many draft tokens of each request the step verifies."""
+        if not self._own:
+            return dict.fromkeys(req_ids, int(chosen))
+        most = [min(int(chosen), chosen.of(req_id)[0]) for req_id in req_ids]
+        worth = np.zeros((len(req_ids), MOST))
+        for row, (req_id, limit) in enumerate(zip(req_ids, most, strict=True)):
+            chances = offers.get(req_id, np.zeros(0))[:limit]
+            worth[row, : len(chances)] = np.cumprod(chances) * chosen.of(req_id)[1]
+            worth[row, limit:] = -1.0
+        total = min(chosen.total, sum(most))
+        rows = np.argsort(-worth, axis=None, kind="stable")[:total] // MOST
+        return dict(zip(req_ids, np.bincount(rows, minlength=len(req_ids)).tolist(), strict=True))
+
+
+def _begun(req_id: str, problem: int, text: Text) -> LiveRequest:
+    return LiveRequest(req_id, problem, PROMPT, PROMPT + text.length, True, length=PROMPT)
+
+
+def _offer(drafts: list[np.ndarray]) -> Any:
+    chances = torch.zeros(len(drafts), MOST)
+    for row, draft in enumerate(drafts):
+        chances[row, : len(draft)] = torch.from_numpy(draft)
+    lengths = torch.tensor([len(draft) for draft in drafts], dtype=torch.int32)
+    return SimpleNamespace(lengths=lengths, chances=chances, by_model=torch.zeros(len(drafts), dtype=torch.bool))
+
+
+def plain(texts: list[Text], model: StepModel) -> float:
+    """Return what vLLM takes without drafts."""
+    left = np.sort([text.length for text in texts])
+    running = len(left) - np.searchsorted(left, np.arange(left[-1]), side="right")
+    return float(model.plain(running).sum())
+
+
+def seconds(requests: int, model: StepModel, own: bool, **das: Any) -> float:
+    """Return what the counted rollouts of a batch take."""
+    engine = Engine(own, model, **das)
+    return sum([engine.rollout(n, batch) for n, batch in enumerate(batches(requests))][1:])
+
+
+def batches(requests: int) -> list[list[Text]]:
+    """Return the texts of all rollouts."""
+    rng = np.random.default_rng(requests)
+    return [[Text(rng) for _ in range(requests)] for _ in range(ROLLOUTS)]
+
+
+@click.command()
+@click.option("--out", type=click.Path(path_type=Path))
+@click.option("--requests", multiple=True, type=int, default=(8, 64, 256))
+@click.option("--policy", multiple=True, default=("Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B"))
+@click.option("--budget", multiple=True, default=("optimal", "das"))
+def main(out: Path | None, requests: tuple[int, ...], policy: tuple[str, ...], budget: tuple[str, ...]) -> None:
+    """Write a row for each policy, budget and batch."""
+    rows = []
+    for name in policy:
+        roofline = cold_start({"model_type": "qwen2", **sizes(name)}, "NVIDIA H100 80GB HBM3")
+        assert roofline is not None
+        model = roofline.line().at(PROMPT + MEDIAN)
+        for kind in budget:
+            for count in requests:
+                one, own = (seconds(count, model, own, budget=kind) for own in (False, True))
+                off = sum(plain(texts, model) for texts in batches(count)[1:])
+                rows.append({"policy": name, "budget": kind, "requests": count, "one": one / off, "own": own / off})
+                print(rows[-1], flush=True)
+    if out is not None:
+        save(out, {"provenance": provenance(), "time_of_off": rows})
+
+
+if __name__ == "__main__":
+    main()
