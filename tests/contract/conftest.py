@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import importlib.util
@@ -40,17 +41,29 @@ def _newest() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def engine(vllm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Run a job on a real engine, see jobs.py."""
-    with engines(vllm_env, tmp_path_factory.mktemp("engines")) as run:
-        yield run
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[dict[str, str]], Engine]]:
+    """Return what runs jobs in an environment. It starts once, and stays while tests take turns on vLLM builds."""
+    with contextlib.ExitStack() as stack:
+        running: dict[str, Engine] = {}
+
+        def find(env: dict[str, str]) -> Engine:
+            if (key := repr(env)) not in running:
+                running[key] = stack.enter_context(engines(env, tmp_path_factory.mktemp("engines")))
+            return running[key]
+
+        yield find
 
 
 @pytest.fixture(scope="session")
-def v2_engine(newest_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+def engine(vllm_env: dict[str, str], engine_of: Callable[[dict[str, str]], Engine]) -> Engine:
+    """Run a job on a real engine, see jobs.py."""
+    return engine_of(vllm_env)
+
+
+@pytest.fixture(scope="session")
+def v2_engine(newest_env: dict[str, str], engine_of: Callable[[dict[str, str]], Engine]) -> Engine:
     """Run a job on a real engine with vLLM's V2 model runner, see v2_cpu.py, whose weights may change."""
-    with engines({**newest_env, **v2_cpu.ENV, **HOST}, tmp_path_factory.mktemp("engines")) as run:
-        yield run
+    return engine_of({**newest_env, **v2_cpu.ENV, **HOST})
 
 
 @pytest.fixture(scope="session")

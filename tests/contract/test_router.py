@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +17,27 @@ from verl.workers.rollout.router import get_router_handle
 from das_adapter.config import DasConfig, parse
 from das_adapter.core.length import RESPONSE
 from das_adapter.protocol.label import Label
-from das_adapter.service.ledger import ledger
+from das_adapter.service.ledger import ledger, running
 from das_adapter.verl.router import DasLoadBalancer, balancer
 
 SERVERS: dict[str, Any] = {"a": None, "b": None}
 
 
-@pytest.fixture
-def service() -> Iterator[Any]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
     ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield ledger()
+    yield
     ray.shutdown()
+
+
+@pytest.fixture
+def service(cluster: None) -> Iterator[Any]:
+    """A ledger that knows no lengths yet."""
+    yield ledger()
+    ray.kill(ledger())
+    with pytest.raises(ValueError):  # Ray has forgotten its name
+        while running():
+            time.sleep(0.1)
 
 
 def made(group: int = 4, routing: str = "longest_first") -> type[DasLoadBalancer]:
@@ -60,6 +71,19 @@ def remember(service: Any, lengths: dict[int, int]) -> None:
     """Let responses arrive, and a weight sync follow."""
     service.add.remote(np.array([(p, n, 0) for p, n in lengths.items() for _ in range(4)], RESPONSE))
     ray.get(service.sync.remote(1, 0, ()))
+
+
+def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own() -> None:
+    """Each has a Ray cluster of its own, in which it is the first job; veRL would name its sockets by the job."""
+    from das_adapter.cpu.verl_platform import job
+
+    names = []
+    for _ in range(2):
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        names.append(job())
+        ray.shutdown()
+    assert len(set(names)) == 2
+    assert all(name.startswith("01000000-") for name in names)
 
 
 def test_a_groups_samples_meet_on_one_replica_although_they_come_mixed(service: Any) -> None:
@@ -132,19 +156,6 @@ def test_verl_makes_the_balancer_in_an_actor(service: Any) -> None:
     params = [{"extra_args": Label(p).extra_args()} for p in (1, 2, 1, 2)]
     homes = [ray.get(router.acquire_server.remote(f"r{i}", sampling_params=p))[0] for i, p in enumerate(params)]
     assert homes == ["a", "b", "a", "b"]
-
-
-def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own() -> None:
-    """Each has a Ray cluster of its own, in which it is the first job; veRL would name its sockets by the job."""
-    from das_adapter.cpu.verl_platform import job
-
-    names = []
-    for _ in range(2):
-        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-        names.append(job())
-        ray.shutdown()
-    assert len(set(names)) == 2
-    assert all(name.startswith("01000000-") for name in names)
 
 
 def test_replicas_are_lent_that_have_nothing_left_while_others_go_on() -> None:
