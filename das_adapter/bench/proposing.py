@@ -118,9 +118,8 @@ def _usual(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     return sorted(rollouts, key=lambda row: row["share"])[ROUNDS // 2]
 
 
-def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
-    """Draft as vLLM's V1 runner has it done, but for the runner, in steps that take what the roofline says; drafts are
-    accepted where they are what the request writes."""
+def _drafter(world: World, more: dict[str, Any], roof: Any) -> Any:
+    """Return a V1 proposer that knows the past and the requests of the world, but no runner."""
     from das_adapter.core.latency import StepTimes
     from das_adapter.engine.history import THREADS
     from das_adapter.engine.v1.proposer import Proposer
@@ -128,14 +127,13 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     from das_adapter.protocol.label import Label
     from das_adapter.protocol.messages import Refresh, Trajectory
 
-    longest = world.texts.shape[1]
     drafter = Proposer(
         SimpleNamespace(
             additional_config={SETTINGS_KEY: {"drafter": "history", **more}},
             speculative_config=object(),
             parallel_config=SimpleNamespace(tensor_parallel_size=1, rank=0),
             model_config=SimpleNamespace(
-                max_model_len=longest,
+                max_model_len=world.texts.shape[1],
                 get_vocab_size=lambda: world.vocabulary,
                 enforce_eager=True,
                 quantization="unknown",
@@ -156,10 +154,18 @@ def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
     drafter.runner = SimpleNamespace(requests=requests, input_batch=SimpleNamespace(req_ids=names))
     drafter.label = lambda name: Label(problem=int(name) // GROUP)
     drafter.refresh(Refresh(1, trajectories=[Trajectory(problem, text.tobytes(), 0) for problem, text in world.past]))
+    return drafter
+
+
+def _rollout(world: World, more: dict[str, Any], roof: Any) -> dict[str, float]:
+    """Draft as vLLM's V1 runner has it done, but for the runner, in steps that take what the roofline says; drafts are
+    accepted where they are what the request writes."""
+    drafter = _drafter(world, more, roof)
+    names, longest = drafter.runner.input_batch.req_ids, world.texts.shape[1]
     lengths, texts = world.begins.copy(), world.texts.tolist()
     drafts: list[list[int]] = [[] for _ in names]
     now, counted = 0.0, [0, 0, 0]
-    clock = Clock(history.threads, SCHEDULER_S * world.batch)
+    clock = Clock(drafter.engine.history.threads, SCHEDULER_S * world.batch)
     while len(clock.waited) <= world.steps and lengths.max() + MOST < longest:
         scheduled = SimpleNamespace(
             num_scheduled_tokens={name: 1 + len(draft) for name, draft in zip(names, drafts, strict=True)},

@@ -1,5 +1,5 @@
-"""Habits that no linter knows: result files hold one row a line, tests keep out of private state, nobody waits for Ray
-for ever."""
+"""Habits that no linter knows: files and functions stay short, result files hold one row a line, tests keep out of
+private state, nobody waits for Ray for ever."""
 
 from __future__ import annotations
 
@@ -36,6 +36,19 @@ HOSTS = {
 @pytest.mark.parametrize("file", RESULTS, ids=lambda path: path.name)
 def test_a_result_file_holds_one_row_a_line(file: Path) -> None:
     assert file.read_text() == written(json.loads(file.read_text())) + "\n", "write it with provenance.save"
+
+
+def test_files_and_functions_of_the_package_stay_short() -> None:
+    long = []
+    for path in (ROOT / "das_adapter").rglob("*.py"):
+        text = path.read_text()
+        parts = [(path.name, len(text.splitlines()), 350)]
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                parts.append((f"{path.name}: {node.name}", node.end_lineno - node.lineno + 1, 60))
+        long += [f"{name}: {lines} lines" for name, lines, most in parts if lines > most]
+    assert long == []
 
 
 def private(tree: ast.AST) -> Iterator[str]:
