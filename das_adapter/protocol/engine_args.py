@@ -30,6 +30,8 @@ RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 _OWN_WEIGHTS = ("eagle3", "mtp", "draft_model")
 V2_DRAFTERS = ("none", "history", *_OWN_WEIGHTS, *(f"history+{name}" for name in _OWN_WEIGHTS))
 """Drafters that run on vLLM's V2 runner."""
+_MOST_LIKELY = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction")
+"""Options of vLLM's drafters with which they draft their most likely tokens, in some version."""
 DATA_PARALLEL = (
     "on V2, vLLM drafts equally many tokens in every step with data_parallel_size > 1: its ranks of experts step "
     "together, and those that draft more would wait for the others"
@@ -91,6 +93,8 @@ def engine_args(config: DasConfig | None) -> dict[str, Any]:
 def v1_args(config: DasConfig) -> dict[str, Any]:
     """Return the engine arguments of a block for the V1 runner."""
     own = _neural(config) if config.neural else {"method": "custom_class", "model": DRAFTER}
+    if config.neural and not config.keyed and not any(own.get(name) for name in _MOST_LIKELY):
+        own = {"draft_sample_method": "probabilistic", **own}
     speculative = {"num_speculative_tokens": config.num_draft_tokens, **own}
     args: dict[str, Any] = {"additional_config": {SETTINGS_KEY: config.to_dict(), REFRESHER: "host"}}
     return args if config.drafter == "none" else args | {"speculative_config": speculative}

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +19,12 @@ from das_adapter.engine.controller import EngineController
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.v1 import decode_graphs, neural_drafts, verification
 from das_adapter.engine.v1.decode_graphs import DecodePasses
+from das_adapter.engine.v1.model_source import ModelSource
 from das_adapter.engine.v1.policy_copy import CopySource, PolicyCopy
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.worker import HostWorkerState
 
-NOTED: dict[str, int] = {}
+NOTED = Counter[str]()
 """What a sabotage has to tell."""
 
 
@@ -99,6 +102,57 @@ def small_chunks() -> None:
 
     verification._CHUNK_BYTES = 4 * 96 * 20  # 20 rows of the policy's vocabulary
     verification._joined = note
+
+
+def noted_verification() -> None:
+    """Note of a model's draft tokens that vLLM's rejection sampler comes to, and of the history's: how many there are,
+    and of how many the token is certain where others of the step are not; how many are accepted, how often a token is
+    written that the policy writes less often than it is drafted, and how often either should be."""
+    from vllm.v1.sample import rejection_sampler
+
+    verify, tell, by_model = rejection_sampler.rejection_sample, ModelSource.tell_probabilities, list[bool]()
+
+    def told(self: Any, sampler: Any, given: Any) -> Any:
+        by_model[:] = [self._drafted.get(req_id, 0) > 0 for req_id in self._drafter.runner.input_batch.req_ids]
+        return tell(self, sampler, given)
+
+    def verified(
+        tokens: Any, counts: Any, most: Any, ends: Any, told: Any, logits: Any, *args: Any, **more: Any
+    ) -> Any:
+        p, begin = logits.softmax(dim=-1), 0
+        written = verify(tokens, counts, most, ends, told, logits, *args, **more)
+        certain = p.new_zeros(p.shape).scatter_(1, tokens.long()[:, None], 1.0)
+        q = certain if told is None else told
+        for row, count in enumerate(counts):
+            whose = "model" if by_model[row] else "history"
+            for place, at in enumerate(range(begin, begin + count)):
+                NOTED[whose] += 1
+                NOTED[f"{whose}, beside others"] += told is not None
+                NOTED[f"{whose}, certain"] += told is not None and bool(q[at].equal(certain[at]))
+                NOTED[f"{whose}, most likely"] += float(p[at, q[at].argmax()])
+                token, rare = int(written[row, place]), p[at] < q[at]
+                kept = token == tokens[at]
+                note(f"{whose}, accepted", kept, float(p[at].minimum(q[at]).sum()))
+                note(f"{whose}, rare", rare[token], float(p[at][rare].sum()))
+                if not kept:
+                    break
+            begin += count
+        return written
+
+    ModelSource.tell_probabilities, rejection_sampler.rejection_sample = told, verified
+
+
+def note(event: str, happened: Any, chance: float) -> None:
+    """Note how often something happens, how often it should, and the variance of that."""
+    NOTED[event] += bool(happened)
+    NOTED[f"{event}, expected"] += chance
+    NOTED[f"{event}, variance"] += chance * (1 - chance)
+
+
+def both(*sabotage: Callable[[], None]) -> None:
+    """Do one after another."""
+    for act in sabotage:
+        act()
 
 
 def any_length(kept_bytes: int) -> None:
@@ -199,6 +253,9 @@ SABOTAGE = {
     "a rank fails": failing_rank,
     "a rank fails in the passes": failing_pass,
     "any draft length": functools.partial(any_length, 300_000),
+    "any draft length, noted verification": functools.partial(
+        both, noted_verification, functools.partial(any_length, 300_000)
+    ),
     "any draft length, reading along": functools.partial(any_length, -1),
     "dear drafter": dear_drafter,
     "drafter that fails once": failing_once,

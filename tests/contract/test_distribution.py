@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import POLICY, Request, Round
+from requested import PLAIN, requests
 from scipy import stats
 
 PROMPT = random.Random(0).choices([25, 26, 27, 28], k=28)
@@ -65,6 +66,32 @@ def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: st
     ours = result[0]["samplers"][1].startswith("das_adapter")
     assert ours == (noise == "keyed")
     assert misfit(result, law) < 3.5
+
+
+NOTED = "any draft length, noted verification"
+
+
+def assert_exact(noted: dict[str, float], whose: str) -> None:
+    """A draft token is accepted with the chance min(1, p / q), and what is written follows p: within four standard
+    deviations, and two events where they are few, of what vLLM's rejection sampler has of p and q."""
+    for event in (f"{whose}, accepted", f"{whose}, rare"):
+        assert noted[f"{event}, variance"] > 1
+        assert abs(noted[event] - noted[f"{event}, expected"]) < 4 * noted[f"{event}, variance"] ** 0.5 + 2
+
+
+@pytest.mark.one_build
+def test_vllms_own_sampling_has_a_models_probabilities_beside_certain_tokens_of_the_history(engine: Any) -> None:
+    asked = requests(PLAIN, temperature=1.5, max_tokens=30)
+    das = {"drafter": "history+self", "speculate": "always", "verify": {"noise": "stock"}}
+    result = engine(das=das, rounds=[Round(asked, copies=20, brief=True)], sabotage=NOTED)[0]
+    noted = result["noted"]
+    assert noted["model, beside others"] == noted["model"] > 500
+    assert noted["model, certain"] < 0.1 * noted["model"]
+    assert noted["history, certain"] == noted["history, beside others"] > 100
+    for whose in ("model", "history"):
+        assert_exact(noted, whose)
+    assert noted["model, accepted"] > 1.02 * noted["model, most likely"]
+    assert not result["stats"]["error"]
 
 
 @pytest.mark.long

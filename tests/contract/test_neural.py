@@ -24,7 +24,7 @@ from requested import (
     two_rounds,
 )
 from scipy import stats
-from test_distribution import job, law, misfit  # noqa: F401
+from test_distribution import NOTED, assert_exact, job, law, misfit  # noqa: F401
 from test_ranks import ALONE, RANKS, ROUNDS, seeded
 
 from das_adapter.protocol.decision_log import read
@@ -184,12 +184,12 @@ def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, 
     rounds = [Round(asked, copies=1000, brief=True)]
     ours = policy(method, drafters)
     off = engine(das=None, engine=ours, rounds=rounds)[0]["tokens"]
-    das = always(
-        method, drafters, verify={"noise": "stock"}, draft={"options": {"draft_sample_method": "probabilistic"}}
-    )
-    drafted = engine(das=das, engine=ours, rounds=rounds, **EVERY_LENGTH)[0]
+    das = always(method, drafters, verify={"noise": "stock"})
+    drafted = engine(das=das, engine=ours, rounds=rounds, sabotage=NOTED)[0]
     assert drafted["stats"]["accepted_tokens"] > 200
     assert drafted["samplers"][1] == "vllm.v1.sample.rejection_sampler"
+    assert drafted["noted"]["model, beside others"] == drafted["noted"]["model"] > 500
+    assert_exact(drafted["noted"], "model")
     assert_same_distribution(off, drafted["tokens"])
 
 

@@ -64,6 +64,23 @@ def test_neural_drafters_run_on_v2_with_the_lengths_that_the_controller_may_choo
     assert "das.verify.noise=keyed" in str(needs_v1(both | {"verify": {"noise": "stock"}}))
 
 
+@pytest.mark.parametrize(
+    ("noise", "options", "method"),
+    [
+        ("stock", {}, "probabilistic"),
+        ("stock", {"draft_sample_method": "greedy"}, "greedy"),
+        ("stock", {"use_local_argmax_reduction": True}, None),
+        ("keyed", {}, None),
+    ],
+)
+def test_drafters_on_v1_keep_their_probabilities_under_vllms_own_noise(
+    noise: str, options: dict[str, object], method: str | None
+) -> None:
+    config = parse({**EAGLE, "draft": {"model": "m", "options": options}, "verify": {"noise": noise}})
+    assert config is not None
+    assert args.v1_args(config)["speculative_config"].get("draft_sample_method") == method
+
+
 def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     assert (
         needs_v1({"drafter": "self"})

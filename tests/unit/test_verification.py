@@ -1,7 +1,9 @@
-"""Verification on the V1 runner, without an engine: its chunks, and what is asked of a host."""
+"""Verification on the V1 runner, without an engine: its chunks, what is asked of a host, and with which probabilities
+drafts were drawn."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,12 @@ from vllm.v1.sample.metadata import SamplingMetadata  # noqa: E402
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata  # noqa: E402
 
 from das_adapter.engine.v1 import verification  # noqa: E402
+from das_adapter.engine.v1.draft_sample import draw  # noqa: E402
 from das_adapter.engine.v1.keyed_sample import Keys  # noqa: E402
+from das_adapter.engine.v1.model_source import ModelSource, of_draft_tokens  # noqa: E402
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler  # noqa: E402
 
+SAMPLES = 2000
 VOCABULARY, DRAFTED = 50, [3, 0, 7, 2, 1, 5]
 ROWS = sum(DRAFTED) + len(DRAFTED)
 
@@ -85,3 +90,54 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.sampled_token_ids.shape == (len(DRAFTED), max(DRAFTED) + 1)
     with pytest.raises(NotImplementedError):
         output.sampled_token_ids.cpu()
+
+
+def test_a_model_draws_with_the_temperature_and_the_limits_of_the_request() -> None:
+    """And says with which probabilities; two requests draw here, of a batch of three."""
+    torch.manual_seed(0)
+    logits, rows = torch.randn(2, 5), torch.tensor([2, 0])
+    temperature, top_k = torch.tensor([2.0, 1.0, 0.5]), torch.tensor([5, 5, 2], dtype=torch.int32)
+    sampling = SimpleNamespace(
+        all_greedy=False, all_random=True, temperature=temperature, top_k=top_k, top_p=None, generators={}
+    )
+    first = torch.where(logits[0] >= logits[0].topk(2).values[-1], logits[0] / 0.5, -torch.inf)
+    law = torch.stack([first, logits[1] / 2.0]).softmax(dim=-1)
+    counts = torch.zeros(2, 5)
+    for _ in range(SAMPLES):
+        tokens, probabilities = draw(logits, None, sampling, rows)
+        torch.testing.assert_close(probabilities, law)
+        counts[[0, 1], tokens] += 1
+    assert ((counts - SAMPLES * law).abs() <= 4 * (SAMPLES * law * (1 - law)).sqrt()).all()
+    greedy = SimpleNamespace(**{**vars(sampling), "all_random": False, "temperature": torch.tensor([2.0, 1.0, 0.0])})
+    assert all(draw(logits, None, greedy, rows)[0][0] == logits[0].argmax() for _ in range(20))
+    keys = Keys(torch.arange(2), torch.arange(2))
+    assert draw(logits, keys, sampling, rows)[1] is None
+    assert draw(logits, None, SimpleNamespace(all_greedy=True), rows)[1] is None
+
+
+def test_what_nobody_drew_is_certain_beside_what_a_model_drew() -> None:
+    """A draft of the history, of a model, one that the scheduler has shortened and one that it has filled up with
+    nothing, and one whose probabilities are no numbers."""
+    drafts = [[4, 1], [2, 3], [0], [], [3, -1], [1]]
+    metadata = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
+    some = torch.rand(3, VOCABULARY).softmax(dim=-1)
+    drawn_with = {"model": some[:2], "shortened": some, "filled": some[:2], "broken": some[:1] * torch.nan}
+    req_ids = ["history", "model", "shortened", "none", "filled", "broken"]
+    found = of_draft_tokens(drawn_with | {"gone": some}, req_ids, metadata)
+    certain = torch.eye(VOCABULARY)[[4, 1]]
+    none = torch.zeros(1, VOCABULARY)
+    expected = torch.cat([certain, some[:2], some[:1], some[:1], none, none])
+    assert torch.equal(found, expected)
+    assert found.dtype == torch.float32 and found.is_contiguous()
+
+
+def test_probabilities_are_told_for_one_step() -> None:
+    drafter = SimpleNamespace(runner=SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"])))
+    source = ModelSource(drafter, None)  # type: ignore[arg-type]
+    given = SpecDecodeMetadata.make_dummy([[4], [2]], torch.device("cpu")), None, "logits", "sampling"
+    assert source.tell_probabilities(None, given) is None
+    source.drawn_with = {"b": torch.full((1, VOCABULARY), 1 / VOCABULARY)}
+    told = source.tell_probabilities(None, given)
+    assert told is not None and (told[0], *told[2:]) == (given[0], *given[2:])
+    assert told[1].amax(dim=1).tolist() == pytest.approx([1.0, 1 / VOCABULARY])
+    assert source.tell_probabilities(None, given) is None

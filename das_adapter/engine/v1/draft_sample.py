@@ -1,4 +1,5 @@
-"""Draw draft tokens as the policy's sampler will draw: with the same noise, the tokens agree most often."""
+"""Draw draft tokens as the policy's sampler draws: with the same noise, with which the tokens agree most often, or with
+noise of their own, beside the probabilities that rejection sampling needs."""
 
 from __future__ import annotations
 
@@ -11,22 +12,36 @@ from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
 
 
-def draw(logits: torch.Tensor, keys: Keys, sampling: Any, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Draw one token a row, int64 [rows], with the temperature, top-k, top-p and noise of the policy's sampler.
+def draw(
+    logits: torch.Tensor, keys: Keys | None, sampling: Any, rows: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Draw one token a row with the temperature, top-k and top-p of the policy's sampler.
 
     Args:
         logits: [rows, vocab] of the drafter.
+        keys: of the policy's noise; None: the policy draws with vLLM's own noise, which is not known beforehand.
         sampling: vLLM's SamplingMetadata of the batch.
         rows: int64 [rows], the rows of the batch; None: all of them.
+
+    Returns:
+        The tokens, int64 [rows], and the probabilities with which they were drawn, float32 [rows, vocab]; None for
+        these where the logits and the keys decide.
     """
     if sampling.all_greedy:
-        return logits.argmax(dim=-1)
+        return logits.argmax(dim=-1), None
     temperature, top_k, top_p = (
         x if x is None or rows is None else x[rows] for x in (sampling.temperature, sampling.top_k, sampling.top_p)
     )
     scaled = Sampler.apply_temperature(logits.to(torch.float32, copy=True), temperature, sampling.all_random)
-    drawn = keyed_sample(truncate(scaled, top_k, top_p), keys)
-    return drawn if sampling.all_random else torch.where(temperature < _SAMPLING_EPS, logits.argmax(dim=-1), drawn)
+    scaled, probabilities = truncate(scaled, top_k, top_p), None
+    if keys is None:
+        probabilities = scaled.softmax(dim=-1)
+        drawn = topk_topp_sampler.random_sample(probabilities.clone(), {})
+    else:
+        drawn = keyed_sample(scaled, keys)
+    if not sampling.all_random:
+        drawn = torch.where(temperature < _SAMPLING_EPS, logits.argmax(dim=-1), drawn)
+    return drawn, probabilities
 
 
 def truncate(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None) -> torch.Tensor:

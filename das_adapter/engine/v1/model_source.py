@@ -31,6 +31,9 @@ class ModelSource:
         """Forward passes since `stats` was called last."""
         self._drafter = drafter
         self._counts = 0, 0
+        self.drawn_with: dict[str, torch.Tensor] = {}
+        """Probabilities with which the model has drawn each request's present draft, float32 [tokens, vocab], where
+        vLLM's own noise verifies it."""
         self._drafted: dict[str, int] = {}
         """Tokens of each request's present draft that are the model's."""
 
@@ -60,6 +63,16 @@ class ModelSource:
             drafted, accepted = self._counts
             self._counts = drafted + int(counted.sum()), accepted + int(np.minimum(counted, got - 1).sum())
         return mine
+
+    def tell_probabilities(self, _: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Tell vLLM's rejection sampler with which probabilities the tokens of a step were drawn: a forward pre-hook of
+        it, `given` the arguments. None: all drafts are from the history, whose tokens are certain."""
+        drawn_with, self.drawn_with = self.drawn_with, {}
+        if not drawn_with:
+            return None
+        metadata, _, *others = given
+        req_ids = self._drafter.runner.input_batch.req_ids
+        return metadata, of_draft_tokens(drawn_with, req_ids, metadata), *others
 
     def draft(
         self, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray, drafts: list[list[int]], able: bool = True
@@ -105,3 +118,23 @@ class ModelSource:
             torch.distributed.broadcast(told, src=group.ranks[0], group=group.cpu_group)
         agreed: np.ndarray = told.numpy()
         return agreed[:-1] if agreed[-1] else None
+
+
+def of_draft_tokens(drawn_with: dict[str, torch.Tensor], req_ids: Sequence[str], metadata: Any) -> torch.Tensor:
+    """Return the probabilities with which a step's draft tokens were drawn, float32 [tokens, vocab]: where nobody has
+    drawn, the token is certain; where there is none (-1), as where the model's are no numbers, all are 0, so that
+    vLLM draws from the policy's.
+
+    Args:
+        drawn_with: see `ModelSource`; the scheduler may have shortened the drafts.
+        req_ids: of the batch's requests.
+        metadata: vLLM's SpecDecodeMetadata of the step.
+    """
+    tokens, counts = metadata.draft_token_ids.long()[:, None], metadata.num_draft_tokens
+    size = next(iter(drawn_with.values())).shape[1]
+    found = torch.zeros(len(tokens), size, device=tokens.device).scatter_(1, tokens.clamp(min=0), 1.0)
+    for req_id, count, end in zip(req_ids, counts, np.cumsum(counts).tolist(), strict=False):
+        if count and req_id in drawn_with:
+            rows = drawn_with[req_id][:count]
+            found[end - count : end - count + len(rows)] = rows
+    return found.masked_fill_(tokens < 0, 0.0).nan_to_num_()

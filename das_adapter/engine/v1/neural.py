@@ -35,7 +35,7 @@ class KeyedDrafts:
         logits, seeds = self._runner.drafter.model.compute_logits(hidden), self._seeds()
         keys = Keys(seeds if self.rows is None else seeds[self.rows], self._positions)
         self._positions = self._positions + 1
-        return draw(logits, keys, sampling)
+        return draw(logits, keys, sampling)[0]
 
 
 @patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")

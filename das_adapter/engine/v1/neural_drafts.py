@@ -102,6 +102,9 @@ class NeuralSource(ModelSource):
             longest = int(counts[able].max())
             begin, read = time.perf_counter(), int((ends - self._read)[rows[able]].sum())
             found = self._read_up(rows[able], ends, longest, held, tokens).tolist()
+            drawn_with = self._proposer.take_last_draft_probs()
+            if drawn_with is not None:
+                self.drawn_with = {req_ids[row]: drawn_with[i] for i, row in enumerate(rows[able].tolist())}
             if read <= len(rows) * (self.drafts.most + 1):  # else it was behind: that is not what drafts cost
                 context = float(ends[rows[able]].sum())
                 self.drafts.timed_pass(int(able.sum()), (time.perf_counter() - begin) / longest, context)
@@ -188,10 +191,6 @@ class NeuralSource(ModelSource):
         )
         self._read[rows] = ends
         self.passes += passes
-        probabilities = getattr(proposer, "take_last_draft_probs", lambda: None)()
-        if probabilities is not None:  # of vLLM's own rejection sampling
-            runner._draft_probs = probabilities
-            runner._draft_prob_req_ids = [self._req_ids[row] for row in rows.tolist()]
         return found
 
     def _hidden(self, rows: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> torch.Tensor:

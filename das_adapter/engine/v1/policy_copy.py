@@ -23,6 +23,7 @@ from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.model_source import ModelSource
 from das_adapter.engine.v1.quantised import QuantisedWeight, quantised
+from das_adapter.engine.v1.verification import beside
 from das_adapter.errors import DasError
 
 REPACK = "_das_repack"
@@ -83,7 +84,7 @@ class _QuantisedMethod(UnquantizedLinearMethod):
 
 
 class CopySource(ModelSource):
-    """Runs the policy copy, with the noise that the policy's sampler will use."""
+    """Runs the policy copy, with the noise that the policy's sampler will use where that is known."""
 
     counts_as = "self_counts"
     copy: PolicyCopy
@@ -127,6 +128,7 @@ class CopySource(ModelSource):
         """Draft for `rows`: each pass drafts one token for the rows whose draft is not complete."""
         runner, keyed = self._drafter.runner, self._drafter.config.keyed
         drafts: list[list[int]] = [[] for _ in rows]
+        drawn_with: list[list[torch.Tensor]] = [[] for _ in rows]
         at = np.arange(len(rows))
         ids = tokens[rows, lengths[rows] - 1]
         req_ids = [runner.input_batch.req_ids[row] for row in rows]
@@ -137,14 +139,15 @@ class CopySource(ModelSource):
             begin = time.perf_counter()
             positions = lengths[rows[at]].astype(np.int64) - 1 + step
             logits = self.copy.model.compute_logits(self.decode(rows[at], ids.astype(np.int64), positions))
-            if keyed:
-                keys = Keys(*(torch.from_numpy(x).to(logits.device, non_blocking=True) for x in (seeds[at], positions)))
-                which = torch.from_numpy(rows[at]).to(logits.device, non_blocking=True)
-                ids = draw(logits, keys, runner.input_batch.sampling_metadata, which).cpu().numpy()
-            else:  # with vLLM's own noise the most likely token is accepted most often
-                ids = logits.argmax(dim=-1).cpu().numpy()
-            for i, token in zip(at.tolist(), ids.tolist(), strict=True):
+            keys = Keys(beside(seeds[at], logits), beside(positions, logits)) if keyed else None
+            which, sampling = beside(rows[at], logits), runner.input_batch.sampling_metadata
+            drawn, probabilities = draw(logits, keys, sampling, which)
+            ids = drawn.cpu().numpy()
+            for n, (i, token) in enumerate(zip(at.tolist(), ids.tolist(), strict=True)):
                 drafts[i].append(token)
+                if probabilities is not None:
+                    drawn_with[i].append(probabilities[n])
             self.drafts.timed_pass(len(at), time.perf_counter() - begin, float(positions.sum()))
             self.passes += 1
+        self.drawn_with = {req: torch.stack(found) for req, found in zip(req_ids, drawn_with, strict=True) if found}
         return drafts

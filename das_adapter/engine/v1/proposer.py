@@ -128,6 +128,7 @@ class Proposer:
         begin = time.perf_counter()
         if self.model_source:
             self.model_tokens = np.zeros(len(sampled_token_ids), dtype=np.int64)
+            self.model_source.drawn_with = {}
         drafts: list[list[int]] | None = None
         if self.engine.able:
             try:

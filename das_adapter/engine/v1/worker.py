@@ -57,6 +57,8 @@ class HostWorkerState(WorkerState):
             runner.sampler = self.sampler = KeyedSampler(logprobs_mode=runner.sampler.logprobs_mode)
             if hasattr(runner, "rejection_sampler"):
                 runner.rejection_sampler = KeyedRejectionSampler(self.sampler, runner.speculative_config, runner.device)
+        elif self.drafter and self.drafter.model_source:
+            runner.rejection_sampler.register_forward_pre_hook(self.drafter.model_source.tell_probabilities)
         if self.config.controlled:
             # Steps without drafts replay the full CUDA graphs that an engine without speculation captures. vLLM's V1
             # runner captures decode steps for K + 1 tokens of every request instead, which drafts of any length never
