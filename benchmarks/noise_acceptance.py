@@ -1,9 +1,10 @@
 """How often a model's draft token is accepted: drawn with the policy's own Gumbel noise (`verify.noise: keyed`), beside
-the sum of min(p, q), as which rejection sampling accepts what is drawn from the model's probabilities (`stock`).
+the sum of min(p, q), as which rejection sampling accepts what is drawn from the model's probabilities (`stock`), and
+how often it would accept the model's most likely token.
 
 python benchmarks/noise_acceptance.py --drafters DIRECTORY --out FILE.json
 
-DIRECTORY is that of `examples/tiny_math/make_drafters.py`. Both chances are computed, not drawn, at each position of
+DIRECTORY is that of `examples/tiny_math/make_drafters.py`. The chances are computed, not drawn, at each position of
 texts that the tiny policy writes at temperature 1. With one noise both draw token x with probability
 1 / sum over y of max(p(y) / p(x), q(y) / q(x)).
 """
@@ -39,16 +40,21 @@ def copied(policy: torch.nn.Module, weights: str) -> torch.nn.Module:
     return twin
 
 
-def chances(p: torch.Tensor, q: torch.Tensor) -> tuple[float, float]:
-    """Return the chance that both draw one token with one noise, and the sum of min(p, q), of distributions float64
-    [positions, vocabulary], on average."""
+def chances(p: torch.Tensor, q: torch.Tensor) -> tuple[float, float, float]:
+    """Return the chance that both draw one token with one noise, the sum of min(p, q), and p of the token of the
+    largest q, of distributions float64 [positions, vocabulary], on average."""
     shared = [1.0 / torch.maximum(p / p[:, [x]], q / q[:, [x]]).sum(dim=1) for x in range(p.shape[1])]
-    return float(torch.stack(shared).sum(dim=0).mean()), float(torch.minimum(p, q).sum(dim=1).mean())
+    most_likely = p.gather(1, q.argmax(dim=1, keepdim=True))
+    return (
+        float(torch.stack(shared).sum(dim=0).mean()),
+        float(torch.minimum(p, q).sum(dim=1).mean()),
+        float(most_likely.mean()),
+    )
 
 
 @torch.inference_mode()
 def measure(drafters: Path, samples: int, tokens: int) -> dict[str, Any]:
-    """Return both chances for each model, and the positions."""
+    """Return the chances of each model, and the positions."""
     policy = AutoModelForCausalLM.from_pretrained(POLICY, dtype=torch.float32)
     models = {f"self_{weights}": copied(policy, weights) for weights in COPIES}
     models["draft_model"] = AutoModelForCausalLM.from_pretrained(drafters / "draft_model", dtype=torch.float32)
@@ -62,8 +68,8 @@ def measure(drafters: Path, samples: int, tokens: int) -> dict[str, Any]:
     of_policy = torch.cat(p)
     result = {}
     for name, found in q.items():
-        keyed, stock = chances(of_policy, torch.cat(found))
-        result[name] = {"keyed": keyed, "stock": stock, "ratio": keyed / stock}
+        keyed, stock, most_likely = chances(of_policy, torch.cat(found))
+        result[name] = {"keyed": keyed, "stock": stock, "ratio": keyed / stock, "most_likely": most_likely}
     return {"positions": len(of_policy), "drafters": result}
 
 
@@ -73,10 +79,13 @@ def measure(drafters: Path, samples: int, tokens: int) -> dict[str, Any]:
 @click.option("--tokens", default=100, show_default=True, help="Most tokens of a text.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures here.")
 def main(drafters: Path, texts: int, tokens: int, out: Path | None) -> None:
-    """Compute both chances for policy copies and a draft model."""
+    """Compute the chances of policy copies and a draft model."""
     result = measure(drafters, texts, tokens)
     for name, found in result["drafters"].items():
-        click.echo(f"{name}: one noise {found['keyed']:.4f}, sum of min(p, q) {found['stock']:.4f}")
+        click.echo(
+            f"{name}: one noise {found['keyed']:.4f}, sum of min(p, q) {found['stock']:.4f}, "
+            f"most likely token {found['most_likely']:.4f}"
+        )
     if out:
         save(out, {"provenance": provenance(), **result})
 
