@@ -28,13 +28,15 @@ class LiveTexts:
         """`most`: tokens of a draft at most."""
         self.length, self._end = np.zeros((2, 1), dtype=np.int64)
         """Tokens of each text; length at which it stops."""
-        self.record, self.ended, self.by_model = np.zeros((3, 1), dtype=bool)
+        self.record, self.ended, self.by_model, self.heard = np.zeros((4, 1), dtype=bool)
         """Whether it may serve as history; whether it has written its last token, which vLLM says a step later; whether
-        its last draft is a model's, where others have theirs from the history."""
+        its last draft is a model's, where others have theirs from the history; whether it is known what was offered."""
         self.offered = np.zeros(1, dtype=np.int64)
         """Tokens of the last draft."""
         self._chances: Chances = np.zeros((1, most), dtype=np.float32)
         """Of each of them to be reached and accepted."""
+        self._usual: Chances = np.zeros(most, dtype=np.float32)
+        """The mean of these in the last batch: what is expected for a request of which nothing is known yet."""
         self._slots: dict[str, int] = {}
         self._known: tuple[Sequence[str], Ints] = (), np.zeros(0, dtype=np.int64)
         self._watched: dict[int, LiveRequest] = {}
@@ -43,11 +45,11 @@ class LiveTexts:
 
     def open(self, request: LiveRequest) -> None:
         """Take a request that joins the batch, or comes back to it."""
-        slot, columns = request.slot, ("length", "_end", "record", "ended", "by_model", "offered", "_chances")
+        slot, columns = request.slot, ("length", "_end", "record", "ended", "by_model", "heard", "offered", "_chances")
         if slot >= len(self.length):
             vars(self).update({name: with_room(getattr(self, name), slot + 1) for name in columns})
         if request.req_id not in self._slots:
-            self.offered[slot], self.by_model[slot] = 0, False
+            self.offered[slot], self.by_model[slot], self.heard[slot] = 0, False, False
         self.length[slot], self._end[slot] = request.length, request.end
         self.record[slot], self.ended[slot] = request.record, False
         self._slots[request.req_id] = slot
@@ -121,15 +123,18 @@ class LiveTexts:
         if len(rows) < len(slots):
             slots, lengths, chances = slots[rows], lengths[rows], chances[rows]
             by_model = None if by_model is None else by_model[rows]
-        self.offered[slots] = lengths
+        self.offered[slots], self.heard[slots] = lengths, True
         if by_model is not None:
             self.by_model[slots] = by_model
         self._chances[slots, : chances.shape[1]] = np.cumprod(chances, axis=1)
+        if len(slots):
+            self._usual = self._chances[slots].mean(axis=0)
 
     def found(self, slots: Ints, limits: Ints, floor: float) -> tuple[Chances, Ints]:
         """Return what was offered last, see `core.steps.HistoryDrafts`."""
         chances, place = self._chances[slots], np.arange(self._chances.shape[1])
-        there = np.minimum(self.offered[slots], limits)[:, None]
+        there, new = np.minimum(self.offered[slots], limits)[:, None], ~self.heard[slots]
+        chances[new], there[new, 0] = self._usual, limits[new]
         kept = np.count_nonzero((place < there) & (chances >= floor), axis=1)
         offsets = np.concatenate([[0], np.cumsum(kept)])
         return chances[place < kept[:, None]], offsets
