@@ -99,13 +99,12 @@ def _drafters(axis: Any) -> None:
 
 
 def _controller(axis: Any) -> None:
-    rollouts = figures.result("controller_batches.json")["rollouts"]
-    names = [str(r["requests"]) for r in rollouts]
-    arms = {"optimal": ORANGE, "k1": "#c3d4df", "k3": "#7fa8c1", "k7": BLUE, "k15": "#173b52"}
+    rollouts = figures.result("controller.json")["rollouts"]
+    arms = {"optimal": ORANGE, "k1": "#c3d4df", "k3": "#7fa8c1", "k7": BLUE}
     for name, colour in arms.items():
-        ratios = [r["arms"][name]["seconds"] / r["arms"]["idle"]["seconds"] for r in rollouts]
+        ratios = [r["arms"][name]["seconds"] / r["arms"]["idle"]["seconds"] for r in rollouts.values()]
         label = "the controller" if name == "optimal" else f"{name[1:]} draft tokens for each"
-        axis.plot(names, ratios, "o-", color=colour, label=label, linewidth=3 if name == "optimal" else 1.5)
+        axis.plot(list(rollouts), ratios, "o-", color=colour, label=label, linewidth=3 if name == "optimal" else 1.5)
     axis.set(xlabel="requests at the start", ylabel="time, of no drafts", ylim=(0, 1.15))
     axis.legend(frameon=False)
 

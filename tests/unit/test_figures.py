@@ -19,11 +19,8 @@ OURS = ("README", "index", "start", "figures", "verl", "trl")
 """Pages with figures of our own alone: they have no ratio that is written by hand."""
 PICTURE = ROOT / "docs/pictures/chart_epochs.svg"
 SCRIPTS = {"das_adapter.cli": "das_adapter/commands/forecasts.py", "das_adapter.bench": "das_adapter/bench/run.py"}
-REPLACED = {
-    *("controller_batches.json", "controller_rollout.json"),
-    *("drafters_256.json", "drafters_256_neural.json", "drafters_64.json"),
-}
-NOT_YET = {"controller.json", "drafters.json", "training.json"}
+REPLACED = {"drafters_256.json", "drafters_256_neural.json", "drafters_64.json"}
+NOT_YET = {"drafters.json", "training.json"}
 BY_EPOCH = "comparison.history.rollout_ratio_by_epoch"
 
 
