@@ -21,7 +21,7 @@ import torch
 from provenance import provenance, save
 from transformers import AutoModelForCausalLM
 
-from das_adapter.engine.v1.quantised import quantised
+from das_adapter.engine.quantised import quantised
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "contract"))
 from jobs import POLICY

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from vllm.platforms import current_platform
 
-from das_adapter.engine.v1.quantised import quantised
+from das_adapter.engine.quantised import quantised
 
 current_platform.import_kernels()
 

@@ -99,6 +99,26 @@ _V2 = _symbols("""
     vllm.v1.worker.gpu.sample.gumbel: gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos,
         apply_temperature, is_drafting, use_fp64)
 """)
+_V2_PASSES = _symbols("""
+    vllm.v1.worker.gpu.spec_decode.speculator: DraftModelSpeculator.load_model(target_model)
+        DraftModelSpeculator.load_draft_model(target_model, target_attn_layer_names)
+        DraftModelSpeculator.set_attn(model_state, kv_cache_config) DraftModelSpeculator.draft_attn_layer_names
+        DraftModelSpeculator._copy_request_inputs(num_reqs, idx_mapping, temperature, seeds)
+        DraftModelSpeculator._build_uniform_attn_metadata(batch_desc, num_reqs, num_query_per_req,
+        seq_lens_cpu_upper_bound, step) DraftModelSpeculator.draft_max_seq_len
+    vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator:
+        TargetDependentARSpeculator._run_model(num_tokens, attn_metadata, slot_mappings)
+        TargetDependentARSpeculator._generate_draft(num_reqs, num_tokens_padded, attn_metadata, slot_mappings,
+        num_tokens_across_dp, cudagraph_runtime_mode, num_speculative_steps)
+        TargetDependentARSpeculator._configure_decode_metadata_update TargetDependentARSpeculator.capture
+        TargetDependentARSpeculator.decode_cudagraph_manager TargetDependentARSpeculator.hidden_states
+        TargetDependentARSpeculator.inputs_embeds TargetDependentARSpeculator.sample_src_positions
+        prepare_decode_inputs(target_seq_lens, num_rejected, input_buffers, sample_src_positions)
+    vllm.v1.worker.gpu.cudagraph_utils: CudaGraphManager.dispatch(num_reqs, num_tokens, uniform_token_count,
+        num_active_loras)
+    vllm.v1.worker.gpu.block_table: BlockTables.compute_slot_mappings(idx_mapping, query_start_loc, positions,
+        num_tokens_padded)
+""")
 _VERL = _symbols("""
     verl.workers.rollout.vllm_rollout.vllm_async_server: vLLMHttpServer._post_init vLLMHttpServer.run_server(args)
         vLLMHttpServer._preprocess_engine_kwargs(engine_kwargs) vLLMHttpServer.set_global_steps(global_steps)
@@ -123,6 +143,8 @@ V2_RUNNER = Host(_WHEELS, "0.29.0", relied_on=_V2)
 """What is relied on where an engine runs vLLM's V2 model runner; without it all engines run V1."""
 V2_NEURAL = Host(_WHEELS, "0.32.0", relied_on=_V2)
 """What is relied on where neural drafters run there; without it these engines run V1."""
+V2_COPY = Host(_WHEELS, "0.32.0", relied_on=_V2 + _V2_PASSES)
+"""What is relied on where the policy copy drafts there; without it these engines run V1."""
 
 HOSTS: dict[str, Host] = {
     "vllm": Host(

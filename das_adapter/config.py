@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from das_adapter.config_errors import check_effects, check_options, message, resembles_das, retired, unwritable, wrong
+from das_adapter.config_errors import check_draft, check_effects, message, resembles_das, retired, unwritable, wrong
 from das_adapter.errors import ConfigError
 
 _WithHistory = Literal["history+eagle3", "history+mtp", "history+draft_model"]
@@ -28,8 +27,6 @@ Drafter = Literal["none", "history", "self", "history+self", "eagle3", "mtp", "d
 _HISTORY = ("history", "history+self", *get_args(_WithHistory))
 _COPY = ("self", "history+self")
 _NEURAL = ("eagle3", "mtp", "draft_model", *get_args(_WithHistory))
-MOST_BY_MODEL = 16
-"""Most draft tokens of a model: each takes a pass of it, and the sixteenth is hardly ever accepted."""
 
 
 def _read_speculate(when: Any) -> Any:
@@ -216,6 +213,11 @@ class DasConfig(_Block):
         return self.drafter in _COPY
 
     @property
+    def by_model(self) -> bool:
+        """Whether a model drafts: the policy copy, or a neural drafter."""
+        return self.copies_policy or self.neural
+
+    @property
     def model_tokens(self) -> int:
         """Most tokens that a model drafts for a request in a step: the policy copy, or the neural drafter."""
         usual = 3 if self.neural else 5
@@ -239,7 +241,7 @@ class DasConfig(_Block):
 NEEDS: dict[str, dict[str, tuple[str | None, ...]]] = {
     "history": {"drafter": _HISTORY},
     "history.max_bytes": {"history.scope": _SHARED},
-    "history.device_bytes": {"drafter": ("history", *get_args(_WithHistory)), "history.scope": _SHARED},
+    "history.device_bytes": {"history.scope": _SHARED},
     "history.run_ahead": {"history.scope": _SHARED, "routing": ("longest_first", "least_loaded")},
     "history.load": {"history.scope": _SHARED},
     "self": {"drafter": _COPY},
@@ -271,7 +273,7 @@ def parse(block: Any) -> DasConfig | None:
         raise ConfigError("\n".join(message(e, DasConfig) for e in error.errors())) from None
     if config.drafter != "none":
         check_effects(config, NEEDS)
-        _check_draft(config)
+        check_draft(config)
     return config if config.drafter != "none" or config.keyed else None
 
 
@@ -323,22 +325,6 @@ def check_files(config: DasConfig) -> None:
         raise wrong("history.load", config.history.load, "expected a directory that exists")
     if config.log_dir is not None and (there := unwritable(config.log_dir)):
         raise wrong("log_dir", config.log_dir, f"expected a directory that can be written to: {there} is none")
-
-
-def _check_draft(config: DasConfig) -> None:
-    drafter = f"das.drafter={config.drafter!r}"
-    if config.method in ("eagle3", "draft_model") and config.draft.model is None:
-        raise wrong("draft.model", None, f"{drafter} needs the drafter's checkpoint")
-    if (config.copies_policy or config.neural) and config.model_tokens > MOST_BY_MODEL:
-        raise wrong("max_draft_tokens", config.max_draft_tokens, f"allowed with {drafter}: 1 to {MOST_BY_MODEL}")
-    ladder = config.self.ladder
-    if config.copies_policy and ladder is not None and ladder[-1] > config.model_tokens:
-        tokens = f"das.max_draft_tokens={json.dumps(config.max_draft_tokens)}"
-        raise wrong("self.ladder", ladder, f"allowed with {tokens} and {drafter}: at most {config.model_tokens}")
-    always = "das.budget='unlimited' and das.speculate='always'"
-    if config.in_every_step and config.log_dir is not None:
-        raise wrong("log_dir", config.log_dir, f"allowed: null, because nothing is decided with {always}")
-    check_options(config.draft.options, None if config.in_every_step else f"das.drafter={config.method!r}, {always}")
 
 
 def _plain(node: Any) -> Any:

@@ -39,6 +39,8 @@ RETIRED = {
 """What to do about each key that earlier versions had; `{value}`: what it was set to."""
 IN_EVERY_STEP = ("parallel_drafting", "disable_padded_drafter_batch")
 """Keys of vLLM's speculative_config with which a neural drafter has to draft in every step, as vLLM has it."""
+MOST_BY_MODEL = 16
+"""Most draft tokens of a model: each takes a pass of it, and the sixteenth is hardly ever accepted."""
 LOSSY = {"rejection_sample_method": ("standard", "block")}
 """Keys of vLLM's speculative_config that decide acceptance, and their values that keep the policy's distribution."""
 
@@ -98,6 +100,23 @@ def lacking(
         found: Any = functools.reduce(getattr, setting.split("."), config)
         if found not in values:
             yield setting, found, values
+
+
+def check_draft(config: Any) -> None:
+    """Refuse what does not fit the model that drafts in a block (`config.DasConfig`)."""
+    drafter = f"das.drafter={config.drafter!r}"
+    if config.method in ("eagle3", "draft_model") and config.draft.model is None:
+        raise wrong("draft.model", None, f"{drafter} needs the drafter's checkpoint")
+    if config.by_model and config.model_tokens > MOST_BY_MODEL:
+        raise wrong("max_draft_tokens", config.max_draft_tokens, f"allowed with {drafter}: 1 to {MOST_BY_MODEL}")
+    ladder = config.self.ladder
+    if config.copies_policy and ladder is not None and ladder[-1] > config.model_tokens:
+        tokens = f"das.max_draft_tokens={json.dumps(config.max_draft_tokens)}"
+        raise wrong("self.ladder", ladder, f"allowed with {tokens} and {drafter}: at most {config.model_tokens}")
+    always = "das.budget='unlimited' and das.speculate='always'"
+    if config.in_every_step and config.log_dir is not None:
+        raise wrong("log_dir", config.log_dir, f"allowed: null, because nothing is decided with {always}")
+    check_options(config.draft.options, None if config.in_every_step else f"das.drafter={config.method!r}, {always}")
 
 
 def check_options(options: Mapping[str, Any], needed: str | None) -> None:

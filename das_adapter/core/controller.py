@@ -83,6 +83,7 @@ class Controller:
         self._policy, self._most = config.budget, config.num_draft_tokens
         self.always = config.speculate == "always" and config.budget != "optimal"
         """Whether nothing is asked but the fixed budgets."""
+        self._looks_up = config.looked_up is not None
         self.common = common
         """Draft lengths to choose from where all requests of a step share one; None: each has its own."""
         self._curve = AcceptanceCurve()
@@ -287,7 +288,8 @@ class Controller:
             account.decided(running, drafts, probing, plain)
         if self.common is None or plan is found:  # which has one length already
             return plan
-        return StepPlan(alike(limits if self.always else plan.history, self.common), alike(plan.model, self.common))
+        newest = limits if self.always and self._looks_up else plan.history  # as much as the device finds by then
+        return StepPlan(alike(newest, self.common), alike(plan.model, self.common))
 
     def _value_requests(self, slots: Ints, context: Ints | None) -> None:
         """Compute the worth in seconds of an accepted token of each request, the requests' classes, and DAS's budgets;

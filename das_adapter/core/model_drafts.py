@@ -24,14 +24,15 @@ UNSEEN_PASS = 0.4
 class ModelDrafts:
     """How long a model's passes take and how many of its tokens are accepted, learned from the engine's own steps."""
 
-    def __init__(self, most: int, narrows: bool = True, always: int = 0) -> None:
+    def __init__(self, most: int, narrows: bool = True, always: int = 0, follows: bool = True) -> None:
         """
         Args:
             most: tokens it drafts for a request in a step at most.
             narrows: whether a pass is only for the requests whose drafts are not complete, not for all.
             always: passes in every step, with drafts or without, in which it reads what the policy has written.
+            follows: whether it reads in a pass what the policy verifies, also where the history has drafted that.
         """
-        self.most, self.narrows, self.always = most, narrows, always
+        self.most, self.narrows, self.always, self.follows = most, narrows, always, follows
         self.agreed: int | None = None
         """Length of every draft, where the replicas have agreed on one (`Ladder`)."""
         self.context = 0.0
@@ -62,6 +63,11 @@ class ModelDrafts:
         if self.passes.model is None:
             self.passes.fit()
         self.passes.keep_fitted()
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of its drafts now."""
+        return self.most if self.agreed is None else self.agreed
 
     def lengths(self, least_chance: float) -> Sequence[int]:
         """Return the lengths that drafts may have; none whose last token survives with less than this chance."""

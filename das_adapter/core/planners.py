@@ -47,17 +47,18 @@ def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[i
     best = StepPlan(nothing, nothing)
     mine, theirs = nothing, np.zeros((running, 1))
     if drafts is not None:
-        mine = np.minimum(offer.limits, drafts.most)
-        theirs = worth.of_drafts(drafts.acceptance.chances(drafts.most))
+        mine = np.minimum(offer.limits, drafts.longest)
+        theirs = worth.of_drafts(drafts.acceptance.chances(drafts.longest))
     needed = enough(np.minimum(offer.limits, np.maximum(found, mine)), lengths)
+    shortest = min(needed, drafts.agreed or 1) if drafts is not None else 1  # of the model's drafts
     tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
     kept = worth.of_kept(offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried))
     for length, saved in zip(tried, kept, strict=True):
         verified = model.step(running * (1 + length), running, True) - plain
-        for by_model in (False,) if drafts is None else (False, True):
+        for by_model in (False,) if drafts is None or length < shortest else (False, True):
             passes = 0.0
-            if drafts is not None:  # where the history drafts, the model still reads what was drafted, in a pass
-                each = min(length, drafts.most if by_model else 1)
+            if drafts is not None:  # where the history drafts, a model that follows reads what was drafted, in a pass
+                each = min(length, drafts.longest) if by_model else int(drafts.follows)
                 passes = drafts.seconds(np.full_like(offer.limits, each), plain)
             if by_model:
                 saved = np.maximum(saved, theirs[np.arange(running), np.minimum(mine, length)])

@@ -70,7 +70,7 @@ def keep_linear_weights(stock: Any, packed: bool) -> Any:
     `packed`: compute with the packed weights, which are faster, and keep the others beside them (see `REPACK`). Remove
     this patch when vLLM's CPU backend keeps `layer.weight` of the layers that it packs."""
 
-    from das_adapter.engine.v1.policy_copy import REPACK
+    from das_adapter.engine.policy_copy import REPACK
 
     @functools.wraps(stock)
     def keep(layer: Any, remove_weight: bool = False) -> None:

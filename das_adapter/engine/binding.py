@@ -76,14 +76,18 @@ def bind_worker(stock: Any) -> Any:
 
 @patch("vllm.v1.worker.gpu.model_runner:init_speculator", since="0.29", needs="vllm_config, device")
 def build_speculator(stock: Any) -> Any:
-    """Without it the V2 runner builds vLLM's own look-up drafter in the place of the history's. Remove this patch when
+    """Without it the V2 runner builds vLLM's own look-up drafter in the place of das-adapter's. Remove this patch when
     vLLM's V2 runner loads speculators of plug-ins."""
 
     @functools.wraps(stock)
     def init_speculator(vllm_config: Any, device: Any, *states: Any) -> Any:
         config = settings(vllm_config)
-        if config is None or not config.uses_history or vllm_config.speculative_config.method != "ngram_gpu":
+        if config is None or config.neural or vllm_config.speculative_config.method != "ngram_gpu":
             return stock(vllm_config, device, *states)
+        if config.copies_policy:
+            from das_adapter.engine.v2.copy_drafts import CopySpeculator
+
+            return CopySpeculator(vllm_config, device, config.self.weights)
         from das_adapter.engine.v2.speculator import HistorySpeculator
 
         return HistorySpeculator(vllm_config, device, config)

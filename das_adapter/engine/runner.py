@@ -98,13 +98,16 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     refused = {f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1}
     if config.copies_policy:
+        over = getattr(parallel, "prefill_context_parallel_size", 1)
         refused |= {
+            f"prefill_context_parallel_size={over}": over > 1,
             "a policy with recurrent state": model.is_hybrid,
             "LoRA adapters": vllm_config.lora_config is not None,
+            "enable_eplb=True": parallel.enable_eplb,
         }
     if config.neural and config.controlled:
         refused |= {"a multimodal policy": model.is_multimodal_model}
-    if config.controlled and (config.neural or config.copies_policy):
+    if config.controlled and config.by_model:
         refused |= {
             "a policy with multimodal rotary positions (M-RoPE)": model.uses_mrope,
             f"experts over data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1

@@ -26,9 +26,9 @@ class DraftLength:
 
 @patch("vllm.v1.core.sched.scheduler:Scheduler.__init__", since="0.24", needs="vllm_config")
 def reserve_draft_slots(stock: Any) -> Any:
-    """Without it a `custom_class` drafter that writes keys and values would write into another request's block: vLLM's
+    """Without it the policy copy, which writes keys and values, would write into another request's block: vLLM's
     scheduler reserves slots for the draft tokens of its own drafters alone. Remove this patch when vLLM reserves slots
-    for `custom_class` drafters (docs/upstream/vllm/0003) and lets a worker choose the draft length."""
+    for drafters of plug-ins (docs/upstream/vllm/0003) and lets a worker choose the draft length."""
 
     @functools.wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

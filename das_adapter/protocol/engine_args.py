@@ -27,9 +27,6 @@ DRAFT_LENGTH = "das_draft_length"
 """Attribute of vLLM's `ModelRunnerOutput`: draft tokens of each request of the next step that is not scheduled yet."""
 RUNNER_VARIABLE = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's environment variable that chooses its model runner."""
-_OWN_WEIGHTS = ("eagle3", "mtp", "draft_model")
-V2_DRAFTERS = ("none", "history", *_OWN_WEIGHTS, *(f"history+{name}" for name in _OWN_WEIGHTS))
-"""Drafters that run on vLLM's V2 runner."""
 _MOST_LIKELY = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction")
 """Options of vLLM's drafters with which they draft their most likely tokens, in some version."""
 DATA_PARALLEL = (
@@ -41,11 +38,12 @@ DATA_PARALLEL = (
 
 def needs_v1(config: DasConfig) -> str | None:
     """Say why an engine must run vLLM's V1 model runner; None: it may run V2, where vLLM's own choice is V2."""
-    if config.drafter not in V2_DRAFTERS:
-        return f"das.drafter={config.drafter!r} needs it; on V2 run {', '.join(V2_DRAFTERS)}"
-    if config.uses_history and config.neural and not config.keyed:
+    if config.drafter == "ngram":
+        return "das.drafter='ngram' needs it; on V2 `history` drafts from the request's own text as well"
+    if config.uses_history and config.by_model and not config.keyed:
         return "on V2 drafts of two sources are verified by das.verify.noise=keyed alone"
     installed, needed = compat.version("vllm") or "0", compat.V2_NEURAL if config.neural else compat.V2_RUNNER
+    needed = compat.V2_COPY if config.copies_policy else needed
     if compat.numbers(installed) < compat.numbers(needed.oldest):
         return f"vLLM {installed} is older than {needed.oldest}"
     if os.environ.get(RUNNER_VARIABLE) == "0":
@@ -102,7 +100,7 @@ def v1_args(config: DasConfig) -> dict[str, Any]:
 
 def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
     """Return vLLM's `speculative_config` of a block for the V2 runner: a neural drafter's, or that of the look-up
-    drafter whose place the history's takes; with the draft lengths that graphs are captured for, where the controller
+    drafter whose place das-adapter's takes; with the draft lengths that graphs are captured for, where the controller
     chooses among them. None where nothing drafts."""
     if config.drafter == "none":
         return None
@@ -122,7 +120,8 @@ def _neural(config: DasConfig) -> dict[str, Any]:
 
 def draft_lengths(config: DasConfig) -> tuple[int, ...]:
     """Return the draft lengths that the steps of an engine on the V2 runner have, beside 0."""
-    most = {config.num_draft_tokens} | ({config.model_tokens} if config.neural else set())
+    most = {config.num_draft_tokens} | ({config.model_tokens} if config.by_model else set())
+    most |= set(config.self.ladder or ())
     return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n < max(most)} | most))
 
 

@@ -84,13 +84,13 @@ def sleep(llm: Any, level: int) -> None:
 
 def copy_is_fresh(runner: Any) -> bool:
     """Return whether the policy copy equals one made from the policy's present weights, bit for bit."""
-    from das_adapter.engine.v1.policy_copy import PolicyCopy
+    from das_adapter.engine.policy_copy import PolicyCopy
 
-    drafter = runner.drafter
-    fresh = PolicyCopy(runner.model, drafter.config.self.weights)
+    there = runner.speculator.copy if hasattr(runner, "speculator") else runner.drafter.model_source.copy
+    fresh = PolicyCopy(runner.model, there.weights)
     return all(
         torch.equal(a, b)
-        for (_, x), (_, y) in zip(drafter.model_source.copy.layers, fresh.layers, strict=True)
+        for (_, x), (_, y) in zip(there.layers, fresh.layers, strict=True)
         for a, b in zip(x.tensors(), y.tensors(), strict=True)
     )
 

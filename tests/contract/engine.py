@@ -250,7 +250,7 @@ class Engine:
         }
         if part.graphs is not None:
             found["graphs"], found["drafted_graphs"] = cpu_platform.graphs(self.runner, part.graphs)
-        if part.fresh_copy and hasattr(self.runner, "drafter"):
+        if part.fresh_copy and self.das is not None and self.das.copies_policy:
             found["fresh_copy"] = between.copy_is_fresh(self.runner)
         return found
 

@@ -17,10 +17,11 @@ from das_adapter.core import account, plain_time
 from das_adapter.cpu import vllm_fixes
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.history import HistorySource
+from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.v1 import decode_graphs, neural_drafts, verification
+from das_adapter.engine.v1.copy_drafts import CopySource
 from das_adapter.engine.v1.decode_graphs import DecodePasses
 from das_adapter.engine.v1.model_source import ModelSource
-from das_adapter.engine.v1.policy_copy import CopySource, PolicyCopy
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.worker import HostWorkerState
 

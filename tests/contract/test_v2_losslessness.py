@@ -284,12 +284,14 @@ def test_the_v1_runner_is_taken_where_it_is_needed(v2_engine: Any) -> None:
     """And where it is not, the runner is vLLM's own choice; the tokens are the same."""
     rounds = [Round(requests([{"temperature": 1.0, "max_tokens": 8}], 3))]
     reference = v2_engine(das=None, rounds=stock(rounds))[0]
-    v1, copied = "vllm.v1.worker.cpu_model_runner", {"drafter": "self"}
+    v1, looked_up = "vllm.v1.worker.cpu_model_runner", {"drafter": "ngram"}
     for job, chosen, runner in (
         ({"das": HISTORY}, "0", v1),
         ({"das": HISTORY}, None, reference["runner"]),
-        ({"das": copied}, None, v1),
-        ({"das": copied, "standalone": True}, None, v1),
+        ({"das": {"drafter": "self"}}, None, reference["runner"]),
+        ({"das": {"drafter": "self"}}, "0", v1),
+        ({"das": looked_up}, None, v1),
+        ({"das": looked_up, "standalone": True}, None, v1),
     ):
         result = v2_engine(**job, env={"VLLM_USE_V2_MODEL_RUNNER": chosen}, rounds=rounds)[0]
         assert result["runner"] == runner

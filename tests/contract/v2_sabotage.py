@@ -12,6 +12,7 @@ from between_rounds import drafter_without_weights
 from v2_stand_ins import COMPARED
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
+from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.v2 import worker
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
@@ -107,13 +108,61 @@ def any_length(reading_along: bool) -> None:
         MissedText.may_miss = lambda *_: False  # type: ignore[method-assign]
 
 
+def stale_copy() -> None:
+    """Never quantise the policy's weights again."""
+    PolicyCopy.quantise = lambda self: None  # type: ignore[method-assign]
+
+
+def replayed_passes() -> None:
+    """Have the policy copy's passes replayed by what stands for CUDA graphs of 1, 4 and 16 requests: a pass is run for
+    as many rows as its graph has, and reads from where it read when it was captured."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+    from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+
+    from das_adapter.engine.v2.copy_drafts import CopySpeculator
+
+    build, addresses, built = CopySpeculator._build_uniform_attn_metadata, dict[int, list[int]](), dict[str, Any]()
+
+    class Graphs:
+        graphs = (1, 4, 16)
+
+        def __init__(self, speculator: Any) -> None:
+            self._speculator = speculator
+
+        def dispatch(self, requests: int, *_: int) -> Any:
+            size = next(size for size in self.graphs if size >= requests)
+            return BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens=size, num_reqs=size, uniform_token_count=1)
+
+        def run_fullgraph(self, graph: Any) -> None:
+            of, size = self._speculator, graph.num_tokens
+            attention, slots = next(iter(built["attention"].values())), of.block_tables.slot_mappings[:, :size]
+            read = attention.block_table, attention.seq_lens, attention.query_start_loc, attention.slot_mapping, slots
+            at = [tensor.data_ptr() for tensor in read]
+            assert addresses.setdefault(size, at) == at
+            by_layer = build_slot_mappings_by_layer(slots, of.kv_cache_config)
+            of._generate_draft(
+                size, size, built["attention"], by_layer, None, CUDAGraphMode.NONE, of.num_speculative_steps
+            )
+            COMPARED["replayed"] = COMPARED.get("replayed", 0) + 1
+
+    def noted(self: Any, *args: Any) -> Any:
+        built["attention"] = build(self, *args)
+        return built["attention"]
+
+    CopySpeculator._build_uniform_attn_metadata = noted
+    CopySpeculator.init_cudagraph_manager = lambda self, _: setattr(self, "decode_cudagraph_manager", Graphs(self))
+
+
 SABOTAGE = {
     "any draft length": functools.partial(any_length, False),
     "any draft length, reading along": functools.partial(any_length, True),
     "drafter without weights": drafter_without_weights,
     "failing drafter": failing_drafter,
     "garbage drafts": garbage_drafts,
+    "replayed passes": replayed_passes,
     "slow policy": slow_policy,
     "slow policy of one length": slow_policy_of_one_length,
     "small chunks": small_chunks,
+    "stale copy": stale_copy,
 }

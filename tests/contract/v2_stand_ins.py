@@ -134,7 +134,7 @@ def compute_slot_mappings(
     target.fill_(-1)
     for group, (table, size) in enumerate(zip(self.block_tables, self.block_sizes, strict=True)):
         mapping = table.gpu.numpy()[slots, pos // size].astype(np.int64) * size + pos % size
-        target[group, : len(mapping)] = torch.from_numpy(mapping)
+        target[group, : len(mapping)] = torch.from_numpy(np.where(slots < 0, -1, mapping))
     return target[:, :num_tokens_padded]
 
 

@@ -81,12 +81,27 @@ def test_drafters_on_v1_keep_their_probabilities_under_vllms_own_noise(
     assert args.v1_args(config)["speculative_config"].get("draft_sample_method") == method
 
 
+@pytest.mark.parametrize(
+    ("block", "lengths"),
+    [
+        ({"drafter": "self"}, [5, 4, 2, 1, 0]),
+        ({"drafter": "self", "self": {"ladder": [3, 5]}}, [5, 4, 3, 2, 1, 0]),
+        ({"drafter": "history+self"}, [16, 8, 5, 4, 2, 1, 0]),
+    ],
+)
+def test_the_policy_copy_runs_on_v2_in_the_place_of_vllms_look_up_drafter(
+    newest: pytest.MonkeyPatch, block: dict[str, object], lengths: list[int]
+) -> None:
+    config = parse(block)
+    assert config is not None and args.needs_v1(config) is None
+    found = args.v2_speculative_config(config)
+    assert found is not None
+    assert (found["method"], found["num_speculative_tokens"]) == ("ngram_gpu", lengths[0])
+    assert [entry[2] for entry in found["num_speculative_tokens_per_batch_size"]] == lengths
+
+
 def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
-    assert (
-        needs_v1({"drafter": "self"})
-        == "das.drafter='self' needs it; on V2 run none, history, eagle3, mtp, draft_model, history+eagle3, "
-        "history+mtp, history+draft_model"
-    )
+    assert str(needs_v1({"drafter": "ngram"})).startswith("das.drafter='ngram' needs it")
     newest.setenv(args.RUNNER_VARIABLE, "0")
     assert needs_v1({}) == "VLLM_USE_V2_MODEL_RUNNER=0 in the environment"
     newest.setenv(args.RUNNER_VARIABLE, "1")
@@ -97,7 +112,8 @@ def test_what_needs_v1_says_why(newest: pytest.MonkeyPatch) -> None:
     newest.setattr(compat, "version", lambda host: "0.29.0")
     assert needs_v1({}) is None
     newest.setattr(compat, "version", lambda host: "0.31.2")
-    assert needs_v1({"drafter": "eagle3", "draft": {"model": "m"}}) == "vLLM 0.31.2 is older than 0.32.0"
+    for block in ({"drafter": "eagle3", "draft": {"model": "m"}}, {"drafter": "self"}, {"drafter": "history+self"}):
+        assert needs_v1(block) == "vLLM 0.31.2 is older than 0.32.0"
     newest.setattr(compat, "version", lambda host: "0.28.0")
     assert needs_v1({}) == "vLLM 0.28.0 is older than 0.29.0"
     config = parse({})

@@ -21,6 +21,7 @@ from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE
 from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.core.planners import Offer, one_length
 from das_adapter.core.roofline import Roofline
 from das_adapter.core.steps import Decoded, StepPlan
 from das_adapter.sim.models import MODELS
@@ -260,6 +261,42 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
     chosen = plan.model if by_model else plan.history
     assert set(chosen.tolist()) == {5 if by_model else 8} or (pass_s == 0.5 and not chosen.any())
     assert not (plan.history if by_model else plan.model).any()
+
+
+@pytest.mark.parametrize(("follows", "drafted"), [(True, 0), (False, 8)])
+def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(follows: bool, drafted: int) -> None:
+    """A neural drafter reads in one what the history has drafted, and where that costs too much, nobody drafts."""
+    drafts, limits = ModelDrafts(5, narrows=False, follows=follows), np.full(4, 20)
+    drafts.passes.model = StepModel(base=1.0, token=0.0)
+    worth, found = Worth(*np.tile([[0.01], [0.0], [0.0]], 4)), np.tile(np.full(8, 0.9, dtype=np.float32), 4)
+    offer = Offer(limits, found, np.arange(5) * 8, drafts, 0.0, True)
+    plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 4, 5, 8))
+    assert set(plan.history.tolist()) == {drafted}
+    assert not plan.model.any()
+
+
+@pytest.mark.parametrize(("agreed", "room", "drafted"), [(None, 20, 5), (3, 20, 3), (3, 2, 2), (5, 20, 5)])
+def test_all_requests_have_the_length_that_replicas_agreed_on(agreed: int | None, room: int, drafted: int) -> None:
+    drafts, limits = ModelDrafts(5, narrows=False, follows=False), np.full(4, room)
+    drafts.acceptance.observe(np.full(50, 5), np.full(50, 4))
+    drafts.passes.model, drafts.agreed = StepModel(base=0.0, token=0.0), agreed
+    worth = Worth(*np.tile([[0.01], [0.0], [0.0]], 4))
+    offer = Offer(limits, np.zeros(0, dtype=np.float32), np.zeros(5, dtype=np.int64), drafts, 0.0, True)
+    plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 3, 4, 5))
+    assert set(plan.model.tolist()) == {drafted}
+
+
+@pytest.mark.parametrize(("drafter", "by_history"), [("self", 0), ("history+self", 16)])
+def test_fixed_budgets_have_the_length_that_replicas_agreed_on(drafter: Any, by_history: int) -> None:
+    """Of the history's drafts, which are looked up later, there may be as much as can be."""
+    drafts = ModelDrafts(5, narrows=False, follows=False)
+    config = DasConfig(drafter=drafter, budget="unlimited", speculate="always")
+    controller = Controller(config, 2048, drafts=drafts, common=(1, 2, 4, 5, 16))
+    slots = np.array([controller.open(i, 0, 500) for i in range(3)])
+    drafts.agreed = 2
+    plan = controller.plan(Decoded(slots, np.ones(3, int), None, None, np.full(3, 100)))
+    assert set(plan.model.tolist()) == {2}
+    assert set(plan.history.tolist()) == {by_history}
 
 
 def test_passes_of_every_step_are_no_cost_of_drafts() -> None:

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from das_adapter import _native  # noqa: E402
-from das_adapter.engine.v1.quantised import GROUP, ROWS, quantised  # noqa: E402
+from das_adapter.engine.quantised import GROUP, ROWS, quantised  # noqa: E402
 from das_adapter.errors import ConfigError  # noqa: E402
 
 SHAPES = [(16, 128), (40, 256), (7, 100), (33, 131), (64, 1)]
@@ -109,7 +109,7 @@ def test_packing_on_the_device_is_vllms() -> None:
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_zero_points
     from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
 
-    from das_adapter.engine.v1.quantised_gpu import pack, pack_zeros
+    from das_adapter.engine.quantised_gpu import pack, pack_zeros
 
     codes = torch.randint(0, 16, (256, 128), generator=torch.Generator().manual_seed(0))
     assert torch.equal(pack(codes.float()), awq_pack(codes, 4, 256, 128))
@@ -120,7 +120,7 @@ def test_experts_are_left_as_they_are() -> None:
     pytest.importorskip("vllm")
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-    from das_adapter.engine.v1.policy_copy import PolicyCopy
+    from das_adapter.engine.policy_copy import PolicyCopy
 
     class Linear(LinearBase):
         def __init__(self) -> None:
@@ -143,7 +143,7 @@ def test_experts_are_left_as_they_are() -> None:
 def test_eight_bits_on_a_gpu_multiply_by_the_policys_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what vLLM's kernels promise in their place: a scale per row, and a second matrix that lies by columns."""
     pytest.importorskip("vllm")
-    from das_adapter.engine.v1 import quantised_gpu
+    from das_adapter.engine import quantised_gpu
 
     def quant(x: Any, use_per_token_if_dynamic: bool) -> Any:
         assert use_per_token_if_dynamic and x.is_contiguous()
@@ -174,7 +174,7 @@ def test_a_gpus_four_bits_are_the_definitions_and_do_not_depend_on_the_parts(mon
     pytest.importorskip("vllm")
     from vllm.model_executor.layers.quantization.utils.quant_utils import awq_pack
 
-    from das_adapter.engine.v1 import quantised_gpu
+    from das_adapter.engine import quantised_gpu
 
     workspace = torch.ones(4)
     monkeypatch.setattr(quantised_gpu, "marlin_make_workspace_new", lambda device: workspace)

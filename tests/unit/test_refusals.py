@@ -16,7 +16,7 @@ from das_adapter.errors import ConfigError
 def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda", **parallel: int) -> Any:
     """vLLM's config, as far as it is looked at."""
     traits = dict.fromkeys(("is_hybrid", "is_multimodal_model", "uses_mrope", "is_moe"), False)
-    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, **parallel}
+    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_eplb": False, **parallel}
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**traits, **model}),
         parallel_config=SimpleNamespace(**sizes),
@@ -41,6 +41,8 @@ def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
         ({"drafter": "self"}, {"is_hybrid": True}, {}, "recurrent state"),
         ({"drafter": "history+self"}, {"uses_mrope": True}, {}, "M-RoPE"),
         ({"drafter": "self"}, {"is_moe": True}, {"data_parallel_size": 4}, "experts over data_parallel_size=4"),
+        ({"drafter": "self"}, {"is_moe": True}, {"enable_eplb": True}, "enable_eplb=True"),
+        ({"drafter": "history+self"}, {}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2"),
         ({"drafter": "mtp"}, {"is_moe": True}, {"data_parallel_size": 4}, "das.speculate=always does"),
         ({"drafter": "mtp"}, {"is_multimodal_model": True}, {}, "a multimodal policy"),
     ],

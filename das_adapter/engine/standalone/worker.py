@@ -67,8 +67,8 @@ class Standalone:
                 self._finished.append(trajectory)
 
     def _message(self) -> Refresh:
-        """The first rank's message, which all ranks get that draft."""
-        message = None
+        """The first rank's message, which all ranks get that draft from the history."""
+        message = Refresh(self._version, None, b"") if self._state.model_runner == 2 else None
         if self._group.rank_in_group == 0:
             if self._shared:
                 history, lengths = self._shared.sync()

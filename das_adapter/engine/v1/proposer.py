@@ -18,9 +18,9 @@ from das_adapter.core.steps import Decoded, Search
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import StepTimer
+from das_adapter.engine.v1.copy_drafts import CopySource
 from das_adapter.engine.v1.model_source import ModelSource
 from das_adapter.engine.v1.neural_drafts import NeuralSource
-from das_adapter.engine.v1.policy_copy import CopySource
 from das_adapter.protocol.engine_args import SETTINGS_KEY
 from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed

@@ -50,7 +50,7 @@ class Step:
     offer: Offer | None = None
     """Of its end; None: nothing was looked for."""
     calls: Sequence[Call] = ()
-    """Of a neural drafter, those that ended between the output of the step before and its own."""
+    """Of a model that drafts, those that ended between the output of the step before and its own."""
     req_ids: list[str] = field(default_factory=list)
     """Its requests in batch order."""
     unburdened: bool = False
@@ -74,7 +74,9 @@ class DraftLengths:
 
     def __init__(self, config: DasConfig, vllm_config: Any, always: int = 0) -> None:
         """`always`: passes of a neural drafter in every step, with drafts or without."""
-        drafts = ModelDrafts(config.model_tokens, narrows=False, always=always) if config.neural else None
+        drafts = None
+        if config.by_model:
+            drafts = ModelDrafts(config.model_tokens, narrows=False, always=always, follows=config.neural)
         self.engine = EngineController(config, vllm_config, drafts, lengths=draft_lengths(config))
         self._live, self._model_tokens = LiveTexts(config.num_draft_tokens), config.model_tokens
         self._lock = threading.Lock()
@@ -83,7 +85,10 @@ class DraftLengths:
         self._before: Step | None = None
         """The last step, whose offer arrives with the next one's output."""
         self._passes = 0
-        """Of a neural drafter, since `stats` was called last."""
+        """Of a model that drafts, since `stats` was called last."""
+        self._model_counts = np.zeros(2, dtype=np.int64)
+        """Its draft tokens verified since then, and those accepted, in training rollouts."""
+        self._counts_as = "neural_counts" if config.neural else "self_counts"
         self._last: float | None = None
         """When the last output came, seconds; None: after a pause."""
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
@@ -149,6 +154,8 @@ class DraftLengths:
             self._catch_up()
             self._close(self._live.over())
             self._last = None
+            if self.engine.drafts is not None:
+                self.engine.drafts.agreed = message.draft_length
             return self.engine.refresh(message)
 
     def visit(self, files: Sequence[str]) -> Refreshed:
@@ -158,12 +165,13 @@ class DraftLengths:
             return self.engine.visit(files)
 
     def stats(self) -> EngineStats:
-        """As `EngineController.stats`, with the passes of a neural drafter."""
+        """As `EngineController.stats`, with what a model has drafted."""
         with self._lock:
             self._catch_up()
             stats = self.engine.stats()
             if self.engine.drafts is not None:
-                stats["drafter_passes"], self._passes = self._passes, 0
+                stats |= {"drafter_passes": self._passes, self._counts_as: tuple(self._model_counts.tolist())}
+                self._passes, self._model_counts[:] = 0, 0
             return stats
 
     def _begin_and_end(self, step: Step) -> None:
@@ -214,7 +222,7 @@ class DraftLengths:
         return chosen
 
     def _time(self, step: Step, rows: Rows, decoded: Decoded, now: float, since: float) -> None:
-        """Take how long a step took that ended `since` seconds ago, and a neural drafter's calls beside it."""
+        """Take how long a step took that ended `since` seconds ago, and the calls of a model that drafts beside it."""
         drafts = self.engine.drafts
         for call in step.calls:
             if drafts is not None and call.usual:
@@ -240,5 +248,8 @@ class DraftLengths:
         training = self._live.record[decoded.slots]
         if training.any():
             carried = decoded.carried if decoded.carried is not None else np.zeros_like(decoded.got)
+            if decoded.by_model is not None:
+                mine = decoded.by_model * training
+                self._model_counts += int(mine.sum()), int(np.minimum(mine, decoded.got - 1).sum())
             self.engine.counters.step(decoded.got * training, carried, now - max(step.began, self._last or 0.0))
         self.engine.verified(decoded)

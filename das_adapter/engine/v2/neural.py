@@ -1,7 +1,8 @@
-"""vLLM's own speculators with weights (EAGLE, MTP, a draft model) on its V2 model runner: drafts of the length that the
-controller has chosen, drawn with the policy's noise, and timed.
+"""Models that draft on vLLM's V2 model runner, its own speculators with weights (EAGLE, MTP, a draft model) and the
+policy copy: drafts of the length that the controller has chosen, drawn with the policy's noise, and timed.
 
-A step that has no use for drafts costs nothing, as long as what is missed then can be read later (`reading.py`).
+A step that has no use for drafts costs nothing, as long as what is missed then can be read later (`reading.py`); the
+copy misses nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Call(NamedTuple):
 
 
 class Speculation:
-    """What das-adapter knows of the speculator that vLLM has loaded, and does beside it."""
+    """What das-adapter knows of a speculator with a model, and does beside it."""
 
     def __init__(
         self,
@@ -56,10 +57,14 @@ class Speculation:
         engine: EngineController | None,
         source: HistorySpeculator | None,
     ) -> None:
-        """`speculator`: vLLM's; `texts`: int32 [slots, length], the text of the request in each slot; `engine`: is told
-        why drafting failed, None: another rank's is; `source`: drafts from the history as well."""
+        """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length], the text of the request in each
+        slot; `engine`: is told why drafting failed, None: another rank's is; `source`: drafts from the history as
+        well."""
         self.speculator = speculator
-        self._tokens, self._engine, self._source = config.model_tokens, engine, source
+        self.tokens = config.model_tokens
+        """Most tokens of its drafts beside the history's."""
+        self._engine, self._source = engine, source
+        self._follows = getattr(speculator, "follows", True)
         self._most: int = speculator.num_speculative_steps
         self._calls: deque[Call] = deque()
         self._missed = MissedText(speculator, texts) if may_miss_steps(speculator) else None
@@ -87,7 +92,7 @@ class Speculation:
         source = self._source
         if source is None:
             return self._draft(run, inputs, wanted)
-        own = min(wanted, self._tokens) if getattr(wanted, "by_model", False) else 0
+        own = min(wanted, self.tokens) if getattr(wanted, "by_model", False) else 0
         source.draft(inputs.batch, num_sampled)
         drafts = self._draft(run, inputs, own)
         if own:
@@ -99,6 +104,8 @@ class Speculation:
         drafts: torch.Tensor = self.speculator.draft_tokens[: batch.num_reqs]
         if engine is not None and engine.failed:
             return drafts.zero_()
+        if not wanted and not self._follows:
+            return drafts
         try:
             if self._missed is not None and wanted == 0 and self._missed.may_miss(batch):
                 self._missed.miss(inputs)

@@ -37,7 +37,7 @@ class DeviceWorkerState(WorkerState):
         self.lengths: DraftLengths | None = None
         """None: another rank chooses, or nobody drafts."""
         if config.drafter != "none" and get_tp_group().rank_in_group == 0:
-            always = int(config.neural and not may_miss_steps(runner.speculator))
+            always = int(config.neural and not may_miss_steps(runner.speculator))  # the policy copy misses nothing
             self.lengths = DraftLengths(config, runner.vllm_config, always)
         super().__init__(runner, config, self.lengths)
         self.engine = None if self.lengths is None else self.lengths.engine
@@ -46,10 +46,10 @@ class DeviceWorkerState(WorkerState):
         if config.uses_history:  # now: what is made while vLLM loads the weights lies in a pool that sleep discards
             if self.lengths is not None:
                 keep_texts_on_device(runner.req_states)
-            beside = HistorySpeculator(runner.vllm_config, runner.device, config) if config.neural else None
+            beside = HistorySpeculator(runner.vllm_config, runner.device, config) if config.by_model else None
             self.source = beside or runner.speculator
             self.source.bind(runner.req_states, self.engine)
-        if self.source is not None and not config.neural and config.keyed:
+        if self.source is not None and not config.by_model and config.keyed:
             setattr(runner.req_states, ADMITS, self.admission)
         self._policy = HistoryPolicy(config.history)
         self._max_model_len = runner.vllm_config.model_config.max_model_len
@@ -57,6 +57,11 @@ class DeviceWorkerState(WorkerState):
         self._begun: list[LiveRequest] = []
         self._ended: set[str] = set()
         self._step: Step | None = None
+
+    @property
+    def copy(self) -> Any:
+        """The `CopySpeculator` that drafts with the policy copy; None: nothing does."""
+        return self.runner.speculator if self.config.copies_policy else None
 
     @property
     def index(self) -> DeviceIndex | None:
@@ -85,11 +90,11 @@ class DeviceWorkerState(WorkerState):
 
     def bind(self) -> None:
         """Bind it to the model runner."""
-        if self.draft_weights:
+        if self.config.by_model:
             take_loaded_speculator.apply(self._take_loaded_drafter, owner=self.runner)
         if self.lengths is not None:
             choose_lengths.apply(self, owner=self.runner)
-        if self.lengths is not None or self.config.uses_history:
+        if self.config.drafter != "none":
             note_steps.apply(self, owner=self.runner)
 
     def begin(self, scheduled: Any) -> None:
@@ -179,6 +184,10 @@ class DeviceWorkerState(WorkerState):
         answer = super().refresh(message)
         if self.index is not None:
             self.index.arena.forget()
+        if self.copy is not None:
+            self.copy.copy.quantise()
+        if self.speculation is not None:
+            self.speculation.tokens = message.draft_length or self.config.model_tokens
         return answer
 
     def visit(self, files: list[str]) -> Refreshed:
@@ -189,17 +198,20 @@ class DeviceWorkerState(WorkerState):
         return answer
 
     def own_stats(self) -> EngineStats:
-        """Return the figures of the device's memory."""
-        if self.index is None:
-            return EngineStats()
-        if shortage := self.index.shortage():
-            logger.warning("das: %s", shortage)
-        return EngineStats(live_bytes=self.index.words.nbytes)
+        """Return the figures of the device's memory and of the policy copy."""
+        stats = EngineStats()
+        if self.index is not None:
+            if shortage := self.index.shortage():
+                logger.warning("das: %s", shortage)
+            stats["live_bytes"] = self.index.words.nbytes
+        if self.copy is not None and self.engine is not None and self.engine.drafts is not None:
+            stats |= self.copy.stats() | {"self_acceptance": self.engine.drafts.acceptance.rate}
+        return stats
 
     def _take_loaded_drafter(self) -> None:
-        assert self.draft_weights is not None
-        self.draft_weights.take_loaded()
-        self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
+        if self.draft_weights is not None:
+            self.draft_weights.take_loaded()
+            self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
         texts = self.runner.req_states.all_token_ids.gpu
         self.speculation = Speculation(self.runner.speculator, self.config, texts, self.engine, self.source)
 
@@ -219,9 +231,9 @@ def note_steps(stock: Any, state: DeviceWorkerState) -> Any:
             return stock(scheduler_output, *args, **kwargs)
         if state.source is not None:
             state.source.wanted = scheduler_output.num_spec_tokens_to_schedule
+        state.begin_standalone(scheduler_output)
         if state.lengths is None:
             return stock(scheduler_output, *args, **kwargs)
-        state.begin_standalone(scheduler_output)
         state.end(scheduler_output)
         output = stock(scheduler_output, *args, **kwargs)
         state.begin(scheduler_output)

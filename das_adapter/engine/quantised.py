@@ -40,7 +40,7 @@ def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
     if weight.device.type == "cpu":
         formats: dict[str, Any] = {"int8": _CpuWeight, "int4": _CpuInt4}
     else:
-        from das_adapter.engine.v1 import quantised_gpu
+        from das_adapter.engine import quantised_gpu
 
         formats = {"fp8": quantised_gpu.Fp8, "int4": quantised_gpu.Int4}
     if weights not in formats:

@@ -1,0 +1,75 @@
+"""Draft tokens from the policy copy on the V1 runner, pass by pass."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+
+from das_adapter.core.model_drafts import ModelDrafts
+from das_adapter.engine.policy_copy import PolicyCopy
+from das_adapter.engine.v1.decode_graphs import DecodePasses, capture_with_policy
+from das_adapter.engine.v1.draft_sample import draw
+from das_adapter.engine.v1.keyed_sample import Keys
+from das_adapter.engine.v1.model_source import ModelSource
+from das_adapter.engine.v1.verification import beside
+
+
+class CopySource(ModelSource):
+    """Runs the policy copy, with the noise that the policy's sampler will use where that is known."""
+
+    counts_as = "self_counts"
+    copy: PolicyCopy
+    decode: DecodePasses
+
+    def __init__(self, drafter: Any, vllm_config: VllmConfig, drafts: ModelDrafts):
+        super().__init__(drafter, drafts)
+        self._vllm_config = vllm_config
+
+    def load(self, policy: torch.nn.Module) -> None:
+        """Make the copy (inside the memory pool of the weights, so that it sleeps and wakes with them)."""
+        self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
+        self.decode = DecodePasses(self._drafter.runner, self._vllm_config, self.copy.model)
+        capture_with_policy.apply(self.decode, owner=self._drafter.runner)
+
+    def refresh(self, length: int | None) -> None:
+        """As `ModelSource.refresh`; quantise the new weights."""
+        super().refresh(length)
+        self.copy.quantise()
+
+    def stats(self) -> dict[str, Any]:
+        """Return the figures of the copy."""
+        own = {"drafter_graphs": len(self.decode.sizes), "self_acceptance": self.drafts.acceptance.rate}
+        return super().stats() | self.copy.stats() | own
+
+    @torch.inference_mode()
+    def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
+        """Draft for `rows`: each pass drafts one token for the rows whose draft is not complete."""
+        runner, keyed = self._drafter.runner, self._drafter.config.keyed
+        drafts: list[list[int]] = [[] for _ in rows]
+        drawn_with: list[list[torch.Tensor]] = [[] for _ in rows]
+        at = np.arange(len(rows))
+        ids = tokens[rows, lengths[rows] - 1]
+        req_ids = [runner.input_batch.req_ids[row] for row in rows]
+        seeds = np.array([self._drafter.seed(req_id) for req_id in req_ids] if keyed else [], dtype=np.int64)
+        for step in range(counts.max(initial=0)):
+            left = counts[at] > step
+            at, ids = at[left], ids[left]
+            begin = time.perf_counter()
+            positions = lengths[rows[at]].astype(np.int64) - 1 + step
+            logits = self.copy.model.compute_logits(self.decode(rows[at], ids.astype(np.int64), positions))
+            keys = Keys(beside(seeds[at], logits), beside(positions, logits)) if keyed else None
+            which, sampling = beside(rows[at], logits), runner.input_batch.sampling_metadata
+            drawn, probabilities = draw(logits, keys, sampling, which)
+            ids = drawn.cpu().numpy()
+            for n, (i, token) in enumerate(zip(at.tolist(), ids.tolist(), strict=True)):
+                drafts[i].append(token)
+                if probabilities is not None:
+                    drawn_with[i].append(probabilities[n])
+            self.drafts.timed_pass(len(at), time.perf_counter() - begin, float(positions.sum()))
+            self.passes += 1
+        self.drawn_with = {req: torch.stack(found) for req, found in zip(req_ids, drawn_with, strict=True) if found}
+        return drafts
