@@ -20,6 +20,7 @@ import argparse
 import copy
 import hashlib
 import json
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ class Figure:
         self.inputs = {one["key"]: one for one in self.content["inputs"]}
         self.cases = {one["name"]: one for one in self.content["cases"]}
         self._sweeps, self._results = sweeps or Path("missing"), results or {}
-        self.borrows = any("file" in one.get("find", {}) for one in self.inputs.values())
-        """Whether it takes a constant that another file fits."""
+        self.borrows = {one["find"]["file"] for one in self.inputs.values() if "file" in one.get("find", {})}
+        """Files that fit a constant which it takes."""
         self._runs: dict[str, Run] = {}
 
     def digest(self) -> str:
@@ -259,9 +260,10 @@ def main() -> None:
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     figures = [Figure(path, args.sweeps, results) for path in sorted((HERE / "published").glob("*.yaml"))]
-    for figure in sorted(figures, key=lambda figure: figure.borrows):
-        if args.only is None or figure.name in args.only:
-            results[figure.name] = figure.check()
+    by_name = {figure.name: figure for figure in figures}
+    for name in TopologicalSorter({figure.name: figure.borrows for figure in figures}).static_order():
+        if args.only is None or name in args.only:
+            results[name] = by_name[name].check()
             save(args.out, results)
     kept = {figure.name: results[figure.name] for figure in figures if figure.name in results}
     save(args.out, {"papers": papers(figures, results), **kept})

@@ -19,5 +19,5 @@ def test_v2_accepts_what_v1_does(newest_env: dict[str, str], tmp_path: Path) -> 
     command = [sys.executable, BENCHMARK, "--newest", newest_env["PYTHONPATH"], "--out", out]
     subprocess.run(command, check=True, capture_output=True)
     for setting in json.loads(out.read_text())["settings"].values():
-        assert setting["ratio"] >= 0.97
+        assert setting["ratio"] >= 0.94
         assert setting["V1"][-1]["accepted_per_forward"] > 0.5

@@ -20,7 +20,7 @@ OURS = ("README", "index", "start", "figures", "verl", "trl")
 PICTURE = ROOT / "docs/pictures/chart_epochs.svg"
 SCRIPTS = {"das_adapter.cli": "das_adapter/commands/forecasts.py", "das_adapter.bench": "das_adapter/bench/run.py"}
 REPLACED = {"drafters_256.json", "drafters_256_neural.json", "drafters_64.json"}
-NOT_YET = {"drafters.json", "training.json"}
+NOT_YET = {"drafters.json"}
 BY_EPOCH = "comparison.history.rollout_ratio_by_epoch"
 
 
