@@ -213,6 +213,18 @@ def test_the_trainers_weights_reach_the_drafter(engine: Any, drafters: Path, met
     assert result[1]["stats"]["alarm"] is None
 
 
+def test_a_layer_for_mtp_arrives_through_verls_own_receiver(engine: Any, drafters: Path) -> None:
+    """With the policy, in buckets that cut through the layer. A trainer of such layers needs Megatron, and a GPU."""
+    pytest.importorskip("verl")
+    trained, second = trained_drafter(drafters, "mtp", "verl")
+    das, ours = block("mtp", drafters, draft={"weights": "trainer"}, **ALWAYS), policy("mtp", drafters)
+    env = {**HOST, "VERL_PLATFORM": "cpu"}
+    result = engine(das=das, engine=ours, rounds=[trained, second], env=env, sabotage="drafter without weights")
+    rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
+    assert rate[1] > max(0.08, 5 * rate[0])
+    assert result[1]["stats"]["alarm"] is None
+
+
 def test_weights_that_were_to_come_from_the_checkpoint_are_not_taken(
     engine: Any, drafters: Path, host: str | None
 ) -> None:
