@@ -6,6 +6,7 @@ collapses, while every token stays right.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,9 @@ logger = logging.getLogger("das_adapter")
 
 PREFIX = "draft."
 """Prefix of the names of the drafter's weights in the stream of a trainer that trains it too (NeMo-RL's convention)."""
+
+SHARED = ("lm_head", "embed_tokens")
+"""Modules that vLLM has an EAGLE-3 head share with the policy."""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -44,6 +48,9 @@ class DraftWeights:
 
     def take_loaded(self) -> None:
         """Take over the drafter, which vLLM has just loaded with the policy."""
+        for name in SHARED:
+            if getattr(self.drafter, f"has_own_{name}", False):
+                self._part_from_policy(name)
         if self._config.draft.weights == "checkpoint":
             if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
                 self._read_checkpoint()
@@ -94,10 +101,8 @@ class DraftWeights:
             loaded = stock(weights, *args, **kwargs)
             self._arrived += len(loaded or ())
             return loaded
-        if self._reading:
-            return stock(weights, *args, **kwargs)
-        if self._config.draft.weights == "trainer":
-            return stock(self._counted(weights), *args, **kwargs)
+        if self._reading or self._config.draft.weights == "trainer":
+            return stock(self._own(weights), *args, **kwargs)
         for name, _ in weights:  # raising here would leave the trainer waiting for ever
             self._refused = (
                 f"das.draft.weights: found 'checkpoint', but the trainer sends the drafter's weights too "
@@ -105,10 +110,26 @@ class DraftWeights:
             )
         return set()
 
-    def _counted(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
-        for weight in weights:
+    def _own(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
+        """Count weights of the drafter's own; none of them may be loaded into the policy."""
+        for name, weight in weights:
             self._arrived += 1
-            yield weight
+            for shared in SHARED:
+                if shared in name:
+                    self._part_from_policy(shared)
+            yield name, weight
+
+    def _part_from_policy(self, name: str) -> None:
+        """Give the drafter an output layer or embedding of its own, with the same values, where it shares the policy's:
+        where its checkpoint has none, or an equal one."""
+        policy = {id(p) for p in self._runner.model.parameters()}
+        for path, shared in list(self.drafter.named_modules()):
+            owner, _, leaf = path.rpartition(".")
+            if leaf == name and any(id(p) in policy for p in shared.parameters()):
+                own = copy.deepcopy(shared)
+                for new, old in zip(own.parameters(), shared.parameters(), strict=True):
+                    new.__dict__.update(old.__dict__)  # how it is loaded: copies lose it
+                setattr(self.drafter.get_submodule(owner), name, own)
 
     def _read_checkpoint(self) -> None:
         from vllm.config import set_current_vllm_config

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import shutil
+import threading
 from typing import Any
 
 import numpy as np
@@ -61,15 +64,32 @@ def send_drafter(runner: Any, file: str, host: str | None) -> None:
 
 
 def send(runner: Any, weights: list[Any], host: str | None) -> None:
-    """Load weights from a trainer's stream, by NeMo-RL's code where that is the host."""
-    if host != "nemo_rl":
+    """Load weights from a trainer's stream, by the code of the host."""
+    if host is None:
         runner.model.load_weights(weights)
-        return
-    from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
+    elif host == "verl":
+        send_by_verl(runner, weights)
+    else:
+        from nemo_rl.models.generation.vllm.vllm_backend import VllmInternalWorkerExtension
 
-    worker = VllmInternalWorkerExtension()
-    worker.model_runner = runner
-    worker._load_weights(weights)
+        worker = VllmInternalWorkerExtension()
+        worker.model_runner = runner
+        worker._load_weights(weights)
+
+
+def send_by_verl(runner: Any, weights: list[Any]) -> None:
+    """Send weights as veRL's trainer does, in buckets of 2 MiB through shared memory, to its own receiver."""
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+    from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+
+    os.environ["VERL_RAY_JOB_ID"] = f"das-{os.getpid()}"  # a part of the socket's name
+    worker = vLLMColocateWorkerExtension()
+    worker.model_runner, worker.local_rank, worker.device = runner, 0, torch.device("cpu")
+    sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=2, use_shm=True)
+    sending = threading.Thread(target=asyncio.run, args=(sender.async_send_weights(weights),))
+    sending.start()
+    worker.update_weights_from_ipc(use_shm=True)
+    sending.join()
 
 
 def sleep(llm: Any, level: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jobs import Request, Round
+from jobs import POLICY, Request, Round
 from requested import (
     ALWAYS,
     EVERY_PARAMETER,
@@ -23,6 +23,7 @@ from requested import (
     tokens,
     two_rounds,
 )
+from safetensors.torch import load_file, save_file
 from scipy import stats
 from test_distribution import NOTED, assert_exact, job, law, misfit  # noqa: F401
 from test_ranks import ALONE, RANKS, ROUNDS, seeded
@@ -212,6 +213,18 @@ def test_the_trainers_weights_reach_the_drafter(engine: Any, drafters: Path, met
     assert result[1]["stats"]["alarm"] is None
 
 
+def test_a_layer_for_mtp_arrives_through_verls_own_receiver(engine: Any, drafters: Path) -> None:
+    """With the policy, in buckets that cut through the layer. A trainer of such layers needs Megatron, and a GPU."""
+    pytest.importorskip("verl")
+    trained, second = trained_drafter(drafters, "mtp", "verl")
+    das, ours = block("mtp", drafters, draft={"weights": "trainer"}, **ALWAYS), policy("mtp", drafters)
+    env = {**HOST, "VERL_PLATFORM": "cpu"}
+    result = engine(das=das, engine=ours, rounds=[trained, second], env=env, sabotage="drafter without weights")
+    rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
+    assert rate[1] > max(0.08, 5 * rate[0])
+    assert result[1]["stats"]["alarm"] is None
+
+
 def test_weights_that_were_to_come_from_the_checkpoint_are_not_taken(
     engine: Any, drafters: Path, host: str | None
 ) -> None:
@@ -219,6 +232,24 @@ def test_weights_that_were_to_come_from_the_checkpoint_are_not_taken(
     result = engine(das=block("eagle3", drafters), rounds=[trained, second], env=HOST)
     assert "found 'checkpoint', but the trainer sends" in result[1]["stats"]["alarm"]
     assert "reading its checkpoint again" not in result[0]["log"]
+
+
+@pytest.mark.parametrize("has", ["none", pytest.param("the policy's", marks=pytest.mark.long)])
+def test_a_trained_output_layer_is_not_written_into_the_policys(
+    engine: Any, drafters: Path, has: str, tmp_path: Path
+) -> None:
+    """vLLM has a head share the policy's output layer where its checkpoint has none, or the same."""
+    weights, own = load_file(drafters / "eagle3" / "model.safetensors"), "lm_head.weight"
+    start = {n: w for n, w in weights.items() if n != own}
+    start |= {} if has == "none" else {own: load_file(POLICY / "model.safetensors")[own].float()}
+    save_file(start, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((drafters / "eagle3" / "config.json").read_bytes())
+    first, second = two_rounds(requests(PLAIN))
+    rounds = [replace(first, draft_weights=str(drafters / "eagle3" / "model.safetensors")), second]
+    das = {"drafter": "eagle3", "draft": {"model": str(tmp_path), "weights": "trainer"}, **ALWAYS}
+    result = engine(das=das, rounds=rounds, env=HOST)
+    assert tokens(result) == tokens(engine(das=OFF, rounds=two_rounds(requests(PLAIN)), env=HOST))
+    assert result[1]["stats"]["accepted_tokens"] > 0
 
 
 def test_a_sync_without_the_drafters_weights_is_named(engine: Any, drafters: Path) -> None:

@@ -48,7 +48,8 @@ def test_neural_drafters_run_on_v2_with_the_lengths_that_the_controller_may_choo
     config = parse(block)
     assert config is not None and args.needs_v1(config) is None
     table = [(1, 1, 5), (2, 2, 4), (3, 3, 2), (4, 4, 1), (5, 5, 0)]
-    expected = {"method": "eagle3", "model": "m", "num_speculative_tokens": 5, "attention_backend": "x"}
+    expected: dict[str, Any] = {"method": "eagle3", "model": "m", "num_speculative_tokens": 5, "attention_backend": "x"}
+    expected |= {"draft_load_config": {"load_format": "auto"}}
     assert args.v2_speculative_config(config) == {**expected, "num_speculative_tokens_per_batch_size": table}
     always = parse(block | {"budget": "unlimited", "speculate": "always"})
     assert always is not None

@@ -27,7 +27,8 @@ INSIDE = {
 }
 """What stands in for vLLM, for a kernel or for a broken part is put where that is."""
 HOSTS = {
-    *("_create_engine", "_engine_owner_loop", "_get_gen_batch", "_load_weights", "_next_train_batch"),
+    *("_create_engine", "_engine_owner_loop", "_get_gen_batch", "_get_zmq_handle"),
+    *("_load_weights", "_next_train_batch"),
     *("_request_max_new_tokens", "_run_agent_loop", "_submit_batch_to_rollout"),
 }
 """Private names of the hosts' own, which hooks depend on."""
