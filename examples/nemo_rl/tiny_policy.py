@@ -1,4 +1,8 @@
-"""A policy for NeMo-RL's `policy_factory`: Hugging Face model, torch, AdamW, one CPU thread; it is really trained."""
+"""A policy for NeMo-RL's `policy_factory`: Hugging Face model, torch, AdamW, one CPU thread; it is really trained.
+
+With `policy.draft.enabled` an EAGLE-3 head is trained beside it, as NeMo-RL's Megatron policy does: on NeMo-RL's draft
+loss, a pass over what the policy has read; its weights are sent at each refit, with `draft.` before their names.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,18 @@ from typing import Any
 import ray
 import torch
 import zmq
+from make_drafters import Eagle3, head_for
+from nemo_rl.algorithms.loss.loss_functions import DraftCrossEntropyLossFn
 from nemo_rl.distributed.batched_data_dict import BatchedDataDict
 from nemo_rl.distributed.named_sharding import NamedSharding
 from nemo_rl.models.policy.interfaces import ColocatablePolicyInterface
 from nemo_rl.models.policy.utils import IPCProtocol, calculate_aligned_size
+from safetensors.torch import load_file
 
 from das_adapter.cpu.nemo_rl_process import REFIT_SOCKETS
+
+DRAFT_LR = 3e-3
+"""Learning rate of the EAGLE-3 head."""
 
 
 @ray.remote(num_cpus=0)
@@ -27,7 +37,9 @@ class Trainer:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.model = AutoModelForCausalLM.from_pretrained(config["model_name"], dtype=torch.float32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config["optimizer"]["kwargs"]["lr"])
+        self.policy = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(self.policy, lr=config["optimizer"]["kwargs"]["lr"])
+        self.draft, self.draft_loss = self._attach_draft(config), DraftCrossEntropyLossFn()
         for part, path in ((self.model, weights), (self.optimizer, optimizer)):
             if path is not None:
                 part.load_state_dict(torch.load(path))
@@ -37,6 +49,18 @@ class Trainer:
         self.sockets = [context.socket(zmq.REQ) for _ in range(replicas)]
         for i, socket in enumerate(self.sockets):
             socket.bind(f"ipc:///tmp/{os.environ[REFIT_SOCKETS]}-{i}.sock")
+
+    def _attach_draft(self, config: dict[str, Any]) -> Eagle3 | None:
+        """Make the head a part of the model, with which it is saved and sent as `draft.*`."""
+        draft = config.get("draft") or {}
+        if not draft.get("enabled"):
+            return None
+        with torch.random.fork_rng():  # the policy's random state is that of a run without it
+            self.model.draft = head = head_for(self.model)
+        head.load_state_dict(load_file(Path(draft["model_name"]) / "model.safetensors"))
+        self.optimizer.add_param_group({"params": list(head.parameters()), "lr": DRAFT_LR})
+        self.draft_weight = draft["loss_weight"]
+        return head
 
     def save(self, weights: str, optimizer: str | None) -> None:
         """Write the weights and the optimizer's state to files."""
@@ -63,17 +87,36 @@ class Trainer:
             for socket in self.sockets:
                 socket.recv()
 
-    def _logprobs(self, data: Any) -> torch.Tensor:
+    def _read(self, data: Any) -> Any:
+        """Have the policy read the rows; its output has logits and hidden states."""
+        mask = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
+        return self.model(input_ids=data["input_ids"], attention_mask=mask.long(), output_hidden_states=True)
+
+    @staticmethod
+    def _logprobs(read: Any, data: Any) -> torch.Tensor:
         """float32 [rows, tokens - 1]: log-probability of every token but the first."""
-        ids = data["input_ids"]
-        mask = torch.arange(ids.shape[1])[None] < data["input_lengths"][:, None]
-        logits = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, :-1]
-        return logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        chosen = data["input_ids"][:, 1:, None]
+        return read.logits[:, :-1].log_softmax(-1).gather(-1, chosen).squeeze(-1)
+
+    def _draft_loss(self, read: Any, data: Any, sequences: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """NeMo-RL's draft loss of one draft step; nothing of it reaches the policy's gradients."""
+        with torch.no_grad():
+            embeds = self.model.get_input_embeddings()(data["input_ids"])
+        [(ahead, logits)] = self.draft.drafts([state.detach() for state in read.hidden_states], embeds, 1)
+        return self.draft_loss(
+            teacher_logits=read.logits[:, ahead:-1].detach(),
+            student_logits=logits,
+            token_mask=data["token_mask"][:, ahead + 1 :],
+            data=data,
+            global_valid_seqs=sequences,
+            global_valid_toks=tokens,
+        )
 
     @torch.no_grad()
     def logprobs(self, data: Any) -> torch.Tensor:
         """float32 [rows, tokens]; the first token's is 0."""
-        parts = [self._logprobs(data.slice(i, i + self.micro)) for i in range(0, data.size, self.micro)]
+        slices = (data.slice(i, i + self.micro) for i in range(0, data.size, self.micro))
+        parts = [self._logprobs(self._read(part), part) for part in slices]
         return torch.nn.functional.pad(torch.cat(parts), (1, 0))
 
     def train(self, data: Any, loss_fn: Any) -> dict[str, Any]:
@@ -84,12 +127,19 @@ class Trainer:
         total = torch.zeros(())
         for i in range(0, data.size, self.micro):
             part = data.slice(i, i + self.micro)
-            loss, figures = loss_fn(self._logprobs(part), part, sequences, tokens)
+            read = self._read(part)
+            loss, figures = loss_fn(self._logprobs(read, part), part, sequences, tokens)
             loss.backward()
             total += loss.detach()
+            if self.draft:
+                draft_loss = self._draft_loss(read, part, sequences, tokens)
+                (self.draft_weight * draft_loss).backward()
+                figures = {**figures, "draft_loss": draft_loss.item()}
             for name, value in figures.items():
                 metrics.setdefault(name, []).append(value)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        norms = {"grad_norm": torch.nn.utils.clip_grad_norm_(self.policy, self.clip)[None]}
+        if self.draft:  # each by its own norm: the policy's update is that of a run without a drafter
+            norms["draft_grad_norm"] = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.clip)[None]
         self.optimizer.step()
         self.optimizer.zero_grad()
         metrics |= {
@@ -98,7 +148,7 @@ class Trainer:
             "lr": [self.optimizer.param_groups[0]["lr"]],
             "wd": [0.0],
         }
-        return {"loss": total[None], "grad_norm": norm[None], "all_mb_metrics": metrics}
+        return {"loss": total[None], **norms, "all_mb_metrics": metrics}
 
 
 class TinyPolicy(ColocatablePolicyInterface):

@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -68,6 +69,25 @@ class Eagle3(nn.Module):
         hidden = hidden + mlp["down_proj"](F.silu(mlp["gate_proj"](x)) * mlp["up_proj"](x))
         return self.lm_head(self.norm(hidden)), hidden
 
+    def drafts(
+        self, states: Sequence[torch.Tensor], embeds: torch.Tensor, steps: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield (n, logits) of so many draft steps over texts that the policy has read. Row i of step n is for token
+        i + n + 1, as row i + n of the policy's own logits; later steps read the head's own hidden states.
+
+        states: the policy's hidden states, by layer; 0 are its embeddings. All are [batch, length, hidden].
+        """
+        hidden = self.fc(torch.cat([states[i] for i in AUX], dim=-1))
+        for ahead in range(1, steps + 1):
+            logits, hidden = self(embeds[:, ahead:], hidden[:, : embeds.shape[1] - ahead])
+            yield ahead, logits[:, :-1]
+
+
+def head_for(policy: Qwen2ForCausalLM) -> Eagle3:
+    """Make a new head, of the policy's shape."""
+    shape = policy.config
+    return Eagle3(shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.vocab_size)
+
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding of x [batch, heads, length, size], base 10000."""
@@ -96,7 +116,7 @@ def main() -> None:
     smaller = {"layer_types": None, "num_hidden_layers": 2, "max_position_embeddings": POSITIONS}
     small = Qwen2ForCausalLM(Qwen2Config(**{**shape.to_dict(), **smaller}))
     small.load_state_dict(policy.state_dict(), strict=False)  # its first layers, embeddings, norm and head
-    head = Eagle3(shape.hidden_size, shape.num_attention_heads, shape.num_key_value_heads, shape.vocab_size)
+    head = head_for(policy)
     head.lm_head.weight.data.copy_(policy.lm_head.weight)
     head.norm.weight.data.copy_(policy.model.norm.weight)
     head.fc.weight.data[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
@@ -113,11 +133,9 @@ def main() -> None:
             embeds = policy.model.embed_tokens(ids)
         mask = (labels[:, 1:] >= 0).float()
         small_loss = loss(small(ids).logits[:, :-1], teacher.logits[:, :-1], mask)
-        hidden = head.fc(torch.cat([teacher.hidden_states[i] for i in AUX], dim=-1))
-        head_loss, target, weight = torch.zeros(()), teacher.logits, mask
-        for ahead in (1, 2):  # the second step reads the head's own hidden states, as drafting does
-            logits, hidden = head(embeds[:, ahead:], hidden[:, : ids.shape[1] - ahead])
-            head_loss = head_loss + loss(logits[:, :-1], target[:, ahead:-1], weight[:, ahead:])
+        head_loss = torch.zeros(())
+        for ahead, logits in head.drafts(teacher.hidden_states, embeds, 2):
+            head_loss = head_loss + loss(logits, teacher.logits[:, ahead:-1], mask[:, ahead:])
         for parameter in trained:
             parameter.grad = None
         (small_loss + head_loss).backward()
