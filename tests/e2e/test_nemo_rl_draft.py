@@ -100,7 +100,7 @@ def test_after_each_refit_the_engine_has_the_trainers_drafter(eagle3: Any, head:
     for refit, expected in enumerate(map(of_engine, sent)):
         seen = load_file(out / f"seen/{refit}.safetensors")
         for name, weight in expected.items():
-            assert torch.equal(seen[name], weight), (refit, name)
+            assert torch.equal(seen[name][: len(weight)], weight), (refit, name)  # vLLM pads the vocabulary
 
 
 def test_a_refit_without_the_drafters_weights_is_named(head: Path, tmp_path: Path) -> None:
