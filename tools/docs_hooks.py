@@ -85,15 +85,14 @@ def _drafters(axis: Any) -> None:
         "draft_model": GREY,
         "eagle3": "#b3261e",
         "history+self": BLUE,
-        "history+draft_model": "#2f8f6b",
+        "history+eagle3": "#2f8f6b",
     }
     ratios = figures.drafters()
-    batches = sorted(ratios["history"])
+    cells = [cell for cell in ratios["history"] if cell.startswith("256/")]
     for arm, colour in colours.items():
-        at = [i for i, batch in enumerate(batches) if batch in ratios[arm]]
-        axis.plot(at, [ratios[arm][batches[i]] for i in at], "o-", color=colour, label=arm)
+        axis.plot(range(len(cells)), [ratios[arm][cell] for cell in cells], "o-", color=colour, label=arm)
     axis.axhline(1, color=GREY, linewidth=1)
-    axis.set_xticks(range(len(batches)), list(map(str, batches)))
+    axis.set_xticks(range(len(cells)), [cell.partition("/")[2] for cell in cells])
     axis.set(xlabel="requests in the batch", ylabel="rollout time, of off", ylim=(0, 1.2))
     axis.legend(frameon=False, ncols=2)
 

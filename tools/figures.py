@@ -76,28 +76,26 @@ def _demo() -> dict[str, Iterable[Any]]:
     }
 
 
-def drafters() -> dict[str, dict[int, float]]:
-    """Return the rollout time of each drafter relative to off, of both visits together, by the requests in a batch."""
-    ratios: dict[str, dict[int, float]] = {}
-    for file in ("drafters_256.json", "drafters_256_neural.json", "drafters_64.json"):  # what is measured again counts
-        found = result(file)["results"]
-        for batch in {int(cell.split("/")[1]) for cell in found["off"]["cells"]}:
-            seconds = {
-                arm: sum(float(measured["cells"][f"256/{batch}/{visit}"]["rollout_s"]) for visit in (1, 2))
-                for arm, measured in found.items()
-            }
-            for arm in seconds.keys() - {"off"}:
-                ratios.setdefault(arm, {})[batch] = seconds[arm] / seconds["off"]
-    return ratios
+def drafters() -> dict[str, dict[str, float]]:
+    """Return the rollout time of each drafter relative to off, of both visits together, by cell: tokens of a prompt /
+    requests in the batch."""
+    seconds: dict[str, dict[str, float]] = {}
+    for arm, measured in result("drafters.json")["results"].items():
+        by_cell = seconds.setdefault(arm, {})
+        for name, found in measured["cells"].items():
+            cell = name.rpartition("/")[0]
+            by_cell[cell] = by_cell.get(cell, 0.0) + found["rollout_s"]
+    off = seconds.pop("off")
+    return {arm: {cell: took / off[cell] for cell, took in by_cell.items()} for arm, by_cell in seconds.items()}
 
 
 def _drafters() -> dict[str, Iterable[Any]]:
     """Return the columns of the drafters' table: a row per drafter."""
-    ratios = dict(sorted(drafters().items(), key=lambda arm: min(arm[1].values())))
-    batches = sorted({batch for by_batch in ratios.values() for batch in by_batch})
+    ratios = drafters()
+    cells = {cell: " / ".join(reversed(cell.split("/"))) for cell in next(iter(ratios.values()))}
     return {
-        "drafter": [f"`{arm.partition(':')[0]}`" for arm in ratios],
-        **{str(b): [f"{of[b]:.2f}" if b in of else "" for of in ratios.values()] for b in batches},
+        "requests / tokens of a prompt": [f"`{arm.partition(':')[0]}`" for arm in ratios],
+        **{title: [f"{of[cell]:.2f}" for of in ratios.values()] for cell, title in cells.items()},
     }
 
 
