@@ -40,7 +40,10 @@ class Sampling:
 
 
 class EagleProposer(SimpleNamespace):
-    """Stands in for vLLM's drafter, which is known by this name."""
+    """Stands in for vLLM's drafter, which is known by this name, and which drafts its most likely tokens."""
+
+    def take_last_draft_probs(self) -> None:
+        return None
 
 
 class Engine:

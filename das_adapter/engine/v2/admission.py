@@ -56,7 +56,7 @@ class Admission(AdaptiveVerificationManager):
         others = {req_id: count - room[req_id] for req_id, count in num_tokens_per_req.items()}
         rows = max(0, self._max_total_logits - len(room) * self.num_bonus_tokens)
         joined = sum(req_id not in plan.shares for req_id in room)  # as much for each as for those of the plan
-        total = plan.total + plan.total * joined // max(1, len(plan.shares))
+        total = plan.total + (plan.total * joined // len(plan.shares) if plan.shares else 0)
         budget = min(total, sum(most.values()), rows)
         self._batch_budget = most, others, budget
         return sum(others.values()) + budget
