@@ -42,8 +42,8 @@ def needs_v1(config: DasConfig) -> str | None:
         return "das.drafter='ngram' needs it; on V2 `history` drafts from the request's own text as well"
     if config.uses_history and config.by_model and not config.keyed:
         return "on V2 drafts of two sources are verified by das.verify.noise=keyed alone"
-    installed, needed = compat.version("vllm") or "0", compat.V2_NEURAL if config.neural else compat.V2_RUNNER
-    needed = compat.V2_COPY if config.copies_policy else needed
+    by_model = compat.V2_NEURAL if config.neural else compat.V2_COPY
+    installed, needed = compat.version("vllm") or "0", by_model if config.by_model else compat.V2_RUNNER
     if compat.numbers(installed) < compat.numbers(needed.oldest):
         return f"vLLM {installed} is older than {needed.oldest}"
     if os.environ.get(RUNNER_VARIABLE) == "0":

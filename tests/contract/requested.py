@@ -13,6 +13,7 @@ from jobs import Engine, Request, Round
 
 OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
 # Without the controller, whose decisions depend on how long steps take.
+V2_RUNNER = "vllm.v1.worker.cpu.model_runner"
 ALWAYS = {"budget": "unlimited", "speculate": "always"}
 HISTORY = {"drafter": "history", **ALWAYS}
 SELF = {"drafter": "self", **ALWAYS}
@@ -112,6 +113,16 @@ def lossless(engine: Engine, das: dict[str, Any], rounds: list[Round], /, **job:
     result = engine(das=das, rounds=rounds, **job)
     assert tokens(result) == tokens(engine(das=OFF, rounds=rounds, **same))
     return result
+
+
+def drafted_on_v2(result: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    """Check that rounds have the tokens of others, of an engine on V2 that schedules ahead and drafts without fault."""
+    assert tokens(result) == tokens(reference)
+    for found in result:
+        assert found["runner"] == V2_RUNNER
+        assert found["asynchronous"]
+        assert found["misplaced"] == found["reused"] == 0 < found["audited"]
+        assert not found["stats"]["error"]
 
 
 def lossless_v2(engine: Engine, das: dict[str, Any], rounds: list[Round], /, **job: Any) -> list[dict[str, Any]]:

@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 from jobs import Request, Round
-from requested import ALWAYS, PLAIN, TWO_RANKS, lossless_v2, requests, shortened, stock, synced, tokens, two_rounds
+from requested import (
+    ALWAYS,
+    PLAIN,
+    TWO_RANKS,
+    V2_RUNNER,
+    drafted_on_v2,
+    lossless_v2,
+    requests,
+    shortened,
+    stock,
+    synced,
+    tokens,
+    two_rounds,
+)
 from test_neural import assert_same_distribution
 from test_v2_losslessness import CHANGED, ROUNDS
 
-RUNNER = "vllm.v1.worker.cpu.model_runner"
 SELF = {"drafter": "self", "self": {"weights": "int8"}}
 BOTH = {**SELF, "drafter": "history+self", "history": {"device_bytes": "2MiB"}}
 COPIES = [pytest.param(SELF, id="self"), pytest.param(BOTH, id="history+self")]
@@ -31,12 +43,8 @@ def test_tokens_are_stock_vllms_and_the_copy_follows_the_policy(v2_engine: Any, 
     """Drafts of any length, in any step, on the device, while the host schedules ahead."""
     reference = v2_engine(das=None, rounds=stock(CHANGED))
     result = v2_engine(das=das, rounds=FRESH, sabotage="any draft length")
-    assert tokens(result) == tokens(reference)
+    drafted_on_v2(result, reference)
     for found in result:
-        assert found["runner"] == RUNNER
-        assert found["asynchronous"]
-        assert found["misplaced"] == found["reused"] == 0 < found["audited"]
-        assert not found["stats"]["error"]
         assert found["stats"]["self_counts"][0] > 50
         assert found["lookahead"] == 5
     assert min(rates(result)) > 0.8  # before and after; what is drafted beyond a request's end is not accepted
@@ -168,7 +176,7 @@ def test_vllms_own_sampling_keeps_the_distribution(v2_engine: Any) -> None:
     off = v2_engine(das=None, engine=crowd, rounds=rounds)[0]
     das = {**SELF, "verify": {"noise": "stock"}}
     drafted = v2_engine(das=das, engine=crowd, rounds=rounds, sabotage="any draft length")[0]
-    assert drafted["runner"] == off["runner"] == RUNNER
+    assert drafted["runner"] == off["runner"] == V2_RUNNER
     assert drafted["stats"]["accepted_tokens"] > 150
     assert_same_distribution(off["tokens"], drafted["tokens"])
 
@@ -181,6 +189,6 @@ def test_an_engine_without_a_host_quantises_the_weights_that_were_loaded(v2_engi
     rounds = [first, replace(second, fresh_copy=True)]
     result = v2_engine(das={**SELF, **ALWAYS}, rounds=rounds, standalone=True)
     assert tokens(result) == tokens(reference)
-    assert result[1]["runner"] == RUNNER
+    assert result[1]["runner"] == V2_RUNNER
     assert result[1]["fresh_copy"]
     assert min(rates(result)) > 0.8

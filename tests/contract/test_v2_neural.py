@@ -14,6 +14,8 @@ from requested import (
     LORA,
     PLAIN,
     TWO_RANKS,
+    V2_RUNNER,
+    drafted_on_v2,
     lora,
     lossless_v2,
     requests,
@@ -26,7 +28,6 @@ from requested import (
 from test_neural import assert_same_distribution, block, policy, trained_drafter
 from test_v2_losslessness import ROUNDS
 
-RUNNER = "vllm.v1.worker.cpu.model_runner"
 METHODS = ["draft_model", "eagle3"]
 BOTH = [f"history+{method}" for method in METHODS]
 
@@ -37,12 +38,8 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: 
     reference = v2_engine(das=None, rounds=stock(ROUNDS))  # the policy for `mtp` writes the same text
     job = {"engine": policy(method, drafters), "rounds": ROUNDS, "sabotage": "any draft length"}
     result = v2_engine(das=block(method, drafters), **job)
-    assert tokens(result) == tokens(reference)
+    drafted_on_v2(result, reference)
     for found in result:
-        assert found["runner"] == RUNNER
-        assert found["asynchronous"]
-        assert found["misplaced"] == found["reused"] == 0 < found["audited"]
-        assert not found["stats"]["error"]
         assert not found["stats"]["alarm"]
         assert found["stats"]["accepted_tokens"] > 20
         assert found["stats"]["tokens"] == sum(map(len, found["tokens"]))
@@ -149,7 +146,7 @@ def test_vllms_own_sampling_keeps_the_distribution(v2_engine: Any, drafters: Pat
     off = v2_engine(das=None, engine=crowd, rounds=rounds)[0]
     das = block(method, drafters, verify={"noise": "stock"})
     drafted = v2_engine(das=das, engine=crowd, rounds=rounds, sabotage="any draft length")[0]
-    assert drafted["runner"] == off["runner"] == RUNNER
+    assert drafted["runner"] == off["runner"] == V2_RUNNER
     assert drafted["stats"]["accepted_tokens"] > 150
     assert_same_distribution(off["tokens"], drafted["tokens"])
 

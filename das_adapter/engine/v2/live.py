@@ -35,8 +35,8 @@ class LiveTexts:
         """Tokens of the last draft."""
         self._chances: Chances = np.zeros((1, most), dtype=np.float32)
         """Of each of them to be reached and accepted."""
-        self._usual: Chances = np.zeros(most, dtype=np.float32)
-        """The mean of these in the last batch: what is expected for a request of which nothing is known yet."""
+        self._newest: Ints = np.zeros(1, dtype=np.int64)
+        """Requests of the last batch that was heard of."""
         self._slots: dict[str, int] = {}
         self._known: tuple[Sequence[str], Ints] = (), np.zeros(0, dtype=np.int64)
         self._watched: dict[int, LiveRequest] = {}
@@ -128,13 +128,14 @@ class LiveTexts:
             self.by_model[slots] = by_model
         self._chances[slots, : chances.shape[1]] = np.cumprod(chances, axis=1)
         if len(slots):
-            self._usual = self._chances[slots].mean(axis=0)
+            self._newest = slots
 
     def found(self, slots: Ints, limits: Ints, floor: float) -> tuple[Chances, Ints]:
         """Return what was offered last, see `core.steps.HistoryDrafts`."""
         chances, place = self._chances[slots], np.arange(self._chances.shape[1])
         there, new = np.minimum(self.offered[slots], limits)[:, None], ~self.heard[slots]
-        chances[new], there[new, 0] = self._usual, limits[new]
+        if new.any():  # of which nothing is known yet: as of the others, on average
+            chances[new], there[new, 0] = self._chances[self._newest].mean(axis=0), limits[new]
         kept = np.count_nonzero((place < there) & (chances >= floor), axis=1)
         offsets = np.concatenate([[0], np.cumsum(kept)])
         return chances[place < kept[:, None]], offsets
