@@ -62,7 +62,7 @@ class Figure:
         self.paper: str = self.content["paper"]
         self.inputs = {one["key"]: one for one in self.content["inputs"]}
         self.cases = {one["name"]: one for one in self.content["cases"]}
-        self._sweeps, self._results = sweeps or Path("missing"), results or {}
+        self._sweeps, self._results = sweeps or Path("missing"), {} if results is None else results
         self.borrows = {one["find"]["file"] for one in self.inputs.values() if "file" in one.get("find", {})}
         """Files that fit a constant which it takes."""
         self._runs: dict[str, Run] = {}
