@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import re
+import zlib
 from typing import Any
 
 import hypothesis
@@ -33,9 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "/e2e/" not in item.nodeid)
     for item in items:
         if item.get_closest_marker("one_build") and isinstance(item, pytest.Function):
-            cases = dict(item.callspec.indices)
-            build = cases.pop("vllm_env")
-            if (build + sum(cases.values()) + len(item.originalname)) % 2:
+            build = item.callspec.params["vllm_env"]
+            case = item.name.replace(build, "", 1)
+            if zlib.crc32(case.encode()) % 2 != (build == "newest"):
                 item.add_marker(pytest.mark.long)
 
 

@@ -20,6 +20,7 @@ def cpu_env() -> dict[str, str]:
     return {
         "VERL_PLATFORM": "cpu",
         "VERL_ENGINE_DEVICE": "cuda",  # the FSDP engine is registered under this name; it runs on CPU as it is
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an engine may run its only rank in its own process
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",

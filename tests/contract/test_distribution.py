@@ -59,8 +59,17 @@ def job(das: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.one_build
-@pytest.mark.parametrize("noise", ["keyed", "stock"])
-@pytest.mark.parametrize("drafter", ["ngram", "history", "self", "history+self"])
+@pytest.mark.parametrize(
+    ("drafter", "noise"),
+    [
+        *(("history", "keyed"), ("self", "stock"), ("history+self", "keyed"), ("history+self", "stock")),
+        *(
+            pytest.param("history", "stock", marks=pytest.mark.long),
+            pytest.param("self", "keyed", marks=pytest.mark.long),
+        ),
+        *(pytest.param("ngram", noise, marks=pytest.mark.long) for noise in ("keyed", "stock")),
+    ],
+)
 def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: str, noise: str) -> None:
     result = engine(**job({**DRAFTED, **ALONE.get(drafter, {}), "drafter": drafter, "verify": {"noise": noise}}))
     ours = result[0]["samplers"][1].startswith("das_adapter")

@@ -43,8 +43,13 @@ ARMS = {
 }
 
 
-@pytest.mark.parametrize("arm", ARMS)
-@pytest.mark.parametrize("params", [PLAIN, EVERY_PARAMETER], ids=["plain", "every-parameter"])
+@pytest.mark.parametrize(
+    ("arm", "params"),
+    [
+        *(pytest.param(arm, EVERY_PARAMETER, id=f"every-parameter-{arm}") for arm in ARMS),
+        *(pytest.param(arm, PLAIN, id=f"plain-{arm}", marks=pytest.mark.long) for arm in ARMS),
+    ],
+)
 def test_tokens_and_logprobs_do_not_depend_on_the_drafter(engine: Any, arm: str, params: list[dict[str, Any]]) -> None:
     rounds = two_rounds(requests(params))
     reference = engine(das=OFF, rounds=rounds)

@@ -177,7 +177,7 @@ def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafters: P
     assert misfit(result, law) < 3.5
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS[:2], pytest.param("mtp", marks=pytest.mark.long)])
 def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, method: str) -> None:
     """The second to fourth token of one prompt, with vLLM's rejection sampling of the drafter's probabilities."""
     prompt = requests(PLAIN, 3)[0].prompt

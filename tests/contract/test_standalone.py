@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,6 +37,38 @@ def rounds() -> list[Round]:
 def written(result: dict[str, Any]) -> list[list[int]]:
     """The tokens of all samples of a round."""
     return [text for samples in result["samples"] for text in samples]
+
+
+def of_run(name: str) -> Any:
+    """Return what of a configuration of vLLM names the run."""
+    return SimpleNamespace(additional_config={RUN_KEY: name})
+
+
+def alone(engine: Any, vllm_env: dict[str, str]) -> dict[str, Any]:
+    """Return what an engine gives that shares its history with no other."""
+    env = {**HOST, "DAS_RUN": f"test {os.getpid()} {vllm_env}"}
+    result: dict[str, Any] = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env=env)[0]
+    return result
+
+
+def left(vllm_env: dict[str, str]) -> Path:
+    """Where that engine had its history."""
+    return SHARED_MEMORY / history_name(of_run(f"test {os.getpid()} {vllm_env}"))
+
+
+def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str]) -> None:
+    """What another engine of the node has written is drafted from in the first step."""
+    run, first = f"test {os.getpid()} {vllm_env} shared", alone(engine, vllm_env)
+    assert left(vllm_env).exists()
+    other = SharedHistory(history_name(of_run(run)), HistoryConfig(), grace_s=0.1)
+    texts = zip([p for p in prompts(4) for _ in range(2)], written(first), strict=True)
+    for prompt, text in texts:
+        other.add(Trajectory(prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0))
+    other.sync()
+    result = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**HOST, "DAS_RUN": run})[0]
+    assert written(result) == written(first)
+    assert result["stats"]["history_hits"] == 8
+    assert result["stats"]["accepted_tokens"] > first["stats"]["accepted_tokens"]
 
 
 def test_it_drafts_from_its_own_history_after_a_weight_update_and_writes_the_same_tokens(engine: Any) -> None:
@@ -106,28 +139,6 @@ def test_validation_stays_out(engine: Any) -> None:
     assert 0 < result[2]["stats"]["history_tokens"] <= sum(map(len, written(result[0])))
 
 
-def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str]) -> None:
-    """What another engine of the node has written is drafted from in the first step. Nothing is left of an engine that
-    ended normally, though vLLM kills all its workers' children."""
-    run, alone = (f"test {os.getpid()} {vllm_env} {name}" for name in ("shared", "alone"))
-    first = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**HOST, "DAS_RUN": alone})[0]
-    begin = time.monotonic()
-    config, ended = (SimpleNamespace(additional_config={RUN_KEY: key}) for key in (run, alone))
-    other = SharedHistory(history_name(config), HistoryConfig(), grace_s=0.1)
-    texts = zip([p for p in prompts(4) for _ in range(2)], written(first), strict=True)
-    for prompt, text in texts:
-        other.add(Trajectory(prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0))
-    other.sync()
-    result = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env={**HOST, "DAS_RUN": run})[0]
-    assert written(result) == written(first)
-    assert result["stats"]["history_hits"] == 8
-    assert result["stats"]["accepted_tokens"] > first["stats"]["accepted_tokens"]
-    left = SHARED_MEMORY / history_name(ended)
-    while left.exists():
-        assert time.monotonic() < begin + 3 * GRACE_S, "its history is still there"
-        time.sleep(0.5)
-
-
 def test_figures_are_in_vllms_own_metrics(engine: Any) -> None:
     log = {"disable_log_stats": False}
     result = engine(das=HISTORY, standalone=True, rounds=rounds(), env=HOST, engine=log)
@@ -135,3 +146,12 @@ def test_figures_are_in_vllms_own_metrics(engine: Any) -> None:
     assert result[2]["metrics"]["vllm:das_history_tokens"] > 0
     assert result[2]["metrics"]["vllm:das_health"] == 1.0
     assert result[2]["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_an_engine_that_ended_leaves_nothing_behind(engine: Any, vllm_env: dict[str, str]) -> None:
+    """Though vLLM kills all its workers' children. It is the last test here, for the engine has ended some time ago."""
+    alone(engine, vllm_env)
+    begin = time.monotonic()
+    while left(vllm_env).exists():
+        assert time.monotonic() < begin + 3 * GRACE_S, "its history is still there"
+        time.sleep(0.5)
