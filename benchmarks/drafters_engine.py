@@ -56,6 +56,7 @@ def engine(job: dict[str, Any]) -> Any:
         seed=0,
         max_num_seqs=64,
         block_size=16,  # as on a GPU; vLLM reads a prompt's last cached block anew for an EAGLE drafter
+        kv_cache_memory_bytes=640_000_000,
         enable_chunked_prefill=False,
         max_num_batched_tokens=max(4096, longest),
         enable_prefix_caching=job["prefix_caching"],
