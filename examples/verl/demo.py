@@ -60,6 +60,7 @@ COLUMNS = {
     "response_length_mean": "response_length/mean",
     "response_length_max": "response_length/max",
     "health": "das/health",
+    "memory_used_gb": "actor/perf/cpu_memory_used_gb",
 }
 
 
@@ -93,6 +94,7 @@ def main() -> None:
     summary = {
         "provenance": provenance([*RUN, "das_adapter/verl"]),
         "seconds": round(time.time() - begin),
+        "memory_used_gb": max(value for row in figures.values() for value in row["memory_used_gb"]),
         "epochs": args.epochs,
         "runners": {arm.name: arm.runner() for arm in arms},
         "arms": figures,
