@@ -26,7 +26,6 @@ their shapes:
     copy     2.5  the policy copy's CUDA graphs, quantising it, sleep
     robust   3    a crowded engine, contract tests on this device
     ranks    1    two GPUs
-    sweep    1.5  the step-time model (V1 runner), and a file for the key calibration
 
 The first two need no vLLM, but PyTorch, Triton and NumPy alone. A wheel has neither references nor tests: what compares
 with them runs from the source.
@@ -52,7 +51,7 @@ from das_adapter.bench.engines import CONTRACT, TINY, Bar, Found, Plan, apart, h
 
 SETS = {
     "speed": ("kernel", "index", "propose", "gate", "replay", "trace"),
-    "tokens": ("lossless", "copy", "robust", "ranks", "sweep"),
+    "tokens": ("lossless", "copy", "robust", "ranks"),
 }
 """Parts in the order in which they run: what there is no time for is at the end. A set fits 25 minutes."""
 PARTS = tuple(itertools.chain(*SETS.values()))
@@ -66,7 +65,7 @@ LAST_S = 60.0
 """Seconds before its end in which a part begins no further figure."""
 
 
-def known() -> dict[str, tuple[tuple[Bar, ...], Callable[[Plan, Path | None, Path], Iterator[Found]]]]:
+def known() -> dict[str, tuple[tuple[Bar, ...], Callable[[Plan, Path | None], Iterator[Found]]]]:
     """Return what each part must show, and what measures it. Imports no vLLM."""
     from das_adapter.bench import checks, copies, device_index, proposing, replay, sampling, steps
 
@@ -75,13 +74,12 @@ def known() -> dict[str, tuple[tuple[Bar, ...], Callable[[Plan, Path | None, Pat
         "index": (device_index.BARS, lambda plan, *_: iter([device_index.measure(plan)])),
         "propose": (proposing.BARS, lambda plan, *_: iter([proposing.propose(plan)])),
         "gate": (steps.GATE_BARS, lambda plan, *_: steps.gate(plan)),
-        "replay": (replay.BARS, lambda plan, traces, _: replay.replay(plan, traces)),
+        "replay": (replay.BARS, lambda plan, traces: replay.replay(plan, traces)),
         "trace": (steps.TRACE_BARS, lambda plan, *_: steps.trace(plan)),
         "lossless": (checks.LOSSLESS_BARS, lambda plan, *_: checks.lossless(plan)),
         "copy": (copies.BARS, lambda plan, *_: copies.copy(plan)),
         "robust": (checks.ROBUST_BARS, lambda plan, *_: checks.robust(plan)),
         "ranks": (checks.RANKS_BARS, lambda plan, *_: checks.ranks(plan)),
-        "sweep": (steps.SWEEP_BARS, lambda plan, _, out: iter([steps.sweep(plan, out)])),
     }
 
 
@@ -90,11 +88,11 @@ def bars(name: str) -> tuple[Bar, ...]:
     return known()[name][0]
 
 
-def part(name: str, plan: Plan, traces: Path | None, out: Path) -> Iterator[Found]:
+def part(name: str, plan: Plan, traces: Path | None) -> Iterator[Found]:
     """Measure one part; give what is known whenever more of it is."""
     if name not in WITHOUT_VLLM and not has_vllm():
         return iter([{"why": "vLLM is not installed"}])
-    return known()[name][1](plan, traces, out)
+    return known()[name][1](plan, traces)
 
 
 def measure(name: str, plan: Plan, traces: Path | None, out: Path) -> None:
@@ -103,7 +101,7 @@ def measure(name: str, plan: Plan, traces: Path | None, out: Path) -> None:
         import_for_forks()
     content = {"state": "running"}
     try:
-        for found in part(name, plan, traces, out):
+        for found in part(name, plan, traces):
             content |= found
             write(name, plan, out, content)
         content["state"] = "done"

@@ -1,14 +1,10 @@
-"""What an undrafted step costs beside stock's (`gate`), what drafted ones cost (`sweep`), and what a
-step waits for (`trace`)."""
+"""What an undrafted step costs beside stock's (`gate`), and what a step waits for (`trace`)."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +20,6 @@ from das_adapter.bench.engines import (
     Measured,
     Plan,
     apart,
-    directory,
     engine,
     in_time,
     kv_tokens,
@@ -143,31 +138,6 @@ def _gate_arm(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any], 
 
 
 MOST_CONTEXT = 2**18
-
-
-def sweep(plan: Plan, out: Path) -> dict[str, Any]:
-    """Fit the step-time model to steps with 0 to 15 draft tokens a request; the file serves `calibration`."""
-    result = apart(plan, _sweep, plan, env=IN_PROCESS | V1)
-    (out / "gpu_calibration.json").write_text(json.dumps(result, indent=2) + "\n")
-    return result
-
-
-def _sweep(plan: Plan) -> dict[str, Any]:
-    from das_adapter.tools.calibrate import analyse, measure
-
-    tiny: dict[str, Any] = {"kv_cache_memory_bytes": 2**26, "enforce_eager": True} if plan.tiny else {}
-    contexts = (min(plan.contexts) // 8, min(plan.contexts) // 2)
-    measured = measure(str(directory(plan)), plan.batches, contexts, plan.drafts, 6, **tiny)
-    return analyse(measured) | {"samples": [asdict(s) for s in measured.samples]}
-
-
-SWEEP_BARS = (
-    Bar(
-        "error of the step-time model on kinds of step that it did not see",
-        0.1,
-        lambda f: f["validation"]["line"]["mape"],
-    ),
-)
 
 
 def trace(plan: Plan) -> Iterator[Found]:

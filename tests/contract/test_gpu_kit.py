@@ -66,7 +66,7 @@ def kit(out: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[
     return written, run.stdout + run.stderr
 
 
-WITH_ENGINES = ("gate", "replay", "trace", "lossless", "copy", "robust", "ranks", "sweep")
+WITH_ENGINES = ("gate", "replay", "trace", "lossless", "copy", "robust", "ranks")
 """Parts that start engines."""
 
 
