@@ -33,8 +33,6 @@ COMMANDS = {
     "drafters.json": f"{_DRAFTERS} {_MODELS} --prefix-caching --repeats 1 --least 4 --arms off history self:int4"
     " history+self ngram draft_model eagle3 history+eagle3 --cells 256/1 256/8 256/64 1700/1 1700/8 --out OUT",
     "epochs.json": "examples/verl/demo.py --problems 100 --batch 4 --epochs 3 --out FOLDER",
-    "gpu_propose_1.5b.json": "-m das_adapter.bench propose --shape 1.5b --runner V1 --out FOLDER",
-    "gpu_propose_7b.json": "-m das_adapter.bench propose --shape 7b --runner V1 --out FOLDER",
     "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --out OUT",
     "index.json": "benchmarks/index.py --traces TRACES --against arctic --every 16 --out OUT",
     "long_responses.json": f"{_DRAFTERS} --arms off history --cells 256/16 --repeats 1 --forced"

@@ -4,7 +4,7 @@
     das-adapter bench tokens               # the parts `tokens`, at most 25 minutes
     das-adapter bench gate replay          # some parts, each at most 8 minutes for a shape
     das-adapter bench --minutes 4 gate     # less time: what does not fit is left out, and said
-    das-adapter bench --shape 1.5b         # one shape; else `propose`, `gate` and `trace` take 7b and 1.5b, others 7b
+    das-adapter bench --shape 1.5b         # one shape; else `gate` and `trace` take 7b and 1.5b, others 7b
     das-adapter bench replay --traces FILE.npz    # recorded rollouts: ids, offsets, problem
     das-adapter bench --shape tiny --out DIR      # on a CPU: only whether the parts work
 
@@ -17,7 +17,6 @@ their shapes:
   speed
     kernel   0.5  the sampling kernel against its definition, its draws' distribution, and its time
     index    1    the history's kernels (V2 runner) against their reference, and their time
-    propose  1    the history's drafts on the host (V1 runner), beside a GPU's step
     gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
     replay   4.5  recorded rollouts through real forward passes, with and without drafts
     trace    3.5  what a step waits for, and the graphs that it replays
@@ -50,12 +49,12 @@ from pathlib import Path
 from das_adapter.bench.engines import CONTRACT, TINY, Bar, Found, Plan, apart, has_vllm, runner_here
 
 SETS = {
-    "speed": ("kernel", "index", "propose", "gate", "replay", "trace"),
+    "speed": ("kernel", "index", "gate", "replay", "trace"),
     "tokens": ("lossless", "copy", "robust", "ranks"),
 }
 """Parts in the order in which they run: what there is no time for is at the end. A set fits 25 minutes."""
 PARTS = tuple(itertools.chain(*SETS.values()))
-TWO_SHAPES = ("propose", "gate", "trace")
+TWO_SHAPES = ("gate", "trace")
 """Parts that a small policy may not keep although a large one does."""
 WITHOUT_VLLM = ("kernel", "index")
 PART_S, ALL_S = 480.0, 1500.0
@@ -67,12 +66,11 @@ LAST_S = 60.0
 
 def known() -> dict[str, tuple[tuple[Bar, ...], Callable[[Plan, Path | None], Iterator[Found]]]]:
     """Return what each part must show, and what measures it. Imports no vLLM."""
-    from das_adapter.bench import checks, copies, device_index, proposing, replay, sampling, steps
+    from das_adapter.bench import checks, copies, device_index, replay, sampling, steps
 
     return {
         "kernel": (sampling.BARS, lambda plan, *_: iter([apart(plan, sampling.kernel, plan)])),
         "index": (device_index.BARS, lambda plan, *_: iter([device_index.measure(plan)])),
-        "propose": (proposing.BARS, lambda plan, *_: iter([proposing.propose(plan)])),
         "gate": (steps.GATE_BARS, lambda plan, *_: steps.gate(plan)),
         "replay": (replay.BARS, lambda plan, traces: replay.replay(plan, traces)),
         "trace": (steps.TRACE_BARS, lambda plan, *_: steps.trace(plan)),

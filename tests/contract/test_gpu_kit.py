@@ -118,14 +118,11 @@ def test_every_part_with_engines_runs_and_writes_its_figures_and_verdicts(tmp_pa
 def test_every_part_runs_with_all_of_its_engines(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     written, said = kit(tmp_path, "speed", "tokens", "--traces", str(traces(tmp_path)))
-    assert set(written) == {"kernel", "index", "propose", *WITH_ENGINES}, said
+    assert set(written) == {"kernel", "index", *WITH_ENGINES}, said
     for part, content in written.items():
         check(part, content, said)
     check_gate(written["gate"], {"stock", "none, keyed", "history", "stock, synchronous"})
     assert "gate: stock's step without asynchronous scheduling" in said
-    whole = written["propose"]["rows"]["4"]
-    assert whole["every draft"]["draft_tokens"] > 2 and whole["every draft"]["tokens_per_forward"] > 1.5
-    assert whole["default"]["propose_ms"] > 0
     listed = written["robust"]["contract"], written["ranks"], written["lossless"]["distribution"]
     assert all(re.fullmatch(r"\d+/\d+ tests collected .*", found["last_line"]) for found in listed), listed
     drafters = written["lossless"]["modes"]["batch-invariant"]
@@ -215,8 +212,8 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
     assert run.judge("gate", plan, tmp_path) == ["cut short", keyed, *["cut short"] * 4, "failed"]
     assert "the engine is gone" in capsys.readouterr().out
     arguments = SimpleNamespace(out=tmp_path, traces=None)
-    run.run_apart("propose", TINY, arguments, 0.2)  # not even imported by then
-    assert run.judge("propose", TINY, tmp_path) == ["not run", "not run", "failed"]
+    run.run_apart("index", TINY, arguments, 0.2)  # not even imported by then
+    assert run.judge("index", TINY, tmp_path) == [*["not run"] * 3, "failed"]
     assert "not done after 0 s" in capsys.readouterr().out
 
 
@@ -246,7 +243,7 @@ def test_parts_that_a_small_policy_may_not_keep_are_measured_with_both_shapes(ru
     assert run.chosen(["tokens", "gate", "copy"], "1.5b") == [(n, "1.5b") for n in (*run.SETS["tokens"], "gate")]
 
 
-BOTH = ("propose", "gate", "trace")
+BOTH = ("gate", "trace")
 
 
 def test_the_command_runs_the_kit(run: Any, tmp_path: Path) -> None:
