@@ -12,21 +12,30 @@ RESULTS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
+ON_GPU := VLLM_USE_V2_MODEL_RUNNER=0 DAS_TEST_DTYPE=bfloat16 $(PYTHON) -m pytest -m ""
 PYTEST := $(if $(NEMO_RL),PYTHONPATH=$(abspath $(NEMO_RL)):$(abspath $(VENV)/nemo_rl)) $(BIN)/python -m pytest
 TESTED := $(VENV)/newest $(if $(NEMO_RL),$(VENV)/nemo_rl)
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints-cpu.txt)
 
 CPP := $(wildcard csrc/*.cpp csrc/*.hpp tests/native/*.cpp)
 
-.PHONY: help demo gpu figures test long hosts matrix check quality format docs wheel env clean
+.PHONY: help demo gpu gputests figures test long hosts matrix check quality format docs wheel env clean
 help:  # print this list
 	@sed -n 's/^\([a-z]*\):.*  # \(.*\)/make \1	\2/p' Makefile | expand -t 16
 
 demo: env  # run GRPO through veRL with speculation off and on, and compare
 	$(BIN)/python examples/verl/demo.py
 
-gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM, pytest): at most 25 minutes; SET=tokens: the other parts
-	$(PYTHON) -m das_adapter.bench $(or $(SET),speed) --out benchmarks/results
+gpu:  # measure on a GPU, in the environment of PYTHON (das-adapter, vLLM): at most 25 minutes
+	$(PYTHON) -m das_adapter.bench --out benchmarks/results
+
+gputests:  # run contract tests on a GPU, in the environment of PYTHON (with pytest); test_ranks.py needs two, of 8.9 or newer
+	$(ON_GPU) tests/contract/test_distribution.py tests/contract/test_neural.py \
+	  -k "default and follow_the_softmax and not ngram and not self and not stock"
+	VLLM_BATCH_INVARIANT=1 $(ON_GPU) tests/contract/test_losslessness.py \
+	  -k "default and (plain and (failing or history and not self) or every-parameter and chunks or failing_drafter or collapsed)"
+	VLLM_BATCH_INVARIANT=1 $(ON_GPU) tests/contract/test_neural.py -k "default and every_step and draft_model"
+	VLLM_BATCH_INVARIANT=1 DAS_TEST_COPY=fp8 $(ON_GPU) tests/contract/test_ranks.py -k default
 
 figures: env  # list the results of which the measured code has changed since; RESULTS="A.json B.json" makes these anew
 	$(BIN)/python benchmarks/stale.py $(RESULTS)

@@ -8,7 +8,9 @@ from typing import Any
 
 from das_adapter.bench.engines import (
     FP8_CAPABILITY,
+    IN_PROCESS,
     SHAPES,
+    V1,
     Bar,
     Found,
     Plan,
@@ -16,7 +18,6 @@ from das_adapter.bench.engines import (
     engine,
     every,
     gpus,
-    in_time,
     prompts,
     runner_of,
     step_seconds,
@@ -24,17 +25,14 @@ from das_adapter.bench.engines import (
 
 SLEEPS = 3
 """How often the engine sleeps with each format, at levels 1 and 2 in turn, and is quantised anew."""
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 def copy(plan: Plan) -> Iterator[Found]:
     """Measure each format that there is on this device."""
-    found: Found = {"formats": {}, "left_out": []}
+    found: Found = {"formats": {}}
     on_gpu = ("int4", "fp8") if min(gpus(), default=0.0) >= FP8_CAPABILITY else ("int4",)
     for weights in ("int8",) if plan.tiny else on_gpu:
-        measured = apart(plan, _measure, plan, weights, env=ENVIRONMENT)
-        found["left_out"] += [f"{weights}: {batch}" for batch in measured.pop("left_out", ())]
-        found["formats"][weights] = measured
+        found["formats"][weights] = apart(plan, _measure, plan, weights, env=IN_PROCESS | V1)
         yield found
 
 
@@ -73,8 +71,7 @@ def _measure(plan: Plan, weights: str) -> Found:
     llm = engine(plan, das, max_model_len=context + 4 * plan.steps + 16, enable_prefix_caching=True, **sleeps)
     source = runner_of(llm).drafter.model_source
     sizes, rows = source.decode.sizes, dict[str, Any]()
-    found: Found = {"rows": rows}
-    for batch in in_time(plan, sorted({min(plan.batches), *plan.batches[2:3], max(plan.batches)}), found):
+    for batch in sorted({min(plan.batches), *plan.batches[2:3], max(plan.batches)}):
         pass_s = _pass_seconds(llm, source, batch, context, plan.steps, vocabulary)
         rows[str(batch)] = {"graphs": sum(size >= batch for size in sizes), "pass_ms": 1e3 * pass_s}
     drafter = runner_of(llm).drafter
@@ -91,7 +88,8 @@ def _measure(plan: Plan, weights: str) -> Found:
         llm.collective_rpc("das_rpc", args=("refresh", {"version": turn + 1}))
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
         seconds.append(stats["requantise_s"])
-    return found | {
+    return {
+        "rows": rows,
         "requantise_s": max(seconds),
         "error": stats["error"],
         "drafter_bytes": stats["drafter_bytes"],

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Found, Plan, apart, every, in_time
+from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Plan, apart, every
 from das_adapter.bench.sampling import microseconds
 
 GROUP, STEPS, COMPARED = 8, 16, 8
@@ -64,10 +64,9 @@ def index(plan: Plan) -> dict[str, Any]:
     """Compare drafts with the reference's, and time a proposal, by batch and length of the texts."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: dict[str, Any] = {}
-    found: Found = {"rows": rows}
     batches, lengths = sorted(plan.batches, reverse=True), [2 * context for context in plan.contexts]
     worlds = [(batch, lengths[0]) for batch in batches] + [(batches[1], length) for length in lengths[1:]]
-    for batch, length in in_time(plan, worlds[:1] if plan.tiny else worlds, found):
+    for batch, length in worlds[:1] if plan.tiny else worlds:
         world = World(plan, batch, length, device)
         if device == "cuda":
             world.index.capture([batch])
@@ -78,7 +77,7 @@ def index(plan: Plan) -> dict[str, Any]:
             "bytes_per_token": 4 * world.index.arena.used / world.tokens,
             "proposal_us": microseconds(world.draft, 1 if plan.tiny else 30),
         }
-    return found
+    return {"rows": rows}
 
 
 BARS = (

@@ -14,26 +14,36 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+
+_QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "torch_dtype": "bfloat16",
+    "max_position_embeddings": 32768,
+    "eos_token_id": 0,
+    "bos_token_id": 0,
+}
+_SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 
 
-def _qwen2(layers: int, hidden: int, inner: int, heads: int, kv: int, vocabulary: int, **more: Any) -> dict[str, Any]:
-    about = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6}
-    about |= {"max_position_embeddings": 32768, "rope_theta": 1e6, "eos_token_id": 0, "bos_token_id": 0}
-    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner, "vocab_size": vocabulary}
-    attention = {"num_attention_heads": heads, "num_key_value_heads": kv}
-    return {"torch_dtype": "bfloat16", "tie_word_embeddings": True, **about, **sizes, **attention, **more}
+def _shape(*sizes: int, vocab_size: int, **more: Any) -> dict[str, Any]:
+    return {**_QWEN2, **dict(zip(_SIZES, sizes, strict=True)), "vocab_size": vocab_size, **more}
 
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "7b": _qwen2(28, 3584, 18944, 28, 4, 152064, tie_word_embeddings=False),
-    "1.5b": _qwen2(28, 1536, 8960, 12, 2, 151936),
-    "tiny": _qwen2(2, 128, 128, 2, 1, 997, torch_dtype="float32"),
+SHAPES = {
+    "7b": _shape(28, 3584, 18944, 28, 4, vocab_size=152064),
+    "1.5b": _shape(28, 1536, 8960, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+    "tiny": _shape(2, 128, 128, 2, 1, vocab_size=997, tie_word_embeddings=True, torch_dtype="float32"),
 }
 """Qwen2.5's; `tiny` only tests this program."""
+V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""Environment of engines on vLLM's V1 model runner."""
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+"""Environment of engines whose worker is in the process that asks them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,6 @@ class Plan:
     shape: str
     batches: tuple[int, ...] = (1, 8, 64, 256)
     contexts: tuple[int, ...] = (2048, 8192)
-    drafts: tuple[int, ...] = (1, 3, 7, 15)
     rows: tuple[int, ...] = (1, 8, 64, 256, 2048, 8704)
     """Of logits."""
     runner: str = "V1"
@@ -54,20 +63,19 @@ class Plan:
     """Requests of the replayed batch."""
     longest: int = 2560
     """Longest of them, tokens."""
-    whole: bool = True
-    """False leaves out engines that differ from others in their settings alone, and pytest: for tests of this
-    program."""
-    until: float = float("inf")
-    """When no further figure is begun, seconds since 1970."""
 
     @property
     def tiny(self) -> bool:
         return self.shape == "tiny"
 
+    @property
+    def ours(self) -> dict[str, str]:
+        """Environment of engines with das-adapter."""
+        return {"VLLM_USE_V2_MODEL_RUNNER": "1"} if self.runner == "V2" else V1
+
 
 Found = dict[str, Any]
-"""Figures of a part. `left_out` names those for which there was no time."""
-Item = TypeVar("Item")
+"""Figures of a part."""
 
 
 class Bar(NamedTuple):
@@ -87,23 +95,13 @@ class Bar(NamedTuple):
             at_most = self.at_most(content) if callable(self.at_most) else self.at_most
         except (LookupError, ValueError, TypeError):
             found, at_most = None, None if callable(self.at_most) else self.at_most
-        whole = content["state"] == "done" and not content.get("left_out")
         if found is None or found != found:
             verdict = "not run"
         elif at_most is not None and found > at_most:
             verdict = "MISSED"
         else:
-            verdict = "kept" if whole else "cut short"
+            verdict = "kept" if content["state"] == "done" else "cut short"
         return {"bar": self.says, "found": found, "at_most": at_most, "verdict": verdict}
-
-
-def in_time(plan: Plan, items: Iterable[Item], found: Found) -> Iterator[Item]:
-    """Yield the first item, and the others as long as there is time; note in `found` which were left out."""
-    for number, item in enumerate(items):
-        if number and time.time() > plan.until:
-            found.setdefault("left_out", []).append(str(item))
-        else:
-            yield item
 
 
 def every(rows: Iterable[Found], value: Callable[[Found], float]) -> float:
@@ -118,13 +116,6 @@ def every(rows: Iterable[Found], value: Callable[[Found], float]) -> float:
 SOURCE = Path(__file__).resolve().parents[2]
 CONTRACT = SOURCE / "tests" / "contract"
 """The contract tests. A wheel has none: what compares with their references is not run there."""
-V1, V2 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
-"""Environment of engines on vLLM's model runners."""
-ON_CPU = bool(os.environ.get("DAS_TEST_V2"))
-"""Whether the V2 runner runs without a GPU, as the contract tests have it."""
-if ON_CPU:
-    sys.path.insert(0, str(CONTRACT))
-    import v2_cpu  # before vLLM, which looks for a device that Triton compiles for
 
 
 def gpus() -> list[float]:
@@ -157,7 +148,7 @@ def runner_here() -> str:
 
 _STARTED: list[Any] = []
 """Engines of this process."""
-TINY = Plan("tiny", (1, 4), (16, 48), (1, 3), (1, 5, 24), steps=8, replayed=8, longest=120)
+TINY = Plan("tiny", (1, 4), (16, 48), (1, 5, 24), steps=8, replayed=8, longest=120)
 
 
 def directory(plan: Plan) -> Path:
@@ -169,8 +160,6 @@ def directory(plan: Plan) -> Path:
 
 def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
     """Start `vllm.LLM` with random weights, and with das-adapter where there is a block."""
-    if ON_CPU and os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
-        _prepare_v2_on_cpu()
     from vllm import LLM
 
     from das_adapter.config import parse
@@ -189,11 +178,6 @@ def engine(plan: Plan, das: dict[str, Any] | None, **settings: Any) -> Any:
         args |= {"kv_cache_memory_bytes": 2**26, "enforce_eager": True}
     _STARTED.append(LLM(str(directory(plan)), **{**args, **engine_args(parse(das)), **settings}))
     return _STARTED[-1]
-
-
-def _prepare_v2_on_cpu() -> None:
-    v2_cpu.lift_limits()
-    v2_cpu.stand_in(interpreted=False)
 
 
 def apart(

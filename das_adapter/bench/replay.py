@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.bench.engines import SHAPES, V1, V2, Bar, Found, Measured, Plan, apart, engine, every, in_time
+from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, every
 
-IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-ENVIRONMENT = IN_PROCESS | V1
 CORRUPTED = (0.3, 1.0)
 """Shares of the history's tokens that are exchanged; at 1.0 it has nothing to draft."""
 GROUP = 8
@@ -26,7 +24,7 @@ def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
     """Seconds of one long-tailed batch: stock, and `history` over what traces have of its problems, over the batch
     itself, corrupted, and over a text that misleads."""
     rollouts, earlier = recorded(traces, plan) if traces else (generated(plan), [])
-    ours = IN_PROCESS | (V2 if plan.runner == "V2" else V1)
+    ours = IN_PROCESS | plan.ours
     found: Found = {"traces": traces.name if traces else "generated", "tokens": sum(len(t) for _, t in rollouts)}
     found["history_tokens"] = sum(len(t) for _, t in earlier)
     stock = IN_PROCESS | (ours if plan.tiny else {})  # as ours, whose tokens are forced in this process
@@ -39,10 +37,8 @@ def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
     alone = [(i, text) for i, (_, text) in enumerate(rollouts)]  # nobody has siblings, whose text would help
     wrong = misled(alone, vocabulary)
     engines = (HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})
-    for das, batch, past in engines[: None if plan.whole else 1]:
-        drafted = apart(plan, _history, plan, das, batch, past, env=ours)
-        found["arms"] |= drafted.pop("arms")
-        found.setdefault("left_out", []).extend(drafted.pop("left_out", ()))
+    for das, batch, past in engines:
+        found["arms"] |= apart(plan, _history, plan, das, batch, past, env=ours)
         yield found
 
 
@@ -192,11 +188,10 @@ def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dic
     llm = engine(plan, das, max_model_len=_length(rollouts))
     rollout(llm, [(p, t[:8]) for p, t in rollouts], problems=10**6)
     force(rollouts)
-    arms: dict[str, Any] = {}
-    found: Found = {"arms": arms}
-    for turn, name in enumerate(in_time(plan, histories, found)):
+    arms: Found = {}
+    for turn, (name, texts_before) in enumerate(histories.items()):
         shift = turn * 10**7  # of the problems, so that no arm sees another's text
-        past = sent(histories[name], shift, 2 * turn)
+        past = sent(texts_before, shift, 2 * turn)
         llm.collective_rpc("das_rpc", args=("refresh", {"version": 2 * turn + 1, "trajectories": past}))
         llm.collective_rpc("das_rpc", args=("stats", {}))
         seconds, texts = rollout(llm, rollouts, problems=shift)
@@ -208,7 +203,7 @@ def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dic
             "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
             **{name: stats[name] for name in ("state", "reason", "error", "draft_tokens", "accepted_tokens")},
         }
-    return found
+    return arms
 
 
 def force(rollouts: Rollouts) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, SOURCE, Bar, Found, Plan, every, has_vllm, in_time
+from das_adapter.bench.engines import CONTRACT, SHAPES, SOURCE, Bar, Found, Plan, every, has_vllm
 
 NEAR = 3e-5
 """Scores that are this close may change places with the last bits of a device's logarithm."""
@@ -25,8 +25,7 @@ def kernel(plan: Plan) -> dict[str, Any]:
     vocabulary, device = SHAPES[plan.shape]["vocab_size"], "cuda" if torch.cuda.is_available() else "cpu"
     stock = _stock() if has_vllm() else None
     rows: dict[str, Any] = {}
-    found: Found = {"chi_square_p": chi_square_p(device), "rows": rows}
-    for count in in_time(plan, plan.rows, found):
+    for count in plan.rows:
         logits, keys = _logits(count, vocabulary, device), _keys(count, device)
         rows[str(count)] = {
             "wrong": _wrong(logits, keys, keyed_sample(logits, keys)),
@@ -35,7 +34,7 @@ def kernel(plan: Plan) -> dict[str, Any]:
         if stock is not None:
             rows[str(count)]["stock_us"] = microseconds(lambda x=logits: stock(x, {}, None, None))
         del logits
-    return found
+    return {"chi_square_p": chi_square_p(device), "rows": rows}
 
 
 def _logits(count: int, vocabulary: int, device: str) -> torch.Tensor:

@@ -11,59 +11,36 @@ import numpy as np
 
 from das_adapter.bench import replay
 from das_adapter.bench.engines import (
-    ON_CPU,
+    IN_PROCESS,
     SHAPES,
-    V1,
-    V2,
     Bar,
     Found,
     Measured,
     Plan,
     apart,
     engine,
-    in_time,
     kv_tokens,
     prompts,
     runner_of,
     step_seconds,
 )
 
-IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 HISTORY: dict[str, Any] = {"drafter": "history"}
 KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
-SYNCHRONOUS = "stock, synchronous"
-"""Stock's V1 runner without asynchronous scheduling. What it costs is said; it has no bar."""
-Arm = tuple[dict[str, Any] | None, dict[str, str], dict[str, Any]]
-"""Block, environment, engine arguments."""
-
-
-def gate_arms(plan: Plan) -> dict[str, Arm]:
-    """Return the arms by name: stock's default, which seeds no request; every request seeded, without a drafter; and
-    `history`. With random weights no text comes twice: `history` looks for drafts at every step and finds none. On the
-    V1 runner `history` schedules synchronously: there is an arm of stock that does, too."""
-    ours = V2 if plan.runner == "V2" else V1
-    arms: dict[str, Arm] = {
-        "stock": (None, {} if not ON_CPU else ours, {}),
-        "history": (HISTORY, ours, {}),
-        "none, keyed": (KEYED, ours, {}),
-    }
-    if ours is V1:
-        arms[SYNCHRONOUS] = None, V1, {"async_scheduling": False}
-    return arms if plan.whole else {name: arms[name] for name in ("stock", "history")}
 
 
 def gate(plan: Plan) -> Iterator[Found]:
     """Milliseconds of an undrafted step with their standard errors, by arm, batch and context; seconds of start-up, and
-    the KV cache that is left."""
-    found: Found = {"runner": plan.runner, "arms": {}, "left_out": []}
-    for name, (das, env, settings) in gate_arms(plan).items():
-        points = gate_points(plan)[: 3 if name == SYNCHRONOUS else None]
-        arm = apart(plan, _gate_arm, plan, das, settings, points, env=env | (IN_PROCESS if plan.tiny else {}))
-        found["left_out"] += [f"{name}: {at}" for at in arm.pop("left_out", ())]
-        found["arms"][name] = arm
-        if name == SYNCHRONOUS:
-            worst = max(ratio.value for ratio in _of_stock(found, name))
-            found["said"] = f"stock's step without asynchronous scheduling, of its default's: {worst:.3f}"
+    the KV cache that is left. Arms: stock's default, which seeds no request; `history`; every request seeded, without a
+    drafter. With random weights no text comes twice: `history` looks for drafts at every step and finds none."""
+    found: Found = {"runner": plan.runner, "arms": {}}
+    arms: dict[str, tuple[dict[str, Any] | None, dict[str, str]]] = {
+        "stock": (None, {}),
+        "history": (HISTORY, plan.ours),
+        "none, keyed": (KEYED, plan.ours),
+    }
+    for name, (das, env) in arms.items():
+        found["arms"][name] = apart(plan, _gate_arm, plan, das, env=env | (IN_PROCESS if plan.tiny else {}))
         yield found
 
 
@@ -123,12 +100,12 @@ def gate_points(plan: Plan) -> list[tuple[int, int]]:
     return points + [(sorted(plan.batches)[1], context) for context in longer]
 
 
-def _gate_arm(plan: Plan, das: dict[str, Any] | None, settings: dict[str, Any], points: list[tuple[int, int]]) -> Found:
+def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
     longest, begin = max(plan.contexts) + plan.steps + 8, time.perf_counter()
-    llm = engine(plan, das, **({"max_model_len": longest, "enable_prefix_caching": True} | settings))
+    llm = engine(plan, das, max_model_len=longest, enable_prefix_caching=True)
     found = Found(start_s=time.perf_counter() - begin, kv_tokens=kv_tokens(llm), step_ms={})
     vocabulary = SHAPES[plan.shape]["vocab_size"]
-    for batch, context in in_time(plan, points, found):
+    for batch, context in gate_points(plan):
         step = step_seconds(llm, batch, context, plan.steps, vocabulary)
         found["step_ms"][f"{batch} x {context}"] = [1e3 * step.value, 1e3 * step.error]
     if das is not None:
@@ -143,10 +120,10 @@ MOST_CONTEXT = 2**18
 def trace(plan: Plan) -> Iterator[Found]:
     """Host synchronisations, idle share of the GPU, graphs replayed and the proposer's share, per step, ours and
     stock's: on the V1 runner, synchronous; and on V2, where the device drafts."""
-    env, settings = (V2, {}) if plan.runner == "V2" else (V1, {"async_scheduling": False})
+    settings = {} if plan.runner == "V2" else {"async_scheduling": False}
     found: Found = {"runner": plan.runner}
-    for name, das, given in (("history", HISTORY, {}), ("stock", None, settings))[: None if plan.whole else 1]:
-        found[name] = apart(plan, _trace, plan, das, given, env=IN_PROCESS | env)
+    for name, das, given in (("history", HISTORY, {}), ("stock", None, settings)):
+        found[name] = apart(plan, _trace, plan, das, given, env=IN_PROCESS | plan.ours)
         yield found
 
 

@@ -1,0 +1,63 @@
+"""`lossless`: the policy's shape writes to long prompts, with drafts and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from das_adapter.bench import replay
+from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Plan, apart, engine, prompts
+
+REQUESTS, WRITTEN = 8, 192
+"""Requests with prompts that fill more than one tile of the attention kernels, and tokens that each writes."""
+
+
+def lossless(plan: Plan) -> Found:
+    """Write without drafts; and with, from a history of these very texts with mistakes, for random weights repeat
+    nothing. Kernels are batch-invariant; on a CPU they are anyway."""
+    environment = IN_PROCESS | plan.ours | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else "1"}
+    keyed = {"drafter": "none", "verify": {"noise": "keyed"}}
+    off = None if plan.runner == "V2" else keyed
+    texts, _ = apart(plan, _written, plan, off, None, env=environment)
+    past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(texts)]
+    past = replay.corrupted(past, 0.1, SHAPES[plan.shape]["vocab_size"])
+    drafted, stats = apart(plan, _written, plan, replay.EAGER | {"speculate": "always"}, past, env=environment)
+    different = sum(a != b for a, b in zip(texts, drafted, strict=True))
+    about = {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "error")}
+    return {"context": max(plan.contexts), "responses": len(texts), "different": different, **about}
+
+
+BARS = (
+    Bar(
+        "responses to long prompts that differ with batch-invariant kernels",
+        0,
+        lambda f: f["different"] if f["accepted_tokens"] else None,
+    ),
+)
+
+
+def _written(
+    plan: Plan, das: dict[str, Any] | None, past: replay.Rollouts | None
+) -> tuple[list[list[int]], dict[str, Any]]:
+    from vllm import SamplingParams
+
+    context, written = max(plan.contexts), min(WRITTEN, 4 * plan.steps)
+    llm = engine(plan, das, max_model_len=context + written + 32)
+    if past:
+        llm.collective_rpc("das_rpc", args=("refresh", {"version": 1, "trajectories": replay.sent(past, 0, 0)}))
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=written,
+            ignore_eos=True,
+            detokenize=False,
+            seed=i + 1,
+            extra_args={"das_problem": i, "das_seed": i + 1},
+        )
+        for i in range(REQUESTS)
+    ]
+    asked = prompts(REQUESTS, context, SHAPES[plan.shape]["vocab_size"])
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0] if das else {}
+    return [list(o.outputs[0].token_ids) for o in outputs], stats
