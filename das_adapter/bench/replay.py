@@ -35,7 +35,7 @@ def replay(plan: Plan, traces: Path | None) -> Iterator[Found]:
     histories = {"earlier": earlier} if earlier else {}
     histories |= {f"corrupted {share}": corrupted(rollouts, share, vocabulary) for share in shares}
     alone = [(i, text) for i, (_, text) in enumerate(rollouts)]  # nobody has siblings, whose text would help
-    wrong = misled(alone, vocabulary)
+    wrong = corrupted(alone, None, vocabulary)
     engines = (HISTORY, rollouts, histories), (EAGER, alone, {"misleading": wrong, MISLED: wrong})
     for das, batch, past in engines:
         found["arms"] |= apart(plan, _history, plan, das, batch, past, env=ours)
@@ -88,6 +88,8 @@ BARS = (
         lambda f: _beyond_doubt(f, MISLED),
     ),
     Bar("draft tokens after a rollout that was misled, of those in it", 0.1, _still_drafted),
+    Bar("waiting for the drafter, of a rollout's steps", 0.03, lambda f: f["arms"]["corrupted 0.3"]["propose_share"]),
+    Bar("errors", 0, lambda f: every(f["arms"].values(), lambda arm: bool(arm.get("error")))),
 )
 
 
@@ -106,46 +108,41 @@ def generated(plan: Plan) -> Rollouts:
 
 
 def recorded(path: Path, plan: Plan) -> tuple[Rollouts, Rollouts]:
-    """Read an .npz with `ids`, `offsets`, `problem` and, where known, `step` of responses.
+    """Read recorded rollouts (see `sim.rollouts.read`).
 
     Returns:
         Responses of the last step, as many groups as fit; and what earlier steps wrote for the same problems, or, where
         there is one step only, other samples.
     """
-    with np.load(path) as file:
-        ids, offsets, problem = file["ids"], file["offsets"], file["problem"]
-        step = file["step"] if "step" in file else np.zeros_like(problem)
-    vocabulary = SHAPES[plan.shape]["vocab_size"]
+    from das_adapter.sim.rollouts import Rollout, read
+
+    problems: dict[int, list[Rollout]] = {}
+    for rollout in read(path):
+        problems.setdefault(rollout.problem, []).append(rollout)
     batch: Rollouts = []
     earlier: Rollouts = []
-    for of in dict.fromkeys(problem.tolist()):
-        rows = np.flatnonzero(problem == of)
-        last = step[rows] == step[rows].max()
-        if last.all():
-            last = np.arange(len(rows)) >= len(rows) // 2
-        for found, some in ((batch, rows[last][:GROUP]), (earlier, rows[~last][-2 * GROUP :])):
-            found += [(of, (ids[offsets[i] : offsets[i + 1]] % vocabulary).astype(np.int32)) for i in some]
+    for problem, group in problems.items():
+        last = max(rollout.step for rollout in group)
+        before, late = ([r.tokens for r in group if (r.step == last) == of_last] for of_last in (False, True))
+        if not before:
+            before, late = late[: len(late) // 2], late[len(late) // 2 :]
+        for found, texts in ((batch, late[:GROUP]), (earlier, before[-2 * GROUP :])):
+            found += [(problem, text % SHAPES[plan.shape]["vocab_size"]) for text in texts]
         if len(batch) >= plan.replayed:
             break
-    return [(of, text[: plan.longest]) for of, text in batch[: plan.replayed]], earlier
+    return [(problem, text[: plan.longest]) for problem, text in batch[: plan.replayed]], earlier
 
 
-def corrupted(rollouts: Rollouts, share: float, vocabulary: int) -> Rollouts:
-    """Exchange a share of the tokens."""
+def corrupted(rollouts: Rollouts, share: float | None, vocabulary: int) -> Rollouts:
+    """Exchange a share of the tokens; None: every second one, so that what is looked up is found, and goes on
+    otherwise."""
     rng = np.random.default_rng(1)
-    return [
-        (problem, np.where(rng.random(len(t)) < share, rng.integers(1, vocabulary, len(t)), t).astype(np.int32))
-        for problem, t in rollouts
-    ]
 
+    def exchanged(text: np.ndarray) -> np.ndarray:
+        wrong = np.arange(len(text)) % 2 if share is None else rng.random(len(text)) < share
+        return np.where(wrong, rng.integers(1, vocabulary, len(text)), text).astype(np.int32)
 
-def misled(rollouts: Rollouts, vocabulary: int) -> Rollouts:
-    """Exchange every second token: what is looked up is found, and goes on otherwise."""
-    rng = np.random.default_rng(1)
-    return [
-        (problem, np.where(np.arange(len(t)) % 2, rng.integers(1, vocabulary, len(t)), t).astype(np.int32))
-        for problem, t in rollouts
-    ]
+    return [(problem, exchanged(text)) for problem, text in rollouts]
 
 
 def sent(rollouts: Rollouts, problems: int, version: int) -> list[tuple[int, bytes, int]]:
@@ -196,10 +193,12 @@ def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dic
         llm.collective_rpc("das_rpc", args=("stats", {}))
         seconds, texts = rollout(llm, rollouts, problems=shift)
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+        waited = stats["propose_seconds"]  # of the host; on V2 the device drafts
         wrong = sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True))
         arms[name] = {
             "seconds": seconds,
             "unforced": wrong,
+            "propose_share": sum(waited) / stats["busy_seconds"] if waited else None,
             "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
             **{name: stats[name] for name in ("state", "reason", "error", "draft_tokens", "accepted_tokens")},
         }

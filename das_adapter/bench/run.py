@@ -3,7 +3,7 @@
     das-adapter bench                      # all parts, at most 25 minutes
     das-adapter bench gate replay          # some parts, each at most 8 minutes for a shape
     das-adapter bench --minutes 4 gate     # less time
-    das-adapter bench --shape 1.5b         # one shape; else `gate` and `trace` take 7b and 1.5b, others 7b
+    das-adapter bench --shape 1.5b         # one shape; else `gate` takes 7b and 1.5b, others 7b
     das-adapter bench replay --traces FILE.npz    # recorded rollouts: ids, offsets, problem
     das-adapter bench --shape tiny --out DIR      # on a CPU: only whether the parts work
 
@@ -16,7 +16,6 @@ missed or cut short and no part failed. Parts and their minutes on an H100, esti
     index    1    the history's kernels (V2 runner) against their reference, and their time
     gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
     replay   4.5  recorded rollouts through real forward passes, with and without drafts
-    trace    3.5  what a step waits for, and the graphs that it replays
     lossless 2    equal tokens behind long prompts
     copy     2.5  the policy copy's CUDA graphs, quantising it, sleep
 
@@ -42,9 +41,9 @@ from typing import Any
 
 from das_adapter.bench.engines import TINY, Bar, Found, Plan, apart, has_vllm, runner_here
 
-PARTS = ("kernel", "index", "gate", "replay", "trace", "lossless", "copy")
+PARTS = ("kernel", "index", "gate", "replay", "lossless", "copy")
 """In the order in which they run: what there is no time for is at the end."""
-TWO_SHAPES = ("gate", "trace")
+TWO_SHAPES = ("gate",)
 """Parts that a small policy may not keep although a large one does."""
 WITHOUT_VLLM = ("kernel", "index")
 PART_S, ALL_S = 480.0, 1500.0
@@ -54,14 +53,13 @@ NOT_GOOD = ("MISSED", "cut short", "failed")
 
 def known() -> dict[str, tuple[tuple[Bar, ...], Callable[[Plan, Path | None], Iterator[Found]]]]:
     """Return what each part must show, and what measures it. Imports no vLLM."""
-    from das_adapter.bench import copies, device_index, lossless, replay, sampling, steps
+    from das_adapter.bench import copies, device_index, gate, lossless, replay, sampling
 
     return {
         "kernel": (sampling.BARS, lambda plan, *_: iter([apart(plan, sampling.kernel, plan)])),
         "index": (device_index.BARS, lambda plan, *_: iter([device_index.measure(plan)])),
-        "gate": (steps.GATE_BARS, lambda plan, *_: steps.gate(plan)),
+        "gate": (gate.BARS, lambda plan, *_: gate.gate(plan)),
         "replay": (replay.BARS, lambda plan, traces: replay.replay(plan, traces)),
-        "trace": (steps.TRACE_BARS, lambda plan, *_: steps.trace(plan)),
         "lossless": (lossless.BARS, lambda plan, *_: iter([lossless.lossless(plan)])),
         "copy": (copies.BARS, lambda plan, *_: copies.copy(plan)),
     }

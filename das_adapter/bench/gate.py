@@ -1,0 +1,111 @@
+"""`gate`: what an undrafted step costs beside stock's, start-up, and the KV cache that is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from das_adapter.bench.engines import (
+    IN_PROCESS,
+    SHAPES,
+    Bar,
+    Found,
+    Measured,
+    Plan,
+    apart,
+    engine,
+    kv_tokens,
+    step_seconds,
+)
+
+HISTORY: dict[str, Any] = {"drafter": "history"}
+KEYED: dict[str, Any] = {"drafter": "none", "verify": {"noise": "keyed"}}
+
+
+def gate(plan: Plan) -> Iterator[Found]:
+    """Milliseconds of an undrafted step with their standard errors, by arm, batch and context; seconds of start-up, and
+    the KV cache that is left. Arms: stock's default, which seeds no request; `history`; every request seeded, without a
+    drafter. With random weights no text comes twice: `history` looks for drafts at every step and finds none."""
+    found: Found = {"runner": plan.runner, "arms": {}}
+    arms: dict[str, tuple[dict[str, Any] | None, dict[str, str]]] = {
+        "stock": (None, {}),
+        "history": (HISTORY, plan.ours),
+        "none, keyed": (KEYED, plan.ours),
+    }
+    for name, (das, env) in arms.items():
+        found["arms"][name] = apart(plan, _gate_arm, plan, das, env=env | (IN_PROCESS if plan.tiny else {}))
+        yield found
+
+
+def _of_stock(found: Found, arm: str) -> list[Measured]:
+    """Return what each of the steps costs that both arms have measured, of stock's."""
+    times, stock = (found["arms"][name]["step_ms"] for name in (arm, "stock"))
+    return [Measured(*times[at]).over(Measured(*stock[at])) for at in times.keys() & stock.keys()]
+
+
+def _beyond_doubt(found: Found, arm: str) -> float:
+    """Return the worst of the steps' costs, less twice its error."""
+    return max(ratio.value - 2.0 * ratio.error for ratio in _of_stock(found, arm))
+
+
+def _most(found: Found) -> float:
+    return 1.01 if found["runner"] == "V2" else 1.02
+
+
+BARS = (
+    Bar(
+        "undrafted step of `history`, of stock's, at worst, less twice its error",
+        _most,
+        lambda f: _beyond_doubt(f, "history"),
+    ),
+    Bar(
+        "undrafted step with keyed noise, of stock's, at worst, less twice its error",
+        _most,
+        lambda f: _beyond_doubt(f, "none, keyed"),
+    ),
+    Bar(
+        "standard error of what `history` costs, at worst",
+        0.01,
+        lambda f: max(ratio.error for ratio in _of_stock(f, "history")),
+    ),
+    Bar(
+        "draft tokens that undrafted steps accepted, of their tokens",
+        0.001,
+        lambda f: f["arms"]["history"]["accepted_tokens"] / f["arms"]["history"]["tokens"],
+    ),
+    Bar(
+        "seconds that `history` starts longer than stock",
+        30,
+        lambda f: f["arms"]["history"]["start_s"] - f["arms"]["stock"]["start_s"],
+    ),
+    Bar(
+        "KV cache of stock, of that which `history` leaves",
+        1.03,
+        lambda f: f["arms"]["stock"]["kv_tokens"] / (f["arms"]["history"]["kv_tokens"] or float("nan")),
+    ),
+)
+
+
+def gate_points(plan: Plan) -> list[tuple[int, int]]:
+    """Return requests and tokens of context of each: so many in all that reading the prompts does not take the time."""
+    first, *longer = sorted(plan.contexts)
+    points = [(batch, min(first, MOST_CONTEXT // batch)) for batch in plan.batches]
+    return points + [(sorted(plan.batches)[1], context) for context in longer]
+
+
+def _gate_arm(plan: Plan, das: dict[str, Any] | None) -> Found:
+    longest, begin = max(plan.contexts) + plan.steps + 8, time.perf_counter()
+    llm = engine(plan, das, max_model_len=longest, enable_prefix_caching=True)
+    found = Found(start_s=time.perf_counter() - begin, kv_tokens=kv_tokens(llm), step_ms={})
+    vocabulary = SHAPES[plan.shape]["vocab_size"]
+    for batch, context in gate_points(plan):
+        step = step_seconds(llm, batch, context, plan.steps, vocabulary)
+        found["step_ms"][f"{batch} x {context}"] = [1e3 * step.value, 1e3 * step.error]
+    if das is not None:
+        stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+        found |= {name: stats[name] for name in ("accepted_tokens", "draft_tokens", "tokens")}
+    return found
+
+
+MOST_CONTEXT = 2**18
