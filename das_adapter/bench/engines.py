@@ -6,8 +6,10 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import math
 import multiprocessing
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -63,6 +65,8 @@ class Plan:
     """Requests of the replayed batch."""
     longest: int = 2560
     """Longest of them, tokens."""
+    until: float = math.inf
+    """When the part is ended, by `time.monotonic`."""
 
     @property
     def tiny(self) -> bool:
@@ -188,6 +192,7 @@ def apart(
 
     Raises:
         RuntimeError: it failed; with its traceback.
+        TimeoutError: the plan's time is over; the process and its engines are ended.
     """
     forks = plan.tiny and not fresh
     if forks and "torch" in sys.modules:
@@ -203,21 +208,25 @@ def apart(
         process = context.Process(target=_report, args=(told, work, args))
         process.start()
         told.close()
+        if not heard.poll(min(3600.0, max(0.0, plan.until - time.monotonic()))):
+            raise TimeoutError("no time is left")
         good, result = heard.recv()
         process.join(20)
-        if process.is_alive():
-            process.kill()
     except EOFError:
         raise RuntimeError(f"{work.__name__}: its process ended without a word") from None
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its engines too
+        process.kill()
     if not good:
         raise RuntimeError(result)
     return result
 
 
 def _report(told: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.setsid()
     try:
         answer = True, work(*args)
     except BaseException:

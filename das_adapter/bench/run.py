@@ -7,8 +7,8 @@
     das-adapter bench replay --traces FILE.npz    # recorded rollouts: ids, offsets, problem
     das-adapter bench --shape tiny --out DIR      # on a CPU: only whether the parts work
 
-Policies have random weights in the shape of Qwen2.5. Each part runs in a process of its own; gpu_PART_SHAPE.json has
-what it could measure, with its provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure is too
+Policies have random weights in the shape of Qwen2.5. gpu_PART_SHAPE.json has what a part could measure, with its
+provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure is too
 high, `cut short` where those measured are good and others are missing, and `not run`. The exit code is 0 if none was
 missed or cut short and no part failed. Parts and their minutes on an H100, estimated, for all of their shapes:
 
@@ -26,10 +26,7 @@ from the source.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
 import os
-import signal
 import sys
 import time
 import traceback
@@ -37,9 +34,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from das_adapter.bench.engines import TINY, Bar, Found, Plan, apart, has_vllm, runner_here
+from das_adapter.bench.engines import SHAPES, TINY, Bar, Found, Plan, apart, has_vllm, runner_here
 
 PARTS = ("kernel", "index", "gate", "replay", "lossless", "copy")
 """In the order in which they run: what there is no time for is at the end."""
@@ -65,41 +61,20 @@ def known() -> dict[str, tuple[tuple[Bar, ...], Callable[[Plan, Path | None], It
     }
 
 
-def measured(name: str, plan: Plan, traces: Path | None, seconds: float) -> Found:
-    """Measure one part in a process of its own, which is ended after so many seconds; what it has told by then is
-    there."""
+def measured(name: str, plan: Plan, traces: Path | None) -> Found:
+    """Measure one part; where it fails or its time is over, what is known by then is there."""
     if name not in WITHOUT_VLLM and not has_vllm():
         return {"state": "done", "why": "vLLM is not installed"}
-    content: Found = {"state": "running"}
-    context: Any = multiprocessing.get_context("fork" if plan.tiny else "spawn")
-    heard, told = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(told, name, plan, traces))
-    process.start()
-    told.close()
-    end = time.monotonic() + seconds
-    try:
-        while heard.poll(max(0.0, end - time.monotonic())):
-            content |= heard.recv()
-        content |= {"state": "cut short", "why": f"not done after {seconds:.0f} s"}
-    except EOFError:
-        if content["state"] == "running":
-            content |= {"state": "failed", "why": "its process ended without a word"}
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its engines too
-    process.kill()
-    return content
-
-
-def _measure(told: Any, name: str, plan: Plan, traces: Path | None) -> None:
-    """Measure one part, and tell what is known whenever more of it is."""
-    os.setsid()
+    content: Found = {}
     try:
         for found in known()[name][1](plan, traces):
-            told.send(found)
-        told.send({"state": "done"})
+            content |= found
+        return content | {"state": "done"}
+    except TimeoutError as error:
+        return content | {"state": "cut short", "why": str(error)}
     except Exception as error:
         why = str(error).strip().splitlines()[-1]
-        told.send({"state": "failed", "why": why, "error": traceback.format_exc()})
+        return content | {"state": "failed", "why": why, "error": traceback.format_exc()}
 
 
 def import_for_forks() -> None:
@@ -136,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "das-adapter bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; none: all")
-    parser.add_argument("--shape", choices=("7b", "1.5b", "tiny"), help="that of every part")
+    parser.add_argument("--shape", choices=list(SHAPES), help="that of every part")
     parser.add_argument("--traces", type=Path, help="recorded rollouts for `replay`")
     parser.add_argument("--out", type=Path, default=Path("das-bench"), help="where the files go")
     parser.add_argument("--minutes", type=float, default=PART_S / 60, help="for each part and shape, at most")
@@ -149,10 +124,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.shape == "tiny" and has_vllm():
         import_for_forks()
+    plans = {shape: Plan(shape) for shape in SHAPES} | {"tiny": TINY}
     counts, end = Counter[str](), time.monotonic() + ALL_S
     for name, shape in chosen(args.parts, args.shape):
-        plan = replace(TINY if shape == "tiny" else Plan(shape), runner=runner)
-        content = measured(name, plan, args.traces, max(1.0, min(60 * args.minutes, end - time.monotonic())))
+        until = min(time.monotonic() + 60 * args.minutes, end)
+        content = measured(name, replace(plans[shape], runner=runner, until=until), args.traces)
         counts.update(judge(name, content))
         command = f"das-adapter bench {name} --shape {shape} --runner {runner}"
         head = {"provenance": made | {"command": command}, "part": name, "shape": shape}
