@@ -1,5 +1,5 @@
-"""`copy`: passes of the quantised policy copy, as CUDA graphs, beside the policy's steps; seconds to quantise it; sleep
-and wake at both levels."""
+"""`copy`: seconds to quantise the policy, and its copy after sleep at both levels. What a pass takes, beside a step,
+`das-adapter calibrate --drafter` measures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from das_adapter.bench.engines import (
     engine,
     every,
     gpus,
-    prompts,
-    runner_of,
     step_seconds,
 )
 
@@ -36,17 +34,7 @@ def copy(plan: Plan) -> Iterator[Found]:
         yield found
 
 
-def _rows(found: Found) -> list[Found]:
-    return [row for of_format in found["formats"].values() for row in of_format["rows"].values()]
-
-
 BARS = (
-    Bar("batches whose passes replay no graph", 0, lambda f: every(_rows(f), lambda r: r["graphs"] == 0)),
-    Bar(
-        "a pass of the copy, of the policy's step, at worst",
-        0.5,
-        lambda f: every(_rows(f), lambda r: r["pass_ms"] / r["step_ms"]),
-    ),
     Bar(
         "seconds to quantise the policy, at worst",
         1.0,
@@ -60,50 +48,17 @@ def _measure(plan: Plan, weights: str) -> Found:
     import torch
 
     sleeps = {"enable_sleep_mode": True} if torch.cuda.is_available() else {}
-    das = {
-        "drafter": "self",
-        "self": {"weights": weights},
-        "max_draft_tokens": 4,
-        "budget": "unlimited",
-        "speculate": "always",
-    }
-    context, vocabulary = min(512, *plan.contexts), SHAPES[plan.shape]["vocab_size"]
-    llm = engine(plan, das, max_model_len=context + 4 * plan.steps + 16, enable_prefix_caching=True, **sleeps)
-    source = runner_of(llm).drafter.model_source
-    sizes, rows = source.decode.sizes, dict[str, Any]()
-    for batch in sorted({min(plan.batches), *plan.batches[2:3], max(plan.batches)}):
-        pass_s = _pass_seconds(llm, source, batch, context, plan.steps, vocabulary)
-        rows[str(batch)] = {"graphs": sum(size >= batch for size in sizes), "pass_ms": 1e3 * pass_s}
-    drafter = runner_of(llm).drafter
-    drafter.engine.controller.account.stop("measuring the policy")
-    for measured, row in rows.items():
-        row["step_ms"] = 1e3 * step_seconds(llm, int(measured), context, plan.steps, vocabulary).value
-    drafter.engine.controller.account.sync()
+    das: dict[str, Any] = {"drafter": "self", "self": {"weights": weights}, "budget": "unlimited"}
+    context = min(512, *plan.contexts)
+    llm = engine(plan, das | {"speculate": "always"}, max_model_len=context + 4 * plan.steps + 16, **sleeps)
     seconds = []
     for turn in range(SLEEPS):
-        step_seconds(llm, min(plan.batches), context, 1, vocabulary, rounds=1)
+        step_seconds(llm, min(plan.batches), context, plan.steps, SHAPES[plan.shape]["vocab_size"], rounds=1)
         if sleeps:
             llm.sleep(1 + turn % 2)
             llm.wake_up()
         llm.collective_rpc("das_rpc", args=("refresh", {"version": turn + 1}))
         stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
         seconds.append(stats["requantise_s"])
-    return {
-        "rows": rows,
-        "requantise_s": max(seconds),
-        "error": stats["error"],
-        "drafter_bytes": stats["drafter_bytes"],
-    }
-
-
-def _pass_seconds(llm: Any, source: Any, batch: int, context: int, steps: int, vocabulary: int) -> float:
-    from vllm import SamplingParams
-
-    from das_adapter.core.latency import StepTimes
-
-    source.drafts.passes = StepTimes(kinds=1)
-    params = SamplingParams(temperature=1.0, max_tokens=steps, ignore_eos=True, detokenize=False, seed=1)
-    llm.generate(prompts(batch, context, vocabulary), params, use_tqdm=False)
-    model = source.drafts.passes.fit()
-    assert model is not None
-    return float(model.step(batch, batch, False))
+    about = {name: stats[name] for name in ("error", "drafter_bytes", "draft_tokens")}
+    return {"requantise_s": max(seconds), **about}

@@ -301,8 +301,3 @@ def kv_tokens(llm: Any) -> int:
     """Return the tokens of the KV cache that an engine has room for: what its CUDA graphs take is not there."""
     cache = llm.llm_engine.vllm_config.cache_config
     return int(cache.num_gpu_blocks or 0) * int(cache.block_size)
-
-
-def runner_of(llm: Any) -> Any:
-    """Return the model runner of an engine whose worker is in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
-    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner

@@ -17,7 +17,7 @@ missed or cut short and no part failed. Parts and their minutes on an H100, esti
     gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
     replay   4.5  recorded rollouts through real forward passes, with and without drafts
     lossless 2    equal tokens behind long prompts
-    copy     2.5  the policy copy's CUDA graphs, quantising it, sleep
+    copy     2    quantising the policy, and its copy after sleep
 
 The first two need no vLLM, but PyTorch, Triton and NumPy alone. A wheel has no references: what compares with them runs
 from the source.
