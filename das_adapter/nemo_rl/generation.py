@@ -19,7 +19,6 @@ from das_adapter.core.length import Expected
 from das_adapter.nemo_rl import settings
 from das_adapter.nemo_rl.checkpoint import save_history
 from das_adapter.nemo_rl.settings import LABELS, media_of
-from das_adapter.nemo_rl.tracking import log_exposed_generation
 from das_adapter.protocol.label import Labeller
 from das_adapter.protocol.metrics import figures
 from das_adapter.service import ledger
@@ -43,7 +42,6 @@ class DasVllmGeneration(VllmGeneration):
     def __init__(self, cluster: Any, config: Any, *args: Any, **kwargs: Any):
         self.das = settings.check(config)
         if self.das is not None:
-            log_exposed_generation.apply()
             ledger.ledger()
             self._labeller = Labeller(self.das.verify.seed, resumed=config.get(settings.STEP, 0))
             self._validating = False
@@ -59,11 +57,9 @@ class DasVllmGeneration(VllmGeneration):
         live.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Arrive in another process, such as NeMo-RL's single controller, which writes checkpoints and logs itself."""
+        """Arrive in another process, such as NeMo-RL's single controller, which writes checkpoints itself."""
         self.__dict__.update(state)
         save_history.apply()
-        if self.das is not None:
-            log_exposed_generation.apply()
 
     def generate(self, data: BatchedDataDict[Any], greedy: bool = False) -> BatchedDataDict[Any]:
         """Generate a batch; the result's rows are in the batch's order, whatever order they were generated in."""

@@ -237,37 +237,6 @@ def test_an_engine_with_a_loop_of_its_own_is_called_on_it(ray_here: None, monkey
     assert [call[1] for call in engine.calls if call[0] == "das_rpc"] == ["hello", "refresh", "stats"]
 
 
-@pytest.mark.parametrize(
-    ("timings", "waited"),
-    [
-        ({"generation": 2.5, "total_step_time": 4.0}, 2.5),
-        ({"exposed_generation": 0.5, "total_step_time": 4.0}, 0.5),
-        ({"total_step_time": 4.0}, None),
-    ],
-)
-def test_the_wait_for_rollouts_is_logged_before_the_step_ends(
-    timings: dict[str, float], waited: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from nemo_rl.utils.logger import Logger
-
-    from das_adapter.nemo_rl.tracking import log_exposed_generation
-
-    class Backend:
-        def log_metrics(self, metrics: Any, step: int, prefix: str, step_metric: Any, step_finished: bool) -> None:
-            logged.append((metrics, step, prefix, step_finished))
-
-    monkeypatch.setattr(Logger, "log_metrics", Logger.log_metrics)  # put back afterwards
-    log_exposed_generation.apply()
-    logged: list[Any] = []
-    logger = Logger.__new__(Logger)
-    logger.loggers, logger.gpu_monitor = [Backend()], None
-    logger.log_metrics({"reward": 1.0}, 3, prefix="train")
-    logger.log_metrics(timings, step=3, prefix="timing/train", step_finished=True)
-    *ours, last = logged[1:]
-    assert last == (timings, 3, "timing/train", True)
-    assert ours == ([] if waited is None else [({"das/exposed_generation_s": waited}, 3, "train", False)])
-
-
 def test_what_nemo_rls_tensorboard_logger_writes_can_be_compared(tmp_path: Path) -> None:
     from nemo_rl.utils.logger import TensorboardLogger
 

@@ -39,18 +39,9 @@ def test_the_figures_join_every_pipelines_log_of_training_and_no_other(
         ray.shutdown()
     logged = [json.loads(line)["data"] for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [row.get("das/tokens_per_forward") for row in logged] == [3.0, 3.0, 3.0, None, None]
-    assert [row.get("das/exposed_generation_s") for row in logged] == [2.0, None, None, None, None]
     assert logged[3] == VALIDATION
     read = run_logs.read(tmp_path / "log.jsonl")
     assert read.exact and read.steps[3]["das/token_hash"] == 1.0 and read.steps[3]["critic/score/mean"] == 0.5
-
-
-def test_exposed_generation_is_the_time_in_which_training_waits() -> None:
-    assert tracking.exposed_generation({"timing_s/gen": 2.0, "timing_s/step": 5.0}) == {"das/exposed_generation_s": 2.0}
-    assert tracking.exposed_generation({"timing_s/gen": 2.0, "timing_s/switch_wait": 1.5}) == {
-        "das/exposed_generation_s": 3.5
-    }
-    assert tracking.exposed_generation(ONE_STEP_OFF) == {}
 
 
 @pytest.mark.parametrize(
