@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -62,7 +61,7 @@ def install(found: dict[str, Path], source: str | None, progress: Callable[[str]
     where it is missing.
 
     Args:
-        source: a wheel, a checkout, or what else pip takes; None: from where the das-adapter that runs here came.
+        source: a wheel, a checkout, or what else uv takes; None: from where the das-adapter that runs here came.
 
     Raises:
         DasError: the source is gone, or no wheel can be built of it.
@@ -73,7 +72,7 @@ def install(found: dict[str, Path], source: str | None, progress: Callable[[str]
             progress(name)
             try:
                 _remove(python)
-                _pip(python, "install", wanted)
+                _run("uv", "pip", "install", "--python", str(python), wanted)
                 yield Outcome(name, "installed", _run(str(python), "-I", "-c", _VERSION))
             except DasError as error:
                 yield Outcome(name, "failed", str(error))
@@ -94,7 +93,7 @@ def _remove(python: Path) -> str:
     """Uninstall das-adapter; return the version that was there, if any."""
     there = [*python.parents[1].glob("lib*/python*/site-packages/das_adapter-*.dist-info")]
     if there:
-        _pip(python, "uninstall", "das-adapter")
+        _run("uv", "pip", "uninstall", "--python", str(python), "das-adapter")
     return there[0].name.split("-")[1].removesuffix(".dist") if there else ""
 
 
@@ -106,29 +105,20 @@ def _own_source() -> str:
 
 
 def _wheel(source: str, folder: str) -> str:
-    """Return what pip is given; of a checkout it is a wheel, built once."""
+    """Return what uv is given; of a checkout it is a wheel, built once."""
     path = Path(source)
     if path.is_absolute() and not path.exists():
         raise DasError(f"install nemo-rl: {source!r} is gone: name a wheel or a checkout by --from")
     if not path.is_dir():
         return source
-    uv, pip = shutil.which("uv"), (sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir")
-    _run(*((uv, "build", "--wheel", "--out-dir") if uv else pip), folder, source)
+    _run("uv", "build", "--wheel", "--out-dir", folder, source)
     return str(next(Path(folder).glob("das_adapter-*.whl")))
-
-
-def _pip(python: Path, command: str, what: str) -> None:
-    """Install or uninstall by uv, where it is there, else by this environment's pip: those of NeMo-RL have none."""
-    if uv := shutil.which("uv"):
-        _run(uv, "pip", command, "--python", str(python), what)
-    else:
-        sure = ("--yes",) if command == "uninstall" else ()
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(python))
-        _run(*pip, command, *sure, what)
 
 
 def _run(*command: str) -> str:
     """Run a command; return what it said. DasError: it failed."""
+    if not shutil.which(command[0]):
+        raise DasError(f"install nemo-rl: found no {command[0]}, which NeMo-RL needs as well")
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = f"{done.stdout}{done.stderr}".strip().splitlines()

@@ -1,4 +1,4 @@
-"""`das-adapter install nemo-rl`: real environments under NeMo-RL's names, a real wheel, real pip.
+"""`das-adapter install nemo-rl`: real environments under NeMo-RL's names, a real wheel, real uv.
 
 The wheel holds two small modules in the place of the package; tests/wheel installs the whole one.
 """
@@ -9,9 +9,11 @@ import base64
 import hashlib
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 import venv
 import zipfile
 from pathlib import Path
@@ -50,8 +52,9 @@ def wheel(folder: Path, version: str, native: str = "") -> Path:
 
 
 @pytest.fixture
-def venvs(tmp_path: Path) -> Path:
+def venvs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Environments as `uv venv` makes them, without pip: a worker's, the collector's, and one that needs nothing."""
+    monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))  # with uv
     for name in (WORKER, COLLECTOR, OTHER):
         venv.create(tmp_path / "venvs" / name, with_pip=False)
     (tmp_path / "venvs" / "notes").mkdir()
