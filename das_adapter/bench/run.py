@@ -12,7 +12,7 @@ provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure i
 high, `cut short` where those measured are good and others are missing, and `not run`. The exit code is 0 if none was
 missed or cut short and no part failed. Parts and their minutes on an H100, estimated, for all of their shapes:
 
-    kernel   0.5  the sampling kernel against its definition, its draws' distribution, and its time
+    kernel   0.5  the sampling kernel against its definition, and its time
     index    1    the history's kernels (V2 runner) against their reference, and their time
     gate     9    undrafted steps beside stock vLLM's, start-up and KV cache
     replay   4.5  recorded rollouts through real forward passes, with and without drafts

@@ -34,7 +34,7 @@ def kernel(plan: Plan) -> dict[str, Any]:
         if stock is not None:
             rows[str(count)]["stock_us"] = microseconds(lambda x=logits: stock(x, {}, None, None))
         del logits
-    return {"chi_square_p": chi_square_p(device), "rows": rows}
+    return {"rows": rows}
 
 
 def _logits(count: int, vocabulary: int, device: str) -> torch.Tensor:
@@ -64,20 +64,7 @@ BARS = (
         1.0,
         lambda f: every(f["rows"].values(), lambda r: r["keyed_us"] / r["stock_us"]),
     ),
-    Bar("1e-4 over the p-value of the draws", 1, lambda f: 1e-4 / max(f["chi_square_p"], 1e-12)),
 )
-
-
-def chi_square_p(device: str, draws: int = 120_000) -> float:
-    """Return how probable draws are that are as far from the softmax as those of the kernel (chi-square)."""
-    from das_adapter.engine.v1.keyed_sample import Keys, keyed_sample
-
-    logits = torch.randn(16, generator=torch.Generator().manual_seed(3)) * 1.5
-    positions = torch.arange(draws, device=device)
-    tokens = keyed_sample(logits.to(device).repeat(draws, 1), Keys(torch.zeros_like(positions), positions))
-    expected = draws * logits.double().softmax(0)
-    statistic = ((torch.bincount(tokens.cpu(), minlength=16) - expected) ** 2 / expected).sum()
-    return float(torch.special.gammaincc(torch.tensor(15 / 2, dtype=torch.float64), statistic / 2))
 
 
 def _wrong(logits: torch.Tensor, keys: Any, drawn: torch.Tensor) -> Found:

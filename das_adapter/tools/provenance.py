@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from das_adapter.tools.machine import hardware
 
 ENGINE = ("das_adapter/core", "das_adapter/engine", "csrc")
 """What the figures of an engine depend on."""
@@ -52,7 +53,7 @@ def provenance(measures: Sequence[str] = ENGINE) -> dict[str, Any]:
             cwd=Path(__file__).parents[2],
         ).stdout.strip(),
         "measures": [*measures],
-        "hardware": hardware(),
+        "hardware": _hardware(),
     }
 
 
@@ -61,6 +62,16 @@ def _arguments() -> list[str]:
     at = sys.argv.index("--out") if "--out" in sys.argv else len(sys.argv)
     words = [*sys.argv[:at], *sys.argv[at + 2 :]]
     return [Path(word).name if Path(word).is_absolute() else word for word in words]
+
+
+def _hardware() -> dict[str, Any]:
+    """Return processor, cores, GPU (None: torch sees none) and system."""
+    import torch
+
+    name = re.search("model name\\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    cpu = name[1] if name else platform.processor()
+    return {"cpu": cpu, "cores": os.cpu_count(), "gpu": gpu, "system": platform.platform()}
 
 
 def _version(name: str) -> str | None:

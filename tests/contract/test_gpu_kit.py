@@ -264,7 +264,7 @@ def test_without_the_source_what_compares_with_references_is_not_run(
     pytest.importorskip("torch")
     found = {"state": "done"} | sampling.kernel(replace(TINY, rows=(1, 5)))
     verdicts = [bar.verdict(found)["verdict"] for bar in run.known()["kernel"][0]]
-    assert verdicts[0] == "not run" and verdicts[2] == "kept"
+    assert verdicts[0] == "not run"
 
 
 def test_traces_are_read_with_what_earlier_steps_wrote(tmp_path: Path) -> None:
