@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -17,17 +18,25 @@ CLEAN = {"PATH": os.environ.get("PATH", os.defpath)}
 
 
 def run(name: str, sanitizers: list[str], rounds: int, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Compile a program of tests/native, and run it; the test is skipped without the compiler's sanitizers."""
+    """Compile a program of tests/native where one of its files has changed, and run it; the test is skipped without the
+    compiler's sanitizers."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if not compiler:
         pytest.skip("no C++ compiler")
-    flags, program = ["-std=c++17", "-pthread", *sanitizers], folder / name
+    flags, probe = ["-std=c++17", "-pthread", *sanitizers], folder / "probe"
     (folder / "probe.cpp").write_text("int main() {}\n")
-    probe = [[compiler, *flags, folder / "probe.cpp", "-o", program], [program]]
-    if any(subprocess.run(command, capture_output=True, check=False, env=CLEAN).returncode for command in probe):
+    commands = [[compiler, *flags, folder / "probe.cpp", "-o", probe], [probe]]
+    if any(subprocess.run(command, capture_output=True, check=False, env=CLEAN).returncode for command in commands):
         pytest.skip(f"{compiler} has no {sanitizers}")
     sources = [ROOT / "tests" / "native" / f"{name}.cpp", ROOT / "csrc" / "suffix_index.cpp"]
-    subprocess.run([compiler, *flags, f"-I{ROOT / 'csrc'}", *sources, "-o", program], check=True)
+    read = b"".join(path.read_bytes() for path in [*sources, *sorted((ROOT / "csrc").glob("*.hpp"))])
+    version = subprocess.check_output([compiler, "--version"], env=CLEAN)
+    digest = hashlib.sha256(read + version + repr(flags).encode()).hexdigest()
+    program = ROOT / "build" / "native" / f"{name}-{digest[:16]}"
+    if not program.exists():
+        program.parent.mkdir(parents=True, exist_ok=True)
+        subprocess.run([compiler, *flags, f"-I{ROOT / 'csrc'}", *sources, "-o", folder / name], check=True)
+        shutil.move(folder / name, program)
     return subprocess.run([program, str(rounds)], capture_output=True, text=True, check=False, env=CLEAN)
 
 
