@@ -34,7 +34,7 @@ COMMANDS = {
     " history+self ngram draft_model eagle3 history+eagle3 --cells 256/1 256/8 256/64 1700/1 1700/8 --out OUT",
     "epochs.json": "examples/verl/demo.py --problems 100 --batch 4 --epochs 3 --out FOLDER",
     "history.json": "benchmarks/history.py --traces TRACES --tokens 120000 --out OUT",
-    "index.json": "benchmarks/index.py --traces TRACES --against arctic --every 16 --out OUT",
+    "index.json": "benchmarks/index.py --traces TRACES --every 16 --out OUT",
     "long_responses.json": f"{_DRAFTERS} --arms off history --cells 256/16 --repeats 1 --forced"
     " --lengths 6.6 1.32 --tokens 8192 --out OUT",
     "noise_acceptance.json": "benchmarks/noise_acceptance.py --drafters runs/drafters --out OUT",

@@ -1,6 +1,6 @@
-"""What the suffix index costs and what it drafts, beside other drafters in the same run.
+"""What the suffix index costs and what it drafts, beside ArcticInference's in the same run.
 
-python benchmarks/index.py --traces DIR --against arctic --against plain --against ceiling --out FILE.json
+python benchmarks/index.py --traces DIR --out FILE.json
 """
 
 from __future__ import annotations
@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from index_drafters import ENGINES, Ceiling, Engine, Ours
-from index_workload import SETTINGS, Group, batches, groups, synthetic
+from index_drafters import ENGINES, Arctic, Engine, Ours
+from index_workload import SETTINGS, Group, batches, groups
 from provenance import provenance, save
 
 from das_adapter.core.index import SuffixIndex
@@ -32,7 +32,7 @@ def accepted(engine: Engine, found: Sequence[Group], setting: str, budget: int, 
     """Write each group's target again, and count the draft tokens that are right.
 
     Args:
-        setting: what it drafts from besides its own text and prompt: nothing (`own`), siblings that are as long as it
+        setting: what it drafts from besides its own text and prompt: siblings that are as long as it
             is now (`growing`) or `finished`, and rollouts of the same prompt by `earlier` policies.
         at_once: groups written together.
 
@@ -54,9 +54,6 @@ def accepted(engine: Engine, found: Sequence[Group], setting: str, budget: int, 
             for g in batch
         ]
         at = dict.fromkeys((h for _, h, _ in live), 0)
-        if isinstance(engine, Ceiling):
-            for g, handle, _ in live:
-                engine.reveal(handle, g.target)
         while live:
             drafts = engine.draft([h for _, h, _ in live], budget)
             handles, grown = [], []
@@ -198,85 +195,44 @@ def resident() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run(
-    work: dict[str, list[Rollout]], against: Iterable[str], budget: int, every: int, settings: Sequence[str], log: Log
-) -> dict[str, Any]:
-    """Measure all drafters on all work; one that is not installed is named in `skipped`, with the reason.
+def run(work: dict[str, list[Rollout]], every: int, log: Log) -> dict[str, Any]:
+    """Measure both drafters on all work; one that is not installed is named in `skipped`, with the reason.
 
-    Costs are those of the drafters' default settings; for accepted tokens ours and the plain one draft up to `budget`.
+    Costs are those of the drafters' default settings; for accepted tokens both draft up to 8.
     """
-    names, skipped = ["ours"], {}
-    for name in against:
-        try:
-            ENGINES[name]()
-            names.append(name)
-        except DasError as error:
-            skipped[name] = str(error)
-            log(f"skipped {error}")
+    names, skipped = list(ENGINES), {}
+    try:
+        Arctic()
+    except DasError as error:
+        names.remove("arctic")
+        skipped["arctic"] = str(error)
+        log(f"skipped {error}")
     result: dict[str, Any] = {"provenance": provenance(), "skipped": skipped, "mapping": mapping(), "work": {}}
     log(f"mapping: {result['mapping']}")
     for title, rollouts in work.items():
         found = groups(rollouts)[::every]
         entry: dict[str, Any] = {"groups": len(found), "cost": {}, "accepted": {}}
         for name in names:
-            if name not in ("plain", "ceiling"):
-                entry["cost"][name] = cost(Ours(min_chance=0.15) if name == "ours" else ENGINES[name](), rollouts)
-                log(f"{title} cost {name}: {entry['cost'][name]}")
-        for setting in settings:
+            entry["cost"][name] = cost(Ours(min_chance=0.15) if name == "ours" else ENGINES[name](), rollouts)
+            log(f"{title} cost {name}: {entry['cost'][name]}")
+        for setting in SETTINGS:
             chosen = [g for g in found if g.earlier] if setting.startswith("earlier") else found
             if not chosen:
                 continue
-            entry["accepted"][setting] = {n: accepted(ENGINES[n](), chosen, setting, budget) for n in names}
-            ours = entry["accepted"][setting]["ours"]["accepted"]
+            entry["accepted"][setting] = {n: accepted(ENGINES[n](), chosen, setting, 8) for n in names}
             for name, figures in entry["accepted"][setting].items():
-                ratio = f", ours {ours / figures['accepted']:.2f} x" if name != "ours" and figures["accepted"] else ""
-                log(f"{title} {setting} {name}: {figures['accepted']:.3f} accepted per round{ratio}")
+                log(f"{title} {setting} {name}: {figures['accepted']:.3f} accepted per round")
         result["work"][title] = entry
     return result
 
 
 @click.command()
-@click.option(
-    "--traces",
-    type=click.Path(exists=True, path_type=Path),
-    multiple=True,
-    help="Recorded rollouts, or a directory of .npz of them. Default: made-up ones.",
-)
-@click.option("--tokenizer", help="Tokenizer of --traces that hold text.")
-@click.option(
-    "--against",
-    type=click.Choice(["arctic", "plain", "ceiling"]),
-    multiple=True,
-    help="Also measure this drafter, in the same run.",
-)
-@click.option("--budget", default=8, show_default=True, help="Most draft tokens of a request in a round.")
+@click.option("--traces", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of .npz.")
 @click.option("--every", default=1, show_default=True, help="Take every n-th group only.")
-@click.option(
-    "--setting",
-    "settings",
-    multiple=True,
-    type=click.Choice(SETTINGS),
-    help="What is drafted from. Default: all but own.",
-)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def main(
-    traces: tuple[Path, ...],
-    tokenizer: str | None,
-    against: tuple[str, ...],
-    budget: int,
-    every: int,
-    settings: tuple[str, ...],
-    out: Path,
-) -> None:
+def main(traces: Path, every: int, out: Path) -> None:
     """Measure the suffix index: insert, seal, memory, draft time, mapping, accepted tokens."""
-    files = [file for path in traces for file in (sorted(path.glob("*.npz")) or [path] if path.is_dir() else [path])]
-    try:
-        work = {file.stem: dumps.read(file, tokenizer) for file in files}
-    except DasError as error:
-        raise click.ClickException(str(error)) from None
-    work = work or {"synthetic": synthetic(problems=64, samples=16, mean_tokens=2000)}
-    figures = run(work, against, budget, every, settings or SETTINGS[1:], click.echo)
-    save(out, figures)
+    save(out, run({file.stem: dumps.read(file) for file in sorted(traces.glob("*.npz"))}, every, click.echo))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import numpy as np
 from das_adapter.core.index.values import Int32
 from das_adapter.sim.rollouts import Rollout
 
-SETTINGS = ("own", "growing", "finished", "earlier+growing", "earlier+finished")
+SETTINGS = ("growing", "finished", "earlier+growing", "earlier+finished")
 
 
 @dataclass(eq=False)
