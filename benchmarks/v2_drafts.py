@@ -113,9 +113,8 @@ class FirstRound(Ours):
 @click.option("--traces", type=click.Path(exists=True, path_type=Path), required=True, help="Directory of .npz.")
 @click.option("--groups", "most", default=64, show_default=True, help="Groups of each file, drawn at random.")
 @click.option("--longest", default=4096, show_default=True, help="Leave longer responses out.")
-@click.option("--setting", "settings", multiple=True, type=click.Choice(SETTINGS), help="What is drafted from.")
 @click.option("--out", type=click.Path(path_type=Path), help="Write the figures here, and as a table beside it.")
-def main(traces: Path, most: int, longest: int, settings: tuple[str, ...], out: Path | None) -> None:
+def main(traces: Path, most: int, longest: int, out: Path | None) -> None:
     """Compare accepted draft tokens per round."""
     work: dict[str, Any] = {}
     for file in sorted(traces.glob("*.npz")):
@@ -125,7 +124,7 @@ def main(traces: Path, most: int, longest: int, settings: tuple[str, ...], out: 
         for g in chosen:
             g.siblings = [s[:longest] for s in g.siblings[:3]]
         room = max((len(g.prompt) for g in chosen), default=0) + longest + BUDGET + 1
-        for setting in settings or SETTINGS[1:]:
+        for setting in SETTINGS:
             some = [g for g in chosen if g.earlier] if setting.startswith("earlier") else chosen
             if not some:
                 continue
