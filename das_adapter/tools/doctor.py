@@ -15,7 +15,7 @@ from das_adapter import __version__, compat, patching
 from das_adapter.config import DasConfig
 from das_adapter.core.native import native
 from das_adapter.errors import UnsupportedHost
-from das_adapter.protocol.engine_args import DATA_PARALLEL, needs_v1
+from das_adapter.protocol.engine_args import needs_v1
 
 _DEVICE = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
@@ -88,17 +88,9 @@ def equality(gpu: str, environment: Mapping[str, str]) -> str:
 
 
 def runner() -> Finding:
-    """Say which of vLLM's model runners an engine gets, and why."""
-    model = next((why for name in ("mtp", "self") if (why := needs_v1(DasConfig(drafter=name)))), None)
-    older = f"where a model drafts ({model}) " if model else ""
-    v2 = (
-        "V2 for every das.drafter but 'ngram', where there are Triton and a device; V1 for that one, "
-        f"{older}and with data_parallel_size > 1 ({DATA_PARALLEL}). On V2 each request has its own number of draft "
-        "tokens from the history where attention is FlashAttention 3's or Triton's, or no full CUDA graphs are "
-        "captured; elsewhere, and where a model drafts, all requests of a step have equally many: the engine's log "
-        "says which"
-    )
+    """Say which of vLLM's model runners an engine gets with the default block, and why."""
     why = needs_v1(DasConfig())
+    v2 = "V2, where there are Triton and a device; `das-adapter config show` says what a block gets, and why"
     return Finding("model runner", "ok", f"V1: {why}" if why else v2)
 
 
