@@ -4,13 +4,13 @@
     das-adapter bench gate replay          # some parts, each at most 8 minutes for a shape
     das-adapter bench --minutes 4 gate     # less time
     das-adapter bench --shape 1.5b         # one shape; else `gate` takes 7b and 1.5b, others 7b
-    das-adapter bench replay --traces FILE.npz    # recorded rollouts: ids, offsets, problem
+    das-adapter bench replay --traces FILE        # recorded rollouts with token ids, as `das-adapter replay` reads
     das-adapter bench --shape tiny --out DIR      # on a CPU: only whether the parts work
 
 Policies have random weights in the shape of Qwen2.5. gpu_PART_SHAPE.json has what a part could measure, with its
-provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure is too
-high, `cut short` where those measured are good and others are missing, and `not run`. The exit code is 0 if none was
-missed or cut short and no part failed. Parts and their minutes on an H100, estimated, for all of their shapes:
+provenance. A bar is `kept` where all of its part ran, `MISSED` where a figure is too high, `cut short` where those
+measured are good and others are missing, and `not run`. The exit code is 0 if none was missed or cut short and no part
+failed. Parts and their minutes on an H100, estimated, for all of their shapes:
 
     kernel   0.5  the sampling kernel against its definition, and its time
     index    1    the history's kernels (V2 runner) against their reference, and their time
