@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -182,7 +183,7 @@ def test_a_part_that_fails_or_takes_too_long_loses_nothing(
 
     monkeypatch.setattr(gate, "gate", half_a_gate)
     monkeypatch.setattr(run, "has_vllm", lambda: True)
-    endings = [(os._exit, 3), (int, "no number"), (time.sleep, 600.0)]
+    endings = [(signal.raise_signal, signal.SIGKILL), (int, "no number"), (time.sleep, 600.0)]
     verdicts = ["cut short", "not run", *["cut short"] * 4]
     for ending, (state, why) in enumerate(
         (
