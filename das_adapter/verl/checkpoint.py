@@ -9,19 +9,32 @@ import functools
 import inspect
 import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from das_adapter.patching import patch
 from das_adapter.verl import settings, tracking
 from das_adapter.verl.ahead import Ahead
 
 logger = logging.getLogger("das_adapter")
 
 
-def after_load(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the loading of a checkpoint, at every start before the first weight sync, to choose the history, and let
-    the logger know of the run."""
+_FULLY_ASYNC = (
+    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.__ray_metadata__.modified_class"
+)
+"""The class inside a Ray actor."""
+
+
+@patch(
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._load_checkpoint",
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer._load_checkpoint",
+    f"{_FULLY_ASYNC}.load_checkpoint",
+    since="0.9.1",
+    optional=True,
+)
+def load_history(stock: Any) -> Any:
+    """Without it a resumed run starts cold, and the logger does not know of the block: a checkpoint is loaded at every
+    start, before the first weight sync. Remove this patch when veRL tells plug-ins that it loads a checkpoint."""
     if inspect.iscoroutinefunction(stock):
 
         @functools.wraps(stock)
@@ -41,8 +54,15 @@ def after_load(stock: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def after_save(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `_save_checkpoint` to save the history as well."""
+@patch(
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer._save_checkpoint",
+    f"{_FULLY_ASYNC}._save_checkpoint",
+    since="0.9.1",
+    optional=True,
+)
+def save_history(stock: Any) -> Any:
+    """Without it checkpoints have no history. Remove this patch when veRL tells plug-ins that it saves a checkpoint."""
 
     @functools.wraps(stock)
     def save(self: Any, *args: Any, **kwargs: Any) -> Any:

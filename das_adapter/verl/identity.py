@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.identity import prompt_identity, request_seed
+from das_adapter.patching import patch
 from das_adapter.protocol.label import Label
 from das_adapter.verl import ahead, settings
 
@@ -51,8 +51,16 @@ class Sample:
 _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
 
 
-def around_dispatch(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `AgentLoopManager.generate_sequences(self, prompts)`: name the rows of the batch."""
+@patch(
+    "verl.experimental.agent_loop.agent_loop:AgentLoopManager.generate_sequences",
+    "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences",
+    "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncAgentLoopManager.generate_sequences_single",
+    since="0.9.1",
+    needs="prompts",
+)
+def name_batches(stock: Any) -> Any:
+    """Without it rows of a step that have one prompt, and no index or equal ones, draw the same samples. Remove this
+    patch when veRL gives each row of a step a name that is the same in every run."""
 
     @functools.wraps(stock)
     def dispatch(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:
@@ -98,8 +106,14 @@ def name_rows(prompts: Any, last: tuple[Any, Counter[str]] | None = None) -> tup
     return step, named
 
 
-def around_agent_loop(stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Wrap `AgentLoopWorker._run_agent_loop(self, sampling_params, trajectory, *, agent_name, ...)`: set the sample."""
+@patch(
+    "verl.experimental.agent_loop.agent_loop:AgentLoopWorker._run_agent_loop",
+    since="0.9.1",
+    needs="sampling_params, trajectory",
+)
+def follow_samples(stock: Any) -> Any:
+    """Without it requests have no identity. Every agent loop, also the user's own, runs under that of its sample.
+    Remove this patch when veRL passes a sample's identity with its requests."""
 
     @functools.wraps(stock)
     async def run(self: Any, sampling_params: Any, trajectory: dict[str, Any], **kwargs: Any) -> Any:
@@ -125,27 +139,38 @@ def around_agent_loop(stock: Callable[..., Awaitable[Any]]) -> Callable[..., Awa
     return run
 
 
-async def around_generate(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrap `LLMServerClient.generate(request_id, *, prompt_ids, sampling_params, ...)`: label the request."""
-    if not hasattr(instance, "_das"):
-        instance._das = settings.of_run(instance.config)
-    sample = _current.get()
-    if instance._das is None or sample is None:
-        return await stock(*args, **kwargs)
-    prompt, media = kwargs["prompt_ids"], any(kwargs.get(name) for name in MEDIA)
-    own = label(instance._das, sample, prompt, media)
-    if sample.job is not None:
-        job, server = sample.job
-        if not media:
-            await job.write(server, sample.step, own, prompt, kwargs["sampling_params"])
-        raise ahead.Written
-    if own.start == len(prompt):
-        own = replace(own, ahead=ahead.texts.take(sample.step, own.seed))
-    params = own.put_into(kwargs["sampling_params"])
-    output = await stock(*args, **{**kwargs, "sampling_params": params})
-    if output.stop_reason not in ABORTED:
-        sample.start = len(prompt) + len(output.token_ids)
-    return output
+@patch(
+    "verl.workers.rollout.llm_server:LLMServerClient.generate",
+    since="0.9.1",
+    needs="request_id, prompt_ids, sampling_params",
+)
+def label_requests(stock: Any) -> Any:
+    """Without it the identity of a sample does not reach the engine. Remove this patch when veRL passes a sample's
+    identity with its requests."""
+
+    @functools.wraps(stock)
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, "_das"):
+            self._das = settings.of_run(self.config)
+        sample = _current.get()
+        if self._das is None or sample is None:
+            return await stock(self, *args, **kwargs)
+        prompt, media = kwargs["prompt_ids"], any(kwargs.get(name) for name in MEDIA)
+        own = label(self._das, sample, prompt, media)
+        if sample.job is not None:
+            job, server = sample.job
+            if not media:
+                await job.write(server, sample.step, own, prompt, kwargs["sampling_params"])
+            raise ahead.Written
+        if own.start == len(prompt):
+            own = replace(own, ahead=ahead.texts.take(sample.step, own.seed))
+        params = own.put_into(kwargs["sampling_params"])
+        output = await stock(self, *args, **{**kwargs, "sampling_params": params})
+        if output.stop_reason not in ABORTED:
+            sample.start = len(prompt) + len(output.token_ids)
+        return output
+
+    return generate
 
 
 def label(das: DasConfig, sample: Sample, prompt_ids: Any, media: bool = False) -> Label:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable
 from typing import Any
 
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
@@ -13,7 +12,6 @@ from das_adapter.core.length import Expected
 from das_adapter.core.routing import NO_SIBLINGS, Replicas, worth_of
 from das_adapter.protocol.label import Label
 from das_adapter.service import ledger
-from das_adapter.verl import settings
 
 
 class DasLoadBalancer(GlobalRequestLoadBalancer):
@@ -117,14 +115,3 @@ def balancer(das: DasConfig, rollout: Any) -> type[DasLoadBalancer]:
     """Return the balancer's class for a run: veRL itself makes the instance, in an actor, from the class alone."""
     settled = {"das": das, "group": rollout.n, "slots": rollout.max_num_seqs}
     return type(DasLoadBalancer.__name__, (DasLoadBalancer,), settled)
-
-
-def around_init_load_balancer(
-    stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Awaitable[None]:
-    """Wrap `LLMServerManager._init_global_load_balancer` to choose the balancer of `routing`."""
-    das = settings.of_rollout(instance.rollout_config)
-    if das is not None and das.routing != "host" and instance._load_balancer_cls is None:
-        instance._load_balancer_cls = balancer(das, instance.rollout_config)
-    result: Awaitable[None] = stock(*args, **kwargs)
-    return result

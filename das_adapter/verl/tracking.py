@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Any
+
+from das_adapter.patching import patch
 
 _followed = threading.Event()
 """Set where this process trains a run with an active block."""
@@ -16,16 +19,20 @@ def follow() -> None:
     _followed.set()
 
 
-def around_log(stock: Any, instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Wrap `Tracking.log(data, step, backend)` to add the step's figures to the trainer's."""
-    if not _followed.is_set():
-        return stock(*args, **kwargs)
-    from das_adapter.service import ledger
+@patch("verl.utils.tracking:Tracking.log", since="0.9.1", needs="data, step, backend")
+def log_figures(stock: Any) -> Any:
+    """Without it the trainer's logger does not get the rollouts' figures. Remove this patch when veRL lets plug-ins add
+    metrics to a step."""
 
-    given = {**dict(zip(("data", "step", "backend"), args, strict=False)), **kwargs}
-    data, step = given["data"], given["step"]
-    if any(key.startswith(("actor/", "critic/")) for key in data):  # of training, not of a validation or a sync
-        logged.clear()
-        logged.update(ledger.metrics(step))
-        given["data"] = {**data, **logged}
-    return stock(**given)
+    @functools.wraps(stock)
+    def log(self: Any, data: dict[str, Any], step: int, backend: Any = None) -> Any:
+        of_training = any(key.startswith(("actor/", "critic/")) for key in data)  # not of a validation or a sync
+        if _followed.is_set() and of_training:
+            from das_adapter.service import ledger
+
+            logged.clear()
+            logged.update(ledger.metrics(step))
+            data = {**data, **logged}
+        return stock(self, data=data, step=step, backend=backend)
+
+    return log

@@ -88,7 +88,9 @@ def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], Label]]]]]:
 
         trajectory = {"step": 1, "sample_index": 5, "rollout_n": number, "validate": False}
         prompt = [{"role": "user", "content": "17 a=5+3"}]
-        output = await identity.around_agent_loop(run)(None, {}, trajectory, session_id=number, raw_prompt=prompt)
+        output = await identity.follow_samples.replacement(run)(
+            None, {}, trajectory, session_id=number, raw_prompt=prompt
+        )
         return output, [(ids, Label.of(extra)) for ids, extra in await server.asked.remote()]
 
     yield [asyncio.run(sample(number)) for number in range(2)]
@@ -97,7 +99,7 @@ def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], Label]]]]]:
 
 def test_the_hooks_are_in() -> None:
     for dispatches in (AgentLoopManager.generate_sequences, AgentLoopManagerTQ.generate_sequences):
-        assert dispatches.__das_patch__ == "name_rows"
+        assert dispatches.__das_patch__ == "name_batches"
     assert hasattr(AgentLoopWorker._run_agent_loop, "__wrapped__")
     assert hasattr(LLMServerClient.generate, "__wrapped__")
 

@@ -394,23 +394,23 @@ def test_checkpoints_carry_the_history_and_old_ones_give_it_up(job: Cluster, tmp
         return self.global_steps
 
     for step in (2, 4):
-        checkpoint.after_save(save)(trainer(tmp_path, step))
+        checkpoint.save_history.replacement(save)(trainer(tmp_path, step))
     assert all((tmp_path / f"global_step_{step}" / saved.NAME / saved.INDEX).exists() for step in (2, 4))
     (tmp_path / "global_step_2" / "actor").rmdir()  # veRL keeps so many
-    checkpoint.after_save(save)(trainer(tmp_path, 6))
+    checkpoint.save_history.replacement(save)(trainer(tmp_path, 6))
     assert not (tmp_path / "global_step_2" / saved.NAME).exists()
     assert (tmp_path / "global_step_4" / saved.NAME).exists()
 
     try:
-        assert asyncio.run(checkpoint.after_load(load)(trainer(tmp_path, 6))) == 6
+        assert asyncio.run(checkpoint.load_history.replacement(load)(trainer(tmp_path, 6))) == 6
         assert ray.get(ledger().start.remote())[0] == str(tmp_path / "global_step_6" / saved.NAME)
         warm = str(tmp_path / "global_step_4" / saved.NAME)
-        checkpoint.after_load(lambda self: None)(trainer(tmp_path / "fresh", 0, load=warm))
+        checkpoint.load_history.replacement(lambda self: None)(trainer(tmp_path / "fresh", 0, load=warm))
         assert ray.get(ledger().start.remote())[0] == warm
     finally:
         ray.get(ledger().start_from.remote(None))
     with pytest.raises(DasError, match=r"custom.das.history.load: found no history in '/nowhere'"):
-        checkpoint.after_load(lambda self: None)(trainer(tmp_path, 0, load="/nowhere"))
+        checkpoint.load_history.replacement(lambda self: None)(trainer(tmp_path, 0, load="/nowhere"))
 
 
 SCRIPT = """

@@ -111,7 +111,7 @@ class Broken:
 def test_an_error_after_the_save_does_not_end_the_training(tmp_path: Path, caplog: Any) -> None:
     block = {"drafter": "history"}
     trainer = trainer_of(block, tmp_path, Broken())
-    assert verl.after_save(lambda self: "saved")(trainer) == "saved"
+    assert verl.save_history.replacement(lambda self: "saved")(trainer) == "saved"
     assert caplog.text.count("das: the history was not saved with the checkpoint") == 1
     assert "this tokenizer has no vocabulary" in caplog.text
 
@@ -131,6 +131,6 @@ def test_a_history_that_is_switched_off_is_neither_saved_nor_loaded(saved: Path,
     trainer = trainer_of(block, tmp_path, Broken())  # nobody asks for its vocabulary
     (tmp_path / "global_step_1").mkdir()
     saved.rename(tmp_path / "global_step_1" / checkpoint.NAME)
-    verl.after_save(lambda self: None)(trainer)
-    verl.after_load(lambda self: None)(trainer)
+    verl.save_history.replacement(lambda self: None)(trainer)
+    verl.load_history.replacement(lambda self: None)(trainer)
     assert "das:" not in caplog.text

@@ -33,16 +33,16 @@ def requests(
     """The sampling parameters that reach the server when an agent loop asks for one turn per prompt."""
     client, sent = SimpleNamespace(config=config), []
 
-    async def server(request_id: str, *, sampling_params: dict, **_: Any) -> SimpleNamespace:
+    async def server(self: Any, request_id: str, *, sampling_params: dict, **_: Any) -> SimpleNamespace:
         sent.append(sampling_params)
         return SimpleNamespace(token_ids=[7, 7], stop_reason=stops[len(sent) - 1] if stops else "completed")
 
     async def loop(*_: Any, **__: Any) -> None:
         for prompt in prompts:
             call = {"prompt_ids": prompt, "sampling_params": {"temperature": 1.0}, "image_data": images}
-            await identity.around_generate(server, client, ("id",), call)
+            await identity.label_requests.replacement(server)(client, "id", **call)
 
-    asyncio.run(identity.around_agent_loop(loop)(None, {}, trajectory, **kwargs))
+    asyncio.run(identity.follow_samples.replacement(loop)(None, {}, trajectory, **kwargs))
     return sent
 
 

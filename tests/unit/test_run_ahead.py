@@ -61,6 +61,10 @@ class Balancer:
         self.lent -= 1
 
 
+async def _server(*_: Any, **__: Any) -> None:
+    raise AssertionError("what is written ahead goes to a replica that was lent")
+
+
 class Worker:
     """The part of veRL's agent loop worker that is used; its agent loop asks once, and again for a next turn."""
 
@@ -80,17 +84,14 @@ class Worker:
             self.turns.append(1)
             call = {"prompt_ids": PROMPT, "sampling_params": dict(params), "image_data": self.images}
             try:
-                await identity.around_generate(self._server, self.llm_client, ("id",), call)
+                await identity.label_requests.replacement(_server)(self.llm_client, "id", **call)
             except Exception:  # an agent loop may catch whatever tools raise
                 raise AssertionError from None
 
     async def _agent_loop_postprocess(self, *_: Any) -> None:
         raise AssertionError("it would be trained on")
 
-    async def _server(self, *_: Any, **__: Any) -> None:
-        raise AssertionError("what is written ahead goes to a replica that was lent")
-
-    _run_agent_loop = identity.around_agent_loop(_stock)
+    _run_agent_loop = identity.follow_samples.replacement(_stock)
     das_write_ahead = ahead.add_writing(None)
 
 

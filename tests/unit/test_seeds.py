@@ -37,16 +37,16 @@ async def sampled(trajectory: dict[str, Any], **kwargs: Any) -> Label:
     """The label that reaches the server when veRL's worker runs an agent loop."""
     client, sent = SimpleNamespace(config=ON), []
 
-    async def server(request_id: str, *, sampling_params: dict[str, Any], **_: Any) -> SimpleNamespace:
+    async def server(self: Any, request_id: str, *, sampling_params: dict[str, Any], **_: Any) -> SimpleNamespace:
         sent.append(sampling_params)
         return SimpleNamespace(token_ids=[1], stop_reason="completed")
 
     async def loop(self: Any, params: Any, trajectory: Any, **passed: Any) -> None:
         assert identity.ROW not in passed, "an agent loop may take no arguments that it does not know"
         call = {"prompt_ids": PROMPT, "sampling_params": {}}
-        await identity.around_generate(server, client, ("id",), call)
+        await identity.label_requests.replacement(server)(client, "id", **call)
 
-    await identity.around_agent_loop(loop)(None, {}, trajectory, **kwargs)
+    await identity.follow_samples.replacement(loop)(None, {}, trajectory, **kwargs)
     return Label.of(sent[0]["extra_args"])
 
 
@@ -59,7 +59,7 @@ class Run:
         self.seeds: list[int] = []
         self.problems: set[int] = set()
 
-    @identity.around_dispatch
+    @identity.name_batches.replacement
     def generate_sequences(self, prompts: Any) -> None:
         for chunk in prompts.chunk(2 if len(prompts) > 1 else 1):
             asyncio.run(self._work(chunk))
