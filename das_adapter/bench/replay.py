@@ -56,7 +56,7 @@ def _of_stock(found: Found, arm: str) -> float:
 def _beyond_doubt(found: Found, arm: str) -> float:
     """Return the time of a rollout, of stock's, less twice the scatter of stock's own rollouts."""
     stock = found["arms"]["stock"]
-    one = stock["error"] * 3**0.5 / 1.2533  # standard deviation of one rollout
+    one = stock["scatter"] * 3**0.5 / 1.2533  # standard deviation of one rollout
     return _of_stock(found, arm) - 2.0 * float(one / stock["seconds"])
 
 
@@ -178,7 +178,7 @@ def _stock(plan: Plan, rollouts: Rollouts) -> dict[str, Any]:
     llm = engine(plan, None, max_model_len=_length(rollouts))
     rollout(llm, [(p, t[:8]) for p, t in rollouts])
     seconds = Measured.of([rollout(llm, rollouts)[0] for _ in range(3)])
-    return {"seconds": seconds.value, "error": seconds.error}
+    return {"seconds": seconds.value, "scatter": seconds.error}
 
 
 def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dict[str, Rollouts]) -> Found:
