@@ -183,12 +183,10 @@ class EngineController:
         self._tell()
         return answer
 
-    def visit(self, files: Sequence[str]) -> Refreshed:
+    def visit(self, files: Sequence[str]) -> None:
         """Take the history of problems that are at home on other nodes, see `HistorySource.visit`."""
-        if self.history is None:
-            return Refreshed()
-        self.history.visit(files)
-        return Refreshed(generation=self.history.index.generation, problems=self.history.index.problems)
+        if self.history is not None:
+            self.history.visit(files)
 
     def stats(self) -> EngineStats:
         """Return the figures of the controller, the account and the history since the last call."""

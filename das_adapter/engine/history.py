@@ -142,15 +142,12 @@ class HistorySource:
     def _map(self, history: Published) -> None:
         """Map what a service has published; if that fails, what is mapped stays."""
         try:
-            if not history.directory:
-                self.index = SuffixIndex()
-            elif history.directory != self._directory:
+            if history.directory != self._directory:
                 self.index.map(history.directory)
             self._directory = history.directory
-            if history.directory:
-                try:
-                    self.index.refresh(history.generation)
-                except FileNotFoundError:  # this engine is late: the generation is gone
-                    self.index.refresh()
+            try:
+                self.index.refresh(history.generation)
+            except FileNotFoundError:  # this engine is late: the generation is gone
+                self.index.refresh()
         except (OSError, IndexFileError) as error:
             logger.error("das: history: not mapped: %r; drafts come from generation %s", error, self.index.generation)

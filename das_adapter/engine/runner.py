@@ -96,11 +96,14 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
     if config.drafter == "none":
         return
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
-    refused = {f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1}
+    over = getattr(parallel, "prefill_context_parallel_size", 1)
+    refused = {
+        f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
+        # One rank of an engine has the history, and the ranks that share its prompts draft apart.
+        f"prefill_context_parallel_size={over}": over > 1 and not (config.neural and not config.uses_history),
+    }
     if config.copies_policy:
-        over = getattr(parallel, "prefill_context_parallel_size", 1)
         refused |= {
-            f"prefill_context_parallel_size={over}": over > 1,
             "a policy with recurrent state": model.is_hybrid,
             "LoRA adapters": vllm_config.lora_config is not None,
             "enable_eplb=True": parallel.enable_eplb,

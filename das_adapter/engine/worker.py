@@ -26,7 +26,7 @@ class WorkerState:
     """The state of one worker. `call` is reached from the host by `collective_rpc("das_rpc", (command, payload))`."""
 
     model_runner: int
-    """vLLM's: 1, where each tensor-parallel rank has the history, and all must have the same, or 2."""
+    """vLLM's: 1 or 2."""
 
     def __init__(self, runner: Any, config: DasConfig, drafter: Any):
         """`drafter`: what decides on the drafts, the runner's `Proposer` or `DraftLengths`; None: vLLM does, or another
@@ -91,10 +91,10 @@ class WorkerState:
             logger.error("das: %s", self.counters.alarm)
         return answer
 
-    def visit(self, files: list[str]) -> Refreshed:
+    def visit(self, files: list[str]) -> None:
         """Take the history of problems that are at home on other nodes."""
-        answer: Refreshed = Refreshed() if self._decides is None else self._decides.visit(files)
-        return answer
+        if self._decides is not None:
+            self._decides.visit(files)
 
     def own_stats(self) -> EngineStats:
         """Return the figures that one runner alone has."""

@@ -66,7 +66,6 @@ class Published(NamedTuple):
     """A history that a node's service has published."""
 
     directory: str
-    """Empty: none, the engine drafts without."""
     generation: int
 
 
@@ -100,9 +99,7 @@ class Refreshed(TypedDict, total=False):
     """The answer of one rank of an engine to a refresh."""
 
     generation: int
-    """Of the history that is mapped, 0: none. Missing where the rank drafts from no history."""
-    problems: int
-    """With history, those of other nodes included; in the answer to `visit`."""
+    """Of the history that is mapped, 0: none. Missing where another rank of the engine has the history."""
     error: str
     """What went wrong; the rank goes on without drafts."""
 

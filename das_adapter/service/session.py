@@ -20,7 +20,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.homes import homes
 from das_adapter.errors import UnsupportedHost
 from das_adapter.protocol.label import Label
-from das_adapter.protocol.messages import Published, Refresh, Refreshed, Trajectory, call_workers, responses
+from das_adapter.protocol.messages import Refresh, Trajectory, call_workers, responses
 from das_adapter.protocol.metrics import RolloutClock
 from das_adapter.protocol.spool import Gathered, later, put_batch, write
 from das_adapter.service import node
@@ -72,7 +72,7 @@ class Session:
         """Problems that began since the last weight sync."""
         self._directory = "/nowhere"
         """Of the node's history, once it is known."""
-        self._version = self._cursor = 0
+        self._cursor = 0
         self._here: Any = None
         """The history of this node; None: none is shared."""
         self._behind = 0
@@ -150,8 +150,7 @@ class Session:
         """Exchange histories after a weight sync: the engine's trajectories go out, what is published comes in.
 
         It takes `PATIENCE_S` at most. Where the history does not answer, and whatever else goes wrong, the engine
-        drafts from what it has; where its ranks have mapped different histories, and would draft apart, from none.
-        `report`: the figures of the step that ends are reported first.
+        drafts from what it has. `report`: the figures of the step that ends are reported first.
         """
         deadline = time.monotonic() + PATIENCE_S
 
@@ -164,11 +163,9 @@ class Session:
                 self.report(version, left())
             self._behind = 1
             message = self._message(version, lambda: left() / 2)  # the rest is the engine's
-            self._version = version
             engines = self._rpc("refresh", message.payload(), left())
             newest = message.history.generation if message.history else math.inf
             self._behind = sum(any(rank and rank.get("generation", newest) < newest for rank in e) for e in engines)
-            self._agree(engines, left())
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 
@@ -179,7 +176,7 @@ class Session:
         with self._lock:
             files, self._arrived = self._arrived, []
         try:
-            self._agree(self._rpc("visit", {"files": [str(file) for file in files]}, PATIENCE_S), PATIENCE_S)
+            self._rpc("visit", {"files": [str(file) for file in files]}, PATIENCE_S)
         except Exception as error:
             logger.warning("das: requests go on without the history of their problems: %r", error)
         for file in files:
@@ -208,15 +205,6 @@ class Session:
         with self._lock:
             self._asked.clear()
         return Refresh(version, history, lengths, draft_length=length)
-
-    def _agree(self, answers: Sequence[Sequence[Refreshed]], timeout: float) -> None:
-        """Let the ranks draft from no history where those of one engine would draft from different ones."""
-        drafting = [[rank for rank in ranks if rank and ("generation" in rank or "error" in rank)] for ranks in answers]
-        if any(len({(rank.get("generation"), rank.get("problems")) for rank in ranks}) > 1 for ranks in drafting):
-            logger.error(
-                "das: weight sync %s: the ranks of an engine see different histories: they draft without", self._version
-            )
-            self._rpc("refresh", Refresh(self._version, Published("", 0)).payload(), timeout)
 
     def _find(self) -> None:
         """Find the actors of the run, and start those again that are gone."""

@@ -226,7 +226,7 @@ class Engine:
         answers = {}
         if part.visit is not None:
             between.give(part.visit, texts)
-            answers["visited"] = self.rpc("visit", files=[part.visit])
+            self.rpc("visit", files=[part.visit])
         if part.refresh is not None:
             told = {} if self.job.standalone else between.handed_over(part, texts)
             answers["refreshed"] = self.rpc("refresh", **told)

@@ -184,23 +184,6 @@ def test_a_sync_reports_first_and_then_refreshes(job: Cluster) -> None:
     assert (figures["das/tokens_per_forward"], figures["das/rollout_s"]) == (7.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("answers", "agree"),
-    [
-        ([{"generation": 3}, {"generation": 3}], True),
-        ([{}, {}], True),
-        ([None, {}, {"generation": 3}], True),  # earlier stages of a pipeline draft nothing
-        ([{"generation": 3}, {"generation": 2}], False),
-        ([{"generation": 3}, {"error": "it failed"}], False),
-    ],
-)
-def test_ranks_that_map_different_histories_draft_without(job: Cluster, answers: Any, agree: bool) -> None:
-    engine = Engine(answers)
-    message = engine.sync(4)
-    assert len(engine.heard) == 1 + (not agree)
-    assert agree or message == Refresh(4, ("", 0))
-
-
 def test_an_engine_that_does_not_answer_costs_the_history_and_raises_nothing(job: Cluster, caplog: Any) -> None:
     engine = Engine(None)
     engine.session.sync(4, report=True)

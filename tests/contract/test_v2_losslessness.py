@@ -308,7 +308,6 @@ def test_a_nodes_history_is_drafted_from_and_that_of_other_nodes_when_it_comes(v
     guests = Round(unrecorded, visit=str(tmp_path / "guests"))
     own = replace(second, refresh=1, shared=str(tmp_path / "own"))
     result = lossless_v2(v2_engine, HISTORY, [guests, own, second])
-    assert result[0]["visited"] == [{"generation": 0, "problems": 4}]
     pace = [r["stats"]["tokens"] / r["stats"]["request_forwards"] for r in result[1:]]
     assert pace[1] > pace[0] > 1.7  # the same tokens are written again
     assert [r["stats"]["history_hits"] for r in result] == [0, 12, 12]

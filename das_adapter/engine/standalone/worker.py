@@ -17,15 +17,14 @@ memory."""
 
 
 class Standalone:
-    """One worker's part. All ranks of an engine see the same requests and weight updates; the first asks the history
-    and, where all draft, tells the others, so that all map the same."""
+    """One worker's part. All ranks of an engine see the same requests and weight updates; the first has the history."""
 
     def __init__(self, state: Any, directory: str):
         """`state`: the worker's `WorkerState`; `directory`: name of the history on this node."""
         from vllm.distributed import get_tp_group
 
         self._state = state
-        self._group = get_tp_group()
+        self._first = get_tp_group().rank_in_group == 0
         self._version = 0
         self._due = False
         """Whether the weights have changed since the last step."""
@@ -34,7 +33,7 @@ class Standalone:
         self._finished: list[Trajectory] = []
         self._live_tokens = 0
         self._shared: SharedHistory | None = None
-        if state.config.shares_history and self._group.rank_in_group == 0:
+        if state.config.shares_history and self._first:
             self._shared = SharedHistory(directory, state.config.history)
 
     def weights_changed(self) -> None:
@@ -58,7 +57,7 @@ class Standalone:
             if response is None or response.text is None:
                 continue
             self._live_tokens += len(response.text)
-            if not response.record or self._group.rank_in_group:
+            if not response.record or not self._first:
                 continue
             trajectory = Trajectory(response.problem, np.array(response.text, np.int32).tobytes(), self._version)
             if self._shared:
@@ -67,16 +66,10 @@ class Standalone:
                 self._finished.append(trajectory)
 
     def _message(self) -> Refresh:
-        """The first rank's message, which all ranks get that draft from the history."""
-        message = Refresh(self._version, None, b"") if self._state.model_runner == 2 else None
-        if self._group.rank_in_group == 0:
-            if self._shared:
-                history, lengths = self._shared.sync()
-            else:
-                history, lengths = None, responses(self._finished)
-                self._finished = []
-            message = Refresh(self._version, history, np.asarray(lengths, RESPONSE).tobytes())
-        if self._group.world_size > 1 and self._state.model_runner == 1:
-            message = self._group.broadcast_object(message, src=0)
-        assert message is not None
-        return message
+        """What a host would say."""
+        if self._shared:
+            history, lengths = self._shared.sync()
+        else:
+            history, lengths = None, responses(self._finished)
+            self._finished = []
+        return Refresh(self._version, history, np.asarray(lengths, RESPONSE).tobytes())

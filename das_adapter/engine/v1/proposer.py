@@ -189,18 +189,17 @@ class Proposer:
         self.settle()
         self.catch_up()
         self._close_gone()
-        withdrawn = message.history is not None and not message.history.directory
-        if self.engine.failed or withdrawn:  # they are opened again: who knows their state, or in another index
+        if self.engine.failed:  # they are opened again: who knows their state
             self._close(list(self.engine.live))
         answer, self._synced = self.engine.refresh(message), True
         if self.model_source:
             self.model_source.refresh(message.draft_length)
         return answer
 
-    def visit(self, files: Sequence[str]) -> Refreshed:
+    def visit(self, files: Sequence[str]) -> None:
         """As `EngineController.visit`."""
         self.settle()
-        return self.engine.visit(files)
+        self.engine.visit(files)
 
     def stats(self) -> EngineStats:
         """As `EngineController.stats`, with the figures of the model."""

@@ -158,11 +158,11 @@ class DraftLengths:
                 self.engine.drafts.agreed = message.draft_length
             return self.engine.refresh(message)
 
-    def visit(self, files: Sequence[str]) -> Refreshed:
+    def visit(self, files: Sequence[str]) -> None:
         """As `EngineController.visit`."""
         with self._lock:
             self._catch_up()
-            return self.engine.visit(files)
+            self.engine.visit(files)
 
     def stats(self) -> EngineStats:
         """As `EngineController.stats`, with what a model has drafted."""

@@ -190,12 +190,11 @@ class DeviceWorkerState(WorkerState):
             self.speculation.tokens = message.draft_length or self.config.model_tokens
         return answer
 
-    def visit(self, files: list[str]) -> Refreshed:
+    def visit(self, files: list[str]) -> None:
         """As `WorkerState.visit`; what arrived is brought to the device before the next steps."""
-        answer = super().visit(files)
+        super().visit(files)
         if self.index is not None:
             self.index.arena.look_again()
-        return answer
 
     def own_stats(self) -> EngineStats:
         """Return the figures of the device's memory and of the policy copy."""
