@@ -14,7 +14,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.account import State
 from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Decoded, HistoryDrafts, Search, StepPlan, TimedStep
+from das_adapter.core.steps import Decoded, TimedStep
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import before_the_first_step, captured_tokens
@@ -28,9 +28,9 @@ _NO_TOKENS = np.zeros(0, dtype=np.int32)
 
 
 class EngineController:
-    """The controller of one engine. A runner's drafter opens and closes requests, and after each decode step asks
-    whether anybody is to draft (`ask`), says what the step brought (`plan`, or `Controller.begin` and then `decide`),
-    and how long it took (`timed`). Nothing here knows a runner."""
+    """The controller of one engine. A runner's drafter opens and closes requests. After each decode step it asks
+    whether anybody is to draft (`Account.ask`), says what the step brought (`Controller.begin`), has the next step's
+    drafts decided on (`Controller.decide`), and says how long it took (`timed`). Nothing here knows a runner."""
 
     def __init__(
         self,
@@ -102,16 +102,6 @@ class EngineController:
 
     # A decode step
 
-    @property
-    def able(self) -> bool:
-        """Whether anybody may draft before the next weight sync."""
-        return not self.controller.account.stopped
-
-    def ask(self, requests: int, drafted: bool) -> bool:
-        """Decide at the end of a decode step of some requests, which has `drafted` or not, whether a drafter is asked
-        at all."""
-        return self.controller.account.ask(requests, drafted)
-
     def verified(self, decoded: Decoded) -> None:
         """Count the drafts from the history that a step has verified."""
         carried, by_model = decoded.carried, decoded.by_model
@@ -119,14 +109,6 @@ class EngineController:
             return
         looked_up = carried if by_model is None else np.where(by_model > 0, 0, carried)
         self.history.verified(decoded.slots, looked_up, np.minimum(decoded.got - 1, looked_up))
-
-    def decide(self, slots: np.ndarray, search: Search) -> StepPlan:
-        """As `Controller.decide`, with what the history has found."""
-        return self.controller.decide(slots, search, None if self.history is None else self.history.found())
-
-    def plan(self, decoded: Decoded, offers: HistoryDrafts) -> StepPlan:
-        """As `Controller.plan`."""
-        return self.controller.plan(decoded, None if self.history is None else offers)
 
     def timed(self, step: TimedStep, ended: float | None = None) -> None:
         """Take a decode step that has ended, in seconds since the epoch; None: now."""

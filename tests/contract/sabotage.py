@@ -14,8 +14,8 @@ from between_rounds import drafter_without_weights
 from steady_clock import Clock, slow_policy, taking
 
 from das_adapter.core import account, plain_time
+from das_adapter.core.account import Account
 from das_adapter.cpu import vllm_fixes
-from das_adapter.engine.controller import EngineController
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.v1 import decode_graphs, neural_drafts, verification
@@ -159,7 +159,7 @@ def both(*sabotage: Callable[[], None]) -> None:
 def any_length(kept_bytes: int) -> None:
     """Ask the model for arbitrary numbers of tokens: in a few steps for some requests, then for a while for none."""
     stock = Proposer.begin_drafts
-    EngineController.ask = lambda *_: True
+    Account.ask = lambda *_: True
 
     def propose(self: Any, sampled: list[list[int]], lengths: Any, tokens: Any) -> Any:
         drafts = stock(self, sampled, lengths, tokens)

@@ -52,13 +52,14 @@ class Engine:
         self.lengths.engine.controller.account.time.engine = known
         self.wanting, self.now, self._rollouts = False, 0.0, 0
         self.chosen = DraftTokens(0)
-        stock = self.lengths.engine.plan
+        controller = self.lengths.engine.controller
+        stock = controller.decide
 
-        def plan(*args: Any) -> Any:
+        def decide(*args: Any) -> Any:
             found = stock(*args)
             return StepPlan(np.full(len(found.history), DRAFTED * self.wanting), found.model)
 
-        self.lengths.engine.plan = plan
+        controller.decide = decide  # type: ignore[method-assign]
 
     def rollout(self, steps: int, drafted_s: float, silent_steps: int = 0, end: int = 4000) -> list[bool]:
         """Return which steps carried drafts; none is wanted in the first few. `end`: length at which requests stop."""
@@ -124,12 +125,13 @@ def test_requests_that_end_with_the_last_step_are_logged_before_the_weight_sync(
 
 def test_requests_come_and_go_while_the_drafter_has_failed(tmp_path: Path) -> None:
     engine = Engine(log_dir=str(tmp_path))
-    stock, engine.lengths.engine.plan = engine.lengths.engine.plan, None
+    controller: Any = engine.lengths.engine.controller
+    stock, controller.decide = controller.decide, None
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 20)
     assert "NoneType" in engine.lengths.engine.counters.error
     engine.rollout(20, drafted_s=PLAIN_S, end=8 + 40)
     engine.sync()
-    engine.lengths.engine.plan = stock
+    controller.decide = stock
     assert set(engine.lengths.engine.live) == {f"{req_id} of 2" for req_id in IDS}
     engine.rollout(20, drafted_s=PLAIN_S, silent_steps=20, end=8 + 20)
     engine.sync()

@@ -130,7 +130,7 @@ class Proposer:
             self.model_tokens = np.zeros(len(sampled_token_ids), dtype=np.int64)
             self.model_source.drawn_with = {}
         drafts: list[list[int]] | None = None
-        if self.engine.able:
+        if not self.engine.controller.account.stopped:
             try:
                 drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
                 self.engine.stop_if_collapsed()
@@ -150,12 +150,13 @@ class Proposer:
         drafts: list[list[int]] = [[] for _ in sampled]
         if not self.leads:
             return drafts
-        if not self.engine.ask(len(sampled), self.carried is not None):
+        controller = self.engine.controller
+        if not controller.account.ask(len(sampled), self.carried is not None):
             self.carried = None
             self.timer.unasked(len(sampled), int(lengths[: len(sampled)].sum()))
             return drafts
         decoded, rows = self._decoded(sampled, lengths, tokens)
-        search = self.engine.controller.begin(decoded)
+        search = controller.begin(decoded)
         if search is None:
             return drafts
         slots = decoded.slots
@@ -217,7 +218,7 @@ class Proposer:
         rests = account.idle or account.model_rests is not None  # it need not even follow the policy
         begin, passes = time.perf_counter(), source.passes
         try:
-            source.draft(self.model_tokens, lengths, tokens, drafts, self.engine.able and not rests)
+            source.draft(self.model_tokens, lengths, tokens, drafts, not (account.stopped or rests))
         except Exception as error:
             self.engine.fail(error)
             return [[] for _ in drafts]
@@ -227,9 +228,10 @@ class Proposer:
         return drafts
 
     def _decide(self, rows: np.ndarray, slots: np.ndarray, search: Search, drafts: list[list[int]]) -> None:
-        plan = self.engine.decide(slots, search)
-        if self.engine.history:
-            self.engine.history.take(rows, plan.history, drafts)
+        history = self.engine.history
+        plan = self.engine.controller.decide(slots, search, None if history is None else history.found())
+        if history:
+            history.take(rows, plan.history, drafts)
         if self.model_source:
             self.model_tokens[rows] = plan.model
 

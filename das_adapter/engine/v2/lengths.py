@@ -12,7 +12,7 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Chances, Decoded, Ints, TimedStep
+from das_adapter.core.steps import Decoded, TimedStep
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.live import LiveTexts, Rows
@@ -140,10 +140,11 @@ class DraftLengths:
             self._time(step, rows, decoded, now, since)
             self._last = now
             self.engine.stop_if_collapsed()
-            if self.engine.ask(len(decoded.slots), decoded.carried is not None):
+            controller = self.engine.controller
+            if controller.account.ask(len(decoded.slots), decoded.carried is not None):
                 return self._choose(step, rows, decoded)
-            self.engine.controller.skipped(decoded.slots, decoded.got)
-            return DraftTokens(0, looks=self.engine.controller.account.asks_in(LATE, len(decoded.slots)))
+            controller.skipped(decoded.slots, decoded.got)
+            return DraftTokens(0, looks=controller.account.asks_in(LATE, len(decoded.slots)))
         except Exception as error:
             self.engine.fail(error)
         return DraftTokens(0, looks=False)
@@ -200,13 +201,11 @@ class DraftLengths:
         return rows, Decoded(slots, got, carriers, by_model, self._live.room(slots), context=context)
 
     def _choose(self, step: Step, rows: Rows, decoded: Decoded) -> DraftTokens:
-        most = np.zeros(len(rows.slots), dtype=np.int64)
-
-        def found(limits: Ints, floor: float) -> tuple[Chances, Ints]:
-            most[:] = limits
-            return self._live.found(rows.slots, limits, floor)
-
-        plan, controller = self.engine.plan(decoded, found), self.engine.controller
+        controller, found, most = self.engine.controller, None, np.zeros(len(rows.slots), dtype=np.int64)
+        search = controller.begin(decoded)
+        if search is not None and self.engine.history is not None:
+            found, most = self._live.found(rows.slots, *search), search.limits
+        plan = controller.decide(rows.slots, search, found)
         wanted, total = int(max(plan.history.max(initial=0), plan.model.max(initial=0))), plan.total
         own = controller.common is None
         if own:  # the device gives them to whom its newest drafts promise most
