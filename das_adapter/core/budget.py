@@ -28,8 +28,7 @@ def drafts_needed(rounds: float, lengths: Floats, alpha: float, k: float) -> Flo
     with np.errstate(divide="ignore", invalid="ignore"):
         left = 1.0 - (1.0 - rounds / lengths) / k
         p = np.where(left > 0.0, -lengths / alpha * np.log(np.maximum(left, 1e-300)), np.inf)
-    needed: Floats = np.where(lengths <= rounds, 0.0, p)
-    return needed
+    return np.where(lengths <= rounds, 0.0, p)
 
 
 def plan_rollout(lengths: Floats, alpha: float, k: float, base: float, token: float) -> tuple[float, Floats]:
@@ -76,8 +75,7 @@ def das_budgets(
     token = max(model.slope(running), 1e-9)
     base = max(model.step(running, running, False) - token * running, 1e-9)
     rounds, drafts = plan_rollout(lengths, *curve, base, token)
-    budgets: Floats = np.minimum(drafts / rounds, most)
-    return budgets
+    return np.minimum(drafts / rounds, most)
 
 
 class Worth(NamedTuple):
@@ -102,8 +100,7 @@ class Worth(NamedTuple):
         drafted = offsets[1:] - offsets[:-1]
         place = np.arange(len(chances)) - offsets[:-1].repeat(drafted)
         own, tail, fade = (part.repeat(drafted) for part in self)
-        worth: Floats = chances * (own + tail * np.exp(-fade * place))
-        return worth
+        return chances * (own + tail * np.exp(-fade * place))
 
     def of_kept(self, chances: Chances, offsets: Ints, *keep: Ints) -> list[Floats]:
         """Return the expected worth of the first `keep` tokens of each draft, shape (b,), for each of several; see

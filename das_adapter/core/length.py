@@ -105,10 +105,7 @@ class LengthModel:
         seen = self.own(problem)
         if not len(seen):
             return self._population
-        mixed: Floats = (len(seen) * self._smooth(seen) + self.POPULATION * self._population) / (
-            len(seen) + self.POPULATION
-        )
-        return mixed
+        return (len(seen) * self._smooth(seen) + self.POPULATION * self._population) / (len(seen) + self.POPULATION)
 
     def own(self, problem: int) -> Floats:
         """Return the lengths of a problem's remembered visits."""
@@ -126,8 +123,7 @@ class LengthModel:
         centres, counts = np.unique(lengths, return_counts=True)
         around = np.interp((self._log[None, :] - np.log(centres)[:, None]) / self.SPREAD, _Z, _NORMAL)
         around[:, -1] = 1.0
-        cdf: Floats = counts @ around / len(lengths)
-        return cdf
+        return counts @ around / len(lengths)
 
 
 class LengthLog:
@@ -203,8 +199,7 @@ def beyond(cdf: Floats, edges: Floats, lengths: Floats, at: Floats) -> Floats:
 
 def expected_remaining(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     """Return the mean tokens still to come, given the tokens that are there, shape (b,). Arguments as in `beyond`."""
-    remaining: Floats = np.maximum(_mean_beyond(cdf, edges, lengths) - lengths, 1.0)
-    return remaining
+    return np.maximum(_mean_beyond(cdf, edges, lengths) - lengths, 1.0)
 
 
 def classes(cdf: Floats, edges: Floats, lengths: Floats, bounds: Sequence[float]) -> npt.NDArray[np.int64]:
@@ -226,8 +221,7 @@ def _mean_beyond(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:
     mass = np.diff(np.maximum(cdf, known), axis=1, prepend=known)
     centre = 0.5 * (np.maximum(low, lengths[:, None]) + edges)
     mass[:, -1] += 1e-9
-    mean: Floats = (mass * centre).sum(axis=1) / mass.sum(axis=1)
-    return mean
+    return (mass * centre).sum(axis=1) / mass.sum(axis=1)
 
 
 def _at(cdf: Floats, edges: Floats, lengths: Floats) -> Floats:

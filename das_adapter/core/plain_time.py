@@ -241,8 +241,7 @@ class PlainTime:
         assert self.baseline.model is not None
         requests, seconds, context = np.array(self._samples, dtype=float).T
         predicted = self.baseline.model.seconds(requests, requests, False, context)
-        ratios: Floats = np.minimum(PAUSE, seconds / np.maximum(1e-9, predicted))
-        return ratios
+        return np.minimum(PAUSE, seconds / np.maximum(1e-9, predicted))
 
 
 def seconds_of(rounds: npt.ArrayLike, slots: int, step: Seconds) -> float:

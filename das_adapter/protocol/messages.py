@@ -91,8 +91,7 @@ class Refresh:
 
     def payload(self) -> dict[str, Any]:
         """Return the fields that are not at their default, of which `Refresh(**payload)` makes the same message."""
-        found: dict[str, Any] = TypeAdapter(Refresh).dump_python(self, exclude_defaults=True)
-        return found
+        return TypeAdapter(Refresh).dump_python(self, exclude_defaults=True)
 
 
 class Refreshed(TypedDict, total=False):

@@ -202,10 +202,7 @@ class SuffixIndex:
             UnknownHandle: a request is not open.
             ValueError: budgets and handles differ in length, or a handle occurs twice with several threads.
         """
-        drafted: tuple[Int32, Float32, Int64] = self._core.draft_flat(
-            integers(handles), integers(budgets), min_chance, threads
-        )
-        return drafted
+        return self._core.draft_flat(integers(handles), integers(budgets), min_chance, threads)
 
     def draft_rows(
         self,
@@ -228,8 +225,7 @@ class SuffixIndex:
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
         """
         arrays = map(integers, (rows, begins, ends, budgets))
-        drafting: Drafting = self._core.draft_rows(integers(handles), tokens, *arrays, min_chance, threads)
-        return drafting
+        return self._core.draft_rows(integers(handles), tokens, *arrays, min_chance, threads)
 
     def close(self, handle: int, keep: bool = True) -> None:
         """End a request. `keep`: its response stays available to its siblings until `clear_live`; else it is forgotten.
@@ -257,8 +253,7 @@ class SuffixIndex:
         Raises:
             IndexFileError: the problem's mapped history is damaged.
         """
-        found: tuple[Int32, npt.NDArray[np.uint32]] = self._core.flat(problem, most)
-        return found
+        return self._core.flat(problem, most)
 
     def clear_live(self) -> None:
         """Forget the closed requests' responses (at a weight sync, once they are added and sealed); open ones stay."""
@@ -271,8 +266,7 @@ class SuffixIndex:
     @property
     def fading(self) -> npt.NDArray[np.uint32]:
         """Weight of a text's votes by its age in visits, uint32 [256]."""
-        weights: npt.NDArray[np.uint32] = self._core.fading
-        return weights
+        return self._core.fading
 
     generation = Number("generation")
     """The store's generation that is mapped; 0: none."""

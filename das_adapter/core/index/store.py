@@ -290,8 +290,7 @@ class HistoryStore:
 def problems_in(path: str | os.PathLike[str]) -> UInt64:
     """Return the problems, uint64 [n], of a file that `give` or `save` wrote; one may occur several times. Raises as
     `SuffixIndex.load`."""
-    found: UInt64 = native().read_index_file(os.fspath(path), False)[0]
-    return found
+    return native().read_index_file(os.fspath(path), False)[0]
 
 
 def newest_in(path: str | os.PathLike[str]) -> int:

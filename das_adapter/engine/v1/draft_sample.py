@@ -56,6 +56,5 @@ def truncate(logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tens
         top_p: float32 [rows]; None: no limit.
     """
     if (top_k is not None or top_p is not None) and logits.is_cuda and topk_topp_sampler.HAS_TRITON:
-        kept: torch.Tensor = topk_topp_sampler.apply_top_k_top_p_triton(logits, top_k, top_p)
-        return kept
+        return topk_topp_sampler.apply_top_k_top_p_triton(logits, top_k, top_p)
     return topk_topp_sampler.apply_top_k_top_p(logits, top_k, top_p)

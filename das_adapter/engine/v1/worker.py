@@ -89,8 +89,7 @@ class HostWorkerState(WorkerState):
 
     def seed(self, req_id: str) -> int:
         """Return the seed of a request's keyed noise, which the front end has set (`labels.RequestLabels`)."""
-        seed: int = self.runner.requests[req_id].sampling_params.seed
-        return seed
+        return self.runner.requests[req_id].sampling_params.seed
 
     def seeds(self) -> torch.Tensor:
         """Return the seeds of the batch's requests on the runner's device, int64 [requests]."""

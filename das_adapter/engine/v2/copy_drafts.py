@@ -46,8 +46,7 @@ class CopySpeculator(TargetDependentARSpeculator):
     def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
         """Return the copy's modules."""
         self.copy = PolicyCopy(target_model, self._weights)
-        model: torch.nn.Module = self.copy.model
-        return model
+        return self.copy.model
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, *others: Any) -> None:
         """Attend with the policy's layers, of which vLLM takes none for a drafter's."""
@@ -110,8 +109,7 @@ class CopySpeculator(TargetDependentARSpeculator):
                 self._generate_draft(requests, requests, None, None, None, CUDAGraphMode.NONE, 1)
             else:
                 self._pass(requests, step, longest)
-        drafts: torch.Tensor = self.draft_tokens[:requests]
-        return drafts
+        return self.draft_tokens[:requests]
 
     def _pass(self, requests: int, step: int, longest: torch.Tensor) -> None:
         """Draft the token `step` of each request; `longest`: of their texts before the first one, int32 [requests]."""

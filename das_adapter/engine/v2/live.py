@@ -104,8 +104,7 @@ class LiveTexts:
 
     def room(self, slots: Ints) -> Ints:
         """Return the draft tokens that fit before the end of each text: the step after writes one token more."""
-        room: Ints = self._end[slots] - 1 - self.length[slots]
-        return room
+        return self._end[slots] - 1 - self.length[slots]
 
     def carried(self, req_ids: Sequence[str], rows: Rows, drafts: Mapping[str, int], most: int | Ints) -> Ints:
         """Return the draft tokens that each request carried into a step, int64 [requests]: without fillers, of which

@@ -42,8 +42,7 @@ class Call(NamedTuple):
     @property
     def seconds(self) -> float:
         """How long it took, once it has ended."""
-        took: float = self.end - self.begin if isinstance(self.end, float) else self.begin.elapsed_time(self.end) / 1000
-        return took
+        return self.end - self.begin if isinstance(self.end, float) else self.begin.elapsed_time(self.end) / 1000
 
 
 class Speculation:
@@ -151,8 +150,7 @@ def run_speculator(stock: Any, speculation: Speculation) -> Any:
     @functools.wraps(stock)
     def propose(*args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         if dummy_run:
-            drafts: torch.Tensor = stock(*args, dummy_run=True, **kwargs)
-            return drafts
+            return stock(*args, dummy_run=True, **kwargs)
         read = len(Inputs._fields)
 
         def run(inputs: Inputs, **more: Any) -> Any:
