@@ -84,6 +84,8 @@ class RequestTable:
     """`LengthClass`, int64."""
     first_class: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """The same, when it joined."""
+    record: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    """Whether its text may serve as history and counts as training, bool."""
     problem: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     """Identity of the problem, uint64."""
     cdf: Floats = field(default_factory=lambda: np.zeros((0, LengthModel.GRID)))

@@ -53,6 +53,8 @@ class EngineController:
         vocabulary = vllm_config.model_config.get_vocab_size()
         self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
         self.drafts = drafts
+        self._by_model = np.zeros(2, dtype=np.int64)
+        """Draft tokens of the model that were verified since `stats` was called last, and those accepted."""
         self.log = DecisionLog(config.log_dir) if config.log_dir and leads else None
         known, sizes = before_the_first_step(config, vllm_config), captured_tokens(vllm_config)
         if known and drafts is not None:
@@ -80,6 +82,7 @@ class EngineController:
         """
         start = request.start
         request.slot = self.controller.open(request.problem, length - start, request.end - start)
+        self.controller.requests.record[request.slot] = request.record
         if self.history is not None:
             self.history.open(request, prompt, text)
         self.live[request.req_id] = request
@@ -103,12 +106,16 @@ class EngineController:
     # A decode step
 
     def verified(self, decoded: Decoded) -> None:
-        """Count the drafts from the history that a step has verified."""
-        carried, by_model = decoded.carried, decoded.by_model
-        if carried is None or self.history is None:
+        """Count the drafts that a step has verified, those of a model in training rollouts."""
+        carried, by_model, slots, more = decoded.carried, decoded.by_model, decoded.slots, decoded.got - 1
+        if carried is None:
             return
-        looked_up = carried if by_model is None else np.where(by_model > 0, 0, carried)
-        self.history.verified(decoded.slots, looked_up, np.minimum(decoded.got - 1, looked_up))
+        if by_model is not None:
+            mine = by_model * self.controller.requests.record[slots]
+            self._by_model += int(mine.sum()), int(np.minimum(mine, more).sum())
+            carried = np.where(by_model > 0, 0, carried)
+        if self.history is not None:
+            self.history.verified(slots, carried, np.minimum(more, carried))
 
     def timed(self, step: TimedStep, ended: float | None = None) -> None:
         """Take a decode step that has ended, in seconds since the epoch; None: now."""
@@ -171,5 +178,9 @@ class EngineController:
             self.history.visit(files)
 
     def stats(self) -> EngineStats:
-        """Return the figures of the controller, the account and the history since the last call."""
-        return self.controller.take() | (self.history.stats() if self.history is not None else {})
+        """Return the figures of the controller, the account, the history and the model since the last call."""
+        stats = self.controller.take() | (self.history.stats() if self.history is not None else {})
+        if self.drafts is not None:
+            stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self._by_model.tolist())
+            self._by_model[:] = 0
+        return stats

@@ -21,7 +21,6 @@ from das_adapter.engine.v1.verification import beside
 class CopySource(ModelSource):
     """Runs the policy copy, with the noise that the policy's sampler will use where that is known."""
 
-    counts_as = "self_counts"
     copy: PolicyCopy
     decode: DecodePasses
 

@@ -21,16 +21,12 @@ class ModelSource:
     follows = False
     """Whether it must see every step of the policy, those without drafts too."""
 
-    counts_as: str
-    """Name in `EngineStats` of the draft tokens verified, and of those accepted, in training rollouts."""
-
     def __init__(self, drafter: Any, drafts: ModelDrafts):
         """`drafter`: the `Proposer` that it is a part of."""
         self.drafts = drafts
         self.passes = 0
         """Forward passes since `stats` was called last."""
         self._drafter = drafter
-        self._counts = 0, 0
         self.drawn_with: dict[str, torch.Tensor] = {}
         """Probabilities with which the model has drawn each request's present draft, float32 [tokens, vocab], where
         vLLM's own noise verifies it."""
@@ -49,20 +45,13 @@ class ModelSource:
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the model since the last call."""
-        found = {"drafter_passes": self.passes, self.counts_as: self._counts}
-        self.passes, self._counts = 0, (0, 0)
-        return found
+        passes, self.passes = self.passes, 0
+        return {"drafter_passes": passes}
 
-    def verified(self, req_ids: Sequence[str], got: np.ndarray) -> np.ndarray:
-        """Return how many draft tokens of the model each of these requests carried into the step in which it `got` so
-        many tokens, int64 [requests] each."""
-        mine = np.array([self._drafted.pop(req_id, 0) for req_id in req_ids], dtype=np.int64)
-        self._drafted = {}  # of requests that are gone
-        if mine.any():
-            counted = mine * [self._drafter.label(req_id).record for req_id in req_ids]
-            drafted, accepted = self._counts
-            self._counts = drafted + int(counted.sum()), accepted + int(np.minimum(counted, got - 1).sum())
-        return mine
+    def verified(self, req_ids: Sequence[str]) -> np.ndarray:
+        """Return how many draft tokens of the model each of these requests carried into the step, int64 [requests]."""
+        drafted, self._drafted = self._drafted, {}
+        return np.array([drafted.get(req_id, 0) for req_id in req_ids], dtype=np.int64)
 
     def tell_probabilities(self, _: Any, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Tell vLLM's rejection sampler with which probabilities the tokens of a step were drawn: a forward pre-hook of

@@ -33,7 +33,7 @@ _PROPOSERS = ("EagleProposer", "DraftModelProposer")
 class NeuralSource(ModelSource):
     """Runs the drafter that vLLM has loaded, for any rows of the batch and draft lengths."""
 
-    follows, counts_as = True, "neural_counts"
+    follows = True
 
     def __init__(self, drafter: Any, drafts: ModelDrafts):
         super().__init__(drafter, drafts)

@@ -253,7 +253,7 @@ class Proposer:
             drafts = None
         by_model = None
         if self.model_source:
-            by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()], got)
+            by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()])
         self.timer.sampled(slots, got, context)
         # The next step writes the draft and one token more: neither may pass the request's end.
         decoded = Decoded(slots, got, drafts, by_model, room, context=now)

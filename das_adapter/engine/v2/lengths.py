@@ -86,9 +86,6 @@ class DraftLengths:
         """The last step, whose offer arrives with the next one's output."""
         self._passes = 0
         """Of a model that drafts, since `stats` was called last."""
-        self._model_counts = np.zeros(2, dtype=np.int64)
-        """Its draft tokens verified since then, and those accepted, in training rollouts."""
-        self._counts_as = "neural_counts" if config.neural else "self_counts"
         self._last: float | None = None
         """When the last output came, seconds; None: after a pause."""
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
@@ -171,8 +168,7 @@ class DraftLengths:
             self._catch_up()
             stats = self.engine.stats()
             if self.engine.drafts is not None:
-                stats |= {"drafter_passes": self._passes, self._counts_as: tuple(self._model_counts.tolist())}
-                self._passes, self._model_counts[:] = 0, 0
+                stats["drafter_passes"], self._passes = self._passes, 0
             return stats
 
     def _begin_and_end(self, step: Step) -> None:
@@ -244,11 +240,8 @@ class DraftLengths:
         self._live.hear(req_ids, offer.lengths.numpy(), offer.chances.numpy(), by_model)
 
     def _count(self, step: Step, decoded: Decoded, now: float) -> None:
-        training = self._live.record[decoded.slots]
+        training = self.engine.controller.requests.record[decoded.slots]
         if training.any():
             carried = decoded.carried if decoded.carried is not None else np.zeros_like(decoded.got)
-            if decoded.by_model is not None:
-                mine = decoded.by_model * training
-                self._model_counts += int(mine.sum()), int(np.minimum(mine, decoded.got - 1).sum())
             self.engine.counters.step(decoded.got * training, carried, now - max(step.began, self._last or 0.0))
         self.engine.verified(decoded)

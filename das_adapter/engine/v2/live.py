@@ -28,9 +28,9 @@ class LiveTexts:
         """`most`: tokens of a draft at most."""
         self.length, self._end = np.zeros((2, 1), dtype=np.int64)
         """Tokens of each text; length at which it stops."""
-        self.record, self.ended, self.by_model, self.heard = np.zeros((4, 1), dtype=bool)
-        """Whether it may serve as history; whether it has written its last token, which vLLM says a step later; whether
-        its last draft is a model's, where others have theirs from the history; whether it is known what was offered."""
+        self.ended, self.by_model, self.heard = np.zeros((3, 1), dtype=bool)
+        """Whether it has written its last token, which vLLM says a step later; whether its last draft is a model's,
+        where others have theirs from the history; whether it is known what was offered."""
         self.offered = np.zeros(1, dtype=np.int64)
         """Tokens of the last draft."""
         self._chances: Chances = np.zeros((1, most), dtype=np.float32)
@@ -45,13 +45,12 @@ class LiveTexts:
 
     def open(self, request: LiveRequest) -> None:
         """Take a request that joins the batch, or comes back to it."""
-        slot, columns = request.slot, ("length", "_end", "record", "ended", "by_model", "heard", "offered", "_chances")
+        slot, columns = request.slot, ("length", "_end", "ended", "by_model", "heard", "offered", "_chances")
         if slot >= len(self.length):
             vars(self).update({name: with_room(getattr(self, name), slot + 1) for name in columns})
         if request.req_id not in self._slots:
             self.offered[slot], self.by_model[slot], self.heard[slot] = 0, False, False
-        self.length[slot], self._end[slot] = request.length, request.end
-        self.record[slot], self.ended[slot] = request.record, False
+        self.length[slot], self._end[slot], self.ended[slot] = request.length, request.end, False
         self._slots[request.req_id] = slot
         if request.stops or request.text is not None:
             self._watched[slot] = request
