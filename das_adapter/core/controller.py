@@ -181,31 +181,28 @@ class Controller:
         self.requests.skip(slots, tokens)
         np.add.at(self._by_class[0], self.requests.length_class[slots], tokens)
 
-    def timed(self, step: TimedStep) -> None:
-        """Take how long a decode step took."""
+    def timed(self, step: TimedStep) -> float | None:
+        """Take how long a decode step took; return the seconds that the latency model expected of it, None before there
+        is one."""
         running, drafted = len(step.slots), step.tokens > len(step.slots)
         predicted = self.times.add(step.tokens, running, drafted, step.seconds, step.context)
         self._drafting_seconds += (step.drafting_seconds - self._drafting_seconds) / PACE_STEPS
         self.times.keep_fitted()
         if not step.asked:
             self.account.unasked(running, step.seconds, step.context)
-            return
+            return predicted
         self.account.time.batch.refilled |= self._refilling
         most = None if predicted is None else predicted + step.drafting_seconds
         took = step.seconds + step.drafting_seconds
         self.account.model(took=step.drafting_seconds)
         self.account.asked(step.slots, step.got, took, drafted, most, step.context)
+        return predicted
 
     def worth(self, slots: Ints) -> Floats:
         """Return what an accepted token of each request is worth, float64 [b]: seconds; where budgets are fixed, all
         are worth the same."""
         found: Floats = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
         return found if self._policy == "optimal" and found.max() > 0 else np.ones(len(slots))
-
-    def predicted(self, step: TimedStep) -> float | None:
-        """Return the seconds that the latency model expects of a step; None before there is one."""
-        model, running = self.times.model, len(step.slots)
-        return None if model is None else model.step(step.tokens, running, step.tokens > running, step.context)
 
     # Figures
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -55,53 +54,53 @@ def class_counts() -> Floats:
     return np.zeros((2, len(LengthClass)))
 
 
-def _column() -> Floats:
-    return np.zeros(0)
+_TYPES = {"length_class": np.int64, "first_class": np.int64, "record": np.bool_, "problem": np.uint64}
+"""Of the columns that are not float64."""
 
 
-@dataclass
 class RequestTable:
-    """A slot for each live request; columns float64 [slots], unless stated otherwise."""
+    """A slot for each live request; columns [slots]."""
 
-    written: Floats = field(default_factory=_column)
+    written: Floats
     """Tokens of the response."""
-    pace: Floats = field(default_factory=_column)
+    pace: Floats
     """Tokens per step, lately."""
-    load: Floats = field(default_factory=_column)
+    load: Floats
     """Draft tokens per step, lately."""
-    drafted: Floats = field(default_factory=_column)
+    drafted: Floats
     """Draft tokens verified."""
-    accepted: Floats = field(default_factory=_column)
-    steps: Floats = field(default_factory=_column)
+    accepted: Floats
+    steps: Floats
     """Decode steps taken part in."""
-    budget: Floats = field(default_factory=_column)
+    budget: Floats
     """Draft tokens a step that DAS plans."""
-    worth_own: Floats = field(default_factory=_column)
-    worth_tail: Floats = field(default_factory=_column)
-    worth_fade: Floats = field(default_factory=_column)
+    worth_own: Floats
+    worth_tail: Floats
+    worth_fade: Floats
     """The parts of `budget.Worth`."""
-    length_class: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """`LengthClass`, int64."""
-    first_class: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    length_class: Ints
+    """`LengthClass`."""
+    first_class: Ints
     """The same, when it joined."""
-    record: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, dtype=bool))
-    """Whether its text may serve as history and counts as training, bool."""
-    problem: npt.NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
-    """Identity of the problem, uint64."""
-    cdf: Floats = field(default_factory=lambda: np.zeros((0, LengthModel.GRID)))
-    """Distribution of the response's length, float64 [slots, GRID]."""
+    record: npt.NDArray[np.bool_]
+    """Whether its text may serve as history and counts as training."""
+    problem: npt.NDArray[np.uint64]
+    cdf: Floats
+    """Distribution of the response's length, [slots, GRID]."""
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self._free: list[int] = []
-        self._columns = [column.name for column in fields(self)]
         self._native: Any = None
+        for name in self.__annotations__:
+            shape = (0, LengthModel.GRID) if name == "cdf" else 0
+            setattr(self, name, np.zeros(shape, _TYPES.get(name, np.float64)))
 
     def open(self, problem: int, written: int, cdf: Floats) -> int:
         """Give a request a slot."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
-        for column in self._columns:
+        for column in self.__annotations__:
             getattr(self, column)[slot] = 0
         self.problem[slot], self.written[slot], self.pace[slot] = problem, written, 1.0
         self.length_class[slot], self.cdf[slot] = LengthClass.MEDIUM, cdf
@@ -135,6 +134,6 @@ class RequestTable:
         slots = len(self.written)
         more = max(64, slots)
         self._free += range(slots + more - 1, slots - 1, -1)
-        for column in self._columns:
+        for column in self.__annotations__:
             setattr(self, column, with_room(getattr(self, column), slots + more))
         self._native = native().Columns(**{name: getattr(self, name) for name in _NATIVE})

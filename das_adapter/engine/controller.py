@@ -119,13 +119,12 @@ class EngineController:
 
     def timed(self, step: TimedStep, ended: float | None = None) -> None:
         """Take a decode step that has ended, in seconds since the epoch; None: now."""
+        predicted = self.controller.timed(step)
         if self.log is not None:
             running, begin = len(step.slots), (ended or time.time()) - step.seconds - step.drafting_seconds
             drafted, accepted = step.tokens - running, int(step.got.sum()) - running
-            predicted = self.controller.predicted(step)
             record = (running, step.tokens, drafted, accepted, step.seconds, predicted, step.passes)
             self.log.add(decision_log.Step(begin, *record))
-        self.controller.timed(step)
         self._tell()
 
     # Failures
