@@ -279,11 +279,7 @@ def parse(block: Any) -> DasConfig | None:
 
 def read(source: str) -> Any:
     """Read a block that an environment variable holds: JSON, or the path of a YAML file, in which `das:` may stand
-    above it; None where it is empty. `parse` takes the answer.
-
-    Raises:
-        ConfigError: no such file, or not readable as YAML.
-    """
+    above it; None where it is empty. `parse` takes the answer. ConfigError: no such file, or not readable as YAML."""
     import yaml
 
     if not source.strip():
@@ -301,10 +297,7 @@ def read(source: str) -> Any:
 
 def block_of(parent: Any, where: str) -> Any:
     """Return the `das:` block in a node of a host's config, None where there is none; `where`: the node's full key.
-
-    Raises:
-        ConfigError: the block is empty, or a key is probably meant to be `das`.
-    """
+    ConfigError: the block is empty, or a key is probably meant to be `das`."""
     if not isinstance(parent, Mapping):
         return None
     if "das" not in parent:

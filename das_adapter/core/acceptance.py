@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +45,7 @@ class AcceptanceRate:
 
     def chances(self, length: int) -> npt.NDArray[np.float64]:
         """Return the survival chance of each token of a draft, float64 [length]."""
-        return cast("npt.NDArray[np.float64]", self.rate ** np.arange(1, length + 1))
+        return np.power(self.rate, np.arange(1.0, length + 1.0))
 
 
 class AcceptanceCurve:

@@ -92,7 +92,6 @@ class Account:
     """Keeps the time of an engine's rollout, and decides when a drafter is asked."""
 
     def __init__(self, time: PlainTime, speculate: Speculate = "auto") -> None:
-        """`speculate`: the key of the block."""
         self.time = time
         self.state, self.since = State.DRAFTING, 0
         """What it does, and the step of the last change."""
@@ -122,13 +121,8 @@ class Account:
     # What is asked
 
     def ask(self, requests: int, drafted: bool) -> bool:
-        """Decide at the end of a decode step whether a drafter is asked at all; where none is, a step without drafts is
-        a baseline step.
-
-        Args:
-            requests: in the batch.
-            drafted: whether the step has verified drafts.
-        """
+        """Decide at the end of a decode step of so many requests, which has verified drafts or not, whether a drafter
+        is asked at all; where none is, a step without drafts is a baseline step."""
         if self.idle and not self.stopped:
             self._since_trial += 1
             if self._since_trial >= TRIAL_STEPS and self._lost <= TRIAL_SHARE * self.time.passed:
@@ -143,8 +137,7 @@ class Account:
         return not self.idle and self.look.due(self.now + steps, requests)
 
     def silent(self, ahead: int, requests: int) -> bool:
-        """Return whether no drafter is asked in so many steps from now on, whatever they bring; `requests`: in the
-        batch."""
+        """Return whether no drafter is asked in so many steps from now on, whatever they bring."""
         if self._speculate != "auto" or self.idle:
             return self.stopped or (self.idle and self._since_trial + ahead < TRIAL_STEPS)
         return self._trial is None and not self.look.due(self.now + ahead, requests)
@@ -165,13 +158,8 @@ class Account:
         return self._model_rest.reason
 
     def draws(self, running: int, gain: float | None, optimal: bool) -> bool:
-        """Decide whether a step is drafted in.
-
-        Args:
-            running: requests in the batch.
-            gain: predicted, as a share of the step's time; None: nothing is there to draft.
-            optimal: whether the drafts were chosen for their gain.
-        """
+        """Decide whether a step is drafted in; `gain`: predicted, as a share of its time, None: there is nothing to
+        draft; `optimal`: whether the drafts were chosen for it."""
         worth = gain is not None and gain >= LEAST_GAIN
         if self._speculate == "always":
             return worth or not optimal
@@ -191,8 +179,7 @@ class Account:
         return self._waited[kind] >= wait and (kind != "drafted" or isinstance(self._speculate, str))
 
     def probe(self, kind: Probe, running: int, unseen: bool = False) -> bool:
-        """Return whether this step is taken the other way; if so, the next one of its kind waits again. Arguments as in
-        `due`."""
+        """As `due`; if it is, the next step of its kind waits again."""
         due = self.due(kind, running, unseen)
         if due:
             self._waited[kind] = 0
@@ -214,7 +201,7 @@ class Account:
     def asked(
         self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
     ) -> None:
-        """Take a step at whose end the drafter was asked, or one that was drafted in; see `PlainTime.asked`."""
+        """As `PlainTime.asked`."""
         requests, time = len(slots), self.time
         self._wait(drafted)
         seconds = time.asked(slots, got, seconds, drafted, predicted, context)
@@ -228,7 +215,7 @@ class Account:
                 self.stop(reason)
 
     def unasked(self, requests: int, seconds: float, context: float = 0.0) -> None:
-        """Take a baseline step; see `PlainTime.unasked`."""
+        """As `PlainTime.unasked`."""
         self._wait(False)
         self.time.unasked(requests, seconds, context)
 

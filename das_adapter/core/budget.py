@@ -96,7 +96,7 @@ class Worth(NamedTuple):
         return np.concatenate([np.zeros((len(self.own), 1)), np.cumsum(tokens, axis=1)], axis=1)
 
     def of_tokens(self, chances: Chances, offsets: Ints) -> Floats:
-        """Return the expected worth of each token, shape (n,); see `allocate`."""
+        """Return the expected worth of each token, shape (n,), of `allocate`'s drafts."""
         drafted = offsets[1:] - offsets[:-1]
         place = np.arange(len(chances)) - offsets[:-1].repeat(drafted)
         own, tail, fade = (part.repeat(drafted) for part in self)

@@ -65,16 +65,9 @@ class Controller:
         sizes: tuple[int, ...] = (),
         stock: StepModel | None = None,
     ) -> None:
-        """
-        Args:
-            config: says when and how far to draft.
-            limit: longest response there can be, tokens.
-            prior: latency model until the engine's own steps give one.
-            drafts: of the model that drafts (the policy copy, a neural drafter), where there is one.
-            common: draft lengths to choose from when all requests share one, rising; None: each has its own.
-            sizes: tokens for which the engine has captured CUDA graphs, rising, see `StepModel`.
-            stock: what a step of stock vLLM takes; None: what a step takes in which no drafter is asked.
-        """
+        """`limit`: longest response there can be, tokens; `prior`: latency model until the engine's own steps give one;
+        `drafts`: of the model that drafts; `common`: draft lengths to choose from, rising, where all requests of a step
+        share one, None: each has its own; `sizes`: see `StepModel`; `stock`: see `PlainTime`."""
         time = PlainTime(StepTimes(prior, sizes=sizes), stock, sizes)
         self.account = Account(time, config.speculate)
         self.lengths = LengthModel(limit)
@@ -85,7 +78,6 @@ class Controller:
         """Whether nothing is asked but the fixed budgets."""
         self._looks_up = config.looked_up is not None
         self.common = common
-        """Draft lengths to choose from where all requests of a step share one; None: each has its own."""
         self._curve = AcceptanceCurve()
         self._running, self._arrived = 0, False  # requests; whether one joined since drafts were last considered
         self._last_end = self._last_refill = _NEVER  # steps in which a request left, in which another took its place
@@ -97,7 +89,6 @@ class Controller:
 
     @property
     def times(self) -> StepTimes:
-        """Step times of the engine."""
         return self.account.time.engine
 
     # Requests
@@ -161,13 +152,8 @@ class Controller:
         return Search(self._draft_limits(slots, decoded.room, decoded.context), self._floor(running))
 
     def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
-        """Decide on the drafts of the next step.
-
-        Args:
-            slots: of its requests, int64 [b].
-            search: what `begin` has returned.
-            drafts: what was found in the history, see `HistoryDrafts`; None: nothing was looked for.
-        """
+        """Decide on the drafts of the next step, given its requests' slots, int64 [b], what `begin` has returned, and
+        what was found in the history, see `HistoryDrafts`; None: nothing was looked for."""
         if search is None:
             nothing = np.zeros(len(slots), dtype=np.int64)
             return StepPlan(nothing, nothing)
@@ -228,8 +214,7 @@ class Controller:
         return least_chance(self._policy)
 
     def _draft_limits(self, slots: Ints, room: Ints, context: Ints | None) -> Ints:
-        """Most draft tokens of each request, shape (b,), before it is known what there is to draft; `context`: tokens
-        of its text, None: none."""
+        """Most draft tokens of each request, shape (b,), before it is known what there is to draft."""
         running, now, arrived = len(slots), self.account.now, self._arrived
         if arrived or self._replan.due(now, running):
             self._replan.done(now, running, again_soon=arrived)
@@ -289,8 +274,7 @@ class Controller:
         return StepPlan(alike(newest, self.common), alike(plan.model, self.common))
 
     def _value_requests(self, slots: Ints, context: Ints | None) -> None:
-        """Compute the worth in seconds of an accepted token of each request, the requests' classes, and DAS's budgets;
-        `context` as in `_draft_limits`."""
+        """Compute the worth of an accepted token of each request, the requests' classes, and DAS's budgets."""
         table, lengths, model = self.requests, self.lengths, self._model
         cdf, written = table.cdf[slots], table.written[slots]
         table.length_class[slots] = classes(cdf, lengths.edges, written, lengths.bounds)
@@ -306,8 +290,7 @@ class Controller:
         self._least_chance = max(LEAST_CHANCE, min(model.slope(running), model.slope(np.inf)) / max(dearest, 1e-12))
 
     def _token_worth(self, slots: Ints, model: StepModel, fixed: Floats) -> Worth:
-        """Return the worth of accepting a token of each request; `fixed`: seconds that each adds to a step, tokens
-        apart, shape (b,)."""
+        """`fixed`: seconds that each request adds to a step, tokens apart, shape (b,)."""
         table, running = self.requests, len(slots)
         if self._refilling:  # nobody decides the end
             last, fade = np.full(running, 1.0 / running), np.zeros(running)

@@ -16,9 +16,8 @@ class Hardware:
     """Speed of a device with real kernels."""
 
     bandwidth: float
-    """Bytes per second from device memory."""
     flops: float
-    """16-bit floating-point operations per second."""
+    """Bytes per second from device memory; 16-bit floating-point operations per second."""
 
 
 @dataclass(frozen=True)

@@ -138,12 +138,8 @@ class StepTimes:
     """Times kept per kind of step."""
 
     def __init__(self, prior: StepModel | None = None, kinds: int = 2, sizes: tuple[int, ...] = ()) -> None:
-        """
-        Args:
-            prior: the model until the first fit (`roofline.cold_start`, or a calibration's).
-            kinds: how many kinds of step must have been seen twice, whatever their context, before the model is fitted.
-            sizes: `StepModel.sizes` of the engine.
-        """
+        """`prior`: the model until the first fit; `kinds`: how many kinds of step must have been seen twice, whatever
+        their context, before that; `sizes`: `StepModel.sizes` of the engine."""
         self.model = self._prior = prior and replace(prior, sizes=sizes)
         self.observed = 0
         self.surprise = 0.0

@@ -57,11 +57,8 @@ class LengthModel:
     """Most problems that are remembered; those not seen for longest are forgotten first."""
 
     def __init__(self, limit: int = 2**17, window: int = WINDOW) -> None:
-        """
-        Args:
-            limit: longest response there can be (max_model_len will do).
-            window: visits of a problem (weight versions that wrote responses of it) whose lengths are remembered.
-        """
+        """`limit`: longest response there can be (max_model_len will do); `window`: visits of a problem whose lengths
+        are remembered."""
         self.limit = max(2, limit)
         self.window = window
         self.edges: Floats = np.geomspace(1.0, float(self.limit), self.GRID)
@@ -139,7 +136,6 @@ class LengthLog:
         self._model = LengthModel(window=window)
         self._log: deque[Responses] = deque()
         self._kept = 0
-        """Responses in `_log`."""
 
     def add(self, responses: Responses) -> None:
         """Take finished responses."""

@@ -25,13 +25,9 @@ class ModelDrafts:
     """How long a model's passes take and how many of its tokens are accepted, learned from the engine's own steps."""
 
     def __init__(self, most: int, narrows: bool = True, always: int = 0, follows: bool = True) -> None:
-        """
-        Args:
-            most: tokens it drafts for a request in a step at most.
-            narrows: whether a pass is only for the requests whose drafts are not complete, not for all.
-            always: passes in every step, with drafts or without, in which it reads what the policy has written.
-            follows: whether it reads in a pass what the policy verifies, also where the history has drafted that.
-        """
+        """`most`: tokens of a draft; `narrows`: whether a pass is only for the requests whose drafts are not complete;
+        `always`: passes in every step, with drafts or without; `follows`: whether it reads in a pass what the policy
+        verifies, also where the history has drafted that."""
         self.most, self.narrows, self.always, self.follows = most, narrows, always, follows
         self.agreed: int | None = None
         """Length of every draft, where the replicas have agreed on one (`Ladder`)."""
@@ -104,10 +100,7 @@ class ModelDrafts:
         Args:
             found: what is verified without the model; it stands where no length gains more.
             theirs: expected worth of what is kept of each request's other draft, shape (b,).
-            worth: of accepted tokens.
             limits: most draft tokens of each request, shape (b,).
-            model: what the policy's step costs.
-            lengths: see above.
             cut: whether drafts whose last tokens are worth less than verifying them costs are shorter.
         """
         batch, best = len(limits), found

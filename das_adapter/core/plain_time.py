@@ -97,15 +97,10 @@ class PlainTime:
     """The decode steps since the last weight sync, and what they would have taken without drafts."""
 
     def __init__(self, engine: StepTimes, stock: StepModel | None = None, sizes: tuple[int, ...] = ()) -> None:
-        """
-        Args:
-            engine: times of its steps.
-            stock: of a calibration's stock engine; None: stock takes what baseline steps take.
-            sizes: `StepModel.sizes` of the engine.
-        """
+        """`engine`: times of its steps; `stock`: of a calibration's stock engine, None: stock takes what baseline steps
+        take; `sizes`: `StepModel.sizes` of the engine."""
         self.engine = engine
         self.baseline = StepTimes(kinds=1, sizes=sizes)
-        """Of baseline steps."""
         self.stock = stock
         self._samples: deque[tuple[int, float, float]] = deque(maxlen=256)  # requests, seconds, context
         self.restart()
@@ -134,13 +129,11 @@ class PlainTime:
     def asked(
         self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
     ) -> float:
-        """Take another step, the drafter's passes included; return the seconds that it counts.
+        """Take a step that verified drafts, or at whose end the drafter was asked; return the seconds that it counts.
 
         Args:
             slots, got: of its requests, and the tokens that each got, int64 [requests].
-            seconds: it took.
-            drafted: whether it has verified drafts.
-            predicted: seconds by the engine's latency model.
+            seconds, predicted: that it took, the drafter's passes included; by the engine's latency model.
             context: tokens of context that its requests have together.
         """
         requests, batch = len(slots), self.batch

@@ -23,15 +23,11 @@ _NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth_own
 
 
 def follow(slots: Ints, got: Ints, now: Ints, last: Ints, ends: Ints) -> tuple[int, Ints]:
-    """Bring the lengths of a batch's requests forward by a step.
+    """Bring the lengths of a batch's requests forward by a step: of each its slot, the tokens that it got and its
+    length `now`, int64 [b]; by slot its length before, `last`, which becomes the new one, and where it `ends`.
 
-    Args:
-        slots, got, now: of each, the tokens that it got, and its length after the step, int64 [b].
-        last, ends: by slot, int64: its length before, which becomes the new one; the length at which it stops.
-
-    Returns:
-        The tokens of all texts, and the draft tokens that fit before the end of each. The former is -1, and nothing has
-        changed, where a request got nothing or its length is not what it was and what it got.
+    Return the tokens of all texts, and the draft tokens that fit before the end of each. The former is -1, and nothing
+    has changed, where a request got nothing or its length is not what it was and what it got.
     """
     room = np.empty(len(slots), dtype=np.int64)
     return native().follow(slots, got, now, last, ends, room), room

@@ -113,13 +113,8 @@ class Replicas(Generic[Name]):
         self._places = {problem: [r for r in places if r != replica] for problem, places in self._places.items()}
 
     def pick(self, problem: int, length: float, known: bool = False, group: int | None = None) -> Name:
-        """Choose a replica for a request, and count it there. There must be a replica.
-
-        Args:
-            length: predicted tokens of the response.
-            known: whether the problem has history.
-            group: samples of the problem that come at once, if not as many as usual.
-        """
+        """Choose a replica for a request, and count it there; `length`: predicted tokens of the response; `known`:
+        whether the problem has history; `group`: its samples that come at once, if not as many as usual."""
         if not self._places.get(problem):
             coming = max(1, (group or self._group) - self._running[problem])
             self._places[problem] = self._place(problem, length, known, coming)
@@ -145,8 +140,7 @@ class Replicas(Generic[Name]):
             self._expected, self._peak = self._peak, 0.0
 
     def work(self, length: float, others: float, known: bool) -> float:
-        """Return what a request adds to the time of all decode steps, in steps; arguments as in `pick`, and the samples
-        of its problem beside it."""
+        """Return what a request adds to the time of all decode steps, in steps, beside `others` of its problem."""
         rounds = length / self._worth.tokens(others, known=known)
         return max(rounds / self._slots, rounds / REQUESTS + length / TOKENS)
 

@@ -41,12 +41,8 @@ class EngineController:
         lengths: Sequence[int] | None = None,
         leads: bool = True,
     ) -> None:
-        """
-        Args:
-            drafts: of the model that drafts, where there is one.
-            lengths: draft lengths to choose from where all requests of a step share one (V2); None: each has its own.
-            leads: whether this rank decides, drafts from the history and writes the decision log.
-        """
+        """`drafts`: of the model that drafts; `lengths`: draft lengths to choose from where all requests of a step
+        share one (V2); `leads`: whether this rank decides, has the history and writes the decision log."""
         self.config = config
         self.counters = Counters()
         self.live: dict[str, LiveRequest] = {}
@@ -74,12 +70,8 @@ class EngineController:
     def open(
         self, request: LiveRequest, length: int, prompt: np.ndarray = _NO_TOKENS, text: np.ndarray = _NO_TOKENS
     ) -> None:
-        """Take a request that joins the batch, and give it a slot.
-
-        Args:
-            length: of its text before the present step, prompt included.
-            prompt, text: all of it so far, int32 token ids, where the host looks up its drafts.
-        """
+        """Take a request that joins the batch, and give it a slot; `length`: of its text before the present step,
+        prompt included; `prompt`, `text`: all of it so far, int32 token ids, where the host looks up its drafts."""
         start = request.start
         request.slot = self.controller.open(request.problem, length - start, request.end - start)
         self.controller.requests.record[request.slot] = request.record

@@ -28,7 +28,6 @@ class PolicyCopy:
 
     def __init__(self, policy: torch.nn.Module, weights: str):
         self.weights = weights
-        """Format of the copy."""
         self.layers: list[tuple[Any, QuantisedWeight]] = []
         self.requantise_s = 0.0
         """Seconds that `quantise` took last."""

@@ -32,11 +32,8 @@ class QuantisedWeight(Protocol):
 
 
 def quantised(weight: torch.Tensor, weights: str) -> QuantisedWeight:
-    """Quantise a copy of `weight` [rows, inputs] in the format `weights`.
-
-    Raises:
-        ConfigError: the format or dtype does not exist on the weight's device.
-    """
+    """Quantise a copy of `weight` [rows, inputs] in the format `weights`. ConfigError: the format or dtype does not
+    exist on the weight's device."""
     if weight.device.type == "cpu":
         formats: dict[str, Any] = {"int8": _CpuWeight, "int4": _CpuInt4}
     else:

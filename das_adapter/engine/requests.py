@@ -27,7 +27,6 @@ class LiveRequest:
     ahead: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """What was written ahead of its response, int32 token ids."""
     slot: int = -1
-    """Its slot in the controller."""
     began: float = field(default_factory=time.time)
     length: int = 0
     """Tokens when it joined the batch. This and what follows: on the V2 runner alone."""

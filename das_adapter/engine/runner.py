@@ -33,11 +33,8 @@ class Choice(NamedTuple):
 
 
 def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str | None = None) -> Choice:
-    """Choose the model runner of an engine (vLLM's `EngineArgs`).
-
-    Args:
-        triton: whether vLLM finds a device that Triton compiles for.
-        lacking: why vLLM has not taken V2 when it was tried; None: it was not.
+    """Choose the model runner of an engine (vLLM's `EngineArgs`); `triton`: whether vLLM finds a device that Triton
+    compiles for; `lacking`: why vLLM has not taken V2 when it was tried, None: it was not.
 
     Raises:
         ConfigError: an engine argument does not work with the runner that the block needs.
@@ -74,11 +71,7 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
 
 def set_v1(why: str) -> None:
     """Have the processes of an engine run vLLM's V1 model runner, and say why; a host has mostly set it already
-    (`engine_env`).
-
-    Raises:
-        ConfigError: the environment says otherwise.
-    """
+    (`engine_env`). ConfigError: the environment says otherwise."""
     if (found := os.environ.setdefault(RUNNER_VARIABLE, "0")) != "0":
         raise ConfigError(
             f"{RUNNER_VARIABLE}: found {found!r}, allowed: '0', because this engine needs vLLM's V1 "
@@ -88,11 +81,7 @@ def set_v1(why: str) -> None:
 
 
 def refuse(config: DasConfig, vllm_config: Any) -> None:
-    """Refuse what a drafter can't do with this model or this number of ranks, and say what it costs.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Refuse, with a ConfigError, what a drafter can't do with this model or this number of ranks."""
     if config.drafter == "none":
         return
     parallel, model = vllm_config.parallel_config, vllm_config.model_config

@@ -34,10 +34,7 @@ def runs_v2(vllm_config: Any) -> bool:
 
 def take_block_from_environment(engine_args: Any) -> None:
     """Give an engine without a block of its own the one of `DAS_CONFIG`: vLLM's `EngineArgs` before they are used.
-
-    Raises:
-        ConfigError: it can't be read.
-    """
+    ConfigError: it can't be read."""
     additional = engine_args.additional_config
     source = os.environ.get(CONFIG_VARIABLE, "")
     if SETTINGS_KEY in (additional or {}) or not source or getattr(engine_args, "runner", "auto") == "pooling":
@@ -51,11 +48,7 @@ def take_block_from_environment(engine_args: Any) -> None:
 
 
 def prepare_standalone(engine_args: Any, config: DasConfig) -> None:
-    """Refuse what an engine without a host can't do, and name the run.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Refuse, with a ConfigError, what an engine without a host can't do, and name the run."""
     if config.history.run_ahead != "off":
         raise ConfigError(
             f"das.history.run_ahead: found {config.history.run_ahead!r}, allowed: 'off', because this engine has no "

@@ -86,13 +86,9 @@ class Labeller:
     """Problems whose requests are counted, at most; then counting begins anew, with other seeds."""
 
     def __init__(self, run_seed: int, source: str = "", resumed: int = 0, joins_turns: bool = True):
-        """
-        Args:
-            run_seed: `verify.seed`.
-            source: tells labellers apart that count the same problems independently, such as those of two HTTP servers.
-            resumed: training step from which the run resumes; what was drawn before that is not drawn again.
-            joins_turns: whether a prompt that begins with an earlier one belongs to that one's problem.
-        """
+        """`source`: tells labellers apart that count the same problems independently, such as those of two HTTP
+        servers; `resumed`: training step from which the run resumes, what was drawn before is not drawn again;
+        `joins_turns`: whether a prompt that begins with an earlier one belongs to that one's problem."""
         self._run_seed = run_seed
         self._resumed = resumed
         self._source = source

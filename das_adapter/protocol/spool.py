@@ -57,13 +57,9 @@ def places() -> tuple[Path, Path]:
 
 
 def directory_for(name: str, size: int, beside: int = 0) -> Path:
-    """Return the directory of a history, this user's alone; it is created if it is not there. Where its name is taken
-    by another user, all processes of this user find the one with a number behind the name.
-    It lies in the second of the `places` if the first has no room for `size` bytes; `beside` as in `room`.
-
-    Raises:
-        OSError: it can't be created.
-    """
+    """Return the directory of a history, this user's alone; it is created if it is not there (OSError: it can't be).
+    Where its name is taken by another user, all processes of this user find the one with a number behind the name.
+    It lies in the second of the `places` if the first has no room for `size` bytes; `beside` as in `room`."""
     for root in places():
         for directory in (root / name, *sorted(root.glob(f"{name}-[0-9]*"))):
             if is_private(directory):
@@ -121,12 +117,8 @@ def write(path: Path, content: bytes) -> None:
 
 
 def put(directory: str | os.PathLike[str], name: str, content: bytes) -> None:
-    """Leave a file in a spool, all of it or nothing; one of the same name is replaced.
-
-    Raises:
-        OSError: the directory is gone, or has no room.
-        IndexFileError: it is a link or another user's.
-    """
+    """Leave a file in a spool, all of it or nothing; one of the same name is replaced. OSError: the directory is gone,
+    or has no room; IndexFileError: it is a link or another user's."""
     folder = Path(directory) / FOLDER
     check_owner(folder)
     new = folder / f"{name}.{uuid.uuid4().hex}.tmp"  # another thread may leave the same file, sent again

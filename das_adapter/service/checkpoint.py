@@ -129,8 +129,6 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
     resumed without, and a line in the log says so.
 
     Args:
-        config: the run's `history:` block.
-        facts: the run's.
         block: place of the `das:` block in the host's config.
         resumed: that checkpoint; None: the trainer starts anew.
         version: the run's weight version; what is loaded counts as no newer.

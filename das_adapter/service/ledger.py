@@ -62,11 +62,7 @@ class Ledger(LengthLog):
     def sync(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced:
         """Tell an engine, or a node's history for its engines, what the run knows, at a weight sync to `version`. The
         first call for a weight version fixes the answer for all: lengths that arrive later are told at the next.
-
-        Args:
-            cursor: of the last weight sync; 0: there was none.
-            rungs: of the engine's ladder; empty: it has none.
-        """
+        `cursor`: of the last weight sync, 0: there was none; `rungs`: of the engine's ladder."""
         if version > self._version:
             self._version, self._heard = version, self.count
             self._lengths, self._expected = {}, None

@@ -58,14 +58,9 @@ class NodeHistory:
         grace_s: float = GRACE_S,
         node: str | None = None,
     ):
-        """
-        Args:
-            config: the run's `history:` block.
-            name: of the directory; where it can't be taken over, a new one is begun.
-            root: where it lies; None: in shared memory if there is room for `max_bytes`.
-            grace_s: see `GRACE_S`.
-            node: its name among the histories of the run; None: all problems are at home here, and no thread works.
-        """
+        """`name`: of the directory, where it can't be taken over, a new one is begun; `root`: where it lies, None: see
+        `directory_for`; `node`: its name among the histories of the run, None: all problems are at home here, and no
+        thread works."""
         own = ray.get_runtime_context().get_node_id()
         beside = sum(int(n["Resources"].get("object_store_memory", 0)) for n in ray.nodes() if n["NodeID"] == own)
         directory = Path(root) / name if root else directory_for(name, config.max_bytes, beside)
@@ -77,7 +72,6 @@ class NodeHistory:
             self.writer = Writer(config, begun, grace_s, beside)
         self._node = node or ""
         self._nodes: tuple[str, ...] = (self._node,)
-        """Names of the histories of the run's nodes."""
         self._sending: dict[str, ray.ObjectRef] = {}
         """By file: calls of other nodes' histories."""
         self._oldest = math.inf

@@ -29,14 +29,8 @@ class Writer:
     writer that was killed is taken again, without the texts that are published. Any thread may call."""
 
     def __init__(self, config: HistoryConfig, directory: Path, grace_s: float = GRACE_S, beside: int = 0):
-        """Take over the history that an earlier writer left in the directory, or begin one; `grace_s`: see `GRACE_S`,
-        `beside`: see `room`. Where it is damaged, it begins anew, with a line in the log; what engines left stays.
-
-        Raises:
-            DasError: another writer is there.
-            IndexFileError: it is a link or another user's.
-            OSError: it can't be created.
-        """
+        """Take over the history that an earlier writer left in the directory, or begin one; `beside`: see `room`. Where
+        it is damaged, it begins anew, with a line in the log; what engines left stays. Raises as `HistoryStore`."""
         self.policy = HistoryPolicy(config)
         self.lock = threading.RLock()
         """Of texts on their way, from `read` to `keep`; held for a moment."""

@@ -36,12 +36,11 @@ __all__ = ["Drafting", "IndexFileError", "SuffixIndex", "UnknownHandle"]
 class SuffixIndex:
     """An engine's index: per problem, sealed trajectories in flat arrays (7.25 bytes per token), and live text.
 
-    The history is either its own (`add`, `seal`, `shrink`, `load`) or a store's (`attach`, `refresh`). A visit of a
-    problem is a weight version that wrote trajectories of it. Equal calls give equal drafts on every process, however
-    the history is cut into segments.
+    The history is either its own (`add`, `seal`, `shrink`, `load`) or a store's (`attach`, `refresh`). Equal calls give
+    equal drafts on every process, however the history is cut into segments.
 
-    Any thread may call, whatever the others do: each call waits for those before it, the drafting that `draft_rows` has
-    begun included. Calls that take long release the GIL.
+    Any thread may call: each call waits for those before it, the drafting that `draft_rows` has begun included. Calls
+    that take long release the GIL.
 
     The longest matches of the request's context in each source vote on the continuation; where these are short, places
     that match except for the last token vote as well. Each draft token has an estimated chance to survive verification.
@@ -53,11 +52,8 @@ class SuffixIndex:
     """
 
     def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
-        """
-        Args:
-            max_depth: tokens of left context that are compared; longer matches count as this long. 8 to 255.
-            half_life: newer visits of its problem after which a trajectory's vote has lost half its weight. Above 0.
-        """
+        """`max_depth`: tokens of left context that are compared, 8 to 255; `half_life`: newer visits of its problem
+        after which a trajectory's vote has lost half its weight, above 0."""
         self._core: Any = native().SuffixIndex(max_depth, half_life)
 
     # History
@@ -166,7 +162,7 @@ class SuffixIndex:
         return int(self._core.open(problem, *map(tokens_of, (prompt_ids, prefix, ahead))))
 
     def extend(self, handle: int, ids: Tokens) -> None:
-        """Append accepted token ids, shape (n,), to a request's response; raises as `extend_many`."""
+        """As `extend_many`, for one request."""
         self.extend_many([handle], ids, [0, len(ids)])
 
     def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
@@ -271,12 +267,10 @@ class SuffixIndex:
     generation = Number("generation")
     """The store's generation that is mapped; 0: none."""
     max_depth = Number("max_depth")
-    """Tokens of left context that are compared."""
     nbytes = Number("nbytes")
     """Bytes of the sealed history; of an attached index, bytes that it shares with all others."""
     live_bytes = Number("live_bytes")
     """Bytes of the live text and what finds places in it."""
     tokens = Number("tokens")
-    """Tokens in the sealed history."""
     problems = Number("problems")
-    """Problems with sealed history."""
+    """Tokens in the sealed history; problems that have some."""

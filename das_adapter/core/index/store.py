@@ -276,15 +276,13 @@ class HistoryStore:
     generation = Number("generation")
     """The generation published last; 0: none."""
     nbytes = Number("nbytes")
-    """Bytes of the sealed history, as in `SuffixIndex`."""
+    tokens = Number("tokens")
+    problems = Number("problems")
+    """Of the sealed history, as in `SuffixIndex`."""
     file_bytes = Number("file_bytes")
     """Bytes of the generation's files: `nbytes`, and at most a third more that no longer counts."""
-    tokens = Number("tokens")
-    """Tokens in the sealed history."""
     newest = Number("newest")
     """The newest weight version that was ever sealed here; meaningless while there is none."""
-    problems = Number("problems")
-    """Problems with sealed history."""
 
 
 def problems_in(path: str | os.PathLike[str]) -> UInt64:

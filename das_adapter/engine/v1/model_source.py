@@ -112,13 +112,8 @@ class ModelSource:
 def of_draft_tokens(drawn_with: dict[str, torch.Tensor], req_ids: Sequence[str], metadata: Any) -> torch.Tensor:
     """Return the probabilities with which a step's draft tokens were drawn, float32 [tokens, vocab]: where nobody has
     drawn, the token is certain; where there is none (-1), as where the model's are no numbers, all are 0, so that
-    vLLM draws from the policy's.
-
-    Args:
-        drawn_with: see `ModelSource`; the scheduler may have shortened the drafts.
-        req_ids: of the batch's requests.
-        metadata: vLLM's SpecDecodeMetadata of the step.
-    """
+    vLLM draws from the policy's. `drawn_with`: see `ModelSource`, the scheduler may have shortened the drafts;
+    `req_ids`, `metadata`: of the batch, vLLM's SpecDecodeMetadata of its step."""
     tokens, counts = metadata.draft_token_ids.long()[:, None], metadata.num_draft_tokens
     size = next(iter(drawn_with.values())).shape[1]
     found = torch.zeros(len(tokens), size, device=tokens.device).scatter_(1, tokens.clamp(min=0), 1.0)

@@ -89,7 +89,6 @@ class Proposer:
                 self.engine.fail(error)
 
     def time_step(self, scheduled: Any, now: float) -> None:
-        """As `begin_step`; may raise."""
         step = self.timer.begin(scheduled, now) if self.leads else None
         if step is not None:
             self.later(partial(self.engine.timed, step, time.time() if self.engine.log else None))
@@ -119,9 +118,7 @@ class Proposer:
 
         Args:
             sampled_token_ids: tokens each request got in this step; empty while its prompt is read.
-            num_tokens_no_spec: int [max_batch], tokens known of each request.
-            token_ids_cpu: int32 [max_batch, max_model_len], the tokens.
-            slot_mappings: not used.
+            num_tokens_no_spec, token_ids_cpu: int [max_batch], int32 [max_batch, max_model_len], all of its tokens.
         """
         self.settle()
         self.catch_up()
@@ -145,8 +142,7 @@ class Proposer:
             self.engine.counters.propose_seconds.append(time.perf_counter() - begin)
 
     def begin_drafts(self, sampled: list[list[int]], lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
-        """Take what a step brought, and begin to look for drafts; return the lists into which `settle` puts them. The
-        arguments are those of `propose`; may raise."""
+        """As `propose`, but only begin to look for drafts: `settle` puts them into the lists that are returned."""
         drafts: list[list[int]] = [[] for _ in sampled]
         if not self.leads:
             return drafts
@@ -198,7 +194,6 @@ class Proposer:
         return answer
 
     def visit(self, files: Sequence[str]) -> None:
-        """As `EngineController.visit`."""
         self.settle()
         self.engine.visit(files)
 

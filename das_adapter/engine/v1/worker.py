@@ -70,7 +70,6 @@ class HostWorkerState(WorkerState):
             step_patch.apply(self, owner=self.runner)
 
     def response(self, req_id: str) -> LiveRequest | None:
-        """As `WorkerState.response`."""
         request = self.runner.requests.get(req_id)
         if request is None or request.prompt_token_ids is None:
             return None
@@ -103,9 +102,7 @@ class HostWorkerState(WorkerState):
         """Return the keys of the rows that are sampled: request after request, its drafted positions and one more.
 
         The positions are those that the policy has just read, on the device: under asynchronous scheduling the host
-        does not know how many draft tokens of the step before were accepted.
-
-        `metadata`: vLLM's SpecDecodeMetadata of the step, None where nobody carries a draft.
+        does not know how many draft tokens of the step before were accepted. `metadata`: as in `_sample`.
         """
         runner, seeds = self.runner, self.seeds()
         positions = getattr(runner.positions, "gpu", runner.positions)
@@ -123,8 +120,7 @@ class HostWorkerState(WorkerState):
         return self._training[1]
 
     def count(self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]) -> None:
-        """Count a step: the tokens that each request got, the draft tokens that each carried into it, and whether it
-        belongs to a training rollout."""
+        """Count a step; `training`: whether each request belongs to a training rollout."""
         if not any(training):
             return
         got = [len(tokens) if record else 0 for record, tokens in zip(training, sampled, strict=True)]

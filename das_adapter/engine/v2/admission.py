@@ -85,12 +85,8 @@ class Admission(AdaptiveVerificationManager):
 
 
 def obstacle(vllm_config: Any, attn_groups: Iterable[Iterable[Any]], additional: Any = None) -> str | None:
-    """Say why all requests of a step must have equally many draft tokens; None: they need not.
-
-    Args:
-        attn_groups: vLLM's `AttentionGroup`s.
-        additional: the CUDA graphs that the model's other attention allows, and whose it is; None: there is none.
-    """
+    """Say why all requests of a step must have equally many draft tokens; None: they need not. `attn_groups`: vLLM's
+    `AttentionGroup`s; `additional`: the CUDA graphs that the model's other attention allows, and whose it is."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     aux = getattr(vllm_config, "aux_output_config", None)
     found = {

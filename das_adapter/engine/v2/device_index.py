@@ -36,14 +36,9 @@ class DeviceIndex:
         min_chance: float,
         vocabulary: int,
     ) -> None:
-        """
-        Args:
-            texts: int32 [slots, length], the tokens of all requests, prompts included; vLLM appends to it.
-            steps: most tokens of a draft.
-            words: of 32 bits, of the arena.
-            min_chance: a draft ends before the token whose chance to survive falls under this.
-            vocabulary: tokens of the policy.
-        """
+        """`texts`: int32 [slots, length], the tokens of all requests, prompts included, to which vLLM appends; `steps`:
+        most tokens of a draft; `words`: of 32 bits, of the arena; `min_chance`: a draft ends before the token whose
+        chance to survive falls under this; `vocabulary`: tokens of the policy."""
         self.texts, self.device = texts, texts.device
         slots, _ = texts.shape
         closed = min(CLOSED * slots, 8192)

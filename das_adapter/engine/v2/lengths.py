@@ -95,11 +95,8 @@ class DraftLengths:
         self.engine.controller.common = None
 
     def output(self, step: Step, sampled: Sequence[list[int]], now: float) -> int:
-        """Take the output of a step; return how many tokens each request of the next unscheduled step is to draft.
-
-        Args:
-            sampled: tokens that each of its requests got, in batch order; none while its prompt is read.
-            now: seconds of a monotonic clock.
+        """Take the output of a step that came `now`: the tokens that each of its requests got, in batch order, none
+        while its prompt is read. Return how many tokens each request of the next unscheduled step is to draft.
 
         While it is known that nobody is asked for drafts, outputs are put aside, some steps long: what those steps
         take without das-adapter's own work is what stock takes, with which the account compares.
@@ -147,7 +144,6 @@ class DraftLengths:
         return DraftTokens(0, looks=False)
 
     def refresh(self, message: Refresh) -> Refreshed:
-        """As `EngineController.refresh`."""
         with self._lock:
             self._catch_up()
             self._close(self._live.over())
@@ -157,7 +153,6 @@ class DraftLengths:
             return self.engine.refresh(message)
 
     def visit(self, files: Sequence[str]) -> None:
-        """As `EngineController.visit`."""
         with self._lock:
             self._catch_up()
             self.engine.visit(files)

@@ -57,8 +57,7 @@ class Speculation:
         source: HistorySpeculator | None,
     ) -> None:
         """`speculator`: vLLM's own, or the policy copy; `texts`: int32 [slots, length], the text of the request in each
-        slot; `engine`: is told why drafting failed, None: another rank's is; `source`: drafts from the history as
-        well."""
+        slot; `engine`: is told why drafting failed; `source`: drafts from the history as well."""
         self.speculator = speculator
         self.tokens = config.model_tokens
         """Most tokens of its drafts beside the history's."""
@@ -81,13 +80,9 @@ class Speculation:
         return ended
 
     def propose(self, run: Callable[..., Any], inputs: Inputs, wanted: int, num_sampled: torch.Tensor) -> torch.Tensor:
-        """Draft `wanted` tokens for each request; return them, int64 [requests, most]. Where it has failed, they are
-        tokens that the policy can read.
-
-        Args:
-            run: runs the speculator with some inputs and further keywords; it writes its drafts down.
-            num_sampled: int32 [requests], tokens that each request got.
-        """
+        """Draft `wanted` tokens for each request, which got `num_sampled`, int32 [requests]; return them, int64
+        [requests, most]. Where it has failed, they are tokens that the policy can read. `run`: runs the speculator with
+        some inputs and further keywords; it writes its drafts down."""
         source = self._source
         if source is None:
             return self._draft(run, inputs, wanted)

@@ -69,7 +69,6 @@ class DeviceWorkerState(WorkerState):
         return None if self.source is None else self.source.index
 
     def response(self, req_id: str) -> LiveRequest | None:
-        """As `WorkerState.response`."""
         if self.lengths is not None:
             self.lengths.catch_up()
         return self._requests.get(req_id)
