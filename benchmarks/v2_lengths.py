@@ -74,7 +74,7 @@ class Engine:
         )
         self.lengths, self._own, self._model, self.now = DraftLengths(config, vllm_config), own, model, 0.0
         if own:
-            self.lengths.free()
+            self.lengths.engine.controller.common = None
 
     def rollout(self, number: int, texts: list[Text]) -> float:
         """Write all texts; return the seconds."""

@@ -26,7 +26,7 @@ def request_seed(run_seed: int, problem: int, step: int, sample: int, row: str |
     Returns:
         An integer in [0, 2^63).
     """
-    digest = _hash()
+    digest = hashlib.blake2b(digest_size=8)
     digest.update(f"{run_seed}/{problem}/{step}/{sample}/{row}".encode())
     return _number(digest) >> 1
 
@@ -34,7 +34,7 @@ def request_seed(run_seed: int, problem: int, step: int, sample: int, row: str |
 def prompt_identity(prompt_ids: npt.ArrayLike, *beside: str | int) -> int:
     """Return the 64-bit identity of a problem: a hash of its first prompt's ids, equal in every epoch, run and host.
     `beside`: what there is to the problem beside these ids: the hashes of its images, or its row in the data set."""
-    digest = _hash()
+    digest = hashlib.blake2b(digest_size=8)
     digest.update(np.ascontiguousarray(np.asarray(prompt_ids, dtype="<i4")).tobytes())
     for part in beside:
         digest.update(f"/{part}".encode())
@@ -47,7 +47,7 @@ def media_hash(item: Any) -> str:
         values = np.asarray(item)
     except ValueError:  # parts of several shapes
         values = np.empty(0, dtype=object)
-    digest = _hash()
+    digest = hashlib.blake2b(digest_size=8)
     if values.dtype.hasobject:
         digest.update(pickle.dumps(item))
     else:
@@ -90,10 +90,6 @@ class FirstTurns:
             if prompt_identity(prompt[:tokens], *media[:-fewer]) == identity:
                 return identity
         return None
-
-
-def _hash() -> hashlib.blake2b:
-    return hashlib.blake2b(digest_size=8)
 
 
 def _number(digest: hashlib.blake2b) -> int:

@@ -6,29 +6,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from das_adapter.protocol.messages import call_workers
 from das_adapter.protocol.metrics import merge
 
 logger = logging.getLogger("vllm.das_adapter")
 
 
-async def log_async(engine: Any) -> None:
-    """Log the figures since the last time, and set the Prometheus gauges: of vLLM's `AsyncLLM`."""
-    try:
-        _publish(engine, await call_workers(engine, "das_rpc", ("stats", {})))
-    except Exception as error:
-        logger.error("das: no figures of the engine: %r", error)
-
-
-def log(engine: Any) -> None:
-    """As `log_async`, of vLLM's `LLMEngine`."""
-    try:
-        _publish(engine, [engine.collective_rpc("das_rpc", args=("stats", {}))])
-    except Exception as error:
-        logger.error("das: no figures of the engine: %r", error)
-
-
-def _publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
+def publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Log the figures since the last time, and set the Prometheus gauges, of vLLM's `AsyncLLM` or `LLMEngine`;
+    `answers`: to `stats`, of each data-parallel engine's ranks."""
     from prometheus_client import Gauge
 
     parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]

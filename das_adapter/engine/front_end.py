@@ -20,6 +20,7 @@ from das_adapter.engine.settings import (
 )
 from das_adapter.patching import patch
 from das_adapter.protocol.label import BadLabel
+from das_adapter.protocol.messages import call_workers
 
 logger = logging.getLogger("vllm.das_adapter")
 
@@ -140,7 +141,10 @@ def log_figures(stock: Any) -> Any:
     @functools.wraps(stock)
     async def do_log_stats(self: Any) -> None:
         if self.log_stats and alone(self.vllm_config):
-            await figures.log_async(self)
+            try:
+                figures.publish(self, await call_workers(self, "das_rpc", ("stats", {})))
+            except Exception as error:
+                logger.error("das: no figures of the engine: %r", error)
         await stock(self)
 
     return do_log_stats
@@ -156,7 +160,10 @@ def log_figures_offline(stock: Any) -> Any:
     @functools.wraps(stock)
     def logged(self: Any) -> Any:
         if self.log_stats and alone(self.vllm_config):
-            figures.log(self)
+            try:
+                figures.publish(self, [self.collective_rpc("das_rpc", args=("stats", {}))])
+            except Exception as error:
+                logger.error("das: no figures of the engine: %r", error)
         return stock(self)
 
     return logged

@@ -16,7 +16,7 @@ from das_adapter.engine.standalone.worker import Standalone
 from das_adapter.errors import DasError
 from das_adapter.patching import patch
 from das_adapter.protocol.decision_log import Counts
-from das_adapter.protocol.messages import Refresh, Refreshed, Started, plain
+from das_adapter.protocol.messages import Refresh, Refreshed, plain
 from das_adapter.protocol.metrics import Counters, EngineStats
 
 logger = logging.getLogger("das_adapter")
@@ -100,9 +100,9 @@ class WorkerState:
         """Return the figures that one runner alone has."""
         return EngineStats()
 
-    def _hello(self) -> Started:
+    def _hello(self) -> dict[str, str]:
         sampler, runner = type(self.runner.sampler).__name__, f"V{self.model_runner}"
-        return Started(version=__version__, drafter=self.config.drafter, sampler=sampler, runner=runner)
+        return {"version": __version__, "drafter": self.config.drafter, "sampler": sampler, "runner": runner}
 
     def _refresh(self, **payload: Any) -> Refreshed:
         if self.standalone:  # whoever calls keeps no history; all that it may say is: now

@@ -156,14 +156,12 @@ def read(directory: Path) -> list[Rollout]:
     return sorted((r for r in rollouts if r.steps), key=lambda r: r.steps[0].begin)
 
 
-def _whole_lines(path: Path) -> list[str]:
-    """Return a file's lines, without a last one that is being written, or that a crash has cut."""
-    return path.read_text().rpartition("\n")[0].splitlines()
-
-
 def _rollouts(name: str, files: Iterable[Path]) -> Iterator[Rollout]:
     current = Rollout(name)
-    for path, number, line in ((p, n, line) for p in files for n, line in enumerate(_whole_lines(p), 1)):
+    whole = {path: path.read_text().rpartition("\n")[0] for path in files}  # the last may be cut, or being written
+    for path, number, line in (
+        (p, n, line) for p, text in whole.items() for n, line in enumerate(text.splitlines(), 1)
+    ):
         try:
             kind, *values = json.loads(line)
             if kind == "run":

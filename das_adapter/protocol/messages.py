@@ -103,16 +103,6 @@ class Refreshed(TypedDict, total=False):
     """What went wrong; the rank goes on without drafts."""
 
 
-class Started(TypedDict):
-    """The answer of one rank to `hello`."""
-
-    version: str
-    drafter: str
-    sampler: str
-    runner: str
-    """vLLM's model runner: V1 or V2."""
-
-
 async def call_workers(engine: Any, method: str, args: tuple[Any, ...] = ()) -> list[list[Any]]:
     """Call a method of every worker of vLLM's `AsyncLLM`; return the answers of each data-parallel engine's ranks. Its
     own `collective_rpc` calls all of them too, and returns the answers of the first engine's alone."""

@@ -64,7 +64,10 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
         for directory in (root / name, *sorted(root.glob(f"{name}-[0-9]*"))):
             if is_private(directory):
                 return directory
-    fits = _fits(size, beside)
+    try:
+        fits = room(SHARED_MEMORY, size, 0, beside) >= 0
+    except OSError:  # there is none
+        fits = False
     root = places()[not fits]
     if not fits:
         logger.warning(
@@ -83,13 +86,6 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
             logger.warning("das: history: the name %s is taken; the history lies in %s", root / name, directory)
         return directory
     raise AssertionError
-
-
-def _fits(size: int, beside: int) -> bool:
-    try:
-        return room(SHARED_MEMORY, size, 0, beside) >= 0
-    except OSError:
-        return False
 
 
 def room(directory: Path, size: int, held: int, beside: int, given: int = 0) -> int:

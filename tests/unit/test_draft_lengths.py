@@ -97,7 +97,7 @@ def test_a_rollout_that_lost_is_followed_by_silence_until_a_trial_gains() -> Non
 def test_where_each_request_has_its_own_number_of_draft_tokens_a_step_has_a_total(tmp_path: Path) -> None:
     """And room for the longest draft of each, as far as all fit into a step."""
     engine = Engine()
-    engine.lengths.free()
+    engine.lengths.engine.controller.common = None
     engine.rollout(40, drafted_s=PLAIN_S, silent_steps=2)
     chosen = pickle.loads(pickle.dumps(engine.chosen))  # it crosses from process to process
     assert (chosen, chosen.total) == (STEP_TOKENS // len(IDS) - 1, DRAFTED * len(IDS))

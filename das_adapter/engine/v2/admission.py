@@ -67,11 +67,6 @@ class Admission(AdaptiveVerificationManager):
         self.admitted = to_host(self._batch_draft_capacity[: len(req_ids)])
         return answer
 
-    def take_admitted(self) -> torch.Tensor | None:
-        """Return `admitted` of the present step."""
-        admitted, self.admitted = self.admitted, None
-        return admitted
-
     def record_confidences(self, confidence_probs: torch.Tensor, input_batch: Any) -> None:
         """Keep the chances of the newest drafts, float32 [requests, steps], and the plan for them."""
         wanted = self._source.wanted

@@ -51,9 +51,9 @@ class Bringer:
             ordered = {parcel.problem for parcel in self._parcels}
             missing = [problem for problem in arena.missing() if problem not in ordered]
             arena.unsealed = bool(missing or ordered)
-            most = AHEAD - len(ordered) if self._beside else len(missing)
-            for problem in missing[:most]:
-                self._parcels.append(Parcel(problem, arena.rollout, self._order(index, problem)))
+            for problem in missing[: AHEAD - len(ordered) if self._beside else None]:
+                found = self._worker.submit(looked_up, index, problem, arena.room, self._words.is_cuda)
+                self._parcels.append(Parcel(problem, arena.rollout, found))
                 if not self._beside:
                     self._copy(self._parcels.pop(), _WHOLE)
         left = PIECE
@@ -62,14 +62,6 @@ class Bringer:
             left -= self._copy(parcel, left)
             if parcel.at is None or parcel.copied == len(parcel.ready.result()[0]):
                 self._parcels.pop(0)
-
-    def _order(self, index: SuffixIndex, problem: int) -> Future[tuple[torch.Tensor, int, bool]]:
-        room, pinned = self._arena.room, self._words.is_cuda
-        if self._beside:
-            return self._worker.submit(looked_up, index, problem, room, pinned)
-        done: Future[tuple[torch.Tensor, int, bool]] = Future()
-        done.set_result(looked_up(index, problem, room, pinned))
-        return done
 
     def _copy(self, parcel: Parcel, most: int) -> int:
         """Copy at most so many words of a parcel; return how many. What finds no room is told to the arena."""

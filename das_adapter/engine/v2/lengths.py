@@ -90,10 +90,6 @@ class DraftLengths:
         """When the last output came, seconds; None: after a pause."""
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
-    def free(self) -> None:
-        """Give each request its own number of draft tokens from now on."""
-        self.engine.controller.common = None
-
     def output(self, step: Step, sampled: Sequence[list[int]], now: float) -> int:
         """Take the output of a step that came `now`: the tokens that each of its requests got, in batch order, none
         while its prompt is read. Return how many tokens each request of the next unscheduled step is to draft.
@@ -128,7 +124,9 @@ class DraftLengths:
         try:
             self._begin_and_end(step)
             if before is not None and before.offer is not None:
-                self._hear(before.req_ids, before.offer)
+                offer = before.offer
+                by_model = None if self.engine.drafts is None else offer.by_model.numpy()
+                self._live.hear(before.req_ids, offer.lengths.numpy(), offer.chances.numpy(), by_model)
             rows, decoded = self._decoded(step, sampled)
             self._count(step, decoded, now)
             self._time(step, rows, decoded, now, since)
@@ -229,10 +227,6 @@ class DraftLengths:
             context = int(np.add.reduce(decoded.context))
             timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context, asked)
             self.engine.timed(timed, time.time() - since)
-
-    def _hear(self, req_ids: list[str], offer: Offer) -> None:
-        by_model = None if self.engine.drafts is None else offer.by_model.numpy()
-        self._live.hear(req_ids, offer.lengths.numpy(), offer.chances.numpy(), by_model)
 
     def _count(self, step: Step, decoded: Decoded, now: float) -> None:
         training = self.engine.controller.requests.record[decoded.slots]

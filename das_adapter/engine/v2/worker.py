@@ -83,7 +83,7 @@ class DeviceWorkerState(WorkerState):
         logger.info("das: each request has its own number of draft tokens")
         self.source.admits = self.runner.rejection_sampler.enable_adaptive_verification = True
         if self.lengths is not None:
-            self.lengths.free()
+            self.lengths.engine.controller.common = None
         names = "req_states", "query_start_loc", "num_bonus_tokens", "max_total_logits"
         return Admission(self.source, **{name: stock[name] for name in names})
 
@@ -161,8 +161,9 @@ class DeviceWorkerState(WorkerState):
         if step is None or output is None or self.lengths is None:
             return output
         step.offer = self.source and self.source.offer
-        manager = self.runner.adaptive_verification
-        admitted = manager.take_admitted() if isinstance(manager, Admission) else None
+        manager, admitted = self.runner.adaptive_verification, None
+        if isinstance(manager, Admission):
+            admitted, manager.admitted = manager.admitted, None
         stock, lengths = output.get_output, self.lengths
 
         def get_output() -> Any:
