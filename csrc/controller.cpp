@@ -79,10 +79,9 @@ nb::tuple allocate(const In<float>& chances, const In<int64_t>& offsets, const I
 // Columns of the live requests, by slot: RequestTable's (das_adapter/core/requests.py), which they are parts of.
 struct Columns {
   Out<double> written, pace, load, drafted, accepted, steps, own, tail;
-  Out<int64_t> length_class;
 
   Columns(Out<double> written, Out<double> pace, Out<double> load, Out<double> drafted, Out<double> accepted,
-          Out<double> steps, Out<double> own, Out<double> tail, Out<int64_t> length_class)
+          Out<double> steps, Out<double> own, Out<double> tail)
       : written(written),
         pace(pace),
         load(load),
@@ -90,12 +89,9 @@ struct Columns {
         accepted(accepted),
         steps(steps),
         own(own),
-        tail(tail),
-        length_class(length_class) {
+        tail(tail) {
     for (const auto* column : {&pace, &load, &drafted, &accepted, &steps, &own, &tail})
       if (column->size() != written.size()) throw std::invalid_argument("Columns: the columns differ in length");
-    if (length_class.size() != written.size())
-      throw std::invalid_argument("Columns: expected one length class per slot");
   }
 
   size_t slot(const In<int64_t>& slots, size_t i) const {
@@ -105,21 +101,14 @@ struct Columns {
   }
 
   void advance(const In<int64_t>& slots, const In<int64_t>& got, const In<int64_t>& carried, double memory,
-               nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu> counts, Out<double> curve) {
-    const size_t classes = counts.shape(1);
-    double *class_steps = counts.data(), *class_drafts = class_steps + classes;
+               Out<double> curve) {
     if (got.size() != slots.size() || (carried.size() && carried.size() != slots.size()))
       throw std::invalid_argument("advance: slots, got and carried differ in length");
-    if (counts.shape(0) != 2 || curve.size() != 4)
-      throw std::invalid_argument("advance: expected two counts per length class and four of the curve");
+    if (curve.size() != 4) throw std::invalid_argument("advance: expected four counts of the curve");
     for (size_t i = 0; i < slots.size(); ++i) {
       const size_t at = slot(slots, i);
-      const auto kind = static_cast<size_t>(length_class.data()[at]);
-      if (kind >= classes) throw std::out_of_range("advance: no such class");
       const auto tokens = static_cast<double>(got.data()[i]);
       const double draft = carried.size() ? static_cast<double>(carried.data()[i]) : 0.0;
-      class_steps[kind] += 1;
-      class_drafts[kind] += draft;
       written.data()[at] += tokens;
       const double past = std::min(memory, (steps.data()[at] += 1) + 1);  // the initial value counts as one step
       pace.data()[at] += (tokens - pace.data()[at]) / past;
@@ -194,12 +183,11 @@ void bind_controller(nb::module_& m) {
         "them, float64 [n + 1]. Return the expected gain in seconds, and how many these are.");
   nb::class_<Columns>(m, "Columns")
       .def(nb::init<Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>,
-                    Out<double>, Out<int64_t>>(),
+                    Out<double>>(),
            nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),
-           nb::arg("steps"), nb::arg("worth_own"), nb::arg("worth_tail"), nb::arg("length_class"))
+           nb::arg("steps"), nb::arg("worth_own"), nb::arg("worth_tail"))
       .def("advance", &Columns::advance,
-           "Add one decode step to the requests in `slots`; count request forwards and draft tokens by length class, "
-           "float64 [2, classes], and for the acceptance curve, float64 [4].")
+           "Add one decode step to the requests in `slots`, and count it for the acceptance curve, float64 [4].")
       .def("limits", &Columns::limits,
            "Put the most draft tokens of each request into out int64 [b]: 0 where a token is not worth more than it "
            "costs.");

@@ -26,7 +26,7 @@ from das_adapter.core.length import LengthModel, Responses, classes, expected_re
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.plain_time import PlainTime
 from das_adapter.core.planners import Offer, alike, everything, first, one_length, own_lengths
-from das_adapter.core.requests import PACE_STEPS, RequestTable, class_counts
+from das_adapter.core.requests import PACE_STEPS, RequestTable
 from das_adapter.core.steps import Chances, Decoded, HistoryDrafts, Ints, Search, StepPlan, TimedStep
 
 REPLAN_STEPS = 64
@@ -85,7 +85,6 @@ class Controller:
         self._least_chance = LEAST_CHANCE
         self._model: StepModel | None = None  # the latency model at the batch's context
         self._drafting_seconds = 0.0  # a step's, lately
-        self._by_class = class_counts()
 
     @property
     def times(self) -> StepTimes:
@@ -139,7 +138,7 @@ class Controller:
         """Take what a decode step brought, and say what to look for; None: nothing is drafted for the next."""
         slots, running, account = decoded.slots, len(decoded.slots), self.account
         account.now += decoded.steps
-        self.requests.advance(slots, decoded.got, decoded.carried, self._by_class, self._curve.counts)
+        self.requests.advance(slots, decoded.got, decoded.carried, self._curve.counts)
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
             worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
             account.model(saved=self.drafts.verified(decoded.by_model, decoded.got, worth))
@@ -161,11 +160,6 @@ class Controller:
         model = None if self.account.model_rests else self.drafts
         cut = self._policy == "optimal"
         return self._share_out(slots, Offer(search.limits, chances, offsets, model, search.floor, cut))
-
-    def skipped(self, slots: Ints, tokens: Ints) -> None:
-        """Take the tokens, one a step, of steps at whose end no drafter was asked, int64 [requests] each."""
-        self.requests.skip(slots, tokens)
-        np.add.at(self._by_class[0], self.requests.length_class[slots], tokens)
 
     def timed(self, step: TimedStep) -> float | None:
         """Take how long a decode step took; return the seconds that the latency model expected of it, None before there
@@ -194,13 +188,7 @@ class Controller:
 
     def take(self) -> dict[str, Any]:
         """Return the figures since the last call, as plain numbers."""
-        (steps, drafts), self._by_class = self._by_class.tolist(), class_counts()
-        return {
-            "class_steps": steps,
-            "class_drafts": drafts,
-            "latency_model_error": self.times.take_error(),
-            **self.account.figures(),
-        }
+        return {"latency_model_error": self.times.take_error(), **self.account.figures()}
 
     # Inside
 

@@ -18,7 +18,7 @@ PACE_STEPS = 16
 """Steps over which a request's tokens per step are averaged."""
 
 
-_NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth_own", "worth_tail", "length_class")
+_NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth_own", "worth_tail")
 """Columns that the native core reads and brings forward, under the same names."""
 
 
@@ -43,11 +43,6 @@ def with_room(column: Column, slots: int) -> Column:
         return column
     empty = np.zeros((max(more, len(column)), *column.shape[1:]), dtype=column.dtype)
     return cast(Column, np.concatenate([column, empty]))
-
-
-def class_counts() -> Floats:
-    """Return counts of request forwards and of draft tokens by `LengthClass`, float64 [2, classes]."""
-    return np.zeros((2, len(LengthClass)))
 
 
 _TYPES = {"length_class": np.int64, "first_class": np.int64, "record": np.bool_, "problem": np.uint64}
@@ -106,11 +101,11 @@ class RequestTable:
         """Free a request's slot."""
         self._free.append(slot)
 
-    def advance(self, slots: Ints, got: Ints, carried: Ints | None, counts: Floats, curve: Floats) -> None:
-        """Take a decode step: tokens that each request got, draft tokens that each carried into it (None: nobody).
-        `counts`: of `class_counts`, and `curve`: `AcceptanceCurve.counts`, to which it is added."""
+    def advance(self, slots: Ints, got: Ints, carried: Ints | None, curve: Floats) -> None:
+        """Take a decode step: tokens that each request got, draft tokens that each carried into it (None: nobody),
+        which are added to the `curve`, `AcceptanceCurve.counts`."""
         if self._native is not None:
-            self._native.advance(slots, got, NOBODY if carried is None else carried, PACE_STEPS, counts, curve)
+            self._native.advance(slots, got, NOBODY if carried is None else carried, PACE_STEPS, curve)
 
     def limits(self, slots: Ints, room: Ints, most: int, cost: float) -> Ints:
         """Return the most draft tokens of each request: as many as there is `room` for, `most`, and none where a token
@@ -120,7 +115,7 @@ class RequestTable:
         return limits
 
     def skip(self, slots: Ints, tokens: Ints) -> None:
-        """Take tokens, one a step, of steps that carried no drafts, int64 [requests]."""
+        """Take the tokens, one a step, of steps at whose end no drafter was asked, int64 [requests]."""
         left = (1.0 - 1.0 / PACE_STEPS) ** tokens
         self.written[slots] += tokens
         self.pace[slots] = 1.0 + left * (self.pace[slots] - 1.0)

@@ -171,11 +171,8 @@ def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> d
     if seconds := [second for of_engine in each("propose_seconds") for second in of_engine]:
         p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
         metrics |= {"das/propose_ms/p50": float(p50), "das/propose_ms/p99": float(p99)}
-    if steps := each("class_steps"):
-        budgets = np.sum(each("class_drafts"), axis=0) / np.maximum(np.sum(steps, axis=0), 1.0)
-        for name, budget in zip(("short", "medium", "long"), budgets.tolist(), strict=True):
-            metrics[f"das/budget_{name}"] = budget
-        metrics["das/time_saved_s"] = float(sum(each("time_saved_s")))
+    if saved := each("time_saved_s"):
+        metrics["das/time_saved_s"] = float(sum(saved))
         metrics["das/latency_model_error"] = float(np.mean(each("latency_model_error")))
     if of_stock := list(filter(None, each("of_stock"))):
         metrics["das/of_stock"] = float(max(of_stock))

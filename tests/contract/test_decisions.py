@@ -31,10 +31,6 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
         result = engine(das=das, rounds=rounds)
         assert tokens(result) == tokens(reference)
         assert not any(r["stats"]["error"] for r in result)
-        for r in result:
-            # Not all: what a request writes after it was last looked at, while nothing is drafted, has no class.
-            assert 0 < sum(r["stats"]["class_steps"]) <= r["stats"]["request_forwards"]
-            assert sum(r["stats"]["class_drafts"]) == r["stats"]["draft_tokens"]
     rollouts = read(logs)
     figures = report.summary(rollouts)
     assert figures["requests"] > 0

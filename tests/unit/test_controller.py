@@ -14,7 +14,7 @@ from das_adapter.core.controller import Controller
 from das_adapter.core.latency import StepModel
 from das_adapter.core.length import RESPONSE, LengthModel
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.requests import RequestTable, class_counts
+from das_adapter.core.requests import RequestTable
 from das_adapter.core.steps import Decoded, TimedStep
 
 MEMORY_BOUND = StepModel(base=0.048, token=0.0, bend=0.0006, knee=8)
@@ -159,10 +159,13 @@ def test_drafting_goes_to_those_who_decide_the_end() -> None:
     for version in range(1, 4):
         rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
         controller.sync(np.array([(i, int(n), version) for i, n in enumerate(lengths)], RESPONSE))
-    controller.take()
     rollout(lengths, StepModel(base=0.02, token=0.001), controller, chance=0.7)
-    figures = controller.take()
-    short, _, long = np.array(figures["class_drafts"]) / np.maximum(1, figures["class_steps"])
+    table = controller.requests  # of the requests that had the slots last
+    kinds = np.where(lengths[table.problem[: len(lengths)].astype(int)] == 1200, "long", "short")
+    long, short = (
+        table.drafted[: len(lengths)][kinds == kind].sum() / table.steps[: len(lengths)][kinds == kind].sum()
+        for kind in ("long", "short")
+    )
     assert long > 1.0
     assert short < 0.2 * long
 
@@ -324,14 +327,14 @@ def test_one_length_for_all_is_one_that_there_are_graphs_of(policy: Any, specula
 
 
 def test_steps_at_whose_end_nobody_is_asked_count_as_plain_ones() -> None:
-    table, counts, curve = RequestTable(), class_counts(), np.zeros(4)
+    table, curve = RequestTable(), np.zeros(4)
     asked, unasked = (np.array([table.open(1, 0, np.ones(LengthModel.GRID))]) for _ in range(2))
     for _ in range(20):
         for slot in (asked, unasked):
-            table.advance(slot, np.array([4]), np.array([5]), counts, curve)
+            table.advance(slot, np.array([4]), np.array([5]), curve)
     assert table.pace[unasked] > 3.5
     for _ in range(30):
-        table.advance(asked, np.array([1]), None, counts, curve)
+        table.advance(asked, np.array([1]), None, curve)
     table.skip(unasked, np.array([30]))
     for column in (table.written, table.pace, table.load):
         assert column[unasked] == pytest.approx(column[asked])

@@ -66,8 +66,6 @@ def test_every_metric_is_documented_and_no_other() -> None:
     report = {
         **Counters(request_forwards=1, drafted_forwards=1, draft_tokens=1, tokens=2, propose_seconds=[0.1]).take(),
         **RolloutClock().take(),
-        "class_steps": [1, 1, 1],
-        "class_drafts": [1, 1, 1],
         "time_saved_s": 0.0,
         "latency_model_error": 0.1,
         "history_requests": 1,

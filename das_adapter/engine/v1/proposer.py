@@ -271,7 +271,7 @@ class Proposer:
             slots[i] = self._open(req_ids[row], tokens[row, : now[i]], int(got[i]))
         skipped = now - got - self._lengths[slots]
         if skipped.any():
-            self.engine.controller.skipped(slots, skipped)
+            self.engine.controller.requests.skip(slots, skipped)
         self._lengths[slots] = now
         return rows, slots, got, now
 

@@ -135,7 +135,7 @@ class DraftLengths:
             controller = self.engine.controller
             if controller.account.ask(len(decoded.slots), decoded.carried is not None):
                 return self._choose(step, rows, decoded)
-            controller.skipped(decoded.slots, decoded.got)
+            controller.requests.skip(decoded.slots, decoded.got)
             return DraftTokens(0, looks=controller.account.asks_in(LATE, len(decoded.slots)))
         except Exception as error:
             self.engine.fail(error)
