@@ -134,11 +134,12 @@ def allocate(chances: Chances, offsets: Ints, worth: Worth, model: StepModel, cu
     return StepPlan(keep, np.zeros(requests, dtype=np.int64), gain, kept=kept)
 
 
-AHEAD = 16.0
-"""Tokens of progress over which it is measured how the chance to be the last request fades."""
+AHEAD, POINTS = 16.0, 32
+"""Tokens of progress over which it is measured how the chance to be the last request fades; numbers of tokens to come
+at which the requests' lengths are compared."""
 
 
-def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, points: int = 32) -> tuple[Floats, Floats]:
+def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats) -> tuple[Floats, Floats]:
     """Return the chance of each request to be the last one of the batch, shape (b,), summing to 1; and how fast it
     fades with each token that the request gets ahead of the others, shape (b,).
 
@@ -150,12 +151,11 @@ def makespan_weights(cdf: Floats, edges: Floats, lengths: Floats, points: int = 
         cdf: shape (b, g): distribution of each request's length at `edges`.
         edges: shape (g,), in geometric steps from 1.
         lengths: tokens written so far, shape (b,).
-        points: numbers of tokens to come at which the distributions are compared.
     """
     if len(lengths) == 1:
         return np.ones(1), np.zeros(1)
     longest = max(1.0, float(edges[-1] - lengths.min())) + 1.0
-    to_come = np.exp(np.linspace(0.0, math.log(longest), points))
+    to_come = np.exp(np.linspace(0.0, math.log(longest), POINTS))
     at = lengths[:, None] + np.concatenate([to_come, to_come + AHEAD])[None, :]
     done, ahead = np.split(beyond(cdf, edges, lengths, at), 2, axis=1)
     log = np.log(np.maximum(done, 1e-12))

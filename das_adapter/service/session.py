@@ -165,7 +165,7 @@ class Session:
             message = self._message(version, lambda: left() / 2)  # the rest is the engine's
             engines = self._rpc("refresh", message.payload(), left())
             newest = message.history.generation if message.history else math.inf
-            self._behind = sum(any(rank and rank.get("generation", newest) < newest for rank in e) for e in engines)
+            self._behind = sum(any(rank.get("generation", newest) < newest for rank in ranks) for ranks in engines)
         except Exception:
             logger.exception("das: weight sync %s without fresh history; decoding goes on", version)
 
