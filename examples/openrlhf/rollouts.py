@@ -51,7 +51,7 @@ def engines(block: dict[str, Any], weights: Path) -> Iterator[list[Any]]:
         "DAS_CONFIG": json.dumps(block),
         "DAS_CPU_WEIGHT_SYNC": "1",  # on a CPU: weights may be written into the live model
         "MKL_CBWR": "AUTO,STRICT",  # equal logits whatever else is in the batch
-        "PYTHONPATH": os.pathsep.join([*PATHS, os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
         FILE: str(weights),

@@ -16,7 +16,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 PREFIX = "vllm:das_"
 sys.path.append(str(HERE))
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])  # the worker's extension
+paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # the worker's extension
 os.environ.setdefault("DAS_CPU_WEIGHT_SYNC", "1")  # on a CPU: weights may be written into the live model
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 

@@ -105,7 +105,9 @@ def test_a_name_that_another_user_takes_later_costs_the_history_no_text_to_come(
     assert tokens(engine.sync()[0]) == 30
 
 
-def test_modules_in_the_working_directory_are_not_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["", os.pathsep], ids=["no path", "a path with an empty entry"])
+def test_modules_in_the_working_directory_are_not_run(path: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", path)
     planted = SHARED_MEMORY / f"{name}-planted"
     stranger("plant", planted)
     monkeypatch.chdir(planted)

@@ -96,12 +96,15 @@ class SharedHistory:
 
     def _start_writer(self) -> None:
         """Start the process that writes; where another one writes there, it ends at once."""
-        # -P: whoever may write into the working directory must not choose which modules it runs.
+        # Whoever may write into the working directory must not choose which modules it runs: it is not in the path with
+        # -P, if no entry of PYTHONPATH is empty.
         command = [sys.executable, "-P", "-m", "das_adapter.service.local", str(self._directory)]
         arguments = [self._config.model_dump_json(), str(self._grace_s)]
+        path = os.pathsep.join(filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
         # It outlives this process, and must not keep its output open.
         nowhere: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        subprocess.run([*command, *arguments], start_new_session=True, timeout=PATIENCE_S, check=True, **nowhere)
+        options: dict[str, Any] = {"start_new_session": True, "env": {**os.environ, "PYTHONPATH": path}, **nowhere}
+        subprocess.run([*command, *arguments], timeout=PATIENCE_S, check=True, **options)
 
     def _leave(self, batch: Sequence[Trajectory]) -> None:
         self._enter()
