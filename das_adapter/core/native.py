@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import functools
 import importlib
+from pathlib import Path
 from typing import Any
+
+from das_adapter.errors import DasError
 
 
 @functools.cache
 def native() -> Any:
-    """Return the module `das_adapter._native`."""
-    return importlib.import_module("das_adapter._native")
+    """Return the module `das_adapter._native`.
+
+    Raises:
+        DasError: it is not there, as in a checkout, which hides the installed package from what runs in its root.
+    """
+    try:
+        return importlib.import_module("das_adapter._native")
+    except ModuleNotFoundError:
+        root = Path(__file__).parents[2]
+        raise DasError(
+            f"das_adapter._native: not found, since das_adapter was imported from {root}, where it is not built; start "
+            f"from another directory, or `pip install -e {root}`"
+        ) from None

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from das_adapter import __version__, compat, patching
 from das_adapter.config import DasConfig
 from das_adapter.core.native import native
-from das_adapter.errors import UnsupportedHost
+from das_adapter.errors import DasError, UnsupportedHost
 from das_adapter.protocol.engine_args import needs_v1
 
 _DEVICE = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
@@ -50,7 +50,7 @@ def examine() -> Iterator[Finding]:
 def _native_core() -> Finding:
     try:
         return Finding("native core", "ok", str(native().__file__))
-    except ImportError as error:
+    except (DasError, ImportError) as error:
         return Finding(
             "native core", "broken", f"{error}: reinstall das-adapter; from source it needs a C++17 compiler"
         )
