@@ -86,10 +86,16 @@ def refuse(config: DasConfig, vllm_config: Any) -> None:
         return
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     over = getattr(parallel, "prefill_context_parallel_size", 1)
+    ranks, backend = parallel.tensor_parallel_size, parallel.distributed_executor_backend
+    vllms_own = config.neural and not config.uses_history and not config.controlled
     refused = {
         f"pipeline_parallel_size={parallel.pipeline_parallel_size}": parallel.pipeline_parallel_size > 1,
         # One rank of an engine has the history, and the ranks that share its prompts draft apart.
         f"prefill_context_parallel_size={over}": over > 1 and not (config.neural and not config.uses_history),
+        # Each rank has a scheduler of its own there, which knows only what its own rank has drafted.
+        f"tensor_parallel_size={ranks} under {backend!r}": ranks > 1
+        and backend == "external_launcher"
+        and not vllms_own,
     }
     if config.copies_policy:
         refused |= {

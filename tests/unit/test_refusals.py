@@ -12,11 +12,15 @@ from das_adapter.config import parse
 from das_adapter.engine.runner import refuse
 from das_adapter.errors import ConfigError
 
+TORCHRUN = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
+"""Ranks that are started one by one, each with a scheduler of its own, as in TRL's colocate mode."""
 
-def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda", **parallel: int) -> Any:
+
+def engine(model: dict[str, bool], adapters: bool = False, device: str = "cuda", **parallel: Any) -> Any:
     """vLLM's config, as far as it is looked at."""
     traits = dict.fromkeys(("is_hybrid", "is_multimodal_model", "uses_mrope", "is_moe"), False)
-    sizes = {"pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_eplb": False, **parallel}
+    sizes = {"pipeline_parallel_size": 1, "tensor_parallel_size": 1, "data_parallel_size": 1, "enable_eplb": False}
+    sizes |= {"distributed_executor_backend": "mp", **parallel}
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**traits, **model}),
         parallel_config=SimpleNamespace(**sizes),
@@ -38,6 +42,8 @@ def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
     ("block", "model", "parallel", "named"),
     [
         ({}, {}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({}, {}, TORCHRUN, "tensor_parallel_size=2 under 'external_launcher'"),
+        ({"drafter": "mtp"}, {}, TORCHRUN, "das.speculate=always does"),
         ({"drafter": "self"}, {"is_hybrid": True}, {}, "recurrent state"),
         ({"drafter": "history+self"}, {"uses_mrope": True}, {}, "M-RoPE"),
         ({"drafter": "self"}, {"is_moe": True}, {"data_parallel_size": 4}, "experts over data_parallel_size=4"),
@@ -49,7 +55,7 @@ def test_a_policy_copy_is_refused_beside_lora_adapters(drafter: str) -> None:
     ],
 )
 def test_what_a_drafter_cannot_do_is_named(
-    block: dict[str, Any], model: dict[str, bool], parallel: dict[str, int], named: str
+    block: dict[str, Any], model: dict[str, bool], parallel: dict[str, Any], named: str
 ) -> None:
     config = parse(block)
     assert config is not None
