@@ -1,16 +1,18 @@
-"""TRL's GRPO with `trl vllm-serve`, on a CPU: speculation off and on, with the same seeds, and what differs.
+"""TRL's GRPO on a CPU, in server or colocate mode: speculation off and on, with the same seeds, and what differs.
 
     python examples/trl/grpo_tiny_math.py --problems 16 --epochs 3 --out runs/trl
+    python examples/trl/grpo_tiny_math.py --mode colocate
 
-TRL's trainer, its client, `trl vllm-serve`, vLLM and the weight-update calls are the real ones; only NCCL, which needs
-a GPU, is replaced by files (`cpu_weights.py`). All that turns das-adapter on is `DAS_CONFIG` in the environment of the
-server. The two runs take turns, step by step, so that noise of the machine falls on both. `summary.json` has the
-rollout times by epoch.
+TRL's trainer, its client, `trl vllm-serve`, vLLM and the weight updates are the real ones; only NCCL, which the server
+mode needs and which needs a GPU, is replaced by files (`cpu_weights.py`). All that turns das-adapter on is `DAS_CONFIG`
+in the environment of the server, or of the trainer that has the engine in its process. The two runs take turns, step by
+step, so that noise of the machine falls on both. `summary.json` has the rollout times by epoch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -18,19 +20,27 @@ import random
 import re
 import sys
 import time
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 EXAMPLES = Path(__file__).resolve().parents[1]
 sys.path += [str(EXAMPLES / "vllm"), str(EXAMPLES / "tiny_math")]
 import task  # noqa: E402
-from serving import ARMS, POLICY, Server, compare, served  # noqa: E402
+from serving import ARMS, POLICY, Server, compare, free_port, served, settings  # noqa: E402
 
 SERVER = (
     "--dtype float32 --enforce_eager true --max_model_len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
     "--worker-extension-cls cpu_weights.Extension"
 ).split()
+COLOCATED = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "TORCHDYNAMO_DISABLE": "1",  # TRL cannot tell its engine to leave out compiling
+    "TORCH_COMPILE_DISABLE": "1",
+}
 BATCH, GROUP = 4, 8
 """Problems of a step, and samples of each."""
 
@@ -40,36 +50,36 @@ def run(arm: str, args: argparse.Namespace, turn: Connection) -> None:
     keep the server until all arms have ended: stopping it takes processor time."""
     out = (args.out / arm).absolute()
     out.mkdir(parents=True, exist_ok=True)
-    arguments = ["--model", str(args.policy), *SERVER, "--weight-transfer-config", '{"backend": "files"}']
-    with served("trl.scripts.vllm_serve", arguments, ARMS[arm], out / "server.log") as server:
+    with engine(ARMS[arm], args, out) as server:
         turn.send(train(server, out, args, turn))
         turn.poll(None)
 
 
+@contextlib.contextmanager
+def engine(block: dict[str, Any], args: argparse.Namespace, out: Path) -> Iterator[Server]:
+    """Serve the policy under a `das:` block; in colocate mode prepare this process, in which TRL makes the engine."""
+    if args.mode == "server":
+        arguments = ["--model", str(args.policy), *SERVER, "--weight-transfer-config", '{"backend": "files"}']
+        with served("trl.scripts.vllm_serve", arguments, block, out / "server.log") as server:
+            yield server
+    else:
+        port = {"MASTER_PORT": str(free_port())}  # the arms start at once, and TRL would give both the same one
+        os.environ.update(settings(block) | COLOCATED | port)
+        yield Server("", psutil.Process())
+
+
 def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection) -> dict[str, Any]:
-    """Train for some steps; return the tokens and seconds of each rollout, what TRL has logged, and the server's
-    metrics."""
-    import requests
+    """Train for some steps; return the tokens and seconds of each rollout, what TRL has logged, and the engine's
+    figures."""
     from datasets import Dataset
-    from safetensors.torch import save_file
     from trl import GRPOConfig, GRPOTrainer
-    from trl.generation import vllm_generation
-    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
+    from trl.trainer import grpo_trainer
 
     rollouts: list[dict[str, Any]] = []
 
-    class Client(VLLMClient):
-        """TRL's client with files instead of NCCL; it waits for its turn, and remembers what it was sent."""
-
-        def init_communicator(self, device: Any = 0) -> None:
-            self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": {}})
-
-        def update_named_params(self, metadata: Any, named_params: Any) -> None:
-            file = out / "weights.safetensors"
-            save_file({name: weight.detach().contiguous().clone() for name, weight in named_params}, file)
-            self._start_weight_update()
-            self._post(f"{self.base_url}/update_weights", json={"update_info": {"path": str(file)}})
-            self._finish_weight_update()
+    class Generation(VLLMGeneration):
+        """TRL's generation, which waits for its turn, and remembers what it returned."""
 
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             turn.send(None)
@@ -80,13 +90,18 @@ def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection)
                 {
                     "seconds": time.perf_counter() - begin,
                     "processor_s": server.processor_s() - processor_s,
-                    "tokens": answer["completion_ids"],
-                    "logprobs": answer["logprobs"],
+                    "tokens": answer[1],
+                    "logprobs": answer[2],
                 }
             )
             return answer
 
-    vllm_generation.VLLMClient = Client
+    grpo_trainer.VLLMGeneration = Generation
+    if args.mode == "server":
+        send_files(out / "weights.safetensors")
+        mode = {"vllm_server_base_url": server.address, "vllm_server_timeout": 600.0}
+    else:
+        mode = {"vllm_max_model_length": 512}
 
     def reward(completions: Any, problem: list[str], answer: list[str], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
@@ -111,19 +126,78 @@ def train(server: Server, out: Path, args: argparse.Namespace, turn: Connection)
         max_completion_length=200,
         temperature=1.0,
         use_vllm=True,
-        vllm_mode="server",
-        vllm_server_timeout=600.0,
-        vllm_server_base_url=server.address,
+        vllm_mode=args.mode,
+        **mode,
         save_strategy="no",
         logging_steps=1,
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = GRPOTrainer(str(args.policy), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows))
+    trainer = GRPOTrainer(policy(args, out), reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows))
     trainer.train()
     logged = [{k: entry[k] for k in ("reward", "loss") if k in entry} for entry in trainer.state.log_history]
-    metrics = requests.get(f"{server.address}/metrics", timeout=60).text
-    return {"rollouts": rollouts, "logged": logged, "metrics": metrics}
+    at = server.address
+    found = figures_of_server(at) if at else figures_of_engine(trainer.vllm_generation.llm)
+    return {"rollouts": rollouts, "logged": logged, "figures": found}
+
+
+def send_files(file: Path) -> None:
+    """Let TRL's client send weights in a file instead of over NCCL."""
+    from safetensors.torch import save_file
+    from trl.generation.vllm_client import VLLMClient
+
+    def init_communicator(self: Any, device: Any = 0) -> None:
+        self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": {}})
+
+    def update_named_params(self: Any, metadata: Any, named_params: Any) -> None:
+        save_file({name: weight.detach().contiguous().clone() for name, weight in named_params}, file)
+        self._start_weight_update()
+        self._post(f"{self.base_url}/update_weights", json={"update_info": {"path": str(file)}})
+        self._finish_weight_update()
+
+    VLLMClient.init_communicator, VLLMClient.update_named_params = init_communicator, update_named_params
+
+
+def policy(args: argparse.Namespace, out: Path) -> str:
+    """Return where the policy is; for the colocate mode, whose engine takes the precision of the checkpoint, a copy in
+    float32."""
+    if args.mode == "server":
+        return str(args.policy)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    copy = str(out / "policy")
+    AutoModelForCausalLM.from_pretrained(args.policy, dtype="float32").save_pretrained(copy)
+    AutoTokenizer.from_pretrained(args.policy).save_pretrained(copy)
+    return copy
+
+
+METRICS = {
+    "engine_steps": "iteration_tokens_total_count",
+    "draft_tokens": "spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "spec_decode_num_accepted_tokens_total",
+    "history_tokens": "das_history_tokens",
+    "history_hits": "das_history_hits",
+    "health": "das_health",
+}
+"""What the summary takes from the metrics of a server."""
+
+
+def figures_of_server(address: str) -> dict[str, float]:
+    """Return what a server has counted."""
+    import requests
+
+    text = requests.get(f"{address}/metrics", timeout=60).text
+    found = dict(re.findall(r"^vllm:(\w+)\{.*\} (\S+)$", text, re.MULTILINE))
+    return {name: float(found.get(metric, 0.0)) for name, metric in METRICS.items()}
+
+
+def figures_of_engine(llm: Any) -> dict[str, float]:
+    """Return what the engine of this process has counted, under the same names."""
+    from das_adapter.protocol.metrics import merge
+
+    (counts,) = llm.collective_rpc("das_rpc", args=("stats", {}))
+    merged = merge([counts])
+    return {"engine_steps": counts["steps"]} | {name: merged.get(f"das/{name}", 0.0) for name in list(METRICS)[1:]}
 
 
 def steps(args: argparse.Namespace) -> int:
@@ -158,23 +232,11 @@ def in_turns(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
             process.join()
 
 
-FIGURES = {
-    "engine_steps": "iteration_tokens_total_count",
-    "draft_tokens": "spec_decode_num_draft_tokens_total",
-    "accepted_tokens": "spec_decode_num_accepted_tokens_total",
-    "history_tokens": "das_history_tokens",
-    "health": "das_health",
-}
-"""What the summary takes from the metrics of a server."""
-
-
-def figures(result: dict[str, Any]) -> dict[str, Any]:
+def took(result: dict[str, Any]) -> dict[str, Any]:
     """Return what one arm took, from what `train` returned."""
-    found: dict[str, Any] = {"tokens": sum(len(text) for r in result["rollouts"] for text in r["tokens"])}
-    for name, metric in FIGURES.items():
-        value = re.search(rf"^vllm:{metric}\{{.*\}} (\S+)$", result["metrics"], re.MULTILINE)
-        found[name] = float(value[1]) if value else 0.0
-    return found | {
+    return {
+        "tokens": sum(len(text) for r in result["rollouts"] for text in r["tokens"]),
+        **result["figures"],
         "rollout_s": [r["seconds"] for r in result["rollouts"]],
         "processor_s": [r["processor_s"] for r in result["rollouts"]],
     }
@@ -195,6 +257,7 @@ def main() -> None:
     from das_adapter.tools.provenance import RUN, provenance, save
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=("server", "colocate"), default="server", help="TRL's vllm_mode")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--problems", type=int, default=BATCH, help=f"of the data set, a multiple of {BATCH}")
     parser.add_argument("--policy", type=Path, default=POLICY)
@@ -206,12 +269,12 @@ def main() -> None:
         (args.out / arm / "result.json").write_text(json.dumps(result) + "\n")
     off, on = (arm["rollouts"] for arm in arms.values())
     equal = compare(off, on)
-    took = {arm: figures(result) for arm, result in arms.items()}
+    figures = {arm: took(result) for arm, result in arms.items()}
     summary = {
         "provenance": provenance(RUN),
         "tokens_equal": equal,
-        "epochs_of_off": by_epoch(*took.values(), args.problems // BATCH),
-        "arms": took,
+        "epochs_of_off": by_epoch(*figures.values(), args.problems // BATCH),
+        "arms": figures,
     }
     save(args.out / "summary.json", summary)
     for number, epoch in enumerate(summary["epochs_of_off"], start=1):

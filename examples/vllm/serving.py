@@ -48,6 +48,25 @@ class Server(NamedTuple):
         return sum(one.user + one.system for one in times)
 
 
+def settings(block: dict[str, Any]) -> dict[str, str]:
+    """Return the environment variables of an engine on a CPU under a `das:` block."""
+    return {
+        "DAS_CONFIG": json.dumps(block),
+        "DAS_CPU_WEIGHT_SYNC": "1",  # on a CPU: weights may be written into the live model
+        "MKL_CBWR": "AUTO,STRICT",  # equal logits whatever else is in the batch
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
 @contextlib.contextmanager
 def served(module: str, arguments: Sequence[str], block: dict[str, Any], log: Path, **env: str) -> Iterator[Server]:
     """Run a server under a `das:` block; yield it when it answers.
@@ -62,20 +81,9 @@ def served(module: str, arguments: Sequence[str], block: dict[str, Any], log: Pa
     Raises:
         RuntimeError: the server ended; with the end of what it wrote.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    extensions = (str(EXAMPLES / "vllm"), str(EXAMPLES / "trl"), os.environ.get("PYTHONPATH", ""))
-    environment = {
-        **os.environ,
-        "DAS_CONFIG": json.dumps(block),
-        "DAS_CPU_WEIGHT_SYNC": "1",  # on a CPU: weights may be written into the live model
-        "MKL_CBWR": "AUTO,STRICT",  # equal logits whatever else is in the batch
-        "PYTHONPATH": os.pathsep.join(extensions),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "HF_HUB_OFFLINE": "1",
-        **env,
-    }
+    port = free_port()
+    extensions = [str(EXAMPLES / "vllm"), str(EXAMPLES / "trl"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, **settings(block), "PYTHONPATH": os.pathsep.join(extensions), **env}
     command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
     with log.open("w") as file:
         server = subprocess.Popen(command, env=environment, stdout=file, stderr=file)
