@@ -48,7 +48,7 @@ long: $(TESTED)  # run the tests that make test leaves out: minutes each, on the
 	$(PYTEST) -m long tests/e2e
 	$(BIN)/python -m pytest tests/unit -n 2 --hypothesis-profile=long
 
-hosts: $(VENV)/hosts  # run the tests of trainers on plain vLLM servers, some minutes each
+hosts: $(VENV)/hosts $(VENV)/newest  # run the tests of trainers on plain vLLM engines, some minutes each
 	PYTHONPATH=$< $(BIN)/python -m pytest -m hosts
 
 matrix: env  # check the symbols of several versions of vLLM, and run the contract tests on their CPU builds
@@ -95,9 +95,9 @@ $(VENV)/nemo_rl: constraints-nemo-rl.txt | $(VENV)/.built
 	$(PIP) --no-deps --target $@ --upgrade -r constraints-nemo-rl.txt
 	touch $@
 
-# Trainers without what they depend on: the environment has as much of it as the tests need.
+# Trainers without what they depend on: the environment has as much of it as the tests need. SkyRL asks for Python 3.12.
 $(VENV)/hosts: constraints-hosts.txt | $(VENV)/.built
-	$(PIP) --no-deps --target $@ --upgrade -r constraints-hosts.txt
+	$(PIP) --no-deps --ignore-requires-python --target $@ --upgrade -r constraints-hosts.txt
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed CMakeLists.txt das_adapter/__init__.py $(wildcard csrc/*)

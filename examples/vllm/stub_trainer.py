@@ -27,13 +27,17 @@ from serving import ARMS, POLICY, Server, compare, served
 
 SERVER = (
     "--dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 32 --kv-cache-memory-bytes 67108864 "
-    "--no-enable-prefix-caching --worker-extension-cls weights_from_disk.WeightsFromDisk"
+    "--no-enable-prefix-caching --worker-extension-cls"
 )
+EXTENSION = "weights_from_disk.WeightsFromDisk"
+"""The class of the worker with `update_weights_from_path`; prime-rl has one of its own."""
 
 
-def policy_served(block: dict[str, Any], log: Path, **env: str) -> contextlib.AbstractContextManager[Server]:
+def policy_served(
+    block: dict[str, Any], log: Path, extension: str = EXTENSION, **env: str
+) -> contextlib.AbstractContextManager[Server]:
     """Serve the policy under a `das:` block; yield the server."""
-    arguments = ["serve", str(POLICY), *SERVER.split()]
+    arguments = ["serve", str(POLICY), *SERVER.split(), extension]
     dev_mode = {"VLLM_SERVER_DEV_MODE": "1"}  # for /collective_rpc
     return served("vllm.entrypoints.cli.main", arguments, block, log, **dev_mode, **env)
 
@@ -74,13 +78,15 @@ def train(directory: Path, step: int) -> Path:
     return target
 
 
-def run(block: dict[str, Any], directory: Path, steps: int, samples: int = 8) -> dict[str, Any]:
+def run(
+    block: dict[str, Any], directory: Path, steps: int, extension: str = EXTENSION, samples: int = 8
+) -> dict[str, Any]:
     """Run a few steps; return the rollouts (tokens by problem, sorted: a prompt's requests are alike), and the figures
     of das-adapter that the Prometheus endpoint has after each step."""
     directory.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"rollouts": [], "metrics": []}
     asked = problems(4)
-    with policy_served(block, directory / "server.log", VLLM_LOG_STATS_INTERVAL="1") as server:
+    with policy_served(block, directory / "server.log", extension, VLLM_LOG_STATS_INTERVAL="1") as server:
         address = server.address
         for step in range(steps):
             begin, processor_s = time.perf_counter(), server.processor_s()
@@ -98,11 +104,12 @@ def run(block: dict[str, Any], directory: Path, steps: int, samples: int = 8) ->
             checkpoint = train(directory, step + 1)
             call = {"method": "update_weights_from_path", "args": [str(checkpoint)]}
             requests.post(f"{address}/collective_rpc", json=call, timeout=600).raise_for_status()
-            result["metrics"].append(_metrics(address))
+            result["metrics"].append(metrics(address))
     return result
 
 
-def _metrics(address: str) -> dict[str, float]:
+def metrics(address: str) -> dict[str, float]:
+    """Return das-adapter's figures of a server, by their name on its Prometheus endpoint."""
     time.sleep(1.5)  # vLLM logs every second here
     text = requests.get(f"{address}/metrics", timeout=60).text
     return {name: float(value) for name, value in re.findall(r"^vllm:(das_\w+)\{.*\} (\S+)$", text, re.MULTILINE)}
@@ -112,8 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("runs/vllm"))
+    parser.add_argument("--extension", default=EXTENSION, help="class that vLLM's worker inherits from")
     args = parser.parse_args()
-    arms = {name: run(block, args.out / name, args.steps) for name, block in ARMS.items()}
+    arms = {name: run(block, args.out / name, args.steps, args.extension) for name, block in ARMS.items()}
     off, on = arms.values()
     notes = [f"{figures.get('das_tokens_per_forward', 0.0):.2f} tokens per forward" for figures in on["metrics"]]
     equal = compare(off["rollouts"], on["rollouts"], notes)

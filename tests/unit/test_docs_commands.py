@@ -40,7 +40,9 @@ COMMANDS = {
     r"(uv )?pip install \.|pip uninstall das-adapter": (
         "tests/wheel/test_wheel.py::test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled"
     ),
-    r"bash examples/verl/run_tiny_math_cpu.sh .*": "tests/e2e/test_verl.py::test_the_script_trains_and_leaves_a_log",
+    r"VERL_FILE_LOGGER_PATH=\S+ bash examples/verl/run_tiny_math_cpu.sh .*": (
+        "tests/e2e/test_verl.py::test_the_script_trains_and_leaves_a_log"
+    ),
     r"\.venv/bin/python -m pytest tests/contract/test_losslessness.py": "make test",
     r"PYTHONPATH=\S+ python examples/nemo_rl/cpu_sync.py": (
         "tests/e2e/test_nemo_rl_runs.py::test_training_is_the_same_to_the_last_token_and_the_last_gradient"
@@ -57,9 +59,12 @@ COMMANDS = {
     r"python examples/openrlhf/rollouts.py .*": (
         "tests/e2e/test_openrlhf.py::test_rollouts_have_the_same_tokens_and_the_history_follows_the_weights"
     ),
-    r"pip install (trl|--no-deps openrlhf)": "make hosts",
+    r"PYTHONPATH=\S+ python examples/skyrl/rollouts.py .*": (
+        "tests/e2e/test_skyrl.py::test_rollouts_have_the_same_tokens_and_the_history_follows_the_weights"
+    ),
+    r"pip install (trl|--no-deps openrlhf|--no-deps --ignore-requires-python skyrl .*)": "make hosts",
     r"make demo": "tests/e2e/test_verl.py::test_the_demo_compares_its_arms",
-    r"make env": "make test",
+    r"make env|pip install -c constraints-cpu\.txt \S+|das-adapter cpu-setup": "make test",
     r"make (test|check|wheel|docs)": "itself",
 }
 SIMULATION: dict[str, Any] = {
