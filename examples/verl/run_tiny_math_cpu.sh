@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# GRPO of the tiny policy on a laptop, after `make env`. Arguments are passed to veRL.
+# GRPO of the tiny policy on a laptop, in the active environment, or that of `make env`. Arguments are passed to veRL.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-bin="${VENV:-.venv}/bin"
+bin="${VENV:-${VIRTUAL_ENV:-.venv}}/bin"
 
 "$bin/python" examples/tiny_math/prepare_data.py
 # shellcheck disable=SC2046
