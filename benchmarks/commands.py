@@ -45,6 +45,7 @@ COMMANDS = {
     "scale.json": "benchmarks/scale.py --syncs 8 --known 100000 --out OUT",
     "scale_nodes.json": "benchmarks/scale_nodes.py --out OUT",
     "simulator.json": "benchmarks/simulator.py recorded --out OUT",
+    "simulator_ahead.json": "benchmarks/simulator.py ahead --traces TRACES --out OUT",
     "simulator_routing.json": "benchmarks/simulator.py routing --traces TRACES --out OUT",
     "simulator_varied.json": "benchmarks/simulator.py varied --traces TRACES --out OUT",
     "training.json": "benchmarks/training.py --out OUT",

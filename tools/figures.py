@@ -118,6 +118,23 @@ def _agreement() -> dict[str, Iterable[Any]]:
     }
 
 
+def _ahead() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of simulated run-ahead: a row per spread of drawn lengths, or per recording."""
+    content = result("simulator_ahead.json")
+    names = {"rl_reasoning_gym_qwen25_3b_k3": "reasoning gym, 3B", "misguided_attention_k3": "long thoughts, 32B"}
+    rows = [*content["drawn"], *content["recorded"]]
+    first = [row["first"] for row in rows]
+    return {
+        "first visits": [names[row["set"]] if "set" in row else f"drawn, spread {row['spread']:g}" for row in rows],
+        "H100": [row["gpus"] for row in rows],
+        "agreement": [row.get("agreement", 0.99) for row in rows],
+        "idle": [f"{of['idle']:.0%}" for of in first],
+        "history, of off": [f"{of['history_of_off']:.2f}" for of in first],
+        "run-ahead, of off": [f"{of['ahead_of_off']:.2f}" for of in first],
+        "of history": [f"{of['ahead_of_history']:.2f}" for of in first],
+    }
+
+
 def _results() -> dict[str, Iterable[Any]]:
     """Return the columns of the table of results: a row for each, with the revision whose code it measured."""
     made = {file.name: origin(result(file.name)) for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
@@ -129,7 +146,7 @@ def _results() -> dict[str, Iterable[Any]]:
     }
 
 
-TABLES = {"agreement": _agreement, "demo": _demo, "drafters": _drafters, "results": _results}
+TABLES = {"agreement": _agreement, "ahead": _ahead, "demo": _demo, "drafters": _drafters, "results": _results}
 
 
 def _rows(columns: dict[str, Iterable[Any]]) -> str:
