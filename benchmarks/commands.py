@@ -23,6 +23,7 @@ NEEDED = {
 }
 """What makes a model that commands name, or that lies under what they name, in this order, where it is not there."""
 COMMANDS = {
+    "agreement.json": "benchmarks/agreement.py --out OUT",
     "calibration.json": f"-m das_adapter.cli calibrate {POLICY} --batches 1,2,4,8,16 --contexts 32,512,2048"
     """ --drafts 0,1,3,7 --drafter '{"drafter": "self"}' --rounds 6"""
     """ --engine '{"dtype": "float32", "enforce_eager": true, "kv_cache_memory_bytes": 900000000}' --out OUT""",
@@ -44,6 +45,7 @@ COMMANDS = {
     "scale.json": "benchmarks/scale.py --syncs 8 --known 100000 --out OUT",
     "scale_nodes.json": "benchmarks/scale_nodes.py --out OUT",
     "simulator.json": "benchmarks/simulator.py recorded --out OUT",
+    "simulator_ahead.json": "benchmarks/simulator.py ahead --traces TRACES --out OUT",
     "simulator_routing.json": "benchmarks/simulator.py routing --traces TRACES --out OUT",
     "simulator_varied.json": "benchmarks/simulator.py varied --traces TRACES --out OUT",
     "training.json": "benchmarks/training.py --out OUT",

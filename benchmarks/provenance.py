@@ -12,6 +12,7 @@ from das_adapter.tools.provenance import ENGINE, RUN, save, written
 __all__ = ["MEASURES", "provenance", "save", "written"]
 
 MEASURES = {
+    "agreement.py": ["das_adapter/core/index", "csrc"],
     "controller_overhead.py": ["das_adapter/core"],
     "graphs.py": ["das_adapter/protocol"],
     "history.py": ["das_adapter/core/index", "csrc"],

@@ -3,6 +3,7 @@
     python benchmarks/simulator.py recorded --out FILE.json       # the result that lies in results/
     python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together or scattered
     python benchmarks/simulator.py varied --traces TRACES_DIR --out FILE.json   # what changes the answer
+    python benchmarks/simulator.py ahead --traces TRACES_DIR --out FILE.json    # what run-ahead would save
 
 `recorded` takes from the measured run its requests, its arms and the latency model that its engine had fitted before
 they began; nothing else, and no time of an arm. The texts are random tokens, as those of the benchmark's policy are;
@@ -240,15 +241,97 @@ def varied(traces: Path) -> dict[str, Any]:
     return found
 
 
+AHEAD = {
+    # problems of a step, samples of a group, steps of a visit; policy; GPUs and agreements
+    "rl_reasoning_gym_qwen25_3b_k3": ((96, 3, 2), "Qwen/Qwen2.5-3B", {8: (0.9, 0.99, 0.999), 64: (0.99,)}),
+    "misguided_attention_k3": ((32, 2, 2), "Qwen/Qwen3-32B", {8: (0.99, 0.999), 64: (0.99,)}),
+}
+SPREADS = {8: (0.0, 0.4, 0.8, 1.2), 64: (0.0, 0.8)}
+"""Standard deviations of the logarithm of drawn lengths, by GPUs."""
+
+
+def in_visits(path: Path, problems: int, group: int, steps: int) -> list[Rollout]:
+    """Choose problems and deal their responses out: a visit of all in some steps, and then another, by the recording's
+    own steps where it has several."""
+    found = dealt(path, problems * steps, 10**9, None, 0)
+    numbers = {name: i for i, name in enumerate(dict.fromkeys(r.problem for r in found))}
+    own, seen, rollouts = sorted({r.step for r in found}), Counter[tuple[int, int]](), list[Rollout]()
+    for r in found:
+        visit = min(own.index(r.step), 1)
+        count = seen[r.problem, visit]
+        seen[r.problem, visit] += 1
+        if len(own) == 1:
+            visit, count = divmod(count, group)
+        if visit < 2 and count < group:
+            rollouts.append(replace(r, step=visit * steps + numbers[r.problem] // problems, run=0))
+    return rollouts
+
+
+def ahead_of(
+    config: dict[str, Any], dump: list[Rollout] | None, first: int, agreements: tuple[float, ...]
+) -> list[dict[str, Any]]:
+    """Simulate without drafts, with the history and, for each agreement, with run-ahead: what first visits, up to step
+    `first` but for the first of all, and later ones take."""
+    drafts: dict[str, Any] = {"stride": 16} if dump is None else {}
+    arms = {"off": {"das": {"drafter": "none"}}, "history": drafts}
+    ahead = {"ahead": {"das": {"history": {"run_ahead": "auto"}}, **drafts}}
+    runs, rows = Simulation(parse({**config, "arms": arms}), dump).run_all(), []
+    for chance in agreements:
+        accept = {**config.get("acceptance", {}), "agreement": chance}
+        runs |= Simulation(parse({**config, "acceptance": accept, "arms": ahead}), dump).run_all()
+        rows.append({"agreement": chance})
+        for visit, part in (("first", slice(1, first)), ("later", slice(first, None))):
+            steps = {name: run.steps[part] for name, run in runs.items()}
+            if steps["off"]:
+                rows[-1][visit] = compared(steps)
+    return rows
+
+
+def compared(steps: dict[str, Any]) -> dict[str, float]:
+    """Compare the steps of `off`, `history` and `ahead`."""
+    off, history, ahead = (sum(step.rollout_s for step in steps[arm]) for arm in ("off", "history", "ahead"))
+    return {
+        "idle": float(np.mean([step.idle for step in steps["history"]])),
+        "written_ahead": sum(s.ahead for s in steps["ahead"]) / sum(s.tokens for s in steps["ahead"]),
+        "history_of_off": history / off,
+        "ahead_of_off": ahead / off,
+        "ahead_of_history": ahead / history,
+        "forwards_of_off": sum(s.forwards for s in steps["ahead"]) / sum(s.forwards for s in steps["off"]),
+    }
+
+
+def ahead(traces: Path) -> dict[str, Any]:
+    """What run-ahead saves where lengths spread, and what it costs where they do not; drawn and recorded rollouts."""
+    found: dict[str, list[Any]] = {"drawn": [], "recorded": []}
+    for gpus, spreads in SPREADS.items():
+        for sigma in spreads:
+            problems = 64 if gpus == 8 else 256
+            rollout = {"dataset": 4 * problems, "problems": problems, "samples": 8, "cap": 8192, "steps": 4}
+            lengths = {"mean": 2000, "sigma": max(sigma, 1e-6)}
+            config = {"hardware": {"gpu": "h100", "gpus": gpus}, "rollout": {**rollout, "lengths": lengths}}
+            found["drawn"] += [{"gpus": gpus, "spread": sigma, **row} for row in ahead_of(config, None, 4, (0.99,))]
+            print(found["drawn"][-1], flush=True)
+    for name, (shape, model, agreements) in AHEAD.items():
+        dump = in_visits(traces / f"{name}.npz", *shape)
+        for gpus, chances in agreements.items():
+            hardware = {"gpu": "h100", "gpus": gpus, "per_engine": 2 if "32B" in model else 1}
+            config = {"model": model, "hardware": hardware, "acceptance": {"history": "index"}}
+            found["recorded"] += [
+                {"set": name, "gpus": gpus, **row} for row in ahead_of(config, dump, shape[2], chances)
+            ]
+            print(found["recorded"][-len(chances) :], flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["recorded", "routing", "varied"])
+    parser.add_argument("what", choices=["recorded", "routing", "varied", "ahead"])
     parser.add_argument("--traces", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance()}
-    if args.what == "varied":
-        result |= varied(args.traces)
+    if args.what in ("varied", "ahead"):
+        result |= (varied if args.what == "varied" else ahead)(args.traces)
     elif args.what == "routing":
         result["rows"] = [
             row for name, (shape, seeds) in ROUTED.items() for row in routing(args.traces, name, shape, seeds)

@@ -42,9 +42,9 @@ uint64_t mixed(uint64_t x) {  // SplitMix64
   return x ^ (x >> 31);
 }
 
-// Drafts that survive with given chances, by visit (das_adapter/sim/sources.py, Given).
+// Drafts that survive with given chances: by visit, and of what was written ahead (das_adapter/sim/sources.py, Given).
 struct Given {
-  const int64_t* visit;
+  const int64_t *visit, *ahead, *same;
   const double* survival;
   int64_t visits, longest;
   uint64_t seed;
@@ -53,15 +53,26 @@ struct Given {
     const uint64_t key = mixed(mixed(static_cast<uint64_t>(row) + (seed << 32)) + static_cast<uint64_t>(written));
     int64_t count = std::min(limit, longest);
     if (count <= 0 || (least > 0 && !std::isfinite(least))) return {0, 0};
-    const double* chance = chances(row);
+    const double* chance = chances(row, written);
     const double luck = (static_cast<double>(key & 0xFFFFFFFFULL) + 0.5) * 0x1p-32, lowest = std::exp(least);
     int64_t hit = 0;
-    while (hit < longest && chance[hit] > luck) ++hit;
+    if (repeats(row, written))
+      hit = same[row] - written, count = std::min(count, ahead[row] - written);
+    else
+      while (hit < longest && chance[hit] > luck) ++hit;
     while (count > 0 && chance[count - 1] < lowest) --count;
     return {count, std::min(hit, count)};
   }
 
-  const double* chances(int64_t row) const { return survival + std::min(visit[row], visits - 1) * longest; }
+  // Whether a request has written nothing but what was written ahead of it, and there is more.
+  bool repeats(int64_t row, int64_t written) const {
+    return written < ahead[row] && written <= same[row] && survival[visits * longest] > 0.0;
+  }
+
+  const double* chances(int64_t row, int64_t written) const {
+    const int64_t known = visit[row] + (written < ahead[row]);  // what diverged is a sibling's, as from a visit before
+    return survival + (repeats(row, written) ? visits : std::min(known, visits - 1)) * longest;
+  }
 };
 
 // Drafts of requests at where they are: chances, offsets and hits as in das_adapter/sim/sources.py, Offer.
@@ -74,7 +85,7 @@ nb::tuple offer(const Given& source, const In<int64_t>& rows, const In<int64_t>&
     const int64_t row = rows.data()[i], at = written.data()[row];
     const Draft draft = source.of(row, at, std::max<int64_t>(limits.data()[i], 0), least);
     for (int64_t place = 0; place < draft.tokens; ++place)
-      chances.push_back(static_cast<float>(source.chances(row)[place]));
+      chances.push_back(static_cast<float>(source.chances(row, at)[place]));
     offsets.push_back(static_cast<int64_t>(chances.size()));
     hits.push_back(draft.hits);
   }
@@ -150,10 +161,11 @@ void check_rows(const In<int64_t>& rows, size_t height, const In<int64_t>& colum
     if (static_cast<size_t>(rows.data()[i]) >= height) throw std::out_of_range("drafts: no such row");
 }
 
-Given given(const In<int64_t>& rows, size_t height, const In<int64_t>& visit, const Table<const double>& survival,
-            uint64_t seed) {
-  check_rows(rows, height, visit);
-  return {visit.data(), survival.data(), static_cast<int64_t>(survival.shape(0)),
+Given given(const In<int64_t>& rows, size_t height, const In<int64_t>& visit, const In<int64_t>& ahead,
+            const In<int64_t>& same, const Table<const double>& survival, uint64_t seed) {
+  for (const auto* column : {&visit, &ahead, &same}) check_rows(rows, height, *column);
+  if (survival.shape(0) < 2) throw std::invalid_argument("drafts: expected chances of a visit and of what is ahead");
+  return {visit.data(),    ahead.data(), same.data(), survival.data(), static_cast<int64_t>(survival.shape(0)) - 1,
           static_cast<int64_t>(survival.shape(1)), seed};
 }
 
@@ -165,22 +177,23 @@ void bind_simulator(nb::module_& m) {
       [](In<int64_t> rows, In<int64_t> bounds, In<int64_t> steps, In<double> least, In<int64_t> limit,
          In<int64_t> length, In<int64_t> most, In<int64_t> prompt, Out<int64_t> written, Out<int64_t> forwards,
          Out<int64_t> drafted, Out<int64_t> accepted, Out<int64_t> draft, Out<int64_t> hits, Out<int64_t> taken,
-         Table<double> tokens, Table<double> context, In<int64_t> visit, Table<const double> survival, uint64_t seed) {
-        walk(given(rows, written.size(), visit, survival, seed), rows, bounds, steps, least, limit,
+         Table<double> tokens, Table<double> context, In<int64_t> visit, In<int64_t> ahead, In<int64_t> same,
+         Table<const double> survival, uint64_t seed) {
+        walk(given(rows, written.size(), visit, ahead, same, survival, seed), rows, bounds, steps, least, limit,
              Columns{length, most, prompt, written, forwards, drafted, accepted, draft, hits}, taken, tokens, context);
       },
       nb::arg("rows"), nb::arg("bounds"), nb::arg("steps"), nb::arg("least"), nb::arg("limit"), nb::arg("length"),
       nb::arg("most"), nb::arg("prompt"), nb::arg("written"), nb::arg("forwards"), nb::arg("drafted"),
       nb::arg("accepted"), nb::arg("draft"), nb::arg("hits"), nb::arg("taken"), nb::arg("tokens"), nb::arg("context"),
-      nb::arg("visit"), nb::arg("survival"), nb::arg("seed"),
+      nb::arg("visit"), nb::arg("ahead"), nb::arg("same"), nb::arg("survival"), nb::arg("seed"),
       "Step engines with drafts of given chances: columns int64 [requests] change in place; taken int64 [engines] "
       "steps, and tokens and context of each, float64 [engines, steps], come out.");
   m.def(
       "offer_given",
       [](In<int64_t> rows, In<int64_t> limits, double least, In<int64_t> written, In<int64_t> visit,
-         Table<const double> survival, uint64_t seed) {
-        return offer(given(rows, written.size(), visit, survival, seed), rows, limits, least, written);
+         In<int64_t> ahead, In<int64_t> same, Table<const double> survival, uint64_t seed) {
+        return offer(given(rows, written.size(), visit, ahead, same, survival, seed), rows, limits, least, written);
       },
-      nb::arg("rows"), nb::arg("limits"), nb::arg("least"), nb::arg("written"), nb::arg("visit"), nb::arg("survival"),
-      nb::arg("seed"), "Draft with given chances, down to the chance whose logarithm is `least`.");
+      nb::arg("rows"), nb::arg("limits"), nb::arg("least"), nb::arg("written"), nb::arg("visit"), nb::arg("ahead"),
+      nb::arg("same"), nb::arg("survival"), nb::arg("seed"), "Draft with given chances, down to the chance whose logarithm is `least`.");
 }

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel
 
@@ -63,14 +63,15 @@ def _leaves(block: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, inner
 
 
-def message(error: ErrorDetails, model: type[BaseModel]) -> str:
-    """Say one of pydantic's errors about a block that `model` read."""
+def message(error: ErrorDetails, model: Any, above: tuple[str, ...] = ("das",)) -> str:
+    """Say one of pydantic's errors about a block that `model`, a `BaseModel`, read; `above`: keys over it."""
     *parents, name = error["loc"] or ("",)
-    key = ".".join(map(str, ("das", *error["loc"])))
+    key = ".".join(map(str, (*above, *error["loc"])))
     if error["type"] != "extra_forbidden":
         return f"{key}: found {error['input']!r}: {error['msg'].removeprefix('Value error, ')}"
     for parent in parents:
-        model = model.model_fields[str(parent)].annotation  # type: ignore[assignment]  # a block, as it has keys
+        fields = getattr(model, "model_fields", None)  # of a block; else it is a mapping of blocks
+        model = get_args(model)[1] if fields is None else fields[str(parent)].annotation
     near = difflib.get_close_matches(str(name), model.model_fields, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     return f"{key}: unknown key{hint} Allowed: {', '.join(model.model_fields)}"

@@ -3,8 +3,7 @@
 `<!-- figure FILE PATH FORMAT -->…<!-- end -->` on a page is the value at PATH of a result: keys with dots between them,
 `*` for all entries. Several values are written one after the other, after `range` as the least and the greatest; `A of
 B` is a quotient, entry by entry. FORMAT is Python's, and may end with `M` (millions) or `min` (of seconds).
-`<!-- table demo -->` begins the demo's table, `<!-- table drafters -->` that of the drafters, and
-`<!-- table results -->` that of all results.
+`<!-- table NAME -->` begins a table, of those in `TABLES`.
 """
 
 from __future__ import annotations
@@ -99,6 +98,43 @@ def _drafters() -> dict[str, Iterable[Any]]:
     }
 
 
+def _agreement() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of how far texts agree: a row per temperature and learning rate."""
+    rows = result("agreement.json")["rows"]
+    return {
+        "temperature": [f"{row['temperature']:g}" for row in rows],
+        "entropy, nats": [f"{row['entropy']:.2f}" for row in rows],
+        "learning rate": [f"{row['rate']:.0e}".replace("e-0", "e-") for row in rows],
+        "a token is the same": [f"{row['agreement']:.4f}" for row in rows],
+        "whole text the same": [f"{row['whole']:.0%}" for row in rows],
+        **{
+            title: [f"{row[kind]:.2f}" for row in rows]
+            for kind, title in (
+                ("siblings", "siblings"),
+                ("other_noise", "+ other noise"),
+                ("own_noise", "+ own noise"),
+            )
+        },
+    }
+
+
+def _ahead() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of simulated run-ahead: a row per spread of drawn lengths, or per recording."""
+    content = result("simulator_ahead.json")
+    names = {"rl_reasoning_gym_qwen25_3b_k3": "reasoning gym, 3B", "misguided_attention_k3": "long thoughts, 32B"}
+    rows = [*content["drawn"], *content["recorded"]]
+    first = [row["first"] for row in rows]
+    return {
+        "first visits": [names[row["set"]] if "set" in row else f"drawn, spread {row['spread']:g}" for row in rows],
+        "H100": [row["gpus"] for row in rows],
+        "agreement": [row.get("agreement", 0.99) for row in rows],
+        "idle": [f"{of['idle']:.0%}" for of in first],
+        "history, of off": [f"{of['history_of_off']:.2f}" for of in first],
+        "run-ahead, of off": [f"{of['ahead_of_off']:.2f}" for of in first],
+        "of history": [f"{of['ahead_of_history']:.2f}" for of in first],
+    }
+
+
 def _results() -> dict[str, Iterable[Any]]:
     """Return the columns of the table of results: a row for each, with the revision whose code it measured."""
     made = {file.name: origin(result(file.name)) for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
@@ -110,7 +146,7 @@ def _results() -> dict[str, Iterable[Any]]:
     }
 
 
-TABLES = {"demo": _demo, "drafters": _drafters, "results": _results}
+TABLES = {"agreement": _agreement, "ahead": _ahead, "demo": _demo, "drafters": _drafters, "results": _results}
 
 
 def _rows(columns: dict[str, Iterable[Any]]) -> str:

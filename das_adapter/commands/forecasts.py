@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import sys
@@ -59,14 +60,28 @@ _TOKENIZER = click.option("--tokenizer", help="Name or folder of the policy's to
 _BUDGET = click.option("--budget", type=int, show_default="8", help="Most draft tokens of a request in a round.")
 _MAX_BYTES = click.option("--max-bytes", show_default="8GiB", help="Size of the history, such as 512MiB.")
 
+_AGREEMENT = click.option(
+    "--agreement",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Also with run-ahead: the chance that a token written ahead is the same under the next weights.",
+)
+
 
 @click.command()
 @_DUMP
 @_TOKENIZER
 @_BUDGET
 @_MAX_BYTES
+@_AGREEMENT
 @as_json
-def replay(path: Path, tokenizer: str | None, budget: int | None, max_bytes: str | None, as_json: bool) -> None:
+def replay(
+    path: Path,
+    tokenizer: str | None,
+    budget: int | None,
+    max_bytes: str | None,
+    agreement: float | None,
+    as_json: bool,
+) -> None:
     """Draft dumped rollouts again, step by step.
 
     DUMP, a file or a directory: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or .npz / .jsonl of
@@ -77,8 +92,8 @@ def replay(path: Path, tokenizer: str | None, budget: int | None, max_bytes: str
     from das_adapter.tools import replay as simulator
 
     das = parse({"history": {"max_bytes": max_bytes}} if max_bytes else {}) or DasConfig()
-    with bar(len(simulator.SOURCES) + len(simulator.BUDGETS)) as progress:
-        figures = simulator.report(rollouts.read(path, tokenizer), budget or 8, das.history, progress)
+    with bar(len(simulator.SOURCES) + len(simulator.BUDGETS) + (agreement is not None)) as progress:
+        figures = simulator.report(rollouts.read(path, tokenizer), budget or 8, das.history, agreement, progress)
     if as_json:
         print_json(figures)
         return
@@ -102,6 +117,7 @@ def replay(path: Path, tokenizer: str | None, budget: int | None, max_bytes: str
 @click.option("--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True, help="Of weights.")
 @click.option("--max-num-seqs", type=click.IntRange(1), show_default="256", help="Most requests of an engine.")
 @click.option("--other-s", type=click.FloatRange(0), default=0.0, help="Seconds of a step beside its rollout.")
+@_AGREEMENT
 @as_json
 def estimate(
     path: Path,
@@ -124,21 +140,23 @@ def estimate(
     das: dict[str, Any] = {"history": {"max_bytes": max_bytes}} if max_bytes else {}
     das |= {"max_draft_tokens": budget} if budget else {}
     dump, engine = rollouts.read(path, tokenizer), {"max_num_seqs": max_num_seqs} if max_num_seqs else None
-    with bar(2) as progress:
+    with bar(2 if options["agreement"] is None else 3) as progress:
         answer = pays.would_it_pay(dump, gpu=hardware, das=das, engine=engine, progress=progress, **options)
     if as_json:
         print_json(answer)
         return
-    rows = []
-    for e in answer["epochs"]:
-        shown = (e["off_s"], e["on_s"], e["on_s"] / e["off_s"])
-        steps = (e["off_step_s"], e["on_step_s"], e["on_step_s"] / e["off_step_s"])
-        figures = (f"{x:.2f}" for x in (*shown, *steps, e["tokens_per_forward"]))
-        rows.append((str(e["number"]), str(e["steps"]), *figures))
-    columns = ("epoch", "steps", "off, s", "on, s", "ratio", "step off", "on", "ratio", "tok/fwd")
+    rows, of_off = [], answer["of_off"]
+    for e, arm in itertools.product(answer["epochs"], of_off):
+        times = [(e[f"off{what}"], e[f"{arm}{what}"]) for what in ("_s", "_step_s")]
+        figures = [x for off, on in times for x in (off, on, on / off)]
+        rows.append(
+            (str(e["number"]), str(e["steps"]), *(f"{x:.2f}" for x in (*figures, e[f"{arm}_tokens_per_forward"])), arm)
+        )
+    columns = ("epoch", "steps", "off, s", "on, s", "ratio", "step off", "on", "ratio", "tok/fwd", "on")
     print_table(columns, rows, left=0)
     engines = f"{answer['engines']} engines, {answer['kv_tokens']} tokens of KV cache each"
-    click.echo(f"{engines}; history: {answer['of_off']:.2f} of off")
+    click.echo(f"{engines}, with nothing left for {answer['idle']:.0%} of the rollouts without drafts")
+    click.echo(", ".join(f"{arm}: {ratio:.2f} of off" for arm, ratio in of_off.items()))
     if len(answer["epochs"]) == 1:
         click.echo("Note: no problem comes back in the dump: a later epoch would be drafted for better.")
     click.echo("Recommended:\n" + yaml.safe_dump({"das": answer["das"]}, sort_keys=False).rstrip())

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from das_adapter.config_errors import message
 from das_adapter.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0)]
@@ -108,6 +109,8 @@ class AcceptanceBlock(_Block):
     """Drafts from the history. `index`: the dump is written again, and searched; `given`: by `rates`."""
     rates: list[Rates] = [[0.5], [0.65]]
     """`given`: chance of each draft position, if those before survived, by visit of the problem; the last goes on."""
+    agreement: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    """Chance that a token that was written ahead (`history.run_ahead`) is the same under the next weights."""
     copy_rate: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Chance of a token of the policy copy, if those before survived."""
     length: Annotated[float, Field(ge=1)] | None = None
@@ -169,7 +172,7 @@ def parse(content: Any, where: str = "simulation") -> SimConfig:
     try:
         return SimConfig.model_validate(content)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{where}: {_say(e)}" for e in error.errors())) from None
+        raise ConfigError("\n".join(f"{where}: {message(e, SimConfig, ())}" for e in error.errors())) from None
 
 
 def read(path: str | Path) -> SimConfig:
@@ -206,13 +209,3 @@ def variants(config: SimConfig, values: Mapping[str, Sequence[Any]]) -> Iterator
                     raise ConfigError(f"{key}: {part} is no block")
             block[path[-1]] = value
         yield chosen, parse(content, " ".join(f"{k}={v}" for k, v in chosen.items()))
-
-
-def _say(error: Any) -> str:
-    key = ".".join(map(str, error["loc"])) or "the file"
-    if error["type"] != "extra_forbidden":
-        return f"{key}: found {error['input']!r}, {error['msg'][0].lower()}{error['msg'][1:]}"
-    block: Any = SimConfig
-    for part in error["loc"][:-1]:
-        block = block.model_fields[part].annotation if part in getattr(block, "model_fields", {}) else ArmBlock
-    return f"{key}: unknown key; allowed: {', '.join(block.model_fields)}"

@@ -58,12 +58,9 @@ class Controlled(Drafting):
         self.history, self.copy, self.pass_seconds = history, copy, pass_seconds
         self.controllers = [self._controller(limit, prior, graphs) for _ in range(engines)]
         self._shared = engines > SHARED
-        if self._shared:
-            for controller in self.controllers[1:]:
-                controller.account.time.engine, controller.lengths = (
-                    self.controllers[0].times,
-                    self.controllers[0].lengths,
-                )
+        for controller in self.controllers[1:] if self._shared else ():
+            first = self.controllers[0]
+            controller.account.time.engine, controller.lengths = first.times, first.lengths
         self._ladder = Ladder(tuple(das.self.ladder)) if das.self.ladder and copy else None
         self._walked = np.zeros(engines, dtype=np.int64)  # steps since the controller was asked
         self._left = np.zeros(engines, dtype=np.int64)  # steps until it is asked again
@@ -135,24 +132,17 @@ class Controlled(Drafting):
             asked.append((limits.copy(), floor, offer))
             return offer.chances, offer.offsets
 
-        decoded = Decoded(
-            slots,
-            tick.got,
-            tick.carried if tick.carried.any() else None,
-            tick.copied if copy else None,
-            np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows],
-            1 + int(self._walked[tick.engine]),
-            context,
-        )
+        drafts = tick.carried if tick.carried.any() else None, tick.copied if copy else None
+        left, steps = np.minimum(r.length[rows], r.most[rows]) - 1 - r.written[rows], 1 + int(self._walked[tick.engine])
+        decoded = Decoded(slots, tick.got, *drafts, left, steps, context)
         plan = controller.plan(decoded, search if self._das.looked_up else None)
         r.draft[rows], r.hits[rows] = plan.history, asked[-1][2].hits if asked else 0
         self._keep_drafting(tick.engine, rows, plan.history, asked)
         passes = self._copied(controller, tick, np.minimum(plan.model, room), context) if copy else 0.0
         own = STEP_S + (REQUEST_S * len(rows) if asked else 0.0)
         if tick.timed:
-            controller.timed(
-                TimedStep(slots, tick.got, tick.tokens, tick.seconds + own, passes, context=int(context.sum()))
-            )
+            times = tick.tokens, tick.seconds + own, passes
+            controller.timed(TimedStep(slots, tick.got, *times, context=int(context.sum())))
         self._rest(tick.engine, known=controller.times.model is not None)
         return own + passes
 

@@ -8,7 +8,6 @@ they are done; elsewhere only those within `slack` of the earliest.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -33,16 +32,10 @@ class Fleet:
     """Engines that are alike, and the requests on them. Siblings on one engine read their prompt once."""
 
     def __init__(
-        self,
-        engines: int,
-        requests: Requests,
-        steps: Steps,
-        drafting: Drafting,
-        slots: int = 256,
-        kv_blocks: int = UNLIMITED,
+        self, engines: int, requests: Requests, steps: Steps, drafting: Drafting, slots: int = 256, kv: int = UNLIMITED
     ) -> None:
-        """Each engine runs `slots` requests at once, whose KV cache has so many blocks."""
-        self.engines, self.requests, self.slots, self.kv_blocks = engines, requests, slots, kv_blocks
+        """Each engine runs `slots` requests at once, whose KV cache has `kv` blocks."""
+        self.engines, self.requests, self.slots, self.kv_blocks = engines, requests, slots, kv
         self.steps, self.drafting = steps, drafting
         self.clock: Floats = np.zeros(engines)
         self.busy_s: Floats = np.zeros(engines)
@@ -70,21 +63,23 @@ class Fleet:
                 f"{self.kv_blocks}: more devices an engine, or shorter responses"
             )
         r.engine[rows] = engines
-        occupied = self._occupied
+        idle = engines[~self.busy[engines]]
+        self.clock[idle], self._open[engines] = np.maximum(self.clock[idle], at), True
         for row, engine, priority in zip(rows.tolist(), engines.tolist(), priorities.tolist(), strict=True):
-            if not self._queued[engine] and not occupied[engine]:
-                self.clock[engine] = max(self.clock[engine], at)
             self._queue(row, engine, priority)
-            self._open[engine] = True
 
-    @property
-    def _occupied(self) -> Ints:
-        return np.bincount(self.requests.engine[self.running], minlength=self.engines)
+    def withdraw(self) -> None:
+        """Take back all requests, between two steps; those that have ended stay what they are."""
+        waiting = [row for queue in self._waiting for _, _, row in queue]
+        self.drafting.end(np.append(self.running, np.array(waiting, np.int64)))
+        self.running = self.running[:0]
+        self._waiting = [[] for _ in range(self.engines)]
+        self._queued[:], self._open[:] = 0, False
 
     @property
     def busy(self) -> Bools:
         """Whether each engine has requests."""
-        return (self._occupied > 0) | (self._queued > 0)
+        return (self._sums(self.requests.engine[self.running]) > 0) | (self._queued > 0)
 
     def pause(self, at: float, seconds: float) -> None:
         """Stop all engines at a time, for a weight sync; their requests stay, and cached prompts, whose keys and values
@@ -94,13 +89,15 @@ class Fleet:
 
     def run(self, until: float = np.inf, slack: float = np.inf, ended: Callable[[Ints], bool] | None = None) -> None:
         """Step until nobody is left, all clocks have reached `until`, or `ended` says so, which receives the requests
-        that ended; engines step together whose clocks are within `slack` seconds."""
+        that ended; without it, nobody steps on after `until`. Engines step together whose clocks are within `slack`
+        seconds."""
+        leap = LEAP if until == np.inf else 1 if ended is None else LEAP // 16
         while True:
             busy = self.busy & (self.clock < until)
             if not busy.any():
                 return
             active = busy & (self.clock <= self.clock[busy].min() + slack)
-            walked, done = self._walk(active, LEAP if until == np.inf else LEAP // 16)
+            walked, done = self._walk(active, leap)
             if (active & ~walked).any():
                 done = np.concatenate([done, self._tick(active & ~walked)])
             if ended is not None and len(done) and ended(done):
@@ -128,16 +125,8 @@ class Fleet:
         rows, counts = rows[mine], requests[chosen]
         taken = np.zeros(len(chosen), dtype=np.int64)
         tokens, context = np.zeros((2, len(chosen), int(steps[chosen].max())))
-        walk.source.walk(
-            rows,
-            offsets_of(counts.astype(np.int64)),
-            steps[chosen],
-            walk.least[mine],
-            walk.limit[mine],
-            taken=taken,
-            tokens=tokens,
-            context=context,
-        )
+        bounds, out = offsets_of(counts.astype(np.int64)), {"taken": taken, "tokens": tokens, "context": context}
+        walk.source.walk(rows, bounds, steps[chosen], walk.least[mine], walk.limit[mine], **out)
         there = np.arange(tokens.shape[1]) < taken[:, None]
         which = np.repeat(chosen, taken)
         each = self.steps.decode(requests[which], tokens[there], context[there])
@@ -202,15 +191,11 @@ class Fleet:
         if not len(rows):
             return extra
         r = self.requests
-        order = np.argsort(r.engine[rows], kind="stable")
-        rows, got, drafted = rows[order], got[order], drafted[order]
-        engine, copied = r.engine[rows], r.copied[rows]
-        bounds = np.flatnonzero(np.r_[True, engine[1:] != engine[:-1], True]).tolist()
-        ticks = []
-        for a, b in itertools.pairwise(bounds):
-            e, some = int(engine[a]), slice(a, b)
+        order, ticks = np.argsort(r.engine[rows], kind="stable"), []
+        for mine in np.split(order, np.flatnonzero(np.diff(r.engine[rows[order]])) + 1):
+            e, some = int(r.engine[rows[mine[0]]]), rows[mine]
             step = int(tokens[e]), float(seconds[e]), bool(timed[e])
-            ticks.append(Ticked(e, rows[some], got[some], drafted[some], copied[some], *step))
+            ticks.append(Ticked(e, some, got[mine], drafted[mine], r.copied[some], *step))
         extra[[tick.engine for tick in ticks]] = self.drafting.step(ticks)
         return extra
 
@@ -228,8 +213,7 @@ class Fleet:
 
     def used_blocks(self) -> Ints:
         """Return the KV blocks that each engine's requests take."""
-        running = self.running
-        return np.bincount(self.requests.engine[running], self._blocks(running), self.engines).astype(np.int64)
+        return self._sums(self.requests.engine[self.running], self._blocks(self.running)).astype(np.int64)
 
     def _preempt(self, active: Bools) -> None:
         """Take their place from the requests that were admitted last, where the KV cache is full."""
@@ -256,7 +240,7 @@ class Fleet:
         r = self.requests
         if not (self._open & active).any():
             return
-        occupied, used = self._occupied, self.used_blocks()
+        occupied, used = self._sums(r.engine[self.running]), self.used_blocks()
         admitted: list[int] = []
         for e in np.flatnonzero(self._open & active).tolist():
             waiting, free = self._waiting[e], self.kv_blocks - int(used[e])

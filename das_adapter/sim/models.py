@@ -11,14 +11,8 @@ from typing import Any
 from das_adapter.errors import DasError
 
 _KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "tie_word_embeddings"),
 )
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1536}
 _SIZES: dict[str, tuple[int, ...]] = {

@@ -17,6 +17,9 @@ from das_adapter.sim.requests import Ints, Requests
 from das_adapter.sim.routing import Router, arrivals
 from das_adapter.sim.workload import Workload
 
+POLL_S = 0.2
+"""Seconds until an engine that has nothing left is given something to write ahead (`das_adapter/verl/ahead.py`)."""
+
 
 @dataclass
 class StepResult:
@@ -34,6 +37,10 @@ class StepResult:
     drafted: int
     accepted: int
     preempted: int
+    idle: float
+    """Share of the rollout for which an engine had nothing left, mean."""
+    ahead: int
+    """Tokens that were written ahead of its requests."""
     visit: float
     """How often its problems had been visited before, mean."""
 
@@ -57,16 +64,18 @@ class _Group:
 
     version: int
     rows: list[int]
-    left: int = 0
-    """Samples that are still being written."""
+    left: int = 0  # samples that are still being written
 
 
 class Pipeline:
     """Engines that write, and a trainer that takes whole groups."""
 
-    def __init__(self, fleet: Fleet, workload: Workload, router: Router, timing: PipelineBlock) -> None:
+    def __init__(self, fleet: Fleet, workload: Workload, router: Router, timing: PipelineBlock, ahead: bool) -> None:
+        """`ahead`: without a lag, engines that have nothing left write what the next step's requests begin with."""
         self._fleet, self._workload, self._router, self._timing = fleet, workload, router, timing
         self._lag = timing.lag if timing.kind == "async" else 0
+        self._ahead = ahead and not self._lag
+        self._early = np.zeros(0, np.int64)  # rows that were written ahead, one for each request of the next step
         self._groups: list[_Group] = []  # in the order in which they were sent
         self._group_of: dict[int, _Group] = {}  # by row
         self._finished: list[_Group] = []  # in the order of their end
@@ -85,10 +94,12 @@ class Pipeline:
         for number in range(len(self._workload.steps)):
             rows = self._take()
             ready, last = float(requests.ended[rows].max()), free
-            begin = max(free, ready)
+            idle = (ready - np.clip(fleet.clock, last, ready)) / max(ready - last, 1e-12)
+            begin = max(free, ready, self._write_ahead(last, ready))
             fleet.run(until=begin + timing.train_s, slack=self._slack(), ended=self._ended)
             free = begin + timing.train_s + timing.sync_s
-            found.append(_result(requests, rows, begin - last, free - last, max(0.0, ready - last)))
+            times = begin - last, free - last, max(0.0, ready - last)
+            found.append(_result(requests, rows, times, float(idle.mean())))
             fleet.pause(begin + timing.train_s, timing.sync_s)
             self._version = number + 1
             self._sync()
@@ -102,6 +113,7 @@ class Pipeline:
         step, requests = self._workload.steps[self._sent], self._fleet.requests
         rows = requests.add(**step)
         requests.version[rows] = self._version
+        requests.ahead[rows[: len(self._early)]] = requests.written[self._early]
         rows = rows[arrivals(step["problem"].tolist(), self._router.rng)]
         engines, priorities = self._router.send(requests, rows)
         self._fleet.submit(rows, engines, priorities, at)
@@ -113,6 +125,26 @@ class Pipeline:
             group.left += 1
         self._groups += groups.values()
         self._size = self._size or len(groups)
+
+    def _write_ahead(self, since: float, until: float) -> float:
+        """Let engines that have nothing left since some time write what the next step's requests begin with, up to the
+        end of this one's; return when the last of their steps has ended. As in a run, each is given as many as it has
+        slots, first samples of all problems first."""
+        fleet, requests = self._fleet, self._fleet.requests
+        if not self._ahead or self._sent == len(self._workload.steps):
+            return until
+        step = self._workload.steps[self._sent]
+        self._early = rows = requests.add(**step, ahead=np.full(len(step["problem"]), -1))
+        _, first, group = np.unique(step["problem"], return_index=True, return_inverse=True)
+        rows = rows[np.argsort(np.arange(len(rows)) - first[group], kind="stable")]
+        idle = [e for e in np.argsort(fleet.clock) if since < fleet.clock[e] < until - POLL_S]
+        for place, engine in enumerate(idle):
+            now = rows[place * fleet.slots :][: fleet.slots]
+            mine = np.append(now, rows[len(idle) * fleet.slots + place :: len(idle)])
+            fleet.submit(mine, np.full(len(mine), engine), np.arange(len(mine)), fleet.clock[engine] + POLL_S)
+        fleet.run(until)
+        fleet.withdraw()
+        return float(max(until, fleet.clock.max()))
 
     def _take(self) -> Ints:
         """Wait for the next batch; return its requests, which the trainer takes."""
@@ -164,9 +196,8 @@ class Pipeline:
         self._since.clear()
 
 
-def _result(requests: Requests, rows: Ints, rollout_s: float, step_s: float, exposed_s: float) -> StepResult:
-    counts = {
-        name: int(getattr(requests, name)[rows].sum()) for name in ("forwards", "drafted", "accepted", "preempted")
-    }
+def _result(requests: Requests, rows: Ints, times: tuple[float, float, float], idle: float) -> StepResult:
+    names = ("forwards", "drafted", "accepted", "preempted", "ahead")
+    counts = {name: int(getattr(requests, name)[rows].sum()) for name in names}
     tokens, visit = int(requests.written[rows].sum()), float(requests.visit[rows].mean())
-    return StepResult(rollout_s, step_s, exposed_s, len(rows), tokens, visit=visit, **counts)
+    return StepResult(*times, len(rows), tokens, idle=idle, visit=visit, **counts)

@@ -56,6 +56,10 @@ class Requests:
     """Its handle in its engine's index; 0: none."""
     indexed: Ints
     """Tokens of it that the index has."""
+    ahead: Ints
+    """Tokens that were written ahead of it; -1: it is itself written ahead, for one of the next step."""
+    same: Ints
+    """Its first tokens that are the same under the weights before, with the same noise."""
 
     def __init__(self) -> None:
         for name, kind in Requests.__annotations__.items():

@@ -7,14 +7,14 @@ import json
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from das_adapter.core.index.values import Int32
+from das_adapter.core.index.values import Int32, Tokens
 from das_adapter.errors import DasError
 
 Tokenize = Callable[[str], "list[int]"]
@@ -33,6 +33,8 @@ class Rollout:
     """Token ids, shape (p,)."""
     tokens: Int32
     """Token ids of the response, shape (n,), n >= 1."""
+    ahead: Tokens = ()
+    """What would have been written ahead of it, token ids."""
 
 
 def steps_of(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
@@ -43,6 +45,20 @@ def steps_of(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
         return r.step, r.run
 
     return [list(group) for _, group in itertools.groupby(sorted(rollouts, key=step), key=step)]
+
+
+def written_ahead(rollouts: Sequence[Rollout], agreement: float) -> list[Rollout]:
+    """Return rollouts with what was written ahead of them: their own tokens up to the first that is not the same, as
+    each is with this chance, and then those of a response of their problem in another step, if there is one."""
+    rng, found = np.random.default_rng(0), list[Rollout]()
+    steps: defaultdict[int, dict[tuple[int, int], list[Int32]]] = defaultdict(dict)
+    for r in rollouts:
+        steps[r.problem].setdefault((r.step, r.run), []).append(r.tokens)
+    for r, same in zip(rollouts, rng.geometric(1.0 - agreement, len(rollouts)) - 1, strict=True):
+        others = [text for step, texts in steps[r.problem].items() if step != (r.step, r.run) for text in texts]
+        rest = others[rng.integers(len(others))][same:] if others else r.tokens[:0]
+        found.append(replace(r, ahead=np.concatenate([r.tokens[:same], rest])))
+    return found
 
 
 def read(path: Path, tokenizer: str | None = None) -> list[Rollout]:

@@ -52,8 +52,7 @@ class Router:
                 engine = int(self._loads.argmin())
             self._loads[engine] += 1
             engines[i] = engine
-            order = self._orders[engine]
-            if order is not None:
+            if (order := self._orders[engine]) is not None:
                 priorities[i] = order.priority(problem)
         return engines, priorities
 
@@ -68,6 +67,5 @@ class Router:
         """Learn the lengths of finished responses, at a weight sync."""
         self._log.add(responses)
         self._expected = Expected(self._log.predictions())
-        for order in self._orders:
-            if order is not None:
-                order.refresh(self._expected, version)
+        for order in filter(None, self._orders):
+            order.refresh(self._expected, version)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from das_adapter.config import DasConfig
 from das_adapter.config import parse as parse_das
 from das_adapter.core.hardware import device
@@ -20,7 +22,7 @@ from das_adapter.sim.fleet import BLOCK, UNLIMITED, Fleet
 from das_adapter.sim.models import sizes
 from das_adapter.sim.pipeline import Pipeline, Run
 from das_adapter.sim.requests import Requests
-from das_adapter.sim.rollouts import Rollout, read
+from das_adapter.sim.rollouts import Rollout, read, written_ahead
 from das_adapter.sim.routing import Router
 from das_adapter.sim.sources import Given, Indexed, Source
 from das_adapter.sim.steps import Instance, Line, Seconds, Steps, instance, read_sweep
@@ -47,6 +49,9 @@ class Simulation:
         self._blocks = {name: _das(name, arm) for name, arm in config.arms.items()}
         if rollouts is None and config.rollout.dump is not None:
             rollouts = read(Path(config.rollout.dump), config.rollout.tokenizer)
+        self._ahead = {name for name, das in self._blocks.items() if das.history.run_ahead != "off"}
+        if rollouts is not None and self._ahead:
+            rollouts = written_ahead(rollouts, config.acceptance.agreement)
         self.rollouts = rollouts
         if rollouts is None and config.acceptance.history != "given":
             raise ConfigError("acceptance.history: found index, which needs rollout.dump")
@@ -63,14 +68,14 @@ class Simulation:
         """Run an arm."""
         das, (fleet, workload) = self._blocks[name], self.fleet(name)
         router = Router(das, self.engines, workload.group, fleet.slots, self.config.rollout.seed)
-        return Pipeline(fleet, workload, router, self.config.pipeline).run()
+        return Pipeline(fleet, workload, router, self.config.pipeline, name in self._ahead).run()
 
     def fleet(self, name: str) -> tuple[Fleet, Workload]:
         """Return fresh engines with the drafter of an arm, and the requests to send."""
         requests, workload = Requests(), self._workload()
         drafting = self._drafting(name, requests, workload)
-        slots = self.config.engine.max_num_seqs
-        return Fleet(self.engines, requests, self.steps, drafting, slots, self.kv_blocks), workload
+        engine = self.config.engine.max_num_seqs, self.kv_blocks
+        return Fleet(self.engines, requests, self.steps, drafting, *engine), workload
 
     def run_all(self, progress: Progress = lambda _: None) -> dict[str, Run]:
         """Run every arm."""
@@ -81,18 +86,24 @@ class Simulation:
         return found
 
     def _workload(self) -> Workload:
-        r = self.config.rollout
-        if self.rollouts is None:
-            return drawn(r)
-        return recorded(self.rollouts, max(r.cap, max(len(x.tokens) for x in self.rollouts)))
+        r, rollouts, disagreement = self.config.rollout, self.rollouts, 1.0 - self.config.acceptance.agreement
+        longest = max((len(x.tokens) for x in rollouts or ()), default=0)
+        found = drawn(r) if rollouts is None else recorded(rollouts, max(r.cap, longest))
+        for number, step in enumerate(found.steps):
+            rng = np.random.default_rng((r.seed, number, 1))
+            step["same"] = rng.geometric(disagreement, len(step["problem"])) - 1
+        return found
 
     def _drafting(self, name: str, requests: Requests, workload: Workload) -> Drafting:
         das, stride = self._blocks[name], self.config.arms[name].stride
         if das.drafter == "none":
             return no_drafts(requests)
         accept, seed = self.config.acceptance, self.config.rollout.seed
-        copy = passes = None
-        source = self._history(das, requests, workload) if das.uses_history else Source(requests)
+        copy, passes, source = None, None, Source(requests)
+        if das.uses_history and accept.history == "index":
+            source = Indexed(requests, workload.texts, self.engines, das.history)
+        elif das.uses_history:
+            source = Given(requests, accept.rates, das.num_draft_tokens, seed, accept.agreement)
         if das.copies_policy:
             copy, passes = Given(requests, [[accept.copy_rate]], longest=16, seed=seed + 1), self._copy_pass(das)
         elif das.neural or das.drafter == "ngram":
@@ -108,12 +119,6 @@ class Simulation:
         limit = max([limit, *(len(r.prompt) + len(r.tokens) for r in self.rollouts or ())])
         graphs = self.steps.model.sizes if isinstance(self.steps, Line) else ()
         return Controlled(das, requests, self.engines, limit, source, copy, passes, self._prior(das), graphs, stride)
-
-    def _history(self, das: DasConfig, requests: Requests, work: Workload) -> Source:
-        accept, seed = self.config.acceptance, self.config.rollout.seed
-        if accept.history == "index":
-            return Indexed(requests, work.texts, self.engines, das.history)
-        return Given(requests, accept.rates, das.num_draft_tokens, seed)
 
     def _prior(self, das: DasConfig) -> Calibration | None:
         """What controllers know before the first step, as in a run: what was calibrated, or model and GPU."""
@@ -163,17 +168,9 @@ def step_times(config: SimConfig) -> Steps:
             return read_sweep(block.file)
         found = read_calibration(block.file, "steps.file")
         return Line(found.steps, found.passes)
-    return instance(
-        sizes(config.model),
-        device(hardware.gpu),
-        hardware.per_engine,
-        config.precision,
-        hardware.attention == "data",
-        overlap=hardware.overlap,
-        overhead_s=block.overhead_ms * 1e-3,
-        draft_overhead_s=block.draft_overhead_ms * 1e-3,
-        pass_overhead_s=block.pass_overhead_ms * 1e-3,
-    )
+    own = {f"{name}_s": 1e-3 * getattr(block, f"{name}_ms") for name in ("overhead", "draft_overhead", "pass_overhead")}
+    engine = hardware.per_engine, config.precision, hardware.attention == "data"
+    return instance(sizes(config.model), device(hardware.gpu), *engine, overlap=hardware.overlap, **own)
 
 
 def kv_blocks(config: SimConfig, steps: Steps) -> int:
@@ -216,22 +213,18 @@ def rate_of(length: float, tokens: int) -> float:
 
 def summary(runs: dict[str, Run]) -> dict[str, Any]:
     """Return the figures of each arm, as plain numbers; ratios are relative to the first."""
-    totals = {
-        name: {key: sum(getattr(step, key) for step in run.steps) for key in vars(run.steps[0])}
-        for name, run in runs.items()
-    }
-    base = next(iter(totals.values()))
-    return {
-        name: {
-            **{key: totals[name][key] / len(run.steps) for key in ("rollout_s", "step_s", "exposed_s")},
-            "rollout_of_first": totals[name]["rollout_s"] / max(base["rollout_s"], 1e-12),
-            "step_of_first": totals[name]["step_s"] / max(base["step_s"], 1e-12),
-            "tokens_per_forward": totals[name]["tokens"] / max(totals[name]["forwards"], 1),
-            **{key: totals[name][key] for key in ("tokens", "drafted", "accepted", "preempted")},
-            "by_step": [vars(s) | {"tokens_per_forward": s.tokens_per_forward} for s in run.steps],
-        }
-        for name, run in runs.items()
-    }
+    found: dict[str, Any] = {}
+    base: dict[str, Any] = {}
+    for name, run in runs.items():
+        total = {key: sum(getattr(step, key) for step in run.steps) for key in vars(run.steps[0])}
+        base = base or total
+        found[name] = {key: total[key] / len(run.steps) for key in ("rollout_s", "step_s", "exposed_s", "idle")}
+        for key in ("rollout", "step"):
+            found[name][f"{key}_of_first"] = total[f"{key}_s"] / max(base[f"{key}_s"], 1e-12)
+        found[name] |= {key: total[key] for key in ("tokens", "drafted", "accepted", "preempted", "ahead")}
+        found[name]["tokens_per_forward"] = total["tokens"] / max(total["forwards"], 1)
+        found[name]["by_step"] = [vars(s) | {"tokens_per_forward": s.tokens_per_forward} for s in run.steps]
+    return found
 
 
 def simulate(config: SimConfig, rollouts: Sequence[Rollout] | None = None, progress: Progress = lambda _: None) -> Any:

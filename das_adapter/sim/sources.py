@@ -23,6 +23,7 @@ from das_adapter.core.native import native
 from das_adapter.sim.requests import Ints, Requests
 from das_adapter.sim.texts import Texts
 
+Rates = Sequence[Sequence[float]]
 COLUMNS = ("length", "most", "prompt", "written", "forwards", "drafted", "accepted", "draft", "hits")
 """Columns of `Requests` that native steps read and write."""
 
@@ -62,15 +63,12 @@ class Given(Source):
     request accepts follows from the seed, the request and its position alone, not from when it is drafted for."""
 
     def __init__(
-        self,
-        requests: Requests,
-        rates: Sequence[Sequence[float]],
-        longest: int = 32,
-        seed: int = 0,
+        self, requests: Requests, rates: Rates, longest: int = 32, seed: int = 0, agreement: float = 0.0
     ) -> None:
-        """Take `rates` as `AcceptanceBlock` has them; no draft has more than `longest` tokens."""
+        """Take `rates` and `agreement` as `AcceptanceBlock` has them; no draft has more than `longest` tokens, and with
+        an agreement of 0 none is of what was written ahead."""
         super().__init__(requests)
-        steps = np.array([[*visit, *[visit[-1]] * longest][:longest] for visit in rates])
+        steps = np.array([[*visit, *[visit[-1]] * longest][:longest] for visit in (*rates, [agreement])])
         self._survival, self._seed = np.cumprod(steps, axis=1), seed
 
     def walk(self, *batch: Any, **out: Any) -> None:
@@ -83,7 +81,8 @@ class Given(Source):
         return Offer(*native().offer_given(rows, limits, least, self._requests.written, **self._arguments()))
 
     def _arguments(self) -> dict[str, Any]:
-        return {"visit": self._requests.visit, "survival": self._survival, "seed": self._seed}
+        of = {name: getattr(self._requests, name) for name in ("visit", "ahead", "same")}
+        return {**of, "survival": self._survival, "seed": self._seed}
 
 
 class Indexed(Source):
@@ -100,8 +99,9 @@ class Indexed(Source):
     def begin(self, rows: Ints) -> None:
         r = self._requests
         for row in rows[r.handle[rows] == 0].tolist():
-            index, prompt = self.indices[r.engine[row]], self._texts.rollouts[r.text[row]].prompt
-            r.handle[row] = index.open(self._policy.key(int(r.problem[row])), prompt)
+            index, text = self.indices[r.engine[row]], self._texts.rollouts[r.text[row]]
+            ahead = text.ahead[: max(0, r.ahead[row])]
+            r.handle[row] = index.open(self._policy.key(int(r.problem[row])), text.prompt, ahead=ahead)
 
     def offer(self, rows: Ints, limits: Ints, floor: float) -> Offer:
         r = self._requests
@@ -116,10 +116,10 @@ class Indexed(Source):
 
     def end(self, rows: Ints) -> None:
         r = self._requests
-        for row in rows.tolist():
+        for row in rows[r.handle[rows] > 0].tolist():
             index, handle = self.indices[r.engine[row]], int(r.handle[row])
-            index.extend(handle, self._texts.rollouts[r.text[row]].tokens[r.indexed[row] :])
-            index.close(handle, keep=self._policy.kept)
+            index.extend(handle, self._texts.rollouts[r.text[row]].tokens[r.indexed[row] : r.written[row]])
+            index.close(handle, keep=self._policy.kept and bool(r.ahead[row] >= 0))
 
     def sync(self, version: int, rows: Ints) -> None:
         found = (self._texts.rollouts[i] for i in self._requests.text[rows])

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -36,19 +37,9 @@ def recorded(rollouts: Sequence[Rollout], cap: int) -> Workload:
     group = max(max(Counter(r.problem for r in step).values()) for step in steps)
     visits, columns, first = Counter[int](), list[dict[str, Ints]](), 0
     for step in steps:
-        text = np.arange(first, first + len(step))
-        problem = np.array([r.problem for r in step])
-        columns.append(
-            {
-                "problem": problem,
-                "visit": np.array([visits[p] for p in problem.tolist()]),
-                "text": text,
-                "prompt": np.array([len(r.prompt) for r in step]),
-                "length": np.array([len(r.tokens) for r in step]),
-                "most": np.full(len(text), cap),
-            }
-        )
-        visits.update(set(problem.tolist()))
+        prompts, lengths = ([len(getattr(r, part)) for r in step] for part in ("prompt", "tokens"))
+        problem, text = np.array([r.problem for r in step]), np.arange(first, first + len(step))
+        columns.append(_columns(visits, problem, text=text, prompt=prompts, length=lengths, most=cap))
         first += len(step)
     return Workload(columns, group, texts)
 
@@ -62,19 +53,17 @@ def drawn(rollout: RolloutBlock) -> Workload:
     for number in range(rollout.steps):
         chosen = order[number * rollout.problems : (number + 1) * rollout.problems].astype(np.int64)
         length = draw_lengths(rollout, chosen, np.random.default_rng((rollout.seed, number))).ravel()
-        problem, same = np.repeat(chosen, rollout.samples), np.ones(len(length), np.int64)
-        columns.append(
-            {
-                "problem": problem,
-                "visit": np.array([visits[p] for p in problem.tolist()]),
-                "text": -same,
-                "prompt": rollout.prompt * same,
-                "length": length,
-                "most": rollout.cap * same,
-            }
-        )
-        visits.update(chosen.tolist())
+        same = {"text": -1, "prompt": rollout.prompt, "most": rollout.cap}
+        columns.append(_columns(visits, np.repeat(chosen, rollout.samples), length=length, **same))
     return Workload(columns, rollout.samples, Texts([]))
+
+
+def _columns(visits: Counter[int], problem: Ints, **others: Any) -> dict[str, Ints]:
+    """Return the columns of a step's requests, by their problems, which are visited once more."""
+    visit = [visits[p] for p in problem.tolist()]
+    visits.update(set(problem.tolist()))
+    columns = {"problem": problem, "visit": visit, **others}
+    return {name: np.broadcast_to(np.asarray(column, np.int64), len(problem)) for name, column in columns.items()}
 
 
 def draw_lengths(rollout: RolloutBlock, problems: Ints, rng: np.random.Generator) -> Ints:

@@ -12,7 +12,7 @@ import numpy as np
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import WINDOW, HistoryPolicy
 from das_adapter.core.index import SuffixIndex
-from das_adapter.sim.rollouts import Rollout, steps_of
+from das_adapter.sim.rollouts import Rollout, steps_of, written_ahead
 from das_adapter.sim.texts import Texts
 
 SOURCES = ("own", "own+siblings", "own+siblings+history")
@@ -96,7 +96,9 @@ def replay(
             begun, waiting = np.split(waiting, [batch - len(live)])
             for row in begun.tolist():
                 r = texts.rollouts[row]
-                handles[row] = index.open(2**32 + row if sources == "own" else policy.key(r.problem), r.prompt)
+                handles[row] = index.open(
+                    2**32 + row if sources == "own" else policy.key(r.problem), r.prompt, ahead=r.ahead
+                )
                 known[row] = index.age(int(handles[row])) is not None
             live = np.append(live, begun)
             at = written[live]
@@ -143,16 +145,21 @@ def report(
     rollouts: Sequence[Rollout],
     budget: int = 8,
     history: HistoryConfig | None = None,
+    agreement: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Replay with all sources; with fewer, to show what each adds; and with less room for the history, to show what
-    that costs. Return figures for JSON; `progress` hears what is replayed next."""
+    that costs. Return figures for JSON; `agreement`: also with all responses written ahead, of which each token is the
+    same with this chance; `progress` hears what is replayed next."""
     history = history or HistoryConfig()
     outcomes, tallies = {}, {}
     for sources in SOURCES:
         progress(sources)
         outcomes[sources] = replay(rollouts, sources, budget, history)
     whole = outcomes[SOURCES[-1]]
+    if agreement is not None:
+        progress("written ahead")
+        outcomes[f"{SOURCES[-1]}+ahead"] = replay(written_ahead(rollouts, agreement), budget=budget, history=history)
     for percent in BUDGETS:
         progress(f"{percent} % of the history")
         smaller = history.model_copy(update={"max_bytes": whole.bytes * percent // 100})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import index_workload as workload
@@ -23,11 +24,11 @@ DUMP = [Rollout(r.problem, step, 0, r.prompt, r.tokens) for step in range(3) for
 def test_history_pays_when_problems_come_back() -> None:
     answer = pays.would_it_pay(DUMP, "h100", "Qwen/Qwen2.5-7B", gpus=2, other_s=2.0)
     epochs = answer["epochs"]
-    ratios = [epoch["on_s"] / epoch["off_s"] for epoch in epochs]
+    ratios = [epoch["history_s"] / epoch["off_s"] for epoch in epochs]
     assert [epoch["number"] for epoch in epochs] == [1, 2, 3]
-    assert ratios[2] < 0.5 < ratios[0] and epochs[2]["tokens_per_forward"] > 3
+    assert ratios[2] < 0.5 < ratios[0] and epochs[2]["history_tokens_per_forward"] > 3
     assert answer["das"]["drafter"] == "history" and parse(answer["das"]) is not None
-    assert all(e["on_step_s"] == pytest.approx(e["on_s"] + 2.0) for e in epochs)
+    assert all(e["history_step_s"] == pytest.approx(e["history_s"] + 2.0) for e in epochs)
 
 
 def test_drafts_that_save_little_are_not_recommended() -> None:
@@ -37,6 +38,18 @@ def test_drafts_that_save_little_are_not_recommended() -> None:
     ]
     answer = pays.would_it_pay(unlike, "h100", "Qwen/Qwen2.5-7B", gpus=1)
     assert answer["das"] == {"drafter": "none"}
+
+
+def test_run_ahead_is_recommended_where_it_saves_more_than_history_alone() -> None:
+    met = [replace(r, step=r.problem % 3) for r in workload.synthetic(problems=12, samples=2, mean_tokens=400, seed=5)]
+    line = {"gpu": "h100", "model": "Qwen/Qwen2.5-72B", "gpus": 16, "per_engine": 4}
+    block = {"history": {"max_bytes": "64MiB"}}
+    answers = [pays.would_it_pay(met, **line, das=block, agreement=agreement) for agreement in (0.0, 0.9999)]
+    for answer in answers:
+        assert answer["of_off"].keys() == {"history", "ahead"} and 0.1 < answer["idle"] < 0.9
+        assert all(e["ahead_s"] > 0 for e in answer["epochs"])
+        assert answer["das"]["history"]["max_bytes"] == "64MiB"
+    assert ["run_ahead" in answer["das"]["history"] for answer in answers] == [False, True]
 
 
 def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None:
@@ -67,6 +80,8 @@ def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None
     figures = json.loads(CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen, "--json"]).stdout)
     assert figures["epochs"][0]["off_s"] > off_s
     assert figures["das"]["history"] == {"max_bytes": "64MiB"} and figures["das"]["max_draft_tokens"] == 3
-    assert max(epoch["tokens_per_forward"] for epoch in figures["epochs"]) <= 4
+    assert max(epoch["history_tokens_per_forward"] for epoch in figures["epochs"]) <= 4
+    done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", "--agreement", "0.9"])
+    assert done.exit_code == 0 and "ahead: " in done.output, done.output
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-72B"])
     assert done.exit_code == 1 and "hardware.per_engine" in done.output

@@ -175,6 +175,8 @@ def test_the_report_adds_up() -> None:
         assert sum(f["rounds"] for f in part.values()) == figures["rounds"]
     gains = [figures["by_source"][s]["tokens_per_forward"] for s in SOURCES]
     assert gains == sorted(gains) and gains[-1] == figures["tokens_per_forward"] > 1.5
+    ahead = [report(rollouts, agreement=chance)["by_source"][f"{SOURCES[-1]}+ahead"] for chance in (0.5, 0.999)]
+    assert gains[-1] < ahead[0]["tokens_per_forward"] + 0.2 < ahead[1]["tokens_per_forward"] <= 9
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:

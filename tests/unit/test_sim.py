@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+from dataclasses import replace
 from typing import Any
 
 import index_workload as workload
@@ -27,6 +28,7 @@ ROLLOUTS = workload.synthetic(problems=10, samples=6, mean_tokens=60, seed=3)
 WRITTEN = workload.synthetic(problems=12, samples=6, mean_tokens=80, seed=3)
 ALWAYS: dict[str, Any] = {"budget": "unlimited", "max_draft_tokens": 8, "speculate": "always"}
 LINE = {"base": 0.01, "token": 1e-4, "draft": 0.0}
+SLOW = LINE | {"base": 0.1}
 OFF: dict[str, Any] = {"das": {"drafter": "none"}}
 SMALL: dict[str, Any] = {
     "steps": {"kind": "line", "line": LINE},
@@ -220,8 +222,10 @@ def test_engines_that_go_on_natively_do_what_they_do_step_by_step(monkeypatch: p
     def end() -> Fleet:
         one, work = small(engine__kv_tokens=1600).fleet("off")
         r = one.requests
-        one.drafting = Fixed(r, Given(r, [[0.7]]), 4, lambda b, context: 1e-3 + 1e-4 * b + 1e-6 * context)
+        source = Given(r, [[0.7]], agreement=0.9)
+        one.drafting = Fixed(r, source, 4, lambda b, context: 1e-3 + 1e-4 * b + 1e-6 * context)
         rows = r.add(**work.steps[0])
+        r.ahead[::2] = r.length[::2] // 2
         one.submit(rows, rows % 2, rows * 0, 0.0)
         one.run()
         return one
@@ -242,6 +246,65 @@ def test_a_controller_that_is_asked_now_and_then_saves_about_as_much() -> None:
     off, each, sixteenth = (rollout_s(Simulation(parse(content)).run(arm)) for arm in arms)
     assert each < 0.8 * off
     assert sixteenth == pytest.approx(each, rel=0.1)
+
+
+# Run-ahead
+
+AHEAD: dict[str, Any] = {"das": {"history": {"run_ahead": "auto"}}}
+FIRST: dict[str, Any] = {  # four engines, and every problem once
+    "hardware__gpus": 4,
+    "rollout__steps": 4,
+    "rollout__dataset": 24,
+    "rollout__lengths__sigma": 1.2,
+    "steps__line": SLOW,
+    "arms": {"off": OFF, "history": {}, "ahead": AHEAD},
+}
+
+
+def test_what_idle_engines_write_ahead_shortens_the_next_steps() -> None:
+    runs = {chance: small(**FIRST, acceptance__agreement=chance).run_all() for chance in (0.5, 0.9999)}
+    for chance, by_arm in runs.items():
+        history, ahead = by_arm["history"], by_arm["ahead"]
+        first, *later = ahead.steps
+        assert first.ahead == 0 and first.tokens_per_forward == history.steps[0].tokens_per_forward
+        assert all(0.1 < step.idle < 0.9 for step in history.steps)
+        assert all(0.3 * step.tokens < step.ahead <= step.tokens for step in later)
+        assert rollout_s(ahead) < rollout_s(history) < rollout_s(by_arm["off"]), chance
+        r, real = ahead.requests, ahead.requests.ahead >= 0
+        assert sum(step.tokens for step in ahead.steps) == r.length[real].sum() == history.requests.length.sum()
+        assert (r.written[real] == r.length[real]).all() and (r.ahead[real] <= r.length[real]).all()
+        assert r.written[~real].sum() == r.ahead[real].sum() and not r.ended[r.written < r.length].any()
+    same, other = (runs[chance]["ahead"].steps[-1].tokens_per_forward for chance in (0.9999, 0.5))
+    assert same > 1.5 * other
+
+
+def test_run_ahead_costs_at_most_a_step_where_no_engine_is_idle() -> None:
+    even = FIRST | {"rollout__lengths__sigma": 0.001, "rollout__problems": 8, "rollout__dataset": 32}
+    runs = small(**even, rollout__lengths__mean=299).run_all()
+    for without, step in zip(runs["history"].steps, runs["ahead"].steps, strict=True):
+        assert step.rollout_s <= without.rollout_s + SLOW["base"] + 0.05 * without.rollout_s
+    assert rollout_s(runs["ahead"]) <= 1.01 * rollout_s(runs["history"])
+
+
+def test_nothing_is_written_ahead_where_requests_run_on_across_weight_syncs() -> None:
+    history, ahead = (
+        small(**FIRST, pipeline__kind="async", pipeline__train_s=1.0).run(arm) for arm in ("history", "ahead")
+    )
+    assert history.steps == ahead.steps and len(history.requests) == len(ahead.requests)
+
+
+def test_recorded_rollouts_are_drafted_from_what_was_written_ahead_of_them() -> None:
+    steps = [replace(r, step=r.problem % 3) for r in ROLLOUTS]
+    again = [replace(r, step=3 + r.step, tokens=r.tokens[::-1].copy()) for r in steps]
+
+    def forwards(arm: str, agreement: float = 0.5) -> int:
+        keys = {"hardware": {"gpus": 4}, "acceptance": {"history": "index", "agreement": agreement}}
+        arms = {"history": {}, "ahead": AHEAD}
+        found = Simulation(parse(SMALL | keys | {"steps": {"kind": "line", "line": SLOW}, "arms": arms}), steps + again)
+        return sum(step.forwards for step in found.run(arm).steps[:3])
+
+    assert forwards("ahead", 0.9999) < forwards("ahead") < 1.05 * forwards("history")
+    assert forwards("ahead", 0.9999) < 0.8 * forwards("history")
 
 
 # Routing

@@ -35,10 +35,11 @@ def test_a_config_is_read_and_a_wrong_key_names_itself(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"sim\.yaml"):
         read(path)
     path.write_text("hardware: {gpu_count: 4}\n")
-    with pytest.raises(ConfigError, match=r"hardware\.gpu_count: unknown key; .*allowed: gpu, gpus"):
+    with pytest.raises(ConfigError, match=r"hardware\.gpu_count: unknown key.* Allowed: gpu, gpus"):
         read(path)
     for content, message in (
         ({"arms": {"a": {"das": {"draftr": "none"}}}}, "das.draftr"),
+        ({"arms": {"a": {"strid": 2}}}, "arms.a.strid: unknown key; did you mean 'stride'. Allowed: das, stride"),
         ({"hardware": {"gpu": "tpu"}}, "hardware.gpu: found 'tpu', allowed: a100"),
         ({"model": "nobody/nothing"}, "model: found 'nobody/nothing'"),
         ({"hardware": {"gpus": 3, "per_engine": 2}}, "must be a multiple"),
