@@ -165,8 +165,13 @@ Given given(const In<int64_t>& rows, size_t height, const In<int64_t>& visit, co
             const In<int64_t>& same, const Table<const double>& survival, uint64_t seed) {
   for (const auto* column : {&visit, &ahead, &same}) check_rows(rows, height, *column);
   if (survival.shape(0) < 2) throw std::invalid_argument("drafts: expected chances of a visit and of what is ahead");
-  return {visit.data(),    ahead.data(), same.data(), survival.data(), static_cast<int64_t>(survival.shape(0)) - 1,
-          static_cast<int64_t>(survival.shape(1)), seed};
+  return {visit.data(),
+          ahead.data(),
+          same.data(),
+          survival.data(),
+          static_cast<int64_t>(survival.shape(0)) - 1,
+          static_cast<int64_t>(survival.shape(1)),
+          seed};
 }
 
 }  // namespace
@@ -190,10 +195,11 @@ void bind_simulator(nb::module_& m) {
       "steps, and tokens and context of each, float64 [engines, steps], come out.");
   m.def(
       "offer_given",
-      [](In<int64_t> rows, In<int64_t> limits, double least, In<int64_t> written, In<int64_t> visit,
-         In<int64_t> ahead, In<int64_t> same, Table<const double> survival, uint64_t seed) {
+      [](In<int64_t> rows, In<int64_t> limits, double least, In<int64_t> written, In<int64_t> visit, In<int64_t> ahead,
+         In<int64_t> same, Table<const double> survival, uint64_t seed) {
         return offer(given(rows, written.size(), visit, ahead, same, survival, seed), rows, limits, least, written);
       },
       nb::arg("rows"), nb::arg("limits"), nb::arg("least"), nb::arg("written"), nb::arg("visit"), nb::arg("ahead"),
-      nb::arg("same"), nb::arg("survival"), nb::arg("seed"), "Draft with given chances, down to the chance whose logarithm is `least`.");
+      nb::arg("same"), nb::arg("survival"), nb::arg("seed"),
+      "Draft with given chances, down to the chance whose logarithm is `least`.");
 }
