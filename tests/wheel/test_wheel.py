@@ -129,7 +129,10 @@ def test_a_checkout_is_installed_and_nothing_stays_when_it_is_uninstalled(instal
     assert not (python.parent / "das-adapter").exists()
 
 
-def test_nemo_rls_environments_get_the_wheel_by_one_command(wheel: Path, tmp_path: Path) -> None:
+def test_nemo_rls_environments_get_the_wheel_by_one_command(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])))  # with uv
     name = "nemo_rl.models.generation.vllm.vllm_worker_async.VllmAsyncGenerationWorker"
     venv.create(tmp_path / name, with_pip=False)
     command = ["install", "nemo-rl", "--venvs", str(tmp_path)]
