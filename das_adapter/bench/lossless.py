@@ -8,6 +8,7 @@ import numpy as np
 
 from das_adapter.bench import replay
 from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Plan, apart, engine, prompts
+from das_adapter.bench.gate import KEYED
 
 REQUESTS, WRITTEN = 8, 192
 """Requests with prompts that fill more than one tile of the attention kernels, and tokens that each writes."""
@@ -17,8 +18,7 @@ def lossless(plan: Plan) -> Found:
     """Write without drafts; and with, from a history of these very texts with mistakes, for random weights repeat
     nothing. Kernels are batch-invariant; on a CPU they are anyway."""
     environment = IN_PROCESS | plan.ours | {"VLLM_BATCH_INVARIANT": "0" if plan.tiny else "1"}
-    keyed = {"drafter": "none", "verify": {"noise": "keyed"}}
-    off = None if plan.runner == "V2" else keyed
+    off = None if plan.runner == "V2" else KEYED
     texts, _ = apart(plan, _written, plan, off, None, env=environment)
     past = [(i, np.array(text, dtype=np.int32)) for i, text in enumerate(texts)]
     past = replay.corrupted(past, 0.1, SHAPES[plan.shape]["vocab_size"])

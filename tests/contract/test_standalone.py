@@ -39,28 +39,33 @@ def written(result: dict[str, Any]) -> list[list[int]]:
     return [text for samples in result["samples"] for text in samples]
 
 
-def of_run(name: str) -> Any:
-    """Return what of a configuration of vLLM names the run."""
-    return SimpleNamespace(additional_config={RUN_KEY: name})
+def run_of(vllm_env: dict[str, str], name: str) -> str:
+    """Return the name of a run of this process."""
+    return f"test {os.getpid()} {vllm_env} {name}"
+
+
+def history_of(run: str) -> str:
+    """Return the name of its history."""
+    return history_name(SimpleNamespace(additional_config={RUN_KEY: run}))
 
 
 def alone(engine: Any, vllm_env: dict[str, str]) -> dict[str, Any]:
     """Return what an engine gives that shares its history with no other."""
-    env = {**HOST, "DAS_RUN": f"test {os.getpid()} {vllm_env}"}
+    env = {**HOST, "DAS_RUN": run_of(vllm_env, "alone")}
     result: dict[str, Any] = engine(das=HISTORY, standalone=True, rounds=rounds()[:1], env=env)[0]
     return result
 
 
 def left(vllm_env: dict[str, str]) -> Path:
     """Where that engine had its history."""
-    return SHARED_MEMORY / history_name(of_run(f"test {os.getpid()} {vllm_env}"))
+    return SHARED_MEMORY / history_of(run_of(vllm_env, "alone"))
 
 
 def test_engines_of_one_run_share_a_history(engine: Any, vllm_env: dict[str, str]) -> None:
     """What another engine of the node has written is drafted from in the first step."""
-    run, first = f"test {os.getpid()} {vllm_env} shared", alone(engine, vllm_env)
+    run, first = run_of(vllm_env, "shared"), alone(engine, vllm_env)
     assert left(vllm_env).exists()
-    other = SharedHistory(history_name(of_run(run)), HistoryConfig(), grace_s=0.1)
+    other = SharedHistory(history_of(run), HistoryConfig(), grace_s=0.1)
     texts = zip([p for p in prompts(4) for _ in range(2)], written(first), strict=True)
     for prompt, text in texts:
         other.add(Trajectory(prompt_identity(prompt), np.array(text, dtype=np.int32).tobytes(), 0))
