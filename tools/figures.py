@@ -135,6 +135,34 @@ def _ahead() -> dict[str, Iterable[Any]]:
     }
 
 
+def _routing() -> dict[str, Iterable[Any]]:
+    """Return the columns of the table of simulated placements: a row per recording, number of GPUs and waves."""
+    names = {"code_humaneval_codegen16b_k100": "code", "tot_gpt4_game24_cot_k100": "game of 24"}
+    names["rl_reasoning_gym_qwen25_3b_k3"] = "reasoning-gym, 3 samples"
+    drawings: dict[tuple[str, int, int], list[Any]] = {}
+    for row in result("simulator_routing.json")["rows"]:
+        drawings.setdefault((names[row["set"]], row["gpus"], row["waves"]), []).append(row)
+
+    def mean(of: list[Any], placement: str, name: str) -> float:
+        return sum(row[placement][name] for row in of) / len(of)
+
+    def of_scattered(placement: str) -> list[str]:
+        pairs = [[mean(of, arm, "rollout_s") for arm in (placement, "scattered")] for of in drawings.values()]
+        return [f"{took / scattered:.2f}" for took, scattered in pairs]
+
+    columns = dict(zip(("rollouts", "GPUs", "waves"), zip(*drawings, strict=True), strict=True))
+    tokens = [
+        ", ".join(f"{mean(of, arm, 'tokens_per_forward'):.2f}" for arm in ("scattered", "together", "leaders"))
+        for of in drawings.values()
+    ]
+    return {
+        **columns,
+        "together": of_scattered("together"),
+        "leaders first": of_scattered("leaders"),
+        "tokens/forward: scattered, together, leaders": tokens,
+    }
+
+
 def _results() -> dict[str, Iterable[Any]]:
     """Return the columns of the table of results: a row for each, with the revision whose code it measured."""
     made = {file.name: origin(result(file.name)) for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))}
@@ -146,7 +174,14 @@ def _results() -> dict[str, Iterable[Any]]:
     }
 
 
-TABLES = {"agreement": _agreement, "ahead": _ahead, "demo": _demo, "drafters": _drafters, "results": _results}
+TABLES = {
+    "agreement": _agreement,
+    "ahead": _ahead,
+    "demo": _demo,
+    "drafters": _drafters,
+    "results": _results,
+    "routing": _routing,
+}
 
 
 def _rows(columns: dict[str, Iterable[Any]]) -> str:

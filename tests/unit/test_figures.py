@@ -15,7 +15,7 @@ import pytest
 import stale
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = ("README", "index", "start", "figures", "verl", "trl")
+OURS = ("README", "index", "start", "figures", "verl", "trl", "placement")
 """Pages with figures of our own alone: they have no ratio that is written by hand."""
 PICTURE = ROOT / "docs/pictures/chart_epochs.svg"
 SCRIPTS = {"das_adapter.cli": "das_adapter/commands/forecasts.py", "das_adapter.bench": "das_adapter/bench/run.py"}
