@@ -42,6 +42,8 @@ COMMANDS = {
     "pipelines.json": "benchmarks/pipelines.py --out OUT",
     "published.json": "benchmarks/published.py --sweeps SWEEPS --out OUT",
     "quantised_kernels.json": "benchmarks/quantised_kernels.py --repeats 4 --out OUT",
+    "run_ahead.json": "benchmarks/run_ahead.py --steps 40 --batch 4 --arm history --arm ahead --out OUT"
+    f" actor_rollout_ref.model.path={POLICY} actor_rollout_ref.actor.optim.lr=2.0e-5",
     "scale.json": "benchmarks/scale.py --syncs 8 --known 100000 --out OUT",
     "scale_nodes.json": "benchmarks/scale_nodes.py --out OUT",
     "simulator.json": "benchmarks/simulator.py recorded --out OUT",
@@ -74,7 +76,7 @@ def make(name: str) -> bool:
     old one where it did not."""
     variables, given = words(name)
     for model, needed in NEEDED.items():
-        if not (ROOT / model).exists() and any(word == model or word.startswith(f"{model}/") for word in given):
+        if not (ROOT / model).exists() and any(model in word for word in given):
             subprocess.run([sys.executable, *needed.split()], cwd=ROOT, check=True)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / name

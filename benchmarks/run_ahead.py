@@ -50,7 +50,7 @@ def train(arm: str, count: int, batch: int, overrides: tuple[str, ...]) -> dict[
 def compared(arms: dict[str, list[dict[str, list[Any]]]]) -> dict[str, Any]:
     """Compare run-ahead with the other arms, run by run, without the first step, for which nothing is written ahead."""
     found: dict[str, Any] = {}
-    for other in ("off", "history"):
+    for other in arms.keys() - {"ahead"}:
         pairs = list(zip(arms["ahead"], arms[other], strict=True))
         for column in ("rollout_s", "step_s", "tokens_per_forward"):
             ratios = [float(np.sum(a[column][1:]) / np.sum(b[column][1:])) for a, b in pairs]
@@ -64,16 +64,17 @@ def compared(arms: dict[str, list[dict[str, list[Any]]]]) -> dict[str, Any]:
 @click.option("--steps", "count", default=40, show_default=True, help="Training steps of a run.")
 @click.option("--batch", default=8, show_default=True, help="Problems of a step, four samples each.")
 @click.option("--repeats", default=1, show_default=True, help="Runs of each arm.")
+@click.option("--arm", "names", type=click.Choice(list(ALL)), multiple=True, default=list(ALL), show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 @click.argument("overrides", nargs=-1)
-def main(count: int, batch: int, repeats: int, out: Path, overrides: tuple[str, ...]) -> None:
+def main(count: int, batch: int, repeats: int, names: tuple[str, ...], out: Path, overrides: tuple[str, ...]) -> None:
     """Rollout and step times, and tokens per forward pass; further arguments are veRL's, for every arm."""
     size = ["--train-size", str(count * batch)]
     data = [sys.executable, ROOT / "examples/tiny_math/prepare_data.py", *size]
     subprocess.run(data, check=True, stdout=subprocess.DEVNULL)
-    arms: dict[str, list[dict[str, list[Any]]]] = {arm: [] for arm in ALL}
+    arms: dict[str, list[dict[str, list[Any]]]] = {arm: [] for arm in names}
     for repeat in range(repeats):
-        for arm in list(ALL)[:: 1 if repeat % 2 else -1]:
+        for arm in names[:: 1 if repeat % 2 else -1]:
             arms[arm].append(train(arm, count, batch, overrides))
             click.echo(f"{arm}: {np.sum(arms[arm][-1]['rollout_s'][1:]):.1f} s of rollouts")
     against = compared(arms)
