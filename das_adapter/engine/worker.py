@@ -115,6 +115,7 @@ class WorkerState:
     def _stats(self) -> EngineStats:
         decided = EngineStats() if self._decides is None else self._decides.stats() | self.own_stats()
         stats = self.counters.take() | EngineStats(model_runner=self.model_runner) | decided
+        stats |= self.standalone.stats() if self.standalone else {}
         if self._decides is not None:
             if self._decides.engine.log:
                 self._decides.engine.log.add(Counts({**stats, "propose_seconds": []}))

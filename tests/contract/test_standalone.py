@@ -87,6 +87,7 @@ def test_it_drafts_from_its_own_history_after_a_weight_update_and_writes_the_sam
     assert after["history_hits"] == after["history_requests"] == 8
     assert after["accepted_tokens"] > before["accepted_tokens"]
     assert not any(r["stats"]["error"] for r in on) and after["alarm"] is None
+    assert after["engines_behind"] == 0
 
 
 def test_one_line_turns_it_off(engine: Any) -> None:

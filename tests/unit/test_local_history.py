@@ -20,6 +20,7 @@ import pytest
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.length import RESPONSE
+from das_adapter.engine.standalone import history
 from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.messages import Published, Trajectory
 from das_adapter.protocol.spool import ANSWER, FOLDER, GATHER_S, Answer
@@ -113,6 +114,24 @@ def test_removed_files_are_published_anew(name: str) -> None:
     shutil.rmtree(published.directory)
     engine.write(2, TEXT, 1)
     assert tokens(engine.sync()[0]) == 60
+
+
+def test_an_engine_without_an_answer_is_behind_until_there_is_a_writer_again(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(name)
+    engine.write(1, TEXT, 0)
+    published, _ = engine.sync()
+    assert not engine.behind
+    for process in served_by(published.directory):
+        os.kill(process.pid, signal.SIGKILL)
+    engine.write(2, TEXT, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(history, "PATIENCE_S", 0.0)
+        assert engine.sync()[0] is None
+    assert engine.behind
+    until(lambda: tokens(engine.sync()[0]) == 60)
+    assert not engine.behind
 
 
 def test_half_an_answer_is_none(tmp_path: Path) -> None:

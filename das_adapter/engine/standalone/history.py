@@ -40,7 +40,8 @@ PATIENCE_S = 30.0
 IMPATIENCE_S = 1.0
 """As `PATIENCE_S`, while the last sync had no answer."""
 AGAIN_S = 2.0
-"""Time after which a request is left again, and another writer started: the last one may have been killed."""
+"""Time after which a request is left again, and another writer started: the last one may have been killed. At once,
+where the last sync had no answer."""
 
 
 class SharedHistory:
@@ -55,15 +56,20 @@ class SharedHistory:
         self._engine = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
         self._number = self._cursor = 0
-        self._patience_s = PATIENCE_S
         self._users: IO[bytes] | None = None
         """Locked while this engine lives: neither the writer nor a janitor removes the directory."""
         self._trouble = ""
+        """Why the last weight sync had no answer; empty: it had one."""
         try:
             self._enter()
             self._start_writer()
         except (DasError, OSError, subprocess.SubprocessError) as error:
             self._report(error)
+
+    @property
+    def behind(self) -> bool:
+        """Whether the last weight sync left the engine with an older history."""
+        return bool(self._trouble)
 
     def add(self, trajectory: Trajectory) -> None:
         """Take a finished trajectory."""
@@ -80,7 +86,7 @@ class SharedHistory:
             return None, np.zeros(0, RESPONSE)
         for line in answer.log:
             logger.warning("%s", line)
-        self._cursor, self._patience_s, self._trouble = answer.cursor, PATIENCE_S, ""
+        self._cursor, self._trouble = answer.cursor, ""
         return Published(str(self._directory), answer.generation), answer.lengths
 
     def _enter(self) -> None:
@@ -115,12 +121,13 @@ class SharedHistory:
         self._number += 1
         self._leave_ask()
         path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
+        patience, again = (IMPATIENCE_S, 0.0) if self._trouble else (PATIENCE_S, AGAIN_S)
         begin = asked = time.monotonic()
-        while (now := time.monotonic()) < begin + self._patience_s:
-            if now > asked + AGAIN_S:
+        while (now := time.monotonic()) < begin + patience:
+            if now > asked + again:
                 self._start_writer()
                 self._leave_ask()
-                asked = now
+                asked, again = now, AGAIN_S
             try:
                 answer = Answer.read(path)
                 path.unlink()
@@ -128,8 +135,7 @@ class SharedHistory:
                     return answer
             except (FileNotFoundError, ValueError, TypeError):
                 time.sleep(0.002)
-        waited, self._patience_s = self._patience_s, IMPATIENCE_S
-        raise TimeoutError(f"no answer within {waited} s")
+        raise TimeoutError(f"no answer within {patience} s")
 
     def _leave_ask(self) -> None:
         self._enter()

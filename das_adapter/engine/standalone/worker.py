@@ -10,6 +10,7 @@ import numpy as np
 from das_adapter.core.length import RESPONSE
 from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.messages import Refresh, Trajectory, responses
+from das_adapter.protocol.metrics import EngineStats
 
 MOST_LIVE_TOKENS = 2**22
 """Tokens of finished responses after which they are sealed although the weights are the same: live text takes more
@@ -35,6 +36,10 @@ class Standalone:
         self._shared: SharedHistory | None = None
         if state.config.shares_history and self._first:
             self._shared = SharedHistory(directory, state.config.history)
+
+    def stats(self) -> EngineStats:
+        """Return the figures of an engine that looks after its own history."""
+        return {"engines_behind": int(self._shared.behind)} if self._shared else {}
 
     def weights_changed(self) -> None:
         """Take note that the weights are other ones from the next step on. A weight sync of many calls counts once."""
