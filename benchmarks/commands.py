@@ -40,7 +40,7 @@ COMMANDS = {
     " --lengths 6.6 1.32 --tokens 8192 --out OUT",
     "noise_acceptance.json": "benchmarks/noise_acceptance.py --drafters runs/drafters --out OUT",
     "pipelines.json": "benchmarks/pipelines.py --out OUT",
-    "published.json": "benchmarks/published.py --sweeps SWEEPS --out OUT",
+    "published.json": "benchmarks/published.py --out OUT",
     "quantised_kernels.json": "benchmarks/quantised_kernels.py --repeats 4 --out OUT",
     "run_ahead.json": "benchmarks/run_ahead.py --steps 40 --batch 4 --arm history --arm ahead --out OUT"
     f" actor_rollout_ref.model.path={POLICY} actor_rollout_ref.actor.optim.lr=2.0e-5",
@@ -60,8 +60,8 @@ COMMANDS = {
     "v2_lengths.json": "benchmarks/v2_lengths.py --out OUT",
 }
 """By result, from the repository's root; there is no other result. OUT: where it is written; FOLDER: a directory, in
-which it is written under its name or as `summary.json`. TRACES, recorded rollouts, and SWEEPS, EfficientRollout's, are
-directories, and environment variables."""
+which it is written under its name or as `summary.json`. TRACES, a directory of recorded rollouts, is an environment
+variable."""
 
 
 def words(name: str) -> tuple[dict[str, str], list[str]]:
@@ -81,7 +81,7 @@ def make(name: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / name
         places = {"OUT": str(out), "FOLDER": folder}
-        places |= {word: os.environ.get(word, word) for word in ("TRACES", "SWEEPS")}
+        places["TRACES"] = os.environ.get("TRACES", "TRACES")
         command = [sys.executable, *(places.get(word, word) for word in given)]
         code = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode
         made = next((path for path in (out, Path(folder) / "summary.json") if path.exists()), None)

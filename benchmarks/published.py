@@ -1,6 +1,6 @@
 """Hold the simulator against published figures: `benchmarks/published/*.yaml`, one file for figures with common inputs.
 
-    python benchmarks/published.py [--only NAME ...] [--sweeps DIR] --out benchmarks/results/published.json
+    python benchmarks/published.py [--only NAME ...] --out benchmarks/results/published.json
 
 Each file lists the simulation's inputs, each marked `given` (read in the paper or its repository), `derived` (follows
 from what is given), `assumed` (nobody says it; its band is simulated too) or `fitted`: found by bisection so that one
@@ -10,8 +10,7 @@ A case is one published value. It is *fitted to*, or *seen*: the simulation was 
 this value (`revised` says how), so that the value has had its say. Neither is graded. Every other one is predicted, and
 graded *within* or *outside*. One prediction of each paper is its held-out check (`held_out` says why this one).
 
-DIR holds EfficientRollout's sweeps (`sd_toggle/configs/*.csv` of its public repository), which are not part of this
-one. Results of files that are not named stay, each with the provenance of its own run. Writes Markdown beside the JSON.
+Results of files that are not named stay, each with the provenance of its own run. Writes Markdown beside the JSON.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ def put(content: dict[str, Any], key: str, value: Any) -> None:
 class Figure:
     """Published values with common inputs, and the simulation of them."""
 
-    def __init__(self, path: Path, sweeps: Path | None = None, results: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, results: dict[str, Any] | None = None) -> None:
         """`results`: of other files, by name, where constants are fitted that this one takes."""
         self.name, self.content = path.stem, yaml.safe_load(path.read_text())
         self.paper: str = self.content["paper"]
         self.inputs = {one["key"]: one for one in self.content["inputs"]}
         self.cases = {one["name"]: one for one in self.content["cases"]}
-        self._sweeps, self._results = sweeps or Path("missing"), {} if results is None else results
+        self._results = {} if results is None else results
         self.borrows = {one["find"]["file"] for one in self.inputs.values() if "file" in one.get("find", {})}
         """Files that fit a constant which it takes."""
         self._runs: dict[str, Run] = {}
@@ -80,7 +79,7 @@ class Figure:
         """Return the simulation of one arm under some values of inputs."""
         content: dict[str, Any] = {"arms": copy.deepcopy(self.content["arms"])}
         for key, value in settings.items():
-            put(content, key, str(self._sweeps / value) if key == "steps.file" else value)
+            put(content, key, value)
         content["arms"] = {"arm": content["arms"][arm]}
         return parse(content, self.name)
 
@@ -159,7 +158,7 @@ class Figure:
 
     def seen(self, case: dict[str, Any]) -> bool:
         """Say whether the simulation was changed after it had been compared with a case."""
-        return bool(case.get("seen", self.content.get("seen", False)))
+        return bool(case.get("seen", False))
 
 
 def error(case: dict[str, Any], found: float) -> tuple[float, bool]:
@@ -197,7 +196,7 @@ def markdown(figures: list[Figure], results: dict[str, Any]) -> str:
     lines = [
         "# Published results, simulated",
         "",
-        "`python benchmarks/published.py --sweeps DIR --out benchmarks/results/published.json`.",
+        "`python benchmarks/published.py --out benchmarks/results/published.json`.",
         "",
         "*Given* is what was read in the paper or its repository, *derived* what follows from it, *assumed* what",
         "nobody says, *fitted* a constant that was found by bisection so that one published value comes out. That",
@@ -255,11 +254,10 @@ def _page(figure: Figure, result: dict[str, Any]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="files of benchmarks/published, without .yaml; none: only grade")
-    parser.add_argument("--sweeps", type=Path, help="EfficientRollout's sd_toggle/configs")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     results: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
-    figures = [Figure(path, args.sweeps, results) for path in sorted((HERE / "published").glob("*.yaml"))]
+    figures = [Figure(path, results) for path in sorted((HERE / "published").glob("*.yaml"))]
     by_name = {figure.name: figure for figure in figures}
     for name in TopologicalSorter({figure.name: figure.borrows for figure in figures}).static_order():
         if args.only is None or name in args.only:

@@ -55,7 +55,6 @@ class Roofline:
         hardware: Hardware,
         tensor_parallel: int = 1,
         bytes_per_weight: float = 2.0,
-        data_parallel: bool = False,
         **fitted: float,
     ) -> Roofline:
         """Build it from a Hugging Face config of a decoder, dense or with routed experts in every layer (Llama, Qwen2,
@@ -66,8 +65,6 @@ class Roofline:
             hardware: of one device.
             tensor_parallel: devices that a layer, and its experts, are spread over.
             bytes_per_weight: 2 in 16 bits, 1 in FP8. Embeddings and head stay in 16 bits, the KV cache too.
-            data_parallel: each device has the attention and the embeddings whole, for requests of its own, and only
-                experts are spread.
             fitted: fields that were measured instead (`kv_bytes`, `plain_us`, ...).
 
         Raises:
@@ -82,12 +79,11 @@ class Roofline:
         chosen = config["num_experts_per_tok"] if experts else 0
         feed_forward = 3 * hidden * (config.get("moe_intermediate_size") or config["intermediate_size"])
         linear = layers * (attention + (0 if experts else feed_forward))
-        whole = 1 if data_parallel else tensor_parallel
-        kv_devices = tensor_parallel if data_parallel else min(tensor_parallel, kv_heads)  # a head is not divided
+        kv_devices = min(tensor_parallel, kv_heads)  # a head is not divided
         values: dict[str, Any] = {
-            "weight_bytes": (bytes_per_weight * linear + 2 * hidden * vocab) / whole,
-            "linear_bytes": bytes_per_weight * linear / whole,
-            "table_bytes": 0.0 if config.get("tie_word_embeddings") else 2 * hidden * vocab / whole,
+            "weight_bytes": (bytes_per_weight * linear + 2 * hidden * vocab) / tensor_parallel,
+            "linear_bytes": bytes_per_weight * linear / tensor_parallel,
+            "table_bytes": 0.0 if config.get("tie_word_embeddings") else 2 * hidden * vocab / tensor_parallel,
             "kv_bytes": 4 * layers * kv_heads * width / kv_devices,
             "dense_flops": 2 * (linear + layers * chosen * feed_forward + hidden * vocab) / tensor_parallel,
             "attention_flops": 4 * layers * heads * width / tensor_parallel,

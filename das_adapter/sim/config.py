@@ -30,23 +30,17 @@ class HardwareBlock(_Block):
     """Devices that generate."""
     per_engine: Annotated[int, Field(ge=1)] = 1
     """Devices of an engine, over which layers and routed experts are spread."""
-    attention: Literal["tensor", "data"] = "tensor"
-    """`data`: each device of an engine has all of the attention, for requests of its own, and only routed experts are
-    spread, to which tokens are sent and come back."""
-    overlap: bool = False
-    """`roofline`: whether what an engine's devices exchange hides behind their kernels, as far as it takes no longer;
-    its waits do not."""
 
 
 class StepsBlock(_Block):
     """How long a decode step takes."""
 
-    kind: Literal["roofline", "calibration", "sweep", "line"] = "roofline"
-    """`roofline`: from model and hardware; `calibration`: the line in a file of `das-adapter calibrate`; `sweep`: a CSV
-    of measured steps; `line`: base + token·n + bend·max(0, n - knee) + request·b + context·c seconds, with c tokens of
-    context, and `draft` with drafts."""
+    kind: Literal["roofline", "calibration", "line"] = "roofline"
+    """`roofline`: from model and hardware; `calibration`: the line in a file of `das-adapter calibrate`; `line`: base +
+    token·n + bend·max(0, n - knee) + request·b + context·c seconds, with c tokens of context, and `draft` with
+    drafts."""
     file: str | None = None
-    """`calibration`, `sweep`: the file."""
+    """`calibration`: the file."""
     line: dict[str, float] = {}
     """`line`: the coefficients."""
     overhead_ms: Annotated[float, Field(ge=0)] = 1.0

@@ -25,7 +25,7 @@ from das_adapter.sim.requests import Requests
 from das_adapter.sim.rollouts import Rollout, read, written_ahead
 from das_adapter.sim.routing import Router
 from das_adapter.sim.sources import Given, Indexed, Source
-from das_adapter.sim.steps import Instance, Line, Seconds, Steps, instance, read_sweep
+from das_adapter.sim.steps import Instance, Line, Seconds, Steps, instance
 from das_adapter.sim.workload import Workload, drawn, recorded
 
 WEIGHT_BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
@@ -161,16 +161,13 @@ def step_times(config: SimConfig) -> Steps:
                 f"steps.line: found {block.line}, allowed: base, token, bend, knee, request, draft, "
                 "context, attention; needed: base and token"
             ) from None
-    if block.kind in ("calibration", "sweep"):
+    if block.kind == "calibration":
         if block.file is None:
-            raise ConfigError(f"steps.file: needed with `kind: {block.kind}`")
-        if block.kind == "sweep":
-            return read_sweep(block.file)
+            raise ConfigError("steps.file: needed with `kind: calibration`")
         found = read_calibration(block.file, "steps.file")
         return Line(found.steps, found.passes)
     own = {f"{name}_s": 1e-3 * getattr(block, f"{name}_ms") for name in ("overhead", "draft_overhead", "pass_overhead")}
-    engine = hardware.per_engine, config.precision, hardware.attention == "data"
-    return instance(sizes(config.model), device(hardware.gpu), *engine, overlap=hardware.overlap, **own)
+    return instance(sizes(config.model), device(hardware.gpu), hardware.per_engine, config.precision, **own)
 
 
 def kv_blocks(config: SimConfig, steps: Steps) -> int:

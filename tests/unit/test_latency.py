@@ -199,12 +199,10 @@ def test_the_roofline_knows_a_models_bytes_and_is_usable_before_the_first_step()
 
 
 def test_kv_heads_are_copied_where_devices_outnumber_them() -> None:
-    def kv_bytes(devices: int, data_parallel: bool = False) -> float:
-        roof = Roofline.of(QWEN_7B, DEVICES["h100"].speed, devices, data_parallel=data_parallel)
-        return roof.kv_bytes * devices / (4 * 28 * 4 * 128)
+    def kv_bytes(devices: int) -> float:
+        return Roofline.of(QWEN_7B, DEVICES["h100"].speed, devices).kv_bytes * devices / (4 * 28 * 4 * 128)
 
     assert [kv_bytes(devices) for devices in (1, 2, 4, 8, 16)] == [1, 1, 1, 2, 4]
-    assert kv_bytes(8, data_parallel=True) == 1  # each device has the whole of some requests
 
 
 @pytest.mark.parametrize("devices", [1, 8])
