@@ -20,11 +20,11 @@ import click
 import numpy as np
 import torch
 from provenance import provenance, save
+from replay import replay
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from das_adapter.core.native import native
 from das_adapter.sim.rollouts import Rollout
-from das_adapter.tools.replay import replay
 
 TASK = Path(__file__).resolve().parents[1] / "examples" / "tiny_math"
 sys.path.insert(0, str(TASK))
@@ -121,16 +121,14 @@ def measure(rate: float, heat: float, steps: int, problems: int, most: int) -> d
             update(policy, optimizer, prompts, texts, np.array(scores), heat)
     repeats, ahead, lengths = np.array(same).T
     whole = (repeats == lengths) & (repeats == ahead)
+    drafted = {kind: replay(found, BUDGET).total for kind, found in kinds.items()}
     return {
         "entropy": float(np.mean(nats)),
         "tokens": float(lengths.mean()),
         "agreement": float(repeats.sum() / (repeats.sum() + np.sum(~whole))),
         "repeated": float(repeats.sum() / ahead.sum()),
         "whole": float(whole.mean()),
-        **{
-            kind: replay(found, "own+siblings", BUDGET).total.figures()["tokens_per_forward"]
-            for kind, found in kinds.items()
-        },
+        **{kind: total.tokens / total.rounds for kind, total in drafted.items()},
     }
 
 

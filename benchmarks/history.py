@@ -14,6 +14,7 @@ from typing import Any
 import click
 import numpy as np
 from provenance import provenance, save
+from replay import replay
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import WINDOW
@@ -22,9 +23,10 @@ from das_adapter.core.index.values import Shrunk, Tokens
 from das_adapter.errors import DasError
 from das_adapter.sim import rollouts as dumps
 from das_adapter.sim.rollouts import Rollout
-from das_adapter.tools.replay import BUDGETS, replay
 
 WINDOWS = (1, 2, 4, 8, 16)
+BUDGETS = (100, 50, 25, 10, 0)
+"""Percent of the bytes that the first epoch takes."""
 UNLIMITED = HistoryConfig(max_bytes=2**40)
 BYTES = 8
 """Of a token in the index, about."""
@@ -155,7 +157,7 @@ def budgets(laid_out: Sequence[Sequence[Rollout]]) -> dict[str, Any]:
         index.add(r.problem, r.tokens, 0)
     index.seal()
     result: dict[str, Any] = {"epoch_bytes": index.nbytes, "unlimited": measured(laid_out, UNLIMITED, SuffixIndex())}
-    for percent in (*BUDGETS, 0):
+    for percent in BUDGETS:
         room = UNLIMITED.model_copy(update={"max_bytes": index.nbytes * percent // 100})
         result[str(percent)] = {name: measured(laid_out, room, kind()) for name, kind in RETENTIONS.items()}
     return result

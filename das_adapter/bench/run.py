@@ -4,7 +4,7 @@
     das-adapter bench gate replay          # some parts, each at most 8 minutes for a shape
     das-adapter bench --minutes 4 gate     # less time
     das-adapter bench --shape 1.5b         # one shape; else `gate` takes 7b and 1.5b, others 7b
-    das-adapter bench replay --traces FILE        # recorded rollouts with token ids, as `das-adapter replay` reads
+    das-adapter bench replay --traces FILE        # recorded rollouts with token ids, as `das-adapter estimate` reads
     das-adapter bench --shape tiny --out DIR      # on a CPU: only whether the parts work
 
 Policies have random weights in the shape of Qwen2.5. gpu_PART_SHAPE.json has what a part could measure, with its

@@ -1,4 +1,4 @@
-"""Commands that say, without a training run, what drafts would save: replay, estimate, simulate, calibrate."""
+"""Commands that say, without a training run, what drafts would save: estimate, simulate, calibrate."""
 
 from __future__ import annotations
 
@@ -55,61 +55,11 @@ def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **g
     click.echo(str(out))
 
 
-_DUMP = click.argument("path", type=EXISTING, metavar="DUMP")
-_TOKENIZER = click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where DUMP holds text.")
-_BUDGET = click.option("--budget", type=int, show_default="8", help="Most draft tokens of a request in a round.")
-_MAX_BYTES = click.option("--max-bytes", show_default="8GiB", help="Size of the history, such as 512MiB.")
-
-_AGREEMENT = click.option(
-    "--agreement",
-    type=click.FloatRange(0, 1, max_open=True),
-    help="Also with run-ahead: the chance that a token written ahead is the same under the next weights.",
-)
-
-
 @click.command()
-@_DUMP
-@_TOKENIZER
-@_BUDGET
-@_MAX_BYTES
-@_AGREEMENT
-@as_json
-def replay(
-    path: Path,
-    tokenizer: str | None,
-    budget: int | None,
-    max_bytes: str | None,
-    agreement: float | None,
-    as_json: bool,
-) -> None:
-    """Draft dumped rollouts again, step by step.
-
-    DUMP, a file or a directory: veRL's trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or .npz / .jsonl of
-    responses.
-    """
-    from das_adapter.config import DasConfig, parse
-    from das_adapter.sim import rollouts
-    from das_adapter.tools import replay as simulator
-
-    das = parse({"history": {"max_bytes": max_bytes}} if max_bytes else {}) or DasConfig()
-    with bar(len(simulator.SOURCES) + len(simulator.BUDGETS) + (agreement is not None)) as progress:
-        figures = simulator.report(rollouts.read(path, tokenizer), budget or 8, das.history, agreement, progress)
-    if as_json:
-        print_json(figures)
-        return
-    rows = []
-    for kind in ("all", "by_source", "by_length", "by_visit", "by_budget", "by_step"):
-        for name, f in figures.get(kind, {"sources": figures}).items():
-            rates = "{tokens_per_forward:.2f} {accepted_per_round:.2f} {drafted_per_round:.2f} {rounds} {hits:.0%}"
-            rows.append((f"{kind.removeprefix('by_')} {name}", *rates.format(**f).split()))
-    print_table(("", "tokens/forward", "accepted", "drafted", "rounds", "hits"), rows)
-
-
-@click.command()
-@_DUMP
-@_TOKENIZER
-@_BUDGET
-@_MAX_BYTES
+@click.argument("path", type=EXISTING, metavar="DUMP")
+@click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where DUMP holds text.")
+@click.option("--budget", type=int, show_default="16", help="Most draft tokens of a request in a step.")
+@click.option("--max-bytes", show_default="8GiB", help="Size of the history, such as 512MiB.")
 @click.option("--hardware", required=True, help="The GPU, such as H100.")
 @click.option("--model", required=True, help="The policy, a name such as Qwen/Qwen2.5-7B or a config.json.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs that generate.")
@@ -117,7 +67,11 @@ def replay(
 @click.option("--precision", type=click.Choice(["bf16", "fp8"]), default="bf16", show_default=True, help="Of weights.")
 @click.option("--max-num-seqs", type=click.IntRange(1), show_default="256", help="Most requests of an engine.")
 @click.option("--other-s", type=click.FloatRange(0), default=0.0, help="Seconds of a step beside its rollout.")
-@_AGREEMENT
+@click.option(
+    "--agreement",
+    type=click.FloatRange(0, 1, max_open=True),
+    help="Also with run-ahead: the chance that a token written ahead is the same under the next weights.",
+)
 @as_json
 def estimate(
     path: Path,
@@ -131,7 +85,8 @@ def estimate(
 ) -> None:
     """Estimate what dumped rollouts would take on a cluster.
 
-    Without drafts and with them; and which block to begin with. DUMP as in `replay`.
+    Without drafts and with them; and which block to begin with. DUMP, a file or a directory: veRL's
+    trainer.rollout_data_dir, NeMo-RL's train_data_step*.jsonl, or .npz / .jsonl of responses.
     """
     import yaml
 
@@ -219,4 +174,4 @@ def bench(arguments: tuple[str, ...]) -> None:
     run(arguments)
 
 
-COMMANDS = (replay, estimate, simulate, calibrate, bench)
+COMMANDS = (estimate, simulate, calibrate, bench)

@@ -109,7 +109,7 @@ class Instance(Steps):
         return np.asarray(np.where(requests > 0, kernels + self.waits_s, weights) + host)
 
     def prefill(self, tokens: Floats) -> Floats:
-        return tokens * (self.roof.dense_flops / self.roof.hardware.flops + self.token_s)
+        return tokens * self.roof.dense_flops / self.roof.hardware.flops + self.token_s * tokens
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
         passes = self.roof.drafts(requests, context / np.maximum(requests, 1e-9), self.copy_share)

@@ -30,7 +30,7 @@ COMMANDS = {
     r"das-adapter report .* --follow": (
         "tests/unit/test_report.py::test_follow_writes_the_page_again_while_the_run_goes_on"
     ),
-    r"das-adapter (replay|estimate|simulate|report|compare|config|status|history)( .*)?": HERE,
+    r"das-adapter (estimate|simulate|report|compare|config|status|history)( .*)?": HERE,
     r"das-adapter install nemo-rl .*": (
         "tests/unit/test_nemo_rl_environments.py::test_every_environment_that_needs_it_gets_it_and_gives_it_back"
     ),

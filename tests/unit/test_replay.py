@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import index
@@ -12,14 +13,14 @@ import index_workload as workload
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from history import UNLIMITED
 from index import accepted, cost
 from index_drafters import Arctic, Ours
+from replay import replay
 
-from das_adapter.cli import main
 from das_adapter.config import HistoryConfig
 from das_adapter.errors import DasError
 from das_adapter.sim.rollouts import Rollout, read
-from das_adapter.tools.replay import SOURCES, replay, report
 
 POEM = list(range(11, 51))
 TOKENIZER = Path(__file__).parents[2] / "examples" / "tiny_math" / "policy"
@@ -117,19 +118,21 @@ def test_a_dump_without_responses_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_earlier_steps_wrote_is_drafted_in_later_ones() -> None:
-    steps = [rollout(0, POEM), rollout(1, POEM)]
-    with_history, without = replay(steps), replay(steps, SOURCES[1])
-    assert with_history.by_step[0].rounds == without.by_step[0].rounds == len(POEM)
-    assert without.by_step[1].rounds == len(POEM)
-    assert with_history.by_step[1].rounds == 5  # 40 tokens: eight drafted and one more, each time
-    assert with_history.by_step[1].tokens == len(POEM)
+    found = replay([rollout(0, POEM), rollout(1, POEM)])
+    assert found.by_visit[1].rounds == found.by_visit[1].tokens == len(POEM)
+    assert found.by_visit[2].rounds == 5  # 40 tokens: eight drafted and one more, each time
+    assert found.total.tokens == 2 * len(POEM)
+
+
+def test_what_was_written_ahead_is_drafted_at_the_first_visit() -> None:
+    assert replay([replace(rollout(0, POEM), ahead=np.array(POEM, np.int32))]).total.rounds == 5
 
 
 def test_a_visit_outside_the_window_is_not_drafted_from() -> None:
-    other = [rollout(step, [99], problem=1) for step in range(1, 40)]
+    other = [rollout(step, [99], problem=step) for step in range(1, 40)]
     visits = [rollout(0, POEM), *other, rollout(40, POEM[::-1]), rollout(41, POEM)]
-    assert replay(visits, window=1).by_step[41].rounds == len(POEM)
-    assert replay(visits, window=2).by_step[41].rounds == 6  # the newer visit's beginning is tried first
+    assert replay(visits, window=1).by_visit[3].rounds == len(POEM)
+    assert replay(visits, window=2).by_visit[3].rounds == 6  # the newer visit's beginning is tried first
 
 
 def test_visits_and_hits_are_counted_by_problem() -> None:
@@ -138,59 +141,21 @@ def test_visits_and_hits_are_counted_by_problem() -> None:
     assert {visit: (t.requests, t.hits) for visit, t in found.by_visit.items()} == {1: (4, 0), 2: (3, 3), 3: (3, 3)}
     assert (found.total.requests, found.total.hits) == (10, 6)
     assert found.by_visit[2].rounds == 3 * 5
-    assert replay(epochs, SOURCES[1]).total.hits == 0
 
 
-def test_a_smaller_budget_thins_out_and_all_problems_still_hit() -> None:
+def test_a_smaller_history_is_thinned_out_and_all_problems_still_hit() -> None:
     rollouts = workload.synthetic(problems=6, samples=6, mean_tokens=150)
     rollouts = [Rollout(r.problem, epoch * 6 + r.problem, 0, r.prompt, r.tokens) for epoch in (0, 1) for r in rollouts]
-    figures = report(rollouts)
-    budgets = figures["by_budget"]
-    assert list(budgets) == ["100%", "50%", "25%", "10%"]
-    assert {f["hits"] for f in budgets.values()} == {figures["hits"]} == {0.5}
-    accepted = [f["accepted_per_round"] for f in budgets.values()]
-    assert accepted == sorted(accepted, reverse=True)
-    assert (
-        accepted[0] == figures["accepted_per_round"] > 1.2 * figures["by_source"]["own+siblings"]["accepted_per_round"]
-    )
-    assert accepted[-1] > figures["by_source"]["own+siblings"]["accepted_per_round"]
-    assert report(rollouts, history=HistoryConfig(max_bytes=2**16))["history_bytes"] <= 2**16
-
-
-def test_siblings_help_only_as_they_grow() -> None:
-    same_pace = replay([rollout(0, POEM), rollout(0, POEM)], SOURCES[1])
-    assert same_pace.total.rounds == 2 * len(POEM)
-    later = replay([rollout(0, POEM), rollout(0, POEM)], SOURCES[1], batch=1)
-    assert later.total.rounds == len(POEM) + 5
-    assert replay([rollout(0, POEM), rollout(0, POEM)], SOURCES[0], batch=1).total.rounds == 2 * len(POEM)
-
-
-def test_the_report_adds_up() -> None:
-    rollouts = workload.synthetic(problems=4, samples=4, mean_tokens=100)
-    rollouts += [Rollout(r.problem, 1, 0, r.prompt, r.tokens) for r in rollouts]
-    figures = report(rollouts)
-    total = sum(len(r.tokens) for r in rollouts)
-    for part in (figures["by_step"], figures["by_length"]):
-        assert sum(f["tokens"] for f in part.values()) == figures["tokens"] == total
-        assert sum(f["rounds"] for f in part.values()) == figures["rounds"]
-    gains = [figures["by_source"][s]["tokens_per_forward"] for s in SOURCES]
-    assert gains == sorted(gains) and gains[-1] == figures["tokens_per_forward"] > 1.5
-    ahead = [report(rollouts, agreement=chance)["by_source"][f"{SOURCES[-1]}+ahead"] for chance in (0.5, 0.999)]
-    assert gains[-1] < ahead[0]["tokens_per_forward"] + 0.2 < ahead[1]["tokens_per_forward"] <= 9
-
-
-def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
-    rows = [{"input": "1+2=", "output": "1+2=3, so 1+2=3", "step": s} for s in (1, 2)]
-    path = write(tmp_path / "1.jsonl", *rows)
-    command = ["replay", str(path), "--tokenizer", str(TOKENIZER)]
-    out = CliRunner().invoke(main, command)
-    assert out.exit_code == 0, out.output
-    assert all(row in out.output for row in ("source own+siblings+history", "step 2", "visit 2", "budget 25%"))
-    assert json.loads(CliRunner().invoke(main, [*command, "--json"]).stdout)["rollouts"] == 2
-    out = CliRunner().invoke(main, ["replay", str(path), "--max-bytes", "1KiB"])
-    assert out.exit_code == 1 and "das.history.max_bytes" in out.output
-    out = CliRunner().invoke(main, ["replay", str(path)])
-    assert out.exit_code == 1 and "--tokenizer" in out.output
+    whole = replay(rollouts)
+    smaller = [
+        replay(rollouts, history=UNLIMITED.model_copy(update={"max_bytes": whole.bytes * percent // 100})).by_visit[2]
+        for percent in (100, 50, 25, 10)
+    ]
+    assert {tally.hits for tally in smaller} == {whole.by_visit[2].hits} == {36}
+    accepted = [tally.accepted for tally in smaller]
+    assert accepted == sorted(accepted, reverse=True) and accepted[0] == whole.by_visit[2].accepted
+    assert accepted[-1] > whole.by_visit[1].accepted
+    assert replay(rollouts, history=HistoryConfig(max_bytes=2**16)).bytes <= 2**16
 
 
 # Measuring

@@ -10,6 +10,7 @@ from typing import Any
 import index_workload as workload
 import numpy as np
 import pytest
+from replay import replay
 
 from das_adapter.core.latency import StepModel
 from das_adapter.sim import Simulation, fleet, summary
@@ -22,7 +23,6 @@ from das_adapter.sim.requests import Requests
 from das_adapter.sim.sources import Given
 from das_adapter.sim.steps import Line
 from das_adapter.sim.workload import draw_lengths
-from das_adapter.tools.replay import replay
 
 ROLLOUTS = workload.synthetic(problems=10, samples=6, mean_tokens=60, seed=3)
 WRITTEN = workload.synthetic(problems=12, samples=6, mean_tokens=80, seed=3)
@@ -131,7 +131,7 @@ def test_neural_drafters_draft_where_they_pay() -> None:
 def test_the_index_drafts_as_in_a_replay() -> None:
     keys = {"hardware": {"gpus": 1}, "engine": {"max_num_seqs": 4096}, "acceptance": {"history": "index"}}
     run = Simulation(parse(SMALL | keys | {"arms": {"k8": {"das": ALWAYS}}}), ROLLOUTS).run("k8")
-    theirs = replay(ROLLOUTS, budget=8, batch=4096).total
+    theirs = replay(ROLLOUTS, budget=8).total
     (step,) = run.steps
     assert step.tokens == theirs.tokens  # a request's first token comes with its prompt, and has no draft
     assert theirs.rounds <= step.forwards <= theirs.rounds + len(ROLLOUTS)
