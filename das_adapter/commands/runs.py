@@ -1,10 +1,8 @@
-"""Commands about runs and what they leave: report, compare, status, history."""
+"""Commands about runs and what they leave: report, compare, history."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +15,23 @@ from das_adapter.commands.output import DIRECTORY, EXISTING, as_json, print_json
 @click.argument("run_dir", type=DIRECTORY)
 @click.option("--out", type=click.Path(path_type=Path), help="Where the page goes; default: RUN_DIR/report.")
 @click.option("--version", type=int, help="Show the rollout before this weight version over time; default: the last.")
-@click.option("--follow", is_flag=True, help="Write the page again whenever the logs have grown, until Ctrl-C.")
 @as_json
-def report(run_dir: Path, out: Path | None, version: int | None, follow: bool, as_json: bool) -> None:
+def report(run_dir: Path, out: Path | None, version: int | None, as_json: bool) -> None:
     """Turn the decision logs of a run (das.log_dir) into a page.
 
-    It is RUN_DIR/report/report.html, with the figures beside it. With --follow browsers load it again while the run
-    goes on.
+    It is RUN_DIR/report/report.html. While the run goes on it shows what is logged by then. With --json the figures
+    are printed, and no page is written.
     """
+    from das_adapter.protocol import decision_log
     from das_adapter.tools import report as page
     from das_adapter.tools.advice import sentences
 
-    if follow:
-        click.echo(f"Following {run_dir}; Ctrl-C ends it.", err=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        for rollouts in page.readings(run_dir, follow):
-            written = page.write(rollouts, out or run_dir / "report", version, follow)
-            if as_json:
-                print_json(page.summary(rollouts))
-            else:
-                said = (f"{sentence.head}: {sentence.text}" for sentence in sentences(rollouts))
-                click.echo("\n".join((*said, *map(str, written))))
+    rollouts = decision_log.read(run_dir)
+    if as_json:
+        print_json(page.summary(rollouts))
+        return
+    written = page.write(rollouts, out or run_dir / "report", version)
+    click.echo("\n".join((*(f"{sentence.head}: {sentence.text}" for sentence in sentences(rollouts)), str(written))))
 
 
 @click.command()
@@ -69,71 +63,37 @@ def compare(run_a: Path, run_b: Path, every: int | None, picture: Path | None, a
     sys.exit(3 if not logged else int(same < logged))
 
 
-@click.command()
-@click.argument("log_dir", type=DIRECTORY, required=False)
-@as_json
-def status(log_dir: Path | None, as_json: bool) -> None:
-    """Say what of das-adapter's runs on this node.
-
-    That is: its histories, and who writes and uses them; with LOG_DIR (das.log_dir) also how far that run is.
-    """
-    from das_adapter.tools import histories
-
-    found = list(histories.here())
-    run = _run(log_dir) if log_dir else None
-    if as_json:
-        print_json({"histories": found, "run": run})
-        return
-    for one in found:
-        _print_history(one)
-    if not found:
-        click.echo("No history of yours lies on this node: no run of das-adapter's keeps one here.")
-    if run:
-        click.echo(f"Run: training step {run['step']}; its log was written {run['age_s']:.0f} s ago.")
-        click.echo("\n".join(run["sentences"]))
-
-
-def _run(log_dir: Path) -> dict[str, Any]:
-    """Say how far a run is, by its decision logs: its last training step (0: none has ended), and in sentences."""
-    from das_adapter.protocol import decision_log
-    from das_adapter.tools.advice import sentences
-
-    rollouts = decision_log.read(log_dir)
-    last = max(path.stat().st_mtime for path in log_dir.rglob("decisions-*.jsonl"))
-    return {
-        "step": max((rollout.version for rollout in rollouts if rollout.end), default=0),
-        "age_s": time.time() - last,
-        "sentences": [f"{sentence.head}: {sentence.text}" for sentence in sentences(rollouts)],
-    }
-
-
-def _print_history(found: dict[str, Any]) -> None:
-    def shown(value: Any) -> str:
-        return f"{value:,}" if isinstance(value, int) else ", ".join(map(str, value)) or "none"
-
-    rows = (
-        (name, value if isinstance(value, str) else shown(value)) for name, value in found.items() if value is not None
-    )
-    print_table(("history", ""), rows, left=2, overflow="fold")
-
-
 @click.group()
 def history() -> None:
     """Look at histories, and remove what dead runs have left."""
 
 
 @history.command()
-@click.argument("directory", type=DIRECTORY)
+@click.argument("directory", type=DIRECTORY, required=False)
 @as_json
-def inspect(directory: Path, as_json: bool) -> None:
-    """Describe the history in DIRECTORY: a node's (/dev/shm/das-history-*), or a checkpoint's (das_history)."""
+def inspect(directory: Path | None, as_json: bool) -> None:
+    """Describe histories: what they hold, and which processes write and use them.
+
+    DIRECTORY: a node's history (/dev/shm/das-history-*) or a checkpoint's (das_history); without it all of yours on
+    this node are described.
+    """
     from das_adapter.tools import histories
 
-    found = histories.inspect(directory)
+    found = [histories.inspect(directory)] if directory else list(histories.here())
     if as_json:
         print_json(found)
-    else:
-        _print_history(found)
+        return
+    for one in found:
+        rows = ((name, _shown(value)) for name, value in one.items() if value is not None)
+        print_table(("history", ""), rows, left=2, overflow="fold")
+    if not found:
+        click.echo("No history of yours lies on this node: no run of das-adapter's keeps one here.")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @history.command()
@@ -149,4 +109,4 @@ def clean(as_json: bool) -> None:
         click.echo("\n".join(f"removed {path}" for path in removed) or "Nothing to remove.")
 
 
-COMMANDS = (report, compare, status, history)
+COMMANDS = (report, compare, history)

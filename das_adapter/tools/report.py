@@ -1,24 +1,20 @@
-"""`das-adapter report`: a run's decision logs as a summary and one page, which needs no network.
+"""`das-adapter report`: a run's decision logs as figures and one page, which needs no network.
 
 The page is a static template, in which plotly draws the figures that are put into it as JSON.
 """
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from plotly.offline import get_plotlyjs
 
 from das_adapter import __version__
 from das_adapter.errors import DasError
-from das_adapter.protocol import decision_log
 from das_adapter.protocol.decision_log import Rollout
 from das_adapter.tools import run_series as series
 from das_adapter.tools.advice import Sentence, sentences
@@ -28,32 +24,7 @@ MAX_BARS = 2000
 """Maximum number of requests drawn, the last to end."""
 MAX_POINTS = 3000
 """Maximum number of decode steps drawn where each is a point."""
-_LOOK_S = 2.0
-"""How often it is looked whether the logs of a run have grown."""
-REFRESH_S = 15
-"""How often a browser loads the page of a run that goes on."""
 TEMPLATE = Path(__file__).with_name("report_page.html")
-
-
-def readings(run_dir: Path, follow: bool = False) -> Iterator[list[Rollout]]:
-    """Yield what the decision logs of a run hold; with `follow` again whenever they have grown, and never end.
-
-    Raises:
-        DasError: see `decision_log.read`; without `follow`, also where no decode step is logged.
-    """
-    if not follow:
-        if not (rollouts := decision_log.read(run_dir)):
-            raise DasError(f"report: found no decode step in the logs under {run_dir}")
-        yield rollouts
-        return
-    seen = 0
-    while True:
-        with contextlib.suppress(FileNotFoundError):  # a full log gets another name just now
-            size = sum(path.stat().st_size for path in run_dir.rglob("decisions-*.jsonl"))
-            if size != seen and (rollouts := decision_log.read(run_dir)):
-                seen = size
-                yield rollouts
-        time.sleep(_LOOK_S)
 
 
 def summary(rollouts: list[Rollout]) -> dict[str, Any]:
@@ -79,19 +50,22 @@ def summary(rollouts: list[Rollout]) -> dict[str, Any]:
     }
 
 
-def write(rollouts: list[Rollout], out: Path, version: int | None = None, follow: bool = False) -> list[Path]:
-    """Write report.html and summary.json.
+def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> Path:
+    """Write report.html, and return where it is.
 
     Args:
         rollouts: of the decision logs.
         out: directory; made if there is none.
         version: the weight version that followed the rollout shown over time; None: the last complete one.
-        follow: have browsers load the page again.
 
     Raises:
-        DasError: the version named is not in the logs.
+        DasError: there are no rollouts, or the version named is not in the logs.
     """
+    from plotly.offline import get_plotlyjs
+
     versions = sorted({r.version for r in rollouts})
+    if not versions:
+        raise DasError("report: found no decode step in the logs")
     if version is None:
         version = versions[-1]
     if version not in versions:
@@ -100,7 +74,6 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None, follow
     drawn = _figures(rollouts, [r for r in rollouts if r.version == version], steps)
     drawn = {name: data for name, data in drawn.items() if data}
     parts = {
-        "REFRESH": f'<meta http-equiv="refresh" content="{REFRESH_S}">' if follow else "",
         "SENTENCES": "".join(_lead(sentence, sentence.figure in drawn) for sentence in sentences(rollouts)),
         "COUNTS": "Rollouts: {rollouts:,}; engines: {engines:,}; requests: {requests:,}".format(**figures)
         + f"; das-adapter {__version__}.",
@@ -112,10 +85,9 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None, follow
     for name, part in parts.items():
         page = page.replace(f"<!--{name}-->", part)
     out.mkdir(parents=True, exist_ok=True)
-    files = [out / "report.html", out / "summary.json"]
-    files[0].write_text(page, encoding="utf-8")
-    files[1].write_text(json.dumps(figures, indent=2) + "\n")
-    return files
+    file = out / "report.html"
+    file.write_text(page, encoding="utf-8")
+    return file
 
 
 def _figures(rollouts: list[Rollout], shown: list[Rollout], steps: Sequence[TrainingStep]) -> dict[str, Any]:

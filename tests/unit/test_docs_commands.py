@@ -27,10 +27,7 @@ from das_adapter.tools import histories
 HERE = "tests/unit/test_docs_commands.py::test_what_is_typed_into_das_adapter_runs"
 # What a command looks like, and the test that runs it.
 COMMANDS = {
-    r"das-adapter report .* --follow": (
-        "tests/unit/test_report.py::test_follow_writes_the_page_again_while_the_run_goes_on"
-    ),
-    r"das-adapter (estimate|simulate|report|compare|config|status|history)( .*)?": HERE,
+    r"das-adapter (estimate|simulate|report|compare|config|history)( .*)?": HERE,
     r"das-adapter install nemo-rl .*": (
         "tests/unit/test_nemo_rl_environments.py::test_every_environment_that_needs_it_gets_it_and_gives_it_back"
     ),

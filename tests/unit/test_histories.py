@@ -1,4 +1,4 @@
-"""`das-adapter history` and `das-adapter status`: real histories with a real writer, checkpoints, and logs of a run."""
+"""`das-adapter history`: real histories with a real writer, and those of checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from das_adapter.cli import main
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol import spool
-from das_adapter.protocol.decision_log import Counts, DecisionLog, Request, Step, WeightSync
 from das_adapter.tools import histories
 
 
@@ -45,14 +44,14 @@ def test_a_living_history_is_described_and_stays(root: Path) -> None:
     engine.write(2, TEXT, 0)
     published, _ = engine.sync()
     assert published is not None and Path(published.directory).parent == root
-    found = say("history", "inspect", published.directory)
+    (found,) = say("history", "inspect", published.directory)
     assert (found["problems"], found["tokens"], found["waiting"]) == (2, 60, 0)
     assert found["writer"] == [process.pid for process in served_by(published.directory)]
     assert found["engines"] == [os.getpid()] and found["age_s"] >= 0 and found["generation"] > 0
-    (listed,) = say("status")["histories"]
+    (listed,) = say("history", "inspect")
     assert listed["directory"] == found["directory"] and listed["writer"] == found["writer"]
     assert say("history", "clean") == {"removed": []}
-    output = CliRunner().invoke(main, ["status"]).output
+    output = CliRunner().invoke(main, ["history", "inspect"]).output
     assert ["writer", str(found["writer"][0])] in [line.split() for line in output.splitlines()]
 
 
@@ -71,8 +70,8 @@ def test_what_dead_runs_have_left_is_removed_and_nothing_else(root: Path, tmp_pa
     (root / "das-history-of-nobody.txt").touch()
     other = dead(root / "another-history")
     with HistoryStore(root / "das-history-writing"):
-        assert {one["directory"] for one in say("status")["histories"]} >= {str(path) for path in left}
-        assert say("history", "inspect", left[0])["writer"] == []
+        assert {one["directory"] for one in say("history", "inspect")} >= {str(path) for path in left}
+        assert say("history", "inspect", left[0])[0]["writer"] == []
         assert say("history", "clean") == {"removed": [str(path) for path in left]}
     assert other.is_dir() and (root / "das-history-writing").is_dir()
 
@@ -82,7 +81,7 @@ def test_one_that_is_damaged_or_of_another_version_does_not_hide_the_others(root
     broken = dead(root / "das-history-b")
     for manifest in broken.glob("manifest-*"):
         manifest.write_bytes(b"another format")
-    fine, damaged = say("status")["histories"]
+    fine, damaged = say("history", "inspect")
     assert fine["tokens"] == 30 and "error" in damaged
 
 
@@ -99,8 +98,8 @@ def test_a_checkpoints_history_is_described(tmp_path: Path) -> None:
 
     facts = checkpoint.Facts("problem", "0123456789abcdef")
     checkpoint.write(tmp_path / "step_3" / checkpoint.NAME, facts, np.zeros(0, checkpoint.RESPONSE), save)
-    found = say("history", "inspect", tmp_path / "step_3")
-    assert found == say("history", "inspect", tmp_path / "step_3" / "das_history")
+    (found,) = say("history", "inspect", tmp_path / "step_3")
+    assert [found] == say("history", "inspect", tmp_path / "step_3" / "das_history")
     assert (found["nodes"], found["problems"], found["version"], found["scope"]) == (2, 1, 3, "problem")
     (tmp_path / "step_3" / "das_history" / "index" / "0").write_bytes(b"x")
     for path, words in ((tmp_path / "step_3", "too short for a header"), (tmp_path, "found none in")):
@@ -108,25 +107,9 @@ def test_a_checkpoints_history_is_described(tmp_path: Path) -> None:
         assert done.exit_code == 1 and words in " ".join(done.output.split())
 
 
-def test_where_nothing_runs_status_says_so() -> None:
-    done = CliRunner().invoke(main, ["status"])
+def test_where_nothing_runs_it_says_so() -> None:
+    done = CliRunner().invoke(main, ["history", "inspect"])
     assert done.exit_code == 0 and done.output.startswith("No history of yours lies on this node")
-
-
-def test_a_runs_log_says_how_far_it_is(tmp_path: Path) -> None:
-    log = DecisionLog(str(tmp_path / "logs"))
-    log.add(Step(100.0, 4, 10, 6, 3, 0.5, None))
-    log.flush()
-    assert say("status", tmp_path / "logs")["run"]["step"] == 0
-    log.add(Request(0, 0, tokens=9, drafted=6, accepted=3, begin=100.0, end=101.0))
-    log.add(Counts({"draft_tokens": 6, "accepted_tokens": 3, "error": "no such file"}))
-    log.add(WeightSync(7, None, 0.5, None))
-    run = say("status", tmp_path / "logs")["run"]
-    assert run["step"] == 7 and run["age_s"] < 1e6
-    assert run["sentences"][0].startswith("Saved: about 0.5 s of 1.0 s of decoding (50%)")
-    done = CliRunner().invoke(main, ["status", str(tmp_path / "logs")])
-    assert "Run: training step 7; its log was written" in done.output
-    assert "To change: begin with the alarm: a drafter failed: no such file." in done.output
 
 
 def test_a_writer_that_was_killed_is_seen_to_be_gone() -> None:
@@ -136,5 +119,5 @@ def test_a_writer_that_was_killed_is_seen_to_be_gone() -> None:
     assert published is not None
     for process in served_by(published.directory):
         os.kill(process.pid, signal.SIGKILL)
-    until(lambda: say("history", "inspect", published.directory)["writer"] == [])
+    until(lambda: say("history", "inspect", published.directory)[0]["writer"] == [])
     assert say("history", "clean") == {"removed": []}, "its engine may start another writer"
