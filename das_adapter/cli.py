@@ -20,7 +20,7 @@ class _Commands(click.Group):
         except DasError as error:
             raise click.ClickException(str(error)) from None
         except ModuleNotFoundError as error:
-            extra = "; pictures and pages need das-adapter[plot]" if error.name in ("matplotlib", "plotly") else ""
+            extra = "; the page needs das-adapter[plot]" if error.name == "plotly" else ""
             raise click.ClickException(f"{error}{extra}") from None
 
 

@@ -38,9 +38,8 @@ def report(run_dir: Path, out: Path | None, version: int | None, as_json: bool) 
 @click.argument("run_a", type=EXISTING)
 @click.argument("run_b", type=EXISTING)
 @click.option("--every", type=click.IntRange(1), help="Training steps of a row; default: as many as give 30 rows.")
-@click.option("--picture", type=click.Path(dir_okay=False, path_type=Path), help="Draw both runs: .png, .svg or .pdf.")
 @as_json
-def compare(run_a: Path, run_b: Path, every: int | None, picture: Path | None, as_json: bool) -> None:
+def compare(run_a: Path, run_b: Path, every: int | None, as_json: bool) -> None:
     """Compare two runs: tokens, rewards, rollout time, acceptance.
 
     RUN_A and RUN_B: what the trainer's logger wrote: veRL's file logger (.jsonl), TensorBoard's event files or a
@@ -51,8 +50,6 @@ def compare(run_a: Path, run_b: Path, every: int | None, picture: Path | None, a
     from das_adapter.tools import run_logs
 
     found = runs.compare(run_logs.read(run_a), run_logs.read(run_b), every)
-    if picture:
-        runs.picture(found, picture)
     if as_json:
         print_json(found)
     else:

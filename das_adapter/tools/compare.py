@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,22 +114,3 @@ def table(found: dict[str, Any]) -> list[tuple[str, ...]]:
         span = str(row["first"]) if row["first"] == row["last"] else f"{row['first']}-{row['last']}"
         rows.append((span, tokens, *figures))
     return rows
-
-
-def picture(found: dict[str, Any], out: Path) -> None:
-    """Draw rollout time, reward and acceptance of both runs, a point for each row of the table; `out`: a .png, .svg or
-    .pdf. DasError: it can't be written."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.4), layout="constrained")
-    labels = {"rollout_s": "rollout, seconds", "reward": "mean reward", "accepted": "tokens of a request per pass"}
-    for axis, (key, label) in zip(figure.subplots(1, 3), labels.items(), strict=True):
-        for run, (name, style) in enumerate((("A", "-"), ("B", "--"))):
-            points = [(row["last"], row[key][run]) for row in found["rows"] if row[key][run] is not None]
-            axis.plot(*np.array(points).reshape(-1, 2).T, style, marker="o", markersize=3, label=name)
-        axis.set(xlabel="training step", ylabel=label)
-        axis.legend()
-    try:
-        figure.savefig(out, dpi=150)
-    except (OSError, ValueError) as error:
-        raise DasError(f"--picture: {error}") from None

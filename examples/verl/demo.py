@@ -3,7 +3,7 @@
 Arms: `off` and `history` (das-adapter's drafter); with `--arms` also `ngram` (vLLM's prompt look-up), `self` (a
 quantised copy of the policy), `history+self`, `draft_model` and `eagle3` (vLLM's own, trained here). All draw their
 tokens with keyed noise, so every arm must write the same rollouts. The arms run side by side and roll out in turn, so
-that noise of the machine falls on all of them. Results go to runs/demo: summary.json, plots, logs.
+that noise of the machine falls on all of them. Results go to runs/demo: summary.json, logs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ COLUMNS = {
 
 
 def main() -> None:
-    """Run the arms, print the table, write the summary and the plots."""
+    """Run the arms, print the table, write the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--problems", type=int, default=8, help="problems in the data")
@@ -103,7 +103,6 @@ def main() -> None:
     }
     save(args.out / "summary.json", summary)
     show(summary, console)
-    plot(summary, args.out)
 
 
 def steps(args: argparse.Namespace) -> int:
@@ -279,32 +278,6 @@ def show(summary: dict[str, Any], console: Console) -> None:
             f"time {against['rollout_ratio_last_third']:.2f} of off over the last third "
             f"({min(ratios):.2f} to {max(ratios):.2f} by epoch)"
         )
-
-
-def plot(summary: dict[str, Any], out: Path) -> None:
-    """Write rollout.png, reward.png and tokens_per_forward.png, a point per epoch."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    epochs = summary["epochs"]
-    for name, label in (
-        ("rollout_s", "rollout, seconds per step"),
-        ("reward", "mean reward"),
-        ("tokens_per_forward", "tokens per forward pass"),
-    ):
-        figure, axis = pyplot.subplots(figsize=(6, 3.4), layout="constrained")
-        for style, (arm, figures) in zip(("-", "--", ":", "-."), summary["arms"].items(), strict=False):
-            paced = name == "tokens_per_forward"
-            means = tokens_per_forward(figures, epochs) if paced else by_epoch(figures[name], epochs)
-            axis.plot(range(1, epochs + 1), means, style, marker="o", label=arm)
-        axis.set(xlabel="epoch", ylabel=label)
-        if name != "reward":
-            axis.set_ylim(bottom=0)
-        axis.legend()
-        figure.savefig(out / f"{name.removesuffix('_s')}.png", dpi=150)
-        pyplot.close(figure)
 
 
 def by_epoch(values: list[float], epochs: int) -> list[float]:
