@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -247,6 +247,29 @@ def prompts(count: int, tokens: int, vocabulary: int) -> list[dict[str, list[int
     ]
 
 
+def generate(
+    llm: Any, asked: Sequence[Any], lengths: Iterable[int], problems: Iterable[int], seeds: Iterable[int], **stock: Any
+) -> tuple[float, list[list[int]]]:
+    """Write a response of each length to each prompt; return the seconds, and the responses. `stock`: further sampling
+    parameters, a value for each request."""
+    from vllm import SamplingParams
+
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            max_tokens=length,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"das_problem": problem, "das_seed": seed},
+            **{name: values[i] for name, values in stock.items()},
+        )
+        for i, (length, problem, seed) in enumerate(zip(lengths, problems, seeds, strict=False))
+    ]
+    begin = time.perf_counter()
+    outputs = llm.generate(asked, params, use_tqdm=False)
+    return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
+
+
 _SEEDS = itertools.count()
 """Of the requests of `step_seconds`: none has one twice."""
 
@@ -274,23 +297,10 @@ def step_seconds(llm: Any, batch: int, context: int, steps: int, vocabulary: int
     """Return the seconds of a decode step: the difference of two rollouts whose lengths differ by `steps` tokens.
     Whatever the engine's processes and runner are, this is what a rollout waits for. No rollout writes the text of
     another: each request has a seed of its own."""
-    from vllm import SamplingParams
+    asked = prompts(batch, context, vocabulary)
 
     def rollout(tokens: int) -> float:
-        params = [
-            SamplingParams(
-                temperature=1.0,
-                max_tokens=tokens,
-                ignore_eos=True,
-                detokenize=False,
-                logprobs=0,
-                extra_args={"das_problem": i, "das_seed": next(_SEEDS)},
-            )
-            for i in range(batch)
-        ]
-        begin = time.perf_counter()
-        llm.generate(prompts(batch, context, vocabulary), params, use_tqdm=False)
-        return time.perf_counter() - begin
+        return generate(llm, asked, [tokens] * batch, range(batch), _SEEDS, logprobs=[0] * batch)[0]
 
     rollout(4)
     differences = [-rollout(4) + rollout(4 + steps) for _ in range(rounds)]

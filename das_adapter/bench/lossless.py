@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.bench import replay
-from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Plan, apart, engine, prompts
+from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Plan, apart, engine, generate, prompts
 from das_adapter.bench.gate import KEYED
 
 REQUESTS, WRITTEN = 8, 192
@@ -40,24 +40,10 @@ BARS = (
 def _written(
     plan: Plan, das: dict[str, Any] | None, past: replay.Rollouts | None
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    from vllm import SamplingParams
-
     context, written = max(plan.contexts), min(WRITTEN, 4 * plan.steps)
     llm = engine(plan, das, max_model_len=context + written + 32)
     if past:
         llm.collective_rpc("das_rpc", args=("refresh", {"version": 1, "trajectories": replay.sent(past, 0, 0)}))
-    params = [
-        SamplingParams(
-            temperature=1.0,
-            max_tokens=written,
-            ignore_eos=True,
-            detokenize=False,
-            seed=i + 1,
-            extra_args={"das_problem": i, "das_seed": i + 1},
-        )
-        for i in range(REQUESTS)
-    ]
-    asked = prompts(REQUESTS, context, SHAPES[plan.shape]["vocab_size"])
-    outputs = llm.generate(asked, params, use_tqdm=False)
-    stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0] if das else {}
-    return [list(o.outputs[0].token_ids) for o in outputs], stats
+    asked, seeds = prompts(REQUESTS, context, SHAPES[plan.shape]["vocab_size"]), range(1, REQUESTS + 1)
+    _, texts = generate(llm, asked, [written] * REQUESTS, range(REQUESTS), seeds, seed=seeds)
+    return texts, llm.collective_rpc("das_rpc", args=("stats", {}))[0] if das else {}

@@ -3,15 +3,15 @@ step times although the weights are random."""
 
 from __future__ import annotations
 
+import itertools
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, every
+from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, every, generate
 
 CORRUPTED = (0.3, 1.0)
 """Shares of the history's tokens that are exchanged; at 1.0 it has nothing to draft."""
@@ -152,22 +152,9 @@ def sent(rollouts: Rollouts, problems: int, version: int) -> list[tuple[int, byt
 
 def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, list[list[int]]]:
     """Seconds and tokens of the batch; each request writes as many tokens as its recording has."""
-    from vllm import SamplingParams
-
-    params = [
-        SamplingParams(
-            temperature=1.0,
-            max_tokens=len(text),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args={"das_problem": problem + problems, "das_seed": i},
-        )
-        for i, (problem, text) in enumerate(rollouts)
-    ]
     asked = [{"prompt_token_ids": [1 + i % 50, *range(1, 64)]} for i in range(len(rollouts))]
-    begin = time.perf_counter()
-    outputs = llm.generate(asked, params, use_tqdm=False)
-    return time.perf_counter() - begin, [list(o.outputs[0].token_ids) for o in outputs]
+    lengths, shifted = [len(text) for _, text in rollouts], [problem + problems for problem, _ in rollouts]
+    return generate(llm, asked, lengths, shifted, itertools.count())
 
 
 def _length(rollouts: Rollouts) -> int:

@@ -244,8 +244,9 @@ def test_no_rollout_of_an_undrafted_figure_has_the_seed_of_another(monkeypatch: 
     asked: list[int] = []
 
     class Engine:
-        def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> None:
+        def generate(self, prompts: Any, params: Any, use_tqdm: bool) -> list[Any]:
             asked.extend(p.extra_args["das_seed"] for p in params)
+            return []
 
     engines.step_seconds(Engine(), 3, 16, 4, 997)
     assert len(asked) == len(set(asked)) == 3 * (1 + 2 * 5)
