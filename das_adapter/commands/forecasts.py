@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **g
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where DUMP holds text.")
 @click.option("--budget", type=int, show_default="16", help="Most draft tokens of a request in a step.")
 @click.option("--max-bytes", show_default="8GiB", help="Size of the history, such as 512MiB.")
-@click.option("--hardware", required=True, help="The GPU, such as H100.")
+@click.option("--hardware", "gpu", required=True, help="The GPU, such as H100.")
 @click.option("--model", required=True, help="The policy, a name such as Qwen/Qwen2.5-7B or a config.json.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs that generate.")
 @click.option("--per-engine", type=click.IntRange(1), default=1, show_default=True, help="GPUs of an engine.")
@@ -78,10 +78,11 @@ def estimate(
     tokenizer: str | None,
     budget: int | None,
     max_bytes: str | None,
-    hardware: str,
     max_num_seqs: int | None,
+    other_s: float,
+    agreement: float | None,
     as_json: bool,
-    **options: Any,
+    **chosen: Any,
 ) -> None:
     """Estimate what dumped rollouts would take on a cluster.
 
@@ -94,24 +95,19 @@ def estimate(
 
     das: dict[str, Any] = {"history": {"max_bytes": max_bytes}} if max_bytes else {}
     das |= {"max_draft_tokens": budget} if budget else {}
-    dump, engine = rollouts.read(path, tokenizer), {"max_num_seqs": max_num_seqs} if max_num_seqs else None
-    with bar(2 if options["agreement"] is None else 3) as progress:
-        answer = pays.would_it_pay(dump, gpu=hardware, das=das, engine=engine, progress=progress, **options)
+    settings = {name: chosen.pop(name) for name in ("model", "precision")}
+    settings |= {"hardware": chosen, "pipeline": {"train_s": other_s}}
+    settings |= {"engine": {"max_num_seqs": max_num_seqs}} if max_num_seqs else {}
+    with bar(2 if agreement is None else 3) as progress:
+        answer = pays.would_it_pay(rollouts.read(path, tokenizer), settings, das, agreement, progress)
     if as_json:
         print_json(answer)
         return
-    rows, of_off = [], answer["of_off"]
-    for e, arm in itertools.product(answer["epochs"], of_off):
-        times = [(e[f"off{what}"], e[f"{arm}{what}"]) for what in ("_s", "_step_s")]
-        figures = [x for off, on in times for x in (off, on, on / off)]
-        rows.append(
-            (str(e["number"]), str(e["steps"]), *(f"{x:.2f}" for x in (*figures, e[f"{arm}_tokens_per_forward"])), arm)
-        )
-    columns = ("epoch", "steps", "off, s", "on, s", "ratio", "step off", "on", "ratio", "tok/fwd", "on")
-    print_table(columns, rows, left=0)
+    _print_arms("epoch", answer["epochs"].items())
+    drafted = {arm: f for arm, f in answer["arms"].items() if arm != "off"}
     engines = f"{answer['engines']} engines, {answer['kv_tokens']} tokens of KV cache each"
     click.echo(f"{engines}, with nothing left for {answer['idle']:.0%} of the rollouts without drafts")
-    click.echo(", ".join(f"{arm}: {ratio:.2f} of off" for arm, ratio in of_off.items()))
+    click.echo(", ".join(f"{arm}: {f['rollout_of_first']:.2f} of off" for arm, f in drafted.items()))
     if len(answer["epochs"]) == 1:
         click.echo("Note: no problem comes back in the dump: a later epoch would be drafted for better.")
     click.echo("Recommended:\n" + yaml.safe_dump({"das": answer["das"]}, sort_keys=False).rstrip())
@@ -130,16 +126,14 @@ def simulate(path: Path, vary: tuple[str, ...], as_json: bool) -> None:
     from das_adapter.sim import simulate as run
 
     config = configs.read(path)
-    varied = list(configs.variants(config, _varied(vary))) if vary else [({}, config)]
+    varied = list(configs.variants(config, _varied(vary)))
     with bar(len(varied) * len(config.arms)) as progress:
         figures = [{"values": values, "arms": run(variant, progress=progress)} for values, variant in varied]
     if as_json:
         print_json(figures if vary else figures[0]["arms"])
-        return
-    for variant in figures:
-        if vary:
-            click.echo(", ".join(f"{key}={value}" for key, value in variant["values"].items()))
-        _print_arms(variant["arms"])
+    else:
+        named = ((", ".join(f"{key}={value}" for key, value in f["values"].items()), f["arms"]) for f in figures)
+        _print_arms("varied" if vary else "", named)
 
 
 def _varied(options: tuple[str, ...]) -> dict[str, list[Any]]:
@@ -156,13 +150,11 @@ def _varied(options: tuple[str, ...]) -> dict[str, list[Any]]:
     return found
 
 
-def _print_arms(figures: dict[str, Any]) -> None:
-    columns = ("arm", "rollout s", "ratio", "step s", "ratio", "tok/fwd", "drafted", "preempted")
-    row = (
-        "{rollout_s:.1f} {rollout_of_first:.2f} {step_s:.1f} {step_of_first:.2f} {tokens_per_forward:.2f} {drafted} "
-        "{preempted}"
-    )
-    print_table(columns, ((name, *row.format(**f).split()) for name, f in figures.items()))
+def _print_arms(of: str, groups: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """Print the figures of arms, by what each group of them is of."""
+    row = "{rollout_s:.2f} {rollout_of_first:.2f} {step_s:.2f} {step_of_first:.2f} {tokens_per_forward:.2f}"
+    rows = ((name, arm, *row.format(**f).split()) for name, arms in groups for arm, f in arms.items())
+    print_table((of, "arm", "rollout s", "ratio", "step s", "ratio", "tok/fwd"), rows, left=2, overflow="fold")
 
 
 @click.command(add_help_option=False, context_settings={"ignore_unknown_options": True})

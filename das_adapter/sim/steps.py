@@ -43,7 +43,8 @@ class Steps:
         raise NotImplementedError
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
-        """Return the time of a pass of a neural drafter: a share of a plain step; None: `PASS_SHARE`, or as measured."""
+        """Return the time of a pass of a neural drafter: a share of a plain step; None: as measured, else
+        `PASS_SHARE`."""
         raise NotImplementedError
 
     def _shared_pass(self, part: float, read: float | None = None, extra: float = 0.0) -> Seconds:

@@ -22,13 +22,13 @@ DUMP = [Rollout(r.problem, step, 0, r.prompt, r.tokens) for step in range(3) for
 
 
 def test_history_pays_when_problems_come_back() -> None:
-    answer = pays.would_it_pay(DUMP, "h100", "Qwen/Qwen2.5-7B", gpus=2, other_s=2.0)
-    epochs = answer["epochs"]
-    ratios = [epoch["history_s"] / epoch["off_s"] for epoch in epochs]
-    assert [epoch["number"] for epoch in epochs] == [1, 2, 3]
-    assert ratios[2] < 0.5 < ratios[0] and epochs[2]["history_tokens_per_forward"] > 3
+    answer = pays.would_it_pay(DUMP, {"hardware": {"gpus": 2}, "pipeline": {"train_s": 2.0}})
+    assert list(answer["epochs"]) == ["1", "2", "3"]
+    history = [arms["history"] for arms in answer["epochs"].values()]
+    ratios = [f["rollout_of_first"] for f in history]
+    assert ratios[2] < 0.5 < ratios[0] and history[2]["tokens_per_forward"] > 3
     assert answer["das"]["drafter"] == "history" and parse(answer["das"]) is not None
-    assert all(e["history_step_s"] == pytest.approx(e["history_s"] + 2.0) for e in epochs)
+    assert all(f["step_s"] == pytest.approx(f["rollout_s"] + 2.0) for f in history)
 
 
 def test_drafts_that_save_little_are_not_recommended() -> None:
@@ -36,18 +36,18 @@ def test_drafts_that_save_little_are_not_recommended() -> None:
         Rollout(i, 0, 0, r.prompt, workload.np.random.default_rng(i).integers(0, 10**6, 60, dtype="int32"))
         for i, r in enumerate(GROUPS)
     ]
-    answer = pays.would_it_pay(unlike, "h100", "Qwen/Qwen2.5-7B", gpus=1)
+    answer = pays.would_it_pay(unlike, {"hardware": {"gpus": 1}})
     assert answer["das"] == {"drafter": "none"}
 
 
 def test_run_ahead_is_recommended_where_it_saves_more_than_history_alone() -> None:
     met = [replace(r, step=r.problem % 3) for r in workload.synthetic(problems=12, samples=2, mean_tokens=400, seed=5)]
-    line = {"gpu": "h100", "model": "Qwen/Qwen2.5-72B", "gpus": 16, "per_engine": 4}
+    large = {"model": "Qwen/Qwen2.5-72B", "hardware": {"gpus": 16, "per_engine": 4}}
     block = {"history": {"max_bytes": "64MiB"}}
-    answers = [pays.would_it_pay(met, **line, das=block, agreement=agreement) for agreement in (0.0, 0.9999)]
+    answers = [pays.would_it_pay(met, large, block, agreement) for agreement in (0.0, 0.9999)]
     for answer in answers:
-        assert answer["of_off"].keys() == {"history", "ahead"} and 0.1 < answer["idle"] < 0.9
-        assert all(e["ahead_s"] > 0 for e in answer["epochs"])
+        assert answer["arms"].keys() == {"off", "history", "ahead"} and 0.1 < answer["idle"] < 0.9
+        assert all(arms["ahead"]["rollout_s"] > 0 for arms in answer["epochs"].values())
         assert answer["das"]["history"]["max_bytes"] == "64MiB"
     assert ["run_ahead" in answer["das"]["history"] for answer in answers] == [False, True]
 
@@ -71,16 +71,16 @@ def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None
     figures = json.loads(CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", "--json"]).stdout)
     assert block["das"] == figures["das"]
     assert "--model" in CliRunner().invoke(main, command).output
-    off_s = figures["epochs"][0]["off_s"]
+    off_s = figures["epochs"]["1"]["off"]["rollout_s"]
     assert "Note: no problem comes back" not in done.output
     path.write_text("\n".join(map(json.dumps, rows[: len(GROUPS)])))
     chosen = ["--budget", "3", "--max-bytes", "64MiB", "--max-num-seqs", "2"]
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen])
     assert done.exit_code == 0 and "Note: no problem comes back" in done.output, done.output
     figures = json.loads(CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen, "--json"]).stdout)
-    assert figures["epochs"][0]["off_s"] > off_s
+    assert figures["epochs"]["1"]["off"]["rollout_s"] > off_s
     assert figures["das"]["history"] == {"max_bytes": "64MiB"} and figures["das"]["max_draft_tokens"] == 3
-    assert max(epoch["history_tokens_per_forward"] for epoch in figures["epochs"]) <= 4
+    assert figures["arms"]["history"]["tokens_per_forward"] <= 4
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", "--agreement", "0.9"])
     assert done.exit_code == 0 and "ahead: " in done.output, done.output
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-72B"])
