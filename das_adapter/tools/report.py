@@ -22,8 +22,6 @@ from das_adapter.tools.run_series import TrainingStep
 
 MAX_BARS = 2000
 """Maximum number of requests drawn, the last to end."""
-MAX_POINTS = 3000
-"""Maximum number of decode steps drawn where each is a point."""
 TEMPLATE = Path(__file__).with_name("report_page.html")
 
 
@@ -92,7 +90,6 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> Pat
 
 def _figures(rollouts: list[Rollout], shown: list[Rollout], steps: Sequence[TrainingStep]) -> dict[str, Any]:
     """Return the numbers that each figure draws, by its name in the template; empty ones are not shown."""
-    decoded = [s for r in rollouts for s in r.steps if s.predicted]
     timeline = series.timeline(shown)
     panels = {
         "by training step": ("training step", [step.acceptance for step in steps if step.acceptance.drafted]),
@@ -109,10 +106,6 @@ def _figures(rollouts: list[Rollout], shown: list[Rollout], steps: Sequence[Trai
             "first": max(0, len(timeline["requests"]) - MAX_BARS),
             **timeline,
         },
-        "latency": [
-            [[1e3 * s.seconds, 1e3 * (s.predicted or 0.0)] for s in points[:: 1 + len(points) // MAX_POINTS]]
-            for points in ([s for s in decoded if (s.drafted > 0) == drafted] for drafted in (False, True))
-        ],
     }
 
 

@@ -194,25 +194,21 @@ def test_a_browser_draws_the_figures_of_the_run(run: list[Rollout], tmp_path: Pa
     def trace(figure: str, name: str) -> dict[str, Any]:
         return next(t for t in drawn[figure]["traces"] if t["name"] == name and t["x"])
 
-    assert set(drawn) == {"timeline", "acceptance", "saved", "history", "latency"}
     assert all(figure["marks"] for figure in drawn.values()), "every figure has drawn something"
     assert trace("acceptance", "by epoch")["y"] == [25, 75]
     assert trace("acceptance", "by training step")["x"] == [1, 2, 3, 4]
     assert trace("acceptance", "by source")["x"] == ["earlier rollouts", "live text only", "neural drafter"]
     assert trace("acceptance", "by age of the history")["y"] == [25, 75]
-    assert list(drawn) == ["saved", "acceptance", "history", "timeline", "latency"], "as the sentences have it"
+    assert list(drawn) == ["saved", "acceptance", "history", "timeline"], "as the sentences have it"
     assert trace("saved", "saved")["y"] == [5, 5, 5, 5]
     assert trace("saved", "spent with drafts")["y"] == [40, 40, 40, 40]
     assert trace("saved", "spent without drafts")["y"] == [0, 0, 0, 0]
     assert trace("history", "history hits")["y"] == [0, 0, 100, 100]
-    assert trace("latency", "with drafts")["x"][0] == 500
-    assert trace("latency", "with drafts")["y"][0] == 400
     assert max(trace("timeline", "running requests")["y"]) == 8
     assert len([y for t in drawn["timeline"]["traces"] if t["name"] == "predicted short" for y in t["y"]]) == 2 * 4
     assert drawn["timeline"]["buttons"] == ["whole rollout", "tail: after 80 % have ended"]
     for figure, axis in (
         ("timeline", "seconds since the rollout began"),
-        ("latency", "predicted step time, ms"),
         ("saved", "seconds, all engines"),
         ("acceptance", "accepted, %"),
     ):
