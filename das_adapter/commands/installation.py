@@ -58,9 +58,8 @@ def install() -> None:
 @install.command("nemo-rl")
 @click.option("--venvs", type=DIRECTORY, envvar="NEMO_RL_VENV_DIR", required=True, help="NeMo-RL's environments.")
 @click.option("--from", "source", help="Wheel, checkout or requirement; default: where this das-adapter came from.")
-@click.option("--uninstall", is_flag=True, help="Remove das-adapter from these environments.")
 @as_json
-def nemo_rl(venvs: Path, source: str | None, uninstall: bool, as_json: bool) -> None:
+def nemo_rl(venvs: Path, source: str | None, as_json: bool) -> None:
     """Install das-adapter into all environments of NeMo-RL's that need it.
 
     Those are the environments of its vLLM workers, of the collector of trajectories, of the rollout actor and of the
@@ -72,9 +71,9 @@ def nemo_rl(venvs: Path, source: str | None, uninstall: bool, as_json: bool) -> 
 
     found = them.environments(venvs)
     with bar(len(found)) as progress:
-        done = list(them.uninstall(found, progress) if uninstall else them.install(found, source, progress))
+        done = list(them.install(found, source, progress))
     there = {name.rpartition(".")[2] for name in found}
-    missing = [] if uninstall else [actor for actor in them.ACTORS if actor not in there]
+    missing = [actor for actor in them.ACTORS if actor not in there]
     if as_json:
         print_json({"environments": [outcome._asdict() for outcome in done], "not_built": missing})
     else:

@@ -1,4 +1,4 @@
-"""Put das-adapter into the environments of NeMo-RL's actors, and take it out again.
+"""Put das-adapter into the environments of NeMo-RL's actors.
 
 NeMo-RL keeps one for each class of actor, `<directory>/<module>.<class>`, and leaves as it is what it finds there.
 """
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
     environment: str
     """Its name: module and class of the actor."""
     state: str
-    """`installed`, `removed`, `absent` (there was nothing to remove) or `failed`."""
+    """`installed` or `failed`."""
     detail: str
     """The version, or what went wrong."""
 
@@ -71,30 +71,10 @@ def install(found: dict[str, Path], source: str | None, progress: Callable[[str]
         for name, python in found.items():
             progress(name)
             try:
-                _remove(python)
-                _run("uv", "pip", "install", "--python", str(python), wanted)
+                _run("uv", "pip", "install", "--reinstall-package", "das-adapter", "--python", str(python), wanted)
                 yield Outcome(name, "installed", _run(str(python), "-I", "-c", _VERSION))
             except DasError as error:
                 yield Outcome(name, "failed", str(error))
-
-
-def uninstall(found: dict[str, Path], progress: Callable[[str], None]) -> Iterator[Outcome]:
-    """Remove das-adapter from environments; what it required stays."""
-    for name, python in found.items():
-        progress(name)
-        try:
-            version = _remove(python)
-            yield Outcome(name, "removed" if version else "absent", version)
-        except DasError as error:
-            yield Outcome(name, "failed", str(error))
-
-
-def _remove(python: Path) -> str:
-    """Uninstall das-adapter; return the version that was there, if any."""
-    there = [*python.parents[1].glob("lib*/python*/site-packages/das_adapter-*.dist-info")]
-    if there:
-        _run("uv", "pip", "uninstall", "--python", str(python), "das-adapter")
-    return there[0].name.split("-")[1].removesuffix(".dist") if there else ""
 
 
 def _own_source() -> str:

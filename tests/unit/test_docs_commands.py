@@ -29,7 +29,7 @@ HERE = "tests/unit/test_docs_commands.py::test_what_is_typed_into_das_adapter_ru
 COMMANDS = {
     r"das-adapter (estimate|simulate|report|compare|config|history)( .*)?": HERE,
     r"das-adapter install nemo-rl .*": (
-        "tests/unit/test_nemo_rl_environments.py::test_every_environment_that_needs_it_gets_it_and_gives_it_back"
+        "tests/unit/test_nemo_rl_environments.py::test_every_environment_that_needs_it_gets_it"
     ),
     r"das-adapter doctor( --json)?": "tests/contract/test_commands.py::test_doctor_finds_nothing_broken",
     r"das-adapter calibrate .*": "tests/contract/test_decisions.py::test_calibrate_measures_this_machine",
