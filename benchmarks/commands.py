@@ -49,7 +49,7 @@ COMMANDS = {
     "simulator.json": "benchmarks/simulator.py recorded --out OUT",
     "simulator_ahead.json": "benchmarks/simulator.py ahead --traces TRACES --out OUT",
     "simulator_routing.json": "benchmarks/simulator.py routing --traces TRACES --out OUT",
-    "simulator_varied.json": "benchmarks/simulator.py varied --traces TRACES --out OUT",
+    "simulator_varied.json": "benchmarks/simulator.py varied --out OUT",
     "training.json": "benchmarks/training.py --out OUT",
     "trl.json": "PYTHONPATH=.venv/hosts examples/trl/grpo_tiny_math.py --problems 16 --epochs 6 --out FOLDER",
     "undrafted.json": f"{_DRAFTERS} --arms stock stock:again stock:uncompiled off history:idle history:looks"

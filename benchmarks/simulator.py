@@ -2,7 +2,7 @@
 
     python benchmarks/simulator.py recorded --out FILE.json       # the result that lies in results/
     python benchmarks/simulator.py routing --traces TRACES_DIR --out FILE.json  # groups together or scattered
-    python benchmarks/simulator.py varied --traces TRACES_DIR --out FILE.json   # what changes the answer
+    python benchmarks/simulator.py varied --out FILE.json         # what changes the answer
     python benchmarks/simulator.py ahead --traces TRACES_DIR --out FILE.json    # what run-ahead would save
 
 `recorded` takes from the measured run its requests, its arms and the latency model that its engine had fitted before
@@ -212,32 +212,30 @@ def routing(traces: Path, name: str, shape: tuple[int, int, int | None], seeds: 
     return found
 
 
-def varied(traces: Path) -> dict[str, Any]:
-    """What changes the answer: everything that `would_it_pay.yaml` varies, drawn and recorded."""
+def varied() -> dict[str, Any]:
+    """What changes the answer: everything that `would_it_pay.yaml` varies."""
     import yaml
     from published import put
 
+    content = yaml.safe_load(Path(__file__).with_name("would_it_pay.yaml").read_text())
     found: dict[str, Any] = {}
-    for part, content in yaml.safe_load(Path(__file__).with_name("would_it_pay.yaml").read_text()).items():
-        shape = [content.get(key) for key in ("problems", "samples", "epochs")]
-        dump = dealt(traces / f"{content['set']}.npz", *shape, 0) if "set" in content else None
-        for what, values in content["vary"].items():
-            for value, keys in values.items():
-                settings = copy.deepcopy(content["base"])
-                for key, setting in keys.items():
-                    put(settings, key, setting)
-                arms = summary(Simulation(parse(settings), dump).run_all())
-                row = {
-                    "rollout_of_off": arms["history"]["rollout_of_first"],
-                    "off_s": arms["off"]["rollout_s"],
-                    "tokens_per_forward": arms["history"]["tokens_per_forward"],
-                    "by_step": [
-                        ours["rollout_s"] / max(off["rollout_s"], 1e-12)
-                        for ours, off in zip(arms["history"]["by_step"], arms["off"]["by_step"], strict=True)
-                    ],
-                }
-                found.setdefault(part, {}).setdefault(what, {})[str(value)] = row
-                print(part, what, value, f"{row['rollout_of_off']:.2f}", flush=True)
+    for what, values in content["vary"].items():
+        for value, keys in values.items():
+            settings = copy.deepcopy(content["base"])
+            for key, setting in keys.items():
+                put(settings, key, setting)
+            arms = summary(Simulation(parse(settings)).run_all())
+            row = {
+                "rollout_of_off": arms["history"]["rollout_of_first"],
+                "off_s": arms["off"]["rollout_s"],
+                "tokens_per_forward": arms["history"]["tokens_per_forward"],
+                "by_step": [
+                    ours["rollout_s"] / max(off["rollout_s"], 1e-12)
+                    for ours, off in zip(arms["history"]["by_step"], arms["off"]["by_step"], strict=True)
+                ],
+            }
+            found.setdefault(what, {})[str(value)] = row
+            print(what, value, f"{row['rollout_of_off']:.2f}", flush=True)
     return found
 
 
@@ -330,8 +328,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     result: dict[str, Any] = {"provenance": provenance()}
-    if args.what in ("varied", "ahead"):
-        result |= (varied if args.what == "varied" else ahead)(args.traces)
+    if args.what == "varied":
+        result["drawn"] = varied()
+    elif args.what == "ahead":
+        result |= ahead(args.traces)
     elif args.what == "routing":
         result["rows"] = [
             row for name, (shape, seeds) in ROUTED.items() for row in routing(args.traces, name, shape, seeds)
