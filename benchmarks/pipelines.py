@@ -31,18 +31,18 @@ PIPELINES = {
 }
 
 
-def start(out: Path, module: str, config: str, *overrides: str) -> subprocess.Popen[bytes]:
-    """A training run; its metrics go to `out`, what it prints beside them."""
+def train(module: str, config: str, *overrides: str) -> list[dict[str, Any]]:
+    """Train, and return the logged figures of the steps that have those of a rollout."""
     command = [sys.executable, "-m", module, "--config-path", str(ROOT / "examples/verl"), "--config-name", config]
-    env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1"}
-    env.pop("CUDA_VISIBLE_DEVICES", None)
-    with out.with_suffix(".log").open("w") as log:
-        return subprocess.Popen([*command, *overrides], cwd=ROOT, env=env, stdout=log, stderr=log)
-
-
-def steps(out: Path) -> list[dict[str, Any]]:
-    """The logged steps that have rollout figures."""
-    rows = [json.loads(line)["data"] for line in out.read_text().splitlines()]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "log.jsonl"
+        env = {**os.environ, **cpu_env(), "VERL_FILE_LOGGER_PATH": str(out), "HF_HUB_OFFLINE": "1"}
+        env.pop("CUDA_VISIBLE_DEVICES", None)
+        with (said := out.with_suffix(".log")).open("w") as log:
+            done = subprocess.run([*command, *overrides], cwd=ROOT, env=env, stdout=log, stderr=log, check=False)
+        if done.returncode:
+            sys.exit(said.read_text()[-4000:])
+        rows = [json.loads(line)["data"] for line in out.read_text().splitlines()]
     return [row for row in rows if "das/tokens_per_forward" in row]
 
 
@@ -55,13 +55,8 @@ def main(count: int, out: Path) -> None:
     for pipeline, (module, length) in PIPELINES.items():
         arms = {}
         for arm, overrides in ARMS.items():
-            with tempfile.TemporaryDirectory() as folder:
-                log = Path(folder) / "log.jsonl"
-                limit = length.format(steps=count, rollouts=4 * count)
-                run = start(log, module, f"grpo_tiny_math_cpu_{pipeline}", limit, *overrides)
-                if run.wait():
-                    sys.exit(log.with_suffix(".log").read_text()[-4000:])
-                found = steps(log)
+            limit = length.format(steps=count, rollouts=4 * count)
+            found = train(module, f"grpo_tiny_math_cpu_{pipeline}", limit, *overrides)
             late = found[-max(1, len(found) // 2) :]
             names = sorted({n for row in found for n in row if n.startswith("das/accept_rate_age_")})
             arms[arm] = {

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-from pipelines import ARMS, DAS, ROOT, start, steps
+import pipelines
+from pipelines import ARMS, DAS, ROOT
 from provenance import provenance, save
 
 ALL = {**ARMS, "ahead": [*ARMS["history"], f"+{DAS}.history.run_ahead=auto"]}
@@ -38,12 +38,7 @@ def train(arm: str, count: int, batch: int, overrides: tuple[str, ...]) -> dict[
         *(f"data.train_batch_size={batch}", f"actor_rollout_ref.actor.ppo_mini_batch_size={batch}"),
         *("trainer.n_gpus_per_node=2", "ray_kwargs.ray_init.num_gpus=2"),
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log.jsonl"
-        run = start(log, "verl.trainer.main_ppo", "grpo_tiny_math_cpu", *settings, *ALL[arm], *overrides)
-        if run.wait():
-            sys.exit(log.with_suffix(".log").read_text()[-4000:])
-        found = steps(log)
+    found = pipelines.train("verl.trainer.main_ppo", "grpo_tiny_math_cpu", *settings, *ALL[arm], *overrides)
     return {name: [row.get(column) for row in found] for name, column in COLUMNS.items()}
 
 

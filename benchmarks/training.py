@@ -46,12 +46,11 @@ EASY = 10
 def train(arm: str, steps: int, problems: int, batch: int) -> dict[str, Any]:
     """Run an arm; return its figures, a list per step each."""
     with tempfile.TemporaryDirectory() as folder:
-        data, log = Path(folder) / "train.parquet", Path(folder) / "log.jsonl"
+        data = Path(folder) / "train.parquet"
         rows = [row for row in make_rows("train", 4 * problems, 0) if row["extra_info"]["difficulty"] <= EASY]
         pd.DataFrame(rows[:problems]).to_parquet(data)
         begin = time.perf_counter()
-        run = pipelines.start(
-            log,
+        found = pipelines.train(
             "verl.trainer.main_ppo",
             "grpo_tiny_math_cpu",
             f"data.train_files={data}",
@@ -65,13 +64,8 @@ def train(arm: str, steps: int, problems: int, batch: int) -> dict[str, Any]:
             f"trainer.total_epochs={steps}",
             *ARMS[arm],
         )
-        if run.wait():
-            sys.exit(log.with_suffix(".log").read_text()[-4000:])
-        found = pipelines.steps(log)
-        return {
-            **{name: [row.get(key) for row in found] for name, key in COLUMNS.items()},
-            "seconds": round(time.perf_counter() - begin),
-        }
+    figures = {name: [row.get(key) for row in found] for name, key in COLUMNS.items()}
+    return figures | {"seconds": round(time.perf_counter() - begin)}
 
 
 def compare(arms: dict[str, dict[str, Any]], epoch: int) -> dict[str, dict[str, Any]]:
