@@ -83,42 +83,17 @@ def nemo_rl(venvs: Path, source: str | None, as_json: bool) -> None:
     sys.exit(any(outcome.state == "failed" for outcome in done))
 
 
-@click.group()
-def config() -> None:
-    """Check a `das:` block, or show what it comes to.
-
-    FILE is a block, a veRL config or a NeMo-RL config.
-    """
-
-
-_CONFIG = click.argument("path", type=FILE, metavar="FILE")
-_OVERRIDES = click.argument("overrides", nargs=-1)
-
-
-@config.command()
-@_CONFIG
-@_OVERRIDES
+@click.command()
+@click.argument("path", type=FILE, metavar="FILE")
+@click.argument("overrides", nargs=-1)
 @as_json
-def check(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Check the block in FILE as the host would at its start; exit code 1, with what is wrong, if it is refused.
+def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check a `das:` block as the host would at its start, and show what it comes to.
 
-    OVERRIDES: what follows the config on the host's command line, such as KEY=VALUE.
+    That is: every key that has an effect, and what would run where. Exit code 1, with what is wrong, if the block is
+    refused. FILE is a block, a veRL config or a NeMo-RL config; OVERRIDES are what follows it on the host's command
+    line, such as KEY=VALUE.
     """
-    found = _examined(path, overrides)
-    if as_json:
-        print_json({"host": found["host"], "notes": found["notes"]})
-        return
-    click.echo(f"{path}: {found['host'] or 'the block'}: nothing is wrong")
-    for note in found["notes"]:
-        click.echo(f"Note: {note}")
-
-
-@config.command()
-@_CONFIG
-@_OVERRIDES
-@as_json
-def show(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """Show the block in FILE with every key that has an effect, and what would run where. OVERRIDES as in `check`."""
     import yaml
 
     found = _examined(path, overrides)

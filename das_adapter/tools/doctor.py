@@ -90,7 +90,7 @@ def equality(gpu: str, environment: Mapping[str, str]) -> str:
 def runner() -> Finding:
     """Say which of vLLM's model runners an engine gets with the default block, and why."""
     why = needs_v1(DasConfig())
-    v2 = "V2, where there are Triton and a device; `das-adapter config show` says what a block gets, and why"
+    v2 = "V2, where there are Triton and a device; `das-adapter config` says what a block gets, and why"
     return Finding("model runner", "ok", f"V1: {why}" if why else v2)
 
 
