@@ -37,7 +37,7 @@ ARMS = {
     "failing": {"das": HISTORY, "sabotage": "failing drafter"},
     "in chunks": {"das": HISTORY, "sabotage": "small chunks"},
     "ngram": {"das": {**HISTORY, "drafter": "ngram"}},
-    "self": {"das": SELF, "sabotage": "replayed passes"},
+    "self": {"das": SELF},
     "history+self": {"das": MIXED},
     "controlled self": {"das": {"drafter": "history+self"}},
 }
@@ -85,9 +85,8 @@ def test_history_of_the_last_round_is_drafted_and_accepted(engine: Any) -> None:
     assert second["stats"]["history_tokens"] == sum(map(len, first["tokens"]))
 
 
-def test_passes_of_the_policy_copy_that_fill_up_a_graph_draft_as_well(engine: Any) -> None:
+def test_most_drafts_of_the_policy_copy_are_accepted(engine: Any) -> None:
     for part in engine(**ARMS["self"], rounds=two_rounds(requests(PLAIN))):
-        assert part["stats"]["drafter_graphs"] == 3
         assert part["stats"]["accepted_tokens"] > 0.6 * part["stats"]["draft_tokens"] > 100
 
 
