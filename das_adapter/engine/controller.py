@@ -98,16 +98,10 @@ class EngineController:
     # A decode step
 
     def verified(self, decoded: Decoded) -> None:
-        """Count the drafts that a step has verified, those of a model in training rollouts."""
-        carried, by_model, slots, more = decoded.carried, decoded.by_model, decoded.slots, decoded.got - 1
-        if carried is None:
-            return
-        if by_model is not None:
-            mine = by_model * self.controller.requests.record[slots]
-            self._by_model += int(mine.sum()), int(np.minimum(mine, more).sum())
-            carried = np.where(by_model > 0, 0, carried)
-        if self.history is not None:
-            self.history.verified(slots, carried, np.minimum(more, carried))
+        """Count the draft tokens of a model that a step has verified, those of training rollouts."""
+        if decoded.by_model is not None:
+            mine = decoded.by_model * self.controller.requests.record[decoded.slots]
+            self._by_model += int(mine.sum()), int(np.minimum(mine, decoded.got - 1).sum())
 
     def timed(self, step: TimedStep, ended: float | None = None) -> None:
         """Take a decode step that has ended, in seconds since the epoch; None: now."""

@@ -16,7 +16,6 @@ from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import Drafting, IndexFileError, SuffixIndex
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.returns import Returns
-from das_adapter.core.staleness import Staleness, bracket
 from das_adapter.core.steps import Search
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Published, Refresh
@@ -40,13 +39,11 @@ class HistorySource:
         self._vocabulary = vocabulary
         self._directory = ""
         """Directory of the history that a service publishes and the index maps; empty: the index keeps its own."""
-        self._staleness = Staleness()
         self._returns = Returns()
         self._lacking: dict[int, int] = {}
         """Problems whose history requests are counted as not having found, by slot."""
-        self._handles = self._lengths = self._ages = NOBODY
-        """By slot: of the request in the index; tokens that the index knows of, prompt included; age of its problem's
-        history when it began, see `staleness.bracket`."""
+        self._handles = self._lengths = NOBODY
+        """By slot: of the request in the index; tokens that the index knows of, prompt included."""
         self._looking: Drafting | None = None
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
@@ -54,24 +51,19 @@ class HistorySource:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
         key, start = self._policy.key(live.problem), live.start
         handle = self.index.open(key, prompt[:start], prefix=text[start:], ahead=live.ahead)
-        age, slot = self.index.age(handle), live.slot
+        slot = live.slot
         if live.record and self._policy.kept:
-            self._returns.begin(live.problem, age is not None)
-            if age is None:
+            found = self.index.age(handle) is not None
+            self._returns.begin(live.problem, found)
+            if not found:
                 self._lacking[slot] = live.problem
-        columns = (self._handles, self._lengths, self._ages)
-        self._handles, self._lengths, self._ages = (with_room(column, slot + 1) for column in columns)
-        self._handles[slot], self._lengths[slot], self._ages[slot] = handle, len(text), bracket(age)
+        self._handles, self._lengths = (with_room(column, slot + 1) for column in (self._handles, self._lengths))
+        self._handles[slot], self._lengths[slot] = handle, len(text)
 
     def close(self, live: LiveRequest) -> None:
         """Close a request; what it wrote stays available to its siblings, if it may be recorded."""
         self._lacking.pop(live.slot, None)
         self.index.close(int(self._handles[live.slot]), keep=live.record and self._policy.kept)
-
-    def verified(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Count draft tokens from the history that were verified, and those accepted, int64 [requests] each, as the
-        requests' slots."""
-        self._staleness.count(self._ages[slots], drafted, accepted)
 
     def look(
         self, slots: np.ndarray, rows: np.ndarray, written: np.ndarray, tokens: np.ndarray, search: Search
@@ -136,7 +128,6 @@ class HistorySource:
             "history_requests": requests,
             "history_hits": hits,
             "history_lost": lost,
-            "staleness": self._staleness.take(),
         }
 
     def _map(self, history: Published) -> None:
