@@ -142,7 +142,7 @@ class Controller:
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
             worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
             account.model(saved=self.drafts.verified(decoded.by_model, decoded.got, worth))
-        if account.stopped or not running or not account.look.due(account.now, running):
+        if account.idle or not running or not account.look.due(account.now, running):
             return None
         mean = 0.0 if decoded.context is None else float(np.add.reduce(decoded.context)) / running
         self._model = self.times.model and self.times.model.at(mean)

@@ -128,8 +128,8 @@ class PlainTime:
 
     def asked(
         self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
-    ) -> float:
-        """Take a step that verified drafts, or at whose end the drafter was asked; return the seconds that it counts.
+    ) -> None:
+        """Take a step that verified drafts, or at whose end the drafter was asked.
 
         Args:
             slots, got: of its requests, and the tokens that each got, int64 [requests].
@@ -150,7 +150,6 @@ class PlainTime:
         except IndexError:
             batch.written = with_room(batch.written, int(slots.max()) + 1)
             batch.written[slots] += got
-        return seconds
 
     def add(self, seconds: float) -> None:
         """Add to the time that is held against plain decoding, as of a drafter in a step that also read prompts."""
@@ -168,12 +167,6 @@ class PlainTime:
     def known(self) -> bool:
         """Whether enough baseline steps were timed."""
         return self.baseline.model is not None and len(self._samples) >= LEAST_SAMPLES
-
-    def step(self, requests: int, context: float) -> float | None:
-        """Return the seconds of a plain step whose requests have so many tokens of context together; None: not yet
-        known."""
-        plain = self._plain(context / max(1, requests))
-        return None if plain is None else float(plain(np.array([requests], dtype=float))[0])
 
     def total(self) -> float:
         """Return what all steps would have taken in plain decoding; baseline steps alone where nothing is known."""

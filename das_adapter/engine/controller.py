@@ -149,7 +149,7 @@ class EngineController:
         if self.history is not None:
             answer["generation"] = self.history.refresh(message)
         account, model = self.controller.account, self.controller.times.model
-        saved, stopped = account.time.saved(), account.reason if account.stopped else None
+        saved, stopped = account.time.saved(), account.reason if account.idle else None
         self.controller.sync(message.responses)
         if self.log is not None:
             fitted = None if model is None else model.to_dict()

@@ -97,7 +97,7 @@ def test_a_rollout_that_lost_is_followed_by_one_without_drafts(engine: Any) -> N
     assert "drafting lost a whole rollout" in second["stats"]["reason"]
     asked, silent = (max(part["stats"]["propose_seconds"][:14]) for part in (first, second))
     assert silent < 0.03 <= asked  # what a look for drafts takes
-    assert first["log"].count("rollouts begin without drafts until a trial gains time") == 1
+    assert first["log"].count("drafting rests for a while: drafting lost a whole rollout") == 1
 
 
 def test_a_failing_drafter_is_named_and_tries_again_at_the_next_weight_sync(engine: Any) -> None:

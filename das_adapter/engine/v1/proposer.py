@@ -127,7 +127,7 @@ class Proposer:
             self.model_tokens = np.zeros(len(sampled_token_ids), dtype=np.int64)
             self.model_source.drawn_with = {}
         drafts: list[list[int]] | None = None
-        if not self.engine.controller.account.stopped:
+        if not self.engine.failed:
             try:
                 drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
                 self.engine.stop_if_collapsed()
@@ -213,7 +213,7 @@ class Proposer:
         rests = account.idle or account.model_rests is not None  # it need not even follow the policy
         begin, passes = time.perf_counter(), source.passes
         try:
-            source.draft(self.model_tokens, lengths, tokens, drafts, not (account.stopped or rests))
+            source.draft(self.model_tokens, lengths, tokens, drafts, not rests)
         except Exception as error:
             self.engine.fail(error)
             return [[] for _ in drafts]
