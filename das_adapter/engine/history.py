@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm.platforms import current_platform
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
@@ -23,18 +21,12 @@ from das_adapter.protocol.spool import size_of
 
 logger = logging.getLogger("das_adapter")
 
-SHARED, THREADS = 64, 4
-"""Requests for which another thread is worth beginning; most threads that draft."""
-
 
 class HistorySource:
     """The suffix index of an engine, over its own history or a node's."""
 
     def __init__(self, config: HistoryConfig, vocabulary: int):
         self.index = SuffixIndex()
-        cores = len(os.sched_getaffinity(0)) // max(1, current_platform.device_count())
-        self.threads = 1 if current_platform.is_cpu() else max(1, min(THREADS, cores))
-        """Most that draft: one where the policy runs on the processor, else as the cores allow."""
         self._policy = HistoryPolicy(config)
         self._vocabulary = vocabulary
         self._directory = ""
@@ -70,9 +62,8 @@ class HistorySource:
     ) -> None:
         """Begin to draft for some requests, given their slots, their rows of the batch and the lengths `written`, int64
         [requests] each; `tokens` as in `Proposer.propose`."""
-        handles = self._handles[slots]
-        threads = min(self.threads, 1 + len(slots) // SHARED)
-        self._looking = self.index.draft_rows(handles, tokens, rows, self._lengths[slots], written, *search, threads)
+        handles, before = self._handles[slots], self._lengths[slots]
+        self._looking = self.index.draft_rows(handles, tokens, rows, before, written, *search)
         self._lengths[slots] = written
 
     def found(self) -> tuple[np.ndarray, np.ndarray]:
