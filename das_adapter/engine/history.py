@@ -71,7 +71,7 @@ class HistorySource:
         looking, self._looking = self._looking, None
         assert looking is not None
         ids, chances, offsets = looking.result()
-        # A node's history does not know the vocabulary; the policy must be able to read whatever was found there.
+        # The history does not know the vocabulary; the policy must be able to read whatever was found there.
         self._found = np.minimum(ids, self._vocabulary - 1), offsets
         return chances, offsets
 
@@ -90,7 +90,7 @@ class HistorySource:
         if message.history is not None:
             self._map(message.history)
         elif not self._directory and self._policy.kept:
-            self._policy.remember(self.index, message.trajectories, self._vocabulary)
+            self._policy.remember(self.index, message.trajectories)
             self._policy.tidy(self.index)
         self.index.clear_live()
         self._returns.met(message.responses["problem"])

@@ -158,9 +158,6 @@ def test_a_text_of_another_vocabulary_harms_no_other(engine: Any, tmp_path: Path
     assert tokens(result) == tokens(reference)
     assert result[1]["stats"]["error"] is None
     assert result[1]["stats"]["accepted_tokens"] > 0.7 * reference[1]["stats"]["accepted_tokens"] > 50
-    if not shared:
-        assert result[0]["log"].count("8 trajectories are no text of the policy") == 1
-        assert "found token 5000, the policy's vocabulary has 96" in result[0]["log"]
 
 
 def test_a_bad_label_is_the_error_of_its_request_alone(engine: Any) -> None:
