@@ -22,8 +22,6 @@ LOOK_STEPS = 16
 """While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at most this many."""
 PROBE_STEPS, RARE_STEPS = 128, 1024
 """After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""
-FIRST_STEPS = 24
-"""The same for drafted steps while plain ones are not known."""
 GUARD_STEPS, GUARD_LOSS = 64, 0.1
 """Drafted steps between two looks at the time saved; the loss that stops drafting, as a share of their time."""
 COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
@@ -116,18 +114,16 @@ class Account:
             self._on = running <= self._speculate * (1.25 if self._on else 1.0)
         return self._on and (worth or not optimal)
 
-    def due(self, kind: Probe, running: int, unseen: bool = False) -> bool:
+    def due(self, kind: Probe, unseen: bool = False) -> bool:
         """Return whether the next step is due to be taken the other way; `unseen`: no such step is known, and no step
         is waited for."""
         if kind == "plain":
-            wait = PROBE_STEPS if self.time.engine.plain_steps(running) >= 3 else FIRST_STEPS
-        else:
-            wait = 0 if unseen else self.probe_wait
-        return self._waited[kind] >= wait and (kind != "drafted" or isinstance(self._speculate, str))
+            return self._waited[kind] >= PROBE_STEPS
+        return self._waited[kind] >= (0 if unseen else self.probe_wait) and isinstance(self._speculate, str)
 
-    def probe(self, kind: Probe, running: int, unseen: bool = False) -> bool:
+    def probe(self, kind: Probe, unseen: bool = False) -> bool:
         """As `due`; if it is, the next step of its kind waits again."""
-        due = self.due(kind, running, unseen)
+        due = self.due(kind, unseen)
         if due:
             self._waited[kind] = 0
             if kind == "drafted" and not unseen:

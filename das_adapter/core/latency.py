@@ -148,7 +148,6 @@ class StepTimes:
         self._empty = StepModel(0.0, 0.0, sizes=sizes)
         self._fitted_at = 0
         self._cells: dict[tuple[int, int, bool, int], _Cell] = {}
-        self._plain = [0] * 32  # steps without drafts, by the power of two of their requests
         self._error = 0.0
         self._judged = 0
 
@@ -162,7 +161,6 @@ class StepTimes:
             self._judged += 1
             self.surprise += (error - self.surprise) / 8
         self.observed += 1
-        self._plain[requests.bit_length()] += not drafted
         mean = context / max(requests, 1)
         tokens = int(self._empty.size(tokens))
         key = (_eighths(tokens), _eighths(requests), drafted, round(2 * log2(mean)) if mean > 1 else 0)
@@ -174,10 +172,6 @@ class StepTimes:
         cell.context += 0.2 * (context - cell.context)
         cell.seconds.append(seconds)
         return predicted
-
-    def plain_steps(self, requests: int) -> int:
-        """Return how many steps without drafts were seen with about so many requests."""
-        return self._plain[requests.bit_length()]
 
     def take_error(self) -> float:
         """Return the mean relative error of the predictions since the last call, each made before its step was fitted;

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.budget import Worth
+from das_adapter.core.budget import drafts_worth
 from das_adapter.core.latency import Floats, StepModel, StepTimes
 from das_adapter.core.steps import Ints, StepPlan
 
@@ -88,7 +88,7 @@ class ModelDrafts:
         self,
         found: StepPlan,
         theirs: Floats,
-        worth: Worth,
+        worth: Floats,
         limits: Ints,
         model: StepModel,
         lengths: Sequence[int],
@@ -100,11 +100,12 @@ class ModelDrafts:
         Args:
             found: what is verified without the model; it stands where no length gains more.
             theirs: expected worth of what is kept of each request's other draft, shape (b,).
+            worth: see `allocate`.
             limits: most draft tokens of each request, shape (b,).
             cut: whether drafts whose last tokens are worth less than verifying them costs are shorter.
         """
         batch, best = len(limits), found
-        worths = worth.of_drafts(self.acceptance.chances(max(lengths, default=0)))
+        worths = drafts_worth(worth, self.acceptance.chances(max(lengths, default=0)))
         slope, plain = model.slope(batch + found.total), model.step(batch, batch, False)
         net = worths - slope * np.arange(worths.shape[1])
         longest = np.minimum(limits, net.argmax(axis=1)) if cut and self.agreed is None else limits

@@ -142,7 +142,7 @@ def test_looks_become_rarer_while_nothing_is_worth_drafting() -> None:
 
 def steps_until(account: Account, probe: Probe, drafted: bool) -> int:
     for step in range(10_000):
-        if account.probe(probe, 8):
+        if account.probe(probe):
             return step
         account.asked(np.arange(8), ONE, 0.01, drafted, None)
     return 10_000
@@ -150,18 +150,12 @@ def steps_until(account: Account, probe: Probe, drafted: bool) -> int:
 
 def test_a_plain_step_is_taken_while_it_drafts_and_drafted_ones_ever_more_rarely_while_it_rests() -> None:
     account = make("always")
-    for _ in range(3):
-        account.time.engine.add(8, 8, False, 0.01)
     assert steps_until(account, "plain", drafted=True) == PROBE_STEPS
     waits = [steps_until(account, "drafted", drafted=False) for _ in range(5)]
     assert waits == [PROBE_STEPS * n for n in (1, 2, 4, 8, 8)]
     account.decided(8, True, False)
-    assert account.probe("drafted", 8, unseen=True)  # at once, where nobody knows what is accepted
+    assert account.probe("drafted", unseen=True)  # at once, where nobody knows what is accepted
     assert steps_until(account, "drafted", drafted=False) == PROBE_STEPS
-
-
-def test_plain_steps_are_taken_sooner_where_they_are_not_known() -> None:
-    assert steps_until(make("always"), "plain", drafted=True) == 24
 
 
 def test_no_drafter_is_asked_while_it_rests_but_where_it_looks_again() -> None:
