@@ -40,9 +40,9 @@ class LengthClass(IntEnum):
 class LengthModel:
     """Distribution of response lengths, over all problems and per problem, on a logarithmic grid.
 
-    A problem's own lengths, those of its last visits, are weighted by their number, the population as `POPULATION` of them. Each length
-    stands for a log-normal around it: the next rollout of a problem is about as long, not exactly. The classes' bounds
-    are quantiles of the recent lengths, computed by every `refit`.
+    The lengths of a problem's last visits are weighted by their number, the population as `POPULATION` of them. Each
+    length stands for a log-normal around it: the next rollout of a problem is about as long, not exactly. The classes'
+    bounds are quantiles of the recent lengths, computed by every `refit`.
     """
 
     GRID = 64

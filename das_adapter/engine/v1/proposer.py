@@ -126,7 +126,7 @@ class Proposer:
         if self.model_source:
             self.model_tokens = np.zeros(len(sampled_token_ids), dtype=np.int64)
             self.model_source.drawn_with = {}
-        drafts: list[list[int]] | None = None
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         if not self.engine.failed:
             try:
                 drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
@@ -134,8 +134,6 @@ class Proposer:
             except Exception as error:
                 self.engine.fail(error)
                 self._batch = None
-        if drafts is None:
-            drafts = [[] for _ in sampled_token_ids]
         try:
             return self._with_model(drafts, num_tokens_no_spec, token_ids_cpu)
         finally:
