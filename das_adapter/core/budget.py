@@ -1,5 +1,5 @@
-"""How many draft tokens a request gets: DAS's optimum for a whole rollout (section 4.2), its three classes (4.3), and
-the same trade-off for one decode step."""
+"""How many draft tokens a request gets: DAS's optimum for a whole rollout (section 4.2), and the same trade-off for one
+decode step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.latency import StepModel
-from das_adapter.core.length import LengthClass, beyond
+from das_adapter.core.length import beyond
 from das_adapter.core.native import native
 from das_adapter.core.steps import Chances, Ints, StepPlan
 
 Floats = npt.NDArray[np.float64]
-CLASS_SHARE = {LengthClass.SHORT: 0.0, LengthClass.MEDIUM: 1 / 3, LengthClass.LONG: 1.0}
-"""Share of the largest budget that a class gets. DAS calls them none, moderate and aggressive, without numbers."""
 
 
 def drafts_needed(rounds: float, lengths: Floats, alpha: float, k: float) -> Floats:
@@ -56,20 +54,15 @@ def plan_rollout(lengths: Floats, alpha: float, k: float, base: float, token: fl
     return high, drafts_needed(high, lengths, alpha, k)
 
 
-def das_budgets(
-    lengths: Floats, curve: tuple[float, float], classes: Ints, model: StepModel | None, most: int
-) -> Floats:
+def das_budgets(lengths: Floats, curve: tuple[float, float], model: StepModel, most: int) -> Floats:
     """Return DAS's draft tokens of each request in a round, p_i*/N*, shape (b,): none for those that end within N*
-    rounds anyway. Before it is known what steps cost, each gets its class's share (section 4.3).
+    rounds anyway.
 
     Args:
         lengths, curve: see `plan_rollout`; (alpha, k).
-        classes: `LengthClass` of each, shape (b,).
-        model: what a step costs; None: not known.
+        model: what a step costs.
         most: draft tokens of a request in a step.
     """
-    if model is None:
-        return np.array([round(CLASS_SHARE[c] * most) for c in LengthClass], dtype=float)[classes]
     running = len(lengths)
     token = max(model.slope(running), 1e-9)
     base = max(model.step(running, running, False) - token * running, 1e-9)

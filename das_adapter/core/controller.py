@@ -65,9 +65,9 @@ class Controller:
         sizes: tuple[int, ...] = (),
         stock: StepModel | None = None,
     ) -> None:
-        """`limit`: longest response there can be, tokens; `prior`: latency model until the engine's own steps give one;
-        `drafts`: of the model that drafts; `common`: draft lengths to choose from, rising, where all requests of a step
-        share one, None: each has its own; `sizes`: see `StepModel`; `stock`: see `PlainTime`."""
+        """`limit`: longest response there can be, tokens; `prior`: latency model until the engine's own steps give one,
+        see `StepTimes`; `drafts`: of the model that drafts; `common`: draft lengths to choose from, rising, where all
+        requests of a step share one, None: each has its own; `sizes`: see `StepModel`; `stock`: see `PlainTime`."""
         time = PlainTime(StepTimes(prior, sizes=sizes), stock, sizes)
         self.account = Account(time, config.speculate)
         self.lengths = LengthModel(limit)
@@ -83,7 +83,7 @@ class Controller:
         self._last_end = self._last_refill = _NEVER  # steps in which a request left, in which another took its place
         self._replan = Backoff(4, REPLAN_STEPS)
         self._least_chance = LEAST_CHANCE
-        self._model: StepModel | None = None  # the latency model at the batch's context
+        self._model = self.times.model  # the latency model at the batch's context
         self._drafting_seconds = 0.0  # a step's, lately
 
     @property
@@ -145,7 +145,7 @@ class Controller:
         if account.idle or not running or not account.look.due(account.now, running):
             return None
         mean = 0.0 if decoded.context is None else float(np.add.reduce(decoded.context)) / running
-        self._model = self.times.model and self.times.model.at(mean)
+        self._model = self.times.model.at(mean)
         if self.drafts is not None:
             self.drafts.context = mean
         return Search(self._draft_limits(slots, decoded.room, decoded.context), self._floor())
@@ -207,14 +207,11 @@ class Controller:
         if arrived or self._replan.due(now, running):
             self._replan.done(now, running, again_soon=arrived)
             self._value_requests(slots, context)
-        if self._policy == "optimal" and self._model is not None:
+        if self._policy == "optimal":
             return self.requests.limits(slots, room, self._most, self._model.marginal(running))
         most: Ints = np.minimum(room, self._most)
         if self._policy == "das":  # a fraction of a token in that share of the steps
             np.minimum(most, np.floor(self.requests.budget[slots] + now * GOLDEN % 1.0).astype(np.int64), out=most)
-        elif self._policy == "optimal":  # for the first measurements: short drafts for some
-            np.minimum(most, (1, 4, self._most)[now // 2 % 3], out=most)
-            most[~first(slots, most > 0, running / 4)] = 0
         np.maximum(most, 0, out=most)
         return most
 
@@ -228,11 +225,6 @@ class Controller:
         if self.always:
             plan = everything(offer)
             account.decided(running, True, False)
-        elif model is None:
-            whole = everything(offer)
-            if account.draws(running, 1.0, offer.cut) and account.now % (2 if offer.cut else 4):
-                plan = whole
-            account.decided(running, False, whole.total > 0)
         else:
             plain, worth, common = account.probe("plain"), self.requests.worth[slots], self.common
             found = one_length(offer, worth, model, common) if common else own_lengths(offer, worth, model)
@@ -267,8 +259,6 @@ class Controller:
         table.length_class[slots] = classes(cdf, lengths.edges, written, lengths.bounds)
         if self._policy == "das":
             self._plan_rollout(slots)
-        if model is None or self.times.model is None:
-            return
         texts = np.zeros(len(slots)) if context is None else context
         fixed: Floats = self.times.model.request + self.times.model.context * np.asarray(texts, dtype=float)
         table.worth[slots] = worth = self._token_worth(slots, model, fixed)
@@ -300,8 +290,7 @@ class Controller:
             expected_remaining(table.cdf[slots], lengths.edges, table.written[slots]),
             lengths.class_lengths[risen] - table.written[slots],
         )
-        kinds = table.length_class[slots]
-        table.budget[slots] = das_budgets(remaining, self._curve.fitted(), kinds, self._model, self._most)
+        table.budget[slots] = das_budgets(remaining, self._curve.fitted(), self._model, self._most)
 
     def _settle(self) -> None:
         """A batch is over: what follows has a beginning of its own."""

@@ -56,8 +56,6 @@ class ModelDrafts:
     def timed_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
         """Take the time of one forward pass; `context`: tokens of context that all its requests have together."""
         self.passes.add(requests, requests, False, seconds, context)
-        if self.passes.model is None:
-            self.passes.fit()
         self.passes.keep_fitted()
 
     @property
@@ -74,7 +72,7 @@ class ModelDrafts:
         """Return what the passes take that draft so many tokens for each request, shape (b,), beyond those of every
         step; `plain`: a step of the policy."""
         passes = range(self.always, int(drafted.max(initial=0)))
-        if self.passes.model is None:
+        if not self.passes.known:
             return UNSEEN_PASS * plain * len(passes)
         model = self.passes.model.at(self.context)
         requests = [int(np.count_nonzero(drafted > (step if self.narrows else 0))) for step in passes]

@@ -166,7 +166,7 @@ class PlainTime:
     @property
     def known(self) -> bool:
         """Whether enough baseline steps were timed."""
-        return self.baseline.model is not None and len(self._samples) >= LEAST_SAMPLES
+        return len(self._samples) >= LEAST_SAMPLES
 
     def total(self) -> float:
         """Return what all steps would have taken in plain decoding; baseline steps alone where nothing is known."""
@@ -199,7 +199,6 @@ class PlainTime:
         if not self.known:
             return None
         model, share = (self.stock, 1.0) if self.stock else (self.baseline.model, float(np.mean(self._ratios())))
-        assert model is not None
         plain = 0.0
         for batch in self._batches:
             plain += batch.plain(model.at(batch.usual).plain)
@@ -217,14 +216,12 @@ class PlainTime:
         """Seconds of plain steps, by their requests, where each of these has so many tokens of context; interruptions
         have the share that they had in the baseline steps."""
         if not self.known:
-            return None if self.engine.model is None else self.engine.model.at(context).plain
-        assert self.baseline.model is not None
+            return self.engine.model.at(context).plain if self.engine.known else None
         model, share = self.baseline.model.at(context), float(np.mean(self._ratios()))
         return lambda requests: model.plain(requests) * share
 
     def _ratios(self) -> Floats:
         """The latest baseline steps' seconds over their model's, float64 [samples]."""
-        assert self.baseline.model is not None
         requests, seconds, context = np.array(self._samples, dtype=float).T
         predicted = self.baseline.model.seconds(requests, requests, False, context)
         return np.minimum(PAUSE, seconds / np.maximum(1e-9, predicted))

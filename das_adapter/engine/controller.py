@@ -152,8 +152,7 @@ class EngineController:
         saved, stopped = account.time.saved(), account.reason if account.idle else None
         self.controller.sync(message.responses)
         if self.log is not None:
-            fitted = None if model is None else model.to_dict()
-            self.log.add(decision_log.WeightSync(message.version, fitted, saved, stopped))
+            self.log.add(decision_log.WeightSync(message.version, model.to_dict(), saved, stopped))
         self._tell()
         return answer
 

@@ -25,8 +25,7 @@ ONE = np.ones(8, dtype=int)
 
 
 def make(speculate: object = "auto", stock: StepModel | None = None, model: StepModel | None = None) -> Account:
-    engine = StepTimes()
-    engine.model = model
+    engine = StepTimes(model)
     return Account(PlainTime(engine, stock), speculate)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,6 @@ from das_adapter.core.budget import (
     plan_rollout,
 )
 from das_adapter.core.latency import StepModel
-from das_adapter.core.length import LengthClass
 
 
 def accepted(drafted: np.ndarray, lengths: np.ndarray, alpha: float, k: float) -> np.ndarray:
@@ -83,18 +82,12 @@ def test_dearer_tokens_mean_shorter_drafts_for_fewer_requests() -> None:
     assert per_round[-1] < 1.5
 
 
-def test_classes_get_none_a_third_and_all() -> None:
-    classes = np.array([LengthClass.LONG, LengthClass.SHORT, LengthClass.MEDIUM])
-    assert das_budgets(np.ones(3), (1.0, 0.7), classes, None, 24).tolist() == [24, 0, 8]
-
-
-def test_whoever_decides_the_end_is_drafted_for_whatever_its_class() -> None:
+def test_whoever_decides_the_end_is_drafted_for() -> None:
     lengths, curve, model = np.array([100.0, 900.0, 1000.0]), (1.0, 0.7), StepModel(base=10.0, token=0.1)
-    for kind in LengthClass:
-        budgets = das_budgets(lengths, curve, np.full(3, kind), model, 24)
-        assert budgets[0] == 0.0 and 0.0 < budgets[1] < budgets[2] < 24.0
-        alone = das_budgets(lengths[:1], curve, np.full(1, kind), model, 24)
-        assert alone[0] > 1.0
+    budgets = das_budgets(lengths, curve, model, 24)
+    assert budgets[0] == 0.0 and 0.0 < budgets[1] < budgets[2] < 24.0
+    alone = das_budgets(lengths[:1], curve, model, 24)
+    assert alone[0] > 1.0
 
 
 MODELS = [

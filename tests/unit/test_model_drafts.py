@@ -30,7 +30,7 @@ def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
     """A copy whose tokens are accepted at this rate, and whose passes take so long."""
     drafts = ModelDrafts(most)
     drafts.acceptance = AcceptanceRate(1000 * rate, 1000, fade=1.0)
-    drafts.passes.model = StepModel(base=seconds, token=0.0)
+    drafts.expect(StepModel(base=seconds, token=0.0))
     return drafts
 
 
@@ -109,7 +109,7 @@ def test_the_first_passes_are_assumed_and_then_known() -> None:
 def test_a_pass_is_for_all_requests_or_for_those_that_still_lack_tokens() -> None:
     for narrows, seconds in ((True, 0.3), (False, 0.4)):
         c = ModelDrafts(5, narrows)
-        c.passes.model = StepModel(base=0.0, token=0.1)
+        c.expect(StepModel(base=0.0, token=0.1))
         assert c.seconds(np.array([2, 1]), plain=1.0) == pytest.approx(seconds)
 
 
@@ -234,7 +234,7 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
 ) -> None:
     """The model drafts where most of the history's drafts are worse than what its passes cost."""
     drafts, running = ModelDrafts(5, narrows=False), 8
-    drafts.passes.model = StepModel(base=pass_s, token=0.0)
+    drafts.expect(StepModel(base=pass_s, token=0.0))
     controller = Controller(
         DasConfig(max_draft_tokens=8),
         2048,
@@ -260,7 +260,7 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
 def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(follows: bool, drafted: int) -> None:
     """A neural drafter reads in one what the history has drafted, and where that costs too much, nobody drafts."""
     drafts, limits = ModelDrafts(5, narrows=False, follows=follows), np.full(4, 20)
-    drafts.passes.model = StepModel(base=1.0, token=0.0)
+    drafts.expect(StepModel(base=1.0, token=0.0))
     worth, found = np.full(4, 0.01), np.tile(np.full(8, 0.9, dtype=np.float32), 4)
     offer = Offer(limits, found, np.arange(5) * 8, drafts, 0.0, True)
     plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 4, 5, 8))
@@ -272,7 +272,8 @@ def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(follows: bool, draft
 def test_all_requests_have_the_length_that_replicas_agreed_on(agreed: int | None, room: int, drafted: int) -> None:
     drafts, limits = ModelDrafts(5, narrows=False, follows=False), np.full(4, room)
     drafts.acceptance.observe(np.full(50, 5), np.full(50, 4))
-    drafts.passes.model, drafts.agreed = StepModel(base=0.0, token=0.0), agreed
+    drafts.expect(StepModel(base=0.0, token=0.0))
+    drafts.agreed = agreed
     worth = np.full(4, 0.01)
     offer = Offer(limits, np.zeros(0, dtype=np.float32), np.zeros(5, dtype=np.int64), drafts, 0.0, True)
     plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 3, 4, 5))
@@ -294,7 +295,7 @@ def test_fixed_budgets_have_the_length_that_replicas_agreed_on(drafter: Any, by_
 
 def test_passes_of_every_step_are_no_cost_of_drafts() -> None:
     c = ModelDrafts(5, narrows=False, always=1)
-    c.passes.model = StepModel(base=0.1, token=0.0)
+    c.expect(StepModel(base=0.1, token=0.0))
     assert [c.seconds(np.array([n, n]), 1.0) for n in (0, 1, 3)] == pytest.approx([0.0, 0.0, 0.2])
 
 
@@ -305,7 +306,7 @@ def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
     slots = np.array([controller.open(i, 0, 500) for i in range(2)])
 
     def drafts_at(pass_s: float) -> bool:
-        controller.drafts.passes.model = StepModel(base=pass_s, token=0.0)
+        controller.drafts.expect(StepModel(base=pass_s, token=0.0))
         controller.account.look.restart()
         ones = np.ones(2, dtype=int)
         return bool(controller.plan(Decoded(slots, ones, None, None, 100 * ones)).model.any())
