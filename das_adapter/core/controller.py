@@ -140,7 +140,8 @@ class Controller:
         account.now += decoded.steps
         self.requests.advance(slots, decoded.got, decoded.carried, self._curve.counts)
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
-            saved = self.drafts.verified(decoded.by_model, decoded.got, self.requests.worth[slots])
+            table = self.requests
+            saved = self.drafts.verified(decoded.by_model, decoded.got, table.worth[slots], table.record[slots])
             account.model(saved=saved)
         if account.idle or not running or not account.look.due(account.now, running):
             return None

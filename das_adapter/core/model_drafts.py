@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from das_adapter.core.acceptance import AcceptanceRate
 from das_adapter.core.budget import drafts_worth
@@ -35,18 +36,22 @@ class ModelDrafts:
         """Of a request of the batch, tokens, on average."""
         self.passes = StepTimes(kinds=1)
         self.acceptance = AcceptanceRate()
+        self.counts = np.zeros(2, dtype=np.int64)
+        """Its tokens that were verified in training rollouts, and those accepted, since somebody took the counts."""
 
     def sync(self) -> None:
         """Forget most of the acceptance at a weight sync, which changes the policy."""
         self.acceptance.forget()
         self.passes.fit()
 
-    def verified(self, drafted: Ints, got: Ints, worth: Floats) -> float:
+    def verified(self, drafted: Ints, got: Ints, worth: Floats, training: npt.NDArray[np.bool_]) -> float:
         """Learn from a step, and return the seconds that accepted tokens saved. Shapes (b,): the model's tokens in each
-        request's draft, the tokens that each got, and what one is worth in seconds."""
+        request's draft, the tokens that each got, what one is worth in seconds, and who belongs to a training
+        rollout."""
         mine = drafted > 0
-        accepted = np.minimum(drafted[mine], got[mine] - 1)
-        self.acceptance.observe(drafted[mine], accepted)
+        tried, accepted = drafted[mine], np.minimum(drafted[mine], got[mine] - 1)
+        self.acceptance.observe(tried, accepted)
+        self.counts += tried @ training[mine], accepted @ training[mine]
         return float(accepted @ worth[mine])
 
     def expect(self, passes: StepModel | None) -> None:

@@ -249,10 +249,7 @@ class Proposer:
             by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()])
         self.timer.sampled(slots, got, context)
         # The next step writes the draft and one token more: neither may pass the request's end.
-        decoded = Decoded(slots, got, drafts, by_model, room, context=now)
-        if drafts is not None:
-            self.later(partial(self.engine.verified, decoded))
-        return decoded, rows
+        return Decoded(slots, got, drafts, by_model, room, context=now), rows
 
     def _opened(
         self, req_ids: list[str], got: np.ndarray, lengths: np.ndarray, tokens: np.ndarray

@@ -233,4 +233,3 @@ class DraftLengths:
         if training.any():
             carried = decoded.carried if decoded.carried is not None else np.zeros_like(decoded.got)
             self.engine.counters.step(decoded.got * training, carried, now - max(step.began, self._last or 0.0))
-        self.engine.verified(decoded)
