@@ -80,13 +80,7 @@ struct Columns {
 
   Columns(Out<double> written, Out<double> pace, Out<double> load, Out<double> drafted, Out<double> accepted,
           Out<double> steps, Out<double> worth)
-      : written(written),
-        pace(pace),
-        load(load),
-        drafted(drafted),
-        accepted(accepted),
-        steps(steps),
-        worth(worth) {
+      : written(written), pace(pace), load(load), drafted(drafted), accepted(accepted), steps(steps), worth(worth) {
     for (const auto* column : {&pace, &load, &drafted, &accepted, &steps, &worth})
       if (column->size() != written.size()) throw std::invalid_argument("Columns: the columns differ in length");
   }
