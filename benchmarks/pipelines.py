@@ -58,7 +58,6 @@ def main(count: int, out: Path) -> None:
             limit = length.format(steps=count, rollouts=4 * count)
             found = train(module, f"grpo_tiny_math_cpu_{pipeline}", limit, *overrides)
             late = found[-max(1, len(found) // 2) :]
-            names = sorted({n for row in found for n in row if n.startswith("das/accept_rate_age_")})
             arms[arm] = {
                 "updates": len(found),
                 **{
@@ -66,11 +65,10 @@ def main(count: int, out: Path) -> None:
                     for n in ("das/tokens_per_s", "das/tokens_per_forward", "das/health")
                 },
                 "tokens_per_s_second_half": float(np.mean([row["das/tokens_per_s"] for row in late])),
-                "acceptance_by_age": {n: float(np.mean([row[n] for row in found if n in row])) for n in names},
             }
         ratio = arms["history"]["tokens_per_s_second_half"] / arms["off"]["tokens_per_s_second_half"]
         result["pipelines"][pipeline] = {"ratio_second_half": ratio, "arms": arms}
-        click.echo(f"{pipeline}: {ratio:.2f} x off; {arms['history']['acceptance_by_age']}")
+        click.echo(f"{pipeline}: {ratio:.2f} x off")
         save(out, result)
 
 

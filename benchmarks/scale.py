@@ -50,7 +50,7 @@ def predict(steps: int, problems: int, repeats: int) -> dict[str, Any]:
     """Measure the predictions over `steps` x `problems` problems, and what the arrival of a step's lengths costs."""
     rng = np.random.default_rng(0)
     rows = [lengths(rng, version, problems) for version in range(steps)]
-    log = LengthLog(WINDOW)
+    log = LengthLog()
     added = [timed(lambda step=step: [log.add(some) for some in np.array_split(step, 32)]) for step in rows]  # type: ignore[misc]
     return {
         "responses": steps * problems * GROUP,
@@ -71,7 +71,7 @@ class Engine:
     """What one rank of an engine does at a weight sync, without the model."""
 
     def __init__(self, directory: Path) -> None:
-        self.index, self.model, self.returns = SuffixIndex.attach(directory), LengthModel(LONGEST, WINDOW), Returns()
+        self.index, self.model, self.returns = SuffixIndex.attach(directory), LengthModel(LONGEST), Returns()
 
     def refresh(self, generation: int, responses: np.ndarray) -> None:
         """Map a generation, and learn the lengths of new responses."""

@@ -39,11 +39,11 @@ std::vector<float> descending(const std::vector<float>& values) {
 
 // Keeps the set of tokens whose value exceeds its cost by most. Of m tokens the best set is the m of greatest value,
 // and as values fall along each draft, those above a threshold are a prefix of it: the best m decides.
-nb::tuple allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& own, const In<double>& tail,
-                   const In<double>& fade, const In<double>& costs, Out<int64_t> keep) {
-  const size_t batch = own.size(), n = chances.size();
-  if (offsets.size() != batch + 1 || keep.size() != batch || tail.size() != batch || fade.size() != batch)
-    throw std::invalid_argument("allocate: own, tail, fade, offsets and keep differ in their number of requests");
+nb::tuple allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth,
+                   const In<double>& costs, Out<int64_t> keep) {
+  const size_t batch = worth.size(), n = chances.size();
+  if (offsets.size() != batch + 1 || keep.size() != batch)
+    throw std::invalid_argument("allocate: worth, offsets and keep differ in their number of requests");
   if (costs.size() != n + 1) throw std::invalid_argument("allocate: costs: expected one for each number of tokens");
   const float* c = chances.data();
   const int64_t* at = offsets.data();
@@ -51,10 +51,8 @@ nb::tuple allocate(const In<float>& chances, const In<int64_t>& offsets, const I
     throw std::invalid_argument("allocate: offsets: expected ascending numbers from 0 to the number of chances");
   std::vector<float> value(n);
   for (size_t i = 0; i < batch; ++i) {
-    const auto always = static_cast<float>(own.data()[i]);
-    auto deciding = static_cast<float>(tail.data()[i]);
-    const auto less = static_cast<float>(std::exp(-fade.data()[i]));
-    for (int64_t j = at[i]; j < at[i + 1]; ++j, deciding *= less) value[j] = c[j] * (always + deciding);
+    const auto accepted = static_cast<float>(worth.data()[i]);
+    for (int64_t j = at[i]; j < at[i + 1]; ++j) value[j] = c[j] * accepted;
   }
   const std::vector<float> best_first = descending(value);
   double sum = 0, gain = 0;
@@ -78,19 +76,12 @@ nb::tuple allocate(const In<float>& chances, const In<int64_t>& offsets, const I
 
 // Columns of the live requests, by slot: RequestTable's (das_adapter/core/requests.py), which they are parts of.
 struct Columns {
-  Out<double> written, pace, load, drafted, accepted, steps, own, tail;
+  Out<double> written, pace, load, drafted, accepted, steps, worth;
 
   Columns(Out<double> written, Out<double> pace, Out<double> load, Out<double> drafted, Out<double> accepted,
-          Out<double> steps, Out<double> own, Out<double> tail)
-      : written(written),
-        pace(pace),
-        load(load),
-        drafted(drafted),
-        accepted(accepted),
-        steps(steps),
-        own(own),
-        tail(tail) {
-    for (const auto* column : {&pace, &load, &drafted, &accepted, &steps, &own, &tail})
+          Out<double> steps, Out<double> worth)
+      : written(written), pace(pace), load(load), drafted(drafted), accepted(accepted), steps(steps), worth(worth) {
+    for (const auto* column : {&pace, &load, &drafted, &accepted, &steps, &worth})
       if (column->size() != written.size()) throw std::invalid_argument("Columns: the columns differ in length");
   }
 
@@ -126,8 +117,7 @@ struct Columns {
       throw std::invalid_argument("limits: slots, room and out differ in length");
     for (size_t i = 0; i < slots.size(); ++i) {
       const size_t at = slot(slots, i);
-      const bool worth = own.data()[at] + tail.data()[at] > cost;
-      out.data()[i] = worth ? std::max<int64_t>(0, std::min(room.data()[i], most)) : 0;
+      out.data()[i] = worth.data()[at] > cost ? std::max<int64_t>(0, std::min(room.data()[i], most)) : 0;
     }
   }
 };
@@ -177,15 +167,14 @@ void interpolate(const Table& cdf, double scale, const Table& lengths,
 }  // namespace
 
 void bind_controller(nb::module_& m) {
-  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("own"), nb::arg("tail"), nb::arg("fade"),
-        nb::arg("costs"), nb::arg("keep"),
+  m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("worth"), nb::arg("costs"),
+        nb::arg("keep"),
         "Choose how many draft tokens of each request to verify, into keep int64 [b]; costs: seconds of 0, 1, ... n of "
         "them, float64 [n + 1]. Return the expected gain in seconds, and how many these are.");
   nb::class_<Columns>(m, "Columns")
-      .def(nb::init<Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>,
-                    Out<double>>(),
+      .def(nb::init<Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>>(),
            nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),
-           nb::arg("steps"), nb::arg("worth_own"), nb::arg("worth_tail"))
+           nb::arg("steps"), nb::arg("worth"))
       .def("advance", &Columns::advance,
            "Add one decode step to the requests in `slots`, and count it for the acceptance curve, float64 [4].")
       .def("limits", &Columns::limits,

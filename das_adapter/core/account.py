@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, get_args
 
@@ -23,12 +22,6 @@ LOOK_STEPS = 16
 """While nothing is worth drafting, drafts are looked for after 1, 2, 4, ... steps, at most this many."""
 PROBE_STEPS, RARE_STEPS = 128, 1024
 """After so many drafted steps, or plain ones, one is taken the other way; where only probes draft, the wait doubles."""
-FIRST_STEPS = 24
-"""The same for drafted steps while plain ones are not known."""
-TRIAL_STEPS, TRIAL_DRAFTS = 16, 8
-"""Steps of a trial at most, and before the next at least; drafted steps after which it is over."""
-TRIAL_SHARE = 0.01
-"""Share of a rollout's time that its trials may lose."""
 GUARD_STEPS, GUARD_LOSS = 64, 0.1
 """Drafted steps between two looks at the time saved; the loss that stops drafting, as a share of their time."""
 COLLAPSE_RATE, COLLAPSE_TOKENS = 0.02, 2000
@@ -57,37 +50,6 @@ def collapsed(drafted: float, accepted: float) -> str | None:
     return f"acceptance collapsed: {accepted:.0f} of {drafted:.0f} draft tokens"
 
 
-@dataclass
-class _Trial:
-    """A few steps in which the drafter is asked, to see whether it gains time; the first is left out, in which it
-    reads what it has missed."""
-
-    steps: int = -1
-    drafted: int = 0
-    seconds: float = 0.0
-    plain: float = 0.0
-    """What the tokens would have taken without drafts, seconds."""
-    loss: float = 0.0
-    """Seconds beyond plain decoding, the first step included."""
-
-    def step(self, seconds: float, plain: float, drafted: bool) -> None:
-        """Take a step."""
-        self.steps += 1
-        self.loss += seconds - plain
-        if self.steps:
-            self.drafted += drafted
-            self.seconds += seconds
-            self.plain += plain
-
-    @property
-    def over(self) -> bool:
-        return self.steps >= TRIAL_STEPS or self.drafted >= TRIAL_DRAFTS
-
-    @property
-    def gained(self) -> bool:
-        return self.drafted > 0 and self.plain > (1.0 + LOSS) * self.seconds
-
-
 class Account:
     """Keeps the time of an engine's rollout, and decides when a drafter is asked."""
 
@@ -112,8 +74,6 @@ class Account:
 
     def _restart(self) -> None:
         self.time.restart()
-        self._trial: _Trial | None = None
-        self._since_trial, self._lost = 0, 0.0  # seconds that trials took beyond plain decoding
         self._on = False
         self._drafted_steps = 0
         self._model_took, self._model_saved = 0.0, 0.0
@@ -123,12 +83,7 @@ class Account:
     def ask(self, requests: int, drafted: bool) -> bool:
         """Decide at the end of a decode step of so many requests, which has verified drafts or not, whether a drafter
         is asked at all; where none is, a step without drafts is a baseline step."""
-        if self.idle and not self.stopped:
-            self._since_trial += 1
-            if self._since_trial >= TRIAL_STEPS and self._lost <= TRIAL_SHARE * self.time.passed:
-                self._trial = _Trial()
-                self._enter(State.PROBING, self._rest.reason)
-        asks = not self.idle and (drafted or self._trial is not None or self.look.due(self.now + 1, requests))
+        asks = not self.idle and (drafted or self.look.due(self.now + 1, requests))
         self.now += not asks
         return asks
 
@@ -136,21 +91,11 @@ class Account:
         """Return whether a drafter will be asked after so many more steps, as far as can be said now."""
         return not self.idle and self.look.due(self.now + steps, requests)
 
-    def silent(self, ahead: int, requests: int) -> bool:
-        """Return whether no drafter is asked in so many steps from now on, whatever they bring."""
-        if self._speculate != "auto" or self.idle:
-            return self.stopped or (self.idle and self._since_trial + ahead < TRIAL_STEPS)
-        return self._trial is None and not self.look.due(self.now + ahead, requests)
-
     @property
     def idle(self) -> bool:
-        """Whether no drafter is asked: drafting has stopped or failed, or the rollout is at rest between trials."""
-        return self.stopped or (self._rest.reason is not None and self._trial is None)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether nothing is drafted before the next weight sync."""
-        return self.state in (State.STOPPED, State.FAILED)
+        """Whether no drafter is asked before the next weight sync: drafting has stopped or failed, or this rollout is
+        at rest."""
+        return self.state in (State.STOPPED, State.FAILED) or self._rest.reason is not None
 
     @property
     def model_rests(self) -> str | None:
@@ -169,18 +114,16 @@ class Account:
             self._on = running <= self._speculate * (1.25 if self._on else 1.0)
         return self._on and (worth or not optimal)
 
-    def due(self, kind: Probe, running: int, unseen: bool = False) -> bool:
+    def due(self, kind: Probe, unseen: bool = False) -> bool:
         """Return whether the next step is due to be taken the other way; `unseen`: no such step is known, and no step
         is waited for."""
         if kind == "plain":
-            wait = PROBE_STEPS if self.time.engine.plain_steps(running) >= 3 else FIRST_STEPS
-        else:
-            wait = 0 if unseen else self.probe_wait
-        return self._waited[kind] >= wait and (kind != "drafted" or isinstance(self._speculate, str))
+            return self._waited[kind] >= PROBE_STEPS
+        return self._waited[kind] >= (0 if unseen else self.probe_wait) and isinstance(self._speculate, str)
 
-    def probe(self, kind: Probe, running: int, unseen: bool = False) -> bool:
+    def probe(self, kind: Probe, unseen: bool = False) -> bool:
         """As `due`; if it is, the next step of its kind waits again."""
-        due = self.due(kind, running, unseen)
+        due = self.due(kind, unseen)
         if due:
             self._waited[kind] = 0
             if kind == "drafted" and not unseen:
@@ -192,9 +135,8 @@ class Account:
         if drafted and not probing:
             self.probe_wait = PROBE_STEPS
         self.look.done(self.now, running, again_soon=drafted or probing)
-        if self._trial is None:
-            nothing = State.PROBING if probing or plain else State.RESTING
-            self._enter(State.DRAFTING if drafted and not probing else nothing, None)
+        nothing = State.PROBING if probing or plain else State.RESTING
+        self._enter(State.DRAFTING if drafted and not probing else nothing, None)
 
     # What is told
 
@@ -202,13 +144,8 @@ class Account:
         self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
     ) -> None:
         """As `PlainTime.asked`."""
-        requests, time = len(slots), self.time
         self._wait(drafted)
-        seconds = time.asked(slots, got, seconds, drafted, predicted, context)
-        if self._trial is not None and (plain := time.step(requests, context)) is not None:
-            self._trial.step(seconds, int(got.sum()) / requests * plain, drafted)
-            if self._trial.over:
-                self._end_trial(self._trial)
+        self.time.asked(slots, got, seconds, drafted, predicted, context)
         self._drafted_steps += drafted
         if drafted and self._drafted_steps % GUARD_STEPS == 0 and self._speculate != "always":
             if reason := self._loss():
@@ -292,13 +229,6 @@ class Account:
             self.time.engine.fit()
         return f"speculation cost {-saved:.2f} s in {batch.drafted_seconds:.2f} s of drafted steps"
 
-    def _end_trial(self, trial: _Trial) -> None:
-        self._trial, self._since_trial = None, 0
-        self._lost += max(0.0, trial.loss)
-        if trial.gained:
-            self._rest.reason = None
-        self._enter(State.DRAFTING if trial.gained else State.RESTING, self._rest.reason)
-
     def _judge(self, model_may_rest: bool) -> None:
         """Say which of the next rollouts begin at rest, and how this one compares with stock."""
         if self._speculate != "auto":
@@ -310,7 +240,7 @@ class Account:
             self._news = f"das: the model that drafts rests for a while: {words}"
         reason = None if compared is None else compared.lost
         if self._rest.judge(reason, gained=compared is not None and not reason):
-            self._news = f"das: {reason}: rollouts begin without drafts until a trial gains time"
+            self._news = f"das: drafting rests for a while: {reason}"
         share = self.time.of_stock()
         self.slow = None
         if compared is not None and share is not None and self.time.stock is not None:

@@ -1,4 +1,4 @@
-"""When to repeat work that costs time and rarely brings anything; and which rollouts begin at rest."""
+"""When to repeat work that costs time and rarely brings anything; and which rollouts are at rest."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ class Backoff:
 
 
 class Rest:
-    """Rollouts that begin at rest: 1, 2, 4, ... 16 of them after each one that lost."""
+    """Rollouts at rest: 1, 2, 4 and then 8 of them after each one that lost."""
 
-    MOST = 16
+    MOST = 8
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        """Why this rollout began at rest; None: it did not, or it is over."""
-        self._backoff = Backoff(1, self.MOST)
-        self._rollout = 0
+        """Why this rollout is at rest; None: it is not."""
+        self._left, self._next = 0, 1  # rollouts at rest: that are left; after the next loss
 
     def judge(self, lost: str | None, gained: bool) -> bool:
-        """Take the end of a rollout: why it has lost, or whether it was worth its time, or neither; one that began at
-        rest is not judged. Return whether the next begins at rest that would not have."""
-        self._rollout += 1
-        began = self.reason is None and lost is not None
-        if self.reason is None and (lost or gained):
-            self._backoff.done(self._rollout, again_soon=not lost)
-            self.reason = lost
-        if self._backoff.due(self._rollout):
-            self.reason = None
-        return began
+        """Take the end of a rollout: why it has lost, or whether it was worth its time, or neither; one at rest is not
+        judged. Return whether the next is at rest that would not have been."""
+        if self.reason is not None:
+            self._left -= 1
+            self.reason = self.reason if self._left else None
+            return False
+        if lost is not None:
+            self.reason, self._left, self._next = lost, self._next, min(2 * self._next, self.MOST)
+        elif gained:
+            self._next = 1
+        return lost is not None

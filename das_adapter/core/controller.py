@@ -20,7 +20,7 @@ from das_adapter.config import Budget, DasConfig
 from das_adapter.core.acceptance import AcceptanceCurve
 from das_adapter.core.account import Account
 from das_adapter.core.backoff import Backoff
-from das_adapter.core.budget import Floats, Worth, das_budgets, makespan_weights
+from das_adapter.core.budget import Floats, das_budgets, makespan_weights
 from das_adapter.core.latency import StepModel, StepTimes
 from das_adapter.core.length import LengthModel, Responses, classes, expected_remaining
 from das_adapter.core.model_drafts import ModelDrafts
@@ -65,9 +65,9 @@ class Controller:
         sizes: tuple[int, ...] = (),
         stock: StepModel | None = None,
     ) -> None:
-        """`limit`: longest response there can be, tokens; `prior`: latency model until the engine's own steps give one;
-        `drafts`: of the model that drafts; `common`: draft lengths to choose from, rising, where all requests of a step
-        share one, None: each has its own; `sizes`: see `StepModel`; `stock`: see `PlainTime`."""
+        """`limit`: longest response there can be, tokens; `prior`: latency model until the engine's own steps give one,
+        see `StepTimes`; `drafts`: of the model that drafts; `common`: draft lengths to choose from, rising, where all
+        requests of a step share one, None: each has its own; `sizes`: see `StepModel`; `stock`: see `PlainTime`."""
         time = PlainTime(StepTimes(prior, sizes=sizes), stock, sizes)
         self.account = Account(time, config.speculate)
         self.lengths = LengthModel(limit)
@@ -83,7 +83,7 @@ class Controller:
         self._last_end = self._last_refill = _NEVER  # steps in which a request left, in which another took its place
         self._replan = Backoff(4, REPLAN_STEPS)
         self._least_chance = LEAST_CHANCE
-        self._model: StepModel | None = None  # the latency model at the batch's context
+        self._model = self.times.model  # the latency model at the batch's context
         self._drafting_seconds = 0.0  # a step's, lately
 
     @property
@@ -140,15 +140,16 @@ class Controller:
         account.now += decoded.steps
         self.requests.advance(slots, decoded.got, decoded.carried, self._curve.counts)
         if self.drafts is not None and decoded.by_model is not None and decoded.by_model.any():
-            worth = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
-            account.model(saved=self.drafts.verified(decoded.by_model, decoded.got, worth))
-        if account.stopped or not running or not account.look.due(account.now, running):
+            table = self.requests
+            saved = self.drafts.verified(decoded.by_model, decoded.got, table.worth[slots], table.record[slots])
+            account.model(saved=saved)
+        if account.idle or not running or not account.look.due(account.now, running):
             return None
         mean = 0.0 if decoded.context is None else float(np.add.reduce(decoded.context)) / running
-        self._model = self.times.model and self.times.model.at(mean)
+        self._model = self.times.model.at(mean)
         if self.drafts is not None:
             self.drafts.context = mean
-        return Search(self._draft_limits(slots, decoded.room, decoded.context), self._floor(running))
+        return Search(self._draft_limits(slots, decoded.room, decoded.context), self._floor())
 
     def decide(self, slots: Ints, search: Search | None, drafts: tuple[Chances, Ints] | None = None) -> StepPlan:
         """Decide on the drafts of the next step, given its requests' slots, int64 [b], what `begin` has returned, and
@@ -181,7 +182,7 @@ class Controller:
     def worth(self, slots: Ints) -> Floats:
         """Return what an accepted token of each request is worth, float64 [b]: seconds; where budgets are fixed, all
         are worth the same."""
-        found: Floats = self.requests.worth_own[slots] + self.requests.worth_tail[slots]
+        found: Floats = self.requests.worth[slots]
         return found if self._policy == "optimal" and found.max() > 0 else np.ones(len(slots))
 
     # Figures
@@ -196,9 +197,9 @@ class Controller:
     def _refilling(self) -> bool:
         return self.account.now - self._last_refill < REFILL_STEPS
 
-    def _floor(self, running: int) -> float:
+    def _floor(self) -> float:
         if self._policy == "optimal":
-            return LEAST_CHANCE if self.account.due("drafted", running) else self._least_chance
+            return LEAST_CHANCE if self.account.due("drafted") else self._least_chance
         return least_chance(self._policy)
 
     def _draft_limits(self, slots: Ints, room: Ints, context: Ints | None) -> Ints:
@@ -207,14 +208,11 @@ class Controller:
         if arrived or self._replan.due(now, running):
             self._replan.done(now, running, again_soon=arrived)
             self._value_requests(slots, context)
-        if self._policy == "optimal" and self._model is not None:
+        if self._policy == "optimal":
             return self.requests.limits(slots, room, self._most, self._model.marginal(running))
         most: Ints = np.minimum(room, self._most)
         if self._policy == "das":  # a fraction of a token in that share of the steps
             np.minimum(most, np.floor(self.requests.budget[slots] + now * GOLDEN % 1.0).astype(np.int64), out=most)
-        elif self._policy == "optimal":  # for the first measurements: short drafts for some
-            np.minimum(most, (1, 4, self._most)[now // 2 % 3], out=most)
-            most[~first(slots, most > 0, running / 4)] = 0
         np.maximum(most, 0, out=most)
         return most
 
@@ -228,14 +226,8 @@ class Controller:
         if self.always:
             plan = everything(offer)
             account.decided(running, True, False)
-        elif model is None:
-            whole = everything(offer)
-            if account.draws(running, 1.0, offer.cut) and account.now % (2 if offer.cut else 4):
-                plan = whole
-            account.decided(running, False, whole.total > 0)
         else:
-            plain, table, common = account.probe("plain", running), self.requests, self.common
-            worth = Worth(table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots])
+            plain, worth, common = account.probe("plain"), self.requests.worth[slots], self.common
             found = one_length(offer, worth, model, common) if common else own_lengths(offer, worth, model)
             total = found.total
             drafting = model.step(running + total, running, total > 0) + found.passes_s
@@ -247,7 +239,7 @@ class Controller:
                 not drafts and offer.drafts is not None and offer.drafts.untried(model.step(running, running, False))
             )
             there = len(offer.chances) > 0 or offer.drafts is not None
-            probing = account.probe("drafted", running, unseen) and there
+            probing = account.probe("drafted", unseen) and there
             if probing:
                 by_model = unseen or not len(offer.chances)
                 offered = limits if by_model else np.diff(offer.offsets)
@@ -268,22 +260,20 @@ class Controller:
         table.length_class[slots] = classes(cdf, lengths.edges, written, lengths.bounds)
         if self._policy == "das":
             self._plan_rollout(slots)
-        if model is None or self.times.model is None:
-            return
         texts = np.zeros(len(slots)) if context is None else context
         fixed: Floats = self.times.model.request + self.times.model.context * np.asarray(texts, dtype=float)
-        worth = self._token_worth(slots, model, fixed)
-        table.worth_own[slots], table.worth_tail[slots], table.worth_fade[slots] = worth
-        dearest, running = float((worth.own + worth.tail).max()), len(slots)
+        table.worth[slots] = worth = self._token_worth(slots, model, fixed)
+        dearest, running = float(worth.max()), len(slots)
         self._least_chance = max(LEAST_CHANCE, min(model.slope(running), model.slope(np.inf)) / max(dearest, 1e-12))
 
-    def _token_worth(self, slots: Ints, model: StepModel, fixed: Floats) -> Worth:
-        """`fixed`: seconds that each request adds to a step, tokens apart, shape (b,)."""
+    def _token_worth(self, slots: Ints, model: StepModel, fixed: Floats) -> Floats:
+        """What the request's own part in a step costs, and by how much the rollout ends earlier; `fixed`: seconds that
+        each request adds to a step, tokens apart, shape (b,)."""
         table, running = self.requests, len(slots)
         if self._refilling:  # nobody decides the end
-            last, fade = np.full(running, 1.0 / running), np.zeros(running)
+            last = np.full(running, 1.0 / running)
         else:
-            last, fade = makespan_weights(table.cdf[slots], self.lengths.edges, table.written[slots])
+            last = makespan_weights(table.cdf[slots], self.lengths.edges, table.written[slots])
         # A round that is not needed saves what its tokens cost, drafts included but not more than plain decoding's, and
         # the last ones what a step costs that nobody else is in.
         pace, tokens = table.pace[slots], 1.0 + table.load[slots]
@@ -291,8 +281,8 @@ class Controller:
         left = 1.0 / float(last @ last)
         size = left * float(last @ tokens)
         tail = max(0.0, model.step(size, left, size > left) - model.slope(size) * size - model.request * left)
-        own = np.minimum((token * tokens + fixed) / pace, token + fixed)
-        return Worth(own, last * min(tail, (tail + self._drafting_seconds) / float(last @ pace)), fade)
+        own: Floats = np.minimum((token * tokens + fixed) / pace, token + fixed)
+        return own + last * min(tail, (tail + self._drafting_seconds) / float(last @ pace))
 
     def _plan_rollout(self, slots: Ints) -> None:
         table, lengths = self.requests, self.lengths
@@ -301,8 +291,7 @@ class Controller:
             expected_remaining(table.cdf[slots], lengths.edges, table.written[slots]),
             lengths.class_lengths[risen] - table.written[slots],
         )
-        kinds = table.length_class[slots]
-        table.budget[slots] = das_budgets(remaining, self._curve.fitted(), kinds, self._model, self._most)
+        table.budget[slots] = das_budgets(remaining, self._curve.fitted(), self._model, self._most)
 
     def _settle(self) -> None:
         """A batch is over: what follows has a beginning of its own."""

@@ -118,6 +118,10 @@ class StepModel:
         return self.slope(tokens) if self.size(tokens) == tokens else 0.0
 
 
+ASSUMED = StepModel(base=0.02, token=0.02 / 16)
+"""Until an engine's first steps, where no roofline tells: sixteen tokens more take as long as an empty step."""
+
+
 @dataclass
 class _Cell:
     tokens: float
@@ -138,9 +142,11 @@ class StepTimes:
     """Times kept per kind of step."""
 
     def __init__(self, prior: StepModel | None = None, kinds: int = 2, sizes: tuple[int, ...] = ()) -> None:
-        """`prior`: the model until the first fit; `kinds`: how many kinds of step must have been seen twice, whatever
-        their context, before that; `sizes`: `StepModel.sizes` of the engine."""
-        self.model = self._prior = prior and replace(prior, sizes=sizes)
+        """`prior`: the model until the first fit; None: `ASSUMED`; `kinds`: how many kinds of step must have been seen
+        twice, whatever their context, before that; `sizes`: `StepModel.sizes` of the engine."""
+        self.model = self._prior = replace(prior or ASSUMED, sizes=sizes)
+        self.known = prior is not None
+        """Whether there was a prior, or a step."""
         self.observed = 0
         self.surprise = 0.0
         """Relative error of the last few predictions: large outside the fitted range."""
@@ -148,21 +154,19 @@ class StepTimes:
         self._empty = StepModel(0.0, 0.0, sizes=sizes)
         self._fitted_at = 0
         self._cells: dict[tuple[int, int, bool, int], _Cell] = {}
-        self._plain = [0] * 32  # steps without drafts, by the power of two of their requests
         self._error = 0.0
         self._judged = 0
 
     def add(self, tokens: int, requests: int, drafted: bool, seconds: float, context: float = 0.0) -> float | None:
-        """Take the time of one decode step; return what was predicted, None before there is a model. `context`: tokens
+        """Take the time of one decode step; return what was predicted, None where nothing was known. `context`: tokens
         of context that all requests have together."""
-        predicted = None if self.model is None else self.model.step(tokens, requests, drafted, context)
+        predicted = self.model.step(tokens, requests, drafted, context) if self.known else None
         if predicted is not None and seconds > 0:
             error = min(1.0, abs(predicted / seconds - 1.0))
             self._error += error
             self._judged += 1
             self.surprise += (error - self.surprise) / 8
         self.observed += 1
-        self._plain[requests.bit_length()] += not drafted
         mean = context / max(requests, 1)
         tokens = int(self._empty.size(tokens))
         key = (_eighths(tokens), _eighths(requests), drafted, round(2 * log2(mean)) if mean > 1 else 0)
@@ -175,10 +179,6 @@ class StepTimes:
         cell.seconds.append(seconds)
         return predicted
 
-    def plain_steps(self, requests: int) -> int:
-        """Return how many steps without drafts were seen with about so many requests."""
-        return self._plain[requests.bit_length()]
-
     def take_error(self) -> float:
         """Return the mean relative error of the predictions since the last call, each made before its step was fitted;
         0 if there were none."""
@@ -186,27 +186,29 @@ class StepTimes:
         return error / judged if judged else 0.0
 
     def keep_fitted(self) -> None:
-        """Fit the model again after enough new steps, earlier where its recent predictions were wrong."""
+        """Fit the model at the first step, and again after enough new ones, earlier where its recent predictions were
+        wrong."""
         since, surprised = self.observed - self._fitted_at, self.surprise > SURPRISE
-        if since >= (8 if surprised else min(max(16, self._fitted_at), 4096)):
+        if not self.known or since >= (8 if surprised else min(max(16, self._fitted_at), 4096)):
             self._fitted_at = self.observed
             self.fit()
 
-    def fit(self) -> StepModel | None:
+    def fit(self) -> StepModel:
         """Fit the model again and return it; while too few kinds of step were seen twice, the prior, whose times are
-        multiplied to meet those that were seen, or None."""
+        multiplied to meet those that were seen."""
         found = [(c, key) for key, c in self._cells.items() if len(c.seconds) >= 2]
-        cells, kinds = [c for c, _ in found], {key[:3] for _, key in found}
+        few = len({key[:3] for _, key in found}) < self._kinds
+        if few:
+            found = [(c, key) for key, c in self._cells.items()]
+        cells, self.known = [c for c, _ in found], self.known or bool(found)
         seconds = np.array([float(np.median(c.seconds)) for c in cells])
         drafted = np.array([key[2] for _, key in found], dtype=bool)
         n, b, s = (np.array([getattr(c, name) for c in cells]) for name in ("tokens", "requests", "context"))
-        if len(kinds) < self._kinds:
-            if self._prior is not None and cells:
-                factor = float(np.median(seconds / self._prior.seconds(n, b, drafted, s)))
-                self.model = self._prior.scaled(factor)
+        if few and cells:
+            self.model = self._prior.scaled(float(np.median(seconds / self._prior.seconds(n, b, drafted, s))))
         elif len(cells) == 1:
             self.model = StepModel(base=float(seconds[0]), token=0.0, sizes=self._empty.sizes)
-        else:
+        elif cells:
             weights = np.sqrt([len(c.seconds) for c in cells])
             self.model = fit(n, b, drafted, seconds, s, weights, self._empty.sizes)
         return self.model

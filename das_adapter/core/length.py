@@ -40,9 +40,9 @@ class LengthClass(IntEnum):
 class LengthModel:
     """Distribution of response lengths, over all problems and per problem, on a logarithmic grid.
 
-    A problem's own lengths are weighted by their number, the population as `POPULATION` of them. Each length
-    stands for a log-normal around it: the next rollout of a problem is about as long, not exactly. The classes' bounds
-    are quantiles of the recent lengths, computed by every `refit`.
+    The lengths of a problem's last visits are weighted by their number, the population as `POPULATION` of them. Each
+    length stands for a log-normal around it: the next rollout of a problem is about as long, not exactly. The classes'
+    bounds are quantiles of the recent lengths, computed by every `refit`.
     """
 
     GRID = 64
@@ -56,11 +56,9 @@ class LengthModel:
     PROBLEMS = 2**18
     """Most problems that are remembered; those not seen for longest are forgotten first."""
 
-    def __init__(self, limit: int = 2**17, window: int = WINDOW) -> None:
-        """`limit`: longest response there can be (max_model_len will do); `window`: visits of a problem whose lengths
-        are remembered."""
+    def __init__(self, limit: int = 2**17) -> None:
+        """`limit`: longest response there can be (max_model_len will do)."""
         self.limit = max(2, limit)
-        self.window = window
         self.edges: Floats = np.geomspace(1.0, float(self.limit), self.GRID)
         """Lengths at which the distribution functions are tabulated, shape (GRID,)."""
         self.bounds = (0.0, float(self.limit))
@@ -81,7 +79,7 @@ class LengthModel:
         first = np.flatnonzero(np.r_[len(new) > 0, (keys[1:] != keys[:-1]).any(axis=1)])
         bounds = [*first.tolist(), len(new)]
         for (problem, _, version), begin, end in zip(new[first].tolist(), bounds, bounds[1:], strict=False):
-            _note(self._lengths.setdefault(problem, {}), version, tokens[begin:end].copy(), self.window)
+            _note(self._lengths.setdefault(problem, {}), version, tokens[begin:end].copy(), WINDOW)
             self._lengths.move_to_end(problem)
         for version in np.unique(new["version"]).tolist():
             _note(self._everyone, version, tokens[new["version"] == version], self.RECENT)
@@ -129,11 +127,10 @@ class LengthLog:
     KEPT = 2**18
     """Responses whose lengths are remembered."""
 
-    def __init__(self, window: int = WINDOW) -> None:
-        """`window`: visits of a problem that its predicted length is made from."""
+    def __init__(self) -> None:
         self.count = 0
         """Responses that have arrived."""
-        self._model = LengthModel(window=window)
+        self._model = LengthModel()
         self._log: deque[Responses] = deque()
         self._kept = 0
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.budget import Worth
+from das_adapter.core.budget import drafts_worth
 from das_adapter.core.latency import Floats, StepModel, StepTimes
 from das_adapter.core.steps import Ints, StepPlan
 
@@ -35,18 +36,22 @@ class ModelDrafts:
         """Of a request of the batch, tokens, on average."""
         self.passes = StepTimes(kinds=1)
         self.acceptance = AcceptanceRate()
+        self.counts = np.zeros(2, dtype=np.int64)
+        """Its tokens that were verified in training rollouts, and those accepted, since somebody took the counts."""
 
     def sync(self) -> None:
         """Forget most of the acceptance at a weight sync, which changes the policy."""
         self.acceptance.forget()
         self.passes.fit()
 
-    def verified(self, drafted: Ints, got: Ints, worth: Floats) -> float:
+    def verified(self, drafted: Ints, got: Ints, worth: Floats, training: npt.NDArray[np.bool_]) -> float:
         """Learn from a step, and return the seconds that accepted tokens saved. Shapes (b,): the model's tokens in each
-        request's draft, the tokens that each got, and what one is worth in seconds."""
+        request's draft, the tokens that each got, what one is worth in seconds, and who belongs to a training
+        rollout."""
         mine = drafted > 0
-        accepted = np.minimum(drafted[mine], got[mine] - 1)
-        self.acceptance.observe(drafted[mine], accepted)
+        tried, accepted = drafted[mine], np.minimum(drafted[mine], got[mine] - 1)
+        self.acceptance.observe(tried, accepted)
+        self.counts += tried @ training[mine], accepted @ training[mine]
         return float(accepted @ worth[mine])
 
     def expect(self, passes: StepModel | None) -> None:
@@ -56,8 +61,6 @@ class ModelDrafts:
     def timed_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
         """Take the time of one forward pass; `context`: tokens of context that all its requests have together."""
         self.passes.add(requests, requests, False, seconds, context)
-        if self.passes.model is None:
-            self.passes.fit()
         self.passes.keep_fitted()
 
     @property
@@ -74,7 +77,7 @@ class ModelDrafts:
         """Return what the passes take that draft so many tokens for each request, shape (b,), beyond those of every
         step; `plain`: a step of the policy."""
         passes = range(self.always, int(drafted.max(initial=0)))
-        if self.passes.model is None:
+        if not self.passes.known:
             return UNSEEN_PASS * plain * len(passes)
         model = self.passes.model.at(self.context)
         requests = [int(np.count_nonzero(drafted > (step if self.narrows else 0))) for step in passes]
@@ -88,7 +91,7 @@ class ModelDrafts:
         self,
         found: StepPlan,
         theirs: Floats,
-        worth: Worth,
+        worth: Floats,
         limits: Ints,
         model: StepModel,
         lengths: Sequence[int],
@@ -100,11 +103,12 @@ class ModelDrafts:
         Args:
             found: what is verified without the model; it stands where no length gains more.
             theirs: expected worth of what is kept of each request's other draft, shape (b,).
+            worth: see `allocate`.
             limits: most draft tokens of each request, shape (b,).
             cut: whether drafts whose last tokens are worth less than verifying them costs are shorter.
         """
         batch, best = len(limits), found
-        worths = worth.of_drafts(self.acceptance.chances(max(lengths, default=0)))
+        worths = drafts_worth(worth, self.acceptance.chances(max(lengths, default=0)))
         slope, plain = model.slope(batch + found.total), model.step(batch, batch, False)
         net = worths - slope * np.arange(worths.shape[1])
         longest = np.minimum(limits, net.argmax(axis=1)) if cut and self.agreed is None else limits

@@ -128,8 +128,8 @@ class PlainTime:
 
     def asked(
         self, slots: Ints, got: Ints, seconds: float, drafted: bool, predicted: float | None, context: int = 0
-    ) -> float:
-        """Take a step that verified drafts, or at whose end the drafter was asked; return the seconds that it counts.
+    ) -> None:
+        """Take a step that verified drafts, or at whose end the drafter was asked.
 
         Args:
             slots, got: of its requests, and the tokens that each got, int64 [requests].
@@ -150,7 +150,6 @@ class PlainTime:
         except IndexError:
             batch.written = with_room(batch.written, int(slots.max()) + 1)
             batch.written[slots] += got
-        return seconds
 
     def add(self, seconds: float) -> None:
         """Add to the time that is held against plain decoding, as of a drafter in a step that also read prompts."""
@@ -167,13 +166,7 @@ class PlainTime:
     @property
     def known(self) -> bool:
         """Whether enough baseline steps were timed."""
-        return self.baseline.model is not None and len(self._samples) >= LEAST_SAMPLES
-
-    def step(self, requests: int, context: float) -> float | None:
-        """Return the seconds of a plain step whose requests have so many tokens of context together; None: not yet
-        known."""
-        plain = self._plain(context / max(1, requests))
-        return None if plain is None else float(plain(np.array([requests], dtype=float))[0])
+        return len(self._samples) >= LEAST_SAMPLES
 
     def total(self) -> float:
         """Return what all steps would have taken in plain decoding; baseline steps alone where nothing is known."""
@@ -206,7 +199,6 @@ class PlainTime:
         if not self.known:
             return None
         model, share = (self.stock, 1.0) if self.stock else (self.baseline.model, float(np.mean(self._ratios())))
-        assert model is not None
         plain = 0.0
         for batch in self._batches:
             plain += batch.plain(model.at(batch.usual).plain)
@@ -224,14 +216,12 @@ class PlainTime:
         """Seconds of plain steps, by their requests, where each of these has so many tokens of context; interruptions
         have the share that they had in the baseline steps."""
         if not self.known:
-            return None if self.engine.model is None else self.engine.model.at(context).plain
-        assert self.baseline.model is not None
+            return self.engine.model.at(context).plain if self.engine.known else None
         model, share = self.baseline.model.at(context), float(np.mean(self._ratios()))
         return lambda requests: model.plain(requests) * share
 
     def _ratios(self) -> Floats:
         """The latest baseline steps' seconds over their model's, float64 [samples]."""
-        assert self.baseline.model is not None
         requests, seconds, context = np.array(self._samples, dtype=float).T
         predicted = self.baseline.model.seconds(requests, requests, False, context)
         return np.minimum(PAUSE, seconds / np.maximum(1e-9, predicted))

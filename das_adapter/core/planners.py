@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.budget import Worth, allocate
-from das_adapter.core.latency import StepModel
+from das_adapter.core.budget import allocate, drafts_worth, kept_worth
+from das_adapter.core.latency import Floats, StepModel
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.core.steps import Chances, Ints, StepPlan
 
@@ -33,13 +33,13 @@ class Offer:
     """Whether tokens that are worth less than they cost are left out; else budgets are fixed."""
 
 
-def own_lengths(offer: Offer, worth: Worth, model: StepModel) -> StepPlan:
+def own_lengths(offer: Offer, worth: Floats, model: StepModel) -> StepPlan:
     """Give each request the draft tokens that are worth more than they cost, from the history or from the model; under
-    fixed budgets all of them, and say what that gains. `model`: what a step costs."""
+    fixed budgets all of them, and say what that gains. `worth`, `model`: see `allocate`."""
     return _with_model(offer, allocate(offer.chances, offer.offsets, worth, model, offer.cut), worth, model)
 
 
-def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[int]) -> StepPlan:
+def one_length(offer: Offer, worth: Floats, model: StepModel, lengths: Sequence[int]) -> StepPlan:
     """Give all requests the one of the `lengths`, rising, that is worth most; under fixed budgets the one that these
     need. Where there is a model, it drafts for all or for nobody: then each request has the better draft of both."""
     running, found, drafts = len(offer.limits), offer.offsets[1:] - offer.offsets[:-1], offer.drafts
@@ -48,11 +48,11 @@ def one_length(offer: Offer, worth: Worth, model: StepModel, lengths: Sequence[i
     mine, theirs = nothing, np.zeros((running, 1))
     if drafts is not None:
         mine = np.minimum(offer.limits, drafts.longest)
-        theirs = worth.of_drafts(drafts.acceptance.chances(drafts.longest))
+        theirs = drafts_worth(worth, drafts.acceptance.chances(drafts.longest))
     needed = enough(np.minimum(offer.limits, np.maximum(found, mine)), lengths)
     shortest = min(needed, drafts.agreed or 1) if drafts is not None else 1  # of the model's drafts
     tried = [n for n in lengths if n <= needed and (n == needed or offer.cut)]
-    kept = worth.of_kept(offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried))
+    kept = kept_worth(worth, offer.chances, offer.offsets, *(np.minimum(found, n) for n in tried))
     for length, saved in zip(tried, kept, strict=True):
         verified = model.step(running * (1 + length), running, True) - plain
         for by_model in (False,) if drafts is None or length < shortest else (False, True):
@@ -73,7 +73,7 @@ def everything(offer: Offer) -> StepPlan:
     """Verify all that there is; the model drafts for the requests for which it brings more tokens."""
     found = np.diff(offer.offsets)
     nothing = np.zeros_like(found)
-    return _with_model(offer, StepPlan(found, nothing), Worth(nothing + 1.0, nothing + 0.0, nothing + 0.0), _FREE)
+    return _with_model(offer, StepPlan(found, nothing), np.ones(len(found)), _FREE)
 
 
 def alike(keep: Ints, lengths: Sequence[int]) -> Ints:
@@ -93,12 +93,12 @@ def first(slots: Ints, able: npt.NDArray[np.bool_], count: float) -> npt.NDArray
     return able & (ranks < count)
 
 
-def _with_model(offer: Offer, found: StepPlan, worth: Worth, model: StepModel) -> StepPlan:
+def _with_model(offer: Offer, found: StepPlan, worth: Floats, model: StepModel) -> StepPlan:
     drafts = offer.drafts
     if drafts is None:
         return found
     lengths = drafts.lengths(offer.floor)
     if not offer.cut:  # the longest, gain or not
         lengths, found = lengths[-1:], found._replace(gain=found.gain if len(offer.chances) else -np.inf)
-    (theirs,) = worth.of_kept(offer.chances, offer.offsets, found.history)
+    (theirs,) = kept_worth(worth, offer.chances, offer.offsets, found.history)
     return drafts.plan(found, theirs, worth, offer.limits, model, lengths, offer.cut)

@@ -18,7 +18,7 @@ PACE_STEPS = 16
 """Steps over which a request's tokens per step are averaged."""
 
 
-_NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth_own", "worth_tail")
+_NATIVE = ("written", "pace", "load", "drafted", "accepted", "steps", "worth")
 """Columns that the native core reads and brings forward, under the same names."""
 
 
@@ -65,10 +65,8 @@ class RequestTable:
     """Decode steps taken part in."""
     budget: Floats
     """Draft tokens a step that DAS plans."""
-    worth_own: Floats
-    worth_tail: Floats
-    worth_fade: Floats
-    """The parts of `budget.Worth`."""
+    worth: Floats
+    """Seconds that an accepted token saves."""
     length_class: Ints
     """`LengthClass`."""
     first_class: Ints

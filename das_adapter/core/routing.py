@@ -167,22 +167,16 @@ class Replicas(Generic[Name]):
         whole = samples * self.work(length, samples - 1, known)
         self._peak = max(self._peak, whole + float(work.sum()))
         share = max(self._expected, self._peak) / len(names)
-        there = [0]  # samples of the group on each replica, or on all
-        if self._running[problem]:
-            there = [part.samples if (part := self._parts[r].get(problem)) else 0 for r in names]
         first, places, each = math.inf, list[Name](), 0
         for parts in range(1, min(samples, len(names)) + 1):
             if each == (each := math.ceil(samples / parts)):
                 continue
-            beside = {n: n + each - 1 for n in set(there)}
-            rounds = {n: self._rounds(length, others + 1, known) for n, others in beside.items()}
-            more = {n: each * self.work(length, others, known) for n, others in beside.items()}
-            added = np.broadcast_to([more[n] for n in there], work.shape)
-            longest_after, work_after = np.maximum(longest, [rounds[n] for n in there]), work + added
+            more = each * self.work(length, each - 1, known)
+            longest_after, work_after = np.maximum(longest, self._rounds(length, each, known)), work + more
             chosen = np.argsort(longest_after + work_after, kind="stable")[:parts]
             ends = longest + np.maximum(0.0, work - share)
             ends[chosen] = longest_after[chosen] + np.maximum(0.0, work_after[chosen] - share)
-            end = float(ends.max() + added[chosen].sum() / len(names))
+            end = float(ends.max() + parts * more / len(names))
             if end >= first:
                 break
             first, places = end, [names[i] for i in chosen for _ in range(each)][:samples]

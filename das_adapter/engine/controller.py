@@ -14,7 +14,7 @@ from das_adapter.config import DasConfig
 from das_adapter.core.account import State
 from das_adapter.core.controller import Controller
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Decoded, TimedStep
+from das_adapter.core.steps import TimedStep
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.timing import before_the_first_step, captured_tokens
@@ -49,8 +49,6 @@ class EngineController:
         vocabulary = vllm_config.model_config.get_vocab_size()
         self.history = HistorySource(config.looked_up, vocabulary) if config.looked_up and leads else None
         self.drafts = drafts
-        self._by_model = np.zeros(2, dtype=np.int64)
-        """Draft tokens of the model that were verified since `stats` was called last, and those accepted."""
         self.log = DecisionLog(config.log_dir) if config.log_dir and leads else None
         known, sizes = before_the_first_step(config, vllm_config), captured_tokens(vllm_config)
         if known and drafts is not None:
@@ -96,18 +94,6 @@ class EngineController:
             self.controller.close(request.slot)
 
     # A decode step
-
-    def verified(self, decoded: Decoded) -> None:
-        """Count the drafts that a step has verified, those of a model in training rollouts."""
-        carried, by_model, slots, more = decoded.carried, decoded.by_model, decoded.slots, decoded.got - 1
-        if carried is None:
-            return
-        if by_model is not None:
-            mine = by_model * self.controller.requests.record[slots]
-            self._by_model += int(mine.sum()), int(np.minimum(mine, more).sum())
-            carried = np.where(by_model > 0, 0, carried)
-        if self.history is not None:
-            self.history.verified(slots, carried, np.minimum(more, carried))
 
     def timed(self, step: TimedStep, ended: float | None = None) -> None:
         """Take a decode step that has ended, in seconds since the epoch; None: now."""
@@ -155,11 +141,10 @@ class EngineController:
         if self.history is not None:
             answer["generation"] = self.history.refresh(message)
         account, model = self.controller.account, self.controller.times.model
-        saved, stopped = account.time.saved(), account.reason if account.stopped else None
+        saved, stopped = account.time.saved(), account.reason if account.idle else None
         self.controller.sync(message.responses)
         if self.log is not None:
-            fitted = None if model is None else model.to_dict()
-            self.log.add(decision_log.WeightSync(message.version, fitted, saved, stopped))
+            self.log.add(decision_log.WeightSync(message.version, model.to_dict(), saved, stopped))
         self._tell()
         return answer
 
@@ -172,6 +157,6 @@ class EngineController:
         """Return the figures of the controller, the account, the history and the model since the last call."""
         stats = self.controller.take() | (self.history.stats() if self.history is not None else {})
         if self.drafts is not None:
-            stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self._by_model.tolist())
-            self._by_model[:] = 0
+            stats["neural_counts" if self.config.neural else "self_counts"] = tuple(self.drafts.counts.tolist())
+            self.drafts.counts[:] = 0
         return stats

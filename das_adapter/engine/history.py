@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm.platforms import current_platform
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import Drafting, IndexFileError, SuffixIndex
 from das_adapter.core.requests import NOBODY, with_room
 from das_adapter.core.returns import Returns
-from das_adapter.core.staleness import Staleness, bracket
 from das_adapter.core.steps import Search
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Published, Refresh
@@ -24,29 +21,21 @@ from das_adapter.protocol.spool import size_of
 
 logger = logging.getLogger("das_adapter")
 
-SHARED, THREADS = 64, 4
-"""Requests for which another thread is worth beginning; most threads that draft."""
-
 
 class HistorySource:
     """The suffix index of an engine, over its own history or a node's."""
 
     def __init__(self, config: HistoryConfig, vocabulary: int):
         self.index = SuffixIndex()
-        cores = len(os.sched_getaffinity(0)) // max(1, current_platform.device_count())
-        self.threads = 1 if current_platform.is_cpu() else max(1, min(THREADS, cores))
-        """Most that draft: one where the policy runs on the processor, else as the cores allow."""
         self._policy = HistoryPolicy(config)
         self._vocabulary = vocabulary
         self._directory = ""
         """Directory of the history that a service publishes and the index maps; empty: the index keeps its own."""
-        self._staleness = Staleness()
         self._returns = Returns()
         self._lacking: dict[int, int] = {}
         """Problems whose history requests are counted as not having found, by slot."""
-        self._handles = self._lengths = self._ages = NOBODY
-        """By slot: of the request in the index; tokens that the index knows of, prompt included; age of its problem's
-        history when it began, see `staleness.bracket`."""
+        self._handles = self._lengths = NOBODY
+        """By slot: of the request in the index; tokens that the index knows of, prompt included."""
         self._looking: Drafting | None = None
         self._found = np.zeros(0, dtype=np.int32), np.zeros(1, dtype=np.int64)
 
@@ -54,33 +43,27 @@ class HistorySource:
         """Take a request that begins: int32 token ids of its prompt, and of all its text so far."""
         key, start = self._policy.key(live.problem), live.start
         handle = self.index.open(key, prompt[:start], prefix=text[start:], ahead=live.ahead)
-        age, slot = self.index.age(handle), live.slot
+        slot = live.slot
         if live.record and self._policy.kept:
-            self._returns.begin(live.problem, age is not None)
-            if age is None:
+            found = self.index.age(handle) is not None
+            self._returns.begin(live.problem, found)
+            if not found:
                 self._lacking[slot] = live.problem
-        columns = (self._handles, self._lengths, self._ages)
-        self._handles, self._lengths, self._ages = (with_room(column, slot + 1) for column in columns)
-        self._handles[slot], self._lengths[slot], self._ages[slot] = handle, len(text), bracket(age)
+        self._handles, self._lengths = (with_room(column, slot + 1) for column in (self._handles, self._lengths))
+        self._handles[slot], self._lengths[slot] = handle, len(text)
 
     def close(self, live: LiveRequest) -> None:
         """Close a request; what it wrote stays available to its siblings, if it may be recorded."""
         self._lacking.pop(live.slot, None)
         self.index.close(int(self._handles[live.slot]), keep=live.record and self._policy.kept)
 
-    def verified(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """Count draft tokens from the history that were verified, and those accepted, int64 [requests] each, as the
-        requests' slots."""
-        self._staleness.count(self._ages[slots], drafted, accepted)
-
     def look(
         self, slots: np.ndarray, rows: np.ndarray, written: np.ndarray, tokens: np.ndarray, search: Search
     ) -> None:
         """Begin to draft for some requests, given their slots, their rows of the batch and the lengths `written`, int64
         [requests] each; `tokens` as in `Proposer.propose`."""
-        handles = self._handles[slots]
-        threads = min(self.threads, 1 + len(slots) // SHARED)
-        self._looking = self.index.draft_rows(handles, tokens, rows, self._lengths[slots], written, *search, threads)
+        handles, before = self._handles[slots], self._lengths[slots]
+        self._looking = self.index.draft_rows(handles, tokens, rows, before, written, *search)
         self._lengths[slots] = written
 
     def found(self) -> tuple[np.ndarray, np.ndarray]:
@@ -88,7 +71,7 @@ class HistorySource:
         looking, self._looking = self._looking, None
         assert looking is not None
         ids, chances, offsets = looking.result()
-        # A node's history does not know the vocabulary; the policy must be able to read whatever was found there.
+        # The history does not know the vocabulary; the policy must be able to read whatever was found there.
         self._found = np.minimum(ids, self._vocabulary - 1), offsets
         return chances, offsets
 
@@ -107,7 +90,7 @@ class HistorySource:
         if message.history is not None:
             self._map(message.history)
         elif not self._directory and self._policy.kept:
-            self._policy.remember(self.index, message.trajectories, self._vocabulary)
+            self._policy.remember(self.index, message.trajectories)
             self._policy.tidy(self.index)
         self.index.clear_live()
         self._returns.met(message.responses["problem"])
@@ -136,7 +119,6 @@ class HistorySource:
             "history_requests": requests,
             "history_hits": hits,
             "history_lost": lost,
-            "staleness": self._staleness.take(),
         }
 
     def _map(self, history: Published) -> None:

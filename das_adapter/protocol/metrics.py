@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from das_adapter.core.account import collapsed
-from das_adapter.core.staleness import AGES
 
 logger = logging.getLogger("das_adapter")
 
@@ -178,10 +177,6 @@ def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> d
         metrics["das/of_stock"] = float(max(of_stock))
     if requests := sum(each("history_requests")):
         metrics["das/history_hits"] = sum(each("history_hits")) / requests
-    if by_age := each("staleness"):
-        for name, (tried, kept) in zip(AGES, np.sum(by_age, axis=0).tolist(), strict=True):
-            if tried:
-                metrics[f"das/accept_rate_age_{name}"] = kept / tried
     if ahead := each("ahead"):
         requests, written, repeated = np.sum(ahead, axis=0).tolist()
         metrics |= {"das/run_ahead_requests": float(requests), "das/run_ahead_tokens": float(written)}

@@ -143,7 +143,7 @@ class Controlled(Drafting):
         if tick.timed:
             times = tick.tokens, tick.seconds + own, passes
             controller.timed(TimedStep(slots, tick.got, *times, context=int(context.sum())))
-        self._rest(tick.engine, known=controller.times.model is not None)
+        self._rest(tick.engine, known=controller.times.known)
         return own + passes
 
     def _rest(self, engine: int, known: bool) -> None:

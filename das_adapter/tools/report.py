@@ -94,7 +94,6 @@ def _figures(rollouts: list[Rollout], shown: list[Rollout], steps: Sequence[Trai
     panels = {
         "by training step": ("training step", [step.acceptance for step in steps if step.acceptance.drafted]),
         "by epoch": ("visit of the problem", series.by_epoch(rollouts)),
-        "by age of the history": ("weight versions since the newest rollout", series.by_age(rollouts)),
         "by source": ("drafted from", series.by_source(rollouts)),
     }
     return {

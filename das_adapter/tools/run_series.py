@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from das_adapter.core.length import LengthClass
-from das_adapter.core.staleness import AGES
 from das_adapter.protocol.decision_log import Request, Rollout
 from das_adapter.protocol.metrics import faults, merge
 
@@ -90,26 +89,14 @@ def by_visit(rollouts: Iterable[Rollout]) -> dict[int, list[Request]]:
     return tried
 
 
-def by_age(rollouts: Iterable[Rollout]) -> list[Rate]:
-    """Sum up by the number of weight versions since the newest rollout of a request's problem (`staleness.AGES`)."""
-    counts = [c["staleness"] for r in rollouts for c in r.counts if "staleness" in c]
-    rates = [
-        _rate(name.replace("_", " to "), pairs) for name, pairs in zip(AGES, zip(*counts, strict=True), strict=False)
-    ]
-    return [rate for rate in rates if rate.drafted]
-
-
 def by_source(rollouts: Iterable[Rollout]) -> list[Rate]:
     """Sum up by where draft tokens came from."""
     counts = [c for r in rollouts for c in r.counts]
-    ages = [c["staleness"] for c in counts if "staleness" in c]
-    parts: dict[str, Iterable[Sequence[int]]] = {
-        "earlier rollouts": (pair for age in ages for pair in age[1:]),
-        "live text only": (age[0] for age in ages),
-        "policy copy": (c["self_counts"] for c in counts if "self_counts" in c),
-        "neural drafter": (c["neural_counts"] for c in counts if "neural_counts" in c),
-    }
-    return [rate for rate in (_rate(name, pairs) for name, pairs in parts.items()) if rate.drafted]
+    keys = {"policy copy": "self_counts", "neural drafter": "neural_counts"}
+    models = [_rate(name, (c[key] for c in counts if key in c)) for name, key in keys.items()]
+    drafted, accepted = (sum(c[key] for c in counts) for key in ("draft_tokens", "accepted_tokens"))
+    others = Rate("history", drafted - sum(m.drafted for m in models), accepted - sum(m.accepted for m in models))
+    return [rate for rate in (others, *models) if rate.drafted]
 
 
 def notes(rollouts: Iterable[Rollout]) -> list[tuple[str, str, list[int]]]:

@@ -18,9 +18,8 @@ from das_adapter.core.account import Account
 from das_adapter.cpu import vllm_fixes
 from das_adapter.engine.history import HistorySource
 from das_adapter.engine.policy_copy import PolicyCopy
-from das_adapter.engine.v1 import decode_graphs, neural_drafts, verification
+from das_adapter.engine.v1 import neural_drafts, verification
 from das_adapter.engine.v1.copy_drafts import CopySource
-from das_adapter.engine.v1.decode_graphs import DecodePasses
 from das_adapter.engine.v1.model_source import ModelSource
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.worker import HostWorkerState
@@ -195,46 +194,6 @@ def failing_rank() -> None:
     Proposer.begin_drafts, Proposer.refresh = propose, refresh
 
 
-def replayed_passes() -> None:
-    """Have passes captured and replayed by what stands for vLLM's graph wrapper: it only looks whether a pass reads
-    from where it read when the graph of its size was captured."""
-
-    stock = DecodePasses.__call__
-
-    def wrap(model: Any, *_: Any) -> Any:
-        from vllm.config import CUDAGraphMode
-        from vllm.forward_context import get_forward_context
-
-        addresses: dict[int, list[int]] = {}
-
-        def run(ids: Any, positions: Any) -> Any:
-            context = get_forward_context()
-            if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
-                attention = next(iter(context.attn_metadata.values()))
-                read = (
-                    ids,
-                    positions,
-                    *context.slot_mapping.values(),
-                    attention.block_table,
-                    attention.seq_lens,
-                    attention.query_start_loc,
-                    attention.slot_mapping,
-                )
-                at = [tensor.data_ptr() for tensor in read]
-                assert addresses.setdefault(len(ids), at) == at
-                assert context.batch_descriptor.num_tokens == len(ids) in (1, 4, 16)
-            return model(ids, positions)
-
-        return run
-
-    def call(self: Any, *args: Any) -> Any:
-        if not self.sizes:
-            self.capture([1, 4, 16])
-        return stock(self, *args)
-
-    decode_graphs.CUDAGraphWrapper, DecodePasses.__call__ = wrap, call
-
-
 def stale_copy() -> None:
     """Never quantise the policy's weights again."""
     PolicyCopy.quantise = lambda self: None
@@ -266,7 +225,6 @@ SABOTAGE = {
     "garbage drafts": garbage_drafts,
     "no CPU fix": no_cpu_fix,
     "no room near max_model_len": no_room_at_the_end,
-    "replayed passes": replayed_passes,
     "slow policy": slow_policy,
     "small chunks": small_chunks,
     "stale copy": stale_copy,

@@ -37,7 +37,7 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
     assert figures["decode_steps"] > 50
     assert figures["latency_model_error"] is not None
     counted = sum(counts["draft_tokens"] for rollout in rollouts for counts in rollout.counts)
-    assert counted == sum(rate.drafted for rate in run_series.by_age(rollouts)) > 0
+    assert counted == sum(rate.drafted for rate in run_series.by_source(rollouts)) > 0
 
 
 @pytest.mark.one_build

@@ -16,7 +16,6 @@ import yaml
 from documented import PAGES, ROOT, blocks, marks, nightly
 
 from das_adapter.config import parse
-from das_adapter.core.staleness import AGES
 from das_adapter.protocol.metrics import Counters, RolloutClock, figures
 
 
@@ -70,7 +69,6 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "latency_model_error": 0.1,
         "history_requests": 1,
         "history_hits": 1,
-        "staleness": [[1, 1]] * len(AGES),
         "requantise_s": 0.1,
         "drafter_bytes": 1,
         "drafter_passes": 1,

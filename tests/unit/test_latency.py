@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from das_adapter.core.hardware import DEVICES, Hardware, recognise
-from das_adapter.core.latency import StepModel, StepTimes, fit
+from das_adapter.core.latency import ASSUMED, StepModel, StepTimes, fit
 from das_adapter.core.roofline import Roofline, cold_start
 from das_adapter.sim.models import MODELS
 
@@ -79,22 +79,22 @@ def test_pauses_and_stray_steps_do_not_move_the_online_fit() -> None:
         times.add(tokens, requests, drafted, truth.step(tokens, requests, drafted) * rng.uniform(0.95, 1.05) + pause)
         if i % 100 == 99:
             times.fit()
-    assert times.model is not None
     assert times.model.base == pytest.approx(truth.base, rel=0.05)
     assert times.model.slope(50) == pytest.approx(truth.token, rel=0.05)
     assert 0.02 < times.take_error() < 0.15  # the pauses are missed, the rest is noise of 2.5 %
     assert times.take_error() == 0.0
 
 
-def test_no_model_before_there_is_something_to_fit() -> None:
+def test_before_the_first_step_a_shape_is_assumed_which_the_first_steps_bring_to_scale() -> None:
     times = StepTimes()
-    assert times.fit() is None
+    assert times.add(4, 4, False, 0.5) is None
+    times.keep_fitted()
+    assert times.model == ASSUMED.scaled(0.5 / ASSUMED.step(4, 4, False))
+    assert times.add(4, 4, False, 0.5) == pytest.approx(0.5)
     for _ in range(5):
-        times.add(4, 4, False, 0.01)
-    assert times.fit() is None  # one kind of step says nothing about a slope
-    for _ in range(5):
-        times.add(40, 4, True, 0.02)
-    assert times.fit() is not None
+        times.add(40, 4, True, 0.6)
+    assert times.fit().step(40, 4, True) == pytest.approx(0.6)
+    assert times.model.step(4, 4, False) == pytest.approx(0.5)
 
 
 CAPTURED = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -141,7 +141,6 @@ def test_step_times_are_predicted_over_contexts_and_captured_sizes(seed: int) ->
         seconds = float(device_steps(*map(np.asarray, (b, d, s))))  # type: ignore[arg-type]
         times.add(b * (1 + d), b, d > 0, seconds * rng.lognormal(0, 0.03), b * s)
     model = times.fit()
-    assert model is not None
     grid = [(b, d, s) for b in (1, 4, 8, 16, 33, 64) for d in (0, 1, 3, 5) for s in (256, 1024, 2048, 4096)]
     b, d, s = np.array(grid, dtype=float).T  # held out
     truth, found = device_steps(b, d, s), model.seconds(b * (1 + d), b, d > 0, b * s)
@@ -251,6 +250,5 @@ def test_until_there_is_a_fit_the_prior_is_brought_to_the_times_that_were_seen()
     for _ in range(20):
         times.add(8, 8, False, 1.6 * prior.step(8, 8, False, 8000), 8000)
         times.keep_fitted()
-    assert times.model is not None
     assert times.model.step(8, 8, False, 8000) == pytest.approx(1.6 * prior.step(8, 8, False, 8000))
     assert times.model.step(400, 8, True, 8000) == pytest.approx(1.6 * prior.step(400, 8, True, 8000))

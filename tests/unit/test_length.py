@@ -78,7 +78,7 @@ def test_a_problems_own_lengths_outweigh_the_population_as_they_grow_in_number()
     population = {p: [100] * 4 for p in range(20)}
     expected = []
     for n in (1, 4, 16):
-        log = LengthLog(window=8)
+        log = LengthLog()
         log.add(of({**population, 99: [1000] * n}))
         expected.append(predicted(log)[99])
     assert expected == sorted(expected)
@@ -96,7 +96,7 @@ def test_distribution_functions_rise_from_nothing_to_one() -> None:
 
 
 def test_a_prediction_lies_between_a_problem_s_mean_and_that_of_all() -> None:
-    log, lengths = LengthLog(window=8), {1: [5, 700, 700, 90], 2: [4096], 3: [1] * 9}
+    log, lengths = LengthLog(), {1: [5, 700, 700, 90], 2: [4096], 3: [1] * 9}
     assert predicted(log) == {}
     for responses in np.array_split(of(lengths), 5):  # as they arrive
         log.add(responses)
@@ -106,13 +106,14 @@ def test_a_prediction_lies_between_a_problem_s_mean_and_that_of_all() -> None:
         assert low < predicted(log)[problem] < high
 
 
-def test_lengths_are_remembered_for_a_problem_s_own_visits() -> None:
-    log = LengthLog(window=2)
-    for version, length in ((3, 100), (50, 1000), (7, 1000)):
-        log.add(rows((1, length, version), (2, 100, 3)))
+def test_lengths_are_remembered_for_a_problem_s_own_visits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("das_adapter.core.length.WINDOW", 2)
+    log = LengthLog()
+    for version, tokens in ((3, 100), (50, 1000), (7, 1000)):
+        log.add(rows((1, tokens, version), (2, 100, 3)))
     lengths = predicted(log)
     assert lengths[1] > 500 > lengths[2] > 50
-    model = LengthModel(4096, window=2)
+    model = LengthModel(4096)
     model.observe(log.since(0))
     model.observe(rows((1, 100, 4)))  # it arrives late, and two later visits are known
     assert model.own(1).tolist() == [1000, 1000]
@@ -130,7 +131,7 @@ def test_a_server_whose_weights_stay_remembers_its_last_lengths() -> None:
 
 def test_the_problems_not_seen_for_longest_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LengthModel, "PROBLEMS", 2)
-    log = LengthLog(window=8)
+    log = LengthLog()
     for problem, version in ((1, 0), (2, 0), (1, 1), (1, 1), (3, 1)):
         log.add(rows((problem, 100, version)))
     assert predicted(log).keys() == {1, 3}

@@ -8,7 +8,6 @@ import pytest
 
 from das_adapter.core.length import RESPONSE, Expected
 from das_adapter.core.returns import Returns
-from das_adapter.core.staleness import AGES, Staleness, bracket
 from das_adapter.protocol.messages import plain
 from das_adapter.protocol.metrics import Counters, RolloutClock, faults, merge
 from das_adapter.service.ledger import Ledger
@@ -199,18 +198,6 @@ def test_decisions_of_the_replicas_come_together() -> None:
     assert merge([decided(0.0, 0.0, "speculation cost 2 s")])["das/engines_resting"] == 1.0
 
 
-def test_acceptance_is_told_by_the_age_of_the_history() -> None:
-    staleness = Staleness()
-    ages = [bracket(age) for age in (None, 0, 1, 3, 4, 15, 255, 256, 10**6)]
-    assert [AGES[age] for age in ages] == ["none", "1", "2_4", "2_4", "5_16", "5_16", "65_256", "older", "older"]
-    staleness.count(np.array(ages[1:4]), np.array([8, 4, 2]), np.array([6, 2, 1]))
-    figures = merge([{**Counters().take(), "staleness": staleness.take()}] * 2)
-    assert figures["das/accept_rate_age_1"] == pytest.approx(6 / 8)
-    assert figures["das/accept_rate_age_2_4"] == pytest.approx(3 / 6)
-    assert "das/accept_rate_age_older" not in figures
-    assert sum(map(sum, staleness.take())) == 0
-
-
 def rows(*responses: tuple[int, int, int]) -> np.ndarray:
     return np.array(list(responses), RESPONSE)
 
@@ -279,6 +266,6 @@ def test_the_replicas_agree_on_the_length_of_drafts() -> None:
 
 
 def test_numbers_of_numpy_cross_as_pythons() -> None:
-    answer = {"of_stock": np.float64(0.5), "steps": np.int64(3), "staleness": [(np.arange(2), None)], "error": "no"}
+    answer = {"of_stock": np.float64(0.5), "steps": np.int64(3), "counts": [(np.arange(2), None)], "error": "no"}
     crossed = msgspec.msgpack.decode(msgspec.msgpack.encode(plain(answer)))
-    assert crossed == {"of_stock": 0.5, "steps": 3, "staleness": [[[0, 1], None]], "error": "no"}
+    assert crossed == {"of_stock": 0.5, "steps": 3, "counts": [[[0, 1], None]], "error": "no"}

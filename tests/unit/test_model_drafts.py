@@ -15,7 +15,6 @@ from test_two_sources import rollout
 
 from das_adapter.config import DasConfig
 from das_adapter.core.acceptance import AcceptanceRate
-from das_adapter.core.budget import Worth
 from das_adapter.core.controller import Controller
 from das_adapter.core.hardware import DEVICES
 from das_adapter.core.latency import StepModel
@@ -31,13 +30,8 @@ def copy(rate: float, seconds: float, most: int = 5) -> ModelDrafts:
     """A copy whose tokens are accepted at this rate, and whose passes take so long."""
     drafts = ModelDrafts(most)
     drafts.acceptance = AcceptanceRate(1000 * rate, 1000, fade=1.0)
-    drafts.passes.model = StepModel(base=seconds, token=0.0)
+    drafts.expect(StepModel(base=seconds, token=0.0))
     return drafts
-
-
-def worth(own: list[float], tail: list[float] | None = None, fade: float = 0.0) -> Worth:
-    a = np.array(own, dtype=float)
-    return Worth(a, np.zeros_like(a) if tail is None else np.array(tail, dtype=float), np.full_like(a, fade))
 
 
 def nothing(requests: int) -> StepPlan:
@@ -45,14 +39,13 @@ def nothing(requests: int) -> StepPlan:
 
 
 def gain(
-    drafted: tuple[int, ...], keep: list[int], theirs: list[float], w: Worth, c: ModelDrafts, m: StepModel
+    drafted: tuple[int, ...], keep: list[int], theirs: list[float], worth: list[float], c: ModelDrafts, m: StepModel
 ) -> float:
     """Seconds that a step gains where the copy drafts so many tokens, by the definition."""
     batch, total, value = len(drafted), 0, 0.0
     for i, count in enumerate(drafted):
         total += count or keep[i]
-        tokens = range(count)
-        mine = sum(c.acceptance.rate ** (j + 1) * (w.own[i] + w.tail[i] * np.exp(-w.fade[i] * j)) for j in tokens)
+        mine = sum(c.acceptance.rate ** (j + 1) * worth[i] for j in range(count))
         value += mine if count else theirs[i]
     passes = sum(c.passes.model.step(1, 1, False) for step in range(max(drafted)) if any(d > step for d in drafted))
     return value - (m.step(batch + total, batch, total > 0) - m.step(batch, batch, False)) - passes
@@ -69,23 +62,23 @@ def gain(
 def test_no_other_lengths_gain_more(
     rows: list[tuple[float, int, int, float]], rate: float, seconds: float, token: float
 ) -> None:
-    keep, own = [kept for _, kept, *_ in rows], [value for *_, value in rows]
+    keep, worth = [kept for _, kept, *_ in rows], [value for *_, value in rows]
     theirs = [value + token * kept if kept else 0.0 for value, kept, *_ in rows]  # worth more than they cost
     limits = np.array([limit for _, _, limit, _ in rows])
-    w, c, m = worth(own, [0.5] * len(rows), 0.1), copy(rate, seconds), StepModel(base=1.0, token=token)
+    c, m = copy(rate, seconds), StepModel(base=1.0, token=token)
     nobody = (0,) * len(rows)
-    found = StepPlan(np.array(keep), np.zeros_like(keep), gain(nobody, keep, theirs, w, c, m))
-    plan = c.plan(found, np.array(theirs), w, limits, m, range(1, 6))
+    found = StepPlan(np.array(keep), np.zeros_like(keep), gain(nobody, keep, theirs, worth, c, m))
+    plan = c.plan(found, np.array(theirs), np.array(worth), limits, m, range(1, 6))
     assert (plan.model <= limits).all()
     assert not (plan.model * plan.history).any()
-    assert plan.gain == pytest.approx(gain(tuple(plan.model), list(plan.history), theirs, w, c, m), abs=1e-9)
+    assert plan.gain == pytest.approx(gain(tuple(plan.model), list(plan.history), theirs, worth, c, m), abs=1e-9)
     for drafted in itertools.product(*(range(limit + 1) for limit in limits)):
-        assert plan.gain >= gain(drafted, keep, theirs, w, c, m) - 1e-9
+        assert plan.gain >= gain(drafted, keep, theirs, worth, c, m) - 1e-9
 
 
 def test_a_request_whose_tokens_are_worth_less_gets_a_shorter_draft() -> None:
     c, found = copy(0.8, 0.01), nothing(3)
-    w, m = worth([1.0, 0.1, 0.01]), StepModel(base=1.0, token=0.05)
+    w, m = np.array([1.0, 0.1, 0.01]), StepModel(base=1.0, token=0.05)
     plan = c.plan(found, np.zeros(3), w, np.array([5, 5, 5]), m, range(1, 6))
     assert plan.model.tolist() == [5, 3, 0]
     whole = c.plan(found, np.zeros(3), w, np.array([5, 5, 5]), m, [5], cut=False)
@@ -98,7 +91,7 @@ def test_a_length_that_replicas_agreed_on_is_that_or_nothing() -> None:
         c = copy(rate, 0.4)
         c.agreed = 7
         assert c.lengths(0.0) == [7]
-        assert c.plan(found, np.zeros(3), worth([1.0] * 3), room, m, c.lengths(0.0)).model.tolist() == wanted
+        assert c.plan(found, np.zeros(3), np.ones(3), room, m, c.lengths(0.0)).model.tolist() == wanted
 
 
 def test_tokens_that_hardly_survive_are_not_drafted() -> None:
@@ -116,7 +109,7 @@ def test_the_first_passes_are_assumed_and_then_known() -> None:
 def test_a_pass_is_for_all_requests_or_for_those_that_still_lack_tokens() -> None:
     for narrows, seconds in ((True, 0.3), (False, 0.4)):
         c = ModelDrafts(5, narrows)
-        c.passes.model = StepModel(base=0.0, token=0.1)
+        c.expect(StepModel(base=0.0, token=0.1))
         assert c.seconds(np.array([2, 1]), plain=1.0) == pytest.approx(seconds)
 
 
@@ -241,7 +234,7 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
 ) -> None:
     """The model drafts where most of the history's drafts are worse than what its passes cost."""
     drafts, running = ModelDrafts(5, narrows=False), 8
-    drafts.passes.model = StepModel(base=pass_s, token=0.0)
+    drafts.expect(StepModel(base=pass_s, token=0.0))
     controller = Controller(
         DasConfig(max_draft_tokens=8),
         2048,
@@ -267,8 +260,8 @@ def test_all_requests_have_one_length_and_the_better_draft_of_both_sources(
 def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(follows: bool, drafted: int) -> None:
     """A neural drafter reads in one what the history has drafted, and where that costs too much, nobody drafts."""
     drafts, limits = ModelDrafts(5, narrows=False, follows=follows), np.full(4, 20)
-    drafts.passes.model = StepModel(base=1.0, token=0.0)
-    worth, found = Worth(*np.tile([[0.01], [0.0], [0.0]], 4)), np.tile(np.full(8, 0.9, dtype=np.float32), 4)
+    drafts.expect(StepModel(base=1.0, token=0.0))
+    worth, found = np.full(4, 0.01), np.tile(np.full(8, 0.9, dtype=np.float32), 4)
     offer = Offer(limits, found, np.arange(5) * 8, drafts, 0.0, True)
     plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 4, 5, 8))
     assert set(plan.history.tolist()) == {drafted}
@@ -279,8 +272,9 @@ def test_a_copy_makes_no_pass_for_the_drafts_of_the_history(follows: bool, draft
 def test_all_requests_have_the_length_that_replicas_agreed_on(agreed: int | None, room: int, drafted: int) -> None:
     drafts, limits = ModelDrafts(5, narrows=False, follows=False), np.full(4, room)
     drafts.acceptance.observe(np.full(50, 5), np.full(50, 4))
-    drafts.passes.model, drafts.agreed = StepModel(base=0.0, token=0.0), agreed
-    worth = Worth(*np.tile([[0.01], [0.0], [0.0]], 4))
+    drafts.expect(StepModel(base=0.0, token=0.0))
+    drafts.agreed = agreed
+    worth = np.full(4, 0.01)
     offer = Offer(limits, np.zeros(0, dtype=np.float32), np.zeros(5, dtype=np.int64), drafts, 0.0, True)
     plan = one_length(offer, worth, StepModel(base=0.05, token=0.0), (1, 2, 3, 4, 5))
     assert set(plan.model.tolist()) == {drafted}
@@ -301,7 +295,7 @@ def test_fixed_budgets_have_the_length_that_replicas_agreed_on(drafter: Any, by_
 
 def test_passes_of_every_step_are_no_cost_of_drafts() -> None:
     c = ModelDrafts(5, narrows=False, always=1)
-    c.passes.model = StepModel(base=0.1, token=0.0)
+    c.expect(StepModel(base=0.1, token=0.0))
     assert [c.seconds(np.array([n, n]), 1.0) for n in (0, 1, 3)] == pytest.approx([0.0, 0.0, 0.2])
 
 
@@ -312,7 +306,7 @@ def test_the_margin_holds_for_the_copy_and_once_it_pays_it_stays() -> None:
     slots = np.array([controller.open(i, 0, 500) for i in range(2)])
 
     def drafts_at(pass_s: float) -> bool:
-        controller.drafts.passes.model = StepModel(base=pass_s, token=0.0)
+        controller.drafts.expect(StepModel(base=pass_s, token=0.0))
         controller.account.look.restart()
         ones = np.ones(2, dtype=int)
         return bool(controller.plan(Decoded(slots, ones, None, None, 100 * ones)).model.any())

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from das_adapter.core.staleness import AGES
 from das_adapter.protocol.decision_log import Counts, DecisionLog, Request, Rollout, Step, WeightSync, read
 from das_adapter.tools import advice, report, run_series
 
@@ -64,7 +63,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
                 "history_hits": 4 if version > 2 else 0,
                 "history_lost": 0,
                 "history_tokens": 800 * version,
-                "staleness": [[320, 40 * kept] if a == (2 if version > 2 else 0) else [0, 0] for a in range(len(AGES))],
                 "neural_counts": (100, 60),
             }
             log.add(Counts(stats))
@@ -73,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
     return read(directory)
 
 
-def test_acceptance_is_told_apart_by_step_epoch_age_and_source(run: list[Rollout]) -> None:
+def test_acceptance_is_told_apart_by_step_epoch_and_source(run: list[Rollout]) -> None:
     steps = run_series.by_training_step(run)
     assert [(s.version, s.acceptance.share, s.history_hits) for s in steps] == [
         (1, 0.25, 0.0),
@@ -84,10 +82,8 @@ def test_acceptance_is_told_apart_by_step_epoch_age_and_source(run: list[Rollout
     assert [s.tokens_per_forward for s in steps] == [1.5, 1.5, 2.5, 2.5]
     assert [(s.decode_seconds, s.saved_seconds) for s in steps] == [(40.0, 5.0)] * 4
     assert run_series.by_epoch(run) == [("1", 1280, 320), ("2", 1280, 960)]
-    assert [(r.kind, r.share) for r in run_series.by_age(run)] == [("none", 0.25), ("2 to 4", 0.75)]
     assert [(r.kind, r.share) for r in run_series.by_source(run)] == [
-        ("earlier rollouts", 0.75),
-        ("live text only", 0.25),
+        ("history", pytest.approx((1280 - 480) / (2560 - 800))),
         ("neural drafter", 0.6),
     ]
 
@@ -197,8 +193,7 @@ def test_a_browser_draws_the_figures_of_the_run(run: list[Rollout], tmp_path: Pa
     assert all(figure["marks"] for figure in drawn.values()), "every figure has drawn something"
     assert trace("acceptance", "by epoch")["y"] == [25, 75]
     assert trace("acceptance", "by training step")["x"] == [1, 2, 3, 4]
-    assert trace("acceptance", "by source")["x"] == ["earlier rollouts", "live text only", "neural drafter"]
-    assert trace("acceptance", "by age of the history")["y"] == [25, 75]
+    assert trace("acceptance", "by source")["x"] == ["history", "neural drafter"]
     assert list(drawn) == ["saved", "acceptance", "history", "timeline"], "as the sentences have it"
     assert trace("saved", "saved")["y"] == [5, 5, 5, 5]
     assert trace("saved", "spent with drafts")["y"] == [40, 40, 40, 40]

@@ -126,7 +126,7 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
 
     path = tmp_path / "calibration.json"
     path.write_text(json.dumps({"line": LINE, "passes": {"base": 1e-3, "token": 0.0}}))
-    assert first().times.model is None  # steps that belong to no GPU
+    assert not first().times.known  # steps that belong to no GPU
     known = first(calibration=str(path))
     assert known.times.model == StepModel(**LINE)
     assert known.drafts is not None and known.drafts.passes.model == StepModel(1e-3, 0.0)
@@ -135,7 +135,7 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
     begin = cold_start({**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}, "NVIDIA H100 80GB HBM3")
     assert begin is not None
     assert controllers(of_gpu)[0].times.model == begin.line()
-    assert controllers(of_gpu, "b")[0].times.model is None
+    assert not controllers(of_gpu, "b")[0].times.known
     path.write_text(json.dumps({"line": LINE | {"sizes": [8, 16]}}))
     fleet, work = simulated(steps={"kind": "calibration", "file": str(path)}, arms={"a": {}}).fleet("a")
     rows = fleet.requests.add(**work.steps[0])

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from das_adapter.core.model_drafts import ModelDrafts
 from das_adapter.engine.policy_copy import PolicyCopy
-from das_adapter.engine.v1.decode_graphs import DecodePasses, capture_with_policy
+from das_adapter.engine.v1.attention import queries
 from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
 from das_adapter.engine.v1.model_source import ModelSource
@@ -22,7 +24,6 @@ class CopySource(ModelSource):
     """Runs the policy copy, with the noise that the policy's sampler will use where that is known."""
 
     copy: PolicyCopy
-    decode: DecodePasses
 
     def __init__(self, drafter: Any, vllm_config: VllmConfig, drafts: ModelDrafts):
         super().__init__(drafter, drafts)
@@ -31,8 +32,6 @@ class CopySource(ModelSource):
     def load(self, policy: torch.nn.Module) -> None:
         """Make the copy (inside the memory pool of the weights, so that it sleeps and wakes with them)."""
         self.copy = PolicyCopy(policy, self._drafter.config.self.weights)
-        self.decode = DecodePasses(self._drafter.runner, self._vllm_config, self.copy.model)
-        capture_with_policy.apply(self.decode, owner=self._drafter.runner)
 
     def refresh(self, length: int | None) -> None:
         """As `ModelSource.refresh`; quantise the new weights."""
@@ -41,8 +40,7 @@ class CopySource(ModelSource):
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the copy."""
-        own = {"drafter_graphs": len(self.decode.sizes), "self_acceptance": self.drafts.acceptance.rate}
-        return super().stats() | self.copy.stats() | own
+        return super().stats() | self.copy.stats() | {"self_acceptance": self.drafts.acceptance.rate}
 
     @torch.inference_mode()
     def _draft(self, rows: np.ndarray, counts: np.ndarray, lengths: np.ndarray, tokens: np.ndarray) -> list[list[int]]:
@@ -59,7 +57,7 @@ class CopySource(ModelSource):
             at, ids = at[left], ids[left]
             begin = time.perf_counter()
             positions = lengths[rows[at]].astype(np.int64) - 1 + step
-            logits = self.copy.model.compute_logits(self.decode(rows[at], ids.astype(np.int64), positions))
+            logits = self.copy.model.compute_logits(self._pass(rows[at], ids.astype(np.int64), positions))
             keys = Keys(beside(seeds[at], logits), beside(positions, logits)) if keyed else None
             which, sampling = beside(rows[at], logits), runner.input_batch.sampling_metadata
             drawn, probabilities = draw(logits, keys, sampling, which)
@@ -72,3 +70,24 @@ class CopySource(ModelSource):
             self.passes += 1
         self.drawn_with = {req: torch.stack(found) for req, found in zip(req_ids, drawn_with, strict=True) if found}
         return drafts
+
+    def _pass(self, rows: np.ndarray, ids: np.ndarray, positions: np.ndarray) -> torch.Tensor:
+        """Return hidden states [rows, width] of some rows of the batch after one more token of each; `rows`, and the
+        tokens' `ids` and `positions`: int64 [rows]."""
+        runner = self._drafter.runner
+        batch, device = runner.input_batch, runner.device
+        which = torch.from_numpy(rows).to(device)
+        metadata, slots = {}, {}
+        for gid, groups in enumerate(runner.attn_groups):
+            table = batch.block_table[gid]
+            blocks = table.get_device_tensor(batch.num_reqs)[which]
+            asked = queries(blocks, table.block_size, positions, positions + 1)
+            known = CommonAttentionMetadata.__dataclass_fields__.keys() & asked.keys()
+            common = CommonAttentionMetadata(**{name: asked[name] for name in known})
+            for group in groups:
+                metadata.update(dict.fromkeys(group.layer_names, group.get_metadata_builder().build(0, common)))
+                slots.update(dict.fromkeys(group.layer_names, asked["slot_mapping"]))
+        config, at = self._vllm_config, torch.from_numpy(positions).to(device)
+        with set_forward_context(metadata, config, num_tokens=len(rows), slot_mapping=slots, skip_compiled=True):
+            hidden: torch.Tensor = self.copy.model(torch.from_numpy(ids).to(device), at)
+        return hidden

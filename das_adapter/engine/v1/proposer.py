@@ -126,16 +126,14 @@ class Proposer:
         if self.model_source:
             self.model_tokens = np.zeros(len(sampled_token_ids), dtype=np.int64)
             self.model_source.drawn_with = {}
-        drafts: list[list[int]] | None = None
-        if not self.engine.controller.account.stopped:
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if not self.engine.failed:
             try:
                 drafts = self.begin_drafts(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
                 self.engine.stop_if_collapsed()
             except Exception as error:
                 self.engine.fail(error)
                 self._batch = None
-        if drafts is None:
-            drafts = [[] for _ in sampled_token_ids]
         try:
             return self._with_model(drafts, num_tokens_no_spec, token_ids_cpu)
         finally:
@@ -213,7 +211,7 @@ class Proposer:
         rests = account.idle or account.model_rests is not None  # it need not even follow the policy
         begin, passes = time.perf_counter(), source.passes
         try:
-            source.draft(self.model_tokens, lengths, tokens, drafts, not (account.stopped or rests))
+            source.draft(self.model_tokens, lengths, tokens, drafts, not rests)
         except Exception as error:
             self.engine.fail(error)
             return [[] for _ in drafts]
@@ -251,10 +249,7 @@ class Proposer:
             by_model = self.model_source.verified([req_ids[row] for row in rows.tolist()])
         self.timer.sampled(slots, got, context)
         # The next step writes the draft and one token more: neither may pass the request's end.
-        decoded = Decoded(slots, got, drafts, by_model, room, context=now)
-        if drafts is not None:
-            self.later(partial(self.engine.verified, decoded))
-        return decoded, rows
+        return Decoded(slots, got, drafts, by_model, room, context=now), rows
 
     def _opened(
         self, req_ids: list[str], got: np.ndarray, lengths: np.ndarray, tokens: np.ndarray

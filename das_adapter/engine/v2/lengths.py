@@ -111,7 +111,7 @@ class DraftLengths:
         before, account = self._before, self.engine.controller.account
         if before is None or before.offer is not None or not step.quiet or len(self._aside) >= MOST_ASIDE:
             return False
-        return account.silent(len(self._aside) + LATE, len(before.req_ids))
+        return not account.asks_in(len(self._aside) + LATE, len(before.req_ids))
 
     def _catch_up(self) -> DraftTokens:
         answer, aside, self._aside = DraftTokens(0, looks=False), self._aside, []
@@ -233,4 +233,3 @@ class DraftLengths:
         if training.any():
             carried = decoded.carried if decoded.carried is not None else np.zeros_like(decoded.got)
             self.engine.counters.step(decoded.got * training, carried, now - max(step.began, self._last or 0.0))
-        self.engine.verified(decoded)
