@@ -51,7 +51,6 @@ class LocalHistory:
             texts = [text._replace(version=text.version + offset) for text in texts]
             self._writer.keep(file, texts)
             self._lengths.add(responses(texts))
-            self._writer.seal_ahead()
         for path, ask in asked:
             self._writer.restore()
             self._writer.publish()
@@ -61,9 +60,7 @@ class LocalHistory:
             answer = Answer(ask.number, store.generation, lengths.count, told, lengths.since(ask.cursor))
             answer.put(store.directory, path.name.partition("-")[2])
             path.unlink(missing_ok=True)
-        if asked:
-            self._writer.store.relieve()
-            self._writer.policy.tidy(self._writer.store)
+        self._writer.work(_TICK_S)
 
     def serve(self, grace_s: float) -> None:
         """Work until there has been no engine for so long; the janitor removes the directory then."""

@@ -78,7 +78,7 @@ class NodeHistory:
         """When the oldest text that waits for another node was left here, seconds since the epoch."""
         self._lengths = deque[Responses](maxlen=2**12)
         """Of the last batches, for the ledger."""
-        self._version = self._tidied = 0
+        self._version = 0
         self._sealable = _AT_A_SYNC
         """Tokens that may still be sealed at this weight sync."""
         self._offset: int | None = None
@@ -163,15 +163,11 @@ class NodeHistory:
         }
 
     def tick(self) -> None:
-        """Do what waits for no weight sync: take what has arrived, send what is for others, apply the byte budget."""
+        """Do what waits for no weight sync: send what is for others, take what has arrived, and what follows."""
         self._deliver()
         self._take()
-        self.writer.seal_ahead()
-        self.writer.store.relieve()
         self._send()
-        if self._tidied < self._version:
-            self._tidied = self._version
-            self.writer.policy.tidy(self.writer.store)
+        self.writer.work(_TICK_S)
 
     def _carry(self) -> None:
         while True:

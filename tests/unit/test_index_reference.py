@@ -170,8 +170,8 @@ class SameMappedDrafts(RuleBasedStateMachine):
             store.seal(window)
 
     @rule()
-    def settle(self) -> None:
-        self.store[0].settle()
+    def work(self) -> None:
+        self.store[0].work()
 
     @rule()
     def restart(self) -> None:
