@@ -219,7 +219,6 @@ void bind_suffix_index(nb::module_& m) {
              return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped);
            })
       .def("saving", method(&SuffixIndex::saving), unlocked())
-      .def("load", method(&SuffixIndex::load), unlocked())
       .def("give",
            [](SharedIndex& shared, const std::string& path, const In<uint64_t>& problems) {
              das::unlocked(shared, [&](const SuffixIndex& index) { index.give(path, das::ids(problems)); });
@@ -267,7 +266,6 @@ void bind_suffix_index(nb::module_& m) {
                    })
       .def("clear_live", method(&SuffixIndex::clear_live))
       .def_prop_ro("max_depth", method(&SuffixIndex::max_depth))
-      .def_prop_ro("attached", method(&SuffixIndex::attached))
       .def_prop_ro("generation", method(&SuffixIndex::generation))
       .def_prop_ro("removed", method(&SuffixIndex::removed))
       .def_prop_ro("file_bytes", method(&SuffixIndex::file_bytes))

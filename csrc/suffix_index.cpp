@@ -492,24 +492,6 @@ void Saving::write(const std::string& path) const {
   write_segments(path, true, header, all);
 }
 
-void SuffixIndex::load(const std::string& path) {
-  const auto file = std::make_shared<SegmentFile>(path, false, false);
-  Store::Histories histories;
-  for (size_t i = 0; i < file->header().count; ++i) {
-    file->check(i);
-    auto& list = histories[file->entry(i).problem];
-    list.push_back(SegmentFile::segment(file, i));
-    list.back().file = nullptr;  // it is in memory only, so that a store writes it
-  }
-  for (const auto& [id, problem] : problems_)
-    if (store_ && !problem.history.empty()) changed_.insert(id);
-  take(std::move(histories), true, file->header(), path);
-  for (const auto& [id, problem] : problems_) {
-    if (store_) changed_.insert(id);
-    if (problem.history.size() > 1) unmerged_.insert(id);
-  }
-}
-
 void SuffixIndex::give(const std::string& path, const Ids& problems) const {
   std::vector<std::pair<uint64_t, const Segment*>> all;
   for (uint64_t id : problems)
@@ -575,7 +557,7 @@ void SuffixIndex::attach(const std::string& directory, bool write) {
 }
 
 void SuffixIndex::refresh(uint64_t generation) {
-  if (!generation && !store_->generation() && !store_->exists()) return;  // nothing is published yet
+  if (!store_ || (!generation && !store_->generation() && !store_->exists())) return;  // nothing is published yet
   auto read = store_->read(generation);
   take(std::move(read.histories), read.whole, read.header, "manifest");
   read.histories.clear();

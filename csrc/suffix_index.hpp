@@ -49,8 +49,6 @@ class SuffixIndex {
   // Whether the sealed history has this text, whole, of this version.
   bool has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const;
   Saving saving() const;
-  void save(const std::string& path) const { saving().write(path); }
-  void load(const std::string& path);  // into an index without history
   // Some problems' history, to be used by another index: written to a file for this user alone, and taken in as older
   // than what there is already.
   using Ids = std::unordered_set<uint64_t>;
@@ -97,7 +95,6 @@ class SuffixIndex {
   void check_open(const int64_t* handles, size_t count) const;  // throws UnknownHandle, as all that take a handle
   // Versions from the newest text of the request's problem to the newest; -1: no text.
   int64_t age(int64_t handle) const;
-  bool attached() const { return store_ != nullptr; }
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
   uint64_t removed() const { return store_ ? store_->removed() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }

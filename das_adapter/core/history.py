@@ -21,7 +21,7 @@ visits stray further from the policy."""
 
 
 Store = SuffixIndex | HistoryStore
-"""Where trajectories are kept: an engine's own index, or a node's history."""
+"""Where trajectories are kept: a node's history, or, in a replay, an index of its own."""
 
 
 class HistoryPolicy:
@@ -42,23 +42,20 @@ class HistoryPolicy:
             return next(self._alone)
         return 0 if self.config.scope == "global" else problem
 
-    def remember(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31) -> None:
+    def remember(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]]) -> None:
         """Take finished trajectories, and seal them: the visits of their problems beyond the window are dropped.
         Arguments as in `take`."""
-        self.take(store, trajectories, vocabulary)
+        self.take(store, trajectories)
         store.seal(self.window)
 
-    def take(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]], vocabulary: int = 2**31) -> None:
+    def take(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]]) -> None:
         """Add finished trajectories: (problem, int32 token ids of the response, weight version that wrote it). One that
-        is no text of the policy, of so many tokens, is left out, and a line in the log says so."""
+        can't be a text of a policy is left out, and a line in the log says so."""
         refused: list[str] = []
         for trajectory in trajectories:
             try:
                 problem, text, version = trajectory
-                tokens = np.frombuffer(text, dtype=np.int32)
-                if tokens.max(initial=0) >= vocabulary:
-                    raise ValueError(f"found token {tokens.max()}, the policy's vocabulary has {vocabulary}")
-                store.add(self.key(problem), tokens, version)
+                store.add(self.key(problem), np.frombuffer(text, dtype=np.int32), version)
             except (TypeError, ValueError) as error:
                 refused.append(repr(error))
         if refused:
@@ -73,7 +70,7 @@ class HistoryPolicy:
         problem, text, version = trajectory
         return len(text) % 4 == 0 and store.has(self.key(problem), np.frombuffer(text, dtype=np.int32), version)
 
-    def tidy(self, store: Store) -> None:
+    def tidy(self, store: HistoryStore) -> None:
         """Thin out what exceeds the byte budget, and say so in the log."""
         before = store.tokens
         shrunk = store.shrink(self.config.max_bytes)

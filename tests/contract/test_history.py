@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from das_adapter.config import HistoryConfig, parse  # noqa: E402
 from das_adapter.core.history import WINDOW  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
-from das_adapter.core.index.store import problems_in  # noqa: E402
+from das_adapter.core.index.store import HistoryStore, problems_in  # noqa: E402
 from das_adapter.core.length import RESPONSE  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
@@ -351,7 +351,8 @@ def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DasError, match=r"das.history.load: found no history in"):
         saved.check(tmp_path, facts, "das.history.load")
     target = tmp_path / "saved"
-    saved.write(target, theirs, np.array([], RESPONSE), lambda index: SuffixIndex().save(index / "0") or 1)
+    with HistoryStore(tmp_path / "store") as store:
+        saved.write(target, theirs, np.array([], RESPONSE), lambda index: store.save(index / "0") or 1)
     saved.check(target, theirs, "das.history.load")
     with pytest.raises(DasError, match=r"das.history.load: .* written with tokenizer '\w+', this run has '\w+'"):
         saved.check(target, facts, "das.history.load")

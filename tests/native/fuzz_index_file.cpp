@@ -81,13 +81,13 @@ bool one(const std::string& data) {
   write(path, data);
   return survives([&] {
     SuffixIndex index(8, 8);
-    index.load(path);
+    index.absorb(path, {0, 1, 2, 3});
     use(index);
     const Token more[] = {1, 2, 3};
     index.add(1, more, 3, 9);
     index.seal(2, true, 1, 0, UINT64_MAX);
     index.shrink(index.nbytes() - 1, 1);
-    index.save(folder() / "again");
+    index.saving().write(folder() / "again");
   });
 }
 
@@ -118,7 +118,7 @@ int main(int argc, char** argv) {
       index.seal(8, false, 2, 0, UINT64_MAX);
       index.publish(false);
     }
-    index.save(folder() / "sound");
+    index.saving().write(folder() / "sound");
   }
   const std::string sound = read(folder() / "sound"), manifest = read(store / "manifest");
   int taken = 0;

@@ -79,7 +79,8 @@ int main(int argc, char** argv) {
     });
   threads.push_back(working([&](int round) {
     for (uint64_t problem : {round % kProblems, kProblems + round % kGuests}) {
-      const auto flat = shared.use([&](const SuffixIndex& index) { return index.flat(problem, UINT64_MAX); });
+      const auto history = shared.use([&](const SuffixIndex& index) { return index.history(problem); });
+      const auto flat = SuffixIndex::flat(history, UINT64_MAX);
       failures += problem < kProblems ? flat.places.size() < kTokens : flat.places.size() % kTokens != 0;
     }
   }));

@@ -28,7 +28,6 @@ from das_adapter.core.index.values import (
     tokens_of,
 )
 from das_adapter.core.native import native
-from das_adapter.errors import DasError
 
 __all__ = ["Drafting", "IndexFileError", "SuffixIndex", "UnknownHandle"]
 
@@ -36,8 +35,8 @@ __all__ = ["Drafting", "IndexFileError", "SuffixIndex", "UnknownHandle"]
 class SuffixIndex:
     """An engine's index: per problem, sealed trajectories in flat arrays (7.25 bytes per token), and live text.
 
-    The history is either its own (`add`, `seal`, `shrink`, `load`) or a store's (`attach`, `refresh`). Equal calls give
-    equal drafts on every process, however the history is cut into segments.
+    The history is a store's (`map`, `refresh`); a replay, which is one process, writes its own (`add`, `seal`, `shrink`).
+    Equal calls give equal drafts on every process, however the history is cut into segments.
 
     Any thread may call: each call waits for those before it, the drafting that `draft_rows` has begun included. Calls
     that take long release the GIL.
@@ -61,13 +60,11 @@ class SuffixIndex:
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
         """Stage one finished trajectory, without its prompt; it is drafted from after the next `seal`. `version`: of
         the weights that wrote it; later ones count more, whatever the difference."""
-        self._owned("add")
         self._core.add(problem, tokens_of(tokens), version)
 
     def seal(self, window: int = ALL) -> None:
         """Seal what was added, at the end of a step: it becomes history. `window`: visits that each problem added to
         keeps, the newest."""
-        self._owned("seal")
         self._core.seal(window, True, 1)
 
     def shrink(self, max_bytes: int) -> Shrunk:
@@ -77,28 +74,16 @@ class SuffixIndex:
         that are worth most for their bytes, by the rollouts that share them; of equals the newest. Where every problem
         would be left with less than 256 bytes, those not seen for longest are dropped whole.
         """
-        self._owned("shrink")
         return Shrunk(*self._core.shrink(max_bytes, 1))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sealed history to a file, all or nothing; an OSError leaves an older file as it was."""
-        self._core.saving().write(os.fspath(path))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
-        """Read an index back; `max_depth` comes from the file.
+    @staticmethod
+    def check(path: str | os.PathLike[str]) -> None:
+        """Read a file that `HistoryStore.save` wrote, and keep nothing of it.
 
         Raises:
             IndexFileError: not an index file, of another format version, truncated or damaged.
             OSError: the file can't be read.
         """
-        index = cls(half_life=half_life)
-        index._core.load(os.fspath(path))
-        return index
-
-    @staticmethod
-    def check(path: str | os.PathLike[str]) -> None:
-        """Read a file that `save` wrote, and keep nothing of it; raises as `load`."""
         native().read_index_file(os.fspath(path), True)
 
     @classmethod
@@ -130,10 +115,7 @@ class SuffixIndex:
                 then what it was. Headers, tables and sizes are checked here; a problem's own arrays when it is first
                 used: here if it has live requests, else in `open`.
             OSError: a file can't be read; FileNotFoundError: that generation is gone.
-            DasError: the index is not attached.
         """
-        if not self._core.attached:
-            raise DasError("refresh: found an index with its own history, allowed: one made by SuffixIndex.attach")
         self._core.refresh(generation)
         return self.generation
 
@@ -254,10 +236,6 @@ class SuffixIndex:
     def clear_live(self) -> None:
         """Forget the closed requests' responses (at a weight sync, once they are added and sealed); open ones stay."""
         self._core.clear_live()
-
-    def _owned(self, call: str) -> None:
-        if self._core.attached:
-            raise DasError(f"{call}: found an attached index; its store owns the history: use HistoryStore.{call}")
 
     @property
     def fading(self) -> npt.NDArray[np.uint32]:

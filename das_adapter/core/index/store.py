@@ -188,7 +188,7 @@ class HistoryStore:
 
     def absorb(self, path: str | os.PathLike[str], problems: npt.ArrayLike | None = None) -> None:
         """Take in what `give` or `save` wrote of some problems, uint64 [n], or of all, as older than what is there; the
-        next `seal` publishes it. Raises as `SuffixIndex.load`; nothing is taken in then."""
+        next `seal` publishes it. Raises as `SuffixIndex.check`; nothing is taken in then."""
         chosen = problems_in(path) if problems is None else np.asarray(problems, dtype=np.uint64)
         with self._changing():
             self._core.absorb(os.fspath(path), chosen)
@@ -229,7 +229,7 @@ class HistoryStore:
 
 def problems_in(path: str | os.PathLike[str]) -> UInt64:
     """Return the problems, uint64 [n], of a file that `give` or `save` wrote; one may occur several times. Raises as
-    `SuffixIndex.load`."""
+    `SuffixIndex.check`."""
     return native().read_index_file(os.fspath(path), False)[0]
 
 
