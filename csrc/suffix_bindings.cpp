@@ -4,8 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <set>
-
 #include "columns.hpp"
 #include "suffix_shared.hpp"
 
@@ -51,8 +49,6 @@ void check_tokens(const Token* tokens, size_t count) {
 
 void check_tokens(const In<Token>& tokens) { check_tokens(tokens.data(), tokens.size()); }
 
-nb::object python_error(const char* name) { return nb::module_::import_("das_adapter.core.index.errors").attr(name); }
-
 SuffixIndex::Ids ids(const In<uint64_t>& problems) {
   return SuffixIndex::Ids(problems.data(), problems.data() + problems.size());
 }
@@ -83,13 +79,9 @@ nb::tuple flat(const SharedIndex::Drafts& drafts) {
   return nb::make_tuple(owned(std::move(tokens)), owned(std::move(chances)), owned(std::move(offsets)));
 }
 
-void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<int64_t>& budgets, size_t threads) {
-  const int64_t* h = handles.data();
-  const size_t n = handles.size();
-  if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
-  index.check_open(h, n);
-  if (threads > 1 && std::set<int64_t>(h, h + n).size() != n)
-    throw nb::value_error("handles: one occurs twice, and there are several threads");
+void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<int64_t>& budgets) {
+  if (budgets.size() != handles.size()) throw nb::value_error("budgets: expected one per handle");
+  index.check_open(handles.data(), handles.size());
 }
 
 // Drafts that a thread makes; few requests are drafted for when the result is taken.
@@ -127,7 +119,7 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
   const auto copied = [](const In<int64_t>& array) {
     return std::vector<int64_t>(array.data(), array.data() + array.size());
   };
-  const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets, threads); };
+  const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets); };
   return {shared.begin(n < kAlone, check,
                        [written = std::move(written), counts = std::move(counts), handles = copied(handles),
                         budgets = copied(budgets), min_chance, threads](SuffixIndex& index) {
@@ -163,11 +155,10 @@ nb::dict rules() {
   return found;
 }
 
-nb::tuple draft_flat(SharedIndex& shared, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance,
-                     size_t threads) {
+nb::tuple draft_flat(SharedIndex& shared, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance) {
   return flat(unlocked(shared, [&](SuffixIndex& index) {
-    check_batch(index, handles, budgets, threads);
-    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
+    check_batch(index, handles, budgets);
+    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, 1);
   }));
 }
 
@@ -183,9 +174,7 @@ void bind_suffix_index(nb::module_& m) {
     try {
       std::rethrow_exception(p);
     } catch (const das::FileError& e) {
-      PyErr_SetString(das::python_error("IndexFileError").ptr(), e.what());
-    } catch (const das::UnknownHandle& e) {
-      PyErr_SetObject(das::python_error("UnknownHandle").ptr(), nb::cast(e.handle).ptr());
+      PyErr_SetString(nb::module_::import_("das_adapter.core.index.errors").attr("IndexFileError").ptr(), e.what());
     } catch (const std::filesystem::filesystem_error& e) {
       errno = e.code().value();
       PyErr_SetFromErrnoWithFilename(PyExc_OSError, e.path1().c_str());

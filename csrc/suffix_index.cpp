@@ -289,7 +289,7 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count, const 
 
 const SuffixIndex::Request& SuffixIndex::request(int64_t handle) const {
   const auto it = requests_.find(handle);
-  if (it == requests_.end()) throw UnknownHandle{handle};
+  if (it == requests_.end()) throw std::invalid_argument("request handle " + std::to_string(handle) + ": not open");
   return it->second;
 }
 

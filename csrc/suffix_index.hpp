@@ -16,10 +16,6 @@
 
 namespace das {
 
-struct UnknownHandle {  // of a request that is not open
-  int64_t handle;
-};
-
 // A history as it is now, to be written to one file; other threads may change the index meanwhile.
 struct Saving {
   FileHeader header;
@@ -92,7 +88,7 @@ class SuffixIndex {
   };
   static Flat flat(const History& history, uint64_t most);
 
-  void check_open(const int64_t* handles, size_t count) const;  // throws UnknownHandle, as all that take a handle
+  void check_open(const int64_t* handles, size_t count) const;  // or std::invalid_argument, as in all that take a handle
   // Versions from the newest text of the request's problem to the newest; -1: no text.
   int64_t age(int64_t handle) const;
   uint64_t generation() const { return store_ ? store_->generation() : 0; }

@@ -295,11 +295,9 @@ def test_sealing_with_threads_gives_the_same_history(tmp_path: Path) -> None:
             settle(store)
             index = SuffixIndex.attach(store.directory)
             handles = [index.open(p, [], prefix=[a, 3]) for p in range(20) for a in range(9)]
-            flat = index.draft_flat(handles, [8] * len(handles), 0.0, threads=threads)
+            flat = index.draft_flat(handles, [8] * len(handles), 0.0)
             drafts.append([a.tolist() for a in flat])
     assert drafts[0] == drafts[1]
-    with pytest.raises(ValueError, match="twice"):
-        index.draft_flat([handles[0]] * 2, [1, 1], threads=2)
 
 
 # Damage

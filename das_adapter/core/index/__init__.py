@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.index.errors import IndexFileError, UnknownHandle
+from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
     ALL,
@@ -29,7 +29,7 @@ from das_adapter.core.index.values import (
 )
 from das_adapter.core.native import native
 
-__all__ = ["Drafting", "IndexFileError", "SuffixIndex", "UnknownHandle"]
+__all__ = ["Drafting", "IndexFileError", "SuffixIndex"]
 
 
 class SuffixIndex:
@@ -47,7 +47,7 @@ class SuffixIndex:
     text suggests and for all others.
 
     Problems are identified by 0 to 2^64 - 1, token ids are 0 to 2^23 - 1; other numbers raise a ValueError or a
-    TypeError.
+    TypeError, and the handle of a request that is not open a ValueError.
     """
 
     def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
@@ -149,7 +149,7 @@ class SuffixIndex:
 
     def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
         """Append `flat_tokens[offsets[i]:offsets[i + 1]]` to each request i of a batch. Nothing is appended on an
-        error: UnknownHandle for a request that is not open, ValueError for bad token ids or offsets."""
+        ValueError: a request is not open, or token ids or offsets are wrong."""
         self._core.extend_many(integers(handles), tokens_of(flat_tokens), integers(offsets))
 
     def draft(
@@ -160,7 +160,7 @@ class SuffixIndex:
         return np.split(tokens, offsets[1:])[:-1], np.split(chances, offsets[1:])[:-1]
 
     def draft_flat(
-        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15, threads: int = 1
+        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
     ) -> tuple[Int32, Float32, Int64]:
         """Draft for a batch of requests.
 
@@ -168,7 +168,6 @@ class SuffixIndex:
             handles: shape (b,), int64.
             budgets: most tokens to draft per request, shape (b,); 0 (or less): none, at no cost.
             min_chance: a draft ends before the token whose chance falls under this. 0: never.
-            threads: that share the batch; more than the process has free cores make it slower.
 
         Returns:
             tokens: shape (n,), int32, the drafts one after the other.
@@ -177,10 +176,9 @@ class SuffixIndex:
             offsets: shape (b + 1,), int64; request i's draft is `tokens[offsets[i]:offsets[i + 1]]`.
 
         Raises:
-            UnknownHandle: a request is not open.
-            ValueError: budgets and handles differ in length, or a handle occurs twice with several threads.
+            ValueError: a request is not open, or budgets and handles differ in length.
         """
-        return self._core.draft_flat(integers(handles), integers(budgets), min_chance, threads)
+        return self._core.draft_flat(integers(handles), integers(budgets), min_chance)
 
     def draft_rows(
         self,
@@ -198,21 +196,21 @@ class SuffixIndex:
         Where anything is wrong, nothing is appended.
 
         Args:
-            handles, budgets, min_chance, threads: as in `draft_flat`, with its errors.
+            handles, budgets, min_chance: as in `draft_flat`, with its errors; each request once.
             tokens: shape (m, n), int32, contiguous.
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
+            threads: that share the batch; more than the process has free cores make it slower.
         """
         arrays = map(integers, (rows, begins, ends, budgets))
         return self._core.draft_rows(integers(handles), tokens, *arrays, min_chance, threads)
 
     def close(self, handle: int, keep: bool = True) -> None:
-        """End a request. `keep`: its response stays available to its siblings until `clear_live`; else it is forgotten.
-        Raises `UnknownHandle`."""
+        """End a request. `keep`: its response stays available to its siblings until `clear_live`; else it is forgotten."""
         self._core.close(handle, keep)
 
     def age(self, handle: int) -> int | None:
         """Return the weight versions from the newest history of a request's problem to the newest of all problems;
-        None: the problem has no history. Raises `UnknownHandle`."""
+        None: the problem has no history."""
         return None if (age := int(self._core.age(handle))) < 0 else age
 
     def flat(self, problem: int, most: int) -> tuple[Int32, npt.NDArray[np.uint32]]:
