@@ -107,7 +107,7 @@ class DeviceIndex:
             self._keep(kept)
 
     def bring(self, index: SuffixIndex) -> None:
-        """Bring a piece of the sealed text to the device that is missing there, see `Bringer.step`."""
+        """Bring some of the sealed text to the device that is missing there, see `Bringer.step`."""
         self.bringer.step(index)
 
     def flush(self) -> None:
