@@ -292,8 +292,9 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
         fresh.push("b", Trajectory(1, POEM.tobytes(), version))
         published = fresh.published(version + 1)
     assert tokens(published) == 60 + WINDOW * 30  # of problem 1 the old run's visit has left the window
-    assert saved.lengths(tmp_path / "saved", 0).tolist() == [(1, 30, -1), (2, 30, 0)]
-    assert saved.lengths(tmp_path / "saved", 52).tolist() == [(1, 30, 50), (2, 30, 51)]
+    facts = saved.Facts.of("problem", TOKENIZER)
+    for version, moved in ((0, [(1, 30, -1), (2, 30, 0)]), (52, [(1, 30, 50), (2, 30, 51)])):
+        assert saved.check(tmp_path / "saved", facts, "das.history.load", version).tolist() == moved
 
 
 def save(history: Alone, target: Path, lengths: list[tuple[int, int, int]]) -> None:
@@ -318,8 +319,8 @@ def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (step - 1)
         save(writer, target, [(1, 30, 0)])
-    saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.load")
-    assert saved.lengths(target, 0).tolist() == [(1, 30, 0)]
+    lengths = saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.load")
+    assert lengths.tolist() == [(1, 30, 0)]
 
 
 def test_a_start_that_cannot_be_read_is_told_and_tried_again(writer: Alone, caplog: Any, tmp_path: Path) -> None:
