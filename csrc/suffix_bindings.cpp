@@ -137,6 +137,7 @@ nb::dict rules() {
   for (const auto& [name, value] : std::initializer_list<std::pair<const char*, int64_t>>{
            {"START", kStart},
            {"PLACES", kMost},
+           {"DEPTH", kDepth},
            {"BEYOND", kBeyond},
            {"SURE", kSure},
            {"STRONGEST", static_cast<int64_t>(vote_table().size() - 1)},
@@ -192,7 +193,7 @@ void bind_suffix_index(nb::module_& m) {
   nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result);
   nb::class_<das::Saving>(m, "Saving").def("write", &das::Saving::write, unlocked());
   nb::class_<SharedIndex>(m, "SuffixIndex")
-      .def(nb::init<uint32_t, double>())
+      .def(nb::init<>())
       .def("add",
            [](SharedIndex& shared, uint64_t problem, const Tokens& tokens, int64_t version) {
              das::check_tokens(tokens);
@@ -254,7 +255,6 @@ void bind_suffix_index(nb::module_& m) {
                      return owned(shared.use([](const SuffixIndex& index) { return std::vector(index.fading()); }));
                    })
       .def("clear_live", method(&SuffixIndex::clear_live))
-      .def_prop_ro("max_depth", method(&SuffixIndex::max_depth))
       .def_prop_ro("generation", method(&SuffixIndex::generation))
       .def_prop_ro("removed", method(&SuffixIndex::removed))
       .def_prop_ro("file_bytes", method(&SuffixIndex::file_bytes))

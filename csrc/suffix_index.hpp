@@ -28,7 +28,7 @@ struct Saving {
 // share nothing that changes, even where they map the same files.
 class SuffixIndex {
  public:
-  SuffixIndex(uint32_t max_depth, double half_life);
+  SuffixIndex();
   SuffixIndex(const SuffixIndex&) = delete;  // requests point into it
   SuffixIndex& operator=(const SuffixIndex&) = delete;
 
@@ -75,10 +75,7 @@ class SuffixIndex {
                            size_t threads);
 
   // A problem's history, whatever becomes of the index.
-  struct History {
-    std::vector<Segment> segments;
-    uint32_t depth;
-  };
+  using History = std::vector<Segment>;
   History history(uint64_t problem) const;
   // A problem's history as a device searches it: one segment, thinned out where it has too much for `most` words of 32
   // bits. Empty where there is none. Takes long, and no index.
@@ -102,7 +99,6 @@ class SuffixIndex {
   size_t group() const { return group_; }  // most texts of a problem that were sealed at once for the last generation
   const std::vector<uint32_t>& fading() const { return fading_; }
   int64_t newest() const { return newest_; }  // the newest version that was ever sealed
-  uint32_t max_depth() const { return depth_; }
 
  private:
   struct Problem {
@@ -160,7 +156,6 @@ class SuffixIndex {
   void forget_if_empty(uint64_t problem);
   void clear_history(Problem& problem);
 
-  uint32_t depth_;
   int64_t newest_ = INT64_MIN;
   int64_t next_handle_ = 1;
   std::unordered_map<uint64_t, Problem> problems_;

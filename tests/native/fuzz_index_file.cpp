@@ -80,7 +80,7 @@ bool one(const std::string& data) {
   const std::string path = folder() / "saved";
   write(path, data);
   return survives([&] {
-    SuffixIndex index(8, 8);
+    SuffixIndex index;
     index.absorb(path, {0, 1, 2, 3});
     use(index);
     const Token more[] = {1, 2, 3};
@@ -107,7 +107,7 @@ int main(int argc, char** argv) {
   const fs::path store = folder() / "store";
   fs::create_directories(store);
   {
-    SuffixIndex index(8, 8);
+    SuffixIndex index;
     index.attach(store, true);
     for (int version = 0; version < 3; ++version) {
       for (uint64_t problem = 0; problem < 3; ++problem) {
@@ -145,7 +145,7 @@ int main(int argc, char** argv) {
     write(store / "manifest", i % 2 ? signed_<std::array<uint64_t, 3>>(damage(manifest), false) : damage(manifest));
     survives([&] {
       try {
-        SuffixIndex index(8, 8);
+        SuffixIndex index;
         index.attach(store, false);
         use(index);
       } catch (const fs::filesystem_error&) {  // it names a file that is not there

@@ -50,10 +50,8 @@ class SuffixIndex:
     TypeError, and the handle of a request that is not open a ValueError.
     """
 
-    def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
-        """`max_depth`: tokens of left context that are compared, 8 to 255; `half_life`: newer visits of its problem
-        after which a trajectory's vote has lost half its weight, above 0."""
-        self._core: Any = native().SuffixIndex(max_depth, half_life)
+    def __init__(self) -> None:
+        self._core: Any = native().SuffixIndex()
 
     # History
 
@@ -87,9 +85,9 @@ class SuffixIndex:
         native().read_index_file(os.fspath(path), True)
 
     @classmethod
-    def attach(cls, directory: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
-        """Return an index, with the store's `max_depth`, whose history is mapped; see `map`."""
-        index = cls(half_life=half_life)
+    def attach(cls, directory: str | os.PathLike[str]) -> SuffixIndex:
+        """Return an index whose history is mapped; see `map`."""
+        index = cls()
         index.map(directory)
         return index
 
@@ -242,7 +240,6 @@ class SuffixIndex:
 
     generation = Number("generation")
     """The store's generation that is mapped; 0: none."""
-    max_depth = Number("max_depth")
     nbytes = Number("nbytes")
     """Bytes of the sealed history; of an attached index, bytes that it shares with all others."""
     live_bytes = Number("live_bytes")

@@ -46,11 +46,10 @@ class HistoryStore:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        max_depth: int = 64,
         threads: int = 1,
         room: Callable[[int, int], int] = lambda size, given: 0,
     ) -> None:
-        """Create the directory for this user alone, or take over what an earlier store left there, with its depth.
+        """Create the directory for this user alone, or take over what an earlier store left there.
         `room` says how many bytes are left for a history of so many bytes, where it gave so many back that are free
         soon; below 0: see `relieve`.
 
@@ -74,7 +73,7 @@ class HistoryStore:
         except OSError:
             os.close(self._writer)
             raise DasError(f"history directory {str(self.directory)!r}: another store writes there") from None
-        self._core: Any = native().SuffixIndex(max_depth, 1.0)
+        self._core: Any = native().SuffixIndex()
         try:
             self._core.attach(str(self.directory), True)
         except Exception:

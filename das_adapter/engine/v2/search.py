@@ -25,7 +25,7 @@ START = tl.constexpr(_RULES["START"])
 """Precedes the first token of a response."""
 NOTHING = tl.constexpr(-3)
 """Precedes what is before a context's begin: equal to no token."""
-DEPTH = tl.constexpr(64)
+DEPTH = tl.constexpr(_RULES["DEPTH"])
 """Tokens of left context that are compared."""
 CHUNK = tl.constexpr(8)
 """Tokens that are compared at once."""
