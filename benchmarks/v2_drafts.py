@@ -41,7 +41,6 @@ class Device:
         texts = torch.zeros(SLOTS, length, dtype=torch.int32)
         self.device = DeviceIndex(texts, BUDGET, 2**27, 0.0, 2**23)
         self.device._launch = functools.partial(launch, self.device)  # type: ignore[method-assign]
-        self.device.weigh(self.index.fading)
         self.sealed_bytes: list[float] = []
         """Bytes a token of each problem's sealed text."""
         self._total = torch.zeros(SLOTS, dtype=torch.int32)

@@ -151,6 +151,7 @@ nb::dict rules() {
     found[name] = value;
   found["SHARES"] = nb::cast(std::vector<double>(A::kShareSteps.begin(), A::kShareSteps.end()));
   found["STRENGTHS"] = nb::cast(std::vector<int64_t>(A::kStrengthSteps.begin(), A::kStrengthSteps.end()));
+  found["FADING"] = owned(std::vector<int32_t>(fading().begin(), fading().end()));
   const A fresh;
   found["CHANCES"] = owned(std::vector<double>(fresh.start.begin(), fresh.start.end()));
   return found;
@@ -250,10 +251,6 @@ void bind_suffix_index(nb::module_& m) {
              auto flat = das::unlocked([&] { return SuffixIndex::flat(history, most); });
              return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.places)));
            })
-      .def_prop_ro("fading",
-                   [](SharedIndex& shared) {
-                     return owned(shared.use([](const SuffixIndex& index) { return std::vector(index.fading()); }));
-                   })
       .def("clear_live", method(&SuffixIndex::clear_live))
       .def_prop_ro("generation", method(&SuffixIndex::generation))
       .def_prop_ro("removed", method(&SuffixIndex::removed))

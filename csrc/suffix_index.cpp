@@ -20,7 +20,6 @@ namespace {
 constexpr uint64_t kWritten = 1 << 24;  // bytes of a file, about
 constexpr uint64_t kCounts = 75;  // percent of a file's bytes that count, or the others are written again
 constexpr uint64_t kLeast = 256;  // bytes that a problem keeps before whole problems are dropped
-constexpr double kHalfLife = 8;  // newer visits of its problem after which a text's vote has lost half its weight
 
 // Collects the votes on the next token, `step` tokens after the places at which the candidates were found.
 void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<Vote>& votes) {
@@ -36,11 +35,6 @@ void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<V
 }
 
 }  // namespace
-
-SuffixIndex::SuffixIndex() : fading_(256) {
-  for (size_t age = 0; age < fading_.size(); ++age)
-    fading_[age] = std::max<uint32_t>(1, std::lround(kSibling * std::exp2(-static_cast<double>(age) / kHalfLife)));
-}
 
 void SuffixIndex::add(uint64_t problem, const Token* tokens, size_t count, int64_t version) {
   const auto narrow = static_cast<int32_t>(version);
@@ -360,7 +354,7 @@ void SuffixIndex::search(const Request& request, Context response, Context whole
   das::search(request.problem->history, response,
               [&](const Segment& segment, const Segment::Place& p, uint32_t length) {
                 const uint64_t age = request.problem->age(segment.run(p.position).version);
-                const uint32_t weight = fading_[std::min<uint64_t>(age, fading_.size() - 1)];
+                const uint32_t weight = fading()[std::min<uint64_t>(age, fading().size() - 1)];
                 visit(response, &segment.tokens[p.position], segment.tokens.end(), length, weight, false);
               });
   request.problem->live.search(response, [&](const Stream& stream, uint32_t position, uint32_t length) {

@@ -28,7 +28,7 @@ struct Saving {
 // share nothing that changes, even where they map the same files.
 class SuffixIndex {
  public:
-  SuffixIndex();
+  SuffixIndex() = default;
   SuffixIndex(const SuffixIndex&) = delete;  // requests point into it
   SuffixIndex& operator=(const SuffixIndex&) = delete;
 
@@ -97,7 +97,6 @@ class SuffixIndex {
   uint64_t staged_tokens() const { return staged_tokens_; }
   uint64_t live_bytes() const;
   size_t group() const { return group_; }  // most texts of a problem that were sealed at once for the last generation
-  const std::vector<uint32_t>& fading() const { return fading_; }
   int64_t newest() const { return newest_; }  // the newest version that was ever sealed
 
  private:
@@ -168,7 +167,6 @@ class SuffixIndex {
   uint64_t staged_tokens_ = 0;
   size_t group_ = 0, sealed_group_ = 0;
   std::unordered_map<int64_t, Request> requests_;
-  std::vector<uint32_t> fading_;  // weight of a trajectory by its age in visits
   Acceptance acceptance_;
   std::unique_ptr<Store> store_;
 };

@@ -60,7 +60,6 @@ def test_the_device_drafts_as_the_hosts_index_does() -> None:
         host.seal()
     texts, total = torch.zeros(SLOTS, 128, dtype=torch.int32), torch.zeros(SLOTS, dtype=torch.int32)
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, VOCABULARY)
-    device.weigh(host.fading)
     prompts = [rng.integers(0, VOCABULARY, 10).astype(np.int32) for _ in range(2)]
     device.open([(slot, slot % 2, 10) for slot in range(SLOTS)])
     device.bring(host)
@@ -117,7 +116,6 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
     prompt, answer = words[-10:], variation()
     texts, total = torch.zeros(1, 128, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, 5000)
-    device.weigh(host.fading)
     device.open([(0, 7, 10)])
     device.bring(host)
     handle, written, drafted = host.open(7, prompt), 0, 0

@@ -233,11 +233,6 @@ class SuffixIndex:
         """Forget the closed requests' responses (at a weight sync, once they are added and sealed); open ones stay."""
         self._core.clear_live()
 
-    @property
-    def fading(self) -> npt.NDArray[np.uint32]:
-        """Weight of a text's votes by its age in visits, uint32 [256]."""
-        return self._core.fading
-
     generation = Number("generation")
     """The store's generation that is mapped; 0: none."""
     nbytes = Number("nbytes")

@@ -50,7 +50,6 @@ class DeviceIndex:
         self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
         self._parts = self.arena.tables.parts(self._tables)
         self._text_len = self._zeros(slots + closed, torch.int32)
-        self._fading = self._zeros(256, torch.int32)
         places, kinds = int(search.PLACES.value), int(votes.KINDS.value)
         self._seen = self._zeros((slots, self._splits + 1, 4, places), torch.int64)
         self.found = self._zeros((slots, 3, 4 * places), torch.int64)
@@ -60,8 +59,11 @@ class DeviceIndex:
         self.outcomes, self.cells = (self._zeros((2 * kinds, 2), torch.int32) for _ in range(2))
         self.sources, self.chance = self._zeros((2, 3), torch.float64), self._zeros(2 * kinds, torch.float64)
         """What is learned; see `votes.estimate`."""
-        self.start = torch.from_numpy(native().drafting_rules()["CHANCES"]).to(self.device)
+        rules = native().drafting_rules()
+        self.start = torch.from_numpy(rules["CHANCES"]).to(self.device)
         """Chance of each kind of draft token before anything is learned, float64 [kinds]."""
+        self._fading = torch.from_numpy(rules["FADING"]).to(self.device)
+        """Weight of sealed text by its age in visits, int32 [256]."""
         self._slots, self._num_sampled = self._zeros(slots, torch.int64), self._zeros(slots, torch.int32)
         self.drafts = self._zeros((slots, steps), torch.int64)
         """Draft tokens in batch order; 0 beyond the draft."""
@@ -115,10 +117,6 @@ class DeviceIndex:
         if self.arena.changed:
             self.arena.changed = False
             _copy(self.arena.tables.all, self._tables)
-
-    def weigh(self, fading: np.ndarray) -> None:
-        """Take the weights of sealed text by age, uint32 [256]."""
-        _copy(fading.astype(np.int32), self._fading)
 
     # A step
 

@@ -37,7 +37,7 @@ BEYOND = tl.constexpr(_RULES["BEYOND"])
 OWN = tl.constexpr(_RULES["OWN"])
 SIBLING = tl.constexpr(_RULES["SIBLING"])
 PROMPT = tl.constexpr(_RULES["PROMPT"])
-"""Weights of texts; sealed text has those of `SuffixIndex.fading`."""
+"""Weights of texts; sealed text has one by its age."""
 
 
 @triton.jit
