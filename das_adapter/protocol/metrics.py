@@ -133,9 +133,11 @@ def figures(reports: Sequence[Mapping[str, Any]], told: set[str] | None = None) 
 
 _LARGEST = (
     *("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"),
-    *("history_tokens", "history_bytes", "live_bytes"),
+    *("history_tokens", "history_bytes", "live_bytes", "of_stock"),
 )
 """Figures that are not added up: the largest of all engines is logged."""
+_ADDED = ("time_saved_s", "engines_behind", "drafter_passes")
+"""Figures that are added up over the engines."""
 
 
 def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> dict[str, float]:
@@ -148,7 +150,7 @@ def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> d
     """
 
     def each(name: str) -> list[Any]:
-        return [part[name] for part in parts if name in part]
+        return [part[name] for part in parts if part.get(name) is not None]
 
     wrong = faults(parts)
     if told is not None:
@@ -171,11 +173,8 @@ def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> d
     if seconds := [second for of_engine in each("propose_seconds") for second in of_engine]:
         p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
         metrics |= {"das/propose_ms/p50": float(p50), "das/propose_ms/p99": float(p99)}
-    if saved := each("time_saved_s"):
-        metrics["das/time_saved_s"] = float(sum(saved))
-        metrics["das/latency_model_error"] = float(np.mean(each("latency_model_error")))
-    if of_stock := list(filter(None, each("of_stock"))):
-        metrics["das/of_stock"] = float(max(of_stock))
+    if errors := each("latency_model_error"):
+        metrics["das/latency_model_error"] = float(np.mean(errors))
     if requests := sum(each("history_requests")):
         metrics["das/history_hits"] = sum(each("history_hits")) / requests
     if by_age := each("staleness"):
@@ -186,12 +185,9 @@ def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> d
         requests, written, repeated = np.sum(ahead, axis=0).tolist()
         metrics |= {"das/run_ahead_requests": float(requests), "das/run_ahead_tokens": float(written)}
         metrics["das/run_ahead_repeated"] = repeated / max(1, written)
-    if reasons := each("reason"):
-        metrics["das/engines_resting"] = float(sum(reason is not None for reason in reasons))
-    if behind := each("engines_behind"):
-        metrics["das/engines_behind"] = float(sum(behind))
-    if passes := each("drafter_passes"):
-        metrics["das/drafter_passes"] = float(sum(passes))
+    if any("reason" in part for part in parts):
+        metrics["das/engines_resting"] = float(len(each("reason")))
+    metrics |= {f"das/{name}": float(sum(found)) for name in _ADDED if (found := each(name))}
     return metrics | {f"das/{name}": float(max(found)) for name in _LARGEST if (found := each(name))}
 
 

@@ -83,8 +83,6 @@ class NodeHistory:
         """Tokens that may still be sealed at this weight sync."""
         self._offset: int | None = None
         """Offset from this run's weight versions to the store's; None until the history has begun: texts wait."""
-        self._empty = not self.writer.store.tokens
-        """Whether nothing was taken over."""
         self._start: str | None = None
         self._loaded: set[Path] = set()
         """Saved history that is to be taken in, and the files of it that were."""
@@ -154,9 +152,7 @@ class NodeHistory:
         store = self.writer.store
         return {
             "tokens": store.tokens,
-            "problems": store.problems,
             "bytes": store.nbytes,
-            "staged": store.staged,
             "unsent_s": max(0.0, time.time() - self._oldest),
             "directory": str(store.directory),
             "pid": os.getpid(),
@@ -266,7 +262,7 @@ class NodeHistory:
         store = self.writer.store
         start, offset = ask(ledger.running().start.remote(), _PEER_S)
         self._meet(ledger.histories())
-        self._start = start if self._empty else None
+        self._start = None if store.tokens else start
         self._offset = max(offset, store.newest - self._version if store.tokens else 0)
 
     def _load(self) -> None:

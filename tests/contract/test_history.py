@@ -209,11 +209,11 @@ def test_what_arrives_is_published_once_and_what_is_old_is_dropped(writer: Alone
 
 def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(writer: Alone) -> None:
     writer.push("a", Trajectory(1, POEM.tobytes(), 0))
-    assert writer.figures()["staged"] == 0  # the run's first weight sync says which version this is
+    assert writer.writer.store.staged == 0  # the run's first weight sync says which version this is
     before = writer.published(1)
     writer.push("a", Trajectory(2, POEM.tobytes(), 1))
     assert writer.writer.store.generation == before.generation
-    assert (writer.figures()["staged"], writer.figures()["tokens"], tokens(before)) == (0, 60, 30)
+    assert (writer.writer.store.staged, writer.figures()["tokens"], tokens(before)) == (0, 60, 30)
     assert len(writer.files) == 1  # until it is published
     assert tokens(writer.published(2)) == 60
     assert not writer.files
