@@ -14,9 +14,7 @@ def arena(words: int = 1000) -> Arena:
 
 
 def members(found: Arena, slot: int) -> list[int]:
-    tables = found.tables
-    row = tables.row_of_slot[slot]
-    return tables.members[row * 3 :][: tables.member_count[row]].tolist()
+    return found.tables.members[slot * 3 :][: found.tables.member_count[slot]].tolist()
 
 
 def test_siblings_see_each_other_and_what_has_ended_until_the_weight_sync() -> None:

@@ -44,8 +44,8 @@ class Device:
 
     def text(self, problem: int) -> tuple[list[int], int]:
         """What is searched of a problem: its words, and how many places."""
-        tables, row = self.arena.tables, self.arena.tables.row_of_slot[problem]
-        begin, places, count = tables.sealed_texts[row], tables.sealed_places[row], int(tables.sealed_count[row])
+        tables, slot = self.arena.tables, problem
+        begin, places, count = tables.sealed_texts[slot], tables.sealed_places[slot], int(tables.sealed_count[slot])
         return self.words[begin : places + count].tolist(), count
 
 

@@ -176,13 +176,13 @@ class DeviceIndex:
         votes.estimate[(1,)](self.outcomes, self.cells, self.sources, self.start, self.chance, LANES=256)
         search.search_sealed[(requests, 2)](
             **mine,
-            **parts("row_of_slot", "sealed_texts", "sealed_places", "sealed_count"),
+            **parts("sealed_texts", "sealed_places", "sealed_count"),
             fading=self._fading,
             found=self.found,
         )
         search.scan_live[(requests, self._splits + 1)](
             **mine,
-            **parts("row_of_slot", "begin", "members", "member_count"),
+            **parts("begin", "members", "member_count"),
             seen=self._seen,
             MEMBERS=MEMBERS,
             SPLITS=self._splits,
