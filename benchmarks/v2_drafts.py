@@ -60,13 +60,10 @@ class Device:
         self.device.texts[slot, : len(prompt)] = torch.from_numpy(prompt)
         self._total[slot] = self._begin[slot] = len(prompt)
         self.device.open([(slot, problem, len(prompt))])
-        before = self.device.arena.used, self.device.arena.sealed_tokens
-        self.device.bring(self.index)
-        used, tokens = (
-            a - b for a, b in zip((self.device.arena.used, self.device.arena.sealed_tokens), before, strict=True)
-        )
-        if tokens:
-            self.sealed_bytes.append(4 * used / (used - tokens))
+        arena, before = self.device.arena, self.device.arena.used
+        self.device.bringer.step(self.index)
+        if arena.used > before:
+            self.sealed_bytes.append(4 * (arena.used - before) / int(arena.tables.sealed_count[slot]))
         return slot
 
     def extend(self, handles: list[int], texts: list[Int32]) -> None:

@@ -61,7 +61,7 @@ class World:
         index.open([(slot, slot % 2, len(p)) for slot, p in enumerate(self.prompts)])
         for slot, prompt in enumerate(self.prompts):
             texts[slot, : len(prompt)] = torch.from_numpy(prompt)
-        index.bring(self.sealed)
+        index.bringer.step(self.sealed)
         return index
 
     def write(self, indices: list[DeviceIndex]) -> list[int]:

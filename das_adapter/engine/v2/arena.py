@@ -89,11 +89,6 @@ class Arena:
         """Words that are free."""
         return self._words - self.used
 
-    @property
-    def sealed_tokens(self) -> int:
-        """Tokens of sealed text."""
-        return sum(known.sealed[1] for known in self._problems.values() if known.sealed)
-
     def open(self, slot: int, problem: int, at: int, begin: int) -> None:
         """Take a request that begins in one of vLLM's slots, with its key in the history, the offset of its response
         and the tokens before that."""

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.values import Int32
 from das_adapter.core.native import native
 from das_adapter.engine.v2 import search, votes
@@ -74,15 +73,6 @@ class DeviceIndex:
         self._row = (texts.data_ptr() - self.words.data_ptr()) // 4
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def shortage(self) -> str | None:
-        """Say that the arena is too small; None: it is not."""
-        if not self.arena.short:
-            return None
-        return (
-            f"das.history.device_bytes={self.words.nbytes} is full: {self.arena.short} texts found no room on the "
-            "device and are not drafted from: raise it"
-        )
-
     # Requests
 
     def open(self, opened: Sequence[tuple[int, int, int]]) -> None:
@@ -107,10 +97,6 @@ class DeviceIndex:
             self.flush()
             self._measure(total_len)
             self._keep(kept)
-
-    def bring(self, index: SuffixIndex) -> None:
-        """Bring some of the sealed text to the device that is missing there, see `Bringer.step`."""
-        self.bringer.step(index)
 
     def flush(self) -> None:
         """Tell the device what has changed."""
