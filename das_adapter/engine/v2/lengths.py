@@ -125,8 +125,8 @@ class DraftLengths:
             self._begin_and_end(step)
             if before is not None and before.offer is not None:
                 offer = before.offer
-                by_model = None if self.engine.drafts is None else offer.by_model.numpy()
-                self._live.hear(before.req_ids, offer.lengths.numpy(), offer.chances.numpy(), by_model)
+                told = offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy()
+                self._live.hear(before.req_ids, *told)
             rows, decoded = self._decoded(step, sampled)
             self._count(step, decoded, now)
             self._time(step, rows, decoded, now, since)

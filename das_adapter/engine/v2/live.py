@@ -113,18 +113,14 @@ class LiveTexts:
         given = np.array([drafts.get(req_id, 0) for req_id in req_ids], dtype=np.int64)
         return np.minimum(given[rows.places], most)
 
-    def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray | None) -> None:
+    def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray) -> None:
         """Take what was offered to the requests of a batch: tokens, int64 [batch], the chance of each, given those
-        before it, float32 [batch, n], and whose drafts are a model's, bool [batch]; None: nobody's."""
+        before it, float32 [batch, n], and whose drafts are a model's, bool [batch]."""
         slots = self.slots(req_ids)
         rows = np.flatnonzero(slots >= 0)
-        if len(rows) < len(slots):
-            slots, lengths, chances = slots[rows], lengths[rows], chances[rows]
-            by_model = None if by_model is None else by_model[rows]
-        self.offered[slots], self.heard[slots] = lengths, True
-        if by_model is not None:
-            self.by_model[slots] = by_model
-        self._chances[slots, : chances.shape[1]] = np.cumprod(chances, axis=1)
+        slots = slots[rows]
+        self.offered[slots], self.by_model[slots], self.heard[slots] = lengths[rows], by_model[rows], True
+        self._chances[slots, : chances.shape[1]] = np.cumprod(chances[rows], axis=1)
         if len(slots):
             self._newest = slots
 
