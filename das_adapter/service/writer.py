@@ -89,16 +89,18 @@ class Writer:
             if not texts:  # they go elsewhere, or are published
                 self._done([file])
 
-    def work(self, seconds: float) -> None:
-        """Do for so long what waits for no weight sync: seal what was kept, merge, and keep to room and byte budget."""
+    def work(self, seconds: float) -> bool:
+        """Do for so long what waits for no weight sync: seal what was kept, merge, and keep to room and byte budget;
+        return whether there is more."""
         until, more = time.monotonic() + seconds, True
+        if self._grown:
+            self._grown = False
+            self.policy.tidy(self.store)  # which merges as well: no problem is written twice
         while more and time.monotonic() < until:
             more = self.store.work(self.policy.window)
             self.store.relieve()
             time.sleep(0.001)  # whoever waits for the store has its turn
-        if self._grown and not more:
-            self._grown = False
-            self.policy.tidy(self.store)
+        return more
 
     def publish(self, tokens: int = 2**62) -> int:
         """Publish what was kept, of what is not sealed yet about so many tokens at most; return how many it sealed."""
