@@ -363,10 +363,9 @@ void SuffixIndex::search(const Request& request, Context response, Context whole
           own);
   });
   if (request.stream->prompt)
-    das::search(*request.stream->prompt, whole,
-                [&](const Segment& prompt, const Segment::Place& p, uint32_t length) {
-                  visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length, kPrompt, true);
-                });
+    das::search(*request.stream->prompt, whole, [&](const Segment& prompt, const Segment::Place& p, uint32_t length) {
+      visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length, kPrompt, true);
+    });
 }
 
 void SuffixIndex::gather(const Request& request, Scratch& scratch) const {

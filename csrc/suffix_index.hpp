@@ -85,7 +85,7 @@ class SuffixIndex {
   };
   static Flat flat(const History& history, uint64_t most);
 
-  void check_open(const int64_t* handles, size_t count) const;  // or std::invalid_argument, as in all that take a handle
+  void check_open(const int64_t* handles, size_t count) const;  // std::invalid_argument: one is not open
   // Versions from the newest text of the request's problem to the newest; -1: no text.
   int64_t age(int64_t handle) const;
   uint64_t generation() const { return store_ ? store_->generation() : 0; }

@@ -131,9 +131,7 @@ def handed_over(
     return told if config is None else told | {"history": publish(directory, config, trajectories, part.lose)}
 
 
-def publish(
-    directory: str, config: HistoryConfig, trajectories: list[Trajectory], lose: str | None
-) -> tuple[str, int]:
+def publish(directory: str, config: HistoryConfig, trajectories: list[Trajectory], lose: str | None) -> tuple[str, int]:
     """Publish trajectories as a node's history does; return what the engine is told."""
     with HistoryStore(directory) as store:
         HistoryPolicy(config).remember(store, trajectories)

@@ -201,9 +201,9 @@ class ReferenceIndex:
         self, places: list[tuple[list[int], int, int]], context: list[int]
     ) -> Iterator[tuple[list[int], list[int], int, int, int]]:
         """The longest matches among places (text, position of the last context token, weight), oldest place first."""
-        keys = [tuple(text[i::-1][: DEPTH]) for text, i, _ in places]
+        keys = [tuple(text[i::-1][:DEPTH]) for text, i, _ in places]
         order = sorted(range(len(places)), key=lambda p: (keys[p], -p))
-        here = bisect.bisect_left([keys[p] for p in order], tuple(context[::-1][: DEPTH]))
+        here = bisect.bisect_left([keys[p] for p in order], tuple(context[::-1][:DEPTH]))
         found = []
         for rank, p in enumerate(order):
             length = _agreement(context, places[p][0][: places[p][1] + 1], DEPTH)

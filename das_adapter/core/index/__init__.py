@@ -35,7 +35,7 @@ __all__ = ["Drafting", "IndexFileError", "SuffixIndex"]
 class SuffixIndex:
     """An engine's index: per problem, sealed trajectories in flat arrays (7.25 bytes per token), and live text.
 
-    The history is a store's (`map`, `refresh`); a replay, which is one process, writes its own (`add`, `seal`, `shrink`).
+    The history is a store's (`map`, `refresh`); a replay in one process writes its own (`add`, `seal`, `shrink`).
     Equal calls give equal drafts on every process, however the history is cut into segments.
 
     Any thread may call: each call waits for those before it, the drafting that `draft_rows` has begun included. Calls
@@ -203,7 +203,7 @@ class SuffixIndex:
         return self._core.draft_rows(integers(handles), tokens, *arrays, min_chance, threads)
 
     def close(self, handle: int, keep: bool = True) -> None:
-        """End a request. `keep`: its response stays available to its siblings until `clear_live`; else it is forgotten."""
+        """End a request. `keep`: its siblings draft from its response until `clear_live`; else it is forgotten."""
         self._core.close(handle, keep)
 
     def age(self, handle: int) -> int | None:

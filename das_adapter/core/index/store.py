@@ -106,7 +106,7 @@ class HistoryStore:
             yield
 
     def work(self, window: int = ALL) -> bool:
-        """Do a part of what would keep the next `seal` or makes the history smaller; return whether there is more now.
+        """Do a slice of the work between two seals; return whether there is more now.
 
         Problems are sealed that have as many trajectories as problems had in the generation before; all, once nothing
         more is added. Then segments of earlier steps are merged, and published as one more generation.
