@@ -70,6 +70,8 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "latency_model_error": 0.1,
         "history_requests": 1,
         "history_hits": 1,
+        "history_tokens": 1,
+        "history_bytes": 1,
         "staleness": [[1, 1]] * len(AGES),
         "requantise_s": 0.1,
         "drafter_bytes": 1,

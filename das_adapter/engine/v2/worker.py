@@ -202,8 +202,11 @@ class DeviceWorkerState(WorkerState):
         if self.index is not None:
             stats["live_bytes"] = nbytes = self.index.words.nbytes
             if short := self.index.arena.short:
-                text = "%d texts found no room on the device and are not drafted from: raise it"
-                logger.warning(f"das: das.history.device_bytes=%d is full: {text}", nbytes, short)
+                logger.warning(
+                    "das: das.history.device_bytes=%d is full: %d texts found no room on the device and are not "
+                    "drafted from: raise it",
+                    *(nbytes, short),
+                )
         if self.copy is not None and self.engine is not None and self.engine.drafts is not None:
             stats |= self.copy.stats() | {"self_acceptance": self.engine.drafts.acceptance.rate}
         return stats
