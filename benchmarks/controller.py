@@ -66,6 +66,7 @@ class Bench:
         from vllm import LLM
 
         from das_adapter.config import parse
+        from das_adapter.core.index.store import HistoryStore
         from das_adapter.protocol.engine_args import engine_args
 
         self.rates, self.seed, self.turn = rates, seed, 0
@@ -73,6 +74,7 @@ class Bench:
         directory = Path(f"/tmp/das-random-{os.getpid()}")
         directory.mkdir(exist_ok=True)
         (directory / "config.json").write_text(json.dumps(SHAPE))
+        self.store = HistoryStore(directory / "history")
         settings: dict[str, Any] = {
             "enforce_eager": True,
             "max_model_len": 1024,
@@ -154,10 +156,11 @@ class Bench:
 
     def prepare(self, arm: str, trajectories: list[tuple[int, bytes, int]], times: Any = None) -> None:
         """A controller for an arm, with the step times seen so far, and the history under new problem ids."""
-        from das_adapter.config import DasConfig
+        from das_adapter.config import DasConfig, HistoryConfig
         from das_adapter.core.controller import Controller
+        from das_adapter.core.history import HistoryPolicy
         from das_adapter.engine.timing import StepTimer
-        from das_adapter.protocol.messages import Refresh, Trajectory
+        from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
 
         policy, most = (arm, MOST) if arm in POLICIES else ("unlimited", int(arm[1:]) if arm[0] == "k" else MOST)
         speculate = "auto" if arm == "optimal" else "always"
@@ -173,7 +176,9 @@ class Bench:
         self.turn += 1
         shift, version = self.turn * PROBLEMS, self.turn * WINDOW
         kept = [Trajectory(problem + shift, text, version + age - 2) for problem, text, age in trajectories]
-        drafter.refresh(Refresh(version, trajectories=kept))
+        HistoryPolicy(HistoryConfig()).remember(self.store, kept)
+        history = Published(str(self.store.directory), self.store.generation)
+        drafter.refresh(Refresh(version, history, responses(kept).tobytes()))
         if arm == "idle":
             controller.account.stop("idle")
 

@@ -204,7 +204,8 @@ class History:
         lengths = responses(Trajectory(*one) for one in trajectories).tobytes()
         rpc("refresh", version=1, history=(self._directory, generation), lengths=lengths)
         mapped = time.perf_counter()
-        self._store.settle()  # what follows in the background is another process's
+        while self._store.work():  # which is another process's
+            pass
         return {
             "sealed_tokens": self._store.tokens,
             "sealed_bytes": self._store.nbytes,

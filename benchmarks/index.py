@@ -160,18 +160,22 @@ def mapping(tokens: int = 10_000_000, problems: int = 512, versions: int = 16) -
                 store.add(problem, np.where(changed, rng.integers(0, 30_000, size), base[problem]), version)
             return timed(store.seal)[0]
 
+        def merge() -> None:
+            while store.work():
+                pass
+
         for version in range(versions - 1):
             step(version)
-            store.settle()
+            merge()
         index = SuffixIndex.attach(directory)
         seal_ms = step(versions)
         refresh_step, _ = timed(index.refresh)
-        merge_ms, _ = timed(store.settle)
+        merge_ms, _ = timed(merge)
         refresh_merged, _ = timed(index.refresh)
         attach, fresh = timed(lambda: SuffixIndex.attach(directory))
         first_use, _ = timed(lambda: [fresh.open(p, []) for p in range(problems)])
         step(versions + 1)
-        store.settle()
+        merge()
         refresh_live, _ = timed(fresh.refresh)
         return {
             "tokens": store.tokens,

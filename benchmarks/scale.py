@@ -103,12 +103,12 @@ def sync(problems: int, tokens: int, known: int, syncs: int) -> dict[str, Any]:
             for problem in np.unique(rows["problem"]).tolist():
                 for text in texts(rng, tokens):
                     store.add(problem, text, version)
-                store.seal_ahead(WINDOW)
-            store.settle()
+                store.work(WINDOW)
+            while store.work(WINDOW) or store.staged:
+                pass
             published.append(timed(lambda: store.seal(WINDOW)))
             generation = store.generation
             mapped.append(timed(lambda: engine.refresh(generation, rows)))  # noqa: B023
-            store.settle()
         assert engine.index.problems >= known
     return {
         "rollouts": problems * GROUP,

@@ -41,7 +41,6 @@ class Device:
         texts = torch.zeros(SLOTS, length, dtype=torch.int32)
         self.device = DeviceIndex(texts, BUDGET, 2**27, 0.0, 2**23)
         self.device._launch = functools.partial(launch, self.device)  # type: ignore[method-assign]
-        self.device.weigh(self.index.fading)
         self.sealed_bytes: list[float] = []
         """Bytes a token of each problem's sealed text."""
         self._total = torch.zeros(SLOTS, dtype=torch.int32)
@@ -61,13 +60,10 @@ class Device:
         self.device.texts[slot, : len(prompt)] = torch.from_numpy(prompt)
         self._total[slot] = self._begin[slot] = len(prompt)
         self.device.open([(slot, problem, len(prompt))])
-        before = self.device.arena.used, self.device.arena.sealed_tokens
-        self.device.bring(self.index)
-        used, tokens = (
-            a - b for a, b in zip((self.device.arena.used, self.device.arena.sealed_tokens), before, strict=True)
-        )
-        if tokens:
-            self.sealed_bytes.append(4 * used / (used - tokens))
+        arena, before = self.device.arena, self.device.arena.used
+        self.device.bringer.step(self.index)
+        if arena.used > before:
+            self.sealed_bytes.append(4 * (arena.used - before) / int(arena.tables.sealed_count[slot]))
         return slot
 
     def extend(self, handles: list[int], texts: list[Int32]) -> None:

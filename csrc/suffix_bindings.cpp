@@ -4,8 +4,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <set>
-
 #include "columns.hpp"
 #include "suffix_shared.hpp"
 
@@ -51,8 +49,6 @@ void check_tokens(const Token* tokens, size_t count) {
 
 void check_tokens(const In<Token>& tokens) { check_tokens(tokens.data(), tokens.size()); }
 
-nb::object python_error(const char* name) { return nb::module_::import_("das_adapter.core.index.errors").attr(name); }
-
 SuffixIndex::Ids ids(const In<uint64_t>& problems) {
   return SuffixIndex::Ids(problems.data(), problems.data() + problems.size());
 }
@@ -83,13 +79,9 @@ nb::tuple flat(const SharedIndex::Drafts& drafts) {
   return nb::make_tuple(owned(std::move(tokens)), owned(std::move(chances)), owned(std::move(offsets)));
 }
 
-void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<int64_t>& budgets, size_t threads) {
-  const int64_t* h = handles.data();
-  const size_t n = handles.size();
-  if (budgets.size() != n) throw nb::value_error("budgets: expected one per handle");
-  index.check_open(h, n);
-  if (threads > 1 && std::set<int64_t>(h, h + n).size() != n)
-    throw nb::value_error("handles: one occurs twice, and there are several threads");
+void check_batch(const SuffixIndex& index, const In<int64_t>& handles, const In<int64_t>& budgets) {
+  if (budgets.size() != handles.size()) throw nb::value_error("budgets: expected one per handle");
+  index.check_open(handles.data(), handles.size());
 }
 
 // Drafts that a thread makes; few requests are drafted for when the result is taken.
@@ -127,7 +119,7 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
   const auto copied = [](const In<int64_t>& array) {
     return std::vector<int64_t>(array.data(), array.data() + array.size());
   };
-  const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets, threads); };
+  const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets); };
   return {shared.begin(n < kAlone, check,
                        [written = std::move(written), counts = std::move(counts), handles = copied(handles),
                         budgets = copied(budgets), min_chance, threads](SuffixIndex& index) {
@@ -145,6 +137,7 @@ nb::dict rules() {
   for (const auto& [name, value] : std::initializer_list<std::pair<const char*, int64_t>>{
            {"START", kStart},
            {"PLACES", kMost},
+           {"DEPTH", kDepth},
            {"BEYOND", kBeyond},
            {"SURE", kSure},
            {"STRONGEST", static_cast<int64_t>(vote_table().size() - 1)},
@@ -158,16 +151,16 @@ nb::dict rules() {
     found[name] = value;
   found["SHARES"] = nb::cast(std::vector<double>(A::kShareSteps.begin(), A::kShareSteps.end()));
   found["STRENGTHS"] = nb::cast(std::vector<int64_t>(A::kStrengthSteps.begin(), A::kStrengthSteps.end()));
+  found["FADING"] = owned(std::vector<int32_t>(fading().begin(), fading().end()));
   const A fresh;
   found["CHANCES"] = owned(std::vector<double>(fresh.start.begin(), fresh.start.end()));
   return found;
 }
 
-nb::tuple draft_flat(SharedIndex& shared, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance,
-                     size_t threads) {
+nb::tuple draft_flat(SharedIndex& shared, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance) {
   return flat(unlocked(shared, [&](SuffixIndex& index) {
-    check_batch(index, handles, budgets, threads);
-    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
+    check_batch(index, handles, budgets);
+    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, 1);
   }));
 }
 
@@ -183,9 +176,7 @@ void bind_suffix_index(nb::module_& m) {
     try {
       std::rethrow_exception(p);
     } catch (const das::FileError& e) {
-      PyErr_SetString(das::python_error("IndexFileError").ptr(), e.what());
-    } catch (const das::UnknownHandle& e) {
-      PyErr_SetObject(das::python_error("UnknownHandle").ptr(), nb::cast(e.handle).ptr());
+      PyErr_SetString(nb::module_::import_("das_adapter.core.index.errors").attr("IndexFileError").ptr(), e.what());
     } catch (const std::filesystem::filesystem_error& e) {
       errno = e.code().value();
       PyErr_SetFromErrnoWithFilename(PyExc_OSError, e.path1().c_str());
@@ -203,7 +194,7 @@ void bind_suffix_index(nb::module_& m) {
   nb::class_<das::Drafting>(m, "Drafting").def("result", &das::Drafting::result);
   nb::class_<das::Saving>(m, "Saving").def("write", &das::Saving::write, unlocked());
   nb::class_<SharedIndex>(m, "SuffixIndex")
-      .def(nb::init<uint32_t, double>())
+      .def(nb::init<>())
       .def("add",
            [](SharedIndex& shared, uint64_t problem, const Tokens& tokens, int64_t version) {
              das::check_tokens(tokens);
@@ -219,7 +210,6 @@ void bind_suffix_index(nb::module_& m) {
              return nb::make_tuple(shrunk.tokens, shrunk.thinned, shrunk.dropped);
            })
       .def("saving", method(&SuffixIndex::saving), unlocked())
-      .def("load", method(&SuffixIndex::load), unlocked())
       .def("give",
            [](SharedIndex& shared, const std::string& path, const In<uint64_t>& problems) {
              das::unlocked(shared, [&](const SuffixIndex& index) { index.give(path, das::ids(problems)); });
@@ -261,13 +251,7 @@ void bind_suffix_index(nb::module_& m) {
              auto flat = das::unlocked([&] { return SuffixIndex::flat(history, most); });
              return nb::make_tuple(owned(std::move(flat.tokens)), owned(std::move(flat.places)));
            })
-      .def_prop_ro("fading",
-                   [](SharedIndex& shared) {
-                     return owned(shared.use([](const SuffixIndex& index) { return std::vector(index.fading()); }));
-                   })
       .def("clear_live", method(&SuffixIndex::clear_live))
-      .def_prop_ro("max_depth", method(&SuffixIndex::max_depth))
-      .def_prop_ro("attached", method(&SuffixIndex::attached))
       .def_prop_ro("generation", method(&SuffixIndex::generation))
       .def_prop_ro("removed", method(&SuffixIndex::removed))
       .def_prop_ro("file_bytes", method(&SuffixIndex::file_bytes))

@@ -15,8 +15,6 @@ namespace das {
 // Collects segments and texts of one problem, oldest first, and merges them into one segment.
 class Builder {
  public:
-  explicit Builder(uint32_t depth) : depth_(depth) {}
-
   bool empty() const { return tokens_.empty(); }
   // Whether so many tokens more, with what is before and behind them, are not too many for a segment.
   bool fits(uint64_t tokens) const { return tokens_.size() + tokens <= Segment::kCapacity - 2; }
@@ -94,7 +92,7 @@ class Builder {
   void order(Item* begin, Item* end, uint32_t at, uint32_t lcp, Places& out) const {
     for (Item* i = begin; i != end; ++i) {
       const Stored* last = &tokens_[i->position] - at;
-      i->key = Segment::key(*last, *last >= 0 && at + 1 < depth_ ? Token{last[-1]} : kGap);
+      i->key = Segment::key(*last, *last >= 0 && at + 1 < kDepth ? Token{last[-1]} : kGap);
     }
     std::sort(begin, end,
               [](const Item& a, const Item& b) { return a.key != b.key ? a.key < b.key : a.position > b.position; });
@@ -103,9 +101,9 @@ class Builder {
       const uint64_t key = run->key;
       Item* next = std::find_if(run, end, [&](const Item& i) { return i.key != key; });
       if (run != begin) lcp = at + ((key ^ previous) >> 32 == 0);
-      const bool ended = static_cast<uint32_t>(key) <= kBegins || at + 2 >= depth_;
+      const bool ended = static_cast<uint32_t>(key) <= kBegins || at + 2 >= kDepth;
       if (next - run == 1 || ended) {
-        const uint32_t shared = key >> 32 <= kBegins ? at + 1 : std::min(at + 2, depth_);
+        const uint32_t shared = key >> 32 <= kBegins ? at + 1 : std::min(at + 2, kDepth);
         for (Item* i = run; i != next; ++i) out.push_back({i->position, i == run ? lcp : shared});
       } else {
         order(run, next, at + 2, lcp, out);
@@ -129,7 +127,7 @@ class Builder {
     while (i < old.size() && j < fresh.size()) {
       if (a == b) {
         const Stored *x = &tokens_[old[i].position], *y = &tokens_[fresh[j].position];
-        const Match m = match({x + 1, UINT32_MAX}, y, depth_, a ? a - 1 : 0);
+        const Match m = match({x + 1, UINT32_MAX}, y, a ? a - 1 : 0);
         const auto back = static_cast<ptrdiff_t>(m.length);
         if (!m.ended && x[-back] < y[-back])
           take(old, i, a), b = m.length;
@@ -148,7 +146,6 @@ class Builder {
 
   static constexpr uint32_t kBegins = kStart - kGap;  // ranks up to this are beginnings of texts
 
-  uint32_t depth_;
   Text tokens_;
   std::vector<Segment::Run> runs_;
   std::vector<Places> sorted_;  // places of the segments added, each list in order
@@ -156,11 +153,11 @@ class Builder {
 };
 
 // Merges segments, oldest first, into as few as can hold their texts of versions >= `from`.
-inline std::vector<Segment> merged(const std::vector<Segment>& segments, uint32_t depth, int64_t from = INT64_MIN) {
+inline std::vector<Segment> merged(const std::vector<Segment>& segments, int64_t from = INT64_MIN) {
   std::vector<Segment> out;
-  Builder builder(depth);
+  Builder builder;
   for (const Segment& segment : segments) {
-    if (!builder.fits(segment.tokens.size)) out.push_back(builder.build()), builder = Builder(depth);
+    if (!builder.fits(segment.tokens.size)) out.push_back(builder.build()), builder = Builder();
     builder.add(segment, from);
   }
   if (!builder.empty()) out.push_back(builder.build());

@@ -16,7 +16,19 @@ namespace das {
 constexpr uint32_t kBeyond = 3;  // at most so many tokens beyond the differing one count
 constexpr uint32_t kSure = 8;    // places that differ in the last token are searched only below this strength
 constexpr uint32_t kOwn = 512, kSibling = 256, kPrompt = 64;  // weights; the newest history has a sibling's
+constexpr double kHalfLife = 8;  // newer visits of its problem after which a text's vote has lost half its weight
 inline uint32_t strength(uint32_t length, uint32_t beyond) { return length ? 2 * length + beyond : beyond - 1; }
+
+// Weights of the history by its age in visits.
+inline const std::array<uint32_t, 256>& fading() {
+  static const auto table = [] {
+    std::array<uint32_t, 256> t{};
+    for (size_t age = 0; age < t.size(); ++age)
+      t[age] = std::max<uint32_t>(1, std::lround(kSibling * std::exp2(-static_cast<double>(age) / kHalfLife)));
+    return t;
+  }();
+  return table;
+}
 
 // A place where the context occurs, and the tokens that follow it there.
 struct Candidate {

@@ -59,7 +59,7 @@ struct FileHeader {
   uint64_t magic = 0;
   uint64_t format = 3;
   uint64_t bytes = 0;     // of the whole file
-  uint64_t depth = 0;
+  uint64_t depth = kDepth;
   int64_t newest = 0;     // the newest version that was ever sealed
   uint64_t count = 0;     // of entries in the table
   uint64_t number = 0;    // of the file; of a manifest: its generation
@@ -152,7 +152,8 @@ FileHeader read_header(const Bytes& bytes, const std::string& path, uint64_t mag
   if (h.bytes != bytes.size())
     throw FileError(path,
                     "it has " + std::to_string(bytes.size()) + " bytes, its header says " + std::to_string(h.bytes));
-  if (h.depth < 8 || h.depth > 255 || h.count > (h.bytes - sizeof h) / sizeof(Entry) || h.extra > h.count)
+  if (h.depth != kDepth) throw FileError(path, "its depth is " + std::to_string(h.depth));
+  if (h.count > (h.bytes - sizeof h) / sizeof(Entry) || h.extra > h.count)
     throw FileError(path, "its header contradicts itself");
   bytes.need(sizeof h, h.count * sizeof(Entry));
   if (h.table != checksum(bytes.data() + sizeof h, h.count * sizeof(Entry)))

@@ -36,13 +36,6 @@ void poll(const std::vector<Candidate>& candidates, uint32_t step, std::vector<V
 
 }  // namespace
 
-SuffixIndex::SuffixIndex(uint32_t max_depth, double half_life) : depth_(max_depth), fading_(256) {
-  if (max_depth < 8 || max_depth > 255 || !(half_life > 0))
-    throw std::invalid_argument("suffix index: allowed are a max_depth of 8 to 255 and a half_life above 0");
-  for (size_t age = 0; age < fading_.size(); ++age)
-    fading_[age] = std::max<uint32_t>(1, std::lround(kSibling * std::exp2(-static_cast<double>(age) / half_life)));
-}
-
 void SuffixIndex::add(uint64_t problem, const Token* tokens, size_t count, int64_t version) {
   const auto narrow = static_cast<int32_t>(version);
   if (narrow != version)
@@ -111,9 +104,9 @@ uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t le
       Problem& problem = *touched[i];
       auto& history = problem.history;
       for (const Segment& segment : history) check(segment);  // before anything changes
-      Builder fresh(depth_);
+      Builder fresh;
       for (const auto& [version, text] : problem.staged) {
-        if (!fresh.fits(text.size() + 1)) history.push_back(fresh.build()), fresh = Builder(depth_);
+        if (!fresh.fits(text.size() + 1)) history.push_back(fresh.build()), fresh = Builder();
         fresh.add(text.data(), text.size(), version);
       }
       history.push_back(fresh.build());
@@ -121,7 +114,7 @@ uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t le
       problem.look();
       problem.visits.resize(std::min(problem.visits.size(), window));
       if ((merged && history.size() > 1) || history.size() > kSegments)
-        history = das::merged(history, depth_, problem.visits.back());
+        history = das::merged(history, problem.visits.back());
       else
         drop_before(problem, problem.visits.back());
       if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
@@ -137,7 +130,7 @@ void SuffixIndex::drop_before(Problem& problem, int64_t from) const {
   for (const Segment& segment : problem.history) {
     const auto old = [&](const Segment::Run& run) { return run.version < from; };
     if (std::any_of(segment.runs.begin(), segment.runs.end(), old)) {
-      Builder rest(depth_);
+      Builder rest;
       rest.add(segment, from);
       if (!rest.empty()) kept.push_back(rest.build());
     } else {
@@ -156,7 +149,7 @@ uint64_t SuffixIndex::merge(uint64_t tokens) {
       const Change change(*this, {id});
       auto& history = it->second.history;
       for (const Segment& segment : history) check(segment), merged += segment.token_count();
-      history = das::merged(history, depth_);
+      history = das::merged(history);
     }
     unmerged_.erase(id);
   }
@@ -218,12 +211,12 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
 
 void SuffixIndex::thin(Problem& problem, uint64_t max_bytes) const {
   for (const Segment& segment : problem.history) check(segment);
-  const std::vector<Segment> all = merged(problem.history, depth_);
+  const std::vector<Segment> all = merged(problem.history);
   uint64_t bytes = 0;
   for (const Segment& segment : all) bytes += segment.nbytes();
   problem.history.clear();
   for (const Segment& segment : all) {
-    Builder rest(depth_);
+    Builder rest;
     Thinning(segment).into(rest, static_cast<uint64_t>(static_cast<double>(max_bytes) * segment.nbytes() / bytes));
     if (!rest.empty()) problem.history.push_back(rest.build());
   }
@@ -232,19 +225,19 @@ void SuffixIndex::thin(Problem& problem, uint64_t max_bytes) const {
 
 SuffixIndex::History SuffixIndex::history(uint64_t id) const {
   const auto it = problems_.find(id);
-  return {it == problems_.end() ? std::vector<Segment>() : it->second.history, depth_};
+  return it == problems_.end() ? History() : it->second.history;
 }
 
 SuffixIndex::Flat SuffixIndex::flat(const History& history, uint64_t most) {
   const auto words = [](const Segment& s) { return s.tokens.size + s.places.size; };
   Flat out;
-  if (history.segments.empty()) return out;
+  if (history.empty()) return out;
   Problem problem;
-  problem.history = history.segments;
+  problem.history = history;
   problem.look();
-  Segment segment = problem.history.size() > 1 ? merged(problem.history, history.depth).back() : problem.history[0];
+  Segment segment = problem.history.size() > 1 ? merged(problem.history).back() : problem.history[0];
   if (words(segment) > most) {
-    Builder rest(history.depth);
+    Builder rest;
     const double share = static_cast<double>(most) / static_cast<double>(words(segment));
     Thinning(segment).into(rest, static_cast<uint64_t>(0.9 * share * static_cast<double>(segment.nbytes())));
     if (rest.empty()) return out;
@@ -275,7 +268,7 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count, const 
     stream->prompt = problem.prompt.lock();
     const auto* known = stream->prompt ? &stream->prompt->front().tokens : nullptr;  // kStart, the prompt, kStart
     if (!known || !std::equal(known->begin() + 1, known->end() - 1, prompt, prompt + count)) {
-      Builder text(depth_);
+      Builder text;
       text.add(prompt, count, 0);
       stream->prompt = std::make_shared<std::vector<Segment>>(1, text.build());
     }
@@ -289,7 +282,7 @@ int64_t SuffixIndex::open(uint64_t id, const Token* prompt, size_t count, const 
 
 const SuffixIndex::Request& SuffixIndex::request(int64_t handle) const {
   const auto it = requests_.find(handle);
-  if (it == requests_.end()) throw UnknownHandle{handle};
+  if (it == requests_.end()) throw std::invalid_argument("request handle " + std::to_string(handle) + ": not open");
   return it->second;
 }
 
@@ -358,28 +351,27 @@ uint64_t SuffixIndex::live_bytes() const {
 
 template <class Visit>
 void SuffixIndex::search(const Request& request, Context response, Context whole, Visit&& visit) const {
-  das::search(request.problem->history, response, depth_,
+  das::search(request.problem->history, response,
               [&](const Segment& segment, const Segment::Place& p, uint32_t length) {
                 const uint64_t age = request.problem->age(segment.run(p.position).version);
-                const uint32_t weight = fading_[std::min<uint64_t>(age, fading_.size() - 1)];
+                const uint32_t weight = fading()[std::min<uint64_t>(age, fading().size() - 1)];
                 visit(response, &segment.tokens[p.position], segment.tokens.end(), length, weight, false);
               });
-  request.problem->live.search(response, depth_, [&](const Stream& stream, uint32_t position, uint32_t length) {
+  request.problem->live.search(response, [&](const Stream& stream, uint32_t position, uint32_t length) {
     const bool own = &stream == request.stream;
     visit(response, &stream.text[position], stream.text.data() + stream.text.size(), length, own ? kOwn : kSibling,
           own);
   });
   if (request.stream->prompt)
-    das::search(*request.stream->prompt, whole, depth_,
-                [&](const Segment& prompt, const Segment::Place& p, uint32_t length) {
-                  visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length, kPrompt, true);
-                });
+    das::search(*request.stream->prompt, whole, [&](const Segment& prompt, const Segment::Place& p, uint32_t length) {
+      visit(whole, &prompt.tokens[p.position], prompt.tokens.end(), length, kPrompt, true);
+    });
 }
 
 void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
   // The end of the response with its draft, as far as it is compared; and the same after the prompt, without kStart.
   auto& [candidates, votes, response_text, whole_text] = scratch;
-  const size_t window = depth_ + kBeyond + 2;
+  const size_t window = kDepth + kBeyond + 2;
   const Text& text = request.stream->text;
   response_text.assign(text.end() - std::min(text.size(), window), text.end());
   response_text.insert(response_text.end(), request.drafted.begin(), request.drafted.end());
@@ -398,7 +390,7 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
   search(request, response, whole,
          [&, out = &candidates](Context context, const Stored* last, const Stored* end, uint32_t length,
                                 uint32_t weight, bool own) {
-           const uint32_t beyond = length < depth_ ? match_beyond(context, last, length, kBeyond) : 0;
+           const uint32_t beyond = length < kDepth ? match_beyond(context, last, length, kBeyond) : 0;
            out->push_back({last + 1, end, strength(length, beyond), weight, own});
            strongest = std::max(strongest, out->back().strength);
          });
@@ -492,24 +484,6 @@ void Saving::write(const std::string& path) const {
   write_segments(path, true, header, all);
 }
 
-void SuffixIndex::load(const std::string& path) {
-  const auto file = std::make_shared<SegmentFile>(path, false, false);
-  Store::Histories histories;
-  for (size_t i = 0; i < file->header().count; ++i) {
-    file->check(i);
-    auto& list = histories[file->entry(i).problem];
-    list.push_back(SegmentFile::segment(file, i));
-    list.back().file = nullptr;  // it is in memory only, so that a store writes it
-  }
-  for (const auto& [id, problem] : problems_)
-    if (store_ && !problem.history.empty()) changed_.insert(id);
-  take(std::move(histories), true, file->header(), path);
-  for (const auto& [id, problem] : problems_) {
-    if (store_) changed_.insert(id);
-    if (problem.history.size() > 1) unmerged_.insert(id);
-  }
-}
-
 void SuffixIndex::give(const std::string& path, const Ids& problems) const {
   std::vector<std::pair<uint64_t, const Segment*>> all;
   for (uint64_t id : problems)
@@ -521,8 +495,6 @@ void SuffixIndex::give(const std::string& path, const Ids& problems) const {
 void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
   const auto file = std::make_shared<SegmentFile>(path, false, false);
   const FileHeader& found = file->header();
-  if (!known_) depth_ = static_cast<uint32_t>(found.depth);
-  if (found.depth != depth_) throw FileError(path, "its depth is " + std::to_string(found.depth));
   Store::Histories histories;
   for (size_t i = 0; i < found.count; ++i) {
     const uint64_t id = file->entry(i).problem;
@@ -541,15 +513,13 @@ void SuffixIndex::absorb(const std::string& path, const Ids& problems) {
     history.insert(history.begin(), older.begin(), older.end());
     if (history.size() <= kSegments) continue;
     for (const Segment& segment : history) check(segment);
-    history = das::merged(history, depth_);
+    history = das::merged(history);
     if (history.size() > kSegments) history.erase(history.begin(), history.end() - kSegments);
   }
 }
 
 void SuffixIndex::visit(const std::string& path) {
   const auto file = std::make_shared<SegmentFile>(path, true, true);
-  if (known_ && file->header().depth != depth_)
-    throw FileError(path, "its depth is " + std::to_string(file->header().depth));
   Store::Histories histories;
   for (size_t i = 0; i < file->header().count; ++i) {
     file->check(i);
@@ -575,7 +545,7 @@ void SuffixIndex::attach(const std::string& directory, bool write) {
 }
 
 void SuffixIndex::refresh(uint64_t generation) {
-  if (!generation && !store_->generation() && !store_->exists()) return;  // nothing is published yet
+  if (!store_ || (!generation && !store_->generation() && !store_->exists())) return;  // nothing is published yet
   auto read = store_->read(generation);
   take(std::move(read.histories), read.whole, read.header, "manifest");
   read.histories.clear();
@@ -632,7 +602,7 @@ void SuffixIndex::publish(bool hurry) {
 
 FileHeader SuffixIndex::header() const {
   FileHeader header;
-  header.depth = depth_, header.newest = newest_;
+  header.newest = newest_;
   return header;
 }
 
@@ -644,7 +614,7 @@ void SuffixIndex::take(Store::Histories histories, bool whole, const FileHeader&
     if (it == problems_.end() || it->second.live.streams.empty()) continue;
     for (const Segment& segment : list) check(segment);
   }
-  depth_ = static_cast<uint32_t>(header.depth), newest_ = header.newest;
+  newest_ = header.newest;
   if (whole) guests_.clear();
   if (whole)
     for (auto it = problems_.begin(); it != problems_.end();) {

@@ -16,10 +16,6 @@
 
 namespace das {
 
-struct UnknownHandle {  // of a request that is not open
-  int64_t handle;
-};
-
 // A history as it is now, to be written to one file; other threads may change the index meanwhile.
 struct Saving {
   FileHeader header;
@@ -32,7 +28,7 @@ struct Saving {
 // share nothing that changes, even where they map the same files.
 class SuffixIndex {
  public:
-  SuffixIndex(uint32_t max_depth, double half_life);
+  SuffixIndex() = default;
   SuffixIndex(const SuffixIndex&) = delete;  // requests point into it
   SuffixIndex& operator=(const SuffixIndex&) = delete;
 
@@ -49,8 +45,6 @@ class SuffixIndex {
   // Whether the sealed history has this text, whole, of this version.
   bool has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const;
   Saving saving() const;
-  void save(const std::string& path) const { saving().write(path); }
-  void load(const std::string& path);  // into an index without history
   // Some problems' history, to be used by another index: written to a file for this user alone, and taken in as older
   // than what there is already.
   using Ids = std::unordered_set<uint64_t>;
@@ -81,10 +75,7 @@ class SuffixIndex {
                            size_t threads);
 
   // A problem's history, whatever becomes of the index.
-  struct History {
-    std::vector<Segment> segments;
-    uint32_t depth;
-  };
+  using History = std::vector<Segment>;
   History history(uint64_t problem) const;
   // A problem's history as a device searches it: one segment, thinned out where it has too much for `most` words of 32
   // bits. Empty where there is none. Takes long, and no index.
@@ -94,10 +85,9 @@ class SuffixIndex {
   };
   static Flat flat(const History& history, uint64_t most);
 
-  void check_open(const int64_t* handles, size_t count) const;  // throws UnknownHandle, as all that take a handle
+  void check_open(const int64_t* handles, size_t count) const;  // std::invalid_argument: one is not open
   // Versions from the newest text of the request's problem to the newest; -1: no text.
   int64_t age(int64_t handle) const;
-  bool attached() const { return store_ != nullptr; }
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
   uint64_t removed() const { return store_ ? store_->removed() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
@@ -107,9 +97,7 @@ class SuffixIndex {
   uint64_t staged_tokens() const { return staged_tokens_; }
   uint64_t live_bytes() const;
   size_t group() const { return group_; }  // most texts of a problem that were sealed at once for the last generation
-  const std::vector<uint32_t>& fading() const { return fading_; }
   int64_t newest() const { return newest_; }  // the newest version that was ever sealed
-  uint32_t max_depth() const { return depth_; }
 
  private:
   struct Problem {
@@ -167,7 +155,6 @@ class SuffixIndex {
   void forget_if_empty(uint64_t problem);
   void clear_history(Problem& problem);
 
-  uint32_t depth_;
   int64_t newest_ = INT64_MIN;
   int64_t next_handle_ = 1;
   std::unordered_map<uint64_t, Problem> problems_;
@@ -180,7 +167,6 @@ class SuffixIndex {
   uint64_t staged_tokens_ = 0;
   size_t group_ = 0, sealed_group_ = 0;
   std::unordered_map<int64_t, Request> requests_;
-  std::vector<uint32_t> fading_;  // weight of a trajectory by its age in visits
   Acceptance acceptance_;
   std::unique_ptr<Store> store_;
 };

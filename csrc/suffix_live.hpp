@@ -58,7 +58,7 @@ class Live {
   // grams first, those of shorter grams only while fewer than half of kMost are found.
   // visit(stream, position, match length)
   template <class Visit>
-  void search(Context context, uint32_t depth, Visit&& visit) const {
+  void search(Context context, Visit&& visit) const {
     if (slots_.empty()) return;
     uint32_t found = 0;
     for (size_t level = 0; level < kGrams.size() && 2 * found < kMost; ++level) {
@@ -72,7 +72,7 @@ class Live {
       }
       for (uint32_t i = 0; i < count; ++i) {
         const Stream& stream = *walked[i]->stream;
-        const Match m = match(context, &stream.text[walked[i]->position], depth);
+        const Match m = match(context, &stream.text[walked[i]->position]);
         if (level && (m.ended || m.length >= kGrams[level - 1])) continue;  // visited in the previous chain
         visit(stream, walked[i]->position, m.length);
         ++found;

@@ -108,7 +108,7 @@ struct Segment {
   }
 
   // The first place that does not sort before the context.
-  const Place* lower_bound(Context context, uint32_t depth) const {
+  const Place* lower_bound(Context context) const {
     const uint64_t here = key(context[0], context.size > 1 ? context[1] : kGap);
     const uint64_t* low = halve(samples.data, samples.size, [&](const uint64_t& k) { return k < here; });
     const uint64_t* high = low;
@@ -116,7 +116,7 @@ struct Segment {
       high = halve(low, samples.end() - low, [&](const uint64_t& k) { return k == here; });
     const size_t begin = low == samples.data ? 0 : (low - samples.data - 1) * kStride + 1;
     const size_t end = std::min<size_t>(places.size, (high - samples.data) * kStride);
-    return halve(places.data + begin, end - begin, [&](const Place& p) { return sorts_before(p, context, depth); });
+    return halve(places.data + begin, end - begin, [&](const Place& p) { return sorts_before(p, context); });
   }
 
   Span<Run> runs;
@@ -128,9 +128,9 @@ struct Segment {
   size_t entry = 0;
 
  private:
-  bool sorts_before(const Place& p, Context context, uint32_t depth) const {
+  bool sorts_before(const Place& p, Context context) const {
     const Stored* last = &tokens[p.position];
-    const Match m = match(context, last, depth);
+    const Match m = match(context, last);
     if (m.ended) return false;  // equal, or the context is a prefix and sorts first
     return last[-static_cast<ptrdiff_t>(m.length)] < context[m.length];
   }
@@ -158,7 +158,7 @@ constexpr size_t kSegments = 8;  // most segments of one problem
 // match comes first; of equal lengths, places that sort after the context come before those in front of it, the nearest
 // first. Calls visit(segment, place, match length) with lengths >= 1.
 template <class Visit>
-void search(const std::vector<Segment>& segments, Context context, uint32_t depth, Visit&& visit) {
+void search(const std::vector<Segment>& segments, Context context, Visit&& visit) {
   struct Cursor {
     const Segment* segment;
     const Segment::Place *after, *before;  // next place to either side; `before` is the one in front of the pointer
@@ -167,8 +167,8 @@ void search(const std::vector<Segment>& segments, Context context, uint32_t dept
   std::array<Cursor, kSegments> cursors;
   size_t count = 0;
   for (const Segment& s : segments) {
-    const auto length = [&](const Segment::Place& p) { return match(context, &s.tokens[p.position], depth).length; };
-    const Segment::Place* first = s.lower_bound(context, depth);
+    const auto length = [&](const Segment::Place& p) { return match(context, &s.tokens[p.position]).length; };
+    const Segment::Place* first = s.lower_bound(context);
     const auto near = std::min<ptrdiff_t>(kMost / 2, first - s.places.begin());
     for (auto p = first - near; p != s.places.end() && p != first - near + kMost; ++p)
       __builtin_prefetch(&s.tokens[p->position]);
@@ -179,7 +179,7 @@ void search(const std::vector<Segment>& segments, Context context, uint32_t dept
   const auto sorts_before = [&](const Cursor& a, const Segment::Place& x, const Cursor& b, const Segment::Place& y,
                                 uint32_t shared) {
     const Stored *p = &a.segment->tokens[x.position], *q = &b.segment->tokens[y.position];
-    const Match m = match({p + 1, UINT32_MAX}, q, depth, shared - 1);
+    const Match m = match({p + 1, UINT32_MAX}, q, shared - 1);
     return !m.ended && p[-static_cast<ptrdiff_t>(m.length)] < q[-static_cast<ptrdiff_t>(m.length)];
   };
   for (uint32_t visited = 0; visited < kMost; ++visited) {

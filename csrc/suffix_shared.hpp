@@ -16,8 +16,6 @@ class SharedIndex {
  public:
   using Drafts = std::vector<SuffixIndex::Draft>;
 
-  SharedIndex(uint32_t max_depth, double half_life) : index_(max_depth, half_life) {}
-
   // Returns call(index), when all calls before are done.
   template <class Call>
   auto use(Call&& call) {

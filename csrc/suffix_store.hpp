@@ -80,7 +80,7 @@ class Store {
     }
   }
 
-  // Writes segments to a new file, and replaces them by what is mapped of it. `header` has depth and newest version.
+  // Writes segments to a new file, and replaces them by what is mapped of it. `header` has the newest version.
   void write(const std::vector<std::pair<uint64_t, Segment*>>& segments, FileHeader header) {
     header.number = next_++;
     const Table table(segments.begin(), segments.end());
@@ -217,7 +217,7 @@ class Store {
         auto& file = out.files[place.file];
         const std::string named = path(name("segments", place.file));
         if (!file || file->header().checksum != place.checksum) file = std::make_shared<SegmentFile>(named, true, true);
-        if (file->header().checksum != place.checksum || file->header().depth != out.header.depth)
+        if (file->header().checksum != place.checksum)
           throw FileError(named, "it is not the file that the manifest names");
         if (place.entry >= file->header().count || file->entry(place.entry).problem != problem)
           throw FileError(path("manifest"), "its table contradicts itself");

@@ -13,6 +13,7 @@ constexpr Token kMaxToken = (1 << 23) - 1;  // real tokens are 0 to this
 constexpr Token kStart = -1;                // precedes the first token of every response
 constexpr Token kGap = -2;  // precedes a stretch of a response of which what came before is not there; matches nothing
 constexpr uint32_t kMost = 16;  // places that one search of a text visits (live text: per chain)
+constexpr uint32_t kDepth = 64;  // tokens of left context that are compared
 
 // A token as texts hold it, in three bytes.
 class Stored {
@@ -50,12 +51,12 @@ struct Context {
 
 // Match of a context with a place in a text whose last context token is *last; the text begins with kStart or kGap.
 struct Match {
-  uint32_t length;  // equal tokens, the text's beginning included, at most `depth`
-  bool ended;  // nothing lies beyond it: a beginning matched, `depth` was reached, or the context ran out
+  uint32_t length;  // equal tokens, the text's beginning included, at most `most`
+  bool ended;  // nothing lies beyond it: a beginning matched, `most` was reached, or the context ran out
 };
 
-inline Match match(Context context, const Stored* last, uint32_t depth, uint32_t from = 0) {
-  const uint32_t limit = context.size < depth ? context.size : depth;
+inline Match match(Context context, const Stored* last, uint32_t from = 0, uint32_t most = kDepth) {
+  const uint32_t limit = context.size < most ? context.size : most;
   for (uint32_t i = from; i < limit; ++i) {
     const Stored &token = context.end[-1 - static_cast<ptrdiff_t>(i)], &other = last[-static_cast<ptrdiff_t>(i)];
     if (!token.same(other)) return {i, false};
@@ -68,7 +69,7 @@ inline Match match(Context context, const Stored* last, uint32_t depth, uint32_t
 inline uint32_t match_beyond(Context context, const Stored* last, uint32_t length, uint32_t limit) {
   const Stored* place = last - length;
   if (length >= context.size || *place < 0) return 0;
-  return match({context.end - length - 1, context.size - length - 1}, place - 1, limit).length;
+  return match({context.end - length - 1, context.size - length - 1}, place - 1, 0, limit).length;
 }
 
 }  // namespace das

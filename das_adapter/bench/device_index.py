@@ -43,10 +43,9 @@ class World:
         self.total = torch.from_numpy(rng.integers(length // 2, length, batch).astype(np.int32)).to(device)
         words = 3 * self.tokens + 2**16
         self.index = DeviceIndex(texts.to(device), min(STEPS, length // 4), words, 0.0, vocabulary)
-        self.index.weigh(sealed.fading)
         self.index.open([(slot, slot // GROUP, 8) for slot in range(batch)])
         while self.index.arena.unsealed:  # a piece in each step
-            self.index.bring(sealed)
+            self.index.bringer.step(sealed)
         self.slots = torch.arange(batch, device=device)
         self.sampled = torch.ones(batch, dtype=torch.int32, device=device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from das_adapter.bench import replay
 from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Plan, apart, engine, generate, prompts
 from das_adapter.bench.gate import KEYED
+from das_adapter.core.index.store import HistoryStore
 
 REQUESTS, WRITTEN = 8, 192
 """Requests with prompts that fill more than one tile of the attention kernels, and tokens that each writes."""
@@ -43,7 +45,8 @@ def _written(
     context, written = max(plan.contexts), min(WRITTEN, 4 * plan.steps)
     llm = engine(plan, das, max_model_len=context + written + 32)
     if past:
-        llm.collective_rpc("das_rpc", args=("refresh", {"version": 1, "trajectories": replay.sent(past, 0, 0)}))
+        with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
+            llm.collective_rpc("das_rpc", args=("refresh", replay.kept(store, past)))
     asked, seeds = prompts(REQUESTS, context, SHAPES[plan.shape]["vocab_size"]), range(1, REQUESTS + 1)
     _, texts = generate(llm, asked, [written] * REQUESTS, range(REQUESTS), seeds, seed=seeds)
     return texts, llm.collective_rpc("das_rpc", args=("stats", {}))[0] if das else {}

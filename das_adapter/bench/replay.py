@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from typing import Any
 import numpy as np
 
 from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, every, generate
+from das_adapter.config import HistoryConfig
+from das_adapter.core.history import HistoryPolicy
+from das_adapter.core.index.store import HistoryStore
+from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
 
 CORRUPTED = (0.3, 1.0)
 """Shares of the history's tokens that are exchanged; at 1.0 it has nothing to draft."""
@@ -145,9 +150,12 @@ def corrupted(rollouts: Rollouts, share: float | None, vocabulary: int) -> Rollo
     return [(problem, exchanged(text)) for problem, text in rollouts]
 
 
-def sent(rollouts: Rollouts, problems: int, version: int) -> list[tuple[int, bytes, int]]:
-    """Return them as `Refresh.trajectories`, with the problems shifted."""
-    return [(problem + problems, text.tobytes(), version) for problem, text in rollouts]
+def kept(store: HistoryStore, rollouts: Rollouts, problems: int = 0, version: int = 0) -> dict[str, Any]:
+    """Seal them in a store, with the problems shifted; return what an engine is told of them at a weight sync."""
+    past = [Trajectory(problem + problems, text.tobytes(), version) for problem, text in rollouts]
+    HistoryPolicy(HistoryConfig()).remember(store, past)
+    history = Published(str(store.directory), store.generation)
+    return Refresh(version + 1, history, responses(past).tobytes()).payload()
 
 
 def rollout(llm: Any, rollouts: Rollouts, problems: int = 0) -> tuple[float, list[list[int]]]:
@@ -173,22 +181,22 @@ def _history(plan: Plan, das: dict[str, Any], rollouts: Rollouts, histories: dic
     rollout(llm, [(p, t[:8]) for p, t in rollouts], problems=10**6)
     force(rollouts)
     arms: Found = {}
-    for turn, (name, texts_before) in enumerate(histories.items()):
-        shift = turn * 10**7  # of the problems, so that no arm sees another's text
-        past = sent(texts_before, shift, 2 * turn)
-        llm.collective_rpc("das_rpc", args=("refresh", {"version": 2 * turn + 1, "trajectories": past}))
-        llm.collective_rpc("das_rpc", args=("stats", {}))
-        seconds, texts = rollout(llm, rollouts, problems=shift)
-        stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
-        waited = stats["propose_seconds"]  # of the host; on V2 the device drafts
-        wrong = sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True))
-        arms[name] = {
-            "seconds": seconds,
-            "unforced": wrong,
-            "propose_share": sum(waited) / stats["busy_seconds"] if waited else None,
-            "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
-            **{name: stats[name] for name in ("state", "reason", "error", "draft_tokens", "accepted_tokens")},
-        }
+    with tempfile.TemporaryDirectory() as directory, HistoryStore(directory) as store:
+        for turn, (name, texts_before) in enumerate(histories.items()):
+            shift = turn * 10**7  # of the problems, so that no arm sees another's text
+            llm.collective_rpc("das_rpc", args=("refresh", kept(store, texts_before, shift, 2 * turn)))
+            llm.collective_rpc("das_rpc", args=("stats", {}))
+            seconds, texts = rollout(llm, rollouts, problems=shift)
+            stats = llm.collective_rpc("das_rpc", args=("stats", {}))[0]
+            waited = stats["propose_seconds"]  # of the host; on V2 the device drafts
+            wrong = sum(text != forced.tolist() for text, (_, forced) in zip(texts, rollouts, strict=True))
+            arms[name] = {
+                "seconds": seconds,
+                "unforced": wrong,
+                "propose_share": sum(waited) / stats["busy_seconds"] if waited else None,
+                "tokens_per_forward": stats["tokens"] / max(1, stats["request_forwards"]),
+                **{name: stats[name] for name in ("state", "reason", "error", "draft_tokens", "accepted_tokens")},
+            }
     return arms
 
 

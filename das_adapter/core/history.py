@@ -21,7 +21,7 @@ visits stray further from the policy."""
 
 
 Store = SuffixIndex | HistoryStore
-"""Where trajectories are kept: an engine's own index, or a node's history."""
+"""Where trajectories are kept: a node's history, or, in a replay, an index of its own."""
 
 
 class HistoryPolicy:
@@ -50,7 +50,7 @@ class HistoryPolicy:
 
     def take(self, store: Store, trajectories: Iterable[tuple[int, bytes, int]]) -> None:
         """Add finished trajectories: (problem, int32 token ids of the response, weight version that wrote it). One that
-        is no text of the policy is left out, and a line in the log says so."""
+        can't be a text of a policy is left out, and a line in the log says so."""
         refused: list[str] = []
         for trajectory in trajectories:
             try:
@@ -70,7 +70,7 @@ class HistoryPolicy:
         problem, text, version = trajectory
         return len(text) % 4 == 0 and store.has(self.key(problem), np.frombuffer(text, dtype=np.int32), version)
 
-    def tidy(self, store: Store) -> None:
+    def tidy(self, store: HistoryStore) -> None:
         """Thin out what exceeds the byte budget, and say so in the log."""
         before = store.tokens
         shrunk = store.shrink(self.config.max_bytes)

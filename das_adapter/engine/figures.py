@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from das_adapter.protocol.metrics import merge
+from das_adapter.protocol.metrics import figures
 
 logger = logging.getLogger("vllm.das_adapter")
 
@@ -17,11 +17,11 @@ def publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
     from prometheus_client import Gauge
 
     parts = [max(ranks, key=lambda rank: rank.get("tokens", -1)) for ranks in answers]
-    figures = merge(parts, vars(engine).setdefault("_das_told", set()))
+    found = figures(parts, vars(engine).setdefault("_das_told", set()))
     if not sum(part["request_forwards"] for part in parts):
         return
     known: dict[str, Any] = vars(engine).setdefault("_das_gauges", {})
-    for key, value in figures.items():
+    for key, value in found.items():
         name = "vllm:das_" + key.removeprefix("das/").replace("/", "_")
         if name not in known:
             what = f"{key} of das-adapter, since it was last logged"
@@ -31,5 +31,5 @@ def publish(engine: Any, answers: Sequence[Sequence[dict[str, Any]]]) -> None:
     names = ("tokens_per_forward", "acceptance_length", "draft_coverage", "history_tokens", "health")
     logger.info(
         "das: %.2f tokens per forward, acceptance length %.2f, coverage %.0f%%, history %.0f tokens, health %.0f",
-        *(figures.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1) for name in names),
+        *(found.get(f"das/{name}", 0.0) * (100 if name == "draft_coverage" else 1) for name in names),
     )

@@ -23,14 +23,14 @@ logger = logging.getLogger("das_adapter")
 
 
 class HistorySource:
-    """The suffix index of an engine, over its own history or a node's."""
+    """The suffix index of an engine, over the history of its node."""
 
     def __init__(self, config: HistoryConfig, vocabulary: int):
         self.index = SuffixIndex()
         self._policy = HistoryPolicy(config)
         self._vocabulary = vocabulary
         self._directory = ""
-        """Directory of the history that a service publishes and the index maps; empty: the index keeps its own."""
+        """Directory of the history that the index maps; empty: none yet."""
         self._returns = Returns()
         self._lacking: dict[int, int] = {}
         """Problems whose history requests are counted as not having found, by slot."""
@@ -85,13 +85,9 @@ class HistorySource:
             drafts[row] = ids[begin : begin + count]
 
     def refresh(self, message: Refresh) -> int:
-        """Bring the history up to date, from a service or with the message's trajectories; return the generation mapped
-        (0: none)."""
+        """Bring the history up to date; return the generation mapped (0: none)."""
         if message.history is not None:
             self._map(message.history)
-        elif not self._directory and self._policy.kept:
-            self._policy.remember(self.index, message.trajectories)
-            self._policy.tidy(self.index)
         self.index.clear_live()
         self._returns.met(message.responses["problem"])
         return self.index.generation
@@ -114,7 +110,7 @@ class HistorySource:
         requests, hits, lost = self._returns.take()
         return {
             "history_tokens": self.index.tokens,
-            "history_bytes": size_of(Path(self._directory)) if self._directory else self.index.nbytes,
+            "history_bytes": size_of(Path(self._directory)) if self._directory else 0,
             "live_bytes": self.index.live_bytes,
             "history_requests": requests,
             "history_hits": hits,

@@ -43,8 +43,6 @@ class WorkerState:
 
     def stand_alone(self, worker: Any, directory: str) -> None:
         """Let the engine look after its own history, which has this name on the node: no host does."""
-        if self._decides is None and self.model_runner == 2 and not self.config.copies_policy:
-            return  # another rank has the history, or nobody drafts
         self.standalone = own = Standalone(self, directory)
 
         def loaded() -> None:

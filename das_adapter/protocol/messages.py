@@ -78,16 +78,14 @@ class Refresh:
     history: Published | None = None
     """What to map; None: what is mapped stays."""
     lengths: bytes = b""
-    """Of responses since the last refresh, beside those of `trajectories`: the bytes of `RESPONSE` rows."""
-    trajectories: Sequence[Trajectory] = ()
-    """For the engine's own history, where no service keeps one."""
+    """Of responses since the last refresh: the bytes of `RESPONSE` rows."""
     draft_length: int | None = None
     """Length of the policy copy's drafts, where the config has a ladder."""
 
     @property
     def responses(self) -> Responses:
         """Lengths of all responses that are new to the engine."""
-        return np.concatenate([responses(self.trajectories), np.frombuffer(self.lengths, RESPONSE)])
+        return np.frombuffer(self.lengths, RESPONSE)
 
     def payload(self) -> dict[str, Any]:
         """Return the fields that are not at their default, of which `Refresh(**payload)` makes the same message."""

@@ -61,7 +61,7 @@ class Counters:
         self.accepted_tokens += int(np.minimum(np.maximum(tokens - 1, 0), carried).sum())
 
     def take(self) -> EngineStats:
-        """Return the counts as plain numbers (`merge` adds them up over workers), and start again at zero."""
+        """Return the counts as plain numbers (`figures` adds them up over workers), and start again at zero."""
         counts = {**vars(self), "propose_seconds": list(self.propose_seconds)}
         self.__init__(error=self.error, alarm=self.alarm)  # type: ignore[misc]
         return counts
@@ -107,47 +107,29 @@ class RolloutClock:
         return taken
 
 
-def figures(reports: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> dict[str, float]:
-    """Add up the reports of all replicas, with the keys of `EngineStats` and `RolloutClock.take`, to the figures of a
-    training step; empty if there is none.
-
-    `told`: see `merge`. Returns its figures, and `das/rollout_s`: from the first request to the last response;
-    `das/tail_s`: the part of it after 80 % of the responses had ended; `das/token_hash`: of all responses, whatever
-    their order.
-    """
-    if not reports:
-        return {}
-    begin = min((r["begin"] for r in reports if r["ends"]), default=0.0)
-    ends = np.sort(np.concatenate([np.asarray(r["ends"], dtype=float) for r in reports]))
-    late = ends[max(0, int(np.ceil(0.8 * len(ends))) - 1)] if len(ends) else 0.0
-    return {
-        "das/history_tokens": 0.0,
-        "das/history_bytes": 0.0,
-        **merge(reports, told),
-        "das/rollout_s": max(0.0, float(ends[-1] - begin)) if len(ends) else 0.0,
-        "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
-        "das/token_hash": float(sum(r["token_hash"] for r in reports) % 2**48),
-    }
-
-
 _LARGEST = (
     *("model_runner", "requantise_s", "drafter_bytes", "self_acceptance"),
-    *("history_tokens", "history_bytes", "live_bytes"),
+    *("history_tokens", "history_bytes", "live_bytes", "of_stock"),
 )
 """Figures that are not added up: the largest of all engines is logged."""
+_ADDED = ("time_saved_s", "engines_behind", "drafter_passes")
+"""Figures that are added up over the engines."""
 
 
-def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> dict[str, float]:
-    """Compute a training step's figures from the counts of all engines, under the names the trainer logs
-    (docs/metrics.md says what each means). Figures of a controller, of the history and of a policy copy are there if an
+def figures(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> dict[str, float]:
+    """Compute a training step's figures from the reports of all engines, with the keys of `EngineStats` and, where a
+    host counts responses, of `RolloutClock.take`; under the names the trainer logs (docs/metrics.md says what each
+    means), empty if there is no report. Figures of a controller, of the history and of a policy copy are there if an
     engine has one.
 
     `told`: kinds of fault that are in the log; it says why `das/health` is 0, once for each other kind. None: it says
     nothing.
     """
+    if not parts:
+        return {}
 
     def each(name: str) -> list[Any]:
-        return [part[name] for part in parts if name in part]
+        return [part[name] for part in parts if part.get(name) is not None]
 
     wrong = faults(parts)
     if told is not None:
@@ -170,24 +152,32 @@ def merge(parts: Sequence[Mapping[str, Any]], told: set[str] | None = None) -> d
     if seconds := [second for of_engine in each("propose_seconds") for second in of_engine]:
         p50, p99 = np.percentile(seconds, [50, 99]) * 1e3
         metrics |= {"das/propose_ms/p50": float(p50), "das/propose_ms/p99": float(p99)}
-    if saved := each("time_saved_s"):
-        metrics["das/time_saved_s"] = float(sum(saved))
-        metrics["das/latency_model_error"] = float(np.mean(each("latency_model_error")))
-    if of_stock := list(filter(None, each("of_stock"))):
-        metrics["das/of_stock"] = float(max(of_stock))
+    if errors := each("latency_model_error"):
+        metrics["das/latency_model_error"] = float(np.mean(errors))
     if requests := sum(each("history_requests")):
         metrics["das/history_hits"] = sum(each("history_hits")) / requests
     if ahead := each("ahead"):
         requests, written, repeated = np.sum(ahead, axis=0).tolist()
         metrics |= {"das/run_ahead_requests": float(requests), "das/run_ahead_tokens": float(written)}
         metrics["das/run_ahead_repeated"] = repeated / max(1, written)
-    if reasons := each("reason"):
-        metrics["das/engines_resting"] = float(sum(reason is not None for reason in reasons))
-    if behind := each("engines_behind"):
-        metrics["das/engines_behind"] = float(sum(behind))
-    if passes := each("drafter_passes"):
-        metrics["das/drafter_passes"] = float(sum(passes))
+    if any("reason" in part for part in parts):
+        metrics["das/engines_resting"] = float(len(each("reason")))
+    if clocks := [part for part in parts if "ends" in part]:
+        metrics |= _of_rollout(clocks)
+    metrics |= {f"das/{name}": float(sum(found)) for name in _ADDED if (found := each(name))}
     return metrics | {f"das/{name}": float(max(found)) for name in _LARGEST if (found := each(name))}
+
+
+def _of_rollout(clocks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return how long a rollout was, how long its last fifth of responses, and the hash of all."""
+    begin = min((clock["begin"] for clock in clocks if clock["ends"]), default=0.0)
+    ends = np.sort(np.concatenate([np.asarray(clock["ends"], dtype=float) for clock in clocks]))
+    late = ends[max(0, int(np.ceil(0.8 * len(ends))) - 1)] if len(ends) else 0.0
+    return {
+        "das/rollout_s": max(0.0, float(ends[-1] - begin)) if len(ends) else 0.0,
+        "das/tail_s": float(ends[-1] - late) if len(ends) else 0.0,
+        "das/token_hash": float(sum(clock["token_hash"] for clock in clocks) % 2**48),
+    }
 
 
 LOST_SHARE, LOST_REQUESTS = 0.25, 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import shutil
@@ -67,7 +68,7 @@ def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callabl
         for part in range(count):
             (partial / INDEX / str(part)).stat()  # another node may have another directory of this name
         np.save(partial / _LENGTHS, lengths.view(np.uint64).reshape(-1, 3))
-        said = {**asdict(facts), "parts": count, "lengths": _digest(partial / _LENGTHS)}
+        said = {**asdict(facts), "parts": count, "lengths": _digest((partial / _LENGTHS).read_bytes())}
         (partial / _FACTS).write_text(json.dumps(said, indent=1) + "\n")
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
@@ -76,20 +77,23 @@ def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callabl
         raise
 
 
-def check(directory: Path, facts: Facts, key: str) -> None:
+def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Responses:
     """Refuse a history that can't be used in a run, after reading all of it; `key` of the config chose the directory.
+    Return its lengths; their weight versions are moved back so that none is newer than `version`.
 
     Raises:
         DasError: no history lies there, it is damaged, or it has another scope or tokenizer.
     """
     try:
         said = json.loads((directory / _FACTS).read_text())
-        there = {"parts": len(parts(directory)), "lengths": _digest(directory / _LENGTHS)}
+        rows = (directory / _LENGTHS).read_bytes()
+        there = {"parts": len(parts(directory)), "lengths": _digest(rows)}
         if there != {name: said.pop(name) for name in there}:
             raise ValueError(f"its files are not those that {_FACTS} tells of")
         found = Facts(**said)
         for part in parts(directory):
             SuffixIndex.check(part)
+        lengths: Responses = np.load(io.BytesIO(rows), allow_pickle=False).view(RESPONSE).reshape(-1)
     except (OSError, AttributeError, KeyError, TypeError, ValueError, IndexFileError) as error:
         raise DasError(
             f"{key}: found no history in {str(directory)!r} ({error}); allowed: a directory {NAME!r} of a checkpoint"
@@ -100,27 +104,17 @@ def check(directory: Path, facts: Facts, key: str) -> None:
                 f"{key}: the history in {str(directory)!r} was written with {name} {theirs!r}, "
                 f"this run has {mine!r}; both must be equal"
             )
+    lengths["version"] += version - lengths["version"].max(initial=version)
+    return lengths
 
 
-def _digest(file: Path) -> str:
-    return hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def parts(directory: Path) -> list[Path]:
     """Return the files of a saved history's index; OSError: there is none."""
     return sorted((directory / INDEX).iterdir())
-
-
-def lengths(directory: Path, version: int) -> Responses:
-    """Read the lengths of a saved history; their weight versions are moved back so that none is newer than `version`.
-    DasError: they are missing or damaged."""
-    try:
-        rows = np.load(directory / _LENGTHS, allow_pickle=False)
-        found: Responses = rows.astype(np.uint64).view(RESPONSE).reshape(-1)
-    except Exception as error:  # NumPy raises whatever its parser does
-        raise DasError(f"history: found damaged lengths in {str(directory)!r} ({error})") from None
-    found["version"] += version - found["version"].max(initial=version)
-    return found
 
 
 def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None, version: int) -> None:
@@ -141,8 +135,7 @@ def begin(config: HistoryConfig, facts: Facts, block: str, resumed: Path | None,
             continue
         directory = Path(place).absolute()
         try:
-            check(directory, facts, key)
-            found = lengths(directory, version)
+            found = check(directory, facts, key, version)
             break
         except DasError as error:
             if key != "checkpoint":

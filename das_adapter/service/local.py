@@ -27,6 +27,8 @@ logger = logging.getLogger("das_adapter")
 
 _TICK_S = 0.02
 """How often it looks for what has arrived."""
+_REST_S = 0.5
+"""How often it looks for other work, while there is none."""
 
 
 class LocalHistory:
@@ -39,7 +41,7 @@ class LocalHistory:
         self._told.setLevel(logging.WARNING)
         logger.addHandler(self._told)
         self._writer = Writer(config, directory, grace_s)
-        self._lengths = LengthLog()
+        self._lengths, self._rests_until = LengthLog(), 0.0
         self._offsets: dict[str, int] = {}
         """By engine: from its weight versions to the history's."""
 
@@ -51,7 +53,6 @@ class LocalHistory:
             texts = [text._replace(version=text.version + offset) for text in texts]
             self._writer.keep(file, texts)
             self._lengths.add(responses(texts))
-            self._writer.seal_ahead()
         for path, ask in asked:
             self._writer.restore()
             self._writer.publish()
@@ -61,9 +62,9 @@ class LocalHistory:
             answer = Answer(ask.number, store.generation, lengths.count, told, lengths.since(ask.cursor))
             answer.put(store.directory, path.name.partition("-")[2])
             path.unlink(missing_ok=True)
-        if asked:
-            self._writer.store.relieve()
-            self._writer.policy.tidy(self._writer.store)
+        if time.monotonic() > self._rests_until:
+            more = self._writer.work(_TICK_S)
+            self._rests_until = time.monotonic() + (0.0 if more else _REST_S)
 
     def serve(self, grace_s: float) -> None:
         """Work until there has been no engine for so long; the janitor removes the directory then."""

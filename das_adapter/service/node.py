@@ -78,13 +78,11 @@ class NodeHistory:
         """When the oldest text that waits for another node was left here, seconds since the epoch."""
         self._lengths = deque[Responses](maxlen=2**12)
         """Of the last batches, for the ledger."""
-        self._version = self._tidied = 0
+        self._version = 0
         self._sealable = _AT_A_SYNC
         """Tokens that may still be sealed at this weight sync."""
         self._offset: int | None = None
         """Offset from this run's weight versions to the store's; None until the history has begun: texts wait."""
-        self._empty = not self.writer.store.tokens
-        """Whether nothing was taken over."""
         self._start: str | None = None
         self._loaded: set[Path] = set()
         """Saved history that is to be taken in, and the files of it that were."""
@@ -154,24 +152,18 @@ class NodeHistory:
         store = self.writer.store
         return {
             "tokens": store.tokens,
-            "problems": store.problems,
             "bytes": store.nbytes,
-            "staged": store.staged,
             "unsent_s": max(0.0, time.time() - self._oldest),
             "directory": str(store.directory),
             "pid": os.getpid(),
         }
 
     def tick(self) -> None:
-        """Do what waits for no weight sync: take what has arrived, send what is for others, apply the byte budget."""
+        """Do what waits for no weight sync: send what is for others, take what has arrived, and what follows."""
         self._deliver()
         self._take()
-        self.writer.seal_ahead()
-        self.writer.store.relieve()
         self._send()
-        if self._tidied < self._version:
-            self._tidied = self._version
-            self.writer.policy.tidy(self.writer.store)
+        self.writer.work(_TICK_S)
 
     def _carry(self) -> None:
         while True:
@@ -270,7 +262,7 @@ class NodeHistory:
         store = self.writer.store
         start, offset = ask(ledger.running().start.remote(), _PEER_S)
         self._meet(ledger.histories())
-        self._start = start if self._empty else None
+        self._start = None if store.tokens else start
         self._offset = max(offset, store.newest - self._version if store.tokens else 0)
 
     def _load(self) -> None:

@@ -3,10 +3,10 @@ generations that the engines map. `service.node` runs it as a Ray actor, `servic
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,6 @@ from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner, make_private
 from das_adapter.core.index.store import HistoryStore
-from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Trajectory, unpack
 from das_adapter.protocol.spool import BATCH, FOLDER, GRACE_S, TEXTS, USERS, places, room, size_of
 from das_adapter.service import janitor
@@ -43,7 +42,8 @@ class Writer:
         """Files whose texts the store has, and may not have published."""
         self._done_with: deque[str] = deque(maxlen=2**12)
         """Files that are published: one that comes again, since an answer was lost, is dropped."""
-        self._trouble = ""
+        self._trouble, self._grown = "", False
+        """The last error since something was published; whether the byte budget is to be looked at since then."""
         try:
             self.store = self._opened(directory)
         except IndexFileError as error:
@@ -89,10 +89,18 @@ class Writer:
             if not texts:  # they go elsewhere, or are published
                 self._done([file])
 
-    def seal_ahead(self) -> None:
-        """Let what was kept be sealed in the background."""
-        if self._kept:
-            self.store.seal_ahead(self.policy.window)
+    def work(self, seconds: float) -> bool:
+        """Do for so long what waits for no weight sync: seal what was kept, merge, and keep to room and byte budget;
+        return whether there is more."""
+        until, more = time.monotonic() + seconds, True
+        if self._grown:
+            self._grown = False
+            self.policy.tidy(self.store)  # which merges as well: no problem is written twice
+        while more and time.monotonic() < until:
+            more = self.store.work(self.policy.window)
+            self.store.relieve()
+            time.sleep(0.001)  # whoever waits for the store has its turn
+        return more
 
     def publish(self, tokens: int = 2**62) -> int:
         """Publish what was kept, of what is not sealed yet about so many tokens at most; return how many it sealed."""
@@ -101,7 +109,7 @@ class Writer:
                 return 0
             staged = self.store.staged
             self.store.seal(self.policy.window, tokens)
-            self.altered, self._trouble = False, ""
+            self.altered, self._trouble, self._grown = False, "", True
             if not self.store.staged:
                 self._done([*self._kept])
             return staged - self.store.staged
@@ -112,14 +120,12 @@ class Writer:
             return
         logger.error("das: history: files in %s were removed; it is published anew", self.directory)
         with self.lock:
-            with contextlib.suppress(OSError, DasError):  # what failed in the background is in the log
-                self.store.close()
+            self.store.close()
             _remove_files(self.directory)
             store = self._opened(self.directory)
             try:
                 saved = store.directory / "restored.tmp"  # the janitor removes it if this process is killed
-                self.store.seal_ahead(self.policy.window)  # or what is not sealed would not be saved
-                self.store.save(saved)
+                self.store.save(saved, self.policy.window)
                 store.absorb(saved)
                 saved.unlink()
                 self.store = store

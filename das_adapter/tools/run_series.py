@@ -11,7 +11,7 @@ import numpy as np
 
 from das_adapter.core.length import LengthClass
 from das_adapter.protocol.decision_log import Request, Rollout
-from das_adapter.protocol.metrics import faults, merge
+from das_adapter.protocol.metrics import faults, figures
 
 
 class Rate(NamedTuple):
@@ -57,7 +57,7 @@ def by_training_step(rollouts: Iterable[Rollout]) -> list[TrainingStep]:
             sum(s.seconds for s in decoded),
             sum(r.end.saved for r in group if r.end),
             sum(s.seconds for s in decoded if not s.drafted),
-            merge(counts).get("das/history_hits") if counts else None,
+            figures(counts).get("das/history_hits"),
             max((c["history_tokens"] for c in counts if "history_tokens" in c), default=None),
         )
         found += [step] if version >= 0 else []

@@ -193,11 +193,11 @@ def figures_of_server(address: str) -> dict[str, float]:
 
 def figures_of_engine(llm: Any) -> dict[str, float]:
     """Return what the engine of this process has counted, under the same names."""
-    from das_adapter.protocol.metrics import merge
+    from das_adapter.protocol.metrics import figures
 
     (counts,) = llm.collective_rpc("das_rpc", args=("stats", {}))
-    merged = merge([counts])
-    return {"engine_steps": counts["steps"]} | {name: merged.get(f"das/{name}", 0.0) for name in list(METRICS)[1:]}
+    found = figures([counts])
+    return {"engine_steps": counts["steps"]} | {name: found.get(f"das/{name}", 0.0) for name in list(METRICS)[1:]}
 
 
 def steps(args: argparse.Namespace) -> int:

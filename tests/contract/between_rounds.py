@@ -13,6 +13,8 @@ import torch
 from jobs import POLICY, Round
 from safetensors.torch import load_file
 
+from das_adapter.config import HistoryConfig
+from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol.messages import Trajectory, responses
 
@@ -115,26 +117,25 @@ def copy_is_fresh(runner: Any) -> bool:
     )
 
 
-def handed_over(part: Round, texts: list[tuple[int, list[int]]]) -> dict[str, Any]:
-    """Return what the engine is told at the weight sync behind a round that has written texts of problems."""
+def handed_over(
+    part: Round, texts: list[tuple[int, list[int]]], config: HistoryConfig | None, directory: str
+) -> dict[str, Any]:
+    """Return what the engine is told at the weight sync behind a round that has written texts of problems; `config`: of
+    the history, None: there is none; `directory`: where it lies."""
     if part.foreign_token is not None:
         texts = texts + [(0, [part.foreign_token])] * 8  # more than the problem's own texts, so that it is drafted
-    trajectories = [(p, np.asarray(t, dtype=np.int32).tobytes(), part.refresh - 1) for p, t in texts]
-    told: dict[str, Any] = {"version": part.refresh}
+    trajectories = [Trajectory(p, np.asarray(t, dtype=np.int32).tobytes(), part.refresh - 1) for p, t in texts]
+    told: dict[str, Any] = {"version": part.refresh, "lengths": responses(trajectories).tobytes()}
     if part.draft_length is not None:
         told["draft_length"] = part.draft_length
-    if part.shared is None:
-        return told | {"trajectories": trajectories}
-    lengths = responses(Trajectory(*t) for t in trajectories).tobytes()
-    return told | {"history": publish(part.shared, trajectories, part.lose), "lengths": lengths}
+    return told if config is None else told | {"history": publish(directory, config, trajectories, part.lose)}
 
 
-def publish(directory: str, trajectories: list[tuple[int, bytes, int]], lose: str | None) -> tuple[str, int]:
+def publish(directory: str, config: HistoryConfig, trajectories: list[Trajectory], lose: str | None) -> tuple[str, int]:
     """Publish trajectories as a node's history does; return what the engine is told."""
     with HistoryStore(directory) as store:
-        for problem, text, version in trajectories:
-            store.add(problem, np.frombuffer(text, dtype=np.int32), version)
-        generation = store.seal()
+        HistoryPolicy(config).remember(store, trajectories)
+        generation = store.generation
         for _ in range(4 if lose == "generation" else 0):
             store.seal()
     if lose == "directory":

@@ -37,7 +37,7 @@ def launch(index: Any, requests: int) -> None:
         own = texts[slot, begin : begin + lengths[slot]]
         candidates = []
         if int(index._num_sampled[row]):  # else its prompt is being read
-            candidates = _sealed(index, tables.row_of_slot[slot], arena, own)
+            candidates = _sealed(index, slot, arena, own)
             candidates += _live(index, slot, texts, arena, lengths, own)
             candidates += _prompt(texts[slot, :begin], own)
         index.drafts[row] = 0
@@ -110,12 +110,12 @@ def _beyond(text: np.ndarray, place: int, length: int, context: np.ndarray) -> i
     return count
 
 
-def _sealed(index: Any, row: int, arena: np.ndarray, own: np.ndarray) -> list[Candidate]:
+def _sealed(index: Any, slot: int, arena: np.ndarray, own: np.ndarray) -> list[Candidate]:
     tables, found = index.arena.tables, []
-    count, at = int(tables.sealed_count[row]), int(tables.sealed_texts[row])
+    count, at = int(tables.sealed_count[slot]), int(tables.sealed_texts[slot])
     if not count:
         return []
-    begin = int(tables.sealed_places[row])
+    begin = int(tables.sealed_places[slot])
     places, tokens = arena[begin : begin + count].view(np.uint32), arena[at:begin]
     whole = np.concatenate([[START], own])
     for shift in (0, 1):
@@ -167,8 +167,7 @@ def _live(
     index: Any, slot: int, texts: np.ndarray, arena: np.ndarray, lengths: np.ndarray, own: np.ndarray
 ) -> list[Candidate]:
     tables = index.arena.tables
-    row = tables.row_of_slot[slot]
-    numbers = tables.members[row * tables.width :][: tables.member_count[row]].tolist()
+    numbers = tables.members[slot * tables.width :][: tables.member_count[slot]].tolist()
     context = np.concatenate([[START], own])
     all_texts, found = [], []
     for m, number in enumerate(numbers):

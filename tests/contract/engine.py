@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,8 @@ class Engine:
 
     def __init__(self, job: Job) -> None:
         self.job, self.das = job, prepare(job)
+        self.directory = tempfile.TemporaryDirectory()
+        """Of the history."""
         sleeps = any(part.sleep is not None for part in job.rounds)
         self.pools = importlib.import_module("memory_pools").lend() if sleeps else None
         alone = job.engine.get("tensor_parallel_size", 1) == 1  # the ranks' processes note what only they know
@@ -228,7 +231,9 @@ class Engine:
             between.give(part.visit, texts)
             self.rpc("visit", files=[part.visit])
         if part.refresh is not None:
-            told = {} if self.job.standalone else between.handed_over(part, texts)
+            history = self.das.history if self.das is not None and self.das.shares_history else None
+            where = part.shared or self.directory.name
+            told = {} if self.job.standalone else between.handed_over(part, texts, history, where)
             answers["refreshed"] = self.rpc("refresh", **told)
         return answers
 
@@ -260,6 +265,7 @@ class Engine:
 
     def close(self) -> None:
         """End what would outlive this process."""
+        self.directory.cleanup()
         if self.runner is None:
             self.llm.llm_engine.engine_core.shutdown()
         if self.hooks:

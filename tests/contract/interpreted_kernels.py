@@ -58,11 +58,10 @@ class World:
         """A device index that knows the requests."""
         texts = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
         index = DeviceIndex(texts, STEPS, 2**14, 0.02, self.vocabulary)
-        index.weigh(self.sealed.fading)
         index.open([(slot, slot % 2, len(p)) for slot, p in enumerate(self.prompts)])
         for slot, prompt in enumerate(self.prompts):
             texts[slot, : len(prompt)] = torch.from_numpy(prompt)
-        index.bring(self.sealed)
+        index.bringer.step(self.sealed)
         return index
 
     def write(self, indices: list[DeviceIndex]) -> list[int]:

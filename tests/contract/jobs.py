@@ -90,7 +90,7 @@ class Round:
     foreign_token: int | None = None
     """Hand over texts with this token, too."""
     shared: str | None = None
-    """Publish the texts in this directory instead of handing them over."""
+    """Publish the texts in this directory; None: in one of the engine's own."""
     lose: str | None = None
     """Remove its `generation`, or the `directory`, before the engine reads it."""
     draft_length: int | None = None

@@ -356,7 +356,7 @@ def test_a_checkpoint_is_half_written(
     assert caplog.text.count(f"the checkpoint {tmp_path} has no history to resume from") == 1
     assert ray.get(running().start.remote())[0] is None
     assert np.array_equal(ray.get(running().since.remote(0)), before)
-    with pytest.raises(DasError, match=r"das\.history\.load|damaged lengths"):
+    with pytest.raises(DasError, match=r"das\.history\.load"):
         checkpoint.begin(CONFIG.model_copy(update={"load": str(history)}), FACTS, "das", None, 0)
 
 

@@ -25,7 +25,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from das_adapter.config import HistoryConfig, parse  # noqa: E402
 from das_adapter.core.history import WINDOW  # noqa: E402
 from das_adapter.core.index import SuffixIndex  # noqa: E402
-from das_adapter.core.index.store import problems_in  # noqa: E402
+from das_adapter.core.index.store import HistoryStore, problems_in  # noqa: E402
 from das_adapter.core.length import RESPONSE  # noqa: E402
 from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
@@ -209,11 +209,11 @@ def test_what_arrives_is_published_once_and_what_is_old_is_dropped(writer: Alone
 
 def test_what_arrives_is_sealed_before_the_weight_sync_and_published_by_it(writer: Alone) -> None:
     writer.push("a", Trajectory(1, POEM.tobytes(), 0))
-    assert writer.figures()["staged"] == 0  # the run's first weight sync says which version this is
+    assert writer.writer.store.staged == 0  # the run's first weight sync says which version this is
     before = writer.published(1)
     writer.push("a", Trajectory(2, POEM.tobytes(), 1))
-    assert writer.writer.store.settle() == before.generation
-    assert (writer.figures()["staged"], writer.figures()["tokens"], tokens(before)) == (0, 60, 30)
+    assert writer.writer.store.generation == before.generation
+    assert (writer.writer.store.staged, writer.figures()["tokens"], tokens(before)) == (0, 60, 30)
     assert len(writer.files) == 1  # until it is published
     assert tokens(writer.published(2)) == 60
     assert not writer.files
@@ -292,8 +292,9 @@ def test_another_run_starts_warm_and_forgets_in_time(job: Cluster, tmp_path: Pat
         fresh.push("b", Trajectory(1, POEM.tobytes(), version))
         published = fresh.published(version + 1)
     assert tokens(published) == 60 + WINDOW * 30  # of problem 1 the old run's visit has left the window
-    assert saved.lengths(tmp_path / "saved", 0).tolist() == [(1, 30, -1), (2, 30, 0)]
-    assert saved.lengths(tmp_path / "saved", 52).tolist() == [(1, 30, 50), (2, 30, 51)]
+    facts = saved.Facts.of("problem", TOKENIZER)
+    for version, moved in ((0, [(1, 30, -1), (2, 30, 0)]), (52, [(1, 30, 50), (2, 30, 51)])):
+        assert saved.check(tmp_path / "saved", facts, "das.history.load", version).tolist() == moved
 
 
 def save(history: Alone, target: Path, lengths: list[tuple[int, int, int]]) -> None:
@@ -318,8 +319,8 @@ def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (step - 1)
         save(writer, target, [(1, 30, 0)])
-    saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.load")
-    assert saved.lengths(target, 0).tolist() == [(1, 30, 0)]
+    lengths = saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.load")
+    assert lengths.tolist() == [(1, 30, 0)]
 
 
 def test_a_start_that_cannot_be_read_is_told_and_tried_again(writer: Alone, caplog: Any, tmp_path: Path) -> None:
@@ -351,7 +352,8 @@ def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DasError, match=r"das.history.load: found no history in"):
         saved.check(tmp_path, facts, "das.history.load")
     target = tmp_path / "saved"
-    saved.write(target, theirs, np.array([], RESPONSE), lambda index: SuffixIndex().save(index / "0") or 1)
+    with HistoryStore(tmp_path / "store") as store:
+        saved.write(target, theirs, np.array([], RESPONSE), lambda index: store.save(index / "0") or 1)
     saved.check(target, theirs, "das.history.load")
     with pytest.raises(DasError, match=r"das.history.load: .* written with tokenizer '\w+', this run has '\w+'"):
         saved.check(target, facts, "das.history.load")

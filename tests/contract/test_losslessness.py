@@ -148,12 +148,9 @@ def test_collapsed_acceptance_pauses_the_drafter_until_the_next_weight_sync(engi
         assert 2000 <= r["stats"]["draft_tokens"] < 2600  # then it drafts no more; unpaused it would be 10 000
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-def test_a_text_of_another_vocabulary_harms_no_other(engine: Any, tmp_path: Path, shared: bool) -> None:
+def test_a_text_of_another_vocabulary_harms_no_other(engine: Any) -> None:
     asked = requests(PLAIN)
     clean, foreign = (Round(asked, refresh=1, foreign_token=token) for token in (None, 5000))
-    if shared:
-        clean, foreign = (replace(r, shared=str(tmp_path / str(r.foreign_token))) for r in (clean, foreign))
     reference, result = (engine(das=HISTORY, rounds=[first, Round(asked)]) for first in (clean, foreign))
     assert tokens(result) == tokens(reference)
     assert result[1]["stats"]["error"] is None
@@ -173,17 +170,6 @@ def test_a_bad_label_is_the_error_of_its_request_alone(engine: Any) -> None:
     assert result[1]["stats"]["accepted_tokens"] == reference[1]["stats"]["accepted_tokens"] > 0
     stock = engine(das=None, rounds=[Round(first.requests, refused=bad)])
     assert stock[0]["refused"] == [None] * len(bad)  # without a block these keys mean nothing
-
-
-def test_a_history_in_shared_memory_drafts_like_an_engines_own(engine: Any, tmp_path: Path) -> None:
-    first, second = two_rounds(requests(PLAIN))
-    own = engine(das=HISTORY, rounds=[first, second])
-    shared = engine(das=HISTORY, rounds=[replace(first, shared=str(tmp_path)), second])
-    for a, b in zip(own, shared, strict=True):
-        assert a["tokens"] == b["tokens"]
-        for name in ("history_tokens", "draft_tokens", "accepted_tokens"):
-            assert a["stats"][name] == b["stats"][name]
-    assert shared[1]["stats"]["history_tokens"] > 0
 
 
 def test_an_engine_that_comes_late_or_finds_nothing_drafts_from_what_it_has(engine: Any, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ ray = pytest.importorskip("ray")
 from nemo_rl.utils.checkpoint import CheckpointManager  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 
-from das_adapter.core.index import SuffixIndex  # noqa: E402
+from das_adapter.core.index.store import HistoryStore  # noqa: E402
 from das_adapter.core.length import RESPONSE  # noqa: E402
 from das_adapter.errors import ConfigError, DasError  # noqa: E402
 from das_adapter.nemo_rl import checkpoint, install, settings  # noqa: E402
@@ -121,7 +121,8 @@ def history_of(folder: Path, tokenizer: Any) -> Path:
     """A directory that passes for the history of a checkpoint."""
 
     def empty(index: Path) -> int:
-        SuffixIndex().save(index / "0")
+        with HistoryStore(folder.with_name("store")) as store:
+            store.save(index / "0")
         return 1
 
     saved.write(folder, saved.Facts.of("problem", tokenizer), np.zeros(0, RESPONSE), empty)

@@ -60,10 +60,9 @@ def test_the_device_drafts_as_the_hosts_index_does() -> None:
         host.seal()
     texts, total = torch.zeros(SLOTS, 128, dtype=torch.int32), torch.zeros(SLOTS, dtype=torch.int32)
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, VOCABULARY)
-    device.weigh(host.fading)
     prompts = [rng.integers(0, VOCABULARY, 10).astype(np.int32) for _ in range(2)]
     device.open([(slot, slot % 2, 10) for slot in range(SLOTS)])
-    device.bring(host)
+    device.bringer.step(host)
     handles = [host.open(slot % 2, prompts[slot % 2]) for slot in range(SLOTS)]
     for slot in range(SLOTS):
         texts[slot, :10] = torch.from_numpy(prompts[slot % 2])
@@ -117,9 +116,8 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
     prompt, answer = words[-10:], variation()
     texts, total = torch.zeros(1, 128, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     device = DeviceIndex(texts, STEPS, 2**14, 0.02, 5000)
-    device.weigh(host.fading)
     device.open([(0, 7, 10)])
-    device.bring(host)
+    device.bringer.step(host)
     handle, written, drafted = host.open(7, prompt), 0, 0
     texts[0, :10] = torch.from_numpy(prompt)
     while written < len(answer) - STEPS:
@@ -136,20 +134,17 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
     assert drafted > 0
 
 
-def test_an_arena_that_is_too_small_is_said() -> None:
+def test_an_arena_that_is_too_small_counts_what_it_lacks_until_the_weight_sync() -> None:
     host = SuffixIndex()
     host.add(1, np.arange(100, dtype=np.int32), 0)
     host.seal()
-    for words, said in ((2**10, False), (8, True)):
+    for words, short in ((2**10, 0), (8, 1)):
         device = DeviceIndex(torch.zeros(2, 16, dtype=torch.int32), STEPS, words, 0.02, VOCABULARY)
         device.open([(0, 1, 4), (1, 2, 4)])  # of problem 2 there is no history
-        device.bring(host)
-        found = device.shortage()
-        assert (found is not None) == said == (device.arena.short == 1)
-        if said:
-            assert "das.history.device_bytes=32 is full: 1 texts" in str(found)
-            device.arena.forget()
-            assert device.shortage() is None
+        device.bringer.step(host)
+        assert device.arena.short == short
+        device.arena.forget()
+        assert device.arena.short == 0
 
 
 @mock.patch.object(DeviceIndex, "_launch", device_reference.launch)

@@ -44,7 +44,7 @@ def failing_drafter() -> None:
         raise RuntimeError("the drafter is broken on purpose")
 
     def from_history(self: Any, *args: Any) -> Any:
-        return broken() if self.arena.sealed_tokens else draft(self, *args)
+        return broken() if self.arena.tables.sealed_count.any() else draft(self, *args)
 
     def by_model(self: Any, run: Any, *args: Any) -> Any:
         return propose(self, run if next(steps) % 8 else broken, *args)

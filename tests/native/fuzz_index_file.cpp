@@ -80,14 +80,14 @@ bool one(const std::string& data) {
   const std::string path = folder() / "saved";
   write(path, data);
   return survives([&] {
-    SuffixIndex index(8, 8);
-    index.load(path);
+    SuffixIndex index;
+    index.absorb(path, {0, 1, 2, 3});
     use(index);
     const Token more[] = {1, 2, 3};
     index.add(1, more, 3, 9);
     index.seal(2, true, 1, 0, UINT64_MAX);
     index.shrink(index.nbytes() - 1, 1);
-    index.save(folder() / "again");
+    index.saving().write(folder() / "again");
   });
 }
 
@@ -107,7 +107,7 @@ int main(int argc, char** argv) {
   const fs::path store = folder() / "store";
   fs::create_directories(store);
   {
-    SuffixIndex index(8, 8);
+    SuffixIndex index;
     index.attach(store, true);
     for (int version = 0; version < 3; ++version) {
       for (uint64_t problem = 0; problem < 3; ++problem) {
@@ -118,7 +118,7 @@ int main(int argc, char** argv) {
       index.seal(8, false, 2, 0, UINT64_MAX);
       index.publish(false);
     }
-    index.save(folder() / "sound");
+    index.saving().write(folder() / "sound");
   }
   const std::string sound = read(folder() / "sound"), manifest = read(store / "manifest");
   int taken = 0;
@@ -145,7 +145,7 @@ int main(int argc, char** argv) {
     write(store / "manifest", i % 2 ? signed_<std::array<uint64_t, 3>>(damage(manifest), false) : damage(manifest));
     survives([&] {
       try {
-        SuffixIndex index(8, 8);
+        SuffixIndex index;
         index.attach(store, false);
         use(index);
       } catch (const fs::filesystem_error&) {  // it names a file that is not there

@@ -53,7 +53,7 @@ int main(int argc, char** argv) {
   const auto folder = std::filesystem::temp_directory_path() / ("das-threads-" + std::to_string(getpid()));
   const std::string store = folder / "store", guests = folder / "guests";
   std::filesystem::create_directories(store);
-  SuffixIndex writer(8, 8), other(8, 8);
+  SuffixIndex writer, other;
   writer.attach(store, true);
   write(writer, 0, kProblems, 0);
   writer.publish(false);
@@ -62,7 +62,7 @@ int main(int argc, char** argv) {
   for (uint64_t problem = 0; problem < kProblems + kGuests; ++problem) all.insert(problem);
   other.give(guests, all);
 
-  SharedIndex shared(8, 8);
+  SharedIndex shared;
   shared.use([&](SuffixIndex& index) { index.attach(store, false); });
   std::atomic<int> failures{0}, going{4};
   const auto working = [&](auto&& work) {
@@ -79,7 +79,8 @@ int main(int argc, char** argv) {
     });
   threads.push_back(working([&](int round) {
     for (uint64_t problem : {round % kProblems, kProblems + round % kGuests}) {
-      const auto flat = shared.use([&](const SuffixIndex& index) { return index.flat(problem, UINT64_MAX); });
+      const auto history = shared.use([&](const SuffixIndex& index) { return index.history(problem); });
+      const auto flat = SuffixIndex::flat(history, UINT64_MAX);
       failures += problem < kProblems ? flat.places.size() < kTokens : flat.places.size() % kTokens != 0;
     }
   }));

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 START = -1  # stands before the first token of every response
+DEPTH = 64  # tokens of left context that are compared
+HALF_LIFE = 8  # newer visits of its problem after which a text's vote has lost half its weight
 MOST = 16  # places that one search of a text visits (live text: per gram size)
 SURE = 8  # places that differ in the last token are searched only below this strength of a match
 BEYOND = 3  # at most so many tokens beyond a differing one count
@@ -61,9 +63,8 @@ Found = tuple[list[int], list[int], int, int, int, bool]
 class ReferenceIndex:
     """See `SuffixIndex`: the same calls give the same drafts and chances."""
 
-    def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
-        self.max_depth = max_depth
-        self._fading = [max(1, int(SIBLING * 2.0 ** (-age / half_life) + 0.5)) for age in range(256)]
+    def __init__(self) -> None:
+        self._fading = [max(1, int(SIBLING * 2.0 ** (-age / HALF_LIFE) + 0.5)) for age in range(256)]
         self._staged: dict[int, list[Trajectory]] = {}
         self._history: dict[int, list[Trajectory]] = {}
         self._live: dict[int, list[tuple[Request, int]]] = {}  # places in the order of their arrival
@@ -200,12 +201,12 @@ class ReferenceIndex:
         self, places: list[tuple[list[int], int, int]], context: list[int]
     ) -> Iterator[tuple[list[int], list[int], int, int, int]]:
         """The longest matches among places (text, position of the last context token, weight), oldest place first."""
-        keys = [tuple(text[i::-1][: self.max_depth]) for text, i, _ in places]
+        keys = [tuple(text[i::-1][:DEPTH]) for text, i, _ in places]
         order = sorted(range(len(places)), key=lambda p: (keys[p], -p))
-        here = bisect.bisect_left([keys[p] for p in order], tuple(context[::-1][: self.max_depth]))
+        here = bisect.bisect_left([keys[p] for p in order], tuple(context[::-1][:DEPTH]))
         found = []
         for rank, p in enumerate(order):
-            length = _agreement(context, places[p][0][: places[p][1] + 1], self.max_depth)
+            length = _agreement(context, places[p][0][: places[p][1] + 1], DEPTH)
             distance = rank - here if rank >= here else here - 1 - rank
             found.append((-length, rank < here, distance, p))
         for minus, _, _, p in sorted(found)[:MOST]:
@@ -226,7 +227,7 @@ class ReferenceIndex:
             for r, i in alike[:MOST]:
                 if above is None or _gram(r.text[: i + 1], above) != _gram(context, above):
                     found += 1
-                    length = _agreement(context, r.text[: i + 1], self.max_depth)
+                    length = _agreement(context, r.text[: i + 1], DEPTH)
                     yield context, r.text, i, length, OWN if r is request else SIBLING, r is request
             above = size
 
@@ -235,7 +236,7 @@ class ReferenceIndex:
 
     def _strength(self, context: list[int], place: list[int], length: int) -> int:
         beyond = 0
-        if length < min(self.max_depth, len(context), len(place)):
+        if length < min(DEPTH, len(context), len(place)):
             if place[-1 - length] >= 0:
                 beyond = _agreement(context[: -1 - length], place[: -1 - length], BEYOND)
         return 2 * length + beyond

@@ -14,9 +14,7 @@ def arena(words: int = 1000) -> Arena:
 
 
 def members(found: Arena, slot: int) -> list[int]:
-    tables = found.tables
-    row = tables.row_of_slot[slot]
-    return tables.members[row * 3 :][: tables.member_count[row]].tolist()
+    return found.tables.members[slot * 3 :][: found.tables.member_count[slot]].tolist()
 
 
 def test_siblings_see_each_other_and_what_has_ended_until_the_weight_sync() -> None:
@@ -85,7 +83,7 @@ def test_every_text_has_a_place_of_its_own_until_the_arena_is_full() -> None:
     assert found.short == 1
     found.open(2, 7, 0, 0)
     assert found.missing() == []  # it is there still
-    assert found.sealed_tokens == 300
+    assert found.tables.sealed_count[2] == 290
     found.forget()
     assert (found.missing(), found.room) == ([7], 1000)
 
@@ -98,7 +96,7 @@ def test_what_was_not_found_is_looked_for_again() -> None:
     sealed(found, 8, 0, 0)
     found.look_again()
     assert found.missing() == [8]
-    assert found.sealed_tokens == 100
+    assert found.tables.sealed_count.tolist() == [90, 0, 0, 0]
 
 
 def test_a_text_costs_eight_bytes_a_token_and_four_more() -> None:

@@ -1,4 +1,4 @@
-"""Sealed text comes to the device beside the steps, a piece in each."""
+"""Sealed text comes to the device beside the steps, some in each."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Device:
 
     def text(self, problem: int) -> tuple[list[int], int]:
         """What is searched of a problem: its words, and how many places."""
-        tables, row = self.arena.tables, self.arena.tables.row_of_slot[problem]
-        begin, places, count = tables.sealed_texts[row], tables.sealed_places[row], int(tables.sealed_count[row])
+        tables, slot = self.arena.tables, problem
+        begin, places, count = tables.sealed_texts[slot], tables.sealed_places[slot], int(tables.sealed_count[slot])
         return self.words[begin : places + count].tolist(), count
 
 
@@ -60,14 +60,12 @@ def until_all_is_there(device: Device, index: SuffixIndex) -> list[int]:
     raise AssertionError("it does not arrive")
 
 
-def test_beside_the_steps_the_same_text_arrives_and_no_step_brings_more_than_a_piece(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_beside_the_steps_the_same_text_arrives_problem_by_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     index, at_once, beside = history(), Device(beside=False), Device(beside=True)
     assert at_once.step(index) > 2000
-    monkeypatch.setattr(bringing, "PIECE", 150)
+    monkeypatch.setattr(bringing, "A_STEP", 1)
     steps = until_all_is_there(beside, index)
-    assert 0 < max(steps) <= 150 and len(steps) > 10
+    assert 0 < max(steps) <= len(at_once.text(2)[0]) and np.count_nonzero(steps) == PROBLEMS
     for problem in range(PROBLEMS):
         words, places = beside.text(problem)
         assert (words, places) == at_once.text(problem)
@@ -75,22 +73,8 @@ def test_beside_the_steps_the_same_text_arrives_and_no_step_brings_more_than_a_p
         assert words == [*tokens.tolist(), *there.view(np.int32).tolist()]
 
 
-def test_nothing_of_a_text_is_searched_before_all_of_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bringing, "PIECE", 100)
-    index, device = history(), Device(beside=True)
-    while device.arena.unsealed:
-        device.step(index)
-        for problem in range(PROBLEMS):
-            words, places = device.text(problem)
-            assert not places or words == [
-                *index.flat(problem, WORDS)[0],
-                *index.flat(problem, WORDS)[1].view(np.int32),
-            ]
-        time.sleep(0.001)
-
-
 def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bringing, "PIECE", 100)
+    monkeypatch.setattr(bringing, "A_STEP", 1)
     index, device = history(), Device(beside=True)
     while not device.step(index):
         time.sleep(0.001)

@@ -114,6 +114,29 @@ def test_an_engine_without_a_host_is_not_told_what_to_map() -> None:
     assert state.counters.error is None
 
 
+def test_a_rank_that_decides_nothing_looks_after_its_part_of_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleep discards it on every rank of an engine without a host, and the first weight update brings it back."""
+    pytest.importorskip("vllm")
+    from das_adapter.engine.worker import WorkerState
+
+    second = SimpleNamespace(rank_in_group=1)
+    monkeypatch.setattr("vllm.distributed.get_tp_group", lambda: second)
+    state, checked = WorkerState(None, DasConfig(drafter="draft_model"), None), list[str]()
+    assert state.draft_weights is not None
+    monkeypatch.setattr(state.draft_weights, "refresh", lambda: checked.append("its weights"))
+    worker, step = (
+        SimpleNamespace(load_model=lambda: None),
+        SimpleNamespace(finished_req_ids=(), total_num_scheduled_tokens=1),
+    )
+    state.stand_alone(worker, "history")
+    worker.load_model()
+    state.begin_standalone(step)
+    assert not checked
+    state.draft_weights.loaded()
+    state.begin_standalone(step)
+    assert checked == ["its weights"]
+
+
 PROMPTS = st.lists(
     st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=6), st.lists(st.sampled_from("ab"), max_size=2))
 )

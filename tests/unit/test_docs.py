@@ -69,6 +69,8 @@ def test_every_metric_is_documented_and_no_other() -> None:
         "latency_model_error": 0.1,
         "history_requests": 1,
         "history_hits": 1,
+        "history_tokens": 1,
+        "history_bytes": 1,
         "requantise_s": 0.1,
         "drafter_bytes": 1,
         "drafter_passes": 1,

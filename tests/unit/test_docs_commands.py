@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from documented import NIGHTLY, PAGES, ROOT, commands, marks, nightly
 
 from das_adapter.cli import main
-from das_adapter.core.index import SuffixIndex
+from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol import spool
 from das_adapter.protocol.decision_log import DecisionLog, Request, Step, WeightSync
 from das_adapter.tools import histories
@@ -168,11 +168,10 @@ def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monke
         Path(f"runs/{run}.jsonl").write_text(json.dumps({"step": 1, "data": logged}) + "\n")
     Path("das.yaml").write_text("drafter: history\n")
     Path("grpo.yaml").write_text("policy: {generation: {backend: vllm, das: {drafter: history}}}\n")
-    index = SuffixIndex()
-    index.add(1, np.arange(30), 3)
-    index.seal()
     Path("checkpoints/step_100/das_history/index").mkdir(parents=True)
-    index.save("checkpoints/step_100/das_history/index/0")
+    with HistoryStore("store") as store:
+        store.add(1, np.arange(30), 3)
+        store.save("checkpoints/step_100/das_history/index/0")
     facts = {"scope": "problem", "tokenizer": "0123456789abcdef"}
     Path("checkpoints/step_100/das_history/history.json").write_text(json.dumps(facts))
     words = shlex.split(command)[1:]

@@ -53,8 +53,7 @@ def test_a_history_that_fills_its_file_system_is_thinned_out_and_goes_on(
             writer.keep(file, arrived)
         writer.publish()
         index.refresh()  # as engines do at a weight sync
-        writer.store.settle()
-        writer.store.relieve()
+        writer.work(60.0)
         written += sum(map(len, texts))
         disk = shutil.disk_usage(small)
         left = disk.free, disk.total - beside - size_of(writer.directory)
@@ -77,7 +76,7 @@ def test_old_generations_go_before_history_does(small: Path) -> None:
         for problem in range(PROBLEMS):
             writer.store.add(problem, rng.integers(0, 10_000, 60_000), version)
         writer.store.seal()
-        writer.store.settle()
+        writer.work(60.0)
     assert shutil.disk_usage(small).free < 95 * MB
     (small / "others").write_bytes(bytes(shutil.disk_usage(small).free - 45 * MB))
     before = writer.store.tokens

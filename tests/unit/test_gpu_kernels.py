@@ -147,10 +147,9 @@ def test_nothing_on_v2_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
     history.seal()
     index = DeviceIndex(torch.zeros(slots, 64, dtype=torch.int32, device=meta), 4, 2**12, 0.02, 100)
     total = torch.zeros(slots, dtype=torch.int32, device=meta)
-    index.weigh(history.fading)
     for _ in range(2):
         index.open([(slot, 1, 5) for slot in range(slots)])
-        index.bring(history)
+        index.bringer.step(history)
         slots_of_batch = torch.arange(slots, device=meta)
         assert index.draft(slots_of_batch, torch.ones(slots, dtype=torch.int32, device=meta), total).shape == (slots, 4)
         index.close([(slot, 30) for slot in range(slots)], total)

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from test_local_history import TEXT, Engine, served_by, until
 
 from das_adapter.cli import main
-from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.protocol import spool
 from das_adapter.tools import histories
@@ -87,13 +86,12 @@ def test_one_that_is_damaged_or_of_another_version_does_not_hide_the_others(root
 
 def test_a_checkpoints_history_is_described(tmp_path: Path) -> None:
     checkpoint = pytest.importorskip("das_adapter.service.checkpoint", reason="Ray is not installed")
-    index = SuffixIndex()
-    index.add(1, TEXT, 3)
-    index.seal()
 
     def save(folder: Path) -> int:
-        for part in range(2):
-            index.save(folder / str(part))
+        with HistoryStore(tmp_path / "store") as store:
+            store.add(1, TEXT, 3)
+            for part in range(2):
+                store.save(folder / str(part))
         return 2
 
     facts = checkpoint.Facts("problem", "0123456789abcdef")

@@ -9,7 +9,7 @@ import pytest
 from das_adapter.core.length import RESPONSE, Expected
 from das_adapter.core.returns import Returns
 from das_adapter.protocol.messages import plain
-from das_adapter.protocol.metrics import Counters, RolloutClock, faults, merge
+from das_adapter.protocol.metrics import Counters, RolloutClock, faults, figures
 from das_adapter.service.ledger import Ledger
 
 
@@ -22,12 +22,12 @@ def counted(*steps: tuple[list[int], list[int]]) -> dict:
 
 def test_figures_of_a_hand_counted_step() -> None:
     # One request still reads its prompt, one decodes plainly, one drafted 4 and kept 2, one drafted 3 and kept none.
-    figures = merge([counted(([0, 1, 3, 1], [0, 0, 4, 3]))])
-    assert figures["das/tokens_per_forward"] == pytest.approx(5 / 3)
-    assert figures["das/draft_coverage"] == pytest.approx(2 / 3)
-    assert figures["das/acceptance_length"] == pytest.approx(1 + 2 / 2)
-    assert figures["das/accepted_tokens"] / figures["das/draft_tokens"] == pytest.approx(2 / 7)
-    assert figures["das/health"] == 1.0
+    found = figures([counted(([0, 1, 3, 1], [0, 0, 4, 3]))])
+    assert found["das/tokens_per_forward"] == pytest.approx(5 / 3)
+    assert found["das/draft_coverage"] == pytest.approx(2 / 3)
+    assert found["das/acceptance_length"] == pytest.approx(1 + 2 / 2)
+    assert found["das/accepted_tokens"] / found["das/draft_tokens"] == pytest.approx(2 / 7)
+    assert found["das/health"] == 1.0
 
 
 def test_a_token_behind_the_draft_is_not_an_accepted_one() -> None:
@@ -37,7 +37,7 @@ def test_a_token_behind_the_draft_is_not_an_accepted_one() -> None:
 
 def test_replicas_add_up() -> None:
     a, b = counted(([2], [1])), counted(([1], [0]), ([1], [0]))
-    assert merge([a, b])["das/tokens_per_forward"] == pytest.approx(4 / 3)
+    assert figures([a, b])["das/tokens_per_forward"] == pytest.approx(4 / 3)
 
 
 def test_taking_starts_again_but_remembers_a_failure() -> None:
@@ -59,24 +59,24 @@ def test_what_nobody_asks_for_does_not_grow_for_ever() -> None:
 
 
 def test_health_falls_with_a_failed_drafter_and_with_collapsed_acceptance() -> None:
-    assert merge([{**Counters().take(), "error": "boom"}])["das/health"] == 0.0
-    assert merge([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 5}])["das/health"] == 0.0
-    assert merge([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 2500}])["das/health"] == 1.0
+    assert figures([{**Counters().take(), "error": "boom"}])["das/health"] == 0.0
+    assert figures([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 5}])["das/health"] == 0.0
+    assert figures([{**Counters().take(), "draft_tokens": 5000, "accepted_tokens": 2500}])["das/health"] == 1.0
 
 
 def test_health_falls_with_a_drafter_whose_weights_did_not_come_until_they_do() -> None:
     counters = Counters(alarm="this weight sync brought no weight of the drafter")
-    assert merge([counters.take(), Counters().take()])["das/health"] == 0.0
-    assert merge([counters.take()])["das/health"] == 0.0  # still, in the next step
+    assert figures([counters.take(), Counters().take()])["das/health"] == 0.0
+    assert figures([counters.take()])["das/health"] == 0.0  # still, in the next step
     counters.alarm = None
-    assert merge([counters.take()])["das/health"] == 1.0
+    assert figures([counters.take()])["das/health"] == 1.0
 
 
 def test_requests_that_find_history_are_counted_over_replicas() -> None:
     parts = [{**Counters().take(), "history_requests": n, "history_hits": hits} for n, hits in ((6, 6), (2, 0))]
-    assert merge(parts)["das/history_hits"] == 6 / 8
-    assert merge(parts)["das/health"] == 1.0
-    assert "das/history_hits" not in merge([Counters().take()])  # nobody has a history
+    assert figures(parts)["das/history_hits"] == 6 / 8
+    assert figures(parts)["das/health"] == 1.0
+    assert "das/history_hits" not in figures([Counters().take()])  # nobody has a history
 
 
 def test_a_problem_that_comes_back_should_find_history_and_a_new_one_need_not() -> None:
@@ -114,15 +114,15 @@ def test_drafting_that_does_not_pay_is_a_figure_and_no_fault(caplog: pytest.LogC
     ledger = Ledger()
     for reason in ("speculation cost 9 s", None, "it cost 8 s"):
         ledger.report(1, {**report(0.0, [1.0]), "reason": reason})
-    figures = ledger.metrics(1)
-    assert (figures["das/health"], figures["das/engines_resting"]) == (1.0, 2.0)
+    found = ledger.metrics(1)
+    assert (found["das/health"], found["das/engines_resting"]) == (1.0, 2.0)
     assert not caplog.messages
 
 
 def test_engines_that_a_weight_sync_left_behind_are_counted() -> None:
     parts = [{**Counters().take(), "engines_behind": n} for n in (0, 1, 2)]
-    assert merge(parts)["das/engines_behind"] == 3
-    assert "das/engines_behind" not in merge([Counters().take()])  # no history is shared
+    assert figures(parts)["das/engines_behind"] == 3
+    assert "das/engines_behind" not in figures([Counters().take()])  # no history is shared
 
 
 def test_every_fault_has_a_reason() -> None:
@@ -164,8 +164,8 @@ def test_a_few_problems_that_find_nothing_are_none(requests: int, few: int) -> N
 
 def test_the_copys_figures_are_the_slowest_replicas() -> None:
     parts = [{**Counters().take(), "requantise_s": s, "drafter_bytes": 10, "self_acceptance": 0.9} for s in (0.1, 0.3)]
-    assert merge(parts)["das/requantise_s"] == pytest.approx(0.3)
-    assert "das/requantise_s" not in merge([Counters().take()])
+    assert figures(parts)["das/requantise_s"] == pytest.approx(0.3)
+    assert "das/requantise_s" not in figures([Counters().take()])
 
 
 def test_the_token_hash_depends_on_tokens_and_seeds_but_not_on_order() -> None:
@@ -190,12 +190,12 @@ def decided(saved: float, error: float, stopped: str | None = None) -> dict:
 
 
 def test_decisions_of_the_replicas_come_together() -> None:
-    figures = merge([decided(1.5, 0.1), decided(-0.5, 0.2)])
-    assert figures["das/time_saved_s"] == pytest.approx(1.0)
-    assert figures["das/latency_model_error"] == pytest.approx(0.15)
-    assert figures["das/verify_waste"] == pytest.approx(8 / 32)
-    assert figures["das/health"] == 1.0
-    assert merge([decided(0.0, 0.0, "speculation cost 2 s")])["das/engines_resting"] == 1.0
+    found = figures([decided(1.5, 0.1), decided(-0.5, 0.2)])
+    assert found["das/time_saved_s"] == pytest.approx(1.0)
+    assert found["das/latency_model_error"] == pytest.approx(0.15)
+    assert found["das/verify_waste"] == pytest.approx(8 / 32)
+    assert found["das/health"] == 1.0
+    assert figures([decided(0.0, 0.0, "speculation cost 2 s")])["das/engines_resting"] == 1.0
 
 
 def rows(*responses: tuple[int, int, int]) -> np.ndarray:
@@ -224,11 +224,11 @@ def test_a_step_lasts_from_the_first_request_to_the_last_response_of_all_replica
     ledger = Ledger()
     ledger.report(3, report(10.0, [11.0, 12.0, 13.0, 14.0]))
     ledger.report(3, report(10.5, [11.5, 12.5, 13.5, 20.0, 12.0, 12.0]))
-    figures = ledger.metrics(3)
-    assert figures["das/rollout_s"] == pytest.approx(10.0)
-    assert figures["das/tail_s"] == pytest.approx(20.0 - 13.5)  # eight of ten were done at 13.5
-    assert figures["das/tokens_per_forward"] == pytest.approx(2.0)
-    assert figures["das/token_hash"] == 14
+    found = ledger.metrics(3)
+    assert found["das/rollout_s"] == pytest.approx(10.0)
+    assert found["das/tail_s"] == pytest.approx(20.0 - 13.5)  # eight of ten were done at 13.5
+    assert found["das/tokens_per_forward"] == pytest.approx(2.0)
+    assert found["das/token_hash"] == 14
     assert ledger.metrics(4) == {}
 
 

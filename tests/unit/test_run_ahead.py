@@ -17,7 +17,7 @@ from das_adapter.engine.settings import prepare_standalone
 from das_adapter.errors import ConfigError
 from das_adapter.nemo_rl import settings as nemo_rl
 from das_adapter.protocol.label import BadLabel, Label
-from das_adapter.protocol.metrics import RolloutClock, merge
+from das_adapter.protocol.metrics import RolloutClock, figures
 from das_adapter.verl import ahead, identity, tracking
 
 ROWS = [("gsm8k", 3), ("gsm8k", 4), ("aime", 3), ("aime", 3)]
@@ -241,10 +241,10 @@ def test_figures_say_how_much_was_repeated() -> None:
     texts = {name: np.array(ids, dtype=np.int32).tobytes() for name, ids in {"a": [1, 2, 3, 4], "b": [1, 2, 9]}.items()}
     clocks[0].repeated(texts["a"], texts["a"])
     clocks[1].repeated(texts["a"], texts["b"])
-    found = merge([{k: v for k, v in clock.take().items() if k == "ahead"} for clock in clocks])
+    found = figures([{k: v for k, v in clock.take().items() if k == "ahead"} for clock in clocks])
     assert (found["das/run_ahead_requests"], found["das/run_ahead_tokens"]) == (2, 8)
     assert found["das/run_ahead_repeated"] == 6 / 8
-    assert "das/run_ahead_tokens" not in merge([clocks[0].take()])
+    assert "das/run_ahead_tokens" not in figures([clocks[0].take()])
 
 
 def trainer(**config: Any) -> Any:

@@ -80,7 +80,7 @@ def test_a_damaged_history_begins_anew_where_it_lies_with_what_engines_left(
     writer = opened(tmp_path)
     put_batch(writer.directory, "engine", [written(1)])
     take(writer)
-    writer.store.settle()
+    writer.work(60.0)
     writer.store.close()  # the process ends
     put_batch(writer.directory, "engine", [written(2)])
     for file in writer.directory.glob(kind):

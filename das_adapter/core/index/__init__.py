@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from das_adapter.core.index.errors import IndexFileError, UnknownHandle
+from das_adapter.core.index.errors import IndexFileError
 from das_adapter.core.index.private import check_owner
 from das_adapter.core.index.values import (
     ALL,
@@ -28,16 +28,15 @@ from das_adapter.core.index.values import (
     tokens_of,
 )
 from das_adapter.core.native import native
-from das_adapter.errors import DasError
 
-__all__ = ["Drafting", "IndexFileError", "SuffixIndex", "UnknownHandle"]
+__all__ = ["Drafting", "IndexFileError", "SuffixIndex"]
 
 
 class SuffixIndex:
     """An engine's index: per problem, sealed trajectories in flat arrays (7.25 bytes per token), and live text.
 
-    The history is either its own (`add`, `seal`, `shrink`, `load`) or a store's (`attach`, `refresh`). Equal calls give
-    equal drafts on every process, however the history is cut into segments.
+    The history is a store's (`map`, `refresh`); a replay in one process writes its own (`add`, `seal`, `shrink`).
+    Equal calls give equal drafts on every process, however the history is cut into segments.
 
     Any thread may call: each call waits for those before it, the drafting that `draft_rows` has begun included. Calls
     that take long release the GIL.
@@ -48,26 +47,22 @@ class SuffixIndex:
     text suggests and for all others.
 
     Problems are identified by 0 to 2^64 - 1, token ids are 0 to 2^23 - 1; other numbers raise a ValueError or a
-    TypeError.
+    TypeError, and the handle of a request that is not open a ValueError.
     """
 
-    def __init__(self, max_depth: int = 64, half_life: float = 8.0) -> None:
-        """`max_depth`: tokens of left context that are compared, 8 to 255; `half_life`: newer visits of its problem
-        after which a trajectory's vote has lost half its weight, above 0."""
-        self._core: Any = native().SuffixIndex(max_depth, half_life)
+    def __init__(self) -> None:
+        self._core: Any = native().SuffixIndex()
 
     # History
 
     def add(self, problem: int, tokens: Tokens, version: int) -> None:
         """Stage one finished trajectory, without its prompt; it is drafted from after the next `seal`. `version`: of
         the weights that wrote it; later ones count more, whatever the difference."""
-        self._owned("add")
         self._core.add(problem, tokens_of(tokens), version)
 
     def seal(self, window: int = ALL) -> None:
         """Seal what was added, at the end of a step: it becomes history. `window`: visits that each problem added to
         keeps, the newest."""
-        self._owned("seal")
         self._core.seal(window, True, 1)
 
     def shrink(self, max_bytes: int) -> Shrunk:
@@ -77,34 +72,22 @@ class SuffixIndex:
         that are worth most for their bytes, by the rollouts that share them; of equals the newest. Where every problem
         would be left with less than 256 bytes, those not seen for longest are dropped whole.
         """
-        self._owned("shrink")
         return Shrunk(*self._core.shrink(max_bytes, 1))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sealed history to a file, all or nothing; an OSError leaves an older file as it was."""
-        self._core.saving().write(os.fspath(path))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
-        """Read an index back; `max_depth` comes from the file.
+    @staticmethod
+    def check(path: str | os.PathLike[str]) -> None:
+        """Read a file that `HistoryStore.save` wrote, and keep nothing of it.
 
         Raises:
             IndexFileError: not an index file, of another format version, truncated or damaged.
             OSError: the file can't be read.
         """
-        index = cls(half_life=half_life)
-        index._core.load(os.fspath(path))
-        return index
-
-    @staticmethod
-    def check(path: str | os.PathLike[str]) -> None:
-        """Read a file that `save` wrote, and keep nothing of it; raises as `load`."""
         native().read_index_file(os.fspath(path), True)
 
     @classmethod
-    def attach(cls, directory: str | os.PathLike[str], half_life: float = 8.0) -> SuffixIndex:
-        """Return an index, with the store's `max_depth`, whose history is mapped; see `map`."""
-        index = cls(half_life=half_life)
+    def attach(cls, directory: str | os.PathLike[str]) -> SuffixIndex:
+        """Return an index whose history is mapped; see `map`."""
+        index = cls()
         index.map(directory)
         return index
 
@@ -130,10 +113,7 @@ class SuffixIndex:
                 then what it was. Headers, tables and sizes are checked here; a problem's own arrays when it is first
                 used: here if it has live requests, else in `open`.
             OSError: a file can't be read; FileNotFoundError: that generation is gone.
-            DasError: the index is not attached.
         """
-        if not self._core.attached:
-            raise DasError("refresh: found an index with its own history, allowed: one made by SuffixIndex.attach")
         self._core.refresh(generation)
         return self.generation
 
@@ -167,7 +147,7 @@ class SuffixIndex:
 
     def extend_many(self, handles: npt.ArrayLike, flat_tokens: Tokens, offsets: npt.ArrayLike) -> None:
         """Append `flat_tokens[offsets[i]:offsets[i + 1]]` to each request i of a batch. Nothing is appended on an
-        error: UnknownHandle for a request that is not open, ValueError for bad token ids or offsets."""
+        ValueError: a request is not open, or token ids or offsets are wrong."""
         self._core.extend_many(integers(handles), tokens_of(flat_tokens), integers(offsets))
 
     def draft(
@@ -178,7 +158,7 @@ class SuffixIndex:
         return np.split(tokens, offsets[1:])[:-1], np.split(chances, offsets[1:])[:-1]
 
     def draft_flat(
-        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15, threads: int = 1
+        self, handles: npt.ArrayLike, budgets: npt.ArrayLike, min_chance: float = 0.15
     ) -> tuple[Int32, Float32, Int64]:
         """Draft for a batch of requests.
 
@@ -186,7 +166,6 @@ class SuffixIndex:
             handles: shape (b,), int64.
             budgets: most tokens to draft per request, shape (b,); 0 (or less): none, at no cost.
             min_chance: a draft ends before the token whose chance falls under this. 0: never.
-            threads: that share the batch; more than the process has free cores make it slower.
 
         Returns:
             tokens: shape (n,), int32, the drafts one after the other.
@@ -195,10 +174,9 @@ class SuffixIndex:
             offsets: shape (b + 1,), int64; request i's draft is `tokens[offsets[i]:offsets[i + 1]]`.
 
         Raises:
-            UnknownHandle: a request is not open.
-            ValueError: budgets and handles differ in length, or a handle occurs twice with several threads.
+            ValueError: a request is not open, or budgets and handles differ in length.
         """
-        return self._core.draft_flat(integers(handles), integers(budgets), min_chance, threads)
+        return self._core.draft_flat(integers(handles), integers(budgets), min_chance)
 
     def draft_rows(
         self,
@@ -216,21 +194,21 @@ class SuffixIndex:
         Where anything is wrong, nothing is appended.
 
         Args:
-            handles, budgets, min_chance, threads: as in `draft_flat`, with its errors.
+            handles, budgets, min_chance: as in `draft_flat`, with its errors; each request once.
             tokens: shape (m, n), int32, contiguous.
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
+            threads: that share the batch; more than the process has free cores make it slower.
         """
         arrays = map(integers, (rows, begins, ends, budgets))
         return self._core.draft_rows(integers(handles), tokens, *arrays, min_chance, threads)
 
     def close(self, handle: int, keep: bool = True) -> None:
-        """End a request. `keep`: its response stays available to its siblings until `clear_live`; else it is forgotten.
-        Raises `UnknownHandle`."""
+        """End a request. `keep`: its siblings draft from its response until `clear_live`; else it is forgotten."""
         self._core.close(handle, keep)
 
     def age(self, handle: int) -> int | None:
         """Return the weight versions from the newest history of a request's problem to the newest of all problems;
-        None: the problem has no history. Raises `UnknownHandle`."""
+        None: the problem has no history."""
         return None if (age := int(self._core.age(handle))) < 0 else age
 
     def flat(self, problem: int, most: int) -> tuple[Int32, npt.NDArray[np.uint32]]:
@@ -255,18 +233,8 @@ class SuffixIndex:
         """Forget the closed requests' responses (at a weight sync, once they are added and sealed); open ones stay."""
         self._core.clear_live()
 
-    def _owned(self, call: str) -> None:
-        if self._core.attached:
-            raise DasError(f"{call}: found an attached index; its store owns the history: use HistoryStore.{call}")
-
-    @property
-    def fading(self) -> npt.NDArray[np.uint32]:
-        """Weight of a text's votes by its age in visits, uint32 [256]."""
-        return self._core.fading
-
     generation = Number("generation")
     """The store's generation that is mapped; 0: none."""
-    max_depth = Number("max_depth")
     nbytes = Number("nbytes")
     """Bytes of the sealed history; of an attached index, bytes that it shares with all others."""
     live_bytes = Number("live_bytes")

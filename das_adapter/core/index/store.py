@@ -26,7 +26,7 @@ UInt64 = npt.NDArray[np.uint64]
 logger = logging.getLogger("das_adapter")
 
 SLICE = 200_000
-"""Tokens that are sealed or merged in the background before the history's lock is released."""
+"""Tokens that `work` seals or merges before it releases the history's lock."""
 MAPPED_S = 5.0
 """Time after a seal in which engines map what it published, and let go of older files, which only then are free."""
 LITTLE = 2**26
@@ -39,18 +39,17 @@ class HistoryStore:
     """The one writer of a directory of segment files (in /dev/shm, to share memory and not a disk).
 
     Files never change. `seal` publishes a generation: a manifest, renamed into place, says what it changed and in which
-    files that lies. Files that a generation no longer needs stay for two more. What can be done before or after, a
-    thread does in the background, a slice at a time. Any thread may call.
+    files that lies. Files that a generation no longer needs stay for two more. What can be done before or after, `work`
+    does, a slice at a time. Any thread may call.
     """
 
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        max_depth: int = 64,
         threads: int = 1,
         room: Callable[[int, int], int] = lambda size, given: 0,
     ) -> None:
-        """Create the directory for this user alone, or take over what an earlier store left there, with its depth.
+        """Create the directory for this user alone, or take over what an earlier store left there.
         `room` says how many bytes are left for a history of so many bytes, where it gave so many back that are free
         soon; below 0: see `relieve`.
 
@@ -63,11 +62,9 @@ class HistoryStore:
         self._sealed, self._given, self._told = 0.0, 0, False
         """When `seal` was last called; since then: bytes that were given back, and whether history went for that."""
         self._lock = threading.RLock()
-        self._working: threading.Thread | None = None
-        self._window: int | None = None
-        """Of what may be sealed in the background; None: nothing."""
         self._added = 0.0
-        self._failure: Exception | None = None
+        self._unwritten, self._merged = 0, False
+        """Of what `work` has done: tokens that are in no file yet; whether it has merged what is not published."""
         self._closed = False
         make_private(self.directory)
         self._writer = os.open(self.directory / "writer", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -76,10 +73,9 @@ class HistoryStore:
         except OSError:
             os.close(self._writer)
             raise DasError(f"history directory {str(self.directory)!r}: another store writes there") from None
-        self._core: Any = native().SuffixIndex(max_depth, 1.0)
+        self._core: Any = native().SuffixIndex()
         try:
             self._core.attach(str(self.directory), True)
-            self._work_in_background()  # what an earlier store left unmerged
         except Exception:
             os.close(self._writer)
             raise
@@ -91,27 +87,15 @@ class HistoryStore:
             self._core.add(problem, ids, version)
             self._added = time.monotonic()
 
-    def seal_ahead(self, window: int = ALL) -> None:
-        """Let what was added be sealed and written in the background: the next `seal` has less to do.
-
-        Problems are sealed that have as many trajectories as problems had in the generation before; all, once nothing
-        more is added.
-        """
-        with self._lock:
-            self._window = window
-            self._work_in_background()
-
     def seal(self, window: int = ALL, tokens: int = 2**62) -> int:
         """Publish what was added, at the end of a step; return the generation.
 
-        Segments of earlier steps are merged in the background, and published as one more generation. About `tokens` are
-        sealed at most; the others follow in the background, for the next generation.
+        About `tokens` are sealed at most; the others follow in `work`, for the next generation.
         """
         with self._changing():
             self._core.seal(window, False, self._threads, 0, tokens)
             self._core.publish(True)
             self._sealed, self._given, self._told = time.monotonic(), 0, False
-            self._work_in_background()
             return self.generation
 
     @contextlib.contextmanager
@@ -121,65 +105,28 @@ class HistoryStore:
                 raise DasError(f"history directory {str(self.directory)!r}: this store is closed and changes nothing")
             yield
 
-    def _at_work(self) -> threading.Thread | None:
-        with self._lock:
-            return self._working
+    def work(self, window: int = ALL) -> bool:
+        """Do a slice of the work between two seals; return whether there is more now.
 
-    def _work_in_background(self) -> None:
-        if self._working is None and not self._closed:
-            self._working = threading.Thread(target=self._work, name="das-history", daemon=True)
-            self._working.start()
-
-    def _work(self) -> None:
-        altered, unwritten = False, 0
-        try:
-            while True:
-                wrote = False
-                with self._lock:
-                    if self._closed:
-                        self._working = None
-                        return
-                    sealed = self._seal_ahead()
-                    short = self._lacking(0) > 0  # what can be done later would take room first
-                    merged = 0 if sealed or short else self._core.merge(SLICE)
-                    unwritten += sealed + merged
-                    altered = altered or merged > 0
-                    done = sealed or merged
-                    if unwritten and (unwritten > 8 * SLICE or not done):
-                        wrote, unwritten = self._core.write(0 if short else 75) > 0, 0
-                        done = done or wrote
-                    if not done and (self._window is None or not self._core.staged_tokens):
-                        if altered:
-                            self._core.publish(short)
-                        self._working = None
-                        return
-                if wrote:
-                    self.relieve()
-                time.sleep(0.001 if done else QUIET_S / 2)  # whoever waits for the lock has its turn
-        except Exception as error:
-            if repr(error) != repr(self._failure):
-                logger.exception("das: work on the history in %s failed; it is done later", self.directory)
-            self._failure, self._working = error, None
-
-    def _seal_ahead(self) -> int:
-        if self._window is None:
-            return 0
-        quiet = time.monotonic() > self._added + QUIET_S
-        least = 1 if quiet else self._core.group
-        return int(self._core.seal(self._window, False, self._threads, least, SLICE)) if least else 0
-
-    def settle(self) -> int:
-        """Wait until nothing is done in the background; return the generation.
-
-        Raises:
-            IndexFileError, OSError: what failed in the background since the last call.
+        Problems are sealed that have as many trajectories as problems had in the generation before; all, once nothing
+        more is added. Then segments of earlier steps are merged, and published as one more generation.
         """
-        while (working := self._at_work()) is not None:
-            working.join()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        return self.generation
+        with self._lock:
+            if self._closed:
+                return False
+            least = 1 if time.monotonic() > self._added + QUIET_S else self._core.group
+            sealed = self._core.seal(window, False, self._threads, least, SLICE) if least else 0
+            short = self._lacking(0) > 0  # what can be done later would take room first
+            merged = 0 if sealed or short else self._core.merge(SLICE)
+            self._unwritten += sealed + merged
+            self._merged = self._merged or merged > 0
+            more = sealed or merged
+            if self._unwritten and (self._unwritten > 8 * SLICE or not more):
+                more, self._unwritten = self._core.write(0 if short else 75) or more, 0
+            if self._merged and not more:
+                self._core.publish(short)
+                self._merged = False
+            return bool(more)
 
     def shrink(self, max_bytes: int) -> Shrunk:
         """Thin the history out, as `SuffixIndex.shrink` does, and publish it; return what went."""
@@ -224,12 +171,11 @@ class HistoryStore:
         with self._lock:
             return bool(self._core.has(problem, tokens_of(tokens), version))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the history to one file, which `SuffixIndex.load` reads: what is sealed, or may be sealed ahead. Other
-        threads may change the history while it is written."""
+    def save(self, path: str | os.PathLike[str], window: int = ALL) -> None:
+        """Write the history to one file, for `absorb` of another store; what was added is sealed before. Other threads
+        may change the history while it is written."""
         with self._lock:
-            if self._window is not None:
-                self._core.seal(self._window, False, self._threads)
+            self._core.seal(window, False, self._threads)
             saving = self._core.saving()
         saving.write(os.fspath(path))
 
@@ -241,22 +187,17 @@ class HistoryStore:
 
     def absorb(self, path: str | os.PathLike[str], problems: npt.ArrayLike | None = None) -> None:
         """Take in what `give` or `save` wrote of some problems, uint64 [n], or of all, as older than what is there; the
-        next `seal` publishes it. Raises as `SuffixIndex.load`; nothing is taken in then."""
+        next `seal` publishes it. Raises as `SuffixIndex.check`; nothing is taken in then."""
         chosen = problems_in(path) if problems is None else np.asarray(problems, dtype=np.uint64)
         with self._changing():
             self._core.absorb(os.fspath(path), chosen)
-            self._work_in_background()
 
     def close(self) -> None:
         """Stop writing; the files stay, for readers and for the next store."""
         with self._lock:
-            self._closed = True
-        try:
-            self.settle()
-        finally:
-            if self._writer >= 0:
+            if not self._closed:
                 os.close(self._writer)
-                self._writer = -1
+            self._closed = True
 
     def __enter__(self) -> HistoryStore:
         return self
@@ -287,7 +228,7 @@ class HistoryStore:
 
 def problems_in(path: str | os.PathLike[str]) -> UInt64:
     """Return the problems, uint64 [n], of a file that `give` or `save` wrote; one may occur several times. Raises as
-    `SuffixIndex.load`."""
+    `SuffixIndex.check`."""
     return native().read_index_file(os.fspath(path), False)[0]
 
 

@@ -13,7 +13,6 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.integer[Any]] | Sequence[int]
-_INT64 = np.dtype(np.int64)
 ALL = 2**63 - 1
 """More visits than a problem has."""
 
@@ -47,20 +46,10 @@ class Shrunk(NamedTuple):
 
 
 def tokens_of(tokens: Tokens) -> Int32:
-    """Return token ids as a contiguous int32 array of shape (n,); ValueError: they do not fit 32 bits."""
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-        return np.ascontiguousarray(tokens)
-    wide = integers(tokens)
-    if (found := wide[(wide < 0) | (wide >= 2**31)]).size:
-        raise ValueError(f"token id: found {found[0]}, which does not fit 32 bits")
-    return wide.astype(np.int32)
+    """Return token ids as a contiguous int32 array of shape (n,)."""
+    return np.ascontiguousarray(tokens, dtype=np.int32)
 
 
 def integers(values: npt.ArrayLike) -> Int64:
-    """Return integers as a contiguous int64 array; ValueError: they are others."""
-    if isinstance(values, np.ndarray) and values.dtype is _INT64 and values.flags.c_contiguous:
-        return values
-    array = np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":
-        raise ValueError(f"found {array.dtype}, expected integers")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    """Return integers as a contiguous int64 array."""
+    return np.ascontiguousarray(values, dtype=np.int64)

@@ -15,22 +15,20 @@ Ints = npt.NDArray[np.int64]
 class Tables:
     """What the kernels read of it, as parts of one int64 array, which is copied to the device when it has changed."""
 
-    row_of_slot: Ints
-    """By slot, the row of its problem."""
     begin: Ints
     """By slot, tokens before the response."""
     text_at: Ints
     """By text, its offset in the arena."""
     sealed_texts: Ints
-    """By row, the offset of its problem's sealed tokens."""
+    """By slot, the offset of its problem's sealed tokens."""
     sealed_places: Ints
-    """By row, the offset of their places."""
+    """By slot, the offset of their places."""
     sealed_count: Ints
-    """By row, the number of places."""
+    """By slot, the number of places."""
     member_count: Ints
-    """By row, the number of its problem's texts."""
+    """By slot, the number of its problem's texts."""
     members: Ints
-    """By row, `width` entries each, the texts."""
+    """By slot, `width` entries each, the texts."""
 
     def __init__(self, slots: int, texts: int, width: int) -> None:
         self.width = width
@@ -48,8 +46,6 @@ class Tables:
 class Problem:
     """A problem with texts in this engine."""
 
-    row: int = -1
-    """In the tables, while somebody drafts for it."""
     open: list[int] = field(default_factory=list)
     """Slots of its requests, in the order in which they began."""
     closed: list[int] = field(default_factory=list)
@@ -84,8 +80,7 @@ class Arena:
         self.rollout = 0
         """Number of the present rollout: what was taken in another one is void."""
         self._words, self.used = words, 0
-        self._slots, self._texts, self._members = slots, slots, members
-        self._rows = list(range(slots))
+        self._slots, self._texts = slots, slots
         self._problems: dict[int, Problem] = {}
         self._of_slot: dict[int, int] = {}
 
@@ -94,23 +89,15 @@ class Arena:
         """Words that are free."""
         return self._words - self.used
 
-    @property
-    def sealed_tokens(self) -> int:
-        """Tokens of sealed text."""
-        return sum(known.sealed[1] for known in self._problems.values() if known.sealed)
-
     def open(self, slot: int, problem: int, at: int, begin: int) -> None:
         """Take a request that begins in one of vLLM's slots, with its key in the history, the offset of its response
         and the tokens before that."""
         self.close(slot)
         known = self._problems.setdefault(problem, Problem())
-        if not known.open:
-            known.row = self._rows.pop()
         known.open.append(slot)
         self.unsealed = self.unsealed or known.sealed is None
         self._of_slot[slot] = problem
-        tables = self.tables
-        tables.row_of_slot[slot], tables.begin[slot], tables.text_at[slot] = known.row, begin, at
+        self.tables.begin[slot], self.tables.text_at[slot] = begin, at
         self._describe(known)
 
     def close(self, slot: int, room: int = 0) -> Kept | None:
@@ -121,8 +108,6 @@ class Arena:
         known = self._problems[self._of_slot.pop(slot)]
         known.open.remove(slot)
         kept = self._keep(slot, known, room) if room > 0 else None
-        if not known.open:
-            self._rows.append(known.row)
         self._describe(known)
         return kept
 
@@ -181,11 +166,9 @@ class Arena:
 
     def _describe(self, known: Problem) -> None:
         self.changed = True
-        if not known.open:
-            return
-        tables, row = self.tables, known.row
-        texts = [*known.open[::-1], *known.closed[::-1]][: self._members]
-        tables.member_count[row] = len(texts)
-        tables.members[row * self._members : row * self._members + len(texts)] = texts
+        tables, slots = self.tables, np.array(known.open, dtype=np.int64)
+        texts = [*known.open[::-1], *known.closed[::-1]][: tables.width]
+        tables.member_count[slots] = len(texts)
+        tables.members.reshape(-1, tables.width)[slots, : len(texts)] = texts
         at, tokens, places = known.sealed or (0, 0, 0)
-        tables.sealed_texts[row], tables.sealed_places[row], tables.sealed_count[row] = at, at + tokens, places
+        tables.sealed_texts[slots], tables.sealed_places[slots], tables.sealed_count[slots] = at, at + tokens, places

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.values import Int32
 from das_adapter.core.native import native
 from das_adapter.engine.v2 import search, votes
@@ -50,7 +49,6 @@ class DeviceIndex:
         self._tables = self._zeros(len(self.arena.tables.all), torch.int64)
         self._parts = self.arena.tables.parts(self._tables)
         self._text_len = self._zeros(slots + closed, torch.int32)
-        self._fading = self._zeros(256, torch.int32)
         places, kinds = int(search.PLACES.value), int(votes.KINDS.value)
         self._seen = self._zeros((slots, self._splits + 1, 4, places), torch.int64)
         self.found = self._zeros((slots, 3, 4 * places), torch.int64)
@@ -60,8 +58,11 @@ class DeviceIndex:
         self.outcomes, self.cells = (self._zeros((2 * kinds, 2), torch.int32) for _ in range(2))
         self.sources, self.chance = self._zeros((2, 3), torch.float64), self._zeros(2 * kinds, torch.float64)
         """What is learned; see `votes.estimate`."""
-        self.start = torch.from_numpy(native().drafting_rules()["CHANCES"]).to(self.device)
+        rules = native().drafting_rules()
+        self.start = torch.from_numpy(rules["CHANCES"]).to(self.device)
         """Chance of each kind of draft token before anything is learned, float64 [kinds]."""
+        self._fading = torch.from_numpy(rules["FADING"]).to(self.device)
+        """Weight of sealed text by its age in visits, int32 [256]."""
         self._slots, self._num_sampled = self._zeros(slots, torch.int64), self._zeros(slots, torch.int32)
         self.drafts = self._zeros((slots, steps), torch.int64)
         """Draft tokens in batch order; 0 beyond the draft."""
@@ -71,15 +72,6 @@ class DeviceIndex:
         """Lengths of the drafts."""
         self._row = (texts.data_ptr() - self.words.data_ptr()) // 4
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-
-    def shortage(self) -> str | None:
-        """Say that the arena is too small; None: it is not."""
-        if not self.arena.short:
-            return None
-        return (
-            f"das.history.device_bytes={self.words.nbytes} is full: {self.arena.short} texts found no room on the "
-            "device and are not drafted from: raise it"
-        )
 
     # Requests
 
@@ -106,19 +98,11 @@ class DeviceIndex:
             self._measure(total_len)
             self._keep(kept)
 
-    def bring(self, index: SuffixIndex) -> None:
-        """Bring a piece of the sealed text to the device that is missing there, see `Bringer.step`."""
-        self.bringer.step(index)
-
     def flush(self) -> None:
         """Tell the device what has changed."""
         if self.arena.changed:
             self.arena.changed = False
             _copy(self.arena.tables.all, self._tables)
-
-    def weigh(self, fading: np.ndarray) -> None:
-        """Take the weights of sealed text by age, uint32 [256]."""
-        _copy(fading.astype(np.int32), self._fading)
 
     # A step
 
@@ -178,13 +162,13 @@ class DeviceIndex:
         votes.estimate[(1,)](self.outcomes, self.cells, self.sources, self.start, self.chance, LANES=256)
         search.search_sealed[(requests, 2)](
             **mine,
-            **parts("row_of_slot", "sealed_texts", "sealed_places", "sealed_count"),
+            **parts("sealed_texts", "sealed_places", "sealed_count"),
             fading=self._fading,
             found=self.found,
         )
         search.scan_live[(requests, self._splits + 1)](
             **mine,
-            **parts("row_of_slot", "begin", "members", "member_count"),
+            **parts("begin", "members", "member_count"),
             seen=self._seen,
             MEMBERS=MEMBERS,
             SPLITS=self._splits,

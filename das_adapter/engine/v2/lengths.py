@@ -78,7 +78,7 @@ class DraftLengths:
         if config.by_model:
             drafts = ModelDrafts(config.model_tokens, narrows=False, always=always, follows=config.neural)
         self.engine = EngineController(config, vllm_config, drafts, lengths=draft_lengths(config))
-        self._live, self._model_tokens = LiveTexts(config.num_draft_tokens), config.model_tokens
+        self._live, self._model_tokens = LiveTexts(config.num_draft_tokens, self.engine.live), config.model_tokens
         self._lock = threading.Lock()
         self._aside: list[tuple[Step, Sequence[list[int]], float]] = []
         """Outputs that are still to be taken."""
@@ -125,8 +125,8 @@ class DraftLengths:
             self._begin_and_end(step)
             if before is not None and before.offer is not None:
                 offer = before.offer
-                by_model = None if self.engine.drafts is None else offer.by_model.numpy()
-                self._live.hear(before.req_ids, offer.lengths.numpy(), offer.chances.numpy(), by_model)
+                told = offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy()
+                self._live.hear(before.req_ids, *told)
             rows, decoded = self._decoded(step, sampled)
             self._count(step, decoded, now)
             self._time(step, rows, decoded, now, since)
@@ -174,9 +174,8 @@ class DraftLengths:
             self._live.open(self.engine.live[request.req_id])
 
     def _close(self, req_ids: Sequence[str]) -> None:
+        self._live.close(req_ids)
         self.engine.close(req_ids)
-        for req_id in req_ids:
-            self._live.close(req_id)
 
     def _decoded(self, step: Step, sampled: Sequence[list[int]]) -> tuple[Rows, Decoded]:
         rows, got = self._live.take(step.req_ids, sampled)

@@ -24,8 +24,9 @@ class Rows(NamedTuple):
 class LiveTexts:
     """What the host knows of the requests: how far they are, and what was offered to them last."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: tokens of a draft at most."""
+    def __init__(self, most: int, requests: Mapping[str, LiveRequest]) -> None:
+        """`most`: tokens of a draft at most; `requests`: those that are live, `EngineController.live`."""
+        self._requests = requests
         self.length, self._end = np.zeros((2, 1), dtype=np.int64)
         """Tokens of each text; length at which it stops."""
         self.ended, self.by_model, self.heard = np.zeros((3, 1), dtype=bool)
@@ -37,8 +38,8 @@ class LiveTexts:
         """Of each of them to be reached and accepted."""
         self._newest: Ints = np.zeros(1, dtype=np.int64)
         """Requests of the last batch that was heard of."""
-        self._slots: dict[str, int] = {}
-        self._known: tuple[Sequence[str], Ints] = (), np.zeros(0, dtype=np.int64)
+        self._known: tuple[Sequence[str], Ints] | None = None
+        """Requests of the last batch, and their slots; None: some have come or gone since."""
         self._watched: dict[int, LiveRequest] = {}
         """By slot, requests whose tokens are looked at: they have stops, or somebody needs their text."""
         self._stops: frozenset[int] = frozenset()
@@ -48,31 +49,30 @@ class LiveTexts:
         slot, columns = request.slot, ("length", "_end", "ended", "by_model", "heard", "offered", "_chances")
         if slot >= len(self.length):
             vars(self).update({name: with_room(getattr(self, name), slot + 1) for name in columns})
-        if request.req_id not in self._slots:
-            self.offered[slot], self.by_model[slot], self.heard[slot] = 0, False, False
-        self.length[slot], self._end[slot], self.ended[slot] = request.length, request.end, False
-        self._slots[request.req_id] = slot
+        self.length[slot], self._end[slot], self.offered[slot] = request.length, request.end, 0
+        self.ended[slot] = self.by_model[slot] = self.heard[slot] = False
         if request.stops or request.text is not None:
             self._watched[slot] = request
             self._stops |= request.stops
-        self._known = (), self._known[1]
+        self._known = None
 
-    def close(self, req_id: str) -> None:
-        """Forget a request."""
-        if (slot := self._slots.pop(req_id, None)) is not None:
-            self._watched.pop(slot, None)
-            if not self._watched:
-                self._stops = frozenset()
-            self._known = (), self._known[1]
+    def close(self, req_ids: Sequence[str]) -> None:
+        """Forget those of these requests that are live, before they are closed."""
+        for req_id in req_ids:
+            if request := self._requests.get(req_id):
+                self._watched.pop(request.slot, None)
+        if not self._watched:
+            self._stops = frozenset()
+        self._known = None
 
     def over(self) -> list[str]:
         """Return the requests that have written their last token, in the order of their names."""
-        return sorted(req_id for req_id, slot in self._slots.items() if self.ended[slot])
+        return sorted(req_id for req_id, request in self._requests.items() if self.ended[request.slot])
 
     def slots(self, req_ids: Sequence[str]) -> Ints:
         """Return the slots of requests, int64 [requests], -1 of those that are not live."""
-        if self._known[0] != req_ids:
-            found = [self._slots.get(req_id, -1) for req_id in req_ids]
+        if self._known is None or self._known[0] != req_ids:
+            found = [self._requests[req_id].slot if req_id in self._requests else -1 for req_id in req_ids]
             self._known = list(req_ids), np.array(found, dtype=np.int64)
         return self._known[1]
 
@@ -113,18 +113,14 @@ class LiveTexts:
         given = np.array([drafts.get(req_id, 0) for req_id in req_ids], dtype=np.int64)
         return np.minimum(given[rows.places], most)
 
-    def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray | None) -> None:
+    def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray) -> None:
         """Take what was offered to the requests of a batch: tokens, int64 [batch], the chance of each, given those
-        before it, float32 [batch, n], and whose drafts are a model's, bool [batch]; None: nobody's."""
+        before it, float32 [batch, n], and whose drafts are a model's, bool [batch]."""
         slots = self.slots(req_ids)
         rows = np.flatnonzero(slots >= 0)
-        if len(rows) < len(slots):
-            slots, lengths, chances = slots[rows], lengths[rows], chances[rows]
-            by_model = None if by_model is None else by_model[rows]
-        self.offered[slots], self.heard[slots] = lengths, True
-        if by_model is not None:
-            self.by_model[slots] = by_model
-        self._chances[slots, : chances.shape[1]] = np.cumprod(chances, axis=1)
+        slots = slots[rows]
+        self.offered[slots], self.by_model[slots], self.heard[slots] = lengths[rows], by_model[rows], True
+        self._chances[slots, : chances.shape[1]] = np.cumprod(chances[rows], axis=1)
         if len(slots):
             self._newest = slots
 

@@ -25,7 +25,7 @@ START = tl.constexpr(_RULES["START"])
 """Precedes the first token of a response."""
 NOTHING = tl.constexpr(-3)
 """Precedes what is before a context's begin: equal to no token."""
-DEPTH = tl.constexpr(64)
+DEPTH = tl.constexpr(_RULES["DEPTH"])
 """Tokens of left context that are compared."""
 CHUNK = tl.constexpr(8)
 """Tokens that are compared at once."""
@@ -37,7 +37,7 @@ BEYOND = tl.constexpr(_RULES["BEYOND"])
 OWN = tl.constexpr(_RULES["OWN"])
 SIBLING = tl.constexpr(_RULES["SIBLING"])
 PROMPT = tl.constexpr(_RULES["PROMPT"])
-"""Weights of texts; sealed text has those of `SuffixIndex.fading`."""
+"""Weights of texts; sealed text has one by its age."""
 
 
 @triton.jit
@@ -116,9 +116,7 @@ def _sorted_place(arena, texts, places, count, own, n):
 
 
 @triton.jit
-def search_sealed(
-    arena, slots, row_of_slot, text_at, text_len, sealed_texts, sealed_places, sealed_count, fading, found
-):
+def search_sealed(arena, slots, text_at, text_len, sealed_texts, sealed_places, sealed_count, fading, found):
     """Find the places of sealed text that match a request's text longest, for its whole text (program_id(1) = 0) and
     for its text without the last token (1).
 
@@ -131,14 +129,13 @@ def search_sealed(
     out = found + request * 3 * CANDIDATES + shift * PLACES
     tl.store(out + CANDIDATES + lane, tl.zeros([2 * PLACES], tl.int64), mask=lane < PLACES)
     if slot >= 0:
-        row = tl.load(row_of_slot + slot)
-        count = tl.load(sealed_count + row).to(tl.int32)
+        count = tl.load(sealed_count + slot).to(tl.int32)
         n = tl.load(text_len + slot)
         own = tl.load(text_at + slot)
         written = tl.load(arena + own + n - 1)
         n = n - shift
         if (count > 0) & (n >= 0):
-            texts, places = tl.load(sealed_texts + row), tl.load(sealed_places + row)
+            texts, places = tl.load(sealed_texts + slot), tl.load(sealed_places + slot)
             low = _sorted_place(arena, texts, places, count, own, n)
             near = lane % PLACES
             behind = lane < PLACES
@@ -211,7 +208,6 @@ def _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, mine):
 def scan_live(
     arena,
     slots,
-    row_of_slot,
     text_at,
     text_len,
     begin,
@@ -234,17 +230,16 @@ def scan_live(
     tl.store(out + 3 * PLACES, tl.full([PLACES], -1, tl.int64))
     slot = tl.load(slots + request)
     if slot >= 0:
-        row = tl.load(row_of_slot + slot)
         own = tl.load(text_at + slot)
         n = tl.load(text_len + slot)
         prompt = tl.load(begin + slot).to(tl.int32)
         is_prompt = split == SPLITS
         lowest = tl.where(is_prompt, -prompt, 0)
-        texts = tl.where(is_prompt, 1, tl.load(member_count + row).to(tl.int32))
+        texts = tl.where(is_prompt, 1, tl.load(member_count + slot).to(tl.int32))
         written = tl.load(arena + own + n - 1)
         best = tl.full([PLACES], -1, tl.int64)
         for m in range(texts):
-            text = tl.load(members + row * MEMBERS + m)
+            text = tl.load(members + slot * MEMBERS + m)
             at = tl.where(is_prompt, own - prompt, tl.load(text_at + text))
             size = tl.where(is_prompt, prompt, tl.load(text_len + text))
             tile = tl.where(is_prompt, 0, split)
@@ -259,7 +254,7 @@ def scan_live(
         rank = (best >> 40).to(tl.int32)
         place = ((best >> 16) & 0xFFFFFF).to(tl.int32) - 1
         m = tl.where(is_prompt, -1, (best & 0xFFFF).to(tl.int32))
-        text = tl.load(members + row * MEMBERS + m, mask=kept & (m >= 0), other=0)
+        text = tl.load(members + slot * MEMBERS + m, mask=kept & (m >= 0), other=0)
         at = tl.where(is_prompt, own - prompt, tl.load(text_at + text, mask=kept, other=0))
         size = tl.where(is_prompt, prompt, tl.load(text_len + text, mask=kept, other=0))
         traits = _live_traits(arena, at, own, n, place, rank, lowest, is_prompt, is_prompt | (text == slot))

@@ -83,7 +83,6 @@ class HistorySpeculator(BaseSpeculator):
                 least_chance(self._config.budget),
                 self._vocabulary,
             )
-            self.index.weigh(engine.history.index.fading)
             self._drafts, self.draft_token_confidence_probs = self.index.drafts, self.index.confidence
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:

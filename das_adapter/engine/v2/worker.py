@@ -123,7 +123,7 @@ class DeviceWorkerState(WorkerState):
             for text in ahead:
                 index.add(*text)
             if not engine.failed:
-                index.bring(engine.history.index)
+                index.bringer.step(engine.history.index)
         except Exception as error:
             engine.fail(error)
 
@@ -200,9 +200,13 @@ class DeviceWorkerState(WorkerState):
         """Return the figures of the device's memory and of the policy copy."""
         stats = EngineStats()
         if self.index is not None:
-            if shortage := self.index.shortage():
-                logger.warning("das: %s", shortage)
-            stats["live_bytes"] = self.index.words.nbytes
+            stats["live_bytes"] = nbytes = self.index.words.nbytes
+            if short := self.index.arena.short:
+                logger.warning(
+                    "das: das.history.device_bytes=%d is full: %d texts found no room on the device and are not "
+                    "drafted from: raise it",
+                    *(nbytes, short),
+                )
         if self.copy is not None and self.engine is not None and self.engine.drafts is not None:
             stats |= self.copy.stats() | {"self_acceptance": self.engine.drafts.acceptance.rate}
         return stats
