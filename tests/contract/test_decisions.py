@@ -46,7 +46,8 @@ def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Pat
     sizes = "--rounds 4 --batches 1,4,16 --contexts 16,64 --drafts 0,3".split()
     how = ["--drafter", '{"drafter": "self"}', "--engine", '{"dtype": "float32", "enforce_eager": true}']
     command = [sys.executable, "-m", "das_adapter.cli", "calibrate", POLICY, "--out", out, *sizes, *how]
-    env = {**os.environ, **vllm_env, **ON_CPU, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # another process would import vLLM again
+    env = {**os.environ, **vllm_env, **ON_CPU, **in_process, "VLLM_CPU_KVCACHE_SPACE": "1"}
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stderr[-4000:]
     content = json.loads(out.read_text())
