@@ -30,8 +30,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the tests that take longest first; of those that are marked so, each case on one vLLM build."""
-    items.sort(key=lambda item: "/e2e/" not in item.nodeid)
+    """Run the tests that take longest first, then those of engines, so that few of pytest's workers start some; of
+    those that are marked so, each case on one vLLM build."""
+    items.sort(key=lambda item: ("/e2e/" not in item.nodeid, "engine_of" not in getattr(item, "fixturenames", ())))
     for item in items:
         if item.get_closest_marker("one_build") and isinstance(item, pytest.Function):
             build = item.callspec.params["vllm_env"]

@@ -1,6 +1,6 @@
 """Train the tiny policy's neural drafters: a draft model and an EAGLE-3 head, about a minute on two cores.
 
-    python examples/tiny_math/make_drafters.py OUT [--steps 120]
+    python examples/tiny_math/make_drafters.py OUT [--steps 120] [--tokens 2048]
 
 Writes OUT/draft_model and OUT/eagle3, as vLLM's methods `draft_model` and `eagle3` read them. Both learn the policy's
 next-token distribution on demonstrations (cross entropy against its logits; NeMo-RL's draft loss, arXiv 2604.26779).
@@ -106,6 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step's batch")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -127,7 +128,7 @@ def main() -> None:
     ]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: min(1.0, 1.05 - i / args.steps)) for o in optimizers]
     for step in range(args.steps):
-        ids, labels = make_batch(rng, tokenizer, 2048, 0.0, 0.1, 0.05)
+        ids, labels = make_batch(rng, tokenizer, args.tokens, 0.0, 0.1, 0.05)
         with torch.no_grad():
             teacher = policy(ids, output_hidden_states=True)
             embeds = policy.model.embed_tokens(ids)

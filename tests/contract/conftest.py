@@ -66,6 +66,20 @@ def v2_engine(newest_env: dict[str, str], engine_of: Callable[[dict[str, str]], 
     return engine_of({**newest_env, **v2_cpu.ENV, **HOST})
 
 
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """Address of a Ray cluster for one job after another; whoever else starts Ray on this machine doesn't join it."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100_000_000}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray._private.utils.write_ray_address", lambda *_, **__: None)
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+    yield cluster.address
+    cluster.shutdown()
+
+
 @pytest.fixture(scope="session")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of the tiny policy's drafters, trained for a moment, and of a policy with a layer for `mtp`; pytest's
@@ -79,7 +93,8 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(trained, fcntl.LOCK_EX)
         if not trained.seek(0, os.SEEK_END):  # as it is now, not as it was when it was opened
             tiny_models.write("mtp", out / "mtp")
-            subprocess.run([sys.executable, DRAFTERS, out, "--steps", "40"], check=True, capture_output=True)
+            briefly = ("--steps", "40", "--tokens", "1024")
+            subprocess.run([sys.executable, DRAFTERS, out, *briefly], check=True, capture_output=True)
             trained.write("yes")
     return out
 

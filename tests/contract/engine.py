@@ -48,6 +48,9 @@ def preload(names: list[str]) -> None:
 
 
 def main() -> None:
+    from das_adapter.protocol import spool
+
+    spool.GRACE_S = jobs.GRACE_S  # before others take it for a default
     import torch
     from vllm import LLM  # noqa: F401  # imported here, before the forks, like all that it needs
 

@@ -26,6 +26,8 @@ ON_CPU = {
     "TORCHDYNAMO_DISABLE": "1",  # compiling vLLM's helpers takes longer than a test
 }
 """Environment of engines on a CPU that others use, too: one thread, whose sums do not depend on the batch."""
+GRACE_S = 3.0
+"""How long the history of an engine without a host outlives it: not as long as where engines are started again."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from jobs import Engine, Request, Round
 
 OFF = {"drafter": "none", "verify": {"noise": "keyed"}}
@@ -42,6 +43,17 @@ EVERY_ON_V2 = [
     {"temperature": 1.0, "min_tokens": 60, "top_k": 30, "top_p": 0.95},
 ]
 """With what is refused beside drafts on V1."""
+
+
+def nightly(*cases: Any) -> list[Any]:
+    """Mark cases of a test, of which a tuple has several values, as those that `make long` runs."""
+    values = (case if isinstance(case, tuple) else (case,) for case in cases)
+    return [pytest.param(*value, marks=pytest.mark.long) for value in values]
+
+
+def drafter(value: Any) -> str | None:
+    """Name a block in a test's id."""
+    return value["drafter"] if isinstance(value, dict) else None
 
 
 def prompts(count: int) -> list[list[int]]:

@@ -77,9 +77,10 @@ def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], Label]]]]]:
     schema = {"type": "function", "function": {"name": "look_up", "description": "a number"}}
     tools = ToolListWrap([LookUp({}, OpenAIFunctionToolSchema(**schema))])
 
+    server = ray.remote(Server).remote()
+    client = LLMServerClient(config, ray.remote(DasLoadBalancer).remote({"replica": server}))
+
     async def sample(number: int) -> Any:
-        server = ray.remote(Server).remote()
-        client = LLMServerClient(config, ray.remote(DasLoadBalancer).remote({"replica": server}))
         data = DictConfigWrap(config.data)
         loop = ToolAgentLoop(DictConfigWrap(config), client, tokenizer, None, RLHFDataset, data, tools=tools)
 
@@ -91,7 +92,8 @@ def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], Label]]]]]:
         output = await identity.follow_samples.replacement(run)(
             None, {}, trajectory, session_id=number, raw_prompt=prompt
         )
-        return output, [(ids, Label.of(extra)) for ids, extra in await server.asked.remote()]
+        asked = (await server.asked.remote())[number * len(ANSWERS) :]
+        return output, [(ids, Label.of(extra)) for ids, extra in asked]
 
     yield [asyncio.run(sample(number)) for number in range(2)]
     ray.shutdown()

@@ -41,17 +41,6 @@ def test_cpu_setup_leaves_a_prepared_environment_as_it_is() -> None:
     assert "removed" not in result.output
 
 
-def test_the_script_starts_verl() -> None:
-    """With every override of the docs, as far as veRL's complete config: training itself is tests/e2e's."""
-    pytest.importorskip("verl")
-    script = ["bash", "examples/verl/run_tiny_math_cpu.sh", "--cfg", "job"]
-    log_dir = "+actor_rollout_ref.rollout.custom.das.log_dir=runs/das"
-    env = {**os.environ, "VENV": str(Path(sys.prefix))}
-    done = subprocess.run([*script, log_dir], cwd=ROOT, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "log_dir: runs/das" in done.stdout
-
-
 @pytest.mark.long
 def test_own_numbers_of_draft_tokens_take_at_most_twice_the_graphs_of_vllm(newest_env: dict[str, str]) -> None:
     command = [sys.executable, ROOT / "benchmarks" / "graphs.py"]

@@ -22,7 +22,7 @@ from das_adapter.tools import report, run_series
 @pytest.mark.one_build
 def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_factory: Any) -> None:
     logs = tmp_path_factory.mktemp("logs")
-    rounds = two_rounds(requests(PLAIN)) * 2
+    rounds = two_rounds(requests(PLAIN))
     reference = engine(das=OFF, rounds=rounds)
     for das in (
         {"budget": "optimal", "speculate": "always", "log_dir": str(logs)},
@@ -43,17 +43,18 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
 @pytest.mark.one_build
 def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
-    sizes = "--rounds 4 --batches 1,4,16 --contexts 16,64 --drafts 0,3,15".split()
+    sizes = "--rounds 4 --batches 1,4,16 --contexts 16,64 --drafts 0,3".split()
     how = ["--drafter", '{"drafter": "self"}', "--engine", '{"dtype": "float32", "enforce_eager": true}']
     command = [sys.executable, "-m", "das_adapter.cli", "calibrate", POLICY, "--out", out, *sizes, *how]
-    env = {**os.environ, **vllm_env, **ON_CPU, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # another process would import vLLM again
+    env = {**os.environ, **vllm_env, **ON_CPU, **in_process, "VLLM_CPU_KVCACHE_SPACE": "1"}
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert run.returncode == 0, run.stderr[-4000:]
     content = json.loads(out.read_text())
     assert {(s["requests"], s["context"], s["drafts"]) for s in content["samples"]} == {
-        (b, c, d) for b in (1, 4, 16) for c in (16, 64) for d in (0, 3, 15)
+        (b, c, d) for b in (1, 4, 16) for c in (16, 64) for d in (0, 3)
     }
-    assert content["validation"]["line"]["held_out"] == 6
+    assert content["validation"]["line"]["held_out"] == 4
     assert content["line"]["base"] > 0
     assert {(s["requests"], s["context"]) for s in content["pass_samples"]} == {
         (b, c) for b in (1, 4, 16) for c in (16, 64)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from jobs import POLICY, Request, Round
-from requested import PLAIN, requests
+from requested import PLAIN, nightly, requests
 from scipy import stats
 
 PROMPT = random.Random(0).choices([25, 26, 27, 28], k=28)
@@ -62,12 +63,8 @@ def job(das: dict[str, Any], **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("drafter", "noise"),
     [
-        *(("history", "keyed"), ("self", "stock"), ("history+self", "keyed"), ("history+self", "stock")),
-        *(
-            pytest.param("history", "stock", marks=pytest.mark.long),
-            pytest.param("self", "keyed", marks=pytest.mark.long),
-        ),
-        *(pytest.param("ngram", noise, marks=pytest.mark.long) for noise in ("keyed", "stock")),
+        ("history+self", "stock"),
+        *nightly(("history+self", "keyed"), *product(("history", "self", "ngram"), ("keyed", "stock"))),
     ],
 )
 def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafter: str, noise: str) -> None:
@@ -112,6 +109,7 @@ def test_vllms_own_sampling_on_v2_follows_the_softmax(v2_engine: Any, law: Any) 
     assert misfit(result, law) < 3.5
 
 
+@pytest.mark.long
 @pytest.mark.one_build
 def test_without_our_fix_vllms_cpu_sampler_is_wrong(engine: Any, law: Any) -> None:
     """When this fails, vLLM has mended its CPU kernel: `engine/cpu.py` can do with one fix less."""

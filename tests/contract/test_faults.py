@@ -152,6 +152,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         patch.setattr("ray._private.utils.write_ray_address", lambda *_, **__: None)
         patch.setenv("RAY_automatic_object_spilling_enabled", "0")  # a full object store has no way out
         patch.setenv("RAY_local_fs_capacity_threshold", "0.0001")
+        patch.setenv("RAY_health_check_period_ms", "500")  # how soon Ray notices that a node has gone
         head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80_000_000}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         env = {"LD_PRELOAD": str(folder / "interposed.so"), "DAS_TEST_KILL": str(folder / "trap")}
@@ -363,6 +364,8 @@ def test_a_checkpoint_is_half_written(
 JOB = """
 import json, sys, ray
 from pathlib import Path
+from das_adapter.protocol import spool
+spool.GRACE_S = 1.0  # before others take it for a default
 from das_adapter.config import parse
 from das_adapter.core.index import SuffixIndex
 from das_adapter.protocol.messages import Refresh

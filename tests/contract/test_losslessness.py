@@ -18,8 +18,10 @@ from requested import (
     PLAIN,
     SELF,
     SMALL,
+    drafter,
     lora,
     lossless,
+    nightly,
     prompts,
     requests,
     tokens,
@@ -204,7 +206,8 @@ def test_a_history_that_is_too_small_is_a_fault(engine: Any) -> None:
     first, second = two_rounds(requests(PLAIN))
     other = Request(prompts(1)[0], {"temperature": 1.0, "ignore_eos": True, "max_tokens": 40})
     between = Round([other.labelled(das_problem=100 + i) for i in range(300)], refresh=2)
-    result = engine(das={**HISTORY, "history": {"max_bytes": "64KiB"}}, rounds=[first, between, second])
+    das, crowd = {**HISTORY, "history": {"max_bytes": "64KiB"}}, {"max_num_seqs": 100}
+    result = engine(das=das, rounds=[first, between, second], engine=crowd)
     assert 2**15 < result[-1]["stats"]["history_bytes"] <= 2**16
     assert "das.history.max_bytes is full" in faults([result[-1]["stats"]])["history"]
 
@@ -229,7 +232,7 @@ def test_validation_text_does_not_stay(engine: Any) -> None:
     assert first["stats"]["request_forwards"] == first["stats"]["steps"] == 0  # figures are of training rollouts
 
 
-@pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
+@pytest.mark.parametrize("das", [MIXED, *nightly(HISTORY, SELF)], ids=drafter)
 def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine: Any, das: dict[str, Any]) -> None:
     long, short = prompts(2)
     params = {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}
@@ -243,7 +246,7 @@ def test_requests_near_max_model_len_draft_to_the_end_and_disturb_nobody(engine:
     assert result[1]["stats"]["accepted_tokens"] >= crowded[1]["stats"]["accepted_tokens"]
 
 
-@pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
+@pytest.mark.parametrize("das", [MIXED, *nightly(HISTORY, SELF)], ids=drafter)
 def test_preempted_requests_and_cached_prefixes_keep_their_tokens(engine: Any, das: dict[str, Any]) -> None:
     asked = requests(PLAIN + EVERY_PARAMETER, 24)
     rounds = two_rounds([replace(r, prompt=r.prompt[:-1] * 3 + r.prompt[-1:]) for r in asked])

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ OTHER = SimpleNamespace(get_vocab=lambda: {"b": 0, "a": 1})
 REFIT = "update_weights_via_ipc_zmq"
 OFF = {"drafter": "history", "history": {"load": False}}
 Make = Callable[..., Any]
+Run = Callable[[Any], AbstractContextManager[Engine]]
 
 
 @pytest.fixture
@@ -52,20 +53,25 @@ def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     return make
 
 
-@contextmanager
-def run(config: Any, tokenizer: Any = TOKENIZER) -> Iterator[Engine]:
-    """A run with one engine, after the first weight sync."""
-    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
-    try:
-        checkpoint.begin(config, tokenizer)
-        generation, engine = config.policy["generation"], Engine()
-        das = settings.of_generation(generation)
-        assert das is not None
-        SyncEngineHooks(engine, das, source="1", resumed=generation[settings.STEP])
-        engine.collective_rpc(REFIT)
-        yield engine
-    finally:
-        ray.shutdown()
+@pytest.fixture
+def run(ray_address: str) -> Run:
+    """A run of a config with one engine, after the first weight sync."""
+
+    @contextmanager
+    def run(config: Any) -> Iterator[Engine]:
+        ray.init(ray_address, log_to_driver=False)
+        try:
+            checkpoint.begin(config, TOKENIZER)
+            generation, engine = config.policy["generation"], Engine()
+            das = settings.of_generation(generation)
+            assert das is not None
+            SyncEngineHooks(engine, das, source="1", resumed=generation[settings.STEP])
+            engine.collective_rpc(REFIT)
+            yield engine
+        finally:
+            ray.shutdown()
+
+    return run
 
 
 def write(engine: Engine, count: int) -> None:
@@ -83,7 +89,7 @@ def save(config: Any, step: int) -> Path:
     return temporary.with_name(f"step_{step}")
 
 
-def test_a_resumed_run_begins_with_the_history_of_its_checkpoint(config: Make) -> None:
+def test_a_resumed_run_begins_with_the_history_of_its_checkpoint(config: Make, run: Run) -> None:
     first = config()
     with run(first) as engine:
         write(engine, 2)
@@ -105,7 +111,7 @@ def test_a_resumed_run_begins_with_the_history_of_its_checkpoint(config: Make) -
     assert not folder.exists()  # NeMo-RL keeps so many
 
 
-def test_another_run_starts_with_a_history_and_leaves_it_alone(config: Make) -> None:
+def test_another_run_starts_with_a_history_and_leaves_it_alone(config: Make, run: Run) -> None:
     first = config()
     with run(first) as engine:
         write(engine, 2)
@@ -154,7 +160,7 @@ def test_every_algorithm_refuses_another_tokenizers_history_before_it_launches_a
     assert not ray.is_initialized()
 
 
-def test_a_history_that_cannot_be_saved_costs_the_checkpoint_nothing(config: Make, caplog: Any) -> None:
+def test_a_history_that_cannot_be_saved_costs_the_checkpoint_nothing(config: Make, run: Run, caplog: Any) -> None:
     broken = config()
     with run(broken) as engine:
         write(engine, 1)

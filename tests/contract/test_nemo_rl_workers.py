@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,6 +164,14 @@ def block() -> Any:
     return settings.of_generation(generation())
 
 
+@pytest.fixture
+def ray_here(ray_address: str) -> Iterator[None]:
+    """A job of its own, with a ledger and histories of its own."""
+    ray.init(ray_address, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 def test_a_refit_brings_the_engine_what_was_written_and_other_calls_do_not(ray_here: None) -> None:
     engine = Engine()
     front = SyncEngineHooks(engine, block(), source="1")
@@ -261,14 +270,6 @@ def test_a_host_without_our_plug_in_is_told_so(ray_here: None) -> None:
     engine.collective_rpc = lambda *_, **__: [][0]  # type: ignore[method-assign]
     with pytest.raises(UnsupportedHost, match="entry point"):
         SyncEngineHooks(engine, block(), source="1").start()
-
-
-@pytest.fixture
-def ray_here() -> Any:
-    if not ray.is_initialized():
-        ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)
-    yield
-    ray.shutdown()
 
 
 def test_one_sample_of_a_group_leads_and_older_requests_go_first(ray_here: None) -> None:

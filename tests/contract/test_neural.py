@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from requested import (
     SMALL,
     lora,
     lossless,
+    nightly,
     requests,
     tokens,
     two_rounds,
@@ -67,17 +69,21 @@ def trained_drafter(drafters: Path, method: str, host: str | None) -> list[dict[
     return [replace(first, draft_weights=str(drafters / method / "model.safetensors"), host=host), second]
 
 
-@pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
-@pytest.mark.parametrize("method", METHODS)
+EVERYTHING = two_rounds(requests(PLAIN * 3 + EVERY_PARAMETER))
+
+
+@pytest.mark.parametrize(
+    ("method", "ahead"),
+    [*product(METHODS, [True]), ("eagle3", False), *nightly(("draft_model", False), ("mtp", False))],
+)
 def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
-    engine: Any, drafters: Path, method: str, scheduling: str
+    engine: Any, drafters: Path, method: str, ahead: bool
 ) -> None:
-    """On a GPU vLLM schedules these asynchronously: then the host does not know a request's length."""
-    rounds = two_rounds(requests([*PLAIN * 3, *EVERY_PARAMETER], 24))
-    ahead, ours = scheduling == "asynchronous", policy(method, drafters)
-    reference = engine(das=OFF, engine=ours, rounds=rounds)
+    """On a GPU vLLM schedules these asynchronously, ahead: then the host does not know a request's length."""
+    ours = policy(method, drafters)
+    reference = engine(das=OFF, engine=ours, rounds=EVERYTHING)
     how = {"async_scheduling": True, **ours} if ahead else ours
-    result = engine(das=block(method, drafters, **ALWAYS), engine=how, rounds=rounds, asynchronous=ahead)
+    result = engine(das=block(method, drafters, **ALWAYS), engine=how, rounds=EVERYTHING, asynchronous=ahead)
     assert [r["asynchronous"] for r in result] == [ahead] * 2
     assert all(r["misplaced"] == r["reused"] == 0 < r["audited"] for r in result)
     assert tokens(result) == tokens(reference)
@@ -88,12 +94,12 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
 EVERY_LENGTH = {"sabotage": "any draft length"}
 
 
-@pytest.mark.parametrize("method", [*METHODS, *(f"history+{method}" for method in METHODS)])
+@pytest.mark.parametrize("method", [*METHODS, "history+draft_model", *nightly("history+eagle3", "history+mtp")])
 def test_tokens_do_not_depend_on_a_controlled_drafter(engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length for any requests in any step: what the drafter has missed it reads later."""
-    rounds, ours = two_rounds(requests(PLAIN * 3 + EVERY_PARAMETER)), policy(method, drafters)
-    reference = engine(das=OFF, engine=ours, rounds=rounds)
-    small = {"rounds": rounds, "engine": {**SMALL, **ours}}
+    ours = policy(method, drafters)
+    reference = engine(das=OFF, engine=ours, rounds=EVERYTHING)
+    small = {"rounds": EVERYTHING, "engine": {**SMALL, **ours}}
     das = always(method, drafters)
     result = engine(das=das, **EVERY_LENGTH, **small)
     assert all(r["misplaced"] == r["reused"] == 0 < r["audited"] for r in result)
@@ -170,6 +176,7 @@ def test_a_lora_policy_writes_the_tokens_of_off(engine: Any, drafters: Path, met
     assert not any(r["stats"]["error"] for r in result)
 
 
+@pytest.mark.long
 def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafters: Path) -> None:  # noqa: F811
     """With keyed noise, under which the drafter draws its own tokens with the policy's keys."""
     result = engine(**job(block("eagle3", drafters, **ALWAYS)))
@@ -177,7 +184,7 @@ def test_drafted_positions_follow_the_softmax(engine: Any, law: Any, drafters: P
     assert misfit(result, law) < 3.5
 
 
-@pytest.mark.parametrize("method", [*METHODS[:2], pytest.param("mtp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("method", ["draft_model", *nightly("eagle3", "mtp")])
 def test_vllms_own_sampling_keeps_the_distribution(engine: Any, drafters: Path, method: str) -> None:
     """The second to fourth token of one prompt, with vLLM's rejection sampling of the drafter's probabilities."""
     prompt = requests(PLAIN, 3)[0].prompt
@@ -234,7 +241,7 @@ def test_weights_that_were_to_come_from_the_checkpoint_are_not_taken(
     assert "reading its checkpoint again" not in result[0]["log"]
 
 
-@pytest.mark.parametrize("has", ["none", pytest.param("the policy's", marks=pytest.mark.long)])
+@pytest.mark.parametrize("has", ["none", *nightly("the policy's")])
 def test_a_trained_output_layer_is_not_written_into_the_policys(
     engine: Any, drafters: Path, has: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from jobs import Request
-from requested import HISTORY, MIXED, OFF, PLAIN, SELF, TWO_RANKS, prompts, requests, two_rounds
+from requested import HISTORY, MIXED, OFF, PLAIN, SELF, TWO_RANKS, drafter, nightly, prompts, requests, two_rounds
 
 COPY = {"self": {"weights": os.environ.get("DAS_TEST_COPY", "int8")}}
 """A format that there is on the device, and for half of the policy's layers."""
@@ -29,7 +29,7 @@ def seeded(result: list[dict[str, Any]]) -> list[Any]:
     return [r["tokens"][: -len(UNSEEDED)] for r in result]
 
 
-@pytest.mark.parametrize("das", [HISTORY, {**SELF, **COPY}, {**MIXED, **COPY}], ids=["history", "self", "history+self"])
+@pytest.mark.parametrize("das", [HISTORY, *nightly({**SELF, **COPY}), {**MIXED, **COPY}], ids=drafter)
 def test_two_ranks_write_the_tokens_of_one(engine: Any, vllm_env: dict[str, str], das: dict[str, Any]) -> None:
     if vllm_env and das["drafter"] != "history+self":
         pytest.skip("two ranks take long: on this build with both sources of drafts only")

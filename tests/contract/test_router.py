@@ -16,6 +16,7 @@ from verl.workers.rollout.router import get_router_handle
 
 from das_adapter.config import DasConfig, parse
 from das_adapter.core.length import RESPONSE
+from das_adapter.cpu.verl_platform import job
 from das_adapter.protocol.label import Label
 from das_adapter.service.ledger import ledger, running
 from das_adapter.verl.router import DasLoadBalancer, balancer
@@ -24,14 +25,19 @@ SERVERS: dict[str, Any] = {"a": None, "b": None}
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
+def runs() -> Iterator[list[str]]:
+    """The names of two runs, of which the second goes on."""
+    names = []
+    for _ in range(2):
+        ray.shutdown()
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        names.append(job())
+    yield names
     ray.shutdown()
 
 
 @pytest.fixture
-def service(cluster: None) -> Iterator[Any]:
+def service(runs: list[str]) -> Iterator[Any]:
     """A ledger that knows no lengths yet."""
     yield ledger()
     ray.kill(ledger())
@@ -73,17 +79,10 @@ def remember(service: Any, lengths: dict[int, int]) -> None:
     ray.get(service.sync.remote(1, 0, ()))
 
 
-def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own() -> None:
+def test_two_runs_on_a_machine_without_gpus_have_names_of_their_own(runs: list[str]) -> None:
     """Each has a Ray cluster of its own, in which it is the first job; veRL would name its sockets by the job."""
-    from das_adapter.cpu.verl_platform import job
-
-    names = []
-    for _ in range(2):
-        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-        names.append(job())
-        ray.shutdown()
-    assert len(set(names)) == 2
-    assert all(name.startswith("01000000-") for name in names)
+    assert len(set(runs)) == 2
+    assert all(name.startswith("01000000-") for name in runs)
 
 
 def test_a_groups_samples_meet_on_one_replica_although_they_come_mixed(service: Any) -> None:

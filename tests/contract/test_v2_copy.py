@@ -14,7 +14,9 @@ from requested import (
     TWO_RANKS,
     V2_RUNNER,
     drafted_on_v2,
+    drafter,
     lossless_v2,
+    nightly,
     requests,
     shortened,
     stock,
@@ -27,7 +29,6 @@ from test_v2_losslessness import CHANGED, ROUNDS
 
 SELF = {"drafter": "self", "self": {"weights": "int8"}}
 BOTH = {**SELF, "drafter": "history+self", "history": {"device_bytes": "2MiB"}}
-COPIES = [pytest.param(SELF, id="self"), pytest.param(BOTH, id="history+self")]
 FRESH = [replace(part, fresh_copy=True) for part in CHANGED]
 """The rounds behind whose last weight sync the weights are other ones."""
 
@@ -38,7 +39,7 @@ def rates(result: list[dict[str, Any]]) -> list[float]:
     return [accepted / drafted for drafted, accepted in counts]
 
 
-@pytest.mark.parametrize("das", [COPIES[0], pytest.param(BOTH, id="history+self", marks=pytest.mark.long)])
+@pytest.mark.parametrize("das", [SELF, *nightly(BOTH)], ids=drafter)
 def test_tokens_are_stock_vllms_and_the_copy_follows_the_policy(v2_engine: Any, das: dict[str, Any]) -> None:
     """Drafts of any length, in any step, on the device, while the host schedules ahead."""
     reference = v2_engine(das=None, rounds=stock(CHANGED))
@@ -62,7 +63,7 @@ def test_a_copy_that_is_not_quantised_anew_drafts_for_the_old_policy(v2_engine: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("das", COPIES)
+@pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
 def test_drafts_in_every_step_and_passes_that_fill_up_a_graph_draft_as_well(
     v2_engine: Any, das: dict[str, Any]
 ) -> None:
@@ -77,7 +78,7 @@ def test_drafts_in_every_step_and_passes_that_fill_up_a_graph_draft_as_well(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("das", COPIES)
+@pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
 def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
     v2_engine: Any, das: dict[str, Any]
 ) -> None:
@@ -109,7 +110,7 @@ def test_the_kernels_themselves_write_the_tokens_of_what_stands_in_for_them(v2_e
 
 @pytest.mark.long
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("das", COPIES)
+@pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
 def test_the_copy_sleeps_and_wakes_with_the_weights(v2_engine: Any, das: dict[str, Any], level: int) -> None:
     awake, asleep = (
         v2_engine(das={**das, **ALWAYS}, rounds=[replace(ROUNDS[0], sleep=slept), *ROUNDS[1:]])
@@ -125,7 +126,7 @@ def test_the_copy_sleeps_and_wakes_with_the_weights(v2_engine: Any, das: dict[st
 
 @pytest.mark.long
 @pytest.mark.parametrize("alone", [False, True], ids=["host", "standalone"])
-@pytest.mark.parametrize("das", COPIES)
+@pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
 def test_two_ranks_run_the_copy_together(v2_engine: Any, das: dict[str, Any], alone: bool) -> None:
     rounds = synced(two_rounds(requests(shortened(PLAIN, 40), 6)))
     reference = v2_engine(das=None, rounds=stock(rounds))
@@ -159,7 +160,7 @@ def test_a_length_that_replicas_agreed_on_is_drafted(v2_engine: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("das", COPIES)
+@pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
 def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, das: dict[str, Any]) -> None:
     result = lossless_v2(v2_engine, {**das, **ALWAYS}, ROUNDS, sabotage="failing drafter")
     assert all("broken on purpose" in r["stats"]["error"] for r in result)

@@ -18,6 +18,7 @@ from requested import (
     TWO_RANKS,
     lora,
     lossless_v2,
+    nightly,
     prompts,
     requests,
     shortened,
@@ -46,8 +47,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "preempted": {"das": SMALL, "engine": {"block_size": 32, "num_gpu_blocks_override": 18}, "sabotage": "slow policy"},
     "off": {"das": OFF},
 }
-
-
+CI = ("history", "crowded", "drafted")
 CONTROLLED = ("controlled", "drafted", "preempted")
 
 
@@ -69,9 +69,7 @@ CHANGED = [replace(part, perturb=0.3) if number == 2 else part for number, part 
 """The same; the last weight sync changes the weights."""
 
 
-@pytest.mark.parametrize(
-    "arm", [a if a in ("history", "crowded", "drafted") else pytest.param(a, marks=pytest.mark.long) for a in ARMS]
-)
+@pytest.mark.parametrize("arm", [*CI, *nightly(*(arm for arm in ARMS if arm not in CI))])
 def test_tokens_and_logprobs_are_stock_vllms(v2_engine: Any, arm: str, tmp_path: Path) -> None:
     reference = v2_engine(das=None, rounds=stock(CHANGED))
     job = ARMS[arm]

@@ -18,6 +18,7 @@ from requested import (
     drafted_on_v2,
     lora,
     lossless_v2,
+    nightly,
     requests,
     shortened,
     stock,
@@ -32,7 +33,7 @@ METHODS = ["draft_model", "eagle3"]
 BOTH = [f"history+{method}" for method in METHODS]
 
 
-@pytest.mark.parametrize("method", [*METHODS, "mtp", pytest.param(BOTH[0], marks=pytest.mark.long), BOTH[1]])
+@pytest.mark.parametrize("method", ["draft_model", BOTH[1], *nightly("eagle3", "mtp", BOTH[0])])
 def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length, in any step, on the device, while the host schedules ahead."""
     reference = v2_engine(das=None, rounds=stock(ROUNDS))  # the policy for `mtp` writes the same text
@@ -162,8 +163,8 @@ def test_the_trainers_weights_reach_the_drafter(v2_engine: Any, drafters: Path, 
     assert result[1]["stats"]["alarm"] is None
 
 
-@pytest.mark.parametrize("method", [pytest.param(BOTH[0], marks=pytest.mark.long), BOTH[1]])
-@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("method", [*nightly(BOTH[0]), BOTH[1]])
+@pytest.mark.parametrize("level", [*nightly(1), 2])
 def test_sleep_takes_the_memory_pools_and_leaves_the_history(
     v2_engine: Any, drafters: Path, method: str, level: int
 ) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from jobs import Round
-from requested import HISTORY, HOST, MIXED, OFF, PLAIN, SELF, requests, tokens, two_rounds
+from requested import HISTORY, HOST, MIXED, OFF, PLAIN, SELF, drafter, nightly, requests, tokens, two_rounds
 
 pytestmark = pytest.mark.one_build
 
 
-@pytest.mark.parametrize("das", [SELF, MIXED], ids=["self", "history+self"])
+@pytest.mark.parametrize("das", [SELF, MIXED], ids=drafter)
 def test_the_drafter_follows_the_policy(engine: Any, das: dict[str, Any]) -> None:
     first, second = two_rounds(requests(PLAIN))
     rounds = [replace(first, perturb=0.05), replace(second, fresh_copy=True)]
@@ -49,7 +49,7 @@ def test_a_copy_that_is_not_quantised_anew_drafts_for_the_old_policy(engine: Any
 
 
 def test_fifty_syncs_hold_the_memory(engine: Any) -> None:
-    asked = requests(PLAIN, 3)
+    asked = requests(PLAIN, 3, max_tokens=30)
     part = [Round(asked, refresh=i + 1, perturb=0.001, brief=True) for i in range(60)]
     result = engine(das=MIXED, rounds=part, env=HOST)
     memory = [r["memory"] for r in result]
@@ -58,8 +58,11 @@ def test_fifty_syncs_hold_the_memory(engine: Any) -> None:
     assert not any(r["stats"]["error"] for r in result)
 
 
-@pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("das", [HISTORY, SELF, MIXED], ids=["history", "self", "history+self"])
+@pytest.mark.parametrize(
+    ("das", "level"),
+    [(HISTORY, 2), (MIXED, 1), *nightly((HISTORY, 1), (SELF, 1), (SELF, 2), (MIXED, 2))],
+    ids=drafter,
+)
 def test_sleep_and_wake_leave_the_tokens(engine: Any, das: dict[str, Any], level: int) -> None:
     first, second = two_rounds(requests(PLAIN))
     plain = engine(das=das, rounds=[first, second], env=HOST)

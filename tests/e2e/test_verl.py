@@ -26,7 +26,8 @@ pytestmark = pytest.mark.e2e
 
 DAS = "actor_rollout_ref.rollout.custom.das"
 SMALL = [
-    "data.max_response_length=256",
+    "data.max_prompt_length=200",
+    "data.max_response_length=160",
     "data.train_batch_size=4",
     "data.train_max_samples=4",
     "data.val_max_samples=4",
@@ -67,6 +68,13 @@ def train(
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=900)
 
 
+def script(*overrides: str, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the script of the docs; `variables` as in `train`."""
+    command = ["bash", str(ROOT / "examples/verl/run_tiny_math_cpu.sh"), *overrides]
+    env = {**os.environ, "VENV": sys.prefix, "HF_HUB_OFFLINE": "1", "HYDRA_FULL_ERROR": "1", **(variables or {})}
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+
+
 def steady() -> dict[str, str]:
     """Environment variables of a run in which das-adapter is told the time."""
     where = [str(STEADY), str(STEADY.parent), os.environ.get("PYTHONPATH", "")]
@@ -99,8 +107,8 @@ def histories(run: subprocess.CompletedProcess[str]) -> set[Path]:
 
 @dataclass
 class Runs:
-    """Three steps over the same four problems on two replicas, validated after the second; off, then with a block that
-    says `drafter: history` and nothing else about drafting."""
+    """Three steps over the same four problems on two replicas; off, then with a block that says `drafter: history` and
+    nothing else about drafting, and validated after the second."""
 
     off: list[dict[str, Any]]
     history: list[dict[str, Any]]
@@ -117,12 +125,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     subprocess.run([sys.executable, ROOT / "examples/tiny_math/prepare_data.py"], check=True, capture_output=True)
     out = tmp_path_factory.mktemp("verl")
     logged, directories = {}, set()
-    length = ["trainer.total_training_steps=3", "trainer.test_freq=2"]
+    history = [f"~{DAS}.max_draft_tokens", f"+{DAS}.log_dir={out / 'decisions'}", "trainer.test_freq=2"]
     for arm, overrides in {
         "off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"],
-        "history": [f"~{DAS}.max_draft_tokens", f"+{DAS}.log_dir={out / 'decisions'}", *checkpoints(out / "saved")],
+        "history": [*history, *checkpoints(out / "saved")],
     }.items():
-        run = train(out / arm, *SMALL, *TWO_RANKS, *length, *overrides, variables=steady())
+        run = train(out / arm, *SMALL, *TWO_RANKS, "trainer.total_training_steps=3", *overrides, variables=steady())
         assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
         logged[arm] = steps(out / arm)
         directories |= histories(run)
@@ -135,6 +143,7 @@ def test_training_is_the_same_to_the_last_token_and_the_last_gradient(runs: Any)
     for a, b in zip(off, history, strict=True):
         for key in ("das/token_hash", "critic/score/mean", "actor/grad_norm", "actor/pg_loss", "response_length/max"):
             assert a[key] == b[key], key
+        assert a["actor/grad_norm"] > 0
 
 
 def test_the_history_is_drafted_from_and_accepted(runs: Any) -> None:
@@ -176,8 +185,9 @@ def test_metrics_are_filled(runs: Any) -> None:
 
 def test_a_resumed_run_drafts_from_its_first_step_and_leaves_nothing_behind(runs: Any, tmp_path: Path) -> None:
     """It goes on fully asynchronously, with one replica: the checkpoint of one pipeline serves another."""
-    out, (module, length) = tmp_path / "resumed.jsonl", PIPELINES["fully_async"]
-    small = [*SMALL[:1], *SMALL[2:4], *TWO_RANKS, length, *HISTORY, *checkpoints(runs.saved)]
+    out, (module, _) = tmp_path / "resumed.jsonl", PIPELINES["fully_async"]
+    length = "rollout.total_rollout_steps=28"  # of which 12 are before the checkpoint
+    small = [*SMALL[:2], *SMALL[3:5], *TWO_RANKS, length, *HISTORY, *checkpoints(runs.saved)]
     run = train(out, *small, module=module, config="grpo_tiny_math_cpu_fully_async", variables=steady())
     first, *_ = figures = check_pipeline(run, out)
     assert first["training/global_step"] > 3
@@ -213,8 +223,8 @@ def test_asynchronous_pipelines_draft_from_the_history_and_say_so(pipeline: str,
     check_pipeline(run, out)
 
 
-def test_a_misspelt_key_stops_the_run_before_anything_starts(tmp_path: Path) -> None:
-    run = train(tmp_path / "x.jsonl", "+actor_rollout_ref.rollout.custom.das.histroy.scope=global")
+def test_a_misspelt_key_stops_the_script_before_anything_starts() -> None:
+    run = script(f"+{DAS}.histroy.scope=global")
     assert run.returncode != 0
     assert "das.histroy: unknown key; did you mean 'history'?" in run.stderr
     assert "Started a local Ray instance" not in run.stdout + run.stderr
@@ -234,7 +244,7 @@ def test_training_on_vllms_v2_runner_is_the_same_and_drafts_from_the_history(tmp
         "TORCH_COMPILE_DISABLE": "1",
         "DAS_TEST_V2": "1",
     }
-    small = [*SMALL[1:], "data.max_response_length=128", "trainer.total_training_steps=3"]
+    small = [*SMALL[:1], *SMALL[2:], "data.max_response_length=128", "trainer.total_training_steps=3"]
     arms = {}
     for arm, overrides in {"off": [f"{DAS}.drafter=none", f"+{DAS}.verify.noise=keyed"], "history": HISTORY}.items():
         run = train(tmp_path / arm, *small, *overrides, variables=variables)
@@ -263,8 +273,8 @@ def test_the_demo_compares_its_arms(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_script_trains_and_leaves_a_log(tmp_path: Path) -> None:
-    script = ["bash", str(ROOT / "examples/verl/run_tiny_math_cpu.sh"), *SMALL, "trainer.total_training_steps=1"]
-    env = {**os.environ, "VENV": sys.prefix, "HF_HUB_OFFLINE": "1", "VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics")}
-    subprocess.run([*script, f"+{DAS}.log_dir={tmp_path}"], check=True, env=env)
+    overrides = [*SMALL, "trainer.total_training_steps=1", f"+{DAS}.log_dir={tmp_path}"]
+    run = script(*overrides, variables={"VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics")})
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
     (rollout,) = (found for found in decision_log.read(tmp_path) if found.steps)
     assert len(rollout.requests) > 0

@@ -344,13 +344,6 @@ def test_collapsed_acceptance_stops_it_until_the_next_weight_sync() -> None:
     assert account.state is State.DRAFTING
 
 
-def test_always_drafts_at_a_loss() -> None:
-    account = make("always", model=PLAIN)
-    for _ in range(2 * GUARD_STEPS):
-        account.asked(np.arange(8), ONE, 1.3 * PLAIN.step(8, 8, False), True, None)
-    assert account.state is State.DRAFTING
-
-
 def test_a_drafter_that_raises_has_failed_until_the_next_weight_sync() -> None:
     account = make("always")
     account.stop("RuntimeError()", State.FAILED)
@@ -385,27 +378,6 @@ def test_a_synchronous_rollout_is_credited_for_the_rounds_it_did_not_need() -> N
     time.close(0)
     plain = 10 * 1.2 + 10 * 1.1
     assert time.saved() == pytest.approx(plain - 5 * 1.5)
-
-
-def test_a_refilled_batch_is_credited_by_its_rate() -> None:
-    """Two at a time, which end together: nobody decides the end."""
-    time = make(model=SIMPLE).time
-    time.batch.refilled = True
-    for _ in range(5):
-        time.asked(np.arange(2), np.array([2, 4]), 1.5, True, None)
-        for slot in (0, 1):
-            time.close(slot)
-    assert time.saved() == pytest.approx(5 * (3 * 1.2 - 1.5))
-
-
-def test_batches_are_credited_one_by_one() -> None:
-    time = written(2, 4)
-    for slot in (0, 1):
-        time.close(slot)
-    time.settle()
-    for _ in range(5):
-        time.asked(np.arange(2), np.array([2, 4]), 1.5, True, None)
-    assert time.saved() == pytest.approx(2 * (10 * 1.2 + 10 * 1.1 - 5 * 1.5))
 
 
 def test_baseline_steps_stand_for_plain_decoding_once_they_are_known() -> None:

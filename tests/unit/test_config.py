@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -533,11 +531,3 @@ def test_every_key_is_documented() -> None:
     for key, field in reference.keys(DasConfig):
         optional = field.get_default(call_default_factory=True) is None
         assert ("None:" in field.description) == optional, key
-
-
-def test_importing_the_config_costs_no_framework() -> None:
-    heavy = ("torch", "vllm", "ray", "verl", "numpy", "omegaconf", "nemo_rl")
-    code = f"import sys, das_adapter.config; print(sorted({set(heavy)} & set(sys.modules)))"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )

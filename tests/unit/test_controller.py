@@ -180,34 +180,6 @@ def test_a_compute_bound_batch_gets_no_drafts_and_its_tail_does() -> None:
     assert result.seconds < rollout(lengths, truth, None).seconds
 
 
-def asked(controller: Controller) -> bool:
-    """Whether the next step of eight requests is considered for drafts."""
-    calls = []
-    slots = np.array([controller.open(i, 0, 100) for i in range(8)])
-    ones = np.ones(8, dtype=int)
-
-    def history(limits: np.ndarray, floor: float) -> tuple[np.ndarray, np.ndarray]:
-        calls.append(limits)
-        return stated(limits, 0.5)
-
-    controller.plan(Decoded(slots, ones, None, None, 50 * ones), history)
-    for slot in slots:
-        controller.close(int(slot))
-    return bool(calls)
-
-
-def test_speculation_that_loses_time_stops_until_the_next_weight_sync() -> None:
-    lengths = np.full(32, 600)
-    controller = make("unlimited", speculate=64)
-    rollout(lengths, COMPUTE_BOUND, controller, chance=0.4)
-    assert controller.account.reason is not None
-    assert "drafted steps" in controller.account.reason
-    assert not asked(controller)
-    controller.sync(np.array([], RESPONSE))
-    assert controller.account.reason is None
-    assert asked(controller)
-
-
 @pytest.mark.parametrize("policy", ["uniform", "unlimited"])
 def test_always_means_always_and_asks_no_clock(policy: str) -> None:
     lengths = np.full(24, 200)
@@ -257,12 +229,6 @@ def test_a_refilling_batch_is_judged_by_its_rate() -> None:
     on = rollout(lengths, truth, controller, at_once=8)
     assert on.seconds < 0.55 * off.seconds
     assert controller.account.time.saved() == pytest.approx(off.seconds - on.seconds, rel=0.1)
-
-
-def test_equal_inputs_give_equal_decisions() -> None:
-    lengths = long_tail(16)
-    a, b = (rollout(lengths, MEMORY_BOUND, warm(make(), lengths, MEMORY_BOUND)) for _ in range(2))
-    assert (a.seconds, a.drafted, a.accepted) == (b.seconds, b.drafted, b.accepted)
 
 
 @pytest.mark.parametrize("policy", ["optimal", "das", "uniform", "unlimited"])

@@ -112,18 +112,6 @@ def test_a_resumed_request_begins_where_it_began() -> None:
     assert [label.start for label in labels(sent)] == [2, 2, 6]
 
 
-def test_steps_rows_and_validation_draw_anew() -> None:
-    variants = [
-        TRAJECTORY,
-        {**TRAJECTORY, "step": 6},
-        {**TRAJECTORY, "sample_index": 4},
-        {**TRAJECTORY, "validate": True},
-    ]
-    found = [labels(requests(ON, t, [[1, 2]], session_id=0))[0] for t in variants]
-    assert len({label.seed for label in found}) == 4
-    assert [label.record for label in found] == [True, True, True, False]
-
-
 def test_without_an_active_block_requests_are_untouched() -> None:
     assert requests(OFF, TRAJECTORY, [[1, 2]], session_id=0) == [{"temperature": 1.0}]
     assert requests({"actor_rollout_ref": {"rollout": {}}}, TRAJECTORY, [[1, 2]]) == [{"temperature": 1.0}]

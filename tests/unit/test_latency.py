@@ -9,7 +9,7 @@ import pytest
 
 from das_adapter.core.hardware import DEVICES, Hardware, recognise
 from das_adapter.core.latency import ASSUMED, StepModel, StepTimes, fit
-from das_adapter.core.roofline import Roofline, cold_start
+from das_adapter.core.roofline import Roofline
 from das_adapter.sim.models import MODELS
 
 QWEN_7B = MODELS["Qwen/Qwen2.5-7B"]
@@ -27,14 +27,6 @@ def measured() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     requests = np.repeat(list(MEASURED), len(DRAFTS)).astype(float)
     drafts = np.tile(DRAFTS, len(MEASURED))
     return requests, drafts, np.array([t for row in MEASURED.values() for t in row]) / 1e3
-
-
-def test_a_line_is_recovered_exactly() -> None:
-    n = np.array([1.0, 4, 16, 64, 128])
-    model = fit(n, n, np.zeros(5, dtype=bool), 0.02 + 0.0003 * n)
-    assert model.base == pytest.approx(0.02, rel=1e-6)
-    assert model.token == pytest.approx(0.0003, rel=1e-6)
-    assert model.bend == model.request == model.draft == 0.0
 
 
 def test_a_bent_curve_with_a_price_for_drafting_is_recovered() -> None:
@@ -234,14 +226,6 @@ def test_before_the_first_step_experts_that_more_tokens_choose_are_not_free(devi
 def test_a_driver_s_name_is_recognised(name: str, device: str | None) -> None:
     found = recognise(name)
     assert found == (device and DEVICES[device])
-
-
-def test_a_cold_start_needs_a_known_gpu_and_a_known_family() -> None:
-    config = {**QWEN_7B, "model_type": "qwen2"}
-    roof = cold_start(config, "NVIDIA H100 80GB HBM3", 2)
-    assert roof == Roofline.of(QWEN_7B, DEVICES["h100"].speed, tensor_parallel=2)
-    assert cold_start(config, "cpu") is None
-    assert cold_start({**config, "model_type": "deepseek_v3"}, "NVIDIA H100 80GB HBM3") is None
 
 
 def test_until_there_is_a_fit_the_prior_is_brought_to_the_times_that_were_seen() -> None:

@@ -149,30 +149,20 @@ def test_half_an_answer_is_none(tmp_path: Path) -> None:
 
 
 ENGINE = """
-import os, signal, sys, time
+import sys, time
 from das_adapter.config import HistoryConfig
 from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.messages import Trajectory
 engine = SharedHistory(sys.argv[1], HistoryConfig(max_bytes=2**24), grace_s=0.5)
 engine.add(Trajectory(1, bytes(4), 0))
 print(engine.sync()[0].directory, flush=True)
-if sys.argv[2] == "killed":
-    os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(60)
 """
 
 
-def test_nothing_is_left_when_the_last_engine_was_killed(name: str) -> None:
-    command = [sys.executable, "-c", ENGINE, name, "killed"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    directory = Path(run.stdout.strip())
-    assert directory.name == name, run.stderr
-    until(lambda: not directory.exists())
-
-
 def test_the_writer_survives_when_the_engine_and_all_its_children_are_killed(name: str) -> None:
     """As vLLM ends its workers."""
-    with subprocess.Popen([sys.executable, "-c", ENGINE, name, "waits"], stdout=subprocess.PIPE, text=True) as engine:
+    with subprocess.Popen([sys.executable, "-c", ENGINE, name], stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
         directory = Path(engine.stdout.readline().strip())
         until(lambda: len(served_by(directory)) == 1)  # on a busy machine a second one was started, and ends

@@ -13,25 +13,6 @@ def ids(*tokens: int) -> np.ndarray:
     return np.asarray(tokens, dtype=np.int32)
 
 
-def test_later_turns_belong_to_the_problem_of_the_first() -> None:
-    turns = FirstTurns()
-    first = turns.problem(ids(1, 2, 3))
-    assert first == prompt_identity(ids(1, 2, 3))
-    assert turns.problem(ids(1, 2, 3, 9, 9, 4)) == first
-    assert turns.problem(ids(1, 2, 3, 7, 4, 9, 9, 5)) == first
-    assert turns.problem(ids(1, 2, 4, 9)) == prompt_identity(ids(1, 2, 4, 9))
-    assert turns.problem(ids(1, 2)) == prompt_identity(ids(1, 2))
-
-
-def test_turns_with_images_belong_to_the_problem_of_the_first() -> None:
-    turns = FirstTurns()
-    a, b, neither = (turns.problem(ids(1, 8, 3), images) for images in (["a"], ["b"], []))
-    assert len({a, b, neither}) == 3
-    assert turns.problem(ids(1, 8, 3, 9, 9, 4), ["a"]) == a
-    assert turns.problem(ids(1, 8, 3, 9, 9, 8, 4), ["b", "a"]) == b
-    assert turns.problem(ids(1, 8, 3, 9, 9, 4), ["c"]) not in (a, b)
-
-
 def test_rows_of_a_batch_that_differ_only_in_their_images_have_labels_of_their_own() -> None:
     one, other = np.zeros((2, 2, 3), np.uint8), np.ones((2, 2, 3), np.uint8)
     rows = media_of({"vllm_images": [[one], [other], [one.copy()], None], "input_ids": [[1]] * 4}, 4)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from history import UNLIMITED
-from index import accepted, cost
-from index_drafters import Arctic, Ours
+from index import accepted
+from index_drafters import Ours
 from replay import replay
 
 from das_adapter.config import HistoryConfig
@@ -170,19 +170,6 @@ def test_a_drafter_writes_the_whole_of_every_target(setting: str) -> None:
     figures = accepted(Ours(), found, setting, 8, at_once=4)
     assert figures["rounds"] * figures["tokens_per_forward"] == pytest.approx(sum(len(g.target) for g in found))
     assert 0 < figures["accepted"] <= 8
-
-
-def test_cost_counts_what_it_inserts() -> None:
-    rollouts = workload.synthetic(problems=2, samples=8, mean_tokens=100)
-    figures = cost(Ours(), rollouts, steps=2)
-    assert figures["history_tokens"] == sum(len(r.tokens) for r in rollouts if len(r.tokens) >= 64)
-    assert set(figures["decode_step"]) == {1, 16, 64, 256}
-
-
-def test_an_engine_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "arctic_inference.suffix_decoding", None)
-    with pytest.raises(DasError, match="arctic-inference"):
-        Arctic()
 
 
 def test_the_bench_measures_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,17 +113,6 @@ def test_unknown_problems_count_as_the_mean_of_the_known() -> None:
     assert rows == [2, 1, 0]
 
 
-def test_long_groups_go_to_different_replicas() -> None:
-    replicas = Replicas("ab", group=4)
-    replicas.expect(1e5)
-    lengths = {0: 3000.0, 1: 3000.0, 2: 50.0, 3: 50.0, 4: 50.0, 5: 50.0}
-    found = defaultdict(set)
-    for problem in [0, 2, 1, 3, 0, 2, 1, 4, 5, 0, 1]:
-        found[problem].add(replicas.pick(problem, lengths[problem], known=True))
-    assert len(found[0]) == len(found[1]) == 1
-    assert found[0] != found[1]
-
-
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=60))
 def test_what_ended_no_longer_counts_and_replicas_may_come_and_go(events: list[tuple[int, bool]]) -> None:
     replicas = Replicas("ab", group=3)

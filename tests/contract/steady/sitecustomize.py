@@ -1,5 +1,6 @@
 """Have das-adapter's engines in every process of a test run decide by the same step times on every machine, and hosts
-start sooner: what they import stays, and looking for garbage in it again and again is a quarter of the time.
+start and end sooner: what they import stays, and looking for garbage in it again and again is a quarter of the time;
+nobody is started again and looks for the history of a run that has ended.
 
 Python imports it at its start where this directory is on PYTHONPATH, and the one above, too.
 """
@@ -19,3 +20,8 @@ def steady(_: Any) -> None:
     import steady_clock
 
     steady_clock.slow_policy()
+
+
+@wrapt.when_imported("das_adapter.protocol.spool")
+def short(spool: Any) -> None:
+    spool.GRACE_S = 2.0
