@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 
 from das_adapter.bench.engines import IN_PROCESS, SHAPES, Bar, Found, Measured, Plan, apart, engine, every, generate
-from das_adapter.config import HistoryConfig
-from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index.store import HistoryStore
-from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
 
 CORRUPTED = (0.3, 1.0)
 """Shares of the history's tokens that are exchanged; at 1.0 it has nothing to draft."""
@@ -152,6 +149,10 @@ def corrupted(rollouts: Rollouts, share: float | None, vocabulary: int) -> Rollo
 
 def kept(store: HistoryStore, rollouts: Rollouts, problems: int = 0, version: int = 0) -> dict[str, Any]:
     """Seal them in a store, with the problems shifted; return what an engine is told of them at a weight sync."""
+    from das_adapter.config import HistoryConfig
+    from das_adapter.core.history import HistoryPolicy
+    from das_adapter.protocol.messages import Published, Refresh, Trajectory, responses
+
     past = [Trajectory(problem + problems, text.tobytes(), version) for problem, text in rollouts]
     HistoryPolicy(HistoryConfig()).remember(store, past)
     history = Published(str(store.directory), store.generation)

@@ -134,7 +134,9 @@ def handed_over(
 def publish(directory: str, config: HistoryConfig, trajectories: list[Trajectory], lose: str | None) -> tuple[str, int]:
     """Publish trajectories as a node's history does; return what the engine is told."""
     with HistoryStore(directory) as store:
-        HistoryPolicy(config).remember(store, trajectories)
+        policy = HistoryPolicy(config)
+        policy.remember(store, trajectories)
+        policy.tidy(store)
         generation = store.generation
         for _ in range(4 if lose == "generation" else 0):
             store.seal()

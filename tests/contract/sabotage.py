@@ -29,11 +29,13 @@ NOTED = Counter[str]()
 
 
 def garbage_drafts() -> None:
-    """Draft arbitrary tokens."""
+    """Draft arbitrary tokens, while drafters are asked."""
     Proposer.begin_drafts = _garbage
 
 
 def _garbage(self: Any, sampled: list[list[int]], *_: Any) -> list[list[int]]:
+    if self.engine.controller.account.idle:
+        return [[] for _ in sampled]
     rng = random.Random(len(sampled))
     return [[rng.randrange(90) for _ in range(rng.randrange(17))] if tokens else [] for tokens in sampled]
 
