@@ -221,6 +221,7 @@ def test_a_node_that_is_killed_while_it_joins_and_one_that_goes(run: Run) -> Non
     run.nodes.pop()
     run.cluster.remove_node(third, allow_graceful=False)
     until(lambda: len(histories()) == 2, tries=240)  # Ray has noticed
+    run.sync()  # now all know it
     run.goes_on(run.write(0), run.write(1))
     left = run.tokens - (before + 2 * len(POEM))
     assert left in (0, len(POEM), 2 * len(POEM))  # what had not arrived there stays where it was written
