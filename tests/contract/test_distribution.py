@@ -53,9 +53,11 @@ def misfit(result: list[dict[str, Any]], law: dict[int, np.ndarray]) -> float:
     return chi2 / freedom
 
 
-def job(das: dict[str, Any], **more: Any) -> dict[str, Any]:
-    params = {"max_tokens": 3, "temperature": TEMPERATURE, "allowed_token_ids": sorted(set(PROMPT)), "logprobs": None}
-    part = Round([Request(PROMPT, params)], copies=SAMPLES, brief=True)
+def job(das: dict[str, Any], lengths: tuple[int, ...] = (3,), **more: Any) -> dict[str, Any]:
+    """`lengths`: of the responses, one after the other."""
+    params = {"temperature": TEMPERATURE, "allowed_token_ids": sorted(set(PROMPT)), "logprobs": None}
+    asked = [Request(PROMPT, {**params, "max_tokens": length}) for length in lengths]
+    part = Round(asked, copies=SAMPLES // len(lengths), brief=True)
     return {"das": das, "engine": {"max_num_seqs": 64, "enable_prefix_caching": True}, "rounds": [part], **more}
 
 
@@ -102,9 +104,10 @@ def test_vllms_own_sampling_has_a_models_probabilities_beside_certain_tokens_of_
 
 @pytest.mark.long
 def test_vllms_own_sampling_on_v2_follows_the_softmax(v2_engine: Any, law: Any) -> None:
-    """No request has a seed, and drafts from the history are verified by the ratio of probabilities."""
+    """No request has a seed, and drafts from the history are verified by the ratio of probabilities. Responses begin
+    at any time, so that their second token is drafted: the draft length of a step is chosen two steps before."""
     das = {**DRAFTED, "drafter": "history", "verify": {"noise": "stock"}, "history": {"device_bytes": "2MiB"}}
-    result = v2_engine(**job(das))
+    result = v2_engine(**job(das, (3, 4)))
     assert result[0]["runner"] == "vllm.v1.worker.cpu.model_runner"
     assert misfit(result, law) < 3.5
 

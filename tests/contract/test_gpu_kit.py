@@ -286,7 +286,8 @@ def test_traces_are_read_with_what_earlier_steps_wrote(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_contract_tests_for_a_gpu_are_there() -> None:
-    commands = subprocess.check_output(["make", "-n", "gputests", f"PYTHON={sys.executable}"], cwd=ROOT, text=True)
+    make = ["make", "--no-print-directory", "-n", "gputests", f"PYTHON={sys.executable}"]
+    commands = subprocess.check_output(make, cwd=ROOT, text=True)
     for command in commands.replace("\\\n", "").splitlines():
         listed = subprocess.run([f"{command} --collect-only -q"], cwd=ROOT, shell=True, capture_output=True, text=True)
         assert re.search(r"^\d+/\d+ tests collected", listed.stdout, re.M), (command, listed.stdout)

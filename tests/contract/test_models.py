@@ -53,7 +53,7 @@ def test_problems_that_differ_only_in_their_images_have_histories_of_their_own(e
     (prompt,) = prompts(1)
 
     def asked(*images: int) -> list[Request]:
-        params = {"max_tokens": 60, "temperature": 1.0, "n": 2}
+        params = {"max_tokens": 60, "temperature": 2.0, "n": 2}
         return [Request(prompt, params, image=seed) for seed in images]
 
     rounds = [Round(asked(1), refresh=1), Round(asked(2)), Round(asked(2, 1))]

@@ -53,14 +53,14 @@ CONTROLLED = ("controlled", "drafted", "preempted")
 
 def assert_logged(rollouts: list[Rollout], result: list[dict[str, Any]]) -> None:
     """The decision log has every rollout, with all its requests, tokens and draft tokens."""
-    assert [rollout.version for rollout in rollouts] == [1, 2, 3, 4]
-    for rollout, found in zip(rollouts, result, strict=True):
+    assert sorted(rollout.version for rollout in rollouts) == [1, 2, 3, 4]
+    for rollout, found in zip(sorted(rollouts, key=lambda r: r.version), result, strict=True):
         assert rollout.steps
         assert sorted(r.tokens for r in rollout.requests) == sorted(map(len, found["tokens"]))
         (counts,) = rollout.counts
         for name in ("draft_tokens", "accepted_tokens", "tokens"):
             assert counts[name] == found["stats"][name]
-        assert sum(step.drafted for step in rollout.steps) > 0.5 * counts["draft_tokens"]  # fillers too; timed steps
+        assert sum(step.drafted for step in rollout.steps) >= 0.5 * counts["draft_tokens"]  # fillers too; timed steps
 
 
 ROUNDS = synced(two_rounds(requests(shortened(PLAIN, 60))), two_rounds(requests(shortened(EVERY_ON_V2, 30))))

@@ -12,6 +12,7 @@ from between_rounds import drafter_without_weights
 from v2_stand_ins import COMPARED
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
+from das_adapter.core.backoff import Rest
 from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.v2 import worker
 from das_adapter.engine.v2.device_index import DeviceIndex
@@ -95,13 +96,16 @@ def small_chunks() -> None:
 
 
 def any_length(reading_along: bool) -> None:
-    """Draft arbitrary numbers of tokens, by the model in most steps."""
+    """Draft arbitrary numbers of tokens, by the model in most steps, in every rollout."""
+    Rest.judge = lambda *_, **__: False  # type: ignore[method-assign]
     steps, output = itertools.count(), DraftLengths.output
 
     def arbitrary(self: Any, step: Any, sampled: Any, now: float) -> int:
         output(self, step, sampled, now)
         number = next(steps)
-        return DraftTokens((3, 1, 0, 0, 0, 0, 0, 2)[number % 8], by_model=number // 8 % 3 > 0)
+        chosen = DraftTokens((3, 1, 0, 0, 0, 0, 0, 2)[number % 8], by_model=number // 8 % 3 > 0)
+        chosen.total = len(sampled) * chosen
+        return chosen
 
     DraftLengths.output = arbitrary  # type: ignore[method-assign]
     if reading_along:
