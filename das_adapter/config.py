@@ -22,11 +22,13 @@ from pydantic import (
 from das_adapter.config_errors import check_draft, check_effects, message, resembles_das, retired, unwritable, wrong
 from das_adapter.errors import ConfigError
 
-_WithHistory = Literal["history+eagle3", "history+mtp", "history+draft_model"]
-Drafter = Literal["none", "history", "self", "history+self", "eagle3", "mtp", "draft_model", _WithHistory, "ngram"]
+_Neural = Literal["eagle3", "mtp", "draft_model", "dflash", "dspark"]
+_WithHistory = Literal["history+eagle3", "history+mtp", "history+draft_model", "history+dflash", "history+dspark"]
+Drafter = Literal["none", "history", "self", "history+self", _Neural, _WithHistory, "ngram"]
 _HISTORY = ("history", "history+self", *get_args(_WithHistory))
 _COPY = ("self", "history+self")
-_NEURAL = ("eagle3", "mtp", "draft_model", *get_args(_WithHistory))
+_NEURAL = (*get_args(_Neural), *get_args(_WithHistory))
+_PARALLEL = ("dflash", "dspark")
 
 
 def _read_speculate(when: Any) -> Any:
@@ -108,7 +110,7 @@ class SelfConfig(_Block):
 
 
 class DraftConfig(_Block):
-    """The neural drafter of `eagle3`, `mtp` and `draft_model`, alone or beside the history."""
+    """The neural drafter of `eagle3`, `mtp`, `draft_model`, `dflash` and `dspark`, alone or beside the history."""
 
     model: UserPath | None = None
     """Checkpoint of the neural drafter: a directory or a name on the hub. None: `mtp` drafts with the layers in the
@@ -135,12 +137,13 @@ class DasConfig(_Block):
 
     drafter: Drafter = "history"
     """Where draft tokens come from: the run's `history`; a quantised copy of the policy (`self`); a neural drafter
-    (`eagle3`, `mtp`, `draft_model`); whichever of two is worth more (`history+self`, `history+eagle3`, ...); the
-    request's own prompt and text alone (`ngram`). `none`: nowhere, and the other keys may stay as they are."""
+    (`eagle3`, `mtp`, `draft_model`, `dflash`, `dspark`); whichever of two is worth more (`history+self`,
+    `history+eagle3`, ...); the request's own prompt and text alone (`ngram`). `none`: nowhere, and the other keys may
+    stay as they are."""
     max_draft_tokens: Annotated[int | None, Field(ge=1, le=128)] = None
     """Most draft tokens of a request in a decode step (vLLM's `num_speculative_tokens`). None: 16 with the history or
-    `ngram`, 5 with `self`, 3 with a neural drafter. A model drafts at most 16, and beside the history no more than
-    those 5 or 3; how many of them pay is measured."""
+    `ngram`, 5 with `self`, 7 with `dflash` and `dspark`, 3 with other neural drafters. A model drafts at most 16, and
+    beside the history no more than those 5, 7 or 3; how many of them pay is measured."""
     speculate: Annotated[Speculate, BeforeValidator(_read_speculate)] = "auto"
     """When a batch is drafted for. `auto`: when the latency model, fitted to the engine's own steps (before the first
     ones, on a known GPU, the roofline of model and device), predicts a speed-up; `always`: even at a loss; a number:
@@ -208,6 +211,11 @@ class DasConfig(_Block):
         return self.drafter.removeprefix("history+")
 
     @property
+    def parallel(self) -> bool:
+        """Whether the neural drafter drafts all its tokens in one pass."""
+        return self.method in _PARALLEL
+
+    @property
     def copies_policy(self) -> bool:
         """Whether a quantised copy of the policy drafts."""
         return self.drafter in _COPY
@@ -220,7 +228,7 @@ class DasConfig(_Block):
     @property
     def model_tokens(self) -> int:
         """Most tokens that a model drafts for a request in a step: the policy copy, or the neural drafter."""
-        usual = 3 if self.neural else 5
+        usual = 7 if self.parallel else 3 if self.neural else 5
         return min(usual, self.num_draft_tokens) if self.looked_up else self.max_draft_tokens or usual
 
     @property

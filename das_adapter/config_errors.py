@@ -106,7 +106,7 @@ def lacking(
 def check_draft(config: Any) -> None:
     """Refuse what does not fit the model that drafts in a block (`config.DasConfig`)."""
     drafter = f"das.drafter={config.drafter!r}"
-    if config.method in ("eagle3", "draft_model") and config.draft.model is None:
+    if config.neural and config.method != "mtp" and config.draft.model is None:
         raise wrong("draft.model", None, f"{drafter} needs the drafter's checkpoint")
     if config.by_model and config.model_tokens > MOST_BY_MODEL:
         raise wrong("max_draft_tokens", config.max_draft_tokens, f"allowed with {drafter}: 1 to {MOST_BY_MODEL}")

@@ -1,7 +1,7 @@
 """Which requests a model drafts for, by what its drafts cost and gain: the policy copy (EfficientRollout, arXiv
 2606.18967), or a neural drafter.
 
-A draft of γ tokens takes γ forward passes of the model before the policy verifies it: the speed-up is
+A draft of γ tokens takes γ forward passes of the model, or one, before the policy verifies it: the speed-up is
 S = L / (γ·T_D/T_T + T_V/T_T) with the acceptance length L (section 3). Where all requests are worth the same, the gain
 of a plan over the time of its step is S - 1. Before the first step a roofline gives the times, and the first drafts L.
 """
@@ -25,11 +25,14 @@ UNSEEN_PASS = 0.4
 class ModelDrafts:
     """How long a model's passes take and how many of its tokens are accepted, learned from the engine's own steps."""
 
-    def __init__(self, most: int, narrows: bool = True, always: int = 0, follows: bool = True) -> None:
+    def __init__(
+        self, most: int, narrows: bool = True, always: int = 0, follows: bool = True, parallel: bool = False
+    ) -> None:
         """`most`: tokens of a draft; `narrows`: whether a pass is only for the requests whose drafts are not complete;
         `always`: passes in every step, with drafts or without; `follows`: whether it reads in a pass what the policy
-        verifies, also where the history has drafted that."""
+        verifies, also where the history has drafted that; `parallel`: whether one pass drafts all tokens."""
         self.most, self.narrows, self.always, self.follows = most, narrows, always, follows
+        self._parallel = parallel
         self.agreed: int | None = None
         """Length of every draft, where the replicas have agreed on one (`Ladder`)."""
         self.context = 0.0
@@ -73,10 +76,14 @@ class ModelDrafts:
         lengths = range(1, self.most + 1) if self.agreed is None else [self.agreed]
         return [length for length in lengths if self.acceptance.rate**length >= least_chance]
 
+    def passes_for(self, tokens: int) -> int:
+        """Return in how many passes it drafts so many tokens for each request."""
+        return min(tokens, 1) if self._parallel else tokens
+
     def seconds(self, drafted: Ints, plain: float) -> float:
         """Return what the passes take that draft so many tokens for each request, shape (b,), beyond those of every
         step; `plain`: a step of the policy."""
-        passes = range(self.always, int(drafted.max(initial=0)))
+        passes = range(self.always, self.passes_for(int(drafted.max(initial=0))))
         if not self.passes.known:
             return UNSEEN_PASS * plain * len(passes)
         model = self.passes.model.at(self.context)

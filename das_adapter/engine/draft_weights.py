@@ -1,4 +1,5 @@
-"""Weights of vLLM's own neural drafters (EAGLE-3, MTP, a draft model): they follow the policy, or stay as they were.
+"""Weights of vLLM's own neural drafters (EAGLE-3, MTP, a draft model, DFlash, DSpark): they follow the policy, or stay
+as they were.
 
 vLLM updates only the policy at a weight sync, and sleep may discard the drafter's weights. In both cases acceptance
 collapses, while every token stays right.
@@ -23,7 +24,7 @@ PREFIX = "draft."
 """Prefix of the names of the drafter's weights in the stream of a trainer that trains it too (NeMo-RL's convention)."""
 
 SHARED = ("lm_head", "embed_tokens")
-"""Modules that vLLM has an EAGLE-3 head share with the policy."""
+"""Modules that vLLM has an EAGLE-3, DFlash or DSpark head share with the policy."""
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
@@ -51,6 +52,8 @@ class DraftWeights:
         for name in SHARED:
             if getattr(self.drafter, f"has_own_{name}", False):
                 self._part_from_policy(name)
+        if hasattr(self.drafter.model, "_build_fused_kv_buffers"):
+            keep_addresses.apply(self.drafter.model, owner=self.drafter.model)
         if self._config.draft.weights == "checkpoint":
             if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
                 self._read_checkpoint()
@@ -158,3 +161,21 @@ def see_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
     a weight sync that brought it nothing, or what it was not to have, goes unnoticed. Remove this patch when vLLM's
     weight updates reach the drafter, and report which of its weights they brought."""
     return functools.wraps(stock)(functools.partial(load, stock))
+
+
+@patch("vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._build_fused_kv_buffers", since="0.32")
+def keep_addresses(stock: Any, drafter: Any) -> Any:
+    """Without it the CUDA graphs of a DFlash or DSpark drafter read the policy's text, after a weight sync, by what was
+    made of the drafter's first weights, in memory that is free by then: its drafts are no good, while every token stays
+    right. Remove this patch when vLLM makes it in place."""
+
+    @functools.wraps(stock)
+    def build() -> None:
+        before = {name: value for name, value in vars(drafter).items() if isinstance(value, torch.Tensor)}
+        stock()
+        for name, kept in before.items():
+            made = getattr(drafter, name)
+            if made is not kept and made.data_ptr() != kept.data_ptr():
+                setattr(drafter, name, kept.copy_(made))
+
+    return build

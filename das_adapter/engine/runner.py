@@ -42,6 +42,11 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
     why = lacking or needs_v1(config) or (None if triton else "vLLM finds no device that Triton compiles for")
     if why is None and config.drafter != "none":
         why = _no_draft_lengths(args)
+    if why is not None and config.parallel:
+        raise ConfigError(
+            f"das.drafter: found {config.drafter!r}, allowed on vLLM's V2 model runner alone, from vLLM "
+            f"{compat.V2_NEURAL.oldest} on, but the engine runs V1: {why}"
+        )
     if why is not None and getattr(getattr(args, "aux_output_config", None), "enable_return_routed_experts", False):
         raise ConfigError(
             f"das.drafter={config.drafter!r}: found enable_return_routed_experts=True, which this vLLM allows on "

@@ -115,9 +115,10 @@ def v2_speculative_config(config: DasConfig) -> dict[str, Any] | None:
 
 def _neural(config: DasConfig) -> dict[str, Any]:
     model = {} if config.draft.model is None else {"model": config.draft.model}
-    # Hosts load no weights (`load_format: dummy`), and an EAGLE-3 head of which vLLM has read none shares the policy's
-    # output layer, which may have more rows than its own.
-    load = {"draft_load_config": {"load_format": "auto"}} if config.method == "eagle3" else {}
+    # Hosts load no weights (`load_format: dummy`), and an EAGLE-3, DFlash or DSpark head of which vLLM has read none
+    # shares the policy's output layer, which may have more rows than its own.
+    shares = config.method == "eagle3" or config.parallel
+    load = {"draft_load_config": {"load_format": "auto"}} if shares else {}
     return {"method": config.method, **load, **config.draft.options, **model}
 
 

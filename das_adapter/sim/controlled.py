@@ -73,7 +73,7 @@ class Controlled(Drafting):
 
     def _controller(self, limit: int, prior: Calibration | None, graphs: tuple[int, ...]) -> Controller:
         das = self._das
-        model = ModelDrafts(das.model_tokens, narrows=not das.neural) if self.copy else None
+        model = ModelDrafts(das.model_tokens, not das.neural, parallel=das.parallel) if self.copy else None
         if model is not None and prior is not None:
             model.expect(prior.passes)
         return Controller(das, limit, prior and prior.steps, model, sizes=graphs)
@@ -162,7 +162,7 @@ class Controlled(Drafting):
             self._counts += [np.minimum(tick.got - 1, tick.copied).sum(), tick.copied.sum()]
         r.copied[rows], r.copy_hits[rows] = drafted, self.copy.offer(rows, drafted, 0.0).hits
         passes = 0.0
-        for place in range(int(drafted.max(initial=0))):
+        for place in range(controller.drafts.passes_for(int(drafted.max(initial=0)))):
             mine = drafted > (0 if self._das.neural else place)
             count, read = int(mine.sum()), float(context[mine].sum())
             seconds = float(self.pass_seconds(np.array([float(count)]), np.array([read]))[0])

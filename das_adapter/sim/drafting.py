@@ -72,9 +72,12 @@ class Drafting:
 class Fixed(Drafting):
     """A drafter that vLLM runs by itself: the same number of draft tokens for every request in every step."""
 
-    def __init__(self, requests: Requests, source: Given, tokens: int, pass_seconds: Seconds | None = None) -> None:
-        """Each of the `tokens` of a draft takes `pass_seconds`; None: drafting takes no time."""
-        self._requests, self._source, self._tokens, self._pass_seconds = requests, source, tokens, pass_seconds
+    def __init__(
+        self, requests: Requests, source: Given, tokens: int, pass_seconds: Seconds | None = None, passes: int = 0
+    ) -> None:
+        """A draft of `tokens` takes so many `passes` of `pass_seconds`; None: drafting takes no time."""
+        self._requests, self._source, self._tokens = requests, source, tokens
+        self._pass_seconds, self._each = pass_seconds, passes
 
     def walk(self, rows: Ints) -> Walk | None:
         return Walk(self._source, 2**30, np.full(len(rows), -np.inf), np.full(len(rows), self._tokens), self._passes)
@@ -91,7 +94,7 @@ class Fixed(Drafting):
     def _passes(self, requests: Floats, context: Floats) -> Floats:
         if self._pass_seconds is None:
             return np.zeros_like(requests)
-        return self._tokens * self._pass_seconds(requests, context)
+        return self._each * self._pass_seconds(requests, context)
 
 
 def no_drafts(requests: Requests) -> Fixed:

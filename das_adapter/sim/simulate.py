@@ -111,7 +111,7 @@ class Simulation:
             given = Given(requests, [[rate_of(accept.length or 1.0 + 0.5 * tokens, tokens)]], longest=tokens, seed=seed)
             passes = self.steps.neural_pass(accept.pass_share, das.drafter) if das.neural else None
             if not das.uses_history and das.speculate == "always" and das.budget == "unlimited":
-                return Fixed(requests, given, tokens, passes)
+                return Fixed(requests, given, tokens, passes, 1 if das.parallel else tokens)
             source, copy = (source, given) if das.neural else (given, None)
         if stride > 1 and (copy is not None or not isinstance(source, Given)):
             raise ConfigError("arms: stride needs acceptance.history given, and no model that drafts")

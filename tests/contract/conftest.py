@@ -82,8 +82,8 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of the tiny policy's drafters, trained for a moment, and of a policy with a layer for `mtp`; pytest's
-    workers share it."""
+    """Directory of the tiny policy's drafters, trained for a moment or made of what its texts have most, and of a
+    policy with a layer for `mtp`; pytest's workers share it."""
     import tiny_models
 
     out = tmp_path_factory.getbasetemp()
@@ -93,6 +93,8 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(trained, fcntl.LOCK_EX)
         if not trained.seek(0, os.SEEK_END):  # as it is now, not as it was when it was opened
             tiny_models.write("mtp", out / "mtp")
+            for method in ("dflash", "dspark"):
+                tiny_models.write_parallel(method, out / method)
             briefly = ("--steps", "40", "--tokens", "1024")
             subprocess.run([sys.executable, DRAFTERS, out, *briefly], check=True, capture_output=True)
             trained.write("yes")

@@ -31,9 +31,14 @@ from test_v2_losslessness import ROUNDS
 
 METHODS = ["draft_model", "eagle3"]
 BOTH = [f"history+{method}" for method in METHODS]
+PARALLEL = ["dflash", "dspark"]
+"""Methods of vLLM that draft all tokens in one pass: on the V2 runner alone."""
 
 
-@pytest.mark.parametrize("method", ["draft_model", BOTH[1], *nightly("eagle3", "mtp", BOTH[0])])
+@pytest.mark.parametrize(
+    "method",
+    ["draft_model", BOTH[1], "history+dflash", *nightly("eagle3", "mtp", BOTH[0], *PARALLEL, "history+dspark")],
+)
 def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: Path, method: str) -> None:
     """Drafts of any length, in any step, on the device, while the host schedules ahead."""
     reference = v2_engine(das=None, rounds=stock(ROUNDS))  # the policy for `mtp` writes the same text
@@ -42,12 +47,12 @@ def test_tokens_do_not_depend_on_a_controlled_drafter(v2_engine: Any, drafters: 
     drafted_on_v2(result, reference)
     for found in result:
         assert not found["stats"]["alarm"]
-        assert found["stats"]["accepted_tokens"] > 20
+        assert found["stats"]["accepted_tokens"] > (0 if method in PARALLEL else 20)
         assert found["stats"]["tokens"] == sum(map(len, found["tokens"]))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, *PARALLEL])
 def test_what_a_drafter_has_missed_it_reads_later(v2_engine: Any, drafters: Path, method: str) -> None:
     """As many of its tokens are accepted as when it reads along with the policy."""
     das = block(method, drafters)
@@ -75,7 +80,7 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["history", *METHODS, BOTH[1]])
+@pytest.mark.parametrize("method", ["history", *METHODS, BOTH[1], *PARALLEL])
 def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
     v2_engine: Any, drafters: Path, method: str
 ) -> None:
@@ -87,7 +92,7 @@ def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
     result = lossless_v2(v2_engine, das, rounds, engine=small, sabotage="any draft length")
     assert all(len(r.prompt) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
     assert result[-1]["preemptions"] > 0
-    assert result[1]["stats"]["accepted_tokens"] > 20
+    assert result[1]["stats"]["accepted_tokens"] > (3 if method in PARALLEL else 20)
 
 
 @pytest.mark.long
@@ -163,7 +168,26 @@ def test_the_trainers_weights_reach_the_drafter(v2_engine: Any, drafters: Path, 
     assert result[1]["stats"]["alarm"] is None
 
 
-@pytest.mark.parametrize("method", [*nightly(BOTH[0]), BOTH[1]])
+@pytest.mark.long
+@pytest.mark.parametrize("method", PARALLEL)
+def test_a_drafter_that_the_trainer_sent_drafts_as_its_checkpoint_would(
+    v2_engine: Any, drafters: Path, method: str
+) -> None:
+    """What is made of its weights lies where it lay before, because CUDA graphs read it there."""
+    rounds = trained_drafter(drafters, method, None)
+    das = block(method, drafters, draft={"weights": "trainer"}, **ALWAYS)
+    found, sent = (
+        v2_engine(das=das, rounds=rounds, env=HOST, sabotage=sabotage)
+        for sabotage in ("weights at one place", "drafter without weights at one place")
+    )
+    assert tokens(found) == tokens(sent) == tokens(v2_engine(das=None, rounds=stock(rounds)))
+    accepted = [[r["stats"]["accepted_tokens"] for r in arm] for arm in (found, sent)]
+    assert accepted[0][0] > 2 * accepted[1][0]
+    assert accepted[0][1] == accepted[1][1] > 20
+    assert [r["stats"]["error"] for r in (*found, *sent)] == [None] * 4
+
+
+@pytest.mark.parametrize("method", [*nightly(BOTH[0], "history+dflash"), BOTH[1]])
 @pytest.mark.parametrize("level", [*nightly(1), 2])
 def test_sleep_takes_the_memory_pools_and_leaves_the_history(
     v2_engine: Any, drafters: Path, method: str, level: int
@@ -193,7 +217,7 @@ def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: P
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["eagle3", BOTH[1]])
+@pytest.mark.parametrize("method", ["eagle3", BOTH[1], "history+dspark"])
 def test_two_ranks_run_the_drafter_together(v2_engine: Any, drafters: Path, method: str) -> None:
     rounds = synced(two_rounds(requests(shortened(PLAIN, 20), 6)))
     reference = v2_engine(das=None, rounds=stock(rounds))

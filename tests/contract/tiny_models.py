@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -82,36 +83,26 @@ def write(kind: str, directory: Path) -> str:
 KINDS = {"experts": mixture_of_experts, "images": images}
 
 
-def write_mtp(directory: Path) -> str:
-    """Write the tiny policy with a layer for multi-token prediction (MiMo's), fitted to the policy's own text by least
-    squares; its attention is random and weak."""
+@functools.cache
+def tiny_policy() -> tuple[Any, list[torch.Tensor]]:
+    """Return the tiny policy and texts of its own, int64 [12, length] each."""
     from requested import prompts
 
     policy = transformers.Qwen2ForCausalLM.from_pretrained(POLICY, dtype=torch.float32).eval()
-    shape, generator = policy.config, torch.Generator().manual_seed(0)
     torch.manual_seed(0)
-    hidden, embeds = [], []
-    with torch.no_grad():
-        for prompt in prompts(6):
-            text = policy.generate(
-                torch.tensor([prompt] * 12), max_new_tokens=60, min_new_tokens=60, do_sample=True, top_k=0
-            )
-            states: list[torch.Tensor] = []
-            hook = policy.model.layers[-1].register_forward_hook(lambda *call, to=states: to.append(call[2]))
-            policy(text)
-            hook.remove()
-            hidden.append(states[0])
-            embeds.append(policy.model.embed_tokens(text))
+    sampled = {"max_new_tokens": 60, "min_new_tokens": 60, "do_sample": True, "top_k": 0}
+    return policy, [policy.generate(torch.tensor([prompt] * 12), **sampled) for prompt in prompts(6)]
 
-    def unit(x: torch.Tensor) -> torch.Tensor:
-        return x * x.square().mean(-1, keepdim=True).add(shape.rms_norm_eps).rsqrt()
 
-    read = torch.cat(
-        [torch.cat([unit(h[:, :-1]), unit(e[:, 1:])], -1).flatten(0, 1) for h, e in zip(hidden, embeds, strict=True)]
-    )
-    target = torch.cat([unit(h[:, 1:]).flatten(0, 1) for h in hidden])
-    gram = read.T @ read + 10.0 * torch.eye(read.shape[1])
-    size, inner, kv = shape.hidden_size, shape.intermediate_size, shape.hidden_size // 2
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """Return x with a root mean square of 1 in the last dimension."""
+    return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
+def random_layer(size: int, inner: int, kv: int, bound: float) -> dict[str, torch.Tensor]:
+    """Return the matrices of a decoder layer with heads of width `size` in all, random: 0.02 wide, and those of its
+    outputs `bound`."""
+    generator = torch.Generator().manual_seed(0)
     rows = {
         "self_attn.q_proj": (size, size),
         "self_attn.k_proj": (kv, size),
@@ -121,7 +112,79 @@ def write_mtp(directory: Path) -> str:
         "mlp.up_proj": (inner, size),
         "mlp.down_proj": (size, inner),
     }
-    layer = {f"{name}.weight": torch.randn(of, generator=generator) * 0.02 for name, of in rows.items()}
+    wide = {name: bound if name.endswith(("o_proj", "down_proj")) else 0.02 for name in rows}
+    return {f"{name}.weight": torch.randn(of, generator=generator) * wide[name] for name, of in rows.items()}
+
+
+MASK = 2
+"""Token that stands for those that are to be drafted; the padding's embedding is 0."""
+
+
+def write_parallel(method: str, directory: Path) -> None:
+    """Write a drafter of the tiny policy for `dflash` or `dspark`. Its layers are random and weak; it drafts what the
+    policy writes most, or, `dspark`, what it writes most after the token before."""
+    policy, texts = tiny_policy()
+    size, vocab, inner, kv = policy.config.hidden_size, policy.config.vocab_size, 128, 128
+    pairs = torch.cat([torch.stack([text[:, :-1].flatten(), text[:, 1:].flatten()]) for text in texts], dim=1)
+    counts = torch.zeros(vocab, vocab).index_put_(tuple(pairs), torch.ones(()), accumulate=True)
+    common, after = (counts.sum(0) + 1).log(), (counts + 0.5).log()
+    read = policy.lm_head.weight.detach() * unit(policy.model.embed_tokens.weight[MASK].detach())
+    weights = {
+        "fc.weight": torch.randn(size, 3 * size, generator=torch.Generator().manual_seed(1)) * 0.02,
+        "hidden_norm.weight": torch.ones(size),
+        "norm.weight": torch.linalg.lstsq(read, common - common.mean()).solution,
+    }
+    for i in range(2):
+        layer = random_layer(size, inner, kv, 0.0005)
+        layer |= {f"{name}_layernorm.weight": torch.ones(size) for name in ("input", "post_attention")}
+        layer |= {f"self_attn.{name}_norm.weight": torch.ones(64) for name in "qk"}
+        weights |= {f"layers.{i}.{name}": weight for name, weight in layer.items()}
+    reads = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 2]}
+    own = {"architectures": ["DFlashDraftModel"], "dflash_config": reads}
+    if method == "dspark":
+        own = {"architectures": ["Qwen3DSparkModel"], "markov_rank": vocab, **reads}
+        weights["norm.weight"] *= 0.1
+        weights["markov_head.markov_w1.weight"] = torch.eye(vocab)
+        weights["markov_head.markov_w2.weight"] = (after - after.mean(1, keepdim=True)).T.contiguous()
+    config = transformers.Qwen3Config(
+        hidden_size=size,
+        intermediate_size=inner,
+        num_hidden_layers=2,
+        num_attention_heads=size // 64,
+        num_key_value_heads=kv // 64,
+        head_dim=64,
+        vocab_size=vocab,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        dtype="float32",
+        **own,
+    )
+    config.save_pretrained(directory)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_mtp(directory: Path) -> str:
+    """Write the tiny policy with a layer for multi-token prediction (MiMo's), fitted to the policy's own text by least
+    squares; its attention is random and weak."""
+    policy, texts = tiny_policy()
+    shape = policy.config
+    hidden, embeds = [], []
+    with torch.no_grad():
+        for text in texts:
+            states: list[torch.Tensor] = []
+            hook = policy.model.layers[-1].register_forward_hook(lambda *call, to=states: to.append(call[2]))
+            policy(text)
+            hook.remove()
+            hidden.append(states[0])
+            embeds.append(policy.model.embed_tokens(text))
+
+    read = torch.cat(
+        [torch.cat([unit(h[:, :-1]), unit(e[:, 1:])], -1).flatten(0, 1) for h, e in zip(hidden, embeds, strict=True)]
+    )
+    target = torch.cat([unit(h[:, 1:]).flatten(0, 1) for h in hidden])
+    gram = read.T @ read + 10.0 * torch.eye(read.shape[1])
+    size, kv = shape.hidden_size, shape.hidden_size // 2
+    layer = random_layer(size, shape.intermediate_size, kv, 0.02)
     layer |= {f"self_attn.{name}_proj.bias": torch.zeros(n) for name, n in (("q", size), ("k", kv), ("v", kv))}
     layer |= {
         f"{name}layernorm.weight": torch.ones(size) for name in ("token_", "hidden_", "input_", "post_attention_")

@@ -112,6 +112,24 @@ def any_length(reading_along: bool) -> None:
         MissedText.may_miss = lambda *_: False  # type: ignore[method-assign]
 
 
+def weights_at_one_place(without: bool) -> None:
+    """Fail where what a parallel drafter reads the policy's text by has moved; `without`: it starts with noise for
+    weights."""
+    from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+    places, precompute = dict[str, int](), DFlashSpeculator._precompute_context_kv
+
+    def at_one_place(self: Any, *args: Any) -> None:
+        for name, tensor in vars(self.model.model).items():
+            if isinstance(tensor, torch.Tensor):
+                assert places.setdefault(name, tensor.data_ptr()) == tensor.data_ptr(), name
+        precompute(self, *args)
+
+    DFlashSpeculator._precompute_context_kv = at_one_place
+    if without:
+        drafter_without_weights()
+
+
 def stale_copy() -> None:
     """Never quantise the policy's weights again."""
     PolicyCopy.quantise = lambda self: None  # type: ignore[method-assign]
@@ -162,6 +180,7 @@ SABOTAGE = {
     "any draft length": functools.partial(any_length, False),
     "any draft length, reading along": functools.partial(any_length, True),
     "drafter without weights": drafter_without_weights,
+    "drafter without weights at one place": functools.partial(weights_at_one_place, True),
     "failing drafter": failing_drafter,
     "garbage drafts": garbage_drafts,
     "replayed passes": replayed_passes,
@@ -169,4 +188,5 @@ SABOTAGE = {
     "slow policy of one length": slow_policy_of_one_length,
     "small chunks": small_chunks,
     "stale copy": stale_copy,
+    "weights at one place": functools.partial(weights_at_one_place, False),
 }

@@ -21,7 +21,7 @@ from das_adapter.protocol.engine_args import engine_args
 from das_adapter.verl import settings as verl
 
 ROOT = Path(__file__).resolve().parents[2]
-NEURAL_DRAFTERS = ("eagle3", "mtp", "draft_model")
+NEURAL_DRAFTERS = ("eagle3", "mtp", "draft_model", "dflash", "dspark")
 KEYS = [key for key, _ in reference.keys(DasConfig)]
 
 
@@ -99,6 +99,8 @@ def test_an_omegaconf_block_reads_like_a_dict() -> None:
         ("history+mtp", None, 16, 3),
         ("history+mtp", 2, 2, 2),
         ("history+draft_model", 64, 64, 3),
+        ("dflash", None, 7, 7),
+        ("history+dspark", None, 16, 7),
     ],
 )
 def test_one_key_limits_the_drafts_of_every_drafter(
@@ -193,6 +195,7 @@ SPECULATE = "allowed: 'auto', 'always', or a number of running requests, 1 or mo
             ["das.self.ladder: found [3, 5]", "das.max_draft_tokens=4", "at most 4"],
         ),
         ({"drafter": "eagle3"}, ["das.draft.model", "None", "'eagle3'"]),
+        ({"drafter": "history+dspark"}, ["das.draft.model", "None", "'history+dspark'"]),
         (
             {"drafter": "mtp", "draft": {"options": {"num_speculative_tokens": 4}}},
             ["das.draft.options.num_speculative_tokens", "4", "das.max_draft_tokens"],
@@ -336,7 +339,7 @@ def test_every_key_acts_with_the_drafter_or_is_refused(drafter: str) -> None:
         "self": "self" in sources,
         "draft": any(name in sources for name in NEURAL_DRAFTERS),
     }
-    model = {"draft.model": "checkpoint"} if drafter.endswith(("eagle3", "draft_model")) else {}
+    model = {"draft.model": "checkpoint"} if acts["draft"] and not drafter.endswith("mtp") else {}
     for key, value in VALUES.items():
         given = block({"drafter": drafter, **model, key: value})
         if acts.get(key.partition(".")[0], True):
@@ -352,7 +355,8 @@ def test_every_key_acts_with_the_drafter_or_is_refused(drafter: str) -> None:
         (
             {"drafter": "ngram", "history.max_bytes": 2**20},
             "das.history.max_bytes=1048576 has an effect only with das.drafter='history' or 'history+self' or "
-            "'history+eagle3' or 'history+mtp' or 'history+draft_model' (found 'ngram'): remove it",
+            "'history+eagle3' or 'history+mtp' or 'history+draft_model' or 'history+dflash' or 'history+dspark' "
+            "(found 'ngram'): remove it",
         ),
         (
             {"history.scope": "request", "history.load": "x"},

@@ -171,6 +171,22 @@ def test_an_engine_without_a_host_makes_room_for_a_drafter_with_weights_on_v1(ne
     assert "max_model_len" not in choose(EAGLE, host="", max_model_len=None).arguments
 
 
+def test_a_parallel_drafter_is_refused_where_the_engine_runs_v1(newest: pytest.MonkeyPatch) -> None:
+    block: dict[str, object] = {"drafter": "history+dflash", "draft": {"model": "m"}}
+    config = parse(block)
+    assert config is not None
+    expected = args.v2_speculative_config(config)
+    assert choose(block) == Choice(None, True, {"speculative_config": expected})
+    assert expected is not None and expected["method"] == "dflash"
+    assert expected["draft_load_config"] == {"load_format": "auto"}
+    says = "das.drafter: found 'history\\+dflash', allowed on vLLM's V2 model runner alone, from vLLM 0.32.0 on, but"
+    with pytest.raises(ConfigError, match=f"{says} the engine runs V1: vLLM finds no device"):
+        choose(block, triton=False)
+    newest.setattr(compat, "version", lambda host: "0.31.2")
+    with pytest.raises(ConfigError, match=f"{says} the engine runs V1: vLLM 0.31.2 is older than 0.32.0"):
+        choose(block, speculative_config=args.v1_args(config)["speculative_config"])  # as a host has it
+
+
 def test_a_speculative_config_that_is_there_stays_and_needs_v1_without_a_host(newest: pytest.MonkeyPatch) -> None:
     own = {"method": "ngram"}
     assert choose({}, speculative_config=own) == Choice(None, False, {"async_scheduling": False})

@@ -113,6 +113,14 @@ def test_a_pass_is_for_all_requests_or_for_those_that_still_lack_tokens() -> Non
         assert c.seconds(np.array([2, 1]), plain=1.0) == pytest.approx(seconds)
 
 
+def test_a_parallel_drafter_makes_one_pass_for_all_tokens() -> None:
+    for always, seconds in ((0, 0.1), (1, 0.0)):
+        c = ModelDrafts(5, narrows=False, always=always, parallel=True)
+        c.expect(StepModel(base=0.1, token=0.0))
+        assert c.seconds(np.array([5, 1]), plain=1.0) == pytest.approx(seconds)
+        assert c.seconds(np.array([0, 0]), plain=1.0) == 0.0
+
+
 def test_acceptance_counts_only_what_was_tried() -> None:
     a = AcceptanceRate(0.0, 0.0, fade=1.0)
     a.observe(np.array([5, 5]), np.array([5, 2]))

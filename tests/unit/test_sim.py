@@ -128,6 +128,18 @@ def test_neural_drafters_draft_where_they_pay() -> None:
             assert all(step.tokens_per_forward < 1.01 for step in runs["eagle3"].steps[1:])
 
 
+@pytest.mark.parametrize("how", [{}, {"budget": "unlimited", "speculate": "always"}])
+def test_a_parallel_drafter_takes_one_pass_a_step(how: dict[str, str]) -> None:
+    """Of equal tokens; a pass is a twentieth of a plain step."""
+    blocks = {
+        name: {"drafter": name, "max_draft_tokens": 4, "draft": {"model": "m"}, **how} for name in ("eagle3", "dflash")
+    }
+    arms = {name: {"das": block} for name, block in blocks.items()}
+    runs = small(rollout__steps=2, acceptance__length=3.0, arms=arms).run_all()
+    four, one = (sum(step.rollout_s for step in runs[name].steps) for name in blocks)
+    assert 0.8 * four < one < 0.92 * four
+
+
 def test_the_index_drafts_as_in_a_replay() -> None:
     keys = {"hardware": {"gpus": 1}, "engine": {"max_num_seqs": 4096}, "acceptance": {"history": "index"}}
     run = Simulation(parse(SMALL | keys | {"arms": {"k8": {"das": ALWAYS}}}), ROLLOUTS).run("k8")
@@ -223,7 +235,7 @@ def test_engines_that_go_on_natively_do_what_they_do_step_by_step(monkeypatch: p
         one, work = small(engine__kv_tokens=1600).fleet("off")
         r = one.requests
         source = Given(r, [[0.7]], agreement=0.9)
-        one.drafting = Fixed(r, source, 4, lambda b, context: 1e-3 + 1e-4 * b + 1e-6 * context)
+        one.drafting = Fixed(r, source, 4, lambda b, context: 1e-3 + 1e-4 * b + 1e-6 * context, 4)
         rows = r.add(**work.steps[0])
         r.ahead[::2] = r.length[::2] // 2
         one.submit(rows, rows % 2, rows * 0, 0.0)

@@ -76,7 +76,7 @@ class DraftLengths:
         """`always`: passes of a neural drafter in every step, with drafts or without."""
         drafts = None
         if config.by_model:
-            drafts = ModelDrafts(config.model_tokens, narrows=False, always=always, follows=config.neural)
+            drafts = ModelDrafts(config.model_tokens, False, always, follows=config.neural, parallel=config.parallel)
         self.engine = EngineController(config, vllm_config, drafts, lengths=draft_lengths(config))
         self._live, self._model_tokens = LiveTexts(config.num_draft_tokens, self.engine.live), config.model_tokens
         self._lock = threading.Lock()

@@ -1,5 +1,6 @@
-"""Models that draft on vLLM's V2 model runner, its own speculators with weights (EAGLE, MTP, a draft model) and the
-policy copy: drafts of the length that the controller has chosen, drawn with the policy's noise, and timed.
+"""Models that draft on vLLM's V2 model runner, its own speculators with weights (EAGLE, MTP, a draft model, DFlash,
+DSpark) and the policy copy: drafts of the length that the controller has chosen, drawn with the policy's noise, and
+timed.
 
 A step that has no use for drafts costs nothing, as long as what is missed then can be read later (`reading.py`); the
 copy misses nothing.
@@ -61,7 +62,7 @@ class Speculation:
         self.speculator = speculator
         self.tokens = config.model_tokens
         """Most tokens of its drafts beside the history's."""
-        self._engine, self._source = engine, source
+        self._engine, self._source, self._parallel = engine, source, config.parallel
         self._follows = getattr(speculator, "follows", True)
         self._most: int = speculator.num_speculative_steps
         self._calls: deque[Call] = deque()
@@ -71,6 +72,8 @@ class Speculation:
             capture_beside.apply(source.capture, owner=speculator)
         if config.keyed:
             draw_as_the_policy.apply(speculator, owner=speculator)
+            if hasattr(speculator, "_sample_logits"):
+                draw_in_turn.apply(speculator, owner=speculator)
 
     def take(self) -> list[Call]:
         """Return the calls that have ended since the last time; does not wait for the device."""
@@ -94,7 +97,7 @@ class Speculation:
         return source.share(inputs.batch.num_reqs)
 
     def _draft(self, run: Callable[..., Any], inputs: Inputs, wanted: int) -> torch.Tensor:
-        batch, passes, engine = inputs.batch, max(1, wanted), self._engine
+        batch, passes, engine = inputs.batch, 1 if self._parallel else max(1, wanted), self._engine
         drafts: torch.Tensor = self.speculator.draft_tokens[: batch.num_reqs]
         if engine is not None and engine.failed:
             return drafts.zero_()
@@ -176,21 +179,45 @@ def draw_as_the_policy(stock: Any, speculator: Any) -> Any:
     def sample_draft(
         hidden: Any, positions: Any, slots: Any, temperature: Any, seeds: Any, *_: Any, spec_step_idx: int = 0
     ) -> Any:
-        from vllm.v1.worker.gpu.sample import gumbel
-
-        logits = speculator.compute_draft_logits(hidden, spec_step_idx)
-        return gumbel.gumbel_sample(
-            logits,
-            slots,
-            temperature,
-            seeds,
-            positions,
-            apply_temperature=True,
-            is_drafting=False,
-            use_fp64=speculator.use_fp64_gumbel,
-        )
+        return _draw(speculator, speculator.compute_draft_logits(hidden, spec_step_idx), slots, positions)
 
     return sample_draft
+
+
+@patch(
+    "vllm.v1.worker.gpu.spec_decode.dspark.speculator:DSparkSpeculator._sample_logits",
+    since="0.32",
+    needs="logits, idx_map, sample_pos",
+)
+def draw_in_turn(stock: Any, speculator: Any) -> Any:
+    """As `draw_as_the_policy`, for DSpark, which draws the tokens of a draft one after another. Remove this patch when
+    `draw_as_the_policy` is removed."""
+
+    @functools.wraps(stock)
+    def sample_logits(logits: torch.Tensor, slots: Any, positions: Any, *_: Any) -> Any:
+        ahead = speculator.model.draft_id_to_target_id
+        if ahead is not None:  # of a smaller vocabulary: where its tokens stand in the policy's
+            every = logits.new_full((len(logits), speculator.vocab_size), -torch.inf)
+            logits = every.index_copy_(1, ahead + torch.arange(len(ahead), device=ahead.device), logits)
+        return _draw(speculator, logits, slots, positions - 1)
+
+    return sample_logits
+
+
+def _draw(speculator: Any, logits: Any, slots: Any, positions: Any) -> Any:
+    """Draw a token a row with the noise of the policy; `positions`: of the token before it."""
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    return gumbel.gumbel_sample(
+        logits,
+        slots,
+        speculator.temperature,
+        speculator.seeds,
+        positions,
+        apply_temperature=True,
+        is_drafting=False,
+        use_fp64=speculator.use_fp64_gumbel,
+    )
 
 
 @patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model", since="0.32")

@@ -1,8 +1,8 @@
 """What a neural drafter has not read of its requests' texts, on vLLM's V2 model runner: in a step that has no use for
 its drafts it does not run, and when it is wanted again it reads what it has missed in one pass.
 
-EAGLE and MTP read the policy's hidden states beside the text: these are kept until then, of `KEPT_TOKENS` tokens at
-most.
+All but a draft model read the policy's hidden states beside the text: these are kept until then, of `KEPT_TOKENS`
+tokens at most.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 KEPT_TOKENS = 2048
 """Tokens that a drafter may miss before it reads them."""
+_PARALLEL = ("DFlashSpeculator", "DSparkSpeculator")
+"""Speculators that draft all tokens in one pass, and say themselves what its attention reads."""
 
 
 class Inputs(NamedTuple):
@@ -28,7 +30,7 @@ class Inputs(NamedTuple):
     hidden: torch.Tensor
     """The policy's, [tokens, size]."""
     layers: list[torch.Tensor] | None
-    """Those of some layers, where EAGLE-3 reads them, [tokens, size] each."""
+    """Those of some layers, where the drafter reads them, [tokens, size] each."""
 
 
 class MissedText:
@@ -88,8 +90,11 @@ class MissedText:
         )
         if not self._reads_hidden:
             return inputs._replace(batch=longer)
-        hidden = self._hidden_of(inputs, kept, counts)
-        return Inputs(longer, *self._attention(longer), hidden, None)
+        read = inputs._replace(batch=longer, hidden=self._hidden_of(inputs, kept, counts), layers=None)
+        if type(self._speculator).__name__ in _PARALLEL:
+            return read
+        attention, slots = self._attention(longer)
+        return read._replace(attention=attention, slots=slots)
 
     def _hidden_of(
         self, inputs: Inputs, kept: list[tuple[list[str], torch.Tensor]], counts: np.ndarray
@@ -137,9 +142,9 @@ class MissedText:
 
 def may_miss_steps(speculator: Any) -> bool:
     """Whether a speculator can do without running in every step."""
-    return type(speculator).__name__ in ("EagleSpeculator", "MTPSpeculator", "StandaloneARSpeculator")
+    return type(speculator).__name__ in ("EagleSpeculator", "MTPSpeculator", "StandaloneARSpeculator", *_PARALLEL)
 
 
 def _hidden(inputs: Inputs) -> torch.Tensor:
-    """Return what EAGLE and MTP read of the policy, [tokens, size]."""
+    """Return what the drafter reads of the policy, [tokens, size]."""
     return torch.cat(inputs.layers, dim=-1) if inputs.layers else inputs.hidden
