@@ -1,5 +1,4 @@
-"""`copy`: seconds to quantise the policy, and its copy after sleep at both levels. What a pass takes, beside a step,
-`das-adapter calibrate --drafter` measures."""
+"""`copy`: seconds to quantise the policy, and its copy after sleep at both levels."""
 
 from __future__ import annotations
 

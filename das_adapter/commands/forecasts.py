@@ -21,9 +21,9 @@ def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...
         raise click.BadParameter(f"found {text!r}, expected whole numbers such as 1,4,16") from None
 
 
-def _json(_: click.Context, __: click.Parameter, text: str | None) -> Any:
+def _json(_: click.Context, __: click.Parameter, text: str) -> Any:
     try:
-        return text and json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise click.BadParameter(f"found {text!r}, expected JSON: {error}") from None
 
@@ -35,20 +35,18 @@ def _json(_: click.Context, __: click.Parameter, text: str | None) -> Any:
 @click.option("--contexts", default="256,1024", callback=_numbers, show_default=True, help="Mean tokens of a request.")
 @click.option("--drafts", default="0,1,3,7,15", callback=_numbers, show_default=True, help="Draft tokens per request.")
 @click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
-@click.option("--drafter", callback=_json, help="A `das:` block as JSON: also measure the passes of its model.")
 @click.option("--engine", default="{}", callback=_json, help="JSON: further arguments of vllm.LLM, as dtype.")
-def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **grid: tuple[int, ...]) -> None:
+def calibrate(model: str, out: Path, rounds: int, engine: Any, **grid: tuple[int, ...]) -> None:
     """Measure what decode steps of MODEL take here.
 
     With drafts and without, and those of a vLLM engine without das-adapter; fit the latency model, judge it on held-out
     points, and write a file. MODEL is a directory or name with a Hugging Face config; its weights are not read.
     """
-    from das_adapter.config import parse
     from das_adapter.tools import calibrate as sweep
 
     with bar(2 * len(grid["batches"]) * len(grid["contexts"])) as progress:
         stock = sweep.measure_stock(model, grid["batches"], grid["contexts"], 4 * rounds, progress, **engine)
-        measured = sweep.measure(model, rounds=rounds, das=parse(drafter), progress=progress, **grid, **engine)
+        measured = sweep.measure(model, rounds=rounds, progress=progress, **grid, **engine)
     result = sweep.analyse(measured, stock)
     sweep.write(out, model, measured, result, shlex.join(["das-adapter", *sys.argv[1:]]))
     click.echo(json.dumps(result["validation"], indent=2))
