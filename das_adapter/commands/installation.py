@@ -65,22 +65,24 @@ def nemo_rl(venvs: Path, source: str | None, as_json: bool) -> None:
     Those are the environments of its vLLM workers, of the collector of trajectories, of the rollout actor and of the
     replay buffer, under the names that NeMo-RL gives them in the directory --venvs (or NEMO_RL_VENV_DIR; in NVIDIA's
     containers /opt/ray_venvs). Run it from the driver's environment, on each node that does not share the directory,
-    and again when NeMo-RL has built new ones. Exit code 1 if one of them failed.
+    and again when NeMo-RL has built new ones. It ends with exit code 1 at the first that fails.
     """
     from das_adapter.nemo_rl import environments as them
 
     found = them.environments(venvs)
+    versions = {}
     with bar(len(found)) as progress:
-        done = list(them.install(found, source, progress))
+        for name, python in found.items():
+            progress(name)
+            versions[name] = them.install(name, python, source)
     there = {name.rpartition(".")[2] for name in found}
     missing = [actor for actor in them.ACTORS if actor not in there]
     if as_json:
-        print_json({"environments": [outcome._asdict() for outcome in done], "not_built": missing})
-    else:
-        print_table(("environment", "state", "detail"), done, left=3, overflow="fold")
-        if missing:
-            click.echo(f"Not built yet: {', '.join(missing)}. Where a run needs them, run this again after its start.")
-    sys.exit(any(outcome.state == "failed" for outcome in done))
+        print_json({"environments": versions, "not_built": missing})
+        return
+    print_table(("environment", "das-adapter"), versions.items(), left=2, overflow="fold")
+    if missing:
+        click.echo(f"Not built yet: {', '.join(missing)}. Where a run needs them, run this again after its start.")
 
 
 @click.command()
