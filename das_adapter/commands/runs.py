@@ -14,24 +14,24 @@ from das_adapter.commands.output import DIRECTORY, EXISTING, as_json, print_json
 @click.command()
 @click.argument("run_dir", type=DIRECTORY)
 @click.option("--out", type=click.Path(path_type=Path), help="Where the page goes; default: RUN_DIR/report.")
-@click.option("--version", type=int, help="Show the rollout before this weight version over time; default: the last.")
 @as_json
-def report(run_dir: Path, out: Path | None, version: int | None, as_json: bool) -> None:
+def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """Turn the decision logs of a run (das.log_dir) into a page.
 
-    It is RUN_DIR/report/report.html. While the run goes on it shows what is logged by then. With --json the figures
-    are printed, and no page is written.
+    It is RUN_DIR/report/report.html. While the run goes on it shows what is logged by then. With --json the figures of
+    each training step are printed, and no page is written.
     """
     from das_adapter.protocol import decision_log
     from das_adapter.tools import report as page
+    from das_adapter.tools import run_series
     from das_adapter.tools.advice import sentences
 
     rollouts = decision_log.read(run_dir)
     if as_json:
-        print_json(page.summary(rollouts))
+        print_json(run_series.by_training_step(rollouts))
         return
-    written = page.write(rollouts, out or run_dir / "report", version)
-    click.echo("\n".join((*(f"{sentence.head}: {sentence.text}" for sentence in sentences(rollouts)), str(written))))
+    written = page.write(rollouts, out or run_dir / "report")
+    click.echo("\n".join((*(f"{head}: {text}" for head, text in sentences(rollouts)), str(written))))
 
 
 @click.command()

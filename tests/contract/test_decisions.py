@@ -16,7 +16,7 @@ from requested import OFF, PLAIN, requests, tokens, two_rounds
 
 from das_adapter.cli import main
 from das_adapter.protocol.decision_log import read
-from das_adapter.tools import report, run_series
+from das_adapter.tools import run_series
 
 
 @pytest.mark.one_build
@@ -32,10 +32,10 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
         assert tokens(result) == tokens(reference)
         assert not any(r["stats"]["error"] for r in result)
     rollouts = read(logs)
-    figures = report.summary(rollouts)
-    assert figures["requests"] > 0
-    assert figures["decode_steps"] > 50
-    assert figures["latency_model_error"] is not None
+    assert sum(step["requests"] for step in run_series.by_training_step(rollouts)) > 0
+    steps = [step for rollout in rollouts for step in rollout.steps]
+    assert len(steps) > 50
+    assert any(step.predicted for step in steps)
     counted = sum(counts["draft_tokens"] for rollout in rollouts for counts in rollout.counts)
     assert counted == sum(rate.drafted for rate in run_series.by_source(rollouts)) > 0
 
