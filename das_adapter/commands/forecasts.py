@@ -56,8 +56,6 @@ def calibrate(model: str, out: Path, rounds: int, engine: Any, **grid: tuple[int
 @click.command()
 @click.argument("path", type=EXISTING, metavar="DUMP")
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where DUMP holds text.")
-@click.option("--budget", type=int, show_default="16", help="Most draft tokens of a request in a step.")
-@click.option("--max-bytes", show_default="8GiB", help="Size of the history, such as 512MiB.")
 @click.option("--hardware", "gpu", required=True, help="The GPU, such as H100.")
 @click.option("--model", required=True, help="The policy, a name such as Qwen/Qwen2.5-7B or a config.json.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs that generate.")
@@ -74,8 +72,6 @@ def calibrate(model: str, out: Path, rounds: int, engine: Any, **grid: tuple[int
 def estimate(
     path: Path,
     tokenizer: str | None,
-    budget: int | None,
-    max_bytes: str | None,
     max_num_seqs: int | None,
     other_s: float,
     agreement: float | None,
@@ -91,13 +87,11 @@ def estimate(
 
     from das_adapter.sim import pays, rollouts
 
-    das: dict[str, Any] = {"history": {"max_bytes": max_bytes}} if max_bytes else {}
-    das |= {"max_draft_tokens": budget} if budget else {}
-    settings = {name: chosen.pop(name) for name in ("model", "precision")}
+    settings: dict[str, Any] = {name: chosen.pop(name) for name in ("model", "precision")}
     settings |= {"hardware": chosen, "pipeline": {"train_s": other_s}}
     settings |= {"engine": {"max_num_seqs": max_num_seqs}} if max_num_seqs else {}
     with bar(2 if agreement is None else 3) as progress:
-        answer = pays.would_it_pay(rollouts.read(path, tokenizer), settings, das, agreement, progress)
+        answer = pays.would_it_pay(rollouts.read(path, tokenizer), settings, agreement, progress)
     if as_json:
         print_json(answer)
         return
