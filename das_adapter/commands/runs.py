@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -69,7 +68,7 @@ def history() -> None:
 @click.argument("directory", type=DIRECTORY, required=False)
 @as_json
 def inspect(directory: Path | None, as_json: bool) -> None:
-    """Describe histories: what they hold, and which processes write and use them.
+    """Describe histories: what they hold, and when something was added.
 
     DIRECTORY: a node's history (/dev/shm/das-history-*) or a checkpoint's (das_history); without it all of yours on
     this node are described.
@@ -81,16 +80,10 @@ def inspect(directory: Path | None, as_json: bool) -> None:
         print_json(found)
         return
     for one in found:
-        rows = ((name, _shown(value)) for name, value in one.items() if value is not None)
-        print_table(("history", ""), rows, left=2, overflow="fold")
+        shown = {name: f"{v:,}" if isinstance(v, int) else str(v) for name, v in one.items() if v is not None}
+        print_table(("history", ""), shown.items(), left=2, overflow="fold")
     if not found:
         click.echo("No history of yours lies on this node: no run of das-adapter's keeps one here.")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @history.command()
