@@ -86,35 +86,23 @@ class Bar(NamedTuple):
     """What a part's figures must show."""
 
     says: str
-    at_most: float | Callable[[Found], float]
+    at_most: float
     value: Callable[[Found], float | None]
-    """Raises LookupError, or returns None, where its figures were not measured."""
+    """Raises LookupError, ValueError or TypeError, or returns None, where its figures were not measured."""
 
     def verdict(self, content: Found) -> Found:
         """Judge what a part has written: `kept` needs all of its figures, `MISSED` only one that is too high."""
-        found: float | None
-        at_most: float | None
         try:
             found = self.value(content)
-            at_most = self.at_most(content) if callable(self.at_most) else self.at_most
         except (LookupError, ValueError, TypeError):
-            found, at_most = None, None if callable(self.at_most) else self.at_most
+            found = None
         if found is None or found != found:
             verdict = "not run"
-        elif at_most is not None and found > at_most:
+        elif found > self.at_most:
             verdict = "MISSED"
         else:
             verdict = "kept" if content["state"] == "done" else "cut short"
-        return {"bar": self.says, "found": found, "at_most": at_most, "verdict": verdict}
-
-
-def every(rows: Iterable[Found], value: Callable[[Found], float]) -> float:
-    """Return the worst of all rows.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return max(map(value, rows))
+        return {"bar": self.says, "found": found, "at_most": self.at_most, "verdict": verdict}
 
 
 SOURCE = Path(__file__).resolve().parents[2]
