@@ -424,7 +424,6 @@ def test_verl_goes_on_with_a_block_that_is_right(any_host: None) -> None:
         ),
         ({"das": {}, "vllm_kwargs": {"speculative_config": {"method": "ngram"}}}, "both choose a drafter"),
         ({"das": {"history": {"scope": "trusted"}}}, "das.history.scope: found 'trusted', which is for engines whose"),
-        ({"das": {}, "vllm_cfg": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size=2, allowed: 1"),
         ({"das": {}, "quant_cfg": "fp8"}, "found policy.generation.quant_cfg='fp8', whose workers take the place of"),
         (
             {"das": {}, "worker_extension_cls_fqn": "theirs"},
