@@ -169,7 +169,7 @@ def _fitted(samples: Sequence[Sample], sizes: tuple[int, ...] = ()) -> StepModel
     return fit(*_columns(samples), sizes=sizes)
 
 
-def _columns(samples: Sequence[Sample]) -> tuple[Any, ...]:
+def _columns(samples: Sequence[Sample]) -> tuple[Any, Any, Any, Any, Any]:
     """Return what `core.latency.fit` takes: tokens, requests, whether there are drafts, seconds, tokens of context."""
     b, s, d, seconds = np.array([(x.requests, x.context, x.drafts, x.seconds) for x in samples]).T
     return b * (1 + d), b, d > 0, seconds, b * s
