@@ -12,7 +12,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -182,19 +181,11 @@ def apart(
         RuntimeError: it failed; with its traceback.
         TimeoutError: the plan's time is over; the process and its engines are ended.
     """
-    forks = plan.tiny and not fresh
-    if forks and "torch" in sys.modules:
-        import torch
-
-        used: Any = torch.cuda.is_initialized
-        assert not used(), "a process that has used a GPU can't be forked"
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    context: Any = multiprocessing.get_context("fork" if plan.tiny and not fresh else "spawn")
     heard, told = context.Pipe(duplex=False)
-    before = {name: os.environ.get(name) for name in env or {}}
-    os.environ.update(env or {})
+    process = context.Process(target=_report, args=(told, env or {}, work, args))
+    process.start()
     try:
-        process = context.Process(target=_report, args=(told, work, args))
-        process.start()
         told.close()
         if not heard.poll(min(3600.0, max(0.0, plan.until - time.monotonic()))):
             raise TimeoutError("no time is left")
@@ -203,8 +194,6 @@ def apart(
     except EOFError:
         raise RuntimeError(f"{work.__name__}: its process ended without a word") from None
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its engines too
         process.kill()
@@ -213,8 +202,9 @@ def apart(
     return result
 
 
-def _report(told: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _report(told: Any, env: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.setsid()
+    os.environ.update(env)
     try:
         answer = True, work(*args)
     except BaseException:
