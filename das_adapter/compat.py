@@ -55,7 +55,7 @@ class Host:
         are checked when they are applied. Where a patch adds its attribute, the class must be there."""
         found, package = list(self.relied_on), self.distributions[0].replace("-", "_")
         for change in patching.changes():
-            module, _, name = change.target.replace(".__ray_metadata__.modified_class", "").partition(":")
+            module, _, name = change.target.partition(":")
             counts = module.startswith(f"{package}.") and not change.source.startswith("cpu.")
             if counts and numbers(change.since) <= numbers(self.oldest):
                 name = name.rpartition(".")[0] if change.adds else name
