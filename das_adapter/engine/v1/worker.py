@@ -13,7 +13,7 @@ import torch
 from das_adapter.config import DasConfig
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.neural import KeyedDrafts, draw_with_keyed_noise, follow_positions, take_loaded_drafter
+from das_adapter.engine.v1.neural import KeyedDrafts, draw_with_keyed_noise, follow_positions
 from das_adapter.engine.v1.neural_drafts import NeuralSource, draft_when_tokens_are_known, hold_drafts
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
@@ -46,11 +46,10 @@ class HostWorkerState(WorkerState):
 
     def bind(self) -> None:
         """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched."""
+        super().bind()
         if self.drafter:
             self.drafter.runner, self.drafter.seed, self.drafter.label = self.runner, self.seed, self.label
-        if self.draft_weights:
-            take_loaded_drafter.apply(self._take_loaded_drafter, owner=self.runner)
-        else:
+        if not self.draft_weights:
             self.draft_up_to_the_end()
         runner = self.runner
         if self.config.keyed:
@@ -144,9 +143,11 @@ class HostWorkerState(WorkerState):
         if hasattr(self.runner, "effective_drafter_max_model_len"):
             self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
 
-    def _take_loaded_drafter(self) -> None:
-        assert self.draft_weights is not None
-        self.draft_weights.take_loaded()
+    def loaded(self) -> None:
+        """As `WorkerState.loaded`; a drafter with weights draws with the policy's noise, and the controller runs it."""
+        super().loaded()
+        if not self.draft_weights:
+            return
         noise = None
         if self.config.keyed and not self.config.draft.options.get("parallel_drafting"):
             noise = KeyedDrafts(self.runner, self.seeds)

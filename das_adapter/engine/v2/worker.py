@@ -15,7 +15,7 @@ from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
-from das_adapter.engine.v2.neural import Speculation, take_loaded_speculator
+from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
 from das_adapter.engine.worker import WorkerState
@@ -89,8 +89,7 @@ class DeviceWorkerState(WorkerState):
 
     def bind(self) -> None:
         """Bind it to the model runner."""
-        if self.config.by_model:
-            take_loaded_speculator.apply(self._take_loaded_drafter, owner=self.runner)
+        super().bind()
         if self.lengths is not None:
             choose_lengths.apply(self, owner=self.runner)
         if self.config.drafter != "none":
@@ -211,12 +210,14 @@ class DeviceWorkerState(WorkerState):
             stats |= self.copy.stats() | {"self_acceptance": self.engine.drafts.acceptance.rate}
         return stats
 
-    def _take_loaded_drafter(self) -> None:
+    def loaded(self) -> None:
+        """As `WorkerState.loaded`; a model drafts as the controller says."""
+        super().loaded()
         if self.draft_weights is not None:
-            self.draft_weights.take_loaded()
             self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
-        texts = self.runner.req_states.all_token_ids.gpu
-        self.speculation = Speculation(self.runner.speculator, self.config, texts, self.engine, self.source)
+        if self.config.by_model:
+            texts = self.runner.req_states.all_token_ids.gpu
+            self.speculation = Speculation(self.runner.speculator, self.config, texts, self.engine, self.source)
 
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
