@@ -21,7 +21,6 @@ from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_de
 from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DRAFT_LENGTH
-from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
@@ -101,8 +100,7 @@ class DeviceWorkerState(WorkerState):
         slots, opened, ahead = self.runner.req_states.req_id_to_index, [], []
         for new in scheduled.scheduled_new_reqs:
             params, text = new.sampling_params, new.prefill_token_ids or new.prompt_token_ids or []
-            label = Label.of(params.extra_args if params else None)
-            begun = LiveRequest.of(new.req_id, new, label, self._max_model_len)
+            begun = LiveRequest.of(new.req_id, new, self._max_model_len)
             begun.length = len(text)
             if params is not None:  # its own set has the end of the text even where that is ignored
                 stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
