@@ -11,6 +11,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
+from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.device_index import DeviceIndex
@@ -58,9 +59,9 @@ class DeviceWorkerState(WorkerState):
         self._step: Step | None = None
 
     @property
-    def copy(self) -> Any:
-        """The `CopySpeculator` that drafts with the policy copy; None: nothing does."""
-        return self.runner.speculator if self.config.copies_policy else None
+    def copy(self) -> PolicyCopy | None:
+        """The policy copy that drafts; None: none does."""
+        return self.runner.speculator.copy if self.config.copies_policy else None
 
     @property
     def index(self) -> DeviceIndex | None:
@@ -182,7 +183,7 @@ class DeviceWorkerState(WorkerState):
         if self.index is not None:
             self.index.arena.forget()
         if self.copy is not None:
-            self.copy.copy.quantise()
+            self.copy.quantise()
         if self.speculation is not None:
             self.speculation.tokens = message.draft_length or self.config.model_tokens
         return answer
