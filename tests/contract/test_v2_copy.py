@@ -46,15 +46,6 @@ def test_tokens_are_stock_vllms_and_the_copy_follows_the_policy(v2_engine: Any, 
 
 
 @pytest.mark.long
-def test_a_copy_that_is_not_quantised_anew_drafts_for_the_old_policy(v2_engine: Any) -> None:
-    first, second = synced(two_rounds(requests(shortened(PLAIN, 40))))
-    rounds = [replace(first, perturb=1.0), second]
-    fresh, stale = (v2_engine(das={**SELF, **ALWAYS}, rounds=rounds, sabotage=s) for s in (None, "stale copy"))
-    assert tokens(fresh) == tokens(stale)
-    assert rates(fresh)[1] > rates(stale)[1] + 0.1
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
 def test_drafts_in_every_step_and_passes_that_fill_up_a_graph_draft_as_well(
     v2_engine: Any, das: dict[str, Any]
