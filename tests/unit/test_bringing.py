@@ -78,7 +78,7 @@ def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(monkeypatch: pytes
     index, device = history(), Device(beside=True)
     while not device.step(index):
         time.sleep(0.001)
-    device.arena.forget()
+    device.bringer.forget()
     until_all_is_there(device, index)
     assert device.arena.used == sum(len(device.text(problem)[0]) for problem in range(PROBLEMS))
 
@@ -91,7 +91,7 @@ def test_a_full_arena_says_so_until_the_weight_sync_and_searches_what_it_has(bes
     there = [device.text(problem)[1] > 0 for problem in range(PROBLEMS)]
     assert device.arena.short == there.count(False) > 0 and device.arena.used <= 900
     assert any(there)
-    device.arena.forget()
+    device.bringer.forget()
     assert device.arena.short == 0
 
 

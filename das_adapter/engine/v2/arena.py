@@ -76,8 +76,6 @@ class Arena:
         """Texts of ended requests and problems' sealed texts for which there was no room since the weight sync."""
         self.unsealed = False
         """Whether there may be problems that are `missing`."""
-        self.rollout = 0
-        """Number of the present rollout: what was taken in another one is void."""
         self._words, self.used = words, 0
         self._slots, self._texts = slots, slots
         self._problems: dict[int, Problem] = {}
@@ -139,7 +137,6 @@ class Arena:
     def forget(self) -> None:
         """Forget all sealed text and that of requests that ended, at a weight sync."""
         self.used, self.short, self._texts = 0, 0, self._slots
-        self.rollout += 1
         self.unsealed = True
         self._problems = {problem: known for problem, known in self._problems.items() if known.open}
         for known in self._problems.values():

@@ -181,7 +181,7 @@ class DeviceWorkerState(WorkerState):
         """As `WorkerState.refresh`, with what is on the device."""
         answer = super().refresh(message)
         if self.index is not None:
-            self.index.arena.forget()
+            self.index.bringer.forget()
         if self.copy is not None:
             self.copy.quantise()
         if self.speculation is not None:
