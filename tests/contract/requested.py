@@ -127,12 +127,6 @@ def lossless(engine: Engine, das: dict[str, Any], rounds: list[Round], /, **job:
     return result
 
 
-def rates(result: list[dict[str, Any]]) -> list[float]:
-    """Return the share of the policy copy's draft tokens that was accepted, of each round."""
-    counts = [found["stats"]["self_counts"] for found in result]
-    return [accepted / drafted for drafted, accepted in counts]
-
-
 def drafted_on_v2(result: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
     """Check that rounds have the tokens of others, of an engine on V2 that schedules ahead and drafts without fault."""
     assert tokens(result) == tokens(reference)

@@ -15,7 +15,6 @@ from requested import (
     drafted_on_v2,
     drafter,
     nightly,
-    rates,
     requests,
     shortened,
     stock,
@@ -29,6 +28,12 @@ SELF = {"drafter": "self", "self": {"weights": "int8"}}
 BOTH = {**SELF, "drafter": "history+self", "history": {"device_bytes": "2MiB"}}
 FRESH = [replace(part, fresh_copy=True) for part in CHANGED]
 """The rounds behind whose last weight sync the weights are other ones."""
+
+
+def rates(result: list[dict[str, Any]]) -> list[float]:
+    """Return the share of the policy copy's draft tokens that was accepted, of each round."""
+    counts = [found["stats"]["self_counts"] for found in result]
+    return [accepted / drafted for drafted, accepted in counts]
 
 
 @pytest.mark.parametrize("das", [SELF, *nightly(BOTH)], ids=drafter)

@@ -21,7 +21,6 @@ from requested import (
     lora,
     lossless_v2,
     nightly,
-    rates,
     requests,
     shortened,
     stock,
@@ -42,6 +41,11 @@ def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
     if method in ("history", *COPY):
         return {"drafter": method, **({"self": {"weights": "int8"}} if method in COPY else {}), **more}
     return neural_block(method, drafters, **more)
+
+
+def accepted(found: dict[str, Any]) -> float:
+    """Return the share of a round's draft tokens that was accepted."""
+    return float(found["stats"]["accepted_tokens"] / found["stats"]["draft_tokens"])
 
 
 @pytest.mark.parametrize("method", ["draft_model", BOTH[1], *nightly("eagle3", "mtp", BOTH[0])])
@@ -99,7 +103,7 @@ def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
     assert all(len(r.prompt) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
     assert result[-1]["preemptions"] > 0
     assert result[1]["stats"]["accepted_tokens"] > 20
-    assert method not in COPY or min(rates(result)) > 0.8
+    assert method != "self" or all(accepted(r) > 0.8 for r in result)
 
 
 @pytest.mark.long
@@ -172,7 +176,7 @@ def test_the_trainers_weights_reach_the_drafter(v2_engine: Any, drafters: Path, 
     trained, second = trained_drafter(drafters, method, None)
     das = block(method, drafters, draft={"weights": "trainer"}, **ALWAYS)
     result = v2_engine(das=das, rounds=[trained, second], env=HOST, sabotage="drafter without weights")
-    rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
+    rate = list(map(accepted, result))
     assert rate[1] > max(0.08, 5 * rate[0])
     assert result[1]["stats"]["alarm"] is None
 
@@ -224,4 +228,4 @@ def test_two_ranks_run_the_drafter_together(v2_engine: Any, drafters: Path, meth
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 20
     assert all(r["asynchronous"] for r in result)
     assert "history_tokens" not in result[1]["ranks"][1]
-    assert method not in COPY or min(rates(result)) > 0.7  # short texts: more of the drafts lie beyond their ends
+    assert method != "self" or all(accepted(r) > 0.7 for r in result)  # more of the drafts lie beyond short texts' ends
