@@ -79,7 +79,7 @@ _VLLM = _symbols("""
     vllm.v1.worker.gpu_model_runner: GPUModelRunner.uniform_decode_query_len
         GPUModelRunner.effective_drafter_max_model_len
     vllm.v1.sample.sampler: Sampler.forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
-        Sampler.sample(logits, sampling_metadata, logprobs_mode_override)
+        Sampler.topk_topp_sampler
     vllm.v1.sample.rejection_sampler: RejectionSampler.__init__(sampler, spec_config, device)
         RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata)
 """)
