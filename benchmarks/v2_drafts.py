@@ -53,7 +53,7 @@ class Device:
 
     def seal(self) -> None:
         self.index.seal()
-        self.device.arena.forget()
+        self.device.bringer.forget()
 
     def open(self, problem: int, prompt: Int32) -> int:
         slot = self._free.pop()

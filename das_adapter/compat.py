@@ -55,7 +55,7 @@ class Host:
         are checked when they are applied. Where a patch adds its attribute, the class must be there."""
         found, package = list(self.relied_on), self.distributions[0].replace("-", "_")
         for change in patching.changes():
-            module, _, name = change.target.replace(".__ray_metadata__.modified_class", "").partition(":")
+            module, _, name = change.target.partition(":")
             counts = module.startswith(f"{package}.") and not change.source.startswith("cpu.")
             if counts and numbers(change.since) <= numbers(self.oldest):
                 name = name.rpartition(".")[0] if change.adds else name
@@ -79,7 +79,7 @@ _VLLM = _symbols("""
     vllm.v1.worker.gpu_model_runner: GPUModelRunner.uniform_decode_query_len
         GPUModelRunner.effective_drafter_max_model_len
     vllm.v1.sample.sampler: Sampler.forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
-        Sampler.sample(logits, sampling_metadata, logprobs_mode_override)
+        Sampler.topk_topp_sampler
     vllm.v1.sample.rejection_sampler: RejectionSampler.__init__(sampler, spec_config, device)
         RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata)
 """)

@@ -19,7 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from das_adapter.config_errors import check_draft, check_effects, message, resembles_das, retired, unwritable, wrong
+from das_adapter.config_errors import check_draft, check_effects, message, resembles_das, unwritable, wrong
 from das_adapter.errors import ConfigError
 
 _Neural = Literal["eagle3", "mtp", "draft_model", "dflash", "dspark"]
@@ -268,15 +268,12 @@ def parse(block: Any) -> DasConfig | None:
         keyed noise).
 
     Raises:
-        ConfigError: names each key that is unknown, retired, ill-typed, out of range or without effect.
+        ConfigError: names each key that is unknown, ill-typed, out of range or without effect.
     """
     if block is None:
         return None
-    plain = _plain(block)
-    if isinstance(plain, dict) and (old := retired(plain)):
-        raise ConfigError("\n".join(old))
     try:
-        config = DasConfig.model_validate(plain)
+        config = DasConfig.model_validate(_plain(block))
     except ValidationError as error:
         raise ConfigError("\n".join(message(e, DasConfig) for e in error.errors())) from None
     if config.drafter != "none":

@@ -18,49 +18,19 @@ from das_adapter.errors import ConfigError
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-RETIRED = {
-    "toggle": "write `speculate: auto`",
-    "toggle.mode": "write `speculate: auto` for roofline, `speculate: always` for off, `speculate: 32` for threshold",
-    "toggle.threshold": "write `speculate: {value}`",
-    "toggle.margin": "it is a constant now, 0.05: remove it",
-    "toggle.calibration": "write `calibration: {value}`",
-    "budget.policy": "write `budget: {value}`; what was `classes` is `budget: das`",
-    "budget.max_draft_tokens": "write `max_draft_tokens: {value}`",
-    "budget.admission": "drafts are never admitted by request now: remove it",
-    "budget.min_chance": "it is a constant now, 0.15, which `budget: unlimited` does without: remove it",
-    "routing.policy": "write `routing: {value}`",
-    "routing.leaders": "leaders go first wherever that pays: remove it",
-    "history.window": "it is a constant now, 8 visits: remove it",
-    "history.persist": "write `load: {value}` under `history`",
-    "self.max_tokens": "write `max_draft_tokens: {value}`",
-    "draft.tokens": "write `max_draft_tokens: {value}`",
-    "verify.allow_lossy": "options that change the policy's distribution are always refused: remove it",
+SUCCESSORS = {
+    "das.toggle": "das.speculate and das.calibration",
+    "das.history.persist": "das.history.load",
+    "das.self.max_tokens": "das.max_draft_tokens",
+    "das.draft.tokens": "das.max_draft_tokens",
 }
-"""What to do about each key that earlier versions had; `{value}`: what it was set to."""
+"""What stands in the place of keys that there are no longer."""
 IN_EVERY_STEP = ("parallel_drafting", "disable_padded_drafter_batch")
 """Keys of vLLM's speculative_config with which a neural drafter has to draft in every step, as vLLM has it."""
 MOST_BY_MODEL = 16
 """Most draft tokens of a model: each takes a pass of it, and the sixteenth is hardly ever accepted."""
 LOSSY = {"rejection_sample_method": ("standard", "block")}
 """Keys of vLLM's speculative_config that decide acceptance, and their values that keep the policy's distribution."""
-
-
-def retired(block: dict[str, Any]) -> list[str]:
-    """Say what to write for every key of a block that is no longer one."""
-    said = []
-    for key, value in _leaves(block):
-        if key in RETIRED:
-            plain = value if isinstance(value, str) else json.dumps(value)
-            said.append(f"das.{key}: found {value!r}; the key is retired: {RETIRED[key].format(value=plain)}")
-    return said
-
-
-def _leaves(block: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, inner in block.items():
-        if isinstance(inner, dict) and inner:
-            yield from ((f"{name}.{key}", value) for key, value in inner.items())
-        else:
-            yield name, inner
 
 
 def message(error: ErrorDetails, model: Any, above: tuple[str, ...] = ("das",)) -> str:
@@ -74,6 +44,7 @@ def message(error: ErrorDetails, model: Any, above: tuple[str, ...] = ("das",)) 
         model = get_args(model)[1] if fields is None else fields[str(parent)].annotation
     near = difflib.get_close_matches(str(name), model.model_fields, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else "."
+    hint = f"; write {SUCCESSORS[key]} in its place." if key in SUCCESSORS else hint
     return f"{key}: unknown key{hint} Allowed: {', '.join(model.model_fields)}"
 
 

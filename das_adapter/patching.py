@@ -31,7 +31,7 @@ class Patch:
     """Attributes of another package that are replaced or added."""
 
     targets: tuple[str, ...]
-    """`package.module:Class.attribute` each."""
+    """`package.module:Class.attribute` each; of a Ray actor the class that it was made of."""
     replacement: Callable[..., Any]
     """Called with what stands there, None where nothing does, and what `apply` was given."""
     adds: bool = False
@@ -58,6 +58,8 @@ class Patch:
             owner = importlib.import_module(module)
             for part in path:
                 owner = getattr(owner, part, None)
+            if actor := getattr(owner, "__ray_metadata__", None):
+                owner = actor.modified_class
         stock = getattr(owner, attribute, None)
         first = getattr(stock, _MARK, None)
         if first == name:

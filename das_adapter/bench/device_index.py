@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Plan, apart, every
+from das_adapter.bench.engines import CONTRACT, SHAPES, Bar, Plan, apart
 from das_adapter.bench.sampling import microseconds
 
 GROUP, STEPS, COMPARED = 8, 16, 8
@@ -86,7 +86,7 @@ BARS = (
         150,
         lambda f: f["rows"]["256 x 4096"]["proposal_us"],
     ),
-    Bar("bytes per sealed token", 8.5, lambda f: every(f["rows"].values(), lambda r: r["bytes_per_token"])),
+    Bar("bytes per sealed token", 8.5, lambda f: max(r["bytes_per_token"] for r in f["rows"].values())),
 )
 
 

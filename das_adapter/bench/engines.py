@@ -12,7 +12,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
@@ -86,35 +85,23 @@ class Bar(NamedTuple):
     """What a part's figures must show."""
 
     says: str
-    at_most: float | Callable[[Found], float]
+    at_most: float
     value: Callable[[Found], float | None]
-    """Raises LookupError, or returns None, where its figures were not measured."""
+    """Raises LookupError, ValueError or TypeError, or returns None, where its figures were not measured."""
 
     def verdict(self, content: Found) -> Found:
         """Judge what a part has written: `kept` needs all of its figures, `MISSED` only one that is too high."""
-        found: float | None
-        at_most: float | None
         try:
             found = self.value(content)
-            at_most = self.at_most(content) if callable(self.at_most) else self.at_most
         except (LookupError, ValueError, TypeError):
-            found, at_most = None, None if callable(self.at_most) else self.at_most
+            found = None
         if found is None or found != found:
             verdict = "not run"
-        elif at_most is not None and found > at_most:
+        elif found > self.at_most:
             verdict = "MISSED"
         else:
             verdict = "kept" if content["state"] == "done" else "cut short"
-        return {"bar": self.says, "found": found, "at_most": at_most, "verdict": verdict}
-
-
-def every(rows: Iterable[Found], value: Callable[[Found], float]) -> float:
-    """Return the worst of all rows.
-
-    Raises:
-        ValueError: there is none.
-    """
-    return max(map(value, rows))
+        return {"bar": self.says, "found": found, "at_most": self.at_most, "verdict": verdict}
 
 
 SOURCE = Path(__file__).resolve().parents[2]
@@ -194,19 +181,11 @@ def apart(
         RuntimeError: it failed; with its traceback.
         TimeoutError: the plan's time is over; the process and its engines are ended.
     """
-    forks = plan.tiny and not fresh
-    if forks and "torch" in sys.modules:
-        import torch
-
-        used: Any = torch.cuda.is_initialized
-        assert not used(), "a process that has used a GPU can't be forked"
-    context: Any = multiprocessing.get_context("fork" if forks else "spawn")
+    context: Any = multiprocessing.get_context("fork" if plan.tiny and not fresh else "spawn")
     heard, told = context.Pipe(duplex=False)
-    before = {name: os.environ.get(name) for name in env or {}}
-    os.environ.update(env or {})
+    process = context.Process(target=_report, args=(told, env or {}, work, args))
+    process.start()
     try:
-        process = context.Process(target=_report, args=(told, work, args))
-        process.start()
         told.close()
         if not heard.poll(min(3600.0, max(0.0, plan.until - time.monotonic()))):
             raise TimeoutError("no time is left")
@@ -215,8 +194,6 @@ def apart(
     except EOFError:
         raise RuntimeError(f"{work.__name__}: its process ended without a word") from None
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # its engines too
         process.kill()
@@ -225,8 +202,9 @@ def apart(
     return result
 
 
-def _report(told: Any, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _report(told: Any, env: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.setsid()
+    os.environ.update(env)
     try:
         answer = True, work(*args)
     except BaseException:

@@ -49,19 +49,15 @@ def _beyond_doubt(found: Found, arm: str) -> float:
     return max(ratio.value - 2.0 * ratio.error for ratio in _of_stock(found, arm))
 
 
-def _most(found: Found) -> float:
-    return 1.01 if found["runner"] == "V2" else 1.02
-
-
 BARS = (
     Bar(
         "undrafted step of `history`, of stock's, at worst, less twice its error",
-        _most,
+        1.02,
         lambda f: _beyond_doubt(f, "history"),
     ),
     Bar(
         "undrafted step with keyed noise, of stock's, at worst, less twice its error",
-        _most,
+        1.02,
         lambda f: _beyond_doubt(f, "none, keyed"),
     ),
     Bar(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from das_adapter.bench.engines import CONTRACT, SHAPES, SOURCE, Bar, Found, Plan, every, has_vllm
+from das_adapter.bench.engines import CONTRACT, SHAPES, SOURCE, Bar, Found, Plan, has_vllm
 
 NEAR = 3e-5
 """Scores that are this close may change places with the last bits of a device's logarithm."""
@@ -62,7 +62,7 @@ BARS = (
     Bar(
         "keyed sampling, of the time of stock vLLM's draw",
         1.0,
-        lambda f: every(f["rows"].values(), lambda r: r["keyed_us"] / r["stock_us"]),
+        lambda f: max(r["keyed_us"] / r["stock_us"] for r in f["rows"].values()),
     ),
 )
 

@@ -21,9 +21,9 @@ def _numbers(_: click.Context, __: click.Parameter, text: str) -> tuple[int, ...
         raise click.BadParameter(f"found {text!r}, expected whole numbers such as 1,4,16") from None
 
 
-def _json(_: click.Context, __: click.Parameter, text: str | None) -> Any:
+def _json(_: click.Context, __: click.Parameter, text: str) -> Any:
     try:
-        return text and json.loads(text)
+        return json.loads(text)
     except json.JSONDecodeError as error:
         raise click.BadParameter(f"found {text!r}, expected JSON: {error}") from None
 
@@ -35,20 +35,18 @@ def _json(_: click.Context, __: click.Parameter, text: str | None) -> Any:
 @click.option("--contexts", default="256,1024", callback=_numbers, show_default=True, help="Mean tokens of a request.")
 @click.option("--drafts", default="0,1,3,7,15", callback=_numbers, show_default=True, help="Draft tokens per request.")
 @click.option("--rounds", default=8, show_default=True, help="Steps of each kind.")
-@click.option("--drafter", callback=_json, help="A `das:` block as JSON: also measure the passes of its model.")
 @click.option("--engine", default="{}", callback=_json, help="JSON: further arguments of vllm.LLM, as dtype.")
-def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **grid: tuple[int, ...]) -> None:
+def calibrate(model: str, out: Path, rounds: int, engine: Any, **grid: tuple[int, ...]) -> None:
     """Measure what decode steps of MODEL take here.
 
     With drafts and without, and those of a vLLM engine without das-adapter; fit the latency model, judge it on held-out
     points, and write a file. MODEL is a directory or name with a Hugging Face config; its weights are not read.
     """
-    from das_adapter.config import parse
     from das_adapter.tools import calibrate as sweep
 
     with bar(2 * len(grid["batches"]) * len(grid["contexts"])) as progress:
         stock = sweep.measure_stock(model, grid["batches"], grid["contexts"], 4 * rounds, progress, **engine)
-        measured = sweep.measure(model, rounds=rounds, das=parse(drafter), progress=progress, **grid, **engine)
+        measured = sweep.measure(model, rounds=rounds, progress=progress, **grid, **engine)
     result = sweep.analyse(measured, stock)
     sweep.write(out, model, measured, result, shlex.join(["das-adapter", *sys.argv[1:]]))
     click.echo(json.dumps(result["validation"], indent=2))
@@ -58,8 +56,6 @@ def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **g
 @click.command()
 @click.argument("path", type=EXISTING, metavar="DUMP")
 @click.option("--tokenizer", help="Name or folder of the policy's tokenizer, where DUMP holds text.")
-@click.option("--budget", type=int, show_default="16", help="Most draft tokens of a request in a step.")
-@click.option("--max-bytes", show_default="8GiB", help="Size of the history, such as 512MiB.")
 @click.option("--hardware", "gpu", required=True, help="The GPU, such as H100.")
 @click.option("--model", required=True, help="The policy, a name such as Qwen/Qwen2.5-7B or a config.json.")
 @click.option("--gpus", type=click.IntRange(1), default=8, show_default=True, help="GPUs that generate.")
@@ -76,8 +72,6 @@ def calibrate(model: str, out: Path, rounds: int, drafter: Any, engine: Any, **g
 def estimate(
     path: Path,
     tokenizer: str | None,
-    budget: int | None,
-    max_bytes: str | None,
     max_num_seqs: int | None,
     other_s: float,
     agreement: float | None,
@@ -93,13 +87,11 @@ def estimate(
 
     from das_adapter.sim import pays, rollouts
 
-    das: dict[str, Any] = {"history": {"max_bytes": max_bytes}} if max_bytes else {}
-    das |= {"max_draft_tokens": budget} if budget else {}
-    settings = {name: chosen.pop(name) for name in ("model", "precision")}
+    settings: dict[str, Any] = {name: chosen.pop(name) for name in ("model", "precision")}
     settings |= {"hardware": chosen, "pipeline": {"train_s": other_s}}
     settings |= {"engine": {"max_num_seqs": max_num_seqs}} if max_num_seqs else {}
     with bar(2 if agreement is None else 3) as progress:
-        answer = pays.would_it_pay(rollouts.read(path, tokenizer), settings, das, agreement, progress)
+        answer = pays.would_it_pay(rollouts.read(path, tokenizer), settings, agreement, progress)
     if as_json:
         print_json(answer)
         return

@@ -65,22 +65,24 @@ def nemo_rl(venvs: Path, source: str | None, as_json: bool) -> None:
     Those are the environments of its vLLM workers, of the collector of trajectories, of the rollout actor and of the
     replay buffer, under the names that NeMo-RL gives them in the directory --venvs (or NEMO_RL_VENV_DIR; in NVIDIA's
     containers /opt/ray_venvs). Run it from the driver's environment, on each node that does not share the directory,
-    and again when NeMo-RL has built new ones. Exit code 1 if one of them failed.
+    and again when NeMo-RL has built new ones. It ends with exit code 1 at the first that fails.
     """
     from das_adapter.nemo_rl import environments as them
 
     found = them.environments(venvs)
+    versions = {}
     with bar(len(found)) as progress:
-        done = list(them.install(found, source, progress))
+        for name, python in found.items():
+            progress(name)
+            versions[name] = them.install(name, python, source)
     there = {name.rpartition(".")[2] for name in found}
     missing = [actor for actor in them.ACTORS if actor not in there]
     if as_json:
-        print_json({"environments": [outcome._asdict() for outcome in done], "not_built": missing})
-    else:
-        print_table(("environment", "state", "detail"), done, left=3, overflow="fold")
-        if missing:
-            click.echo(f"Not built yet: {', '.join(missing)}. Where a run needs them, run this again after its start.")
-    sys.exit(any(outcome.state == "failed" for outcome in done))
+        print_json({"environments": versions, "not_built": missing})
+        return
+    print_table(("environment", "das-adapter"), versions.items(), left=2, overflow="fold")
+    if missing:
+        click.echo(f"Not built yet: {', '.join(missing)}. Where a run needs them, run this again after its start.")
 
 
 @click.command()
@@ -91,8 +93,8 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check a `das:` block as the host would at its start, and show what it comes to.
 
     That is: every key that has an effect, and what would run where. Exit code 1, with what is wrong, if the block is
-    refused. FILE is a block, a veRL config or a NeMo-RL config; OVERRIDES are what follows it on the host's command
-    line, such as KEY=VALUE.
+    refused. FILE is a block, a veRL config or a NeMo-RL config, which the host reads: call it in the environment of the
+    host's driver. OVERRIDES are what follows it on the host's command line, such as KEY=VALUE.
     """
     import yaml
 
@@ -102,30 +104,27 @@ def config(path: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         return
     click.echo(yaml.safe_dump({"das": found["das"]}, sort_keys=False))
     print_table(("what", "where and how"), found["runs"].items(), left=2, overflow="fold")
-    for note in found["notes"]:
-        click.echo(f"Note: {note}")
 
 
 def _examined(path: Path, overrides: tuple[str, ...]) -> dict[str, Any]:
-    """Read and check a config; return its host, the effective block (None: it has none), what would run, and notes."""
+    """Read and check a config; return its host, the effective block (None: it has none), and what would run."""
     from das_adapter.config import check_files, parse
     from das_adapter.tools import configs
 
-    host, content, notes = configs.load(path, overrides)
+    host, content = configs.load(path, overrides)
+    arguments: dict[str, Any] = {}
     if host:
-        das, arguments = _of_host(host, content, notes)
+        das, arguments = _of_host(host, content)
     elif das := parse(content):
         check_files(das)
-    runs = configs.placement(das, host, arguments if host else {})
-    return {"host": host, "das": das and configs.effective(das), "runs": runs, "notes": notes}
+    return {"host": host, "das": das and configs.effective(das), "runs": configs.placement(das, host, arguments)}
 
 
-def _of_host(host: str, content: Any, notes: list[str]) -> tuple[Any, Any]:
+def _of_host(host: str, content: Any) -> tuple[Any, Any]:
     """Check a host's config as the host does at its start; return the block, and the engine arguments beside it."""
     from omegaconf import OmegaConf
 
-    from das_adapter import compat
-    from das_adapter.errors import ConfigError, UnsupportedHost
+    from das_adapter.errors import ConfigError
     from das_adapter.nemo_rl import settings as nemo_rl
     from das_adapter.tools.configs import VERL
     from das_adapter.verl import settings as verl
@@ -134,16 +133,9 @@ def _of_host(host: str, content: Any, notes: list[str]) -> tuple[Any, Any]:
     node = OmegaConf.select(content, place)
     if node is None:
         raise ConfigError(f"{place}: found nothing there, expected the config of {host}'s rollouts")
+    das = verl.check(content) if host == VERL else nemo_rl.check(node)
     given = OmegaConf.select(node, "engine_kwargs.vllm") if host == VERL else node.get("vllm_kwargs")
-    arguments = {"data_parallel_size": node.get("data_parallel_size"), **(given or {})}
-    try:
-        return (verl.check(content) if host == VERL else nemo_rl.check(node)), arguments
-    except UnsupportedHost:
-        needed = ("vllm", "verl") if host == VERL else ("nemo_rl",)
-        if not (absent := [package for package in needed if compat.version(package) is None]):
-            raise
-        notes.append(f"not installed here, so that its version is not checked: {', '.join(absent)}")
-        return (verl.of_run(content) if host == VERL else nemo_rl.of_generation(node)), arguments
+    return das, {"data_parallel_size": node.get("data_parallel_size"), **(given or {})}
 
 
 COMMANDS = (doctor, config, install, cpu_setup, cpu_env)

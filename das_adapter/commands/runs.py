@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -14,24 +13,24 @@ from das_adapter.commands.output import DIRECTORY, EXISTING, as_json, print_json
 @click.command()
 @click.argument("run_dir", type=DIRECTORY)
 @click.option("--out", type=click.Path(path_type=Path), help="Where the page goes; default: RUN_DIR/report.")
-@click.option("--version", type=int, help="Show the rollout before this weight version over time; default: the last.")
 @as_json
-def report(run_dir: Path, out: Path | None, version: int | None, as_json: bool) -> None:
+def report(run_dir: Path, out: Path | None, as_json: bool) -> None:
     """Turn the decision logs of a run (das.log_dir) into a page.
 
-    It is RUN_DIR/report/report.html. While the run goes on it shows what is logged by then. With --json the figures
-    are printed, and no page is written.
+    It is RUN_DIR/report/report.html. While the run goes on it shows what is logged by then. With --json the figures of
+    each training step are printed, and no page is written.
     """
     from das_adapter.protocol import decision_log
     from das_adapter.tools import report as page
+    from das_adapter.tools import run_series
     from das_adapter.tools.advice import sentences
 
     rollouts = decision_log.read(run_dir)
     if as_json:
-        print_json(page.summary(rollouts))
+        print_json(run_series.by_training_step(rollouts))
         return
-    written = page.write(rollouts, out or run_dir / "report", version)
-    click.echo("\n".join((*(f"{sentence.head}: {sentence.text}" for sentence in sentences(rollouts)), str(written))))
+    written = page.write(rollouts, out or run_dir / "report")
+    click.echo("\n".join((*(f"{head}: {text}" for head, text in sentences(rollouts)), str(written))))
 
 
 @click.command()
@@ -69,7 +68,7 @@ def history() -> None:
 @click.argument("directory", type=DIRECTORY, required=False)
 @as_json
 def inspect(directory: Path | None, as_json: bool) -> None:
-    """Describe histories: what they hold, and which processes write and use them.
+    """Describe histories: what they hold, and when something was added.
 
     DIRECTORY: a node's history (/dev/shm/das-history-*) or a checkpoint's (das_history); without it all of yours on
     this node are described.
@@ -81,16 +80,10 @@ def inspect(directory: Path | None, as_json: bool) -> None:
         print_json(found)
         return
     for one in found:
-        rows = ((name, _shown(value)) for name, value in one.items() if value is not None)
-        print_table(("history", ""), rows, left=2, overflow="fold")
+        shown = {name: f"{v:,}" if isinstance(v, int) else str(v) for name, v in one.items() if v is not None}
+        print_table(("history", ""), shown.items(), left=2, overflow="fold")
     if not found:
         click.echo("No history of yours lies on this node: no run of das-adapter's keeps one here.")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @history.command()

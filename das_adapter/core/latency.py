@@ -289,13 +289,13 @@ def _robust(
 
 
 class Calibration(NamedTuple):
-    """What `das-adapter calibrate` measured."""
+    """What is known of an engine before its first step: by `das-adapter calibrate`, or by a roofline."""
 
     steps: StepModel
     passes: StepModel | None = None
-    """Of the model that drafts; None: it was not measured."""
+    """Of the policy copy, by a roofline; None: not known."""
     stock: StepModel | None = None
-    """Of vLLM without das-adapter."""
+    """Of vLLM without das-adapter, by a calibration; None: not known."""
 
 
 def read_calibration(path: str, key: str = "das.calibration") -> Calibration:
@@ -306,9 +306,7 @@ def read_calibration(path: str, key: str = "das.calibration") -> Calibration:
     """
     try:
         content = json.loads(Path(path).read_text())
-        passes, stock = content.get("passes"), content.get("stock")
-        return Calibration(
-            StepModel.of(content["line"]), passes and StepModel.of(passes), stock and StepModel.of(stock["line"])
-        )
+        stock = content.get("stock")
+        return Calibration(StepModel.of(content["line"]), stock=stock and StepModel.of(stock["line"]))
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise DasError(f"{key}={path!r}: found {error!r}, expected a file that das-adapter calibrate wrote") from None

@@ -20,6 +20,8 @@ def prepare(config: DasConfig | None) -> None:
     if config is not None or weight_sync:
         expand_draft_parameters.apply()
         accept_fp64_keyword.apply()
+    if config is not None and config.keyed:
+        drop_generator.apply()
     if weight_sync or (config is not None and config.copies_policy):
         keep_linear_weights.apply(not weight_sync)
 
@@ -60,6 +62,20 @@ def accept_fp64_keyword(stock: Any) -> Any:
     if "USE_FP64_GUMBEL" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return stock
     return wrapper(lambda *args, USE_FP64_GUMBEL=False, **kwargs: kernel(*args, **kwargs))
+
+
+@patch("vllm.v1.worker.gpu_input_batch:InputBatch.add_request", since="0.24", needs="request")
+def drop_generator(stock: Any) -> Any:
+    """Without it an engine dies where the prompt of a request with a seed is read in parts: vLLM's V1 runner turns the
+    request's generator back then, which no CPU generator can do. Keyed noise needs no generator. Remove this patch when
+    vLLM turns back only the generators that have drawn."""
+
+    @functools.wraps(stock)
+    def add_request(self: Any, request: Any) -> int:
+        request.generator = None
+        return stock(self, request)  # type: ignore[no-any-return]
+
+    return add_request
 
 
 @patch("vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", since="0.24", needs="layer, remove_weight")

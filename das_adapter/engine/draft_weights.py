@@ -39,8 +39,6 @@ class DraftWeights:
         self._reading = False
         """Whether it is the drafter's checkpoint that is being loaded."""
         self._refused: str | None = None
-        self.loaded: Callable[[], None] = lambda: None
-        """Called when weights have been loaded into the policy."""
 
     @property
     def drafter(self) -> Any:
@@ -58,7 +56,6 @@ class DraftWeights:
             if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
                 self._read_checkpoint()
             self._mark = self._fingerprint()
-        see_weight_stream.apply(self.load, owner=self._runner.model)
         see_weight_stream.apply(self._take, owner=self.drafter)
 
     def load(self, stock: Callable[..., Any], weights: Weights, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +69,6 @@ class DraftWeights:
                 for name, weight in kept
             ]
             self.drafter.load_weights(trimmed)  # trainers pad the vocabulary
-        self.loaded()
         return result
 
     def refresh(self) -> str | None:
@@ -157,9 +153,10 @@ class DraftWeights:
 
 @patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
 def see_weight_stream(stock: Any, load: Callable[..., Any]) -> Any:
-    """Without it the policy refuses the drafter's weights in the trainer's stream and the drafter never gets them, and
-    a weight sync that brought it nothing, or what it was not to have, goes unnoticed. Remove this patch when vLLM's
-    weight updates reach the drafter, and report which of its weights they brought."""
+    """Without it the policy refuses the drafter's weights in the trainer's stream and the drafter never gets them; a
+    weight sync that brought it nothing, or what it was not to have, goes unnoticed; and so does any weight update where
+    there is no host: trainers' own worker extensions call nothing else. Remove this patch when vLLM's weight updates
+    reach the drafter, and tell plug-ins which weights they brought."""
     return functools.wraps(stock)(functools.partial(load, stock))
 
 

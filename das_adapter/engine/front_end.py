@@ -48,7 +48,7 @@ def choose_runner(stock: Any) -> Any:
         from vllm.triton_utils import HAS_TRITON
 
         choice = runner_for(self, config, HAS_TRITON)
-        if choice.v2:
+        if choice.v1 is None and self.speculative_config is None:
             vars(self).update(choice.arguments)
             made = stock(self, *args, **kwargs)
             if runs_v2(made):

@@ -11,6 +11,19 @@ import numpy as np
 from das_adapter.engine.labels import media
 from das_adapter.protocol.label import Label
 
+LABEL = "_das_label"
+"""Attribute of vLLM's requests: their `Label`, once it was read."""
+
+
+def label_of(request: Any) -> Label:
+    """Return the label of a request of vLLM's, as the front end has completed it (`labels.RequestLabels`)."""
+    label: Label | None = getattr(request, LABEL, None)
+    if label is None:
+        params = request.sampling_params
+        label = Label.of(params.extra_args if params else None)
+        setattr(request, LABEL, label)
+    return label
+
 
 @dataclass(slots=True)
 class LiveRequest:
@@ -36,10 +49,10 @@ class LiveRequest:
     """Tokens that end it."""
 
     @classmethod
-    def of(cls, req_id: str, request: Any, label: Label, longest: int) -> LiveRequest:
+    def of(cls, req_id: str, request: Any, longest: int) -> LiveRequest:
         """Make the record of a request of vLLM's (its prompt, parameters and `mm_features` are read); `longest`:
         tokens of a text at most."""
-        prompt, params = request.prompt_token_ids or (), request.sampling_params
+        prompt, params, label = request.prompt_token_ids or (), request.sampling_params, label_of(request)
         limit = (params.max_tokens if params else None) or longest
         problem, end = label.problem_of(prompt, media(request)), min(longest, len(prompt) + limit)
         ahead = np.frombuffer(label.ahead or b"", dtype=np.int32)

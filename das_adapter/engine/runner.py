@@ -26,8 +26,6 @@ class Choice(NamedTuple):
 
     v1: str | None
     """Why it must run V1; None: it runs what vLLM takes, V2 if there is no `speculative_config` of a host."""
-    v2: bool
-    """Whether to try V2."""
     arguments: dict[str, Any]
     """Engine arguments to change."""
 
@@ -53,7 +51,7 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
             f"its V2 model runner alone, but the engine runs V1: {why}"
         )
     if args.speculative_config is None and why is None:
-        return Choice(None, True, {"speculative_config": v2_speculative_config(config)})
+        return Choice(None, {"speculative_config": v2_speculative_config(config)})
     changed: dict[str, Any] = {}
     if config.controlled:
         if args.async_scheduling:
@@ -71,7 +69,7 @@ def runner_for(args: Any, config: DasConfig, triton: bool = True, lacking: str |
                 changed["max_model_len"] = args.max_model_len + config.num_draft_tokens + 1
     if why is None and not hosted(args):
         why = "its speculative_config is not das-adapter's"
-    return Choice(why, False, changed)
+    return Choice(why, changed)
 
 
 def set_v1(why: str) -> None:

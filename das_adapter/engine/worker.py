@@ -10,7 +10,7 @@ from typing import Any
 
 from das_adapter import __version__
 from das_adapter.config import DasConfig
-from das_adapter.engine.draft_weights import DraftWeights
+from das_adapter.engine.draft_weights import DraftWeights, see_weight_stream
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.standalone.worker import Standalone
 from das_adapter.errors import DasError
@@ -41,18 +41,28 @@ class WorkerState:
         """Return a request that is over, with its text; None: it is not known."""
         raise NotImplementedError
 
+    def bind(self) -> None:
+        """Bind it to the model runner."""
+        follow_loaded_models.apply(self.loaded, owner=self.runner)
+
     def stand_alone(self, worker: Any, directory: str) -> None:
         """Let the engine look after its own history, which has this name on the node: no host does."""
-        self.standalone = own = Standalone(self, directory)
+        self.standalone, self._worker = Standalone(self, directory), worker
 
-        def loaded() -> None:
-            if self.draft_weights:
-                self.draft_weights.loaded = own.weights_changed
-            else:
-                see_loaded_weights.apply(own.weights_changed, owner=self.runner.get_model())
+    def loaded(self) -> None:
+        """Take over what vLLM has just loaded: the policy, and a drafter with weights."""
+        if self.draft_weights:
+            self.draft_weights.take_loaded()
+        if self.draft_weights or self.standalone:
+            see_weight_stream.apply(self.load_weights, owner=self.runner.get_model())
 
-        follow_loaded_policy.apply(loaded, owner=worker)
-        self._worker = worker
+    def load_weights(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Load the weights of a trainer's stream into the policy, with `stock`, and into the drafter."""
+        load = functools.partial(self.draft_weights.load, stock) if self.draft_weights else stock
+        result = load(*args, **kwargs)
+        if self.standalone:
+            self.standalone.weights_changed()
+        return result
 
     def begin_standalone(self, scheduled: Any) -> None:
         """Note that a step begins (vLLM's `SchedulerOutput`), in an engine without a host."""
@@ -120,18 +130,12 @@ class WorkerState:
         return stats
 
 
-@patch("vllm.v1.worker.gpu_worker:Worker.load_model", since="0.24")
-def follow_loaded_policy(stock: Any, loaded: Callable[[], None]) -> Any:
-    """Without it nobody sees the weights that a trainer loads into the policy. Remove this patch when vLLM tells
-    plug-ins that its weights were updated."""
+@patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")
+def follow_loaded_models(stock: Any, loaded: Callable[[], None]) -> Any:
+    """Without it nobody sees the weights that a trainer loads into the policy, and a drafter's weights are neither
+    synced nor checked (on either model runner; vLLM loads the drafter after the policy). Remove this patch when vLLM
+    tells plug-ins that its weights were updated, and keeps those of a drafter."""
     return then(stock, loaded)
-
-
-@patch("vllm.model_executor.models.interfaces_base:VllmModel.load_weights", since="0.24", adds=True)
-def see_loaded_weights(stock: Any, changed: Callable[[], None]) -> Any:
-    """Without it an engine without a host does not know that its weights were updated: trainers' own worker extensions
-    call nothing else. Remove this patch when vLLM tells plug-ins that its weights were updated."""
-    return then(stock, changed)
 
 
 def then(stock: Any, changed: Callable[[], None]) -> Any:

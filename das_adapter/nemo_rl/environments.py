@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import shutil
 import subprocess
-import tempfile
 import urllib.parse
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from das_adapter.errors import DasError
 
@@ -26,17 +22,6 @@ ACTORS = (
 OURS = ("DasGenerationWorker", "DasAsyncGenerationWorker")
 """Those of das-adapter's, which NeMo-RL builds environments for where the stock workers have none."""
 _VERSION = "import das_adapter._native, das_adapter; print(das_adapter.__version__)"
-
-
-class Outcome(NamedTuple):
-    """What was done with one environment."""
-
-    environment: str
-    """Its name: module and class of the actor."""
-    state: str
-    """`installed` or `failed`."""
-    detail: str
-    """The version, or what went wrong."""
 
 
 def environments(venvs: Path) -> dict[str, Path]:
@@ -56,25 +41,21 @@ def environments(venvs: Path) -> dict[str, Path]:
     return found
 
 
-def install(found: dict[str, Path], source: str | None, progress: Callable[[str], None]) -> Iterator[Outcome]:
-    """Install das-adapter into environments, in the place of a version that is there; what it requires is installed
-    where it is missing.
+def install(name: str, python: Path, source: str | None) -> str:
+    """Install das-adapter into an environment, in the place of a version that is there; what it requires is installed
+    where it is missing. Return the version that the environment imports then.
 
     Args:
+        name: of the environment.
+        python: its interpreter.
         source: a wheel, a checkout, or what else uv takes; None: from where the das-adapter that runs here came.
 
     Raises:
-        DasError: the source is gone, or no wheel can be built of it.
+        DasError: it can't be installed, or does not run there.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        wanted = _wheel(source or _own_source(), folder)
-        for name, python in found.items():
-            progress(name)
-            try:
-                _run("uv", "pip", "install", "--reinstall-package", "das-adapter", "--python", str(python), wanted)
-                yield Outcome(name, "installed", _run(str(python), "-I", "-c", _VERSION))
-            except DasError as error:
-                yield Outcome(name, "failed", str(error))
+    uv = ("uv", "pip", "install", "--reinstall-package", "das-adapter", "--python")
+    _run(name, *uv, str(python), source or _own_source())
+    return _run(name, str(python), "-I", "-c", _VERSION)
 
 
 def _own_source() -> str:
@@ -84,23 +65,13 @@ def _own_source() -> str:
     return urllib.parse.unquote(url.removeprefix("file://")) or f"das-adapter=={own.version}"
 
 
-def _wheel(source: str, folder: str) -> str:
-    """Return what uv is given; of a checkout it is a wheel, built once."""
-    path = Path(source)
-    if path.is_absolute() and not path.exists():
-        raise DasError(f"install nemo-rl: {source!r} is gone: name a wheel or a checkout by --from")
-    if not path.is_dir():
-        return source
-    _run("uv", "build", "--wheel", "--out-dir", folder, source)
-    return str(next(Path(folder).glob("das_adapter-*.whl")))
-
-
-def _run(*command: str) -> str:
-    """Run a command; return what it said. DasError: it failed."""
-    if not shutil.which(command[0]):
-        raise DasError(f"install nemo-rl: found no {command[0]}, which NeMo-RL needs as well")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def _run(name: str, *command: str) -> str:
+    """Run a command for an environment; return what it said. DasError: it failed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise DasError(f"install nemo-rl: found no {command[0]}, which NeMo-RL needs as well") from None
     if done.returncode:
-        said = f"{done.stdout}{done.stderr}".strip().splitlines()
-        raise DasError(said[-1] if said else f"{command[0]}: exit code {done.returncode}")
+        said = f"{done.stdout}{done.stderr}".strip() or f"{command[0]}: exit code {done.returncode}"
+        raise DasError(f"install nemo-rl: {name}: {said.splitlines()[-1]}")
     return done.stdout.strip()

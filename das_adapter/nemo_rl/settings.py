@@ -48,11 +48,6 @@ def check(generation: Mapping[str, Any]) -> DasConfig | None:
     if generation.get("backend", "vllm") != "vllm":
         raise ConfigError(f"{BLOCK}: found {GENERATION}.backend={generation['backend']!r}, allowed: 'vllm'")
     refuse_arguments(das, BLOCK, f"{GENERATION}.vllm_kwargs", generation.get("vllm_kwargs") or {})
-    stages = (generation.get("vllm_cfg") or {}).get("pipeline_parallel_size") or 1
-    if das.drafter != "none" and stages > 1:
-        raise ConfigError(
-            f"{BLOCK}.drafter={das.drafter!r}: found {GENERATION}.vllm_cfg.pipeline_parallel_size={stages}, allowed: 1"
-        )
     if das.history.run_ahead != "off":
         raise ConfigError(f"{BLOCK}.history.run_ahead: found {das.history.run_ahead!r}, allowed under NeMo-RL: 'off'")
     for key in ("quant_cfg", "worker_extension_cls_fqn"):

@@ -20,7 +20,6 @@ WORTH = 0.03
 def would_it_pay(
     rollouts: Sequence[Rollout],
     settings: Mapping[str, Any],
-    das: Mapping[str, Any] | None = None,
     agreement: float | None = None,
     progress: Progress = lambda _: None,
 ) -> dict[str, Any]:
@@ -28,7 +27,6 @@ def would_it_pay(
 
     Args:
         settings: keys of a `SimConfig` that say what the dump runs on: `model`, `hardware`, `pipeline`, ...
-        das: keys of the `das:` block beside `drafter: history`.
         agreement: as in `AcceptanceBlock`; None: nothing is simulated with run-ahead.
 
     Returns:
@@ -39,10 +37,9 @@ def would_it_pay(
     Raises:
         DasError: a value that does not fit, with its key.
     """
-    block: dict[str, Any] = {"drafter": "history", **(das or {})}
-    blocks: dict[str, dict[str, Any]] = {"off": {"drafter": "none"}, "history": block}
+    blocks: dict[str, dict[str, Any]] = {"off": {"drafter": "none"}, "history": {"drafter": "history"}}
     if agreement is not None:
-        blocks["ahead"] = block | {"history": block.get("history", {}) | {"run_ahead": "auto"}}
+        blocks["ahead"] = {"drafter": "history", "history": {"run_ahead": "auto"}}
     content = {
         **settings,
         "rollout": {"cap": max(2, max(len(r.tokens) for r in rollouts))},

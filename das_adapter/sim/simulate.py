@@ -164,8 +164,7 @@ def step_times(config: SimConfig) -> Steps:
     if block.kind == "calibration":
         if block.file is None:
             raise ConfigError("steps.file: needed with `kind: calibration`")
-        found = read_calibration(block.file, "steps.file")
-        return Line(found.steps, found.passes)
+        return Line(read_calibration(block.file, "steps.file").steps)
     own = {f"{name}_s": 1e-3 * getattr(block, f"{name}_ms") for name in ("overhead", "draft_overhead", "pass_overhead")}
     return instance(sizes(config.model), device(hardware.gpu), hardware.per_engine, config.precision, **own)
 

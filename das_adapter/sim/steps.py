@@ -63,8 +63,6 @@ class Line(Steps):
     """A fitted `StepModel`, such as a calibration's."""
 
     model: StepModel
-    passes: StepModel | None = None
-    """Of the model that drafts; None: not measured."""
 
     def decode(self, requests: Floats, tokens: Floats, context: Floats) -> Floats:
         return self.model.seconds(tokens, requests, tokens > requests, context)
@@ -73,12 +71,9 @@ class Line(Steps):
         return self.model.slope(np.inf) * tokens
 
     def copy_pass(self, requests: Floats, context: Floats) -> Floats:
-        model, share = (self.model, UNSEEN_PASS) if self.passes is None else (self.passes, 1.0)
-        return np.asarray(share * model.seconds(requests, requests, False, context))
+        return np.asarray(UNSEEN_PASS * self.model.seconds(requests, requests, False, context))
 
     def neural_pass(self, share: float | None, drafter: str) -> Seconds:
-        if share is None and self.passes is not None:
-            return self.copy_pass
         return self._shared_pass(PASS_SHARE if share is None else share)
 
 

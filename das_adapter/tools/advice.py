@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from das_adapter.protocol.decision_log import Rollout
 from das_adapter.tools import run_series as series
@@ -16,16 +15,9 @@ LOW = 0.3
 """Share of a neural drafter's tokens, under which its weights are probably not the policy's."""
 
 
-class Sentence(NamedTuple):
-    """A sentence, and the figure of the page that shows it."""
-
-    figure: str
-    head: str
-    text: str
-
-
-def sentences(rollouts: Sequence[Rollout]) -> list[Sentence]:
-    """Say what drafts saved, where time was lost, and what to change; `rollouts`: of a run, one or more."""
+def sentences(rollouts: Sequence[Rollout]) -> list[tuple[str, str]]:
+    """Say what drafts saved, where time was lost, and what to change, each under its head; `rollouts`: of a run, one or
+    more."""
     steps = [step for r in rollouts for step in r.steps]
     seconds, gain = sum(s.seconds for s in steps), sum(r.end.saved for r in rollouts if r.end)
     if gain > 0:
@@ -45,9 +37,9 @@ def sentences(rollouts: Sequence[Rollout]) -> list[Sentence]:
     pace, load = series.tokens_per_forward(rollouts), sum(s.requests for s in plain) / max(1, len(plain))
     change = _change(rollouts, gain, load if idle > MOST else None)
     return [
-        Sentence("saved", "Saved", f"{saved}; a request got {pace:.2f} tokens from a forward pass."),
-        Sentence("acceptance", "Lost", f"{', '.join(lost)}."),
-        Sentence("history", "To change", change),
+        ("Saved", f"{saved}; a request got {pace:.2f} tokens from a forward pass."),
+        ("Lost", f"{', '.join(lost)}."),
+        ("To change", change),
     ]
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from das_adapter.config import DasConfig
-from das_adapter.core.latency import fit
+from das_adapter.core.latency import StepModel, fit
 from das_adapter.errors import DasError
 from das_adapter.tools.provenance import provenance, save
 
@@ -27,8 +27,6 @@ class Sample:
     drafts: int
     seconds: float
     steps: int
-    held_out: bool = False
-    """Whether the fit does not see it."""
 
 
 Progress = Callable[[str], None]
@@ -39,8 +37,6 @@ class Measured(NamedTuple):
     """Step times of an engine."""
 
     samples: list[Sample]
-    passes: list[Sample]
-    """Of the passes of the model that drafts, without drafts of their own."""
     sizes: tuple[int, ...] = ()
     """Tokens for which the engine captured CUDA graphs."""
 
@@ -51,7 +47,6 @@ def measure(
     contexts: Sequence[int],
     drafts: Sequence[int],
     rounds: int,
-    das: DasConfig | None = None,
     progress: Progress = lambda _: None,
     **engine: Any,
 ) -> Measured:
@@ -62,48 +57,33 @@ def measure(
         batches, contexts, drafts: requests, tokens of each request's text on average over the steps, draft tokens per
             request.
         rounds: steps of each kind.
-        das: block of a drafter with a model, whose passes are measured as well; None: there is none.
         engine: further arguments of `vllm.LLM`.
     """
-    das = das or DasConfig()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_V2_MODEL_RUNNER="0")
     from vllm import LLM
 
     from das_adapter.engine.timing import captured_tokens
-    from das_adapter.engine.v1 import worker
     from das_adapter.engine.v1.sweep import SweepDrafter
     from das_adapter.protocol.engine_args import v1_args
 
-    args = v1_args(das)
-    most = max(das.model_tokens, *drafts)
-    args["speculative_config"]["num_speculative_tokens"] = most
-    if das.neural:
-        vars(worker).update(Proposer=SweepDrafter)  # vLLM makes none for its own methods
-    else:
-        args["speculative_config"]["model"] = "das_adapter.engine.v1.sweep.SweepDrafter"
-    SweepDrafter.passes = (das.model_tokens,) if das.copies_policy or das.neural else ()
+    args, most = v1_args(DasConfig()), max(1, *drafts)
+    drafter = {"num_speculative_tokens": most, "model": "das_adapter.engine.v1.sweep.SweepDrafter"}
+    args["speculative_config"].update(drafter)
     lengths = sorted({0, *drafts})
-    steps = rounds * (len(lengths) + sum(1 + most for most in SweepDrafter.passes)) + 4
+    steps = rounds * len(lengths) + 4
     settings = {**_settings(max(contexts) + steps + most + 2, max(batches)), "enable_prefix_caching": False}
     llm = LLM(model, **{**settings, **args, **engine})
     SweepDrafter.turns = tuple(lengths)
-    measured = Measured([], [], captured_tokens(llm.llm_engine.vllm_config))
-    for number, (requests, context) in enumerate(product(batches, contexts)):
+    samples = []
+    for requests, context in product(batches, contexts):
         progress(f"{requests} requests of {context} tokens, with drafts")
-        SweepDrafter.samples, SweepDrafter.passed = [], []
+        SweepDrafter.samples = []
         _generate(llm, requests, context, steps, steps)
-        timed = {draft: [s for b, _, d, s in SweepDrafter.samples if (b, d) == (requests, draft)] for draft in lengths}
-        passed = [s for b, _, s in SweepDrafter.passed if b == requests]
-        for place, (draft, seconds) in enumerate(timed.items()):
-            _add(measured.samples, requests, context, draft, seconds[1:], held_out=(number + place) % 3 == 2)
-        _add(measured.passes, requests, context, 0, passed[1:], held_out=number % 3 == 2)
-    return measured
-
-
-def _add(samples: list[Sample], requests: int, context: int, drafts: int, seconds: list[float], held_out: bool) -> None:
-    """Add a sample, if there are enough steps: where the KV cache is small, the requests don't run together."""
-    if len(seconds) >= 3:
-        samples.append(Sample(requests, context, drafts, float(np.median(seconds)), len(seconds), held_out))
+        for draft in lengths:
+            seconds = [s for b, _, d, s in SweepDrafter.samples if (b, d) == (requests, draft)][1:]
+            if len(seconds) >= 3:  # where the KV cache is small, the requests don't run together
+                samples.append(Sample(requests, context, draft, float(np.median(seconds)), len(seconds)))
+    return Measured(samples, captured_tokens(llm.llm_engine.vllm_config))
 
 
 def measure_stock(
@@ -159,7 +139,7 @@ def _generate(llm: Any, requests: int, context: int, steps: int, tokens: int) ->
 
 
 def analyse(measured: Measured, stock: Sequence[Sample] = ()) -> dict[str, Any]:
-    """Fit the models of steps and of the drafting model's passes, and judge them on what was held out.
+    """Fit the model of steps to two of three samples, and judge it on the third.
 
     Args:
         measured: of `measure`.
@@ -168,28 +148,31 @@ def analyse(measured: Measured, stock: Sequence[Sample] = ()) -> dict[str, Any]:
     Raises:
         DasError: too few samples.
     """
-    held_out = sum(s.held_out for s in measured.samples)
-    if len(measured.samples) < held_out + 6 or not held_out:
+    samples = measured.samples
+    if len(samples) < 9:
         raise DasError(
-            f"calibrate: found {len(measured.samples) - held_out} kinds of step to fit and {held_out} to judge by, "
-            "needed: 6 and 1; measure more batches, contexts or draft lengths"
+            f"calibrate: found {len(samples)} kinds of step, needed: 9; measure more batches, contexts or draft lengths"
         )
-    line, judged = _fitted(measured.samples, measured.sizes)
-    result: dict[str, Any] = {"line": line, "stock": None, "validation": {"line": judged}}
-    if stock:
-        result["stock"] = {"line": _fitted(stock)[0], "samples": [asdict(s) for s in stock]}
-    if len({s.held_out for s in measured.passes}) == 2:
-        result["passes"], result["validation"]["passes"] = _fitted(measured.passes)
-    return result
+    mixed = [samples[i] for i in np.random.default_rng(0).permutation(len(samples))]
+    held_out, shown = mixed[: len(samples) // 3], mixed[len(samples) // 3 :]
+    line = _fitted(shown, measured.sizes)
+    n, b, drafted, seconds, context = _columns(held_out)
+    error = float(np.abs(line.seconds(n, b, drafted, context) / seconds - 1).mean())
+    return {
+        "line": line.to_dict(),
+        "stock": {"line": _fitted(stock).to_dict(), "samples": [asdict(s) for s in stock]} if stock else None,
+        "validation": {"mape": error, "held_out": len(held_out)},
+    }
 
 
-def _fitted(samples: Sequence[Sample], sizes: tuple[int, ...] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fit a step model (see `core.latency.fit`), and return it with its mean relative error on what was held out."""
-    b, s, d, t, hidden = np.array([(x.requests, x.context, x.drafts, x.seconds, x.held_out) for x in samples]).T
-    n, shown = b * (1 + d), hidden == 0
-    model = fit(n[shown], b[shown], d[shown] > 0, t[shown], (b * s)[shown], sizes=sizes)
-    errors = np.abs(model.seconds(n, b, d > 0, b * s) / t - 1)[~shown]
-    return model.to_dict(), {"mape": float(errors.mean()) if len(errors) else None, "held_out": len(errors)}
+def _fitted(samples: Sequence[Sample], sizes: tuple[int, ...] = ()) -> StepModel:
+    return fit(*_columns(samples), sizes=sizes)
+
+
+def _columns(samples: Sequence[Sample]) -> tuple[Any, Any, Any, Any, Any]:
+    """Return what `core.latency.fit` takes: tokens, requests, whether there are drafts, seconds, tokens of context."""
+    b, s, d, seconds = np.array([(x.requests, x.context, x.drafts, x.seconds) for x in samples]).T
+    return b * (1 + d), b, d > 0, seconds, b * s
 
 
 def write(out: Path, model: str, measured: Measured, result: dict[str, Any], command: str) -> None:
@@ -198,7 +181,6 @@ def write(out: Path, model: str, measured: Measured, result: dict[str, Any], com
         "provenance": provenance() | {"command": command, "model": model, "time": time.strftime("%Y-%m-%dT%H:%M:%S")},
         **result,
         "samples": [asdict(s) for s in measured.samples],
-        "pass_samples": [asdict(s) for s in measured.passes],
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     save(out, content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 from das_adapter import compat, config
 from das_adapter.config import DasConfig
@@ -17,23 +17,14 @@ from das_adapter.protocol.engine_args import REFRESHER, SETTINGS_KEY, draft_leng
 VERL, NEMO_RL = "veRL", "NeMo-RL"
 
 
-class Loaded(NamedTuple):
-    """A config as its host would see it."""
-
-    host: str | None
-    """`VERL` or `NEMO_RL`; None: the file holds a block alone."""
-    content: Any
-    """OmegaConf's container of a host's config, else the block."""
-    notes: list[str]
-    """What could not be read here."""
-
-
-def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
-    """Read a block (`das:` may stand above it), a veRL config, which Hydra composes, or a NeMo-RL config with the files
-    that its `defaults:` name, those that are on this machine.
+def load(path: Path, overrides: Sequence[str] = ()) -> tuple[str | None, Any]:
+    """Read a block (`das:` may stand above it), or a config of a host by the host's own code, which must be installed.
 
     Args:
         overrides: of the host's command line, such as `policy.generation.das.drafter=none`.
+
+    Returns:
+        `VERL` or `NEMO_RL` with the whole config in OmegaConf's containers; or None with the block.
 
     Raises:
         ConfigError: it can't be read.
@@ -48,17 +39,16 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     parents = keys.get("defaults") or []
     files = [parent for parent in ([parents] if isinstance(parents, str) else parents) if str(parent).endswith("ml")]
     if "policy" in keys or files:
-        notes: list[str] = []
-        return Loaded(NEMO_RL, _overridden(_merged(path, notes), overrides), notes)
+        return NEMO_RL, _merged(path, overrides)
     if {"actor_rollout_ref", "hydra", "defaults"} & keys.keys():
-        return Loaded(VERL, _composed(path, overrides), [])
+        return VERL, _composed(path, overrides)
     if overrides:
         raise ConfigError(f"{path}: found a block alone and {overrides[0]!r}, which is for the config of a host")
-    return Loaded(None, config.read(str(path)), [])
+    return None, config.read(str(path))
 
 
 def _composed(path: Path, overrides: Sequence[str]) -> Any:
-    """Compose a veRL config; its own configs are found where veRL is installed."""
+    """Compose a veRL config with veRL's own."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
 
@@ -69,36 +59,14 @@ def _composed(path: Path, overrides: Sequence[str]) -> Any:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _merged(path: Path, notes: list[str]) -> Any:
-    """Merge a NeMo-RL config over its parents, as NeMo-RL's `load_config` does."""
-    from omegaconf import DictConfig, OmegaConf
+def _merged(path: Path, overrides: Sequence[str]) -> Any:
+    """Merge a NeMo-RL config over its parents."""
+    from nemo_rl.utils.config import OverridesError, load_config, parse_hydra_overrides
 
-    def over(base: Any, above: Any) -> Any:
-        for key, value in above.items_ex(resolve=False):
-            if isinstance(value, DictConfig) and value.get("_override_"):
-                value.pop("_override_")
-                base.pop(key, None)
-        return OmegaConf.merge(base, above)
-
-    own: Any = OmegaConf.load(path)
-    merged: Any = OmegaConf.create()
-    parents = own.get("defaults") or []
-    for parent in [parents] if isinstance(parents, str) else parents:
-        file = path.parent / parent
-        if file.is_file():
-            merged = over(merged, _merged(file, notes))
-        else:
-            notes.append(f"{file} is not on this machine: what it says is not seen")
-    own.pop("defaults", None)
-    return over(merged, own)
-
-
-def _overridden(content: Any, overrides: Sequence[str]) -> Any:
-    from omegaconf import OmegaConf
-
-    if removed := [override for override in overrides if override.startswith("~")]:
-        raise ConfigError(f"found {removed[0]!r}, allowed for a NeMo-RL config: KEY=VALUE")
-    return OmegaConf.merge(content, OmegaConf.from_dotlist([override.lstrip("+") for override in overrides]))
+    try:
+        return parse_hydra_overrides(load_config(path), list(overrides))
+    except (OSError, OverridesError) as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def effective(das: DasConfig) -> dict[str, Any]:
@@ -118,7 +86,7 @@ def placement(das: DasConfig | None, host: str | None, arguments: Mapping[str, A
 
     Args:
         das: the block; None: it leaves the host as it is.
-        host: see `Loaded`.
+        host: `VERL`, `NEMO_RL`, or None: there is none.
         arguments: engine arguments that the host's config gives.
 
     Raises:

@@ -12,10 +12,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from das_adapter import __version__, compat, patching
-from das_adapter.config import DasConfig
 from das_adapter.core.native import native
 from das_adapter.errors import DasError, UnsupportedHost
-from das_adapter.protocol.engine_args import needs_v1
 
 _DEVICE = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
 
@@ -39,8 +37,6 @@ def examine() -> Iterator[Finding]:
     yield Finding("das-adapter", "ok", __version__)
     yield _native_core()
     yield from map(_host, compat.HOSTS)
-    if compat.version("vllm"):
-        yield runner()
     if compat.version("vllm") and not compat.missing("vllm"):
         yield _engine_process()
         run = subprocess.run([sys.executable, "-P", "-c", _DEVICE], capture_output=True, text=True, check=False)
@@ -85,13 +81,6 @@ def equality(gpu: str, environment: Mapping[str, str]) -> str:
         f"{gpu}: the same distribution with and without drafts; near-ties may fall the other way. For the "
         "same tokens set VLLM_BATCH_INVARIANT=1, which is slower"
     )
-
-
-def runner() -> Finding:
-    """Say which of vLLM's model runners an engine gets with the default block, and why."""
-    why = needs_v1(DasConfig())
-    v2 = "V2, where there are Triton and a device; `das-adapter config` says what a block gets, and why"
-    return Finding("model runner", "ok", f"V1: {why}" if why else v2)
 
 
 _ENGINE_START = """

@@ -1,10 +1,8 @@
-"""The histories of this node and of checkpoints: what lies there, who uses it, and what dead runs have left."""
+"""The histories of this node and of checkpoints: what lies there, and what dead runs have left."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.private import is_private
 from das_adapter.core.index.store import newest_in, problems_in
 from das_adapter.errors import DasError
-from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, USERS, size_of
+from das_adapter.protocol.spool import FOLDER, SHARED_MEMORY, size_of
 from das_adapter.service import janitor
 
 
@@ -51,9 +49,9 @@ def inspect(directory: Path) -> dict[str, Any]:
 
     Returns:
         `directory`, `problems`, and `bytes` of files. Of a node: `tokens`; `generation`, the last that was published;
-        the processes that write (`writer`) and use it (`engines`, those without a host); files that wait for the
-        writer; `age_s`, seconds since something was published or left. Of a checkpoint: `version`, the newest of the
-        weights that wrote it, the number of `nodes`, and the `scope` and `tokenizer` of its run.
+        files that wait for the writer (`waiting`); `age_s`, seconds since something was published or left. Of a
+        checkpoint: `version`, the newest of the weights that wrote it, the number of `nodes`, and the `scope` and
+        `tokenizer` of its run.
 
     Raises:
         DasError: it is neither, or damaged.
@@ -76,8 +74,6 @@ def inspect(directory: Path) -> dict[str, Any]:
         "tokens": index.tokens,
         "bytes": size_of(directory),
         "generation": generation,
-        "writer": _holders(directory / "writer"),
-        "engines": _holders(directory / USERS),
         "waiting": len(waiting),
         "age_s": round(time.time() - max(touched)) if touched else None,
     }
@@ -97,13 +93,3 @@ def _saved(directory: Path) -> dict[str, Any]:
         }
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise DasError(f"history: {str(directory)!r} is damaged: {error!r}") from None
-
-
-def _holders(lock: Path) -> list[int]:
-    """Return the processes of this container that hold a lock, as the kernel lists them: taking it would disturb
-    them."""
-    if not lock.exists():
-        return []
-    held, found = Path("/proc/locks").read_text(), lock.stat()
-    place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
-    return sorted({int(pid) for pid in re.findall(rf"^\d+: FLOCK +\w+ +\w+ (\d+) {place} ", held, re.MULTILINE)})

@@ -17,64 +17,35 @@ from das_adapter import __version__
 from das_adapter.errors import DasError
 from das_adapter.protocol.decision_log import Rollout
 from das_adapter.tools import run_series as series
-from das_adapter.tools.advice import Sentence, sentences
-from das_adapter.tools.run_series import TrainingStep
+from das_adapter.tools.advice import sentences
 
 MAX_BARS = 2000
 """Maximum number of requests drawn, the last to end."""
 TEMPLATE = Path(__file__).with_name("report_page.html")
 
 
-def summary(rollouts: list[Rollout]) -> dict[str, Any]:
-    """Sum up all rollouts, as plain numbers."""
-    steps = [step for rollout in rollouts for step in rollout.steps]
-    tokens, drafted = sum(s.tokens for s in steps), sum(s.drafted for s in steps)
-    accepted = sum(s.accepted for s in steps)
-    errors = [min(1.0, abs(s.predicted / s.seconds - 1)) for s in steps if s.predicted]
-    syncs = [r.end for r in rollouts if r.end is not None]
-    return {
-        "rollouts": len(rollouts),
-        "engines": len({r.source for r in rollouts}),
-        "requests": sum(len(r.requests) for r in rollouts),
-        "decode_steps": len(steps),
-        "decode_seconds": sum(s.seconds for s in steps),
-        "draft_tokens": drafted,
-        "accepted_tokens": accepted,
-        "tokens_per_forward": series.tokens_per_forward(rollouts),
-        "verify_waste": (drafted - accepted) / max(1, tokens),
-        "time_saved_s": sum(sync.saved for sync in syncs),
-        "latency_model_error": sum(errors) / len(errors) if errors else None,
-        "stopped": [sync.stopped for sync in syncs if sync.stopped],
-    }
-
-
-def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> Path:
-    """Write report.html, and return where it is.
-
-    Args:
-        rollouts: of the decision logs.
-        out: directory; made if there is none.
-        version: the weight version that followed the rollout shown over time; None: the last complete one.
+def write(rollouts: list[Rollout], out: Path) -> Path:
+    """Write report.html about the rollouts of the decision logs into a directory, made if there is none; return where
+    it is. The last complete rollout is shown over time.
 
     Raises:
-        DasError: there are no rollouts, or the version named is not in the logs.
+        DasError: there are no rollouts.
     """
     from plotly.offline import get_plotlyjs
 
-    versions = sorted({r.version for r in rollouts})
-    if not versions:
+    if not rollouts:
         raise DasError("report: found no decode step in the logs")
-    if version is None:
-        version = versions[-1]
-    if version not in versions:
-        raise DasError(f"report: found no rollout before weight version {version}, allowed: {versions}")
-    figures, steps = summary(rollouts), series.by_training_step(rollouts)
-    drawn = _figures(rollouts, [r for r in rollouts if r.version == version], steps)
-    drawn = {name: data for name, data in drawn.items() if data}
+    counted = {
+        "Rollouts": len(rollouts),
+        "engines": len({r.source for r in rollouts}),
+        "requests": sum(len(r.requests) for r in rollouts),
+    }
+    drawn = {name: data for name, data in _figures(rollouts).items() if data}
     parts = {
-        "SENTENCES": "".join(_lead(sentence, sentence.figure in drawn) for sentence in sentences(rollouts)),
-        "COUNTS": "Rollouts: {rollouts:,}; engines: {engines:,}; requests: {requests:,}".format(**figures)
-        + f"; das-adapter {__version__}.",
+        "SENTENCES": "".join(
+            f'<p class="lead"><b>{head}:</b> {html.escape(text)}</p>' for head, text in sentences(rollouts)
+        ),
+        "COUNTS": "; ".join(f"{name}: {count:,}" for name, count in counted.items()) + f"; das-adapter {__version__}.",
         "ALARMS": _alarms(series.notes(rollouts)),
         "DATA": json.dumps(drawn, default=np.ndarray.tolist).replace("<", "\\u003c"),
         "PLOTLY": get_plotlyjs(),
@@ -88,29 +59,26 @@ def write(rollouts: list[Rollout], out: Path, version: int | None = None) -> Pat
     return file
 
 
-def _figures(rollouts: list[Rollout], shown: list[Rollout], steps: Sequence[TrainingStep]) -> dict[str, Any]:
+def _figures(rollouts: list[Rollout]) -> dict[str, Any]:
     """Return the numbers that each figure draws, by its name in the template; empty ones are not shown."""
-    timeline = series.timeline(shown)
+    steps = [step for step in series.by_training_step(rollouts) if step["version"] >= 0]
+    last = max(r.version for r in rollouts)
+    timeline = series.timeline([r for r in rollouts if r.version == last])
     panels = {
-        "by training step": ("training step", [step.acceptance for step in steps if step.acceptance.drafted]),
+        "by training step": ("training step", [step["acceptance"] for step in steps if step["acceptance"].drafted]),
         "by epoch": ("visit of the problem", series.by_epoch(rollouts)),
         "by source": ("drafted from", series.by_source(rollouts)),
     }
     return {
-        "saved": [[s.version, s.tokens_per_forward, s.decode_seconds, s.saved_seconds, s.plain_seconds] for s in steps],
+        "saved": steps,
         "acceptance": [[title, axis, rates] for title, (axis, rates) in panels.items() if rates],
-        "history": [[s.version, s.history_hits, s.history_tokens] for s in steps if s.history_tokens is not None],
+        "history": [step for step in steps if step["history_tokens"] is not None],
         "timeline": {
-            "of": f"before weight version {shown[0].version}" if shown[0].version >= 0 else "at the end of the log",
+            "of": f"before weight version {last}" if last >= 0 else "at the end of the log",
             "first": max(0, len(timeline["requests"]) - MAX_BARS),
             **timeline,
         },
     }
-
-
-def _lead(sentence: Sentence, shown: bool) -> str:
-    head = f'<a href="#{sentence.figure}">{sentence.head}</a>' if shown else sentence.head
-    return f'<p class="lead"><b>{head}:</b> {html.escape(sentence.text)}</p>'
 
 
 def _alarms(notes: Sequence[tuple[str, str, list[int]]]) -> str:

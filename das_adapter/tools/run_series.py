@@ -27,40 +27,31 @@ class Rate(NamedTuple):
         return self.accepted / max(1, self.drafted)
 
 
-class TrainingStep(NamedTuple):
-    """What all engines did in the rollout of one training step."""
+def by_training_step(rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
+    """Sum up each training step over all engines, in order.
 
-    version: int
-    """Weight version that followed; the number of the training step."""
-    tokens_per_forward: float
-    """Of the decode steps that were timed."""
-    acceptance: Rate
-    decode_seconds: float
-    """Sum over the engines, like `saved_seconds`."""
-    saved_seconds: float
-    plain_seconds: float
-    """Of `decode_seconds` those of steps in which nothing was drafted."""
-    history_hits: float | None
-    """Share of the requests that began with history; None: not counted, here and below."""
-    history_tokens: float | None
-
-
-def by_training_step(rollouts: Iterable[Rollout]) -> list[TrainingStep]:
-    """Sum up each training step, in order; a rollout that no weight sync followed is left out."""
+    Returns:
+        A row each: `version`, the weight version that followed, which is the number of the training step, or -1: none
+        did; `engines` and `requests`; `tokens_per_forward`, of the decode steps that were timed; `acceptance`, a
+        `Rate`; `decode_seconds`, `saved_seconds`, and of the former `plain_seconds`, in which nothing was drafted;
+        `history_hits`, the share of the requests that began with history, and `history_tokens`; None: not counted.
+    """
     found = []
     for version, group in by_version(rollouts):
         decoded, counts = [s for r in group for s in r.steps], [c for r in group for c in r.counts]
-        step = TrainingStep(
-            version,
-            tokens_per_forward(group),
-            _rate(str(version), ((c["draft_tokens"], c["accepted_tokens"]) for c in counts)),
-            sum(s.seconds for s in decoded),
-            sum(r.end.saved for r in group if r.end),
-            sum(s.seconds for s in decoded if not s.drafted),
-            figures(counts).get("das/history_hits"),
-            max((c["history_tokens"] for c in counts if "history_tokens" in c), default=None),
-        )
-        found += [step] if version >= 0 else []
+        step = {
+            "version": version,
+            "engines": len({r.source for r in group}),
+            "requests": sum(len(r.requests) for r in group),
+            "tokens_per_forward": tokens_per_forward(group),
+            "acceptance": _rate(str(version), ((c["draft_tokens"], c["accepted_tokens"]) for c in counts)),
+            "decode_seconds": sum(s.seconds for s in decoded),
+            "saved_seconds": sum(r.end.saved for r in group if r.end),
+            "plain_seconds": sum(s.seconds for s in decoded if not s.drafted),
+            "history_hits": figures(counts).get("das/history_hits"),
+            "history_tokens": max((c["history_tokens"] for c in counts if "history_tokens" in c), default=None),
+        }
+        found.append(step)
     return found
 
 

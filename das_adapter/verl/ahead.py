@@ -139,36 +139,24 @@ class Job:
     ended: bool = False
     """Whether that is all."""
 
-    async def write(self, server: Any, step: int, label: Label, prompt: list[int], params: dict[str, Any]) -> None:
-        """Let a replica go on with the response to a request of a step."""
+    async def write(self, server: Any, label: Label, prompt: list[int], params: dict[str, Any]) -> None:
+        """Let a replica go on with the response to a request."""
         params = replace(label, record=False).put_into(params)
         tokens, self.ended = await server.write_ahead.remote([*prompt, *self.text], params)
         self.text += tokens
         if self.text and label.seed is not None:
-            texts.put(step, label.seed, self.text)
+            texts[-1][label.seed] = self.text
 
 
-class Texts:
-    """What is written ahead for the requests of one worker, by the seeds of their noise."""
-
-    def __init__(self) -> None:
-        self._of_step: dict[int, dict[int, list[int]]] = {}
-
-    def put(self, step: int, seed: int, text: list[int]) -> None:
-        """Keep the response of a request in some step, as far as it is written; of older steps than the last two
-        nothing is kept."""
-        for old in [known for known in self._of_step if known < step - 1]:
-            del self._of_step[old]
-        self._of_step.setdefault(step, {})[seed] = text
-
-    def take(self, step: int, seed: int | None) -> bytes | None:
-        """Return the response of a request that begins, int32 token ids; None: nothing is written."""
-        text = self._of_step.get(step, {}).pop(seed or 0, None)
-        return None if text is None else np.asarray(text, dtype=np.int32).tobytes()
+texts: deque[dict[int, list[int]]] = deque(maxlen=2)
+"""What is written ahead for the requests of the worker in this process, by the seeds of their noise: for the last two
+steps for which anything was."""
 
 
-texts = Texts()
-"""Of the worker in this process."""
+def take(seed: int | None) -> bytes | None:
+    """Return the response of a request that begins, int32 token ids; None: nothing is written."""
+    text = next((written.pop(seed) for written in texts if seed in written), None) if seed else None
+    return None if text is None else np.asarray(text, dtype=np.int32).tobytes()
 
 
 class Writing:
@@ -229,6 +217,7 @@ def add_writing(stock: None) -> Callable[..., Awaitable[None]]:
         stop(self)
         try:
             jobs, step = await jobs_of(self, batch)
+            texts.append({})
             self.das_writing = Writing(self, step, jobs)
         except Exception:
             logger.exception("das: nothing is written ahead for the next step")

@@ -19,16 +19,10 @@ from das_adapter.verl.ahead import Ahead
 logger = logging.getLogger("das_adapter")
 
 
-_FULLY_ASYNC = (
-    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.__ray_metadata__.modified_class"
-)
-"""The class inside a Ray actor."""
-
-
 @patch(
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._load_checkpoint",
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer._load_checkpoint",
-    f"{_FULLY_ASYNC}.load_checkpoint",
+    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer.load_checkpoint",
     since="0.9.1",
     optional=True,
 )
@@ -57,7 +51,7 @@ def load_history(stock: Any) -> Any:
 @patch(
     "verl.trainer.ppo.v1.trainer_base:PPOTrainer._save_checkpoint",
     "verl.trainer.ppo.ray_trainer:RayPPOTrainer._save_checkpoint",
-    f"{_FULLY_ASYNC}._save_checkpoint",
+    "verl.experimental.fully_async_policy.fully_async_trainer:FullyAsyncTrainer._save_checkpoint",
     since="0.9.1",
     optional=True,
 )

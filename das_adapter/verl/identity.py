@@ -160,10 +160,10 @@ def label_requests(stock: Any) -> Any:
         if sample.job is not None:
             job, server = sample.job
             if not media:
-                await job.write(server, sample.step, own, prompt, kwargs["sampling_params"])
+                await job.write(server, own, prompt, kwargs["sampling_params"])
             raise ahead.Written
         if own.start == len(prompt):
-            own = replace(own, ahead=ahead.texts.take(sample.step, own.seed))
+            own = replace(own, ahead=ahead.take(own.seed))
         params = own.put_into(kwargs["sampling_params"])
         output = await stock(self, *args, **{**kwargs, "sampling_params": params})
         if output.stop_reason not in ABORTED:

@@ -43,18 +43,12 @@ def check(config: Any) -> DasConfig | None:
         )
     given = _get(_get(rollout, "engine_kwargs"), "vllm") or {}
     refuse_arguments(das, BLOCK, f"{ROLLOUT}.engine_kwargs.vllm", given)
-    if das.drafter != "none":
-        mtp = _get(_get(config.actor_rollout_ref, "model"), "mtp")
-        if _get(mtp, "enable") and _get(mtp, "enable_rollout"):
-            raise ConfigError(
-                f"{BLOCK}.drafter={das.drafter!r} and actor_rollout_ref.model.mtp.enable_rollout=True both choose a "
-                "drafter: turn one of them off"
-            )
-        if _get(_get(rollout, "checkpoint_engine"), "backend") == "delta_sharded":
-            raise ConfigError(
-                f"{BLOCK}.drafter={das.drafter!r}: found {ROLLOUT}.checkpoint_engine.backend='delta_sharded', "
-                "which refuses speculative decoding; any other backend is allowed"
-            )
+    mtp = _get(_get(config.actor_rollout_ref, "model"), "mtp")
+    if das.drafter != "none" and _get(mtp, "enable") and _get(mtp, "enable_rollout"):
+        raise ConfigError(
+            f"{BLOCK}.drafter={das.drafter!r} and actor_rollout_ref.model.mtp.enable_rollout=True both choose a "
+            "drafter: turn one of them off"
+        )
     if das.routing != "host" and _get(rollout, "router_config_path"):
         raise ConfigError(
             f"{BLOCK}.routing={das.routing!r} and {ROLLOUT}.router_config_path both choose a router: "

@@ -16,7 +16,7 @@ from requested import OFF, PLAIN, requests, tokens, two_rounds
 
 from das_adapter.cli import main
 from das_adapter.protocol.decision_log import read
-from das_adapter.tools import report, run_series
+from das_adapter.tools import run_series
 
 
 @pytest.mark.one_build
@@ -32,10 +32,10 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
         assert tokens(result) == tokens(reference)
         assert not any(r["stats"]["error"] for r in result)
     rollouts = read(logs)
-    figures = report.summary(rollouts)
-    assert figures["requests"] > 0
-    assert figures["decode_steps"] > 50
-    assert figures["latency_model_error"] is not None
+    assert sum(step["requests"] for step in run_series.by_training_step(rollouts)) > 0
+    steps = [step for rollout in rollouts for step in rollout.steps]
+    assert len(steps) > 50
+    assert any(step.predicted for step in steps)
     counted = sum(counts["draft_tokens"] for rollout in rollouts for counts in rollout.counts)
     assert counted == sum(rate.drafted for rate in run_series.by_source(rollouts)) > 0
 
@@ -44,7 +44,7 @@ def test_every_policy_and_toggle_writes_the_same_tokens(engine: Any, tmp_path_fa
 def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "calibration.json"
     sizes = "--rounds 4 --batches 1,4,16 --contexts 16,64 --drafts 0,3".split()
-    how = ["--drafter", '{"drafter": "self"}', "--engine", '{"dtype": "float32", "enforce_eager": true}']
+    how = ["--engine", '{"dtype": "float32", "enforce_eager": true}']
     command = [sys.executable, "-m", "das_adapter.cli", "calibrate", POLICY, "--out", out, *sizes, *how]
     in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # another process would import vLLM again
     env = {**os.environ, **vllm_env, **ON_CPU, **in_process, "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -54,13 +54,8 @@ def test_calibrate_measures_this_machine(vllm_env: dict[str, str], tmp_path: Pat
     assert {(s["requests"], s["context"], s["drafts"]) for s in content["samples"]} == {
         (b, c, d) for b in (1, 4, 16) for c in (16, 64) for d in (0, 3)
     }
-    assert content["validation"]["line"]["held_out"] == 4
+    assert content["validation"]["held_out"] == 4
     assert content["line"]["base"] > 0
-    assert {(s["requests"], s["context"]) for s in content["pass_samples"]} == {
-        (b, c) for b in (1, 4, 16) for c in (16, 64)
-    }
-    assert content["passes"]["base"] > 0
-    assert content["validation"]["passes"]["held_out"] == 2
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

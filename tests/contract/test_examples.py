@@ -66,7 +66,6 @@ def test_the_launch_script_needs_nothing_but_overrides() -> None:
         (["+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method=ngram"], "both choose a drafter"),
         (["+actor_rollout_ref.rollout.engine_kwargs.vllm.async_scheduling=true"], "async_scheduling=True, which vLLM"),
         (["actor_rollout_ref.model.mtp.enable=true", "actor_rollout_ref.model.mtp.enable_rollout=true"], "both choose"),
-        (["actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded"], "refuses speculative decoding"),
     ],
 )
 def test_contradictions_stop_the_run_at_start(overrides: list[str], words: str) -> None:

@@ -252,13 +252,6 @@ def test_no_rollout_of_an_undrafted_figure_has_the_seed_of_another(monkeypatch: 
     assert len(asked) == len(set(asked)) == 3 * (1 + 2 * 5)
 
 
-def test_no_process_that_has_used_a_gpu_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(AssertionError, match="has used a GPU"):
-        engines.apart(TINY, print)
-
-
 def test_without_the_source_what_compares_with_references_is_not_run(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -70,7 +70,7 @@ class Engine:
             query_start_loc=SimpleNamespace(),
             get_model=lambda: None,
         )
-        host: Any = SimpleNamespace(runner=self.runner, ranks=1, label=None)
+        host: Any = SimpleNamespace(runner=self.runner, ranks=1)
         self.source = NeuralSource(host, ModelDrafts(MOST, narrows=False))
         self.source.load(torch.nn.Module())
         self.source.refresh(None)

@@ -7,15 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from jobs import Request, Round
+from jobs import Round
 from requested import (
     ALWAYS,
     PLAIN,
-    TWO_RANKS,
     V2_RUNNER,
     drafted_on_v2,
     drafter,
-    lossless_v2,
     nightly,
     requests,
     shortened,
@@ -24,7 +22,6 @@ from requested import (
     tokens,
     two_rounds,
 )
-from test_neural import assert_same_distribution
 from test_v2_losslessness import CHANGED, ROUNDS
 
 SELF = {"drafter": "self", "self": {"weights": "int8"}}
@@ -34,7 +31,7 @@ FRESH = [replace(part, fresh_copy=True) for part in CHANGED]
 
 
 def rates(result: list[dict[str, Any]]) -> list[float]:
-    """Return the share of the copy's draft tokens that was accepted, of each round."""
+    """Return the share of the policy copy's draft tokens that was accepted, of each round."""
     counts = [found["stats"]["self_counts"] for found in result]
     return [accepted / drafted for drafted, accepted in counts]
 
@@ -54,15 +51,6 @@ def test_tokens_are_stock_vllms_and_the_copy_follows_the_policy(v2_engine: Any, 
 
 
 @pytest.mark.long
-def test_a_copy_that_is_not_quantised_anew_drafts_for_the_old_policy(v2_engine: Any) -> None:
-    first, second = synced(two_rounds(requests(shortened(PLAIN, 40))))
-    rounds = [replace(first, perturb=1.0), second]
-    fresh, stale = (v2_engine(das={**SELF, **ALWAYS}, rounds=rounds, sabotage=s) for s in (None, "stale copy"))
-    assert tokens(fresh) == tokens(stale)
-    assert rates(fresh)[1] > rates(stale)[1] + 0.1
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
 def test_drafts_in_every_step_and_passes_that_fill_up_a_graph_draft_as_well(
     v2_engine: Any, das: dict[str, Any]
@@ -75,27 +63,6 @@ def test_drafts_in_every_step_and_passes_that_fill_up_a_graph_draft_as_well(
     for found, expected in zip(replayed, plain, strict=True):
         assert found["stats"]["self_counts"] == expected["stats"]["self_counts"]
     assert replayed[-1]["compared"]["replayed"] > 100
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
-def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
-    v2_engine: Any, das: dict[str, Any]
-) -> None:
-    """The cache holds too few requests, whose prompts are read in chunks; the second time their prompts are in it."""
-    asked = requests(PLAIN, 9, max_tokens=200, ignore_eos=True)
-    rounds = synced([Round(asked), Round(asked)])
-    small = {
-        "max_model_len": 128,
-        "block_size": 32,
-        "num_gpu_blocks_override": 20,
-        "max_num_batched_tokens": 64,
-        "enable_prefix_caching": True,
-    }
-    result = lossless_v2(v2_engine, das, rounds, engine=small, sabotage="any draft length")
-    assert all(len(r.prompt) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
-    assert result[-1]["preemptions"] > 0
-    assert min(rates(result)) > 0.8
 
 
 @pytest.mark.long
@@ -125,31 +92,6 @@ def test_the_copy_sleeps_and_wakes_with_the_weights(v2_engine: Any, das: dict[st
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("alone", [False, True], ids=["host", "standalone"])
-@pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
-def test_two_ranks_run_the_copy_together(v2_engine: Any, das: dict[str, Any], alone: bool) -> None:
-    rounds = synced(two_rounds(requests(shortened(PLAIN, 40), 6)))
-    reference = v2_engine(das=None, rounds=stock(rounds))
-    how = {"engine": TWO_RANKS, "sabotage": "any draft length", "standalone": alone}
-    result = v2_engine(das=das, rounds=stock(rounds) if alone else rounds, **how)
-    assert tokens(result) == tokens(reference)
-    assert min(rates(result)) > 0.7  # short texts: more of the drafts lie beyond their ends
-
-
-@pytest.mark.long
-def test_the_controller_lets_the_copy_draft_where_it_pays(v2_engine: Any) -> None:
-    """And beside a history a round takes at most the steps that the better one of both sources alone takes."""
-    reference = v2_engine(das=None, rounds=stock(ROUNDS))
-    history = {"drafter": "history", "history": BOTH["history"]}
-    arms = [v2_engine(das=das, rounds=ROUNDS, sabotage="slow policy") for das in (SELF, history, BOTH)]
-    assert all(tokens(arm) == tokens(reference) for arm in arms)
-    forwards = [sum(found["stats"]["request_forwards"] for found in arm) for arm in arms]
-    assert forwards[2] < 1.02 * min(forwards[:2])
-    assert all(found["stats"]["drafter_passes"] > 20 for found in arms[0])
-    assert all(found["stats"]["self_acceptance"] > 0.8 for found in arms[0])
-
-
-@pytest.mark.long
 def test_a_length_that_replicas_agreed_on_is_drafted(v2_engine: Any) -> None:
     first, second = ROUNDS[:2]
     das = {**SELF, **ALWAYS, "self": {"weights": "int8", "ladder": [2, 5]}}
@@ -157,29 +99,6 @@ def test_a_length_that_replicas_agreed_on_is_drafted(v2_engine: Any) -> None:
     length = [r["stats"]["draft_tokens"] / r["stats"]["drafted_forwards"] for r in result]
     assert length[0] > 4
     assert 1.9 < length[1] <= 2
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("das", [SELF, BOTH], ids=drafter)
-def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, das: dict[str, Any]) -> None:
-    result = lossless_v2(v2_engine, {**das, **ALWAYS}, ROUNDS, sabotage="failing drafter")
-    assert all("broken on purpose" in r["stats"]["error"] for r in result)
-    failed = f"the {das['drafter']} drafter failed; no drafts until the next weight sync"
-    assert result[0]["log"].count(failed) == len(ROUNDS)
-
-
-@pytest.mark.long
-def test_vllms_own_sampling_keeps_the_distribution(v2_engine: Any) -> None:
-    """No request has a seed; the most likely tokens are drafted."""
-    prompt = requests(PLAIN, 3)[0].prompt
-    asked = [Request(prompt, {"max_tokens": 5, "temperature": 1.5, "ignore_eos": True, "logprobs": None})]
-    rounds, crowd = [Round(asked, copies=800, brief=True)], {"max_num_seqs": 64}
-    off = v2_engine(das=None, engine=crowd, rounds=rounds)[0]
-    das = {**SELF, "verify": {"noise": "stock"}}
-    drafted = v2_engine(das=das, engine=crowd, rounds=rounds, sabotage="any draft length")[0]
-    assert drafted["runner"] == off["runner"] == V2_RUNNER
-    assert drafted["stats"]["accepted_tokens"] > 150
-    assert_same_distribution(off["tokens"], drafted["tokens"])
 
 
 @pytest.mark.long

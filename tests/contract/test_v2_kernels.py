@@ -134,19 +134,6 @@ def test_from_sealed_text_the_device_drafts_what_the_hosts_index_does(
     assert drafted > 0
 
 
-def test_an_arena_that_is_too_small_counts_what_it_lacks_until_the_weight_sync() -> None:
-    host = SuffixIndex()
-    host.add(1, np.arange(100, dtype=np.int32), 0)
-    host.seal()
-    for words, short in ((2**10, 0), (8, 1)):
-        device = DeviceIndex(torch.zeros(2, 16, dtype=torch.int32), STEPS, words, 0.02, VOCABULARY)
-        device.open([(0, 1, 4), (1, 2, 4)])  # of problem 2 there is no history
-        device.bringer.step(host)
-        assert device.arena.short == short
-        device.arena.forget()
-        assert device.arena.short == 0
-
-
 @mock.patch.object(DeviceIndex, "_launch", device_reference.launch)
 def test_the_device_drafts_what_was_written_ahead() -> None:
     rng = np.random.default_rng(0)

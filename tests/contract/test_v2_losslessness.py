@@ -12,11 +12,8 @@ from jobs import Request, Round
 from requested import (
     ALWAYS,
     EVERY_ON_V2,
-    LORA,
     OFF,
     PLAIN,
-    TWO_RANKS,
-    lora,
     lossless_v2,
     nightly,
     prompts,
@@ -148,15 +145,6 @@ def test_verification_by_ratio_would_write_other_tokens(v2_engine: Any) -> None:
 
 
 @pytest.mark.long
-def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any) -> None:
-    result = v2_engine(**ARMS["failing"], rounds=CHANGED)
-    assert result[0]["stats"]["error"] is None
-    assert all("broken on purpose" in r["stats"]["error"] for r in result[1:])
-    failed = "the history drafter failed; no drafts until the next weight sync"
-    assert result[0]["log"].count(failed) == 3  # once a weight sync
-
-
-@pytest.mark.long
 def test_many_requests_with_siblings_preemptions_and_weight_syncs(v2_engine: Any) -> None:
     """240 requests in groups of six; the cache holds too few, so that some are preempted and go on later."""
     rounds = []
@@ -193,15 +181,6 @@ def test_stops_chunked_prompts_cached_prefixes_aborts_new_weights_and_sleep_chan
     assert written[0] == written[3] == written[4]
     assert min(r["stats"]["accepted_tokens"] for r in result[1:]) > 10
     assert result[-1]["stats"]["error"] is None
-
-
-@pytest.mark.long
-def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, tmp_path: Path) -> None:
-    first, second = synced(two_rounds(requests(shortened(PLAIN, 40), 6)))
-    where = lora(tmp_path / "adapter")
-    rounds = [replace(part, adapter=where) for part in (first, second)]
-    result = lossless_v2(v2_engine, HISTORY, rounds, engine=LORA)
-    assert result[1]["stats"]["accepted_tokens"] > 10
 
 
 @pytest.mark.long
@@ -309,20 +288,6 @@ def test_a_nodes_history_is_drafted_from_and_that_of_other_nodes_when_it_comes(v
     pace = [r["stats"]["tokens"] / r["stats"]["request_forwards"] for r in result[1:]]
     assert pace[1] > pace[0] > 1.7  # the same tokens are written again
     assert [r["stats"]["history_hits"] for r in result] == [0, 12, 12]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("arm", ["history", "drafted"])
-def test_two_ranks_write_the_tokens_of_one(v2_engine: Any, arm: str) -> None:
-    """The first one drafts; the other reads the same tokens of the same requests, or the policy's logits would be
-    wrong."""
-    rounds = two_rounds(requests(PLAIN, 6))
-    reference = v2_engine(das=None, rounds=stock(rounds))
-    result = v2_engine(**ARMS[arm], rounds=rounds, engine=TWO_RANKS)
-    assert tokens(result) == tokens(reference)
-    assert sum(r["stats"]["accepted_tokens"] for r in result) > 50
-    assert all(r["asynchronous"] for r in result)
-    assert "history_tokens" not in result[1]["ranks"][1]
 
 
 @pytest.mark.long

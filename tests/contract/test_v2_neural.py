@@ -1,8 +1,10 @@
-"""vLLM's neural drafters on its V2 model runner: whatever they draft, the tokens are stock vLLM's."""
+"""Models that draft on vLLM's V2 model runner, its neural drafters and the policy copy: whatever they draft, the tokens
+are stock vLLM's."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,26 @@ from requested import (
     tokens,
     two_rounds,
 )
-from test_neural import assert_same_distribution, block, policy, trained_drafter
+from test_neural import assert_same_distribution, policy, trained_drafter
+from test_neural import block as neural_block
 from test_v2_losslessness import ROUNDS
 
 METHODS = ["draft_model", "eagle3"]
 BOTH = [f"history+{method}" for method in METHODS]
 PARALLEL = ["dflash", "dspark"]
 """Methods of vLLM that draft all tokens in one pass: on the V2 runner alone."""
+COPY = ["self", "history+self"]
+
+
+def block(method: str, drafters: Path, **more: Any) -> dict[str, Any]:
+    if method in ("history", *COPY):
+        return {"drafter": method, **({"self": {"weights": "int8"}} if method in COPY else {}), **more}
+    return neural_block(method, drafters, **more)
+
+
+def accepted(found: dict[str, Any]) -> float:
+    """Return the share of a round's draft tokens that was accepted."""
+    return float(found["stats"]["accepted_tokens"] / found["stats"]["draft_tokens"])
 
 
 @pytest.mark.parametrize(
@@ -80,36 +95,39 @@ def test_tokens_do_not_depend_on_a_drafter_that_drafts_in_every_step(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["history", *METHODS, BOTH[1], *PARALLEL])
+@pytest.mark.parametrize("method", ["history", *METHODS, BOTH[1], *COPY, *PARALLEL])
 def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
     v2_engine: Any, drafters: Path, method: str
 ) -> None:
-    """The cache holds too few requests; the second time their prompts are in it."""
+    """The cache holds too few requests, whose prompts are read in chunks; the second time their prompts are in it."""
     asked = requests(PLAIN, 9, max_tokens=200, ignore_eos=True)
     rounds = synced([Round(asked), Round(asked)])
     small = {"max_model_len": 128, "block_size": 32, "num_gpu_blocks_override": 20, "enable_prefix_caching": True}
-    das = {"drafter": "history"} if method == "history" else block(method, drafters)
-    result = lossless_v2(v2_engine, das, rounds, engine=small, sabotage="any draft length")
+    small["max_num_batched_tokens"] = 64
+    result = lossless_v2(v2_engine, block(method, drafters), rounds, engine=small, sabotage="any draft length")
     assert all(len(r.prompt) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
     assert result[-1]["preemptions"] > 0
     assert result[1]["stats"]["accepted_tokens"] > (3 if method in PARALLEL else 20)
+    assert method != "self" or all(accepted(r) > 0.8 for r in result)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [*METHODS, "self"])
 def test_each_request_has_the_better_draft_of_the_history_and_a_model(
     v2_engine: Any, drafters: Path, method: str
 ) -> None:
     """Where drafts are cheap, a round takes at most the steps that the better one of both sources alone takes."""
     small = {"history": {"device_bytes": "2MiB"}}
     model = v2_engine(das=block(method, drafters), rounds=ROUNDS, sabotage="slow policy")
-    history = v2_engine(das={"drafter": "history", **small}, rounds=ROUNDS, sabotage="slow policy")
+    history = v2_engine(das=block("history", drafters, **small), rounds=ROUNDS, sabotage="slow policy")
     both = v2_engine(das=block(f"history+{method}", drafters, **small), rounds=ROUNDS, sabotage="slow policy")
     reference = v2_engine(das=None, rounds=stock(ROUNDS))
-    assert tokens(both) == tokens(reference)
+    assert tokens(both) == tokens(model) == tokens(history) == tokens(reference)
     forwards = [[r["stats"]["request_forwards"] for r in arm] for arm in (model, history, both)]
     assert sum(forwards[2]) < 1.02 * min(sum(forwards[0]), sum(forwards[1]))
     assert sum(r["stats"]["drafter_passes"] for r in both) > 50
+    if method == "self":
+        assert all(r["stats"]["drafter_passes"] > 20 and r["stats"]["self_acceptance"] > 0.8 for r in model)
 
 
 @pytest.mark.long
@@ -130,7 +148,7 @@ def test_the_controller_chooses_the_lengths(v2_engine: Any, drafters: Path) -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", [*METHODS, "mtp"])
+@pytest.mark.parametrize("method", ["history", *METHODS, "mtp"])
 def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, drafters: Path, method: str, tmp_path: Path) -> None:
     where = lora(tmp_path / "adapter")
     rounds = [replace(part, adapter=where) for part in synced(two_rounds(requests(shortened(PLAIN, 40), 6)))]
@@ -141,7 +159,7 @@ def test_a_lora_policy_draws_stock_vllms_tokens(v2_engine: Any, drafters: Path, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", [*METHODS, "mtp"])
+@pytest.mark.parametrize("method", [*METHODS, "mtp", "self"])
 def test_vllms_own_sampling_keeps_the_distribution(v2_engine: Any, drafters: Path, method: str) -> None:
     """As `test_neural.py` on V1; no request has a seed. The most likely tokens are drafted: the interpreter cannot run
     vLLM's kernel that verifies by the drafter's probabilities."""
@@ -163,7 +181,7 @@ def test_the_trainers_weights_reach_the_drafter(v2_engine: Any, drafters: Path, 
     trained, second = trained_drafter(drafters, method, None)
     das = block(method, drafters, draft={"weights": "trainer"}, **ALWAYS)
     result = v2_engine(das=das, rounds=[trained, second], env=HOST, sabotage="drafter without weights")
-    rate = [r["stats"]["accepted_tokens"] / r["stats"]["draft_tokens"] for r in result]
+    rate = list(map(accepted, result))
     assert rate[1] > max(0.08, 5 * rate[0])
     assert result[1]["stats"]["alarm"] is None
 
@@ -210,17 +228,30 @@ def test_sleep_takes_the_memory_pools_and_leaves_the_history(
 
 
 @pytest.mark.long
-def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: Path) -> None:
-    result = lossless_v2(v2_engine, block("eagle3", drafters, **ALWAYS), ROUNDS, sabotage="failing drafter")
-    assert all("broken on purpose" in r["stats"]["error"] for r in result)
-    assert result[0]["log"].count("the eagle3 drafter failed; no drafts until the next weight sync") == len(ROUNDS)
+@pytest.mark.parametrize("method", ["history", "eagle3", *COPY])
+def test_a_failing_drafter_is_switched_off_and_named(v2_engine: Any, drafters: Path, method: str) -> None:
+    result = lossless_v2(v2_engine, block(method, drafters, **ALWAYS), ROUNDS, sabotage="failing drafter")
+    failing = result[method == "history" :]  # which fails once there is one
+    assert all("broken on purpose" in r["stats"]["error"] for r in failing)
+    failed = f"the {method} drafter failed; no drafts until the next weight sync"
+    assert result[0]["log"].count(failed) == len(failing)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["eagle3", BOTH[1], "history+dspark"])
-def test_two_ranks_run_the_drafter_together(v2_engine: Any, drafters: Path, method: str) -> None:
-    rounds = synced(two_rounds(requests(shortened(PLAIN, 20), 6)))
+@pytest.mark.parametrize(
+    ("method", "alone"),
+    [*product(["history", "eagle3", BOTH[1], "history+dspark"], [False]), *product(COPY, [False, True])],
+    ids=str,
+)
+def test_two_ranks_run_the_drafter_together(v2_engine: Any, drafters: Path, method: str, alone: bool) -> None:
+    """The first one drafts from the history; the other reads the same tokens, or the policy's logits would be wrong.
+    `alone`: no host looks after the engine."""
+    rounds = synced(two_rounds(requests(shortened(PLAIN, 20 if method not in COPY else 40), 6)))
     reference = v2_engine(das=None, rounds=stock(rounds))
-    result = v2_engine(das=block(method, drafters), rounds=rounds, engine=TWO_RANKS, sabotage="any draft length")
+    how = {"engine": TWO_RANKS, "sabotage": "any draft length", "standalone": alone}
+    result = v2_engine(das=block(method, drafters), rounds=stock(rounds) if alone else rounds, **how)
     assert tokens(result) == tokens(reference)
     assert sum(r["stats"]["accepted_tokens"] for r in result) > 20
+    assert all(r["asynchronous"] for r in result)
+    assert "history_tokens" not in result[1]["ranks"][1]
+    assert method != "self" or all(accepted(r) > 0.7 for r in result)  # more of the drafts lie beyond short texts' ends

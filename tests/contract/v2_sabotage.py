@@ -13,7 +13,6 @@ from v2_stand_ins import COMPARED
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from das_adapter.core.backoff import Rest
-from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.v2 import worker
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
@@ -130,11 +129,6 @@ def weights_at_one_place(without: bool) -> None:
         drafter_without_weights()
 
 
-def stale_copy() -> None:
-    """Never quantise the policy's weights again."""
-    PolicyCopy.quantise = lambda self: None  # type: ignore[method-assign]
-
-
 def replayed_passes() -> None:
     """Have the policy copy's passes replayed by what stands for CUDA graphs of 1, 4 and 16 requests: a pass is run for
     as many rows as its graph has, and reads from where it read when it was captured."""
@@ -187,6 +181,5 @@ SABOTAGE = {
     "slow policy": slow_policy,
     "slow policy of one length": slow_policy_of_one_length,
     "small chunks": small_chunks,
-    "stale copy": stale_copy,
     "weights at one place": functools.partial(weights_at_one_place, False),
 }

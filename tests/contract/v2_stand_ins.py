@@ -5,13 +5,18 @@ each row of logits. A job that is `interpreted` runs both and compares them, bit
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from reference_noise import gumbel
 
 U, F = np.uint32, np.float32
 NEVER = F(-np.inf)
@@ -313,39 +318,7 @@ def _philox(key: Any, offset: Any) -> Any:
 
 
 def _murmur_noise(seed: np.ndarray, pos: np.ndarray, vocab: int) -> Any:
-    return _noise(_uniforms(seed, pos, vocab))
-
-
-def _mix(h: Any, key: Any) -> Any:
-    key = key * U(0xCC9E2D51)
-    key = ((key << U(15)) | (key >> U(17))) * U(0x1B873593)
-    h = h ^ key
-    return ((h << U(13)) | (h >> U(19))) * U(5) + U(0xE6546B64)
-
-
-def _uniforms(seed: np.ndarray, pos: np.ndarray, vocab: int) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        seed, pos = seed.astype(np.uint64), pos.astype(np.uint64)
-        h = np.zeros(len(seed), dtype=U)
-        for word in (seed & 0xFFFFFFFF, seed >> np.uint64(32), pos & 0xFFFFFFFF):
-            h = _mix(h, word.astype(U))
-        h = _mix(h[:, None], np.arange(vocab, dtype=U)[None, :]) ^ U(16)
-        h ^= h >> U(16)
-        h *= U(0x85EBCA6B)
-        h ^= h >> U(13)
-        h *= U(0xC2B2AE35)
-        h ^= h >> U(16)
-    high, low = (h >> U(16)).astype(F), (h & U(0xFFFF)).astype(F)
-    return high * F(2.0**-16) + (low + F(0.5)) * F(2.0**-32)
-
-
-def _noise(u: np.ndarray) -> np.ndarray:
-    p = np.full_like(u, 1 / 8)
-    for d in (7, 6, 5, 4, 3, 2, 1):
-        p = F(1 / d) + u * p
-    with np.errstate(divide="ignore"):
-        direct = np.log(np.maximum(F(1) - u, F(2.0**-24)))
-        return -np.log(-np.where(u < F(0.25), -u * p, direct))
+    return gumbel(seed, pos, np.arange(vocab), log=np.log)
 
 
 def temper(logits: Tensor, slots: Tensor, temperature: Tensor, **_: int) -> None:

@@ -78,17 +78,21 @@ def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(monkeypatch: pytes
     index, device = history(), Device(beside=True)
     while not device.step(index):
         time.sleep(0.001)
-    device.arena.forget()
+    device.bringer.forget()
     until_all_is_there(device, index)
     assert device.arena.used == sum(len(device.text(problem)[0]) for problem in range(PROBLEMS))
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_a_full_arena_says_so_and_searches_what_it_has(beside: bool) -> None:
+def test_a_full_arena_says_so_until_the_weight_sync_and_searches_what_it_has(beside: bool) -> None:
     index, device = history(), Device(beside, words=900)
+    device.arena.open(PROBLEMS, PROBLEMS, 0, 0)  # of which there is no history: it lacks none
     until_all_is_there(device, index)
-    assert device.arena.short and device.arena.used <= 900
-    assert any(device.text(problem)[1] for problem in range(PROBLEMS))
+    there = [device.text(problem)[1] > 0 for problem in range(PROBLEMS)]
+    assert device.arena.short == there.count(False) > 0 and device.arena.used <= 900
+    assert any(there)
+    device.bringer.forget()
+    assert device.arena.short == 0
 
 
 def test_a_text_that_can_not_be_read_fails_in_the_step() -> None:

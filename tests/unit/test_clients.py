@@ -124,15 +124,11 @@ def test_a_rank_that_decides_nothing_looks_after_its_part_of_the_drafter(monkeyp
     state, checked = WorkerState(None, DasConfig(drafter="draft_model"), None), list[str]()
     assert state.draft_weights is not None
     monkeypatch.setattr(state.draft_weights, "refresh", lambda: checked.append("its weights"))
-    worker, step = (
-        SimpleNamespace(load_model=lambda: None),
-        SimpleNamespace(finished_req_ids=(), total_num_scheduled_tokens=1),
-    )
-    state.stand_alone(worker, "history")
-    worker.load_model()
+    step = SimpleNamespace(finished_req_ids=(), total_num_scheduled_tokens=1)
+    state.stand_alone(None, "history")
     state.begin_standalone(step)
     assert not checked
-    state.draft_weights.loaded()
+    state.load_weights(list, [])
     state.begin_standalone(step)
     assert checked == ["its weights"]
 

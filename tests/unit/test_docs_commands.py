@@ -167,7 +167,8 @@ def test_what_is_typed_into_das_adapter_runs(command: str, tmp_path: Path, monke
         logged = {"das/token_hash": 7.0, "critic/score/mean": 0.5, "das/rollout_s": 1.0}
         Path(f"runs/{run}.jsonl").write_text(json.dumps({"step": 1, "data": logged}) + "\n")
     Path("das.yaml").write_text("drafter: history\n")
-    Path("grpo.yaml").write_text("policy: {generation: {backend: vllm, das: {drafter: history}}}\n")
+    rollout = {"name": "vllm", "custom": {"das": {"drafter": "history", "max_draft_tokens": 16}}}
+    Path("grpo.yaml").write_text(json.dumps({"actor_rollout_ref": {"rollout": rollout}}))
     Path("checkpoints/step_100/das_history/index").mkdir(parents=True)
     with HistoryStore("store") as store:
         store.add(1, np.arange(30), 3)

@@ -33,12 +33,6 @@ def test_it_says_which_equality_the_machine_gives(gpu: str, environment: dict[st
     assert words in equality(gpu, environment)
 
 
-def test_it_says_which_model_runner_an_engine_gets_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    for why, words in ((None, "V2, where there are Triton"), ("vLLM 0.28 is older", "V1: vLLM 0.28 is older")):
-        monkeypatch.setattr(doctor, "needs_v1", lambda _, why=why: why)
-        assert doctor.runner().detail.startswith(words)
-
-
 def test_it_lists_what_is_changed_in_the_packages_that_are_installed() -> None:
     listed = doctor.changes()
     assert {change["target"].split(".")[0] for change in listed} <= {"vllm", "verl", "nemo_rl", "torch"}

@@ -149,17 +149,17 @@ def test_data_parallel_engines_of_a_host_run_v1_with_the_drafter_of_v1(
 ) -> None:
     config = parse(block)
     assert config is not None
-    assert choose(block) == Choice(None, True, {"speculative_config": args.v2_speculative_config(config)})
+    assert choose(block) == Choice(None, {"speculative_config": args.v2_speculative_config(config)})
     expected = {"async_scheduling": False, "speculative_config": args.v1_args(config)["speculative_config"]}
-    assert choose(block, data_parallel_size=2) == Choice(args.DATA_PARALLEL, False, expected)
+    assert choose(block, data_parallel_size=2) == Choice(args.DATA_PARALLEL, expected)
     newest.setenv("VLLM_DP_SIZE", "2")
-    assert choose(block) == Choice(args.DATA_PARALLEL, False, expected)
+    assert choose(block) == Choice(args.DATA_PARALLEL, expected)
 
 
 def test_synchronous_scheduling_needs_v1_where_v2_would_draft_in_every_step(newest: pytest.MonkeyPatch) -> None:
     newest.setattr(compat, "missing", lambda host: [object()] if host is compat.V2_NEURAL else [])
     off: dict[str, object] = {"drafter": "none", "verify": {"noise": "keyed"}}
-    assert choose(off, async_scheduling=False).v2
+    assert choose(off, async_scheduling=False).v1 is None
     assert "scheduling is synchronous" in str(choose({"drafter": "history"}, async_scheduling=False).v1)
 
 
@@ -189,14 +189,14 @@ def test_a_parallel_drafter_is_refused_where_the_engine_runs_v1(newest: pytest.M
 
 def test_a_speculative_config_that_is_there_stays_and_needs_v1_without_a_host(newest: pytest.MonkeyPatch) -> None:
     own = {"method": "ngram"}
-    assert choose({}, speculative_config=own) == Choice(None, False, {"async_scheduling": False})
+    assert choose({}, speculative_config=own) == Choice(None, {"async_scheduling": False})
     why = "its speculative_config is not das-adapter's"
-    assert choose({}, host="", speculative_config=own) == Choice(why, False, {"async_scheduling": False})
+    assert choose({}, host="", speculative_config=own) == Choice(why, {"async_scheduling": False})
 
 
 def test_what_v1_cannot_do_is_refused_where_the_engine_needs_it(newest: pytest.MonkeyPatch) -> None:
     routed = SimpleNamespace(enable_return_routed_experts=True)
-    assert choose({}, aux_output_config=routed, async_scheduling=True).v2
+    assert choose({}, aux_output_config=routed, async_scheduling=True).v1 is None
     with pytest.raises(ConfigError, match="found enable_return_routed_experts=True"):
         choose({}, triton=False, aux_output_config=routed)
     with pytest.raises(ConfigError, match="found async_scheduling=True, allowed: None or False"):

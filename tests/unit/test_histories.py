@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from test_local_history import TEXT, Engine, served_by, until
+from test_local_history import TEXT, Engine
 
 from das_adapter.cli import main
 from das_adapter.core.index.store import HistoryStore
@@ -45,13 +43,12 @@ def test_a_living_history_is_described_and_stays(root: Path) -> None:
     assert published is not None and Path(published.directory).parent == root
     (found,) = say("history", "inspect", published.directory)
     assert (found["problems"], found["tokens"], found["waiting"]) == (2, 60, 0)
-    assert found["writer"] == [process.pid for process in served_by(published.directory)]
-    assert found["engines"] == [os.getpid()] and found["age_s"] >= 0 and found["generation"] > 0
+    assert found["age_s"] >= 0 and found["generation"] > 0
     (listed,) = say("history", "inspect")
-    assert listed["directory"] == found["directory"] and listed["writer"] == found["writer"]
+    assert listed["directory"] == found["directory"]
     assert say("history", "clean") == {"removed": []}
     output = CliRunner().invoke(main, ["history", "inspect"]).output
-    assert ["writer", str(found["writer"][0])] in [line.split() for line in output.splitlines()]
+    assert ["tokens", "60"] in [line.split() for line in output.splitlines()]
 
 
 def dead(directory: Path) -> Path:
@@ -70,7 +67,6 @@ def test_what_dead_runs_have_left_is_removed_and_nothing_else(root: Path, tmp_pa
     other = dead(root / "another-history")
     with HistoryStore(root / "das-history-writing"):
         assert {one["directory"] for one in say("history", "inspect")} >= {str(path) for path in left}
-        assert say("history", "inspect", left[0])[0]["writer"] == []
         assert say("history", "clean") == {"removed": [str(path) for path in left]}
     assert other.is_dir() and (root / "das-history-writing").is_dir()
 
@@ -108,14 +104,3 @@ def test_a_checkpoints_history_is_described(tmp_path: Path) -> None:
 def test_where_nothing_runs_it_says_so() -> None:
     done = CliRunner().invoke(main, ["history", "inspect"])
     assert done.exit_code == 0 and done.output.startswith("No history of yours lies on this node")
-
-
-def test_a_writer_that_was_killed_is_seen_to_be_gone() -> None:
-    engine = Engine("das-history-killed", grace_s=60.0)
-    engine.write(1, TEXT, 0)
-    published, _ = engine.sync()
-    assert published is not None
-    for process in served_by(published.directory):
-        os.kill(process.pid, signal.SIGKILL)
-    until(lambda: say("history", "inspect", published.directory)[0]["writer"] == [])
-    assert say("history", "clean") == {"removed": []}, "its engine may start another writer"

@@ -52,6 +52,13 @@ def test_one_instance_can_be_patched(host: str) -> None:
     assert module.Thing().size() == 1
 
 
+def test_of_a_ray_actor_the_class_is_patched_of_which_it_was_made(host: str) -> None:
+    module: Any = importlib.import_module(host)
+    module.Actor = SimpleNamespace(__ray_metadata__=SimpleNamespace(modified_class=module.Thing))
+    make(f"{host}:Actor.size").apply()
+    assert module.Thing().size() == 2
+
+
 def test_a_patch_may_have_several_targets(host: str) -> None:
     Patch((f"{host}:Thing.size", f"{host}:Thing.weight"), make("").replacement, adds=True).when_imported()
     thing = importlib.import_module(host).Thing()

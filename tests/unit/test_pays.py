@@ -43,13 +43,11 @@ def test_drafts_that_save_little_are_not_recommended() -> None:
 def test_run_ahead_is_recommended_where_it_saves_more_than_history_alone() -> None:
     met = [replace(r, step=r.problem % 3) for r in workload.synthetic(problems=12, samples=2, mean_tokens=400, seed=5)]
     large = {"model": "Qwen/Qwen2.5-72B", "hardware": {"gpus": 16, "per_engine": 4}}
-    block = {"history": {"max_bytes": "64MiB"}}
-    answers = [pays.would_it_pay(met, large, block, agreement) for agreement in (0.0, 0.9999)]
+    answers = [pays.would_it_pay(met, large, agreement) for agreement in (0.0, 0.9999)]
     for answer in answers:
         assert answer["arms"].keys() == {"off", "history", "ahead"} and 0.1 < answer["idle"] < 0.9
         assert all(arms["ahead"]["rollout_s"] > 0 for arms in answer["epochs"].values())
-        assert answer["das"]["history"]["max_bytes"] == "64MiB"
-    assert ["run_ahead" in answer["das"]["history"] for answer in answers] == [False, True]
+    assert ["history" in answer["das"] for answer in answers] == [False, True]
 
 
 def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None:
@@ -74,13 +72,11 @@ def test_the_command_answers_in_seconds_and_with_a_block(tmp_path: Path) -> None
     off_s = figures["epochs"]["1"]["off"]["rollout_s"]
     assert "Note: no problem comes back" not in done.output
     path.write_text("\n".join(map(json.dumps, rows[: len(GROUPS)])))
-    chosen = ["--budget", "3", "--max-bytes", "64MiB", "--max-num-seqs", "2"]
+    chosen = ["--max-num-seqs", "2"]
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen])
     assert done.exit_code == 0 and "Note: no problem comes back" in done.output, done.output
     figures = json.loads(CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", *chosen, "--json"]).stdout)
     assert figures["epochs"]["1"]["off"]["rollout_s"] > off_s
-    assert figures["das"]["history"] == {"max_bytes": "64MiB"} and figures["das"]["max_draft_tokens"] == 3
-    assert figures["arms"]["history"]["tokens_per_forward"] <= 4
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-7B", "--agreement", "0.9"])
     assert done.exit_code == 0 and "ahead: " in done.output, done.output
     done = CliRunner().invoke(main, [*command, "--model", "Qwen/Qwen2.5-72B"])

@@ -97,7 +97,7 @@ class Worker:
 
 @pytest.fixture(autouse=True)
 def nothing_written(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ahead, "texts", ahead.Texts())
+    ahead.texts.clear()
     monkeypatch.setattr(ahead, "POLL_S", 0.0)
     yield
     ahead.Ahead.running = None
@@ -191,11 +191,10 @@ def test_the_step_that_begins_ends_the_writing_for_it_and_no_other() -> None:
 
 
 def test_texts_of_earlier_steps_are_forgotten() -> None:
-    texts = ahead.Texts()
     for step in range(5):
-        texts.put(step, 7, [step])
-    assert [texts.take(step, 7) is not None for step in range(5)] == [False, False, False, True, True]
-    assert texts.take(4, 7) is None
+        ahead.texts.append({10 + step: [step]})
+    assert [ahead.take(10 + step) is not None for step in range(5)] == [False, False, False, True, True]
+    assert ahead.take(14) is None
 
 
 def test_a_label_carries_what_was_written_ahead() -> None:

@@ -74,22 +74,20 @@ def test_a_neural_drafter_reads_a_context_of_its_own(drafter: str, share: float)
     assert simulation.steps.neural_pass(0.1, drafter)(b, 5000 * b) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("passes", [None, {"base": 2e-3, "token": 1e-5}])
-def test_a_calibration_is_simulated_with_what_it_fitted(passes: dict[str, float] | None, tmp_path: Path) -> None:
+def test_a_calibration_is_simulated_with_what_it_fitted(tmp_path: Path) -> None:
     model = StepModel(base=0.01, token=1e-4, context=1e-7)
     line = model.to_dict() | {"sizes": [1, 2, 4, 8, 16, 32, 64, 128]}
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps({"line": line, "passes": passes}))
+    path.write_text(json.dumps({"line": line}))
     steps = {"kind": "calibration", "file": str(path)}
     simulation = simulated(steps=steps, arms={"off": OFF, "self": {"das": {"drafter": "self"}}})
     b = np.array([4.0, 16.0])
     assert simulation.steps.decode(b, 4 * b, 100 * b) == pytest.approx(model.seconds(4 * b, b, True, 100 * b))
     off, ours = (sum(step.rollout_s for step in simulation.run(arm).steps) for arm in ("off", "self"))
-    expected = 2e-3 + 1e-5 * b if passes else 0.4 * model.seconds(b, b, False, 100 * b)
-    assert simulation.steps.copy_pass(b, 100 * b) == pytest.approx(expected)
-    assert ours < (0.8 if passes else 1.05) * off
-    neural = 2e-3 + 1e-5 * b if passes else 0.05 * model.seconds(b, b, False, 100 * b)
-    assert simulation.steps.neural_pass(None, "eagle3")(b, 100 * b) == pytest.approx(neural)
+    plain = model.seconds(b, b, False, 100 * b)
+    assert simulation.steps.copy_pass(b, 100 * b) == pytest.approx(0.4 * plain)
+    assert ours < 1.05 * off
+    assert simulation.steps.neural_pass(None, "eagle3")(b, 100 * b) == pytest.approx(0.05 * plain)
     half = simulation.steps.neural_pass(0.5, "eagle3")(b, 100 * b)
     assert half == pytest.approx(0.5 * simulation.steps.decode(b, b, 100 * b))
 
@@ -125,11 +123,9 @@ def test_controllers_know_before_the_first_step_what_those_of_a_run_know(tmp_pat
         return controllers(simulated(model="Qwen/Qwen2.5-7B", steps=line, arms=arms))[0]
 
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps({"line": LINE, "passes": {"base": 1e-3, "token": 0.0}}))
+    path.write_text(json.dumps({"line": LINE}))
     assert not first().times.known  # steps that belong to no GPU
-    known = first(calibration=str(path))
-    assert known.times.model == StepModel(**LINE)
-    assert known.drafts is not None and known.drafts.passes.model == StepModel(1e-3, 0.0)
+    assert first(calibration=str(path)).times.model == StepModel(**LINE)
     arms = {"a": {}, "b": {"das": {"speculate": 32}}}
     of_gpu = simulated(steps={"kind": "roofline"}, model="Qwen/Qwen2.5-7B", arms=arms)
     begin = cold_start({**sizes("Qwen/Qwen2.5-7B"), "model_type": "qwen2"}, "NVIDIA H100 80GB HBM3")

@@ -95,7 +95,7 @@ class SharedHistory:
             self._directory = directory_for(self._name, self._config.max_bytes)
         for directory in (self._directory, self._directory / FOLDER):
             make_private(directory)
-        while not (self._users and _lies(self._users, self._directory / USERS)):
+        while not (self._users and os.fstat(self._users.fileno()).st_nlink):  # until nobody has removed it
             private = os.open(self._directory / USERS, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             self._users = open(private, "ab")
             fcntl.flock(self._users, fcntl.LOCK_SH)
@@ -146,11 +146,3 @@ class SharedHistory:
         before, self._trouble = self._trouble, repr(error)
         if before != self._trouble:
             logger.error("das: history: %r; engines go on with what is mapped", error)
-
-
-def _lies(file: IO[bytes], path: Path) -> bool:
-    """Whether an open file is still the one at a path."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False

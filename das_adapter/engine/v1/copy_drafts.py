@@ -51,7 +51,8 @@ class CopySource(ModelSource):
         at = np.arange(len(rows))
         ids = tokens[rows, lengths[rows] - 1]
         req_ids = [runner.input_batch.req_ids[row] for row in rows]
-        seeds = np.array([self._drafter.seed(req_id) for req_id in req_ids] if keyed else [], dtype=np.int64)
+        drawing = [runner.requests[req_id].sampling_params for req_id in req_ids] if keyed else []
+        seeds = np.array([params.seed for params in drawing], dtype=np.int64)
         for step in range(counts.max(initial=0)):
             left = counts[at] > step
             at, ids = at[left], ids[left]

@@ -10,7 +10,6 @@ import torch
 
 from das_adapter.engine.v1.draft_sample import draw
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.worker import then
 from das_adapter.patching import patch
 
 
@@ -36,14 +35,6 @@ class KeyedDrafts:
         keys = Keys(seeds if self.rows is None else seeds[self.rows], self._positions)
         self._positions = self._positions + 1
         return draw(logits, keys, sampling)[0]
-
-
-@patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.load_model", since="0.24")
-def take_loaded_drafter(stock: Any, loaded: Callable[[], None]) -> Any:
-    """Without it the drafter's weights are neither synced nor checked. vLLM loads the drafter after the policy. Remove
-    this patch when vLLM loads and checks a drafter's weights at a weight sync."""
-
-    return then(stock, loaded)
 
 
 @patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.set_inputs_first_pass", since="0.24")

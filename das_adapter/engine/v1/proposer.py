@@ -22,7 +22,6 @@ from das_adapter.engine.v1.copy_drafts import CopySource
 from das_adapter.engine.v1.model_source import ModelSource
 from das_adapter.engine.v1.neural_drafts import NeuralSource
 from das_adapter.protocol.engine_args import SETTINGS_KEY
-from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
@@ -30,10 +29,9 @@ from das_adapter.protocol.metrics import EngineStats
 class Proposer:
     """Drafts for the batch between two steps; it can fail, or draft nothing useful, without harming the rollout.
 
-    `runner` (vLLM's model runner), `seed` (the noise seed of a request id) and `label` (of a request id) are bound by
-    the worker's state before the first step. With tensor parallelism the first rank decides and draws on the history;
-    the others run their part of the model, for the requests that the first names. The class has no attribute `model`,
-    by which vLLM and the hosts would take it for a drafter with weights.
+    `runner` (vLLM's model runner) is bound by the worker's state before the first step. With tensor parallelism the
+    first rank decides and draws on the history; the others run their part of the model, for the requests that the first
+    names. The class has no attribute `model`, by which vLLM and the hosts would take it for a drafter with weights.
     """
 
     def __init__(self, vllm_config: VllmConfig):
@@ -41,8 +39,6 @@ class Proposer:
         assert config is not None and vllm_config.speculative_config is not None
         self.config = config
         self.runner: Any = None
-        self.seed: Callable[[str], int] = hash
-        self.label: Callable[[str], Label] = lambda _: Label()
         self.ranks = parallel.tensor_parallel_size
         self.leads = parallel.rank % self.ranks == 0
         """Whether vLLM takes this rank's drafts: the first of the tensor-parallel ranks, which sample alike."""
@@ -274,7 +270,7 @@ class Proposer:
         """Open a request, given its text so far, int32 token ids, and how many of them are new; return its slot."""
         self._close([req_id])
         request, before = self.runner.requests[req_id], len(text) - got
-        live = LiveRequest.of(req_id, request, self.label(req_id), self._max_model_len)
+        live = LiveRequest.of(req_id, request, self._max_model_len)
         self.engine.open(live, before, np.asarray(request.prompt_token_ids, dtype=np.int32), text)
         slot = live.slot
         self._ends, self._lengths = (with_room(column, slot + 1) for column in (self._ends, self._lengths))

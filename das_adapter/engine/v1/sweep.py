@@ -11,23 +11,16 @@ from das_adapter.engine.v1.proposer import Proposer
 
 
 class SweepDrafter(Proposer):
-    """Drafts token 1: verification costs the same whether a draft is accepted or not, so the tokens don't matter. Where
-    there is a model that drafts, it takes a turn of its own."""
+    """Drafts token 1: verification costs the same whether a draft is accepted or not, so the tokens don't matter."""
 
     turns: tuple[int, ...] = (0,)
     """Draft tokens per request, step after step."""
-    passes: tuple[int, ...] = ()
-    """The same of the model's, which take their turns after these."""
     samples: list[tuple[int, float, int, float]] = []  # noqa: RUF012 - read and replaced by a sweep's one engine
     """Of every step that only decoded: requests, mean tokens of context, draft tokens per request, seconds."""
-    passed: list[tuple[int, float, float]] = []  # noqa: RUF012 - the same
-    """Of every pass of the model: requests, mean tokens of context, seconds."""
 
     def __init__(self, vllm_config: VllmConfig):
         super().__init__(vllm_config)
         self.engine.stop_if_collapsed = lambda: None  # type: ignore[method-assign]  # here it is no fault
-        if self.model_source:
-            self.model_source.drafts.timed_pass = self._note_pass  # type: ignore[method-assign]
 
     def time_step(self, scheduled: Any, now: float) -> None:
         """Take a sample."""
@@ -43,13 +36,6 @@ class SweepDrafter(Proposer):
         known = lengths[: len(sampled)].astype(np.int64)
         got = np.array([len(new) for new in sampled], dtype=np.int64)
         self.timer.sampled(known, got, int(known.sum()))
-        turns = self.turns + self.passes
-        turn = self.engine.counters.steps % len(turns)
-        room = np.where(got > 0, np.clip(self._max_model_len - known - 1, 0, turns[turn]), 0)
-        if turn >= len(self.turns):
-            self.model_tokens = room
-            return [[] for _ in sampled]
+        turn = self.turns[self.engine.counters.steps % len(self.turns)]
+        room = np.where(got > 0, np.clip(self._max_model_len - known - 1, 0, turn), 0)
         return [[1] * count for count in room.tolist()]
-
-    def _note_pass(self, requests: int, seconds: float, context: float = 0.0) -> None:
-        self.passed.append((requests, context / requests, seconds))

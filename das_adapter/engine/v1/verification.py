@@ -17,7 +17,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
-from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
+from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from das_adapter.engine.v1.draft_sample import truncate
@@ -35,31 +35,22 @@ class KeyedSampler(Sampler):
     keys: Keys | None = None
     """Of the rows of the next call; None in dummy runs."""
 
-    def sample(
-        self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: str | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw from logits float32 [rows, vocab] after penalties, which are changed in place: tokens int64 [rows]; see
-        `Sampler.sample`."""
-        if sampling_metadata.all_greedy:
-            return super().sample(logits, sampling_metadata, logprobs_mode_override)
-        temperature, all_random = sampling_metadata.temperature, sampling_metadata.all_random
-        assert temperature is not None
-        greedy = None if all_random else logits.argmax(dim=-1)
-        logits = self.apply_temperature(logits, temperature, all_random)
-        for processor in sampling_metadata.logitsprocs.argmax_invariant:
-            logits = processor.apply(logits)
-        logits = truncate(logits, sampling_metadata.top_k, sampling_metadata.top_p)
+    def __init__(self, logprobs_mode: Any = "raw_logprobs") -> None:
+        super().__init__(logprobs_mode)
+        self.topk_topp_sampler.forward = self._draw
 
-        mode, processed = logprobs_mode_override or self.logprobs_mode, None
-        if mode == "processed_logits":
+    def _draw(
+        self, logits: torch.Tensor, _: Any, top_k: torch.Tensor | None, top_p: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Draw from logits float32 [rows, vocab], which are changed in place: tokens int64 [rows]; see vLLM's
+        `TopKTopPSampler.forward`."""
+        logits, processed = truncate(logits, top_k, top_p), None
+        if self.logprobs_mode == "processed_logits":
             processed = logits
-        elif mode == "processed_logprobs":
+        elif self.logprobs_mode == "processed_logprobs":
             processed = self.compute_logprobs(logits)
         none = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        sampled = keyed_sample(logits, self.keys or Keys(none, none))
-        if greedy is not None:
-            sampled = torch.where(temperature < _SAMPLING_EPS, greedy, sampled)
-        return sampled, processed
+        return keyed_sample(logits, self.keys or Keys(none, none)), processed
 
 
 class KeyedRejectionSampler(RejectionSampler):

@@ -11,18 +11,14 @@ import numpy as np
 import torch
 
 from das_adapter.config import DasConfig
-from das_adapter.engine.requests import LiveRequest
+from das_adapter.engine.requests import LiveRequest, label_of
 from das_adapter.engine.v1.keyed_sample import Keys
-from das_adapter.engine.v1.neural import KeyedDrafts, draw_with_keyed_noise, follow_positions, take_loaded_drafter
+from das_adapter.engine.v1.neural import KeyedDrafts, draw_with_keyed_noise, follow_positions
 from das_adapter.engine.v1.neural_drafts import NeuralSource, draft_when_tokens_are_known, hold_drafts
 from das_adapter.engine.v1.proposer import Proposer
 from das_adapter.engine.v1.verification import KeyedRejectionSampler, KeyedSampler
 from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
-from das_adapter.protocol.label import Label
-
-LABEL = "_das_label"
-"""Attribute of the runner's requests: its `Label`, once it was read."""
 
 
 class HostWorkerState(WorkerState):
@@ -46,11 +42,10 @@ class HostWorkerState(WorkerState):
 
     def bind(self) -> None:
         """Bind it to the model runner: drafter, samplers, and the parts of a step that are watched."""
+        super().bind()
         if self.drafter:
-            self.drafter.runner, self.drafter.seed, self.drafter.label = self.runner, self.seed, self.label
-        if self.draft_weights:
-            take_loaded_drafter.apply(self._take_loaded_drafter, owner=self.runner)
-        else:
+            self.drafter.runner = self.runner
+        if not self.draft_weights:
             self.draft_up_to_the_end()
         runner = self.runner
         if self.config.keyed:
@@ -73,28 +68,15 @@ class HostWorkerState(WorkerState):
         request = self.runner.requests.get(req_id)
         if request is None or request.prompt_token_ids is None:
             return None
-        live = LiveRequest.of(req_id, request, self.label(req_id), self.runner.max_model_len)
+        live = LiveRequest.of(req_id, request, self.runner.max_model_len)
         live.text = [*request.prompt_token_ids[live.start :], *request.output_token_ids]
         return live
 
-    def label(self, req_id: str) -> Label:
-        """Return the label of a request."""
-        request = self.runner.requests[req_id]
-        label: Label | None = getattr(request, LABEL, None)
-        if label is None:
-            label = Label.of(request.sampling_params.extra_args)
-            setattr(request, LABEL, label)
-        return label
-
-    def seed(self, req_id: str) -> int:
-        """Return the seed of a request's keyed noise, which the front end has set (`labels.RequestLabels`)."""
-        return self.runner.requests[req_id].sampling_params.seed
-
     def seeds(self) -> torch.Tensor:
-        """Return the seeds of the batch's requests on the runner's device, int64 [requests]."""
-        req_ids = self.runner.input_batch.req_ids
+        """Return the seeds of the noise of the batch's requests on the runner's device, int64 [requests]."""
+        req_ids, requests = self.runner.input_batch.req_ids, self.runner.requests
         if req_ids != self._seeded[0]:
-            seeds = torch.tensor([self.seed(req_id) for req_id in req_ids], dtype=torch.int64)
+            seeds = torch.tensor([requests[req_id].sampling_params.seed for req_id in req_ids], dtype=torch.int64)
             self._seeded = list(req_ids), seeds.to(self.runner.device, non_blocking=True)
         return self._seeded[1]
 
@@ -114,9 +96,9 @@ class HostWorkerState(WorkerState):
 
     def training(self) -> list[bool]:
         """Return of each request of the batch whether it belongs to a training rollout."""
-        req_ids = self.runner.input_batch.req_ids
+        req_ids, requests = self.runner.input_batch.req_ids, self.runner.requests
         if req_ids != self._training[0]:
-            self._training = list(req_ids), [self.label(req_id).record for req_id in req_ids]
+            self._training = list(req_ids), [label_of(requests[req_id]).record for req_id in req_ids]
         return self._training[1]
 
     def count(self, sampled: list[list[int]], drafts: list[int] | None, training: list[bool]) -> None:
@@ -144,9 +126,11 @@ class HostWorkerState(WorkerState):
         if hasattr(self.runner, "effective_drafter_max_model_len"):
             self.runner.effective_drafter_max_model_len += self.config.num_draft_tokens + 1
 
-    def _take_loaded_drafter(self) -> None:
-        assert self.draft_weights is not None
-        self.draft_weights.take_loaded()
+    def loaded(self) -> None:
+        """As `WorkerState.loaded`; a drafter with weights draws with the policy's noise, and the controller runs it."""
+        super().loaded()
+        if not self.draft_weights:
+            return
         noise = None
         if self.config.keyed and not self.config.draft.options.get("parallel_drafting"):
             noise = KeyedDrafts(self.runner, self.seeds)

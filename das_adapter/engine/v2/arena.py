@@ -56,9 +56,8 @@ class Problem:
 
 @dataclass
 class Kept:
-    """Where the text of a request that ended goes."""
+    """Where the text of a request that ended goes: its number, its offset in the arena, and its most tokens."""
 
-    slot: int
     text: int
     at: int
     room: int
@@ -77,8 +76,6 @@ class Arena:
         """Texts of ended requests and problems' sealed texts for which there was no room since the weight sync."""
         self.unsealed = False
         """Whether there may be problems that are `missing`."""
-        self.rollout = 0
-        """Number of the present rollout: what was taken in another one is void."""
         self._words, self.used = words, 0
         self._slots, self._texts = slots, slots
         self._problems: dict[int, Problem] = {}
@@ -107,7 +104,7 @@ class Arena:
             return None
         known = self._problems[self._of_slot.pop(slot)]
         known.open.remove(slot)
-        kept = self._keep(slot, known, room) if room > 0 else None
+        kept = self._keep(known, room) if room > 0 else None
         self._describe(known)
         return kept
 
@@ -115,7 +112,7 @@ class Arena:
         """Take a text of so many tokens that was written ahead for a request of a problem, one that has begun; return
         where it goes, as a text of a request that ended. None: it is not kept."""
         known = self._problems[problem]
-        kept = self._keep(-1, known, tokens)
+        kept = self._keep(known, tokens)
         self._describe(known)
         return kept
 
@@ -140,7 +137,6 @@ class Arena:
     def forget(self) -> None:
         """Forget all sealed text and that of requests that ended, at a weight sync."""
         self.used, self.short, self._texts = 0, 0, self._slots
-        self.rollout += 1
         self.unsealed = True
         self._problems = {problem: known for problem, known in self._problems.items() if known.open}
         for known in self._problems.values():
@@ -152,13 +148,13 @@ class Arena:
         at, self.used = self.used, self.used + size
         return at
 
-    def _keep(self, slot: int, known: Problem, room: int) -> Kept | None:
+    def _keep(self, known: Problem, room: int) -> Kept | None:
         if self._texts == len(self.tables.text_at):
             return None
         if room > self.room:
             self.short += 1
             return None
-        kept = Kept(slot, self._texts, self.take(room), room)
+        kept = Kept(self._texts, self.take(room), room)
         self._texts += 1
         self.tables.text_at[kept.text] = kept.at
         known.closed.append(kept.text)

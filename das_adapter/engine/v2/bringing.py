@@ -31,9 +31,13 @@ class Bringer:
         brings all that is missing."""
         self._arena, self._words, self._beside = arena, words, beside
         self._worker = ThreadPoolExecutor(1, "das-bring")  # begins its thread with the first work
-        self._rollout = arena.rollout
         self._ordered: dict[int, Future[Text]] = {}
-        """By problem, what is on its way in this rollout."""
+        """By problem, what is on its way."""
+
+    def forget(self) -> None:
+        """Forget all text of the arena but that of running requests, at a weight sync, and what is on its way."""
+        self._arena.forget()
+        self._ordered = {}
 
     def step(self, index: SuffixIndex) -> None:
         """Order what is missing, and copy what is ready."""
@@ -47,8 +51,6 @@ class Bringer:
 
     def _order(self, index: SuffixIndex) -> None:
         arena = self._arena
-        if self._rollout != arena.rollout:
-            self._rollout, self._ordered = arena.rollout, {}
         if arena.unsealed:
             missing = [problem for problem in arena.missing() if problem not in self._ordered]
             arena.unsealed = bool(missing or self._ordered)

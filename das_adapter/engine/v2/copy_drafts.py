@@ -15,7 +15,6 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 )
 
 from das_adapter.engine.policy_copy import PolicyCopy
-from das_adapter.protocol.metrics import EngineStats
 
 
 class CopySpeculator(TargetDependentARSpeculator):
@@ -143,7 +142,3 @@ class CopySpeculator(TargetDependentARSpeculator):
         ):
             hidden: torch.Tensor = self.model(ids, positions)
         return hidden, hidden
-
-    def stats(self) -> EngineStats:
-        """Return the figures of the copy."""
-        return self.copy.stats() | {"drafter_graphs": len(self.decode_cudagraph_manager.graphs)}

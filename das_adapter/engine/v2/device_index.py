@@ -10,7 +10,7 @@ import torch
 from das_adapter.core.index.values import Int32
 from das_adapter.core.native import native
 from das_adapter.engine.v2 import search, votes
-from das_adapter.engine.v2.arena import Arena, Kept
+from das_adapter.engine.v2.arena import Arena
 from das_adapter.engine.v2.bringing import Bringer
 
 MEMBERS = 64
@@ -80,8 +80,9 @@ class DeviceIndex:
         for slot, problem, begin in opened:
             self.arena.open(slot, problem, self._row + slot * self.texts.stride(0) + begin, begin)
         if opened:
-            slots = np.array([slot for slot, _, _ in opened], dtype=np.int64)
-            self.offers[:, 0].index_fill_(0, self._to_device(slots), 0)
+            slots = self._zeros(len(opened), torch.int64)
+            _copy(np.array([slot for slot, _, _ in opened], dtype=np.int64), slots)
+            self.offers[:, 0].index_fill_(0, slots, 0)
 
     def add(self, problem: int, text: Int32) -> None:
         """Take a text that was written ahead for a request, one that has begun, with the key of its problem's text."""
@@ -92,11 +93,12 @@ class DeviceIndex:
     def close(self, closed: Sequence[tuple[int, int]], total_len: torch.Tensor) -> None:
         """Take requests that end: slot, and tokens that its response has at most, 0 for a text that is not kept;
         `total_len`: int32 [slots], tokens of each request."""
-        kept = [k for slot, room in closed if (k := self.arena.close(slot, room)) is not None]
-        if kept:
-            self.flush()
-            self._measure(total_len)
-            self._keep(kept)
+        for slot, room in closed:
+            begin = int(self.arena.tables.begin[slot])
+            if (kept := self.arena.close(slot, room)) is not None:
+                text = self.texts[slot, begin : begin + kept.room]
+                self.words[kept.at : kept.at + len(text)].copy_(text)
+                torch.clamp(total_len[slot] - begin, max=len(text), out=self._text_len[kept.text])
 
     def flush(self) -> None:
         """Tell the device what has changed."""
@@ -124,7 +126,7 @@ class DeviceIndex:
             self._slots[:size].fill_(-1)
         self._slots[:requests].copy_(slots)
         self._num_sampled[:requests].copy_(num_sampled)
-        self._measure(total_len)
+        torch.sub(total_len, self._parts["begin"], out=self._text_len[: len(self.texts)])
         if size:
             self._graphs[size].replay()
         else:
@@ -134,7 +136,6 @@ class DeviceIndex:
     def capture(self, sizes: Sequence[int]) -> None:
         """Capture a step as a CUDA graph, for each of these batch sizes, before any request has begun."""
         self._slots.fill_(-1)
-        self._keep([Kept(slot=0, text=len(self.texts), at=0, room=1)])  # an empty text: compiles
         for size in sorted(sizes, reverse=True):
             self._launch(size)  # compiles
             torch.cuda.synchronize()
@@ -142,10 +143,6 @@ class DeviceIndex:
             with torch.cuda.graph(graph):
                 self._launch(size)
             self._graphs[size] = graph
-
-    def _measure(self, total_len: torch.Tensor) -> None:
-        slots = len(self.texts)
-        torch.sub(total_len, self._parts["begin"], out=self._text_len[:slots])
 
     def _launch(self, requests: int) -> None:
         tables, rows = self._parts, 32
@@ -191,20 +188,8 @@ class DeviceIndex:
             **steps,
         )
 
-    def _keep(self, kept: Sequence[Kept]) -> None:
-        rows = self._to_device(np.array([(k.slot, k.at, k.room, k.text) for k in kept], dtype=np.int64).T.copy())
-        tiles = -(-max(k.room for k in kept) // 1024)
-        search.keep_texts[(len(kept), tiles)](
-            self.words, self._parts["text_at"], self._text_len, rows[0], rows[1], rows[2], rows[3], BLOCK=1024
-        )
-
     def _zeros(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-    def _to_device(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.empty(array.shape, dtype=torch.int64, device=self.device)
-        _copy(array, tensor)
-        return tensor
 
 
 def _copy(array: np.ndarray, tensor: torch.Tensor) -> None:

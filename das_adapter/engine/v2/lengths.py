@@ -12,10 +12,10 @@ import numpy as np
 
 from das_adapter.config import DasConfig
 from das_adapter.core.model_drafts import ModelDrafts
-from das_adapter.core.steps import Decoded, TimedStep
+from das_adapter.core.steps import Decoded, Ints, TimedStep
 from das_adapter.engine.controller import EngineController
 from das_adapter.engine.requests import LiveRequest
-from das_adapter.engine.v2.live import LiveTexts, Rows
+from das_adapter.engine.v2.live import LiveTexts
 from das_adapter.engine.v2.neural import Call
 from das_adapter.engine.v2.speculator import Offer
 from das_adapter.protocol.engine_args import DraftTokens, draft_lengths
@@ -127,14 +127,14 @@ class DraftLengths:
                 offer = before.offer
                 told = offer.lengths.numpy(), offer.chances.numpy(), offer.by_model.numpy()
                 self._live.hear(before.req_ids, *told)
-            rows, decoded = self._decoded(step, sampled)
+            places, decoded = self._decoded(step, sampled)
             self._count(step, decoded, now)
-            self._time(step, rows, decoded, now, since)
+            self._time(step, places, decoded, now, since)
             self._last = now
             self.engine.stop_if_collapsed()
             controller = self.engine.controller
             if controller.account.ask(len(decoded.slots), decoded.carried is not None):
-                return self._choose(step, rows, decoded)
+                return self._choose(step, places, decoded)
             controller.requests.skip(decoded.slots, decoded.got)
             return DraftTokens(0, looks=controller.account.asks_in(LATE, len(decoded.slots)))
         except Exception as error:
@@ -177,23 +177,27 @@ class DraftLengths:
         self._live.close(req_ids)
         self.engine.close(req_ids)
 
-    def _decoded(self, step: Step, sampled: Sequence[list[int]]) -> tuple[Rows, Decoded]:
-        rows, got = self._live.take(step.req_ids, sampled)
-        slots, most, by_model = rows.slots, self._live.offered[rows.slots], None
+    def _decoded(self, step: Step, sampled: Sequence[list[int]]) -> tuple[Ints, Decoded]:
+        """Return what a step brought to the requests that go on, and their places in the batch."""
+        places, slots, got = self._live.take(step.req_ids, sampled)
+        most, by_model, carried = self._live.offered[slots], None, np.zeros(len(slots), dtype=np.int64)
         if self.engine.drafts is not None:
             by_model = self._live.by_model[slots] if self.engine.history else np.ones(len(slots), dtype=bool)
             most = np.where(by_model, self._model_tokens, most)
-        carried = self._live.carried(step.req_ids, rows, step.drafts, most)
+        if step.drafts:  # some are fillers, of which `most` has none
+            given = np.array([step.drafts.get(req_id, 0) for req_id in step.req_ids], dtype=np.int64)
+            carried = np.minimum(given[places], most)
         carriers, context = carried if carried.any() else None, self._live.length[slots]
         by_model = None if by_model is None else carried * by_model
-        return rows, Decoded(slots, got, carriers, by_model, self._live.room(slots), context=context)
+        return places, Decoded(slots, got, carriers, by_model, self._live.room(slots), context=context)
 
-    def _choose(self, step: Step, rows: Rows, decoded: Decoded) -> DraftTokens:
-        controller, found, most = self.engine.controller, None, np.zeros(len(rows.slots), dtype=np.int64)
+    def _choose(self, step: Step, places: Ints, decoded: Decoded) -> DraftTokens:
+        controller, slots, found = self.engine.controller, decoded.slots, None
+        most = np.zeros(len(slots), dtype=np.int64)
         search = controller.begin(decoded)
         if search is not None and self.engine.history is not None:
-            found, most = self._live.found(rows.slots, *search), search.limits
-        plan = controller.decide(rows.slots, search, found)
+            found, most = self._live.found(slots, *search), search.limits
+        plan = controller.decide(slots, search, found)
         wanted, total = int(max(plan.history.max(initial=0), plan.model.max(initial=0))), plan.total
         own = controller.common is None
         if own:  # the device gives them to whom its newest drafts promise most
@@ -202,13 +206,13 @@ class DraftLengths:
         looks = wanted > 0 or controller.account.asks_in(LATE, len(most))
         chosen = DraftTokens(wanted, bool(plan.model.any()), looks)
         if own and total:
-            worth = controller.worth(rows.slots)
+            worth = controller.worth(slots)
             shares = zip(most.tolist(), (worth / worth.max()).tolist(), strict=True)
-            req_ids = (step.req_ids[place] for place in rows.places.tolist())
+            req_ids = (step.req_ids[place] for place in places.tolist())
             chosen.total, chosen.shares = total, dict(zip(req_ids, shares, strict=True))
         return chosen
 
-    def _time(self, step: Step, rows: Rows, decoded: Decoded, now: float, since: float) -> None:
+    def _time(self, step: Step, places: Ints, decoded: Decoded, now: float, since: float) -> None:
         """Take how long a step took that ended `since` seconds ago, and the calls of a model that drafts beside it."""
         drafts = self.engine.drafts
         for call in step.calls:
@@ -221,7 +225,7 @@ class DraftLengths:
             seconds = max(0.0, now - self._last - drafting)
             tokens = sum(step.scheduled.values())
             if running < len(step.scheduled):  # others ended in the step before
-                tokens = sum(step.scheduled[step.req_ids[place]] for place in rows.places.tolist())
+                tokens = sum(step.scheduled[step.req_ids[place]] for place in places.tolist())
             asked = step.offer is not None or passes > 0 or tokens > running or not step.unburdened
             context = int(np.add.reduce(decoded.context))
             timed = TimedStep(decoded.slots, decoded.got, tokens, seconds, drafting, passes, context, asked)

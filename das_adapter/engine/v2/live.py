@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
 from das_adapter.core.requests import with_room
 from das_adapter.core.steps import Chances, Ints
 from das_adapter.engine.requests import LiveRequest
-
-
-class Rows(NamedTuple):
-    """The requests of a batch that are live."""
-
-    places: Ints
-    """In the batch, int64 [requests]."""
-    slots: Ints
 
 
 class LiveTexts:
@@ -76,9 +67,10 @@ class LiveTexts:
             self._known = list(req_ids), np.array(found, dtype=np.int64)
         return self._known[1]
 
-    def take(self, req_ids: Sequence[str], sampled: Sequence[list[int]]) -> tuple[Rows, Ints]:
-        """Take the tokens that each request of a batch got in a step; return the rows of those that go on, and how many
-        of their tokens are their texts', int64 [requests]: those behind an end are not."""
+    def take(self, req_ids: Sequence[str], sampled: Sequence[list[int]]) -> tuple[Ints, Ints, Ints]:
+        """Take the tokens that each request of a batch got in a step; return of those that go on their places in the
+        batch, their slots, and how many of the tokens are their texts', int64 [requests] each: those behind an end are
+        not."""
         slots, counts = self.slots(req_ids), np.array([len(tokens) for tokens in sampled], dtype=np.int64)
         places = np.flatnonzero((counts > 0) & (slots >= 0) & ~self.ended[slots])
         slots = slots[places]
@@ -99,19 +91,11 @@ class LiveTexts:
                     request.text += tokens[:stop]
         self.length[slots] += got
         self.ended[slots] = ended
-        return Rows(places, slots), got
+        return places, slots, got
 
     def room(self, slots: Ints) -> Ints:
         """Return the draft tokens that fit before the end of each text: the step after writes one token more."""
         return self._end[slots] - 1 - self.length[slots]
-
-    def carried(self, req_ids: Sequence[str], rows: Rows, drafts: Mapping[str, int], most: int | Ints) -> Ints:
-        """Return the draft tokens that each request carried into a step, int64 [requests]: without fillers, of which
-        `drafts` has some, but not `most`."""
-        if not drafts:
-            return np.zeros(len(rows.slots), dtype=np.int64)
-        given = np.array([drafts.get(req_id, 0) for req_id in req_ids], dtype=np.int64)
-        return np.minimum(given[rows.places], most)
 
     def hear(self, req_ids: Sequence[str], lengths: Ints, chances: Chances, by_model: np.ndarray) -> None:
         """Take what was offered to the requests of a batch: tokens, int64 [batch], the chance of each, given those

@@ -218,10 +218,3 @@ def _draw(speculator: Any, logits: Any, slots: Any, positions: Any) -> Any:
         is_drafting=False,
         use_fp64=speculator.use_fp64_gumbel,
     )
-
-
-@patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model", since="0.32")
-def take_loaded_speculator(stock: Any, loaded: Callable[[], None]) -> Any:
-    """Without it the drafter's weights are neither synced nor checked. vLLM loads the drafter after the policy (V2
-    runner). Remove this patch when vLLM loads and checks a drafter's weights at a weight sync."""
-    return then(stock, loaded)

@@ -281,20 +281,3 @@ def merge_live(seen, found, SPLITS: tl.constexpr):
         tl.store(out + i * CANDIDATES + place, tl.load(scanned + i * PLACES), mask=place < PLACES)
         prompt = tl.load(mine + (SPLITS * 4 + i) * PLACES + first)
         tl.store(out + i * CANDIDATES + PLACES + first, prompt)
-
-
-@triton.jit(do_not_specialize_on_alignment=["slots", "targets", "rooms", "closed"])
-def keep_texts(arena, text_at, text_len, slots, targets, rooms, closed, BLOCK: tl.constexpr):
-    """Copy the texts of requests that end into the arena: program (i, tile) of text i.
-
-    `targets`: int64, offsets in the arena; `rooms`: int64, tokens that fit there; `closed`: int64, numbers of the texts
-    from then on.
-    """
-    i, tile = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + i)
-    size = tl.minimum(tl.load(text_len + slot), tl.load(rooms + i).to(tl.int32))
-    place = tile * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(arena + tl.load(text_at + slot) + place, mask=place < size, other=0)
-    tl.store(arena + tl.load(targets + i) + place, token, mask=place < size)
-    if tile == 0:
-        tl.store(text_len + tl.load(closed + i), size)

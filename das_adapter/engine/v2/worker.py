@@ -11,17 +11,17 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from das_adapter.config import DasConfig
 from das_adapter.core.history import HistoryPolicy
+from das_adapter.engine.policy_copy import PolicyCopy
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.engine.v2.admission import ADMITS, Admission, obstacle
 from das_adapter.engine.v2.device_index import DeviceIndex
 from das_adapter.engine.v2.lengths import DraftLengths, Step
-from das_adapter.engine.v2.neural import Speculation, take_loaded_speculator
+from das_adapter.engine.v2.neural import Speculation
 from das_adapter.engine.v2.reading import may_miss_steps
 from das_adapter.engine.v2.speculator import HistorySpeculator, keep_texts_on_device
 from das_adapter.engine.worker import WorkerState
 from das_adapter.patching import patch
 from das_adapter.protocol.engine_args import DRAFT_LENGTH
-from das_adapter.protocol.label import Label
 from das_adapter.protocol.messages import Refresh, Refreshed
 from das_adapter.protocol.metrics import EngineStats
 
@@ -59,9 +59,9 @@ class DeviceWorkerState(WorkerState):
         self._step: Step | None = None
 
     @property
-    def copy(self) -> Any:
-        """The `CopySpeculator` that drafts with the policy copy; None: nothing does."""
-        return self.runner.speculator if self.config.copies_policy else None
+    def copy(self) -> PolicyCopy | None:
+        """The policy copy that drafts; None: none does."""
+        return self.runner.speculator.copy if self.config.copies_policy else None
 
     @property
     def index(self) -> DeviceIndex | None:
@@ -89,8 +89,7 @@ class DeviceWorkerState(WorkerState):
 
     def bind(self) -> None:
         """Bind it to the model runner."""
-        if self.config.by_model:
-            take_loaded_speculator.apply(self._take_loaded_drafter, owner=self.runner)
+        super().bind()
         if self.lengths is not None:
             choose_lengths.apply(self, owner=self.runner)
         if self.config.drafter != "none":
@@ -102,8 +101,7 @@ class DeviceWorkerState(WorkerState):
         slots, opened, ahead = self.runner.req_states.req_id_to_index, [], []
         for new in scheduled.scheduled_new_reqs:
             params, text = new.sampling_params, new.prefill_token_ids or new.prompt_token_ids or []
-            label = Label.of(params.extra_args if params else None)
-            begun = LiveRequest.of(new.req_id, new, label, self._max_model_len)
+            begun = LiveRequest.of(new.req_id, new, self._max_model_len)
             begun.length = len(text)
             if params is not None:  # its own set has the end of the text even where that is ignored
                 stops = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
@@ -183,9 +181,9 @@ class DeviceWorkerState(WorkerState):
         """As `WorkerState.refresh`, with what is on the device."""
         answer = super().refresh(message)
         if self.index is not None:
-            self.index.arena.forget()
+            self.index.bringer.forget()
         if self.copy is not None:
-            self.copy.copy.quantise()
+            self.copy.quantise()
         if self.speculation is not None:
             self.speculation.tokens = message.draft_length or self.config.model_tokens
         return answer
@@ -211,12 +209,14 @@ class DeviceWorkerState(WorkerState):
             stats |= self.copy.stats() | {"self_acceptance": self.engine.drafts.acceptance.rate}
         return stats
 
-    def _take_loaded_drafter(self) -> None:
+    def loaded(self) -> None:
+        """As `WorkerState.loaded`; a model drafts as the controller says."""
+        super().loaded()
         if self.draft_weights is not None:
-            self.draft_weights.take_loaded()
             self.runner.drafter = self.runner.speculator  # where veRL looks for a drafter that it sends weights to
-        texts = self.runner.req_states.all_token_ids.gpu
-        self.speculation = Speculation(self.runner.speculator, self.config, texts, self.engine, self.source)
+        if self.config.by_model:
+            texts = self.runner.req_states.all_token_ids.gpu
+            self.speculation = Speculation(self.runner.speculator, self.config, texts, self.engine, self.source)
 
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
