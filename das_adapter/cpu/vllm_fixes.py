@@ -73,7 +73,7 @@ def drop_generator(stock: Any) -> Any:
     @functools.wraps(stock)
     def add_request(self: Any, request: Any) -> int:
         request.generator = None
-        return stock(self, request)  # type: ignore[no-any-return]
+        return stock(self, request)
 
     return add_request
 
