@@ -21,7 +21,7 @@ from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.index.store import newest_in
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
-from das_adapter.service.ledger import actor, histories, last_checkpoint, ledger, running
+from das_adapter.service.ledger import actor, histories, ledger, running
 
 logger = logging.getLogger("das_adapter")
 
@@ -172,7 +172,5 @@ def save(folder: Path, facts: Facts) -> None:
             return len(got([history.save.remote(str(index / str(part))) for part, history in enumerate(found)]))
 
         write(folder / NAME, facts, known, save_parts)
-        size = sum(file.stat().st_size for file in (folder / NAME).rglob("*") if file.is_file())
-        last_checkpoint.update({"das/checkpoint_s": time.monotonic() - begin, "das/checkpoint_bytes": float(size)})
     except Exception:
         logger.exception("das: the history was not saved with the checkpoint %s", folder)

@@ -34,10 +34,9 @@ from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks, labels  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
-from das_adapter.protocol.metrics import Counters, RolloutClock  # noqa: E402
 from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint, janitor  # noqa: E402
-from das_adapter.service.ledger import actor, histories, history_here, history_of, metrics, running  # noqa: E402
+from das_adapter.service.ledger import actor, histories, history_here, history_of, running  # noqa: E402
 
 FACTS = checkpoint.Facts.of("problem", TOKENIZER)
 NAMESPACE = "shared by two jobs"
@@ -467,20 +466,6 @@ def test_a_refit_that_fails_half_way_is_no_new_version(run: Run) -> None:
             assert error is answers
     assert engine.versions == [1, 2, 3]
     assert hooks.version == 3
-
-
-def test_an_operator_sees_which_nodes_have_a_history_and_what_a_checkpoint_took(run: Run, tmp_path: Path) -> None:
-    run.goes_on(run.write(0, home=0), run.write(1, home=1))
-    checkpoint.save(tmp_path, FACTS)
-    ray.get(running().report.remote(9, {**Counters(tokens=7).take(), **RolloutClock().take()}))
-    seen = metrics(9)
-    assert (seen["das/history_nodes"], seen["das/unsent_s"]) == (2, 0)
-    assert seen["das/checkpoint_bytes"] == sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert seen["das/checkpoint_s"] > 0
-    history = run.figures(1)["pid"]
-    os.kill(history, signal.SIGSTOP)
-    assert metrics(9)["das/history_nodes"] == 1
-    os.kill(history, signal.SIGCONT)
 
 
 def test_a_batch_does_not_wait_for_the_history_of_other_nodes(run: Run) -> None:

@@ -439,11 +439,7 @@ def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(writ
     os.utime(writer.writer.directory / "spool/away--engine-4", (0, time.time() - 50))
     writer.tick()  # the node that most were for has gone: they stay here
     assert writer.files == ["away--engine-4", "texts-engine-2", "texts-engine-3"]
-    assert 50 <= writer.figures()["unsent_s"] < 100
     assert caplog.text.count("the oldest texts for other nodes are lost") == 1
-    (writer.writer.directory / "spool/away--engine-4").unlink()
-    writer.tick()
-    assert writer.figures()["unsent_s"] == 0
 
 
 def test_an_engine_that_a_weight_sync_left_with_an_older_generation_is_counted(job: None) -> None:
