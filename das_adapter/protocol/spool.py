@@ -13,7 +13,6 @@ the writer takes them at a time. Nothing in them is unpickled.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -57,13 +56,11 @@ def places() -> tuple[Path, Path]:
 
 
 def directory_for(name: str, size: int, beside: int = 0) -> Path:
-    """Return the directory of a history, this user's alone; it is created if it is not there (OSError: it can't be).
-    Where its name is taken by another user, all processes of this user find the one with a number behind the name.
-    It lies in the second of the `places` if the first has no room for `size` bytes; `beside` as in `room`."""
+    """Return the directory of a history: the one that is there, else a new one, in the second of the `places` if the
+    first has no room for `size` bytes; `beside` as in `room`."""
     for root in places():
-        for directory in (root / name, *sorted(root.glob(f"{name}-[0-9]*"))):
-            if is_private(directory):
-                return directory
+        if is_private(root / name):
+            return root / name
     try:
         fits = room(SHARED_MEMORY, size, 0, beside) >= 0
     except OSError:  # there is none
@@ -75,17 +72,7 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
             "the history lies in %s",
             *(SHARED_MEMORY, size, beside, root),
         )
-    for number in itertools.count():
-        directory = root / (f"{name}-{number}" if number else name)
-        try:
-            directory.mkdir(mode=0o700)
-        except FileExistsError:
-            if not is_private(directory):
-                continue
-        if number:
-            logger.warning("das: history: the name %s is taken; the history lies in %s", root / name, directory)
-        return directory
-    raise AssertionError
+    return root / name
 
 
 def room(directory: Path, size: int, held: int, beside: int, given: int = 0) -> int:

@@ -103,5 +103,4 @@ def test_what_ray_may_still_take_is_no_room(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     assert room(spool.SHARED_MEMORY, size * MB, size * MB, beside * MB) == left * MB
     made = directory_for(f"das-history-test-{os.getpid()}", size * MB, beside * MB)
-    made.rmdir()
     assert (made.parent == spool.SHARED_MEMORY) == fits
