@@ -221,8 +221,7 @@ void bind_suffix_index(nb::module_& m) {
       .def("visit", method(&SuffixIndex::visit), unlocked())
       .def("attach", method(&SuffixIndex::attach), unlocked())
       .def("refresh", method(&SuffixIndex::refresh), unlocked())
-      .def("write", method(&SuffixIndex::write), unlocked(), nb::arg("percent") = 75, nb::arg("most") = 1 << 24)
-      .def("release", method(&SuffixIndex::release), unlocked())
+      .def("write", method(&SuffixIndex::write), unlocked(), nb::arg("hurry") = false)
       .def("has",
            [](SharedIndex& shared, uint64_t problem, const Tokens& tokens, int64_t version) {
              return das::unlocked(shared, [&](const SuffixIndex& index) {
@@ -253,7 +252,6 @@ void bind_suffix_index(nb::module_& m) {
            })
       .def("clear_live", method(&SuffixIndex::clear_live))
       .def_prop_ro("generation", method(&SuffixIndex::generation))
-      .def_prop_ro("removed", method(&SuffixIndex::removed))
       .def_prop_ro("file_bytes", method(&SuffixIndex::file_bytes))
       .def_prop_ro("nbytes", method(&SuffixIndex::nbytes))
       .def_prop_ro("tokens", method(&SuffixIndex::token_count))

@@ -552,7 +552,7 @@ void SuffixIndex::refresh(uint64_t generation) {
   store_->keep(read);
 }
 
-uint64_t SuffixIndex::write(uint64_t percent, uint64_t most) {
+uint64_t SuffixIndex::write(bool hurry) {
   std::vector<std::pair<uint64_t, Segment*>> moving;
   uint64_t bytes = 0;
   const auto move = [&](uint64_t id, auto&& wanted) {
@@ -561,11 +561,11 @@ uint64_t SuffixIndex::write(uint64_t percent, uint64_t most) {
     for (Segment& segment : it->second.history)
       if (wanted(segment)) moving.emplace_back(id, &segment), bytes += segment.nbytes();
   };
-  for (auto it = changed_.begin(); it != changed_.end() && bytes < most; ++it)
+  for (auto it = changed_.begin(); it != changed_.end() && bytes < kWritten; ++it)
     move(*it, [](const Segment& segment) { return !segment.file; });
   for (const auto& [number, file] : store_->files()) {
-    if (!file->alive || 100 * file->alive >= percent * file->body()) continue;
-    for (size_t i = 0; i < file->header().count && bytes < most; ++i)
+    if (hurry || !file->alive || 100 * file->alive >= kCounts * file->body()) continue;
+    for (size_t i = 0; i < file->header().count && bytes < kWritten; ++i)
       move(file->entry(i).problem, [&, at = file.get()](const Segment& s) { return s.file == at && s.entry == i; });
   }
   if (moving.empty()) return 0;
@@ -576,7 +576,7 @@ uint64_t SuffixIndex::write(uint64_t percent, uint64_t most) {
 }
 
 void SuffixIndex::publish(bool hurry) {
-  while (write(hurry ? 0 : kCounts, kWritten) >= kWritten) {
+  while (write(hurry) >= kWritten) {
   }
   const auto list = [&](Store::Table& table, uint64_t id, const std::vector<Segment>& history) {
     if (history.empty()) table.emplace_back(id, nullptr);

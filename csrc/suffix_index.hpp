@@ -54,10 +54,9 @@ class SuffixIndex {
   void visit(const std::string& path);
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
-  // Puts about `most` bytes of what is in no file into one, and of what lies in files of which less than `percent`
+  // Puts a file's bytes of what is in no file into one, and, without a `hurry`, of what lies in files of which little
   // counts; returns how many.
-  uint64_t write(uint64_t percent, uint64_t most);
-  void release() { store_->release(); }  // removes what only older generations need
+  uint64_t write(bool hurry);
   void publish(bool hurry);  // where the caller is in a `hurry`, without what can be done later
 
   // Starts a request; `ahead`: what was written ahead with its noise. Drafts repeat that as long as the request does.
@@ -89,7 +88,6 @@ class SuffixIndex {
   // Versions from the newest text of the request's problem to the newest; -1: no text.
   int64_t age(int64_t handle) const;
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
-  uint64_t removed() const { return store_ ? store_->removed() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
   uint64_t nbytes() const { return bytes_; }
   uint64_t token_count() const { return tokens_; }

@@ -44,8 +44,7 @@ GRACE_S = 20.0
 GATHER_S = 0.5
 """How long trajectories are gathered before they are left together."""
 SPARE = 1 << 30
-"""Maximum bytes of the file system that the history leaves free: what is thinned out is written there before what it
-replaces goes, and what others need has gone in the meantime."""
+"""Maximum bytes of the file system that the history leaves free."""
 KEPT = 64 << 20
 """Maximum bytes of text that an engine keeps while it can't leave them in the spool."""
 
@@ -62,7 +61,7 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
         if is_private(root / name):
             return root / name
     try:
-        fits = room(SHARED_MEMORY, size, 0, beside) >= 0
+        fits = room(SHARED_MEMORY, beside) >= size
     except OSError:  # there is none
         fits = False
     root = places()[not fits]
@@ -75,13 +74,11 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
     return root / name
 
 
-def room(directory: Path, size: int, held: int, beside: int, given: int = 0) -> int:
-    """Return how many bytes are left where a history of `size` bytes, with files of `held` bytes, is written anew, as
-    merging does, before its old files go; below 0: how many are lacking. `beside`: the size of Ray's object store,
-    which may lie there too and takes memory when it needs it; `given`: bytes of removed files that engines still map.
-    OSError: the directory is gone."""
+def room(directory: Path, beside: int, held: int = 0) -> int:
+    """Return how many bytes a history's files may take, which take `held` now. `beside`: the size of Ray's object
+    store, which may lie there too and takes memory when it needs it. OSError: the directory is gone."""
     disk = shutil.disk_usage(directory)
-    return min(disk.free + given, disk.total - beside - held) - size - min(SPARE, disk.total // 8)
+    return min(disk.free + held, disk.total - beside) - min(SPARE, disk.total // 8)
 
 
 def size_of(directory: Path) -> int:

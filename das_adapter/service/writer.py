@@ -95,10 +95,10 @@ class Writer:
         until, more = time.monotonic() + seconds, True
         if self._grown:
             self._grown = False
-            self.policy.tidy(self.store)  # which merges as well: no problem is written twice
+            left = room(self.directory, self._beside, size_of(self.directory))
+            self.policy.tidy(self.store, left)  # which merges as well: no problem is written twice
         while more and time.monotonic() < until:
             more = self.store.work(self.policy.window)
-            self.store.relieve()
             time.sleep(0.001)  # whoever waits for the store has its turn
         return more
 
@@ -147,10 +147,7 @@ class Writer:
             self._done_with.append(file)
 
     def _opened(self, directory: Path) -> HistoryStore:
-        def left(size: int, given: int) -> int:
-            return room(directory, size, size_of(directory), self._beside, given)
-
-        store = HistoryStore(directory, threads=max(1, (os.cpu_count() or 1) // 8), room=left)
+        store = HistoryStore(directory, threads=max(1, (os.cpu_count() or 1) // 8))
         make_private(directory / FOLDER)
         janitor.watch(directory, self._grace_s)
         logger.warning("das: the history lies in %s", directory)
