@@ -99,7 +99,7 @@ struct Drafting {
 Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
                     const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
                     const In<int64_t>& rows, const In<int64_t>& begins, const In<int64_t>& ends,
-                    const In<int64_t>& budgets, double min_chance, size_t threads) {
+                    const In<int64_t>& budgets, double min_chance) {
   const size_t n = handles.size();
   const auto height = static_cast<int64_t>(tokens.shape(0)), width = static_cast<int64_t>(tokens.shape(1));
   bool sound = rows.size() == n && begins.size() == n && ends.size() == n;
@@ -122,11 +122,11 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
   const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets); };
   return {shared.begin(n < kAlone, check,
                        [written = std::move(written), counts = std::move(counts), handles = copied(handles),
-                        budgets = copied(budgets), min_chance, threads](SuffixIndex& index) {
+                        budgets = copied(budgets), min_chance](SuffixIndex& index) {
                          const Token* next = written.data();
                          for (size_t i = 0; i < counts.size(); next += counts[i++])
                            if (counts[i]) index.extend(handles[i], next, counts[i]);
-                         return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
+                         return index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
                        })};
 }
 
@@ -160,7 +160,7 @@ nb::dict rules() {
 nb::tuple draft_flat(SharedIndex& shared, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance) {
   return flat(unlocked(shared, [&](SuffixIndex& index) {
     check_batch(index, handles, budgets);
-    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, 1);
+    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
   }));
 }
 

@@ -100,7 +100,7 @@ uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t le
     const Change change(*this, chosen);
     std::vector<Problem*> touched;
     for (uint64_t id : chosen) touched.push_back(&problems_.at(id));
-    parallel(touched.size(), threads, [&](size_t i, size_t) {
+    parallel(touched.size(), threads, [&](size_t i) {
       Problem& problem = *touched[i];
       auto& history = problem.history;
       for (const Segment& segment : history) check(segment);  // before anything changes
@@ -203,7 +203,7 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
   shrunk.thinned = large.size();
   {
     const Change change(*this, std::move(ids));
-    parallel(large.size(), threads, [&](size_t i, size_t) { thin(*large[i], to); });
+    parallel(large.size(), threads, [&](size_t i) { thin(*large[i], to); });
   }
   shrunk.tokens -= token_count();
   return shrunk;
@@ -405,12 +405,10 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
 }
 
 std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles, const int64_t* budgets, size_t count,
-                                                   double min_chance, size_t threads) {
+                                                   double min_chance) {
   std::vector<Draft> drafts(count);
-  std::vector<Scratch> scratch(std::max<size_t>(threads, 1));
-  parallel(count, threads, [&](size_t i, size_t worker) {
-    draft(request(handles[i]), budgets[i], min_chance, scratch[worker], drafts[i]);
-  });
+  Scratch scratch;
+  for (size_t i = 0; i < count; ++i) draft(request(handles[i]), budgets[i], min_chance, scratch, drafts[i]);
   return drafts;
 }
 

@@ -70,8 +70,7 @@ class SuffixIndex {
     std::vector<float> chances;  // that each token is reached and accepted
   };
   // Drafts of at most budgets[i] tokens; a handle may occur once.
-  std::vector<Draft> draft(const int64_t* handles, const int64_t* budgets, size_t count, double min_chance,
-                           size_t threads);
+  std::vector<Draft> draft(const int64_t* handles, const int64_t* budgets, size_t count, double min_chance);
 
   // A problem's history, whatever becomes of the index.
   using History = std::vector<Segment>;
@@ -117,7 +116,7 @@ class SuffixIndex {
     std::vector<uint16_t> kinds;  // `Acceptance` kinds of those tokens
   };
 
-  // Working memory of drafting: one per thread.
+  // Working memory of drafting.
   struct Scratch {
     std::vector<Candidate> candidates;
     std::vector<Vote> votes;
