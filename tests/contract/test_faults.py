@@ -38,7 +38,7 @@ from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint, janitor  # noqa: E402
 from das_adapter.service.ledger import actor, histories, history_here, history_of, running  # noqa: E402
 
-FACTS = checkpoint.Facts.of("problem", TOKENIZER)
+FACTS = checkpoint.facts_of("problem", TOKENIZER)
 NAMESPACE = "shared by two jobs"
 INTERPOSED = Path(__file__).with_name("interposed.c")
 
@@ -374,7 +374,7 @@ from das_adapter.service.session import Session
 address, namespace, folder, facts = sys.argv[1:5]
 ray.init(address=address, namespace=namespace, log_to_driver=False)
 das = parse({"drafter": "history", "history": {"max_bytes": "64MiB"}})
-checkpoint.begin(das.history, checkpoint.Facts(**json.loads(facts)), "das", Path(folder), 0)
+checkpoint.begin(das.history, json.loads(facts), "das", Path(folder), 0)
 heard = []
 session = Session(das, lambda command, payload, timeout: heard.append(payload) or [[{"generation": 1}]])
 session.sync(1)
@@ -389,7 +389,7 @@ sys.stdin.read()
 def test_two_jobs_on_a_node_one_of_which_resumes_with_fewer_replicas(run: Run, saved: Any) -> None:
     folder, tokens = saved
     before, directory = run.tokens, run.figures(0)["directory"]
-    facts = json.dumps(vars(FACTS))
+    facts = json.dumps(FACTS)
     command = [sys.executable, "-c", JOB, run.cluster.address, NAMESPACE, str(folder), facts]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         line = next(line for line in other.stdout or () if line.startswith("RESUMED")).split()

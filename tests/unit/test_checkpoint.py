@@ -20,7 +20,7 @@ from das_adapter.errors import DasError
 from das_adapter.service import checkpoint
 from das_adapter.verl import checkpoint as verl
 
-FACTS = checkpoint.Facts("problem", "0123456789abcdef")
+FACTS = {"scope": "problem", "tokenizer": "0123456789abcdef"}
 
 
 @pytest.fixture

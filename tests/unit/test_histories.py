@@ -90,7 +90,7 @@ def test_a_checkpoints_history_is_described(tmp_path: Path) -> None:
                 store.save(folder / str(part))
         return 2
 
-    facts = checkpoint.Facts("problem", "0123456789abcdef")
+    facts = {"scope": "problem", "tokenizer": "0123456789abcdef"}
     checkpoint.write(tmp_path / "step_3" / checkpoint.NAME, facts, np.zeros(0, checkpoint.RESPONSE), save)
     (found,) = say("history", "inspect", tmp_path / "step_3")
     assert [found] == say("history", "inspect", tmp_path / "step_3" / "das_history")
