@@ -25,10 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from das_adapter.core.index.private import check_owner, is_private
-from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.protocol.messages import Trajectory, pack
 
 logger = logging.getLogger("das_adapter")
@@ -120,8 +117,6 @@ class Ask(NamedTuple):
 
     number: int
     """Of the request; its answer has the same."""
-    cursor: int
-    """From the answer before; 0: there was none."""
 
     def put(self, directory: Path, engine: str) -> None:
         """Leave it in a spool; `put` says what is raised."""
@@ -139,23 +134,18 @@ class Answer(NamedTuple):
     number: int
     generation: int
     """To be mapped."""
-    cursor: int
-    """To ask with the next time."""
     log: Sequence[str]
     """Lines for the engine's log: somebody reads that."""
-    lengths: Responses
-    """Of the responses of all engines since the cursor that was asked with."""
 
     def put(self, directory: Path, engine: str) -> None:
-        """Leave it in a spool, a line of JSON before the lengths; `put` says what is raised."""
-        put(directory, f"{ANSWER}-{engine}", json.dumps(self[:4]).encode() + b"\n" + self.lengths.tobytes())
+        """Leave it in a spool; `put` says what is raised."""
+        put(directory, f"{ANSWER}-{engine}", json.dumps(self).encode())
 
     @classmethod
     def read(cls, path: Path) -> Answer:
         """Read what was left; ValueError, TypeError: it is no answer."""
-        head, _, rows = path.read_bytes().partition(b"\n")
-        number, generation, cursor, log = json.loads(head)
-        return cls(int(number), int(generation), int(cursor), list(map(str, log)), np.frombuffer(rows, RESPONSE))
+        number, generation, log = json.loads(path.read_bytes())
+        return cls(int(number), int(generation), list(map(str, log)))
 
 
 class Gathered:

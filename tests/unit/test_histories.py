@@ -39,7 +39,7 @@ def test_a_living_history_is_described_and_stays(root: Path) -> None:
     engine = Engine("das-history-living", grace_s=5.0)
     engine.write(1, TEXT, 0)
     engine.write(2, TEXT, 0)
-    published, _ = engine.sync()
+    published = engine.sync()
     assert published is not None and Path(published.directory).parent == root
     (found,) = say("history", "inspect", published.directory)
     assert (found["problems"], found["tokens"], found["waiting"]) == (2, 60, 0)

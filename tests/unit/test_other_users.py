@@ -49,7 +49,7 @@ def tree(*paths: Path) -> dict[str, Any]:
 def test_nothing_of_a_history_opens_to_another_user(name: str) -> None:
     engine = Engine(name, grace_s=5.0)
     engine.write(1, TEXT, 0)
-    directory = Path(engine.sync()[0].directory)
+    directory = Path(engine.sync().directory)
     engine.write(2, TEXT, 1)  # waits in the spool
     until(lambda: bool(list((directory / FOLDER).glob("batch-*"))))
     inside = [str(path.relative_to(directory)) for path in directory.rglob("*")]
@@ -58,7 +58,7 @@ def test_nothing_of_a_history_opens_to_another_user(name: str) -> None:
     found = stranger("attack", directory, writer.pid, *inside)
     assert len(found) > 60
     assert {attempt: came for attempt, came in found.items() if came != "PermissionError"} == {}
-    assert tokens(engine.sync()[0]) == 60
+    assert tokens(engine.sync()) == 60
 
 
 def test_a_name_that_another_user_took_costs_the_history_as_long_as_it_is_taken(name: str, caplog: Any) -> None:
@@ -69,12 +69,12 @@ def test_a_name_that_another_user_took_costs_the_history_as_long_as_it_is_taken(
     engines = [Engine(name) for name in names]
     for engine in engines:
         engine.write(1, TEXT, 0)
-        assert engine.sync()[0] is None
+        assert engine.sync() is None
     assert sum("engines go on with what is mapped" in record.message for record in caplog.records) == 4
     janitor.sweep(SHARED_MEMORY, besides="")
     assert tree(*taken) == before
     stranger("give_up", *taken)
-    assert [tokens(engine.sync()[0]) for engine in engines] == [30] * 4
+    assert [tokens(engine.sync()) for engine in engines] == [30] * 4
 
 
 @pytest.mark.parametrize("path", ["", os.pathsep], ids=["no path", "a path with an empty entry"])
@@ -85,6 +85,6 @@ def test_modules_in_the_working_directory_are_not_run(path: str, name: str, monk
     monkeypatch.chdir(planted)
     engine = Engine(name)
     engine.write(1, TEXT, 0)
-    assert tokens(engine.sync()[0]) == 30
+    assert tokens(engine.sync()) == 30
     assert not (planted / "ran").exists()
     assert psutil.Process().cwd() == str(planted)
