@@ -112,26 +112,11 @@ def put_batch(directory: str | os.PathLike[str], engine: str, trajectories: Sequ
     put(directory, f"{BATCH}-{engine}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}", pack(trajectories))
 
 
-class Ask(NamedTuple):
-    """An engine's request for a generation with all that it has left."""
-
-    number: int
-    """Of the request; its answer has the same."""
-
-    def put(self, directory: Path, engine: str) -> None:
-        """Leave it in a spool; `put` says what is raised."""
-        put(directory, f"{ASK}-{engine}", json.dumps(self).encode())
-
-    @classmethod
-    def read(cls, path: Path) -> Ask:
-        """Read what was left; ValueError, TypeError: it is no request."""
-        return cls(*map(int, json.loads(path.read_bytes())))
-
-
 class Answer(NamedTuple):
-    """The writer's answer."""
+    """The writer's answer to an engine that asks for a generation with all that it has left."""
 
     number: int
+    """Of the request, which is all that its file says."""
     generation: int
     """To be mapped."""
     log: Sequence[str]

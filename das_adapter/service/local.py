@@ -18,7 +18,7 @@ from pathlib import Path
 
 from das_adapter.config import HistoryConfig
 from das_adapter.errors import DasError
-from das_adapter.protocol.spool import ASK, USERS, Answer, Ask
+from das_adapter.protocol.spool import ASK, USERS, Answer
 from das_adapter.service.writer import Writer
 
 logger = logging.getLogger("das_adapter")
@@ -45,18 +45,18 @@ class LocalHistory:
 
     def work(self) -> None:
         """Take what has arrived, and answer the engines that ask."""
-        asked = [(path, Ask.read(path)) for path in self._writer.waiting(ASK)]  # what they left before is taken below
+        asked = [(path, int(path.read_bytes())) for path in self._writer.waiting(ASK)]  # what they left before is taken
         for file, texts in self._writer.read():
             offset = self._offset(file.split("-")[1], min((text.version for text in texts), default=0))
             texts = [text._replace(version=text.version + offset) for text in texts]
             self._writer.keep(file, texts)
-        for path, ask in asked:
+        for path, number in asked:
             self._writer.restore()
             self._writer.publish()
             store = self._writer.store
             told = [self._told.format(record) for record in self._told.buffer]
             self._told.flush()
-            Answer(ask.number, store.generation, told).put(store.directory, path.name.partition("-")[2])
+            Answer(number, store.generation, told).put(store.directory, path.name.partition("-")[2])
             path.unlink(missing_ok=True)
         if time.monotonic() > self._rests_until:
             more = self._writer.work(_TICK_S)

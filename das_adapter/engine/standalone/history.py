@@ -20,13 +20,14 @@ from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Published, Trajectory
 from das_adapter.protocol.spool import (
     ANSWER,
+    ASK,
     FOLDER,
     GRACE_S,
     USERS,
     Answer,
-    Ask,
     Gathered,
     directory_for,
+    put,
     put_batch,
 )
 
@@ -135,7 +136,7 @@ class SharedHistory:
 
     def _leave_ask(self) -> None:
         self._enter()
-        Ask(self._number).put(self._directory, self._engine)
+        put(self._directory, f"{ASK}-{self._engine}", str(self._number).encode())
 
     def _report(self, error: Exception) -> None:
         """Log an error once, until a weight sync succeeds."""
