@@ -203,7 +203,7 @@ def test_the_log_says_that_a_history_is_too_small(engine: Any) -> None:
     das, crowd = {**HISTORY, "history": {"max_bytes": "64KiB"}}, {"max_num_seqs": 100}
     result = engine(das=das, rounds=[first, between, second], engine=crowd)
     assert 0 < result[-1]["stats"]["history_tokens"] < 2**16 / 7  # bytes of a token, at least
-    assert "das: history: above das.history.max_bytes=65536: " in result[-1]["log"]
+    assert "das: history: above das.history.max_bytes=65536: " in result[0]["log"]
     assert result[-1]["stats"]["history_hits"] < 12
 
 
