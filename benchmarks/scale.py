@@ -19,7 +19,6 @@ from provenance import provenance, save
 from das_adapter.core.index import SuffixIndex
 from das_adapter.core.index.store import HistoryStore
 from das_adapter.core.length import RESPONSE, LengthLog, LengthModel
-from das_adapter.core.returns import Returns
 
 WINDOW, GROUP = 16, 8
 LONGEST = 32768
@@ -71,13 +70,12 @@ class Engine:
     """What one rank of an engine does at a weight sync, without the model."""
 
     def __init__(self, directory: Path) -> None:
-        self.index, self.model, self.returns = SuffixIndex.attach(directory), LengthModel(LONGEST), Returns()
+        self.index, self.model = SuffixIndex.attach(directory), LengthModel(LONGEST)
 
     def refresh(self, generation: int, responses: np.ndarray) -> None:
         """Map a generation, and learn the lengths of new responses."""
         self.index.refresh(generation)
         self.index.clear_live()
-        self.returns.met(responses["problem"])
         self.model.observe(responses)
         self.model.refit()
 

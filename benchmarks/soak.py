@@ -216,7 +216,7 @@ class Run:
         from das_adapter.errors import DasError
         from das_adapter.service import checkpoint
 
-        facts = checkpoint.Facts("problem", "tiny")
+        facts = {"scope": "problem", "tokenizer": "tiny"}
         shutil.rmtree(self.folder / name, ignore_errors=True)
         checkpoint.save(self.folder / name, facts)
         try:

@@ -39,8 +39,8 @@ std::vector<float> descending(const std::vector<float>& values) {
 
 // Keeps the set of tokens whose value exceeds its cost by most. Of m tokens the best set is the m of greatest value,
 // and as values fall along each draft, those above a threshold are a prefix of it: the best m decides.
-nb::tuple allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth,
-                   const In<double>& costs, Out<int64_t> keep) {
+double allocate(const In<float>& chances, const In<int64_t>& offsets, const In<double>& worth, const In<double>& costs,
+                Out<int64_t> keep) {
   const size_t batch = worth.size(), n = chances.size();
   if (offsets.size() != batch + 1 || keep.size() != batch)
     throw std::invalid_argument("allocate: worth, offsets and keep differ in their number of requests");
@@ -71,7 +71,7 @@ nb::tuple allocate(const In<float>& chances, const In<int64_t>& offsets, const I
     for (; ties > 0 && j < at[i + 1] && value[j] == threshold; ++j) --ties;
     keep.data()[i] = j - at[i];
   }
-  return nb::make_tuple(gain, most);
+  return gain;
 }
 
 // Columns of the live requests, by slot: RequestTable's (das_adapter/core/requests.py), which they are parts of.
@@ -170,7 +170,7 @@ void bind_controller(nb::module_& m) {
   m.def("allocate", &allocate, nb::arg("chances"), nb::arg("offsets"), nb::arg("worth"), nb::arg("costs"),
         nb::arg("keep"),
         "Choose how many draft tokens of each request to verify, into keep int64 [b]; costs: seconds of 0, 1, ... n of "
-        "them, float64 [n + 1]. Return the expected gain in seconds, and how many these are.");
+        "them, float64 [n + 1]. Return the expected gain in seconds.");
   nb::class_<Columns>(m, "Columns")
       .def(nb::init<Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>, Out<double>>(),
            nb::arg("written"), nb::arg("pace"), nb::arg("load"), nb::arg("drafted"), nb::arg("accepted"),

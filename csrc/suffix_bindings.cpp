@@ -99,7 +99,7 @@ struct Drafting {
 Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
                     const nb::ndarray<const Token, nb::ndim<2>, nb::c_contig, nb::device::cpu>& tokens,
                     const In<int64_t>& rows, const In<int64_t>& begins, const In<int64_t>& ends,
-                    const In<int64_t>& budgets, double min_chance, size_t threads) {
+                    const In<int64_t>& budgets, double min_chance) {
   const size_t n = handles.size();
   const auto height = static_cast<int64_t>(tokens.shape(0)), width = static_cast<int64_t>(tokens.shape(1));
   bool sound = rows.size() == n && begins.size() == n && ends.size() == n;
@@ -122,11 +122,11 @@ Drafting draft_rows(SharedIndex& shared, const In<int64_t>& handles,
   const auto check = [&](const SuffixIndex& index) { check_batch(index, handles, budgets); };
   return {shared.begin(n < kAlone, check,
                        [written = std::move(written), counts = std::move(counts), handles = copied(handles),
-                        budgets = copied(budgets), min_chance, threads](SuffixIndex& index) {
+                        budgets = copied(budgets), min_chance](SuffixIndex& index) {
                          const Token* next = written.data();
                          for (size_t i = 0; i < counts.size(); next += counts[i++])
                            if (counts[i]) index.extend(handles[i], next, counts[i]);
-                         return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, threads);
+                         return index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
                        })};
 }
 
@@ -160,7 +160,7 @@ nb::dict rules() {
 nb::tuple draft_flat(SharedIndex& shared, const In<int64_t>& handles, const In<int64_t>& budgets, double min_chance) {
   return flat(unlocked(shared, [&](SuffixIndex& index) {
     check_batch(index, handles, budgets);
-    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance, 1);
+    return index.draft(handles.data(), budgets.data(), handles.size(), min_chance);
   }));
 }
 
@@ -221,14 +221,7 @@ void bind_suffix_index(nb::module_& m) {
       .def("visit", method(&SuffixIndex::visit), unlocked())
       .def("attach", method(&SuffixIndex::attach), unlocked())
       .def("refresh", method(&SuffixIndex::refresh), unlocked())
-      .def("write", method(&SuffixIndex::write), unlocked(), nb::arg("percent") = 75, nb::arg("most") = 1 << 24)
-      .def("release", method(&SuffixIndex::release), unlocked())
-      .def("has",
-           [](SharedIndex& shared, uint64_t problem, const Tokens& tokens, int64_t version) {
-             return das::unlocked(shared, [&](const SuffixIndex& index) {
-               return index.has(problem, tokens.data(), tokens.size(), version);
-             });
-           })
+      .def("write", method(&SuffixIndex::write), unlocked(), nb::arg("hurry") = false)
       .def("publish", method(&SuffixIndex::publish), unlocked(), nb::arg("hurry") = false)
       .def("open",
            [](SharedIndex& shared, uint64_t problem, const Tokens& prompt, const Tokens& prefix, const Tokens& ahead) {
@@ -253,7 +246,6 @@ void bind_suffix_index(nb::module_& m) {
            })
       .def("clear_live", method(&SuffixIndex::clear_live))
       .def_prop_ro("generation", method(&SuffixIndex::generation))
-      .def_prop_ro("removed", method(&SuffixIndex::removed))
       .def_prop_ro("file_bytes", method(&SuffixIndex::file_bytes))
       .def_prop_ro("nbytes", method(&SuffixIndex::nbytes))
       .def_prop_ro("tokens", method(&SuffixIndex::token_count))

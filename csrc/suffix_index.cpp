@@ -100,7 +100,7 @@ uint64_t SuffixIndex::seal(size_t window, bool merged, size_t threads, size_t le
     const Change change(*this, chosen);
     std::vector<Problem*> touched;
     for (uint64_t id : chosen) touched.push_back(&problems_.at(id));
-    parallel(touched.size(), threads, [&](size_t i, size_t) {
+    parallel(touched.size(), threads, [&](size_t i) {
       Problem& problem = *touched[i];
       auto& history = problem.history;
       for (const Segment& segment : history) check(segment);  // before anything changes
@@ -203,7 +203,7 @@ SuffixIndex::Shrunk SuffixIndex::shrink(uint64_t max_bytes, size_t threads) {
   shrunk.thinned = large.size();
   {
     const Change change(*this, std::move(ids));
-    parallel(large.size(), threads, [&](size_t i, size_t) { thin(*large[i], to); });
+    parallel(large.size(), threads, [&](size_t i) { thin(*large[i], to); });
   }
   shrunk.tokens -= token_count();
   return shrunk;
@@ -405,12 +405,10 @@ void SuffixIndex::gather(const Request& request, Scratch& scratch) const {
 }
 
 std::vector<SuffixIndex::Draft> SuffixIndex::draft(const int64_t* handles, const int64_t* budgets, size_t count,
-                                                   double min_chance, size_t threads) {
+                                                   double min_chance) {
   std::vector<Draft> drafts(count);
-  std::vector<Scratch> scratch(std::max<size_t>(threads, 1));
-  parallel(count, threads, [&](size_t i, size_t worker) {
-    draft(request(handles[i]), budgets[i], min_chance, scratch[worker], drafts[i]);
-  });
+  Scratch scratch;
+  for (size_t i = 0; i < count; ++i) draft(request(handles[i]), budgets[i], min_chance, scratch, drafts[i]);
   return drafts;
 }
 
@@ -452,23 +450,6 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
       if (!c.over() && *c.next == best.token) candidates[agreeing++] = {c.next + 1, c.end, c.strength, c.weight, c.own};
     candidates.resize(agreeing);
   }
-}
-
-bool SuffixIndex::has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const {
-  const auto it = problems_.find(problem);
-  if (it == problems_.end()) return false;
-  for (const Segment& s : it->second.history) {
-    check(s);
-    for (const Segment::Run& run : s.runs) {
-      if (run.version != version) continue;
-      const Stored* const end = &s.tokens[s.end(run)];
-      for (const Stored *text = &s.tokens[run.start], *next; text != end; text = next) {
-        next = std::find_if(text + 1, end, [](Token token) { return token < 0; });
-        if (*text == kStart && std::equal(text + 1, next, tokens, tokens + count)) return true;
-      }
-    }
-  }
-  return false;
 }
 
 Saving SuffixIndex::saving() const {
@@ -552,7 +533,7 @@ void SuffixIndex::refresh(uint64_t generation) {
   store_->keep(read);
 }
 
-uint64_t SuffixIndex::write(uint64_t percent, uint64_t most) {
+uint64_t SuffixIndex::write(bool hurry) {
   std::vector<std::pair<uint64_t, Segment*>> moving;
   uint64_t bytes = 0;
   const auto move = [&](uint64_t id, auto&& wanted) {
@@ -561,11 +542,11 @@ uint64_t SuffixIndex::write(uint64_t percent, uint64_t most) {
     for (Segment& segment : it->second.history)
       if (wanted(segment)) moving.emplace_back(id, &segment), bytes += segment.nbytes();
   };
-  for (auto it = changed_.begin(); it != changed_.end() && bytes < most; ++it)
+  for (auto it = changed_.begin(); it != changed_.end() && bytes < kWritten; ++it)
     move(*it, [](const Segment& segment) { return !segment.file; });
   for (const auto& [number, file] : store_->files()) {
-    if (!file->alive || 100 * file->alive >= percent * file->body()) continue;
-    for (size_t i = 0; i < file->header().count && bytes < most; ++i)
+    if (hurry || !file->alive || 100 * file->alive >= kCounts * file->body()) continue;
+    for (size_t i = 0; i < file->header().count && bytes < kWritten; ++i)
       move(file->entry(i).problem, [&, at = file.get()](const Segment& s) { return s.file == at && s.entry == i; });
   }
   if (moving.empty()) return 0;
@@ -576,7 +557,7 @@ uint64_t SuffixIndex::write(uint64_t percent, uint64_t most) {
 }
 
 void SuffixIndex::publish(bool hurry) {
-  while (write(hurry ? 0 : kCounts, kWritten) >= kWritten) {
+  while (write(hurry) >= kWritten) {
   }
   const auto list = [&](Store::Table& table, uint64_t id, const std::vector<Segment>& history) {
     if (history.empty()) table.emplace_back(id, nullptr);

@@ -42,8 +42,6 @@ class SuffixIndex {
     uint64_t tokens, thinned, dropped;  // tokens that went, problems thinned out, and dropped whole
   };
   Shrunk shrink(uint64_t max_bytes, size_t threads);
-  // Whether the sealed history has this text, whole, of this version.
-  bool has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const;
   Saving saving() const;
   // Some problems' history, to be used by another index: written to a file for this user alone, and taken in as older
   // than what there is already.
@@ -54,10 +52,9 @@ class SuffixIndex {
   void visit(const std::string& path);
   void attach(const std::string& directory, bool write);
   void refresh(uint64_t generation);  // 0: the newest
-  // Puts about `most` bytes of what is in no file into one, and of what lies in files of which less than `percent`
+  // Puts a file's bytes of what is in no file into one, and, without a `hurry`, of what lies in files of which little
   // counts; returns how many.
-  uint64_t write(uint64_t percent, uint64_t most);
-  void release() { store_->release(); }  // removes what only older generations need
+  uint64_t write(bool hurry);
   void publish(bool hurry);  // where the caller is in a `hurry`, without what can be done later
 
   // Starts a request; `ahead`: what was written ahead with its noise. Drafts repeat that as long as the request does.
@@ -71,8 +68,7 @@ class SuffixIndex {
     std::vector<float> chances;  // that each token is reached and accepted
   };
   // Drafts of at most budgets[i] tokens; a handle may occur once.
-  std::vector<Draft> draft(const int64_t* handles, const int64_t* budgets, size_t count, double min_chance,
-                           size_t threads);
+  std::vector<Draft> draft(const int64_t* handles, const int64_t* budgets, size_t count, double min_chance);
 
   // A problem's history, whatever becomes of the index.
   using History = std::vector<Segment>;
@@ -89,7 +85,6 @@ class SuffixIndex {
   // Versions from the newest text of the request's problem to the newest; -1: no text.
   int64_t age(int64_t handle) const;
   uint64_t generation() const { return store_ ? store_->generation() : 0; }
-  uint64_t removed() const { return store_ ? store_->removed() : 0; }
   uint64_t file_bytes() const { return store_ ? store_->file_bytes() : 0; }
   uint64_t nbytes() const { return bytes_; }
   uint64_t token_count() const { return tokens_; }
@@ -119,7 +114,7 @@ class SuffixIndex {
     std::vector<uint16_t> kinds;  // `Acceptance` kinds of those tokens
   };
 
-  // Working memory of drafting: one per thread.
+  // Working memory of drafting.
   struct Scratch {
     std::vector<Candidate> candidates;
     std::vector<Vote> votes;

@@ -11,16 +11,16 @@
 
 namespace das {
 
-// Calls function(item, worker) for every item below `count`; `worker`, the number of the thread, is below `threads`.
-// If items fail, one of the failures is rethrown when all threads are done.
+// Calls function(item) for every item below `count`. If items fail, one of the failures is rethrown when all threads
+// are done.
 template <class Function>
 void parallel(size_t count, size_t threads, Function&& function) {
   std::atomic<size_t> next{0};
   std::exception_ptr failure;
   std::mutex failing;
-  const auto work = [&](size_t worker) {
+  const auto work = [&] {
     try {
-      for (size_t i; (i = next++) < count;) function(i, worker);
+      for (size_t i; (i = next++) < count;) function(i);
     } catch (...) {
       next = count;
       const std::lock_guard<std::mutex> lock(failing);
@@ -28,8 +28,8 @@ void parallel(size_t count, size_t threads, Function&& function) {
     }
   };
   std::vector<std::thread> others;
-  for (size_t worker = 1; worker < std::min(threads, count); ++worker) others.emplace_back(work, worker);
-  work(0);
+  for (size_t worker = 1; worker < std::min(threads, count); ++worker) others.emplace_back(work);
+  work();
   for (auto& thread : others) thread.join();
   if (failure) std::rethrow_exception(failure);
 }

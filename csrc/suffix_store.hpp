@@ -114,12 +114,8 @@ class Store {
       if (!stays) dead_[it->first] = header.number;
       it = stays ? std::next(it) : files_.erase(it);
     }
-    remove_old(kKept);
+    remove_old();
   }
-
-  // Removes what only older generations need: who has mapped one keeps it, others map the newest.
-  void release() { remove_old(0); }
-  uint64_t removed() const { return removed_; }  // bytes of segments, since this writer began
 
  private:
   static constexpr uint64_t kSmall = 1024;  // segments that a complete manifest may always have
@@ -247,21 +243,15 @@ class Store {
     return header;
   }
 
-  void remove_old(uint64_t kept) {
+  void remove_old() {
     for (auto it = dead_.begin(); it != dead_.end();) {
-      const bool stays = it->second + kept > generation();
-      if (!stays) {
-        const std::string file = path(name("segments", it->first));
-        std::error_code gone;
-        const auto bytes = std::filesystem::file_size(file, gone);
-        removed_ += gone ? 0 : bytes;
-        std::filesystem::remove(file);
-      }
+      const bool stays = it->second + kKept > generation();
+      if (!stays) std::filesystem::remove(path(name("segments", it->first)));
       it = stays ? std::next(it) : dead_.erase(it);
     }
     uint64_t oldest = 0;  // the complete manifest from which the oldest generation that is kept can be read
     for (uint64_t number : wholes_)
-      if (number + kept <= generation()) oldest = number;
+      if (number + kKept <= generation()) oldest = number;
     const auto remove = [&](const char* kind, std::set<uint64_t>& numbers) {
       for (; !numbers.empty() && *numbers.begin() < oldest; numbers.erase(numbers.begin()))
         std::filesystem::remove(path(name(kind, *numbers.begin())));
@@ -276,7 +266,6 @@ class Store {
   std::set<uint64_t> manifests_, wholes_;
   uint64_t since_ = 0;  // segments in the manifests since the last complete one
   uint64_t next_ = 1;
-  uint64_t removed_ = 0;
 };
 
 }  // namespace das

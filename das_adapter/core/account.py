@@ -55,8 +55,8 @@ class Account:
 
     def __init__(self, time: PlainTime, speculate: Speculate = "auto") -> None:
         self.time = time
-        self.state, self.since = State.DRAFTING, 0
-        """What it does, and the step of the last change."""
+        self.state = State.DRAFTING
+        """What it does."""
         self.reason: str | None = None
         """Why, where there is more to say."""
         self.now = 0
@@ -136,7 +136,7 @@ class Account:
             self.probe_wait = PROBE_STEPS
         self.look.done(self.now, running, again_soon=drafted or probing)
         nothing = State.PROBING if probing or plain else State.RESTING
-        self._enter(State.DRAFTING if drafted and not probing else nothing, None)
+        self.state, self.reason = State.DRAFTING if drafted and not probing else nothing, None
 
     # What is told
 
@@ -176,7 +176,7 @@ class Account:
     def stop(self, reason: str, state: State = State.STOPPED) -> None:
         """Draft no more until the next weight sync."""
         if self.state is not State.FAILED and self.state is not state:
-            self._enter(state, reason)
+            self.state, self.reason = state, reason
             self._news = None if state is State.FAILED else f"das: {reason}: no drafts until the next weight sync"
 
     def sync(self, model_may_rest: bool = True) -> None:
@@ -187,7 +187,7 @@ class Account:
         self._restart()
         self.probe_wait = PROBE_STEPS
         self.look.restart()
-        self._enter(State.RESTING if self._rest.reason else State.DRAFTING, self._rest.reason)
+        self.state, self.reason = State.RESTING if self._rest.reason else State.DRAFTING, self._rest.reason
 
     def take_news(self) -> str | None:
         """Return what has changed for the worse since the last call, as a line of the log."""
@@ -213,10 +213,6 @@ class Account:
     def _wait(self, drafted: bool) -> None:
         plain, drawn = self._waited["plain"], self._waited["drafted"]
         self._waited = {"plain": plain + 1 if drafted else 0, "drafted": 0 if drafted else drawn + 1}
-
-    def _enter(self, state: State, reason: str | None) -> None:
-        if (state, reason) != (self.state, self.reason):
-            self.state, self.reason, self.since = state, reason, self.now
 
     def _loss(self) -> str | None:
         """Say that the drafts of the present batch cost more than they save; None: they do not. The estimate is as good

@@ -97,15 +97,15 @@ def allocate(chances: Chances, offsets: Ints, worth: Floats, model: StepModel, c
         model: what the step costs.
         cut: False: keep all tokens, and return what that gains.
     """
-    requests, counts, kept = len(worth), np.arange(len(chances) + 1), None
+    requests, counts = len(worth), np.arange(len(chances) + 1)
     costs = model.seconds(requests + counts, requests, counts > 0) - model.step(requests, requests, False)
     if cut:
         keep = np.empty(requests, dtype=np.int64)
-        gain, kept = native().allocate(chances, offsets, worth, costs, keep)
+        gain = native().allocate(chances, offsets, worth, costs, keep)
     else:
         keep = np.diff(offsets)
         gain = float(kept_worth(worth, chances, offsets, keep)[0].sum() - costs[-1])
-    return StepPlan(keep, np.zeros(requests, dtype=np.int64), gain, kept=kept)
+    return StepPlan(keep, np.zeros(requests, dtype=np.int64), gain)
 
 
 POINTS = 32

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -65,22 +66,15 @@ class HistoryPolicy:
                 refused[0],
             )
 
-    def has(self, store: HistoryStore, trajectory: tuple[int, bytes, int]) -> bool:
-        """Return whether a trajectory, as in `take`, is sealed in a store."""
-        problem, text, version = trajectory
-        return len(text) % 4 == 0 and store.has(self.key(problem), np.frombuffer(text, dtype=np.int32), version)
-
-    def tidy(self, store: HistoryStore) -> None:
-        """Thin out what exceeds the byte budget, and say so in the log."""
-        before = store.tokens
-        shrunk = store.shrink(self.config.max_bytes)
+    def tidy(self, store: HistoryStore, room: float = math.inf) -> None:
+        """Thin out what exceeds the byte budget, and say so in the log. `room`: bytes that the store's files may take,
+        which are at most four times as many as the history's: engines map three generations, and the next is written.
+        """
+        budget, before = int(min(self.config.max_bytes, max(0.0, room / 4))), store.tokens
+        shrunk = store.shrink(budget)
         if shrunk.tokens:
+            full = "das.history.max_bytes" if budget == self.config.max_bytes else f"a quarter of {store.directory}"
             logger.warning(
-                "das: history: above das.history.max_bytes=%d: %d of %d tokens were dropped; "
-                "%d problems were thinned out, %d forgotten",
-                self.config.max_bytes,
-                shrunk.tokens,
-                before,
-                shrunk.thinned,
-                shrunk.dropped,
+                "das: history: above %s=%d: %d of %d tokens were dropped; %d problems were thinned out, %d forgotten",
+                *(full, budget, shrunk.tokens, before, shrunk.thinned, shrunk.dropped),
             )

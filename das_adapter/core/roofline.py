@@ -35,12 +35,6 @@ class Roofline:
     attention_flops: float
     """Per token and token of context."""
     hardware: Hardware
-    plain_us: float = 0.0
-    draft_us: float = 0.0
-    verify_us: float = 0.0
-    """Host time per request of a plain, a draft and a verification step, microseconds."""
-    draft_read: float = 1.0
-    """How much longer reading a policy copy's weights takes than their bytes imply, a factor (eta_d)."""
     expert_bytes: float = 0.0
     """Bytes of all routed experts, of which a step reads those that its tokens choose; not in `weight_bytes`."""
     expert_share: float = 0.0
@@ -55,7 +49,6 @@ class Roofline:
         hardware: Hardware,
         tensor_parallel: int = 1,
         bytes_per_weight: float = 2.0,
-        **fitted: float,
     ) -> Roofline:
         """Build it from a Hugging Face config of a decoder, dense or with routed experts in every layer (Llama, Qwen2,
         Qwen3, Mistral, Mixtral, Qwen3-MoE).
@@ -65,7 +58,6 @@ class Roofline:
             hardware: of one device.
             tensor_parallel: devices that a layer, and its experts, are spread over.
             bytes_per_weight: 2 in 16 bits, 1 in FP8. Embeddings and head stay in 16 bits, the KV cache too.
-            fitted: fields that were measured instead (`kv_bytes`, `plain_us`, ...).
 
         Raises:
             KeyError: the config lacks a size.
@@ -91,15 +83,14 @@ class Roofline:
         if experts:
             values["expert_bytes"] = bytes_per_weight * layers * experts * feed_forward / tensor_parallel
             values["expert_share"] = chosen / experts
-        return cls(hardware=hardware, **{**values, **fitted})
+        return cls(hardware=hardware, **values)
 
     def seconds(self, requests: npt.ArrayLike, context: npt.ArrayLike, drafts: npt.ArrayLike) -> Floats:
         """Return the times of steps that verify so many tokens of each request, mean; 0 drafts is a plain step.
         Arguments broadcast: requests, mean tokens of context, drafts."""
         b, s, d = (np.asarray(x, dtype=float) for x in (requests, context, drafts))
         read = self._read(b * (d + 1), None) + self.kv_bytes * b * s / self.hardware.bandwidth
-        host = np.where(d > 0, self.verify_us, self.plain_us)
-        return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)) + host * b * 1e-6)
+        return np.asarray(np.maximum(read, (d + 1) * self._compute(b, s)))
 
     def read_bytes(self, tokens: npt.ArrayLike) -> Floats:
         """Return the bytes of weights that a step of so many tokens reads: of the experts those that any token chooses,
@@ -112,27 +103,26 @@ class Roofline:
         other arguments as in `seconds`. Experts are not quantised."""
         b, s = np.asarray(requests, dtype=float), np.asarray(context, dtype=float)
         read = self._read(b, share) + self.kv_bytes * b * s / self.hardware.bandwidth
-        return np.asarray(np.maximum(read, self._compute(b, s)) + self.draft_us * b * 1e-6)
+        return np.asarray(np.maximum(read, self._compute(b, s)))
 
     def line(self, context: float = 1024.0, share: float | None = None) -> StepModel:
         """Return it as a `StepModel`: flat until the compute roof crosses the weights' read time, then a line; with
         experts, of which each token reads more, the best two lines up to 1024 tokens. `context`: tokens of a request's
         context at which a token's computing is taken; `share`: of the passes of a policy copy, see `drafts`."""
-        host = self.plain_us if share is None else self.draft_us
-        kv, request = self.kv_bytes / self.hardware.bandwidth, host * 1e-6
+        kv = self.kv_bytes / self.hardware.bandwidth
         if self.expert_bytes:
             tokens: Floats = np.exp2(np.arange(11.0))
             seconds = np.maximum(self._read(tokens, share), self._compute(tokens, context))
             found = fit(tokens, tokens, np.zeros(len(tokens), dtype=bool), seconds)
-            return replace(found, request=request, context=kv)
+            return replace(found, context=kv)
         read, token = float(self._read(1, share)), float(self._compute(1, context))
-        return StepModel(read, 0.0, token, read / token, request=request, context=kv)
+        return StepModel(read, 0.0, token, read / token, context=kv)
 
     def _read(self, tokens: npt.ArrayLike, share: float | None) -> Floats:
         """Return the seconds in which the weights are read for so many tokens, a policy copy's with its `share`."""
         read = self.read_bytes(tokens)
         if share is not None:
-            read = self.draft_read * (read - (1 - share) * self.linear_bytes)
+            read = read - (1 - share) * self.linear_bytes
         return np.asarray(read / self.hardware.bandwidth)
 
     def _compute(self, requests: npt.ArrayLike, context: npt.ArrayLike) -> Floats:

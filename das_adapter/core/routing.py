@@ -86,11 +86,8 @@ class Replicas(Generic[Name]):
         requests that a replica runs at once."""
         self._worth, self._group, self._slots = worth, group, slots
         self._parts: dict[Name, dict[int, _Part]] = {name: {} for name in names}
-        self._changed = set(self._parts)
-        """Replicas whose parts are other ones than `_loads` knows."""
-        self._rows: dict[Name, int] = {}
-        self._loads = np.zeros((2, 0))
-        """What `load` returns, by replica: one column each, in the order of `_rows`."""
+        self._loads = dict.fromkeys(self._parts, (0.0, 0.0))
+        """What `load` returns, by replica."""
         self._places: dict[int, list[Name]] = {}
         self._running: Counter[int] = Counter()
         """Requests in flight, by problem; `_parts` and `_places` know no other problems."""
@@ -104,12 +101,12 @@ class Replicas(Generic[Name]):
     def add(self, replica: Name) -> None:
         """Add a replica that joined."""
         self._parts.setdefault(replica, {})
-        self._rows.clear()
+        self._loads.setdefault(replica, (0.0, 0.0))
 
     def remove(self, replica: Name) -> None:
         """Remove a replica that left."""
         self._parts.pop(replica, None)
-        self._rows.clear()
+        self._loads.pop(replica, None)
         self._places = {problem: [r for r in places if r != replica] for problem, places in self._places.items()}
 
     def pick(self, problem: int, length: float, known: bool = False, group: int | None = None) -> Name:
@@ -150,20 +147,9 @@ class Replicas(Generic[Name]):
         rounds = max((part.rounds for part in parts), default=0.0)
         return rounds, sum(part.samples * part.work for part in parts)
 
-    def _all_loads(self) -> Floats:
-        """Return the load of every replica, computed again only where it has changed."""
-        if not self._rows:
-            self._rows = {name: row for row, name in enumerate(self._parts)}
-            self._loads, self._changed = np.zeros((2, len(self._rows))), set(self._parts)
-        for replica in self._changed:
-            self._loads[:, self._rows[replica]] = self.load(replica)
-        self._changed.clear()
-        return self._loads
-
     def _place(self, problem: int, length: float, known: bool, samples: int) -> list[Name]:
         """Choose the replicas of a group's samples, and count them there."""
-        longest, work = self._all_loads()
-        names = list(self._parts)
+        names, (longest, work) = list(self._loads), np.array(list(self._loads.values())).T
         whole = samples * self.work(length, samples - 1, known)
         self._peak = max(self._peak, whole + float(work.sum()))
         share = max(self._expected, self._peak) / len(names)
@@ -185,21 +171,21 @@ class Replicas(Generic[Name]):
         return places
 
     def _join(self, replica: Name, problem: int, length: float, known: bool, samples: int = 1) -> None:
-        self._changed.add(replica)
         part = self._parts[replica].setdefault(problem, _Part(0, 0.0, 0.0))
         part.samples += samples
         part.rounds = self._rounds(length, part.samples, known)
         part.work = self.work(length, part.samples - 1, known)
+        self._loads[replica] = self.load(replica)
 
     def _rounds(self, length: float, samples: int, known: bool) -> float:
         return length / self._worth.tokens(samples - 1, known=known) * max(1, math.ceil(samples / self._slots))
 
     def _leave(self, replica: Name, problem: int) -> None:
         if part := self._parts.get(replica, {}).get(problem):
-            self._changed.add(replica)
             part.samples -= 1
             if not part.samples:
                 del self._parts[replica][problem]
+            self._loads[replica] = self.load(replica)
 
 
 def plan(

@@ -75,12 +75,8 @@ class StepPlan(NamedTuple):
     """Seconds: worth of all draft tokens minus what drafting and verifying them costs."""
     passes_s: float = 0.0
     """Seconds of the model's passes."""
-    kept: int | None = None
-    """Draft tokens of all requests; None: they are added up when somebody asks."""
 
     @property
     def total(self) -> int:
         """Draft tokens of all requests."""
-        if self.kept is not None:
-            return self.kept
         return int(np.add.reduce(self.history) + np.add.reduce(self.model))

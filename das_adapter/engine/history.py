@@ -13,7 +13,6 @@ from das_adapter.config import HistoryConfig
 from das_adapter.core.history import HistoryPolicy
 from das_adapter.core.index import Drafting, IndexFileError, SuffixIndex
 from das_adapter.core.requests import NOBODY, with_room
-from das_adapter.core.returns import Returns
 from das_adapter.core.steps import Search
 from das_adapter.engine.requests import LiveRequest
 from das_adapter.protocol.messages import Published, Refresh
@@ -31,9 +30,10 @@ class HistorySource:
         self._vocabulary = vocabulary
         self._directory = ""
         """Directory of the history that the index maps; empty: none yet."""
-        self._returns = Returns()
-        self._lacking: dict[int, int] = {}
-        """Problems whose history requests are counted as not having found, by slot."""
+        self._begun = self._hits = 0
+        """Requests that may be recorded, and those of them that found sealed history of their problem."""
+        self._lacking: set[int] = set()
+        """Slots of those that have found none yet."""
         self._handles = self._lengths = NOBODY
         """By slot: of the request in the index; tokens that the index knows of, prompt included."""
         self._looking: Drafting | None = None
@@ -45,16 +45,17 @@ class HistorySource:
         handle = self.index.open(key, prompt[:start], prefix=text[start:], ahead=live.ahead)
         slot = live.slot
         if live.record and self._policy.kept:
-            found = self.index.age(handle) is not None
-            self._returns.begin(live.problem, found)
-            if not found:
-                self._lacking[slot] = live.problem
+            self._begun += 1
+            if self.index.age(handle) is None:
+                self._lacking.add(slot)
+            else:
+                self._hits += 1
         self._handles, self._lengths = (with_room(column, slot + 1) for column in (self._handles, self._lengths))
         self._handles[slot], self._lengths[slot] = handle, len(text)
 
     def close(self, live: LiveRequest) -> None:
         """Close a request; what it wrote stays available to its siblings, if it may be recorded."""
-        self._lacking.pop(live.slot, None)
+        self._lacking.discard(live.slot)
         self.index.close(int(self._handles[live.slot]), keep=live.record and self._policy.kept)
 
     def look(
@@ -89,7 +90,6 @@ class HistorySource:
         if message.history is not None:
             self._map(message.history)
         self.index.clear_live()
-        self._returns.met(message.responses["problem"])
         return self.index.generation
 
     def visit(self, files: Sequence[str]) -> None:
@@ -100,21 +100,19 @@ class HistorySource:
                 self.index.visit(file)
             except (OSError, IndexFileError) as error:
                 logger.warning("das: history: a problem's history from another node was not mapped: %r", error)
-        for slot, problem in list(self._lacking.items()):
-            if self.index.age(int(self._handles[slot])) is not None:
-                self._returns.arrived(problem)
-                del self._lacking[slot]
+        found = {slot for slot in self._lacking if self.index.age(int(self._handles[slot])) is not None}
+        self._hits += len(found)
+        self._lacking -= found
 
     def stats(self) -> dict[str, Any]:
         """Return the figures of the history."""
-        requests, hits, lost = self._returns.take()
+        requests, hits, self._begun, self._hits = self._begun, self._hits, 0, 0
         return {
             "history_tokens": self.index.tokens,
             "history_bytes": size_of(Path(self._directory)) if self._directory else 0,
             "live_bytes": self.index.live_bytes,
             "history_requests": requests,
             "history_hits": hits,
-            "history_lost": lost,
         }
 
     def _map(self, history: Published) -> None:

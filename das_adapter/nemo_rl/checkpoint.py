@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def save_history(stock: Any) -> Any:
         if facts := _generation(run_config).get(settings.FACTS):
             from das_adapter.service import checkpoint
 
-            checkpoint.save(Path(folder), checkpoint.Facts(**facts))
+            checkpoint.save(Path(folder), facts)
         return folder
 
     return init_tmp_checkpoint
@@ -68,8 +67,8 @@ def begin(master_config: Any, tokenizer: Any) -> None:
     resumed = None if latest is None else Path(latest)
     generation[settings.STEP] = 0 if resumed is None else int(resumed.name.removeprefix("step_"))
     if das.saves_history:
-        facts = checkpoint.Facts.of(das.history.scope, tokenizer)
-        generation[settings.FACTS] = asdict(facts)
+        facts = checkpoint.facts_of(das.history.scope, tokenizer)
+        generation[settings.FACTS] = facts
         checkpoint.begin(das.history, facts, settings.BLOCK, resumed, version=0)
 
 

@@ -106,7 +106,6 @@ class DasVllmGeneration(VllmGeneration):
         reports = [report for report in answers if "request_forwards" in report]
         ours = {name: value for name, value in figures(reports, self._told).items() if name.startswith("das/")}
         if reports:
-            ours |= ledger.of_nodes()
             ours["das/weight_version"] = float(max(r["weight_version"] for r in reports))
         return {**metrics, **ours}
 

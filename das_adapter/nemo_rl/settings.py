@@ -26,8 +26,7 @@ MEDIA = ("vllm_images", "vllm_audios", "vllm_videos")
 STEP = "_das_step"
 """Key of `policy.generation`, set at the start: training step of the checkpoint from which the run resumes, else 0."""
 FACTS = "_das_facts"
-"""Key of `policy.generation`, set at the start of a run whose history is saved: the fields of `service.checkpoint`'s
-`Facts`."""
+"""Key of `policy.generation`, set at the start of a run whose history is saved: `service.checkpoint.Facts`."""
 
 
 def of_generation(generation: Mapping[str, Any]) -> DasConfig | None:

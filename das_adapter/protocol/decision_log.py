@@ -9,8 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import os
-import socket
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -18,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from das_adapter import __version__
 from das_adapter.errors import DasError
 
 logger = logging.getLogger("das_adapter")
@@ -92,8 +89,7 @@ class DecisionLog:
         Path(directory).mkdir(parents=True, exist_ok=True)
         name = f"decisions-{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:12]}"  # hosts may share the directory
         self.path, self._most = Path(directory) / f"{name}.jsonl", most
-        self._head = json.dumps(["run", __version__, socket.gethostname(), os.getpid()])
-        self._lines = [self._head]
+        self._lines: list[str] = []
         self._ended = False
 
     def add(self, record: Record) -> None:
@@ -106,7 +102,6 @@ class DecisionLog:
 
     def flush(self) -> None:
         """Write what was kept back. Where the disk is full the log ends, and nothing else does."""
-        full = False
         if not self._ended:
             try:
                 with self.path.open("a") as file:
@@ -117,7 +112,7 @@ class DecisionLog:
             except OSError as error:
                 self._ended = True
                 logger.error("das: the decision log %s ends here: %r", self.path, error)
-        self._lines = [self._head] if full else []
+        self._lines = []
 
 
 @dataclass
@@ -164,8 +159,6 @@ def _rollouts(name: str, files: Iterable[Path]) -> Iterator[Rollout]:
     ):
         try:
             kind, *values = json.loads(line)
-            if kind == "run":
-                continue
             if kind not in _KINDS:
                 raise ValueError(f"unknown kind {kind!r}")
             record = _KINDS[kind](*values)

@@ -180,31 +180,19 @@ def _of_rollout(clocks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-LOST_SHARE, LOST_REQUESTS = 0.25, 8
-"""It is a fault if at least this share and this number of a step's requests find no history of a problem that the run
-has met before."""
-
-
 def faults(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Say why `das/health` is 0, by kind of fault; empty: it is 1."""
     kinds = ("error", "alarm", "slow")
     found = {kind: str(part[kind]) for kind in kinds for part in parts if part.get(kind)}
     if "error" in found:
         found["error"] = f"a drafter failed: {found['error']}"
-    counted = ("draft_tokens", "accepted_tokens", "history_requests", "history_lost")
-    total = {name: sum(part.get(name, 0) for part in parts) for name in counted}
-    if "alarm" not in found and (alarm := collapsed(total["draft_tokens"], total["accepted_tokens"])):
+    drafted, accepted = (sum(part.get(name, 0) for part in parts) for name in ("draft_tokens", "accepted_tokens"))
+    if "alarm" not in found and (alarm := collapsed(drafted, accepted)):
         found["alarm"] = alarm
     draws = [draw for part in parts for draw in part.get("draws", ())]
     if copies := len(draws) - len(set(draws)):
         found["draws"] = (
             f"{copies} of {len(draws)} responses drew the noise of another request, and repeat its tokens: "
             "two requests had the same seed"
-        )
-    lost, requests = total["history_lost"], total["history_requests"]
-    if lost >= max(LOST_REQUESTS, LOST_SHARE * requests):
-        found["history"] = (
-            f"{lost} of {requests} requests found no history of their problem, which the run has met before: "
-            "das.history.max_bytes is full, or lines that begin with 'das: history:' say more"
         )
     return found

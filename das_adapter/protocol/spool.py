@@ -13,7 +13,6 @@ the writer takes them at a time. Nothing in them is unpickled.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -26,10 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from das_adapter.core.index.private import check_owner, is_private
-from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.protocol.messages import Trajectory, pack
 
 logger = logging.getLogger("das_adapter")
@@ -45,8 +41,7 @@ GRACE_S = 20.0
 GATHER_S = 0.5
 """How long trajectories are gathered before they are left together."""
 SPARE = 1 << 30
-"""Maximum bytes of the file system that the history leaves free: what is thinned out is written there before what it
-replaces goes, and what others need has gone in the meantime."""
+"""Maximum bytes of the file system that the history leaves free."""
 KEPT = 64 << 20
 """Maximum bytes of text that an engine keeps while it can't leave them in the spool."""
 
@@ -57,15 +52,13 @@ def places() -> tuple[Path, Path]:
 
 
 def directory_for(name: str, size: int, beside: int = 0) -> Path:
-    """Return the directory of a history, this user's alone; it is created if it is not there (OSError: it can't be).
-    Where its name is taken by another user, all processes of this user find the one with a number behind the name.
-    It lies in the second of the `places` if the first has no room for `size` bytes; `beside` as in `room`."""
+    """Return the directory of a history: the one that is there, else a new one, in the second of the `places` if the
+    first has no room for `size` bytes; `beside` as in `room`."""
     for root in places():
-        for directory in (root / name, *sorted(root.glob(f"{name}-[0-9]*"))):
-            if is_private(directory):
-                return directory
+        if is_private(root / name):
+            return root / name
     try:
-        fits = room(SHARED_MEMORY, size, 0, beside) >= 0
+        fits = room(SHARED_MEMORY, beside) >= size
     except OSError:  # there is none
         fits = False
     root = places()[not fits]
@@ -75,26 +68,14 @@ def directory_for(name: str, size: int, beside: int = 0) -> Path:
             "the history lies in %s",
             *(SHARED_MEMORY, size, beside, root),
         )
-    for number in itertools.count():
-        directory = root / (f"{name}-{number}" if number else name)
-        try:
-            directory.mkdir(mode=0o700)
-        except FileExistsError:
-            if not is_private(directory):
-                continue
-        if number:
-            logger.warning("das: history: the name %s is taken; the history lies in %s", root / name, directory)
-        return directory
-    raise AssertionError
+    return root / name
 
 
-def room(directory: Path, size: int, held: int, beside: int, given: int = 0) -> int:
-    """Return how many bytes are left where a history of `size` bytes, with files of `held` bytes, is written anew, as
-    merging does, before its old files go; below 0: how many are lacking. `beside`: the size of Ray's object store,
-    which may lie there too and takes memory when it needs it; `given`: bytes of removed files that engines still map.
-    OSError: the directory is gone."""
+def room(directory: Path, beside: int, held: int = 0) -> int:
+    """Return how many bytes a history's files may take, which take `held` now. `beside`: the size of Ray's object
+    store, which may lie there too and takes memory when it needs it. OSError: the directory is gone."""
     disk = shutil.disk_usage(directory)
-    return min(disk.free + given, disk.total - beside - held) - size - min(SPARE, disk.total // 8)
+    return min(disk.free + held, disk.total - beside) - min(SPARE, disk.total // 8)
 
 
 def size_of(directory: Path) -> int:
@@ -131,47 +112,25 @@ def put_batch(directory: str | os.PathLike[str], engine: str, trajectories: Sequ
     put(directory, f"{BATCH}-{engine}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}", pack(trajectories))
 
 
-class Ask(NamedTuple):
-    """An engine's request for a generation with all that it has left."""
+class Answer(NamedTuple):
+    """The writer's answer to an engine that asks for a generation with all that it has left."""
 
     number: int
-    """Of the request; its answer has the same."""
-    cursor: int
-    """From the answer before; 0: there was none."""
+    """Of the request, which is all that its file says."""
+    generation: int
+    """To be mapped."""
+    log: Sequence[str]
+    """Lines for the engine's log: somebody reads that."""
 
     def put(self, directory: Path, engine: str) -> None:
         """Leave it in a spool; `put` says what is raised."""
-        put(directory, f"{ASK}-{engine}", json.dumps(self).encode())
-
-    @classmethod
-    def read(cls, path: Path) -> Ask:
-        """Read what was left; ValueError, TypeError: it is no request."""
-        return cls(*map(int, json.loads(path.read_bytes())))
-
-
-class Answer(NamedTuple):
-    """The writer's answer."""
-
-    number: int
-    generation: int
-    """To be mapped."""
-    cursor: int
-    """To ask with the next time."""
-    log: Sequence[str]
-    """Lines for the engine's log: somebody reads that."""
-    lengths: Responses
-    """Of the responses of all engines since the cursor that was asked with."""
-
-    def put(self, directory: Path, engine: str) -> None:
-        """Leave it in a spool, a line of JSON before the lengths; `put` says what is raised."""
-        put(directory, f"{ANSWER}-{engine}", json.dumps(self[:4]).encode() + b"\n" + self.lengths.tobytes())
+        put(directory, f"{ANSWER}-{engine}", json.dumps(self).encode())
 
     @classmethod
     def read(cls, path: Path) -> Answer:
         """Read what was left; ValueError, TypeError: it is no answer."""
-        head, _, rows = path.read_bytes().partition(b"\n")
-        number, generation, cursor, log = json.loads(head)
-        return cls(int(number), int(generation), int(cursor), list(map(str, log)), np.frombuffer(rows, RESPONSE))
+        number, generation, log = json.loads(path.read_bytes())
+        return cls(int(number), int(generation), list(map(str, log)))
 
 
 class Gathered:

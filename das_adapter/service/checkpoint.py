@@ -9,7 +9,6 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from das_adapter.core.index import IndexFileError, SuffixIndex
 from das_adapter.core.index.store import newest_in
 from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
-from das_adapter.service.ledger import actor, histories, last_checkpoint, ledger, running
+from das_adapter.service.ledger import actor, histories, ledger, running
 
 logger = logging.getLogger("das_adapter")
 
@@ -36,20 +35,13 @@ _START_S = 600.0
 """How long the start of a run may wait for the ledger."""
 
 
-@dataclass(frozen=True)
-class Facts:
-    """Facts that must be the same where a history is used again."""
+Facts = dict[str, str]
+"""What must be the same where a history is used again: `scope`, and `tokenizer`, a fingerprint of its ids."""
 
-    scope: str
-    tokenizer: str
-    """Fingerprint of the tokenizer's tokens and their ids."""
 
-    @classmethod
-    def of(cls, scope: str, tokenizer: Any) -> Facts:
-        """Return the facts of a run with this `history.scope` and tokenizer (Hugging Face's)."""
-        tokens = sorted(tokenizer.get_vocab().items())
-        digest = hashlib.blake2b(json.dumps(tokens).encode(), digest_size=8).hexdigest()
-        return cls(scope, digest)
+def facts_of(scope: str, tokenizer: Any) -> Facts:
+    """Return the facts of a run with this `history.scope` and tokenizer (Hugging Face's)."""
+    return {"scope": scope, "tokenizer": _digest(json.dumps(sorted(tokenizer.get_vocab().items())).encode())}
 
 
 def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callable[[Path], int]) -> None:
@@ -68,7 +60,7 @@ def write(directory: Path, facts: Facts, lengths: Responses, save_parts: Callabl
         for part in range(count):
             (partial / INDEX / str(part)).stat()  # another node may have another directory of this name
         np.save(partial / _LENGTHS, lengths.view(np.uint64).reshape(-1, 3))
-        said = {**asdict(facts), "parts": count, "lengths": _digest((partial / _LENGTHS).read_bytes())}
+        said = {**facts, "parts": count, "lengths": _digest((partial / _LENGTHS).read_bytes())}
         (partial / _FACTS).write_text(json.dumps(said, indent=1) + "\n")
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
@@ -90,7 +82,6 @@ def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Response
         there = {"parts": len(parts(directory)), "lengths": _digest(rows)}
         if there != {name: said.pop(name) for name in there}:
             raise ValueError(f"its files are not those that {_FACTS} tells of")
-        found = Facts(**said)
         for part in parts(directory):
             SuffixIndex.check(part)
         lengths: Responses = np.load(io.BytesIO(rows), allow_pickle=False).view(RESPONSE).reshape(-1)
@@ -98,8 +89,8 @@ def check(directory: Path, facts: Facts, key: str, version: int = 0) -> Response
         raise DasError(
             f"{key}: found no history in {str(directory)!r} ({error}); allowed: a directory {NAME!r} of a checkpoint"
         ) from None
-    for name, mine in asdict(facts).items():
-        if (theirs := getattr(found, name)) != mine:
+    for name, mine in facts.items():
+        if (theirs := said.get(name)) != mine:
             raise DasError(
                 f"{key}: the history in {str(directory)!r} was written with {name} {theirs!r}, "
                 f"this run has {mine!r}; both must be equal"
@@ -172,7 +163,5 @@ def save(folder: Path, facts: Facts) -> None:
             return len(got([history.save.remote(str(index / str(part))) for part, history in enumerate(found)]))
 
         write(folder / NAME, facts, known, save_parts)
-        size = sum(file.stat().st_size for file in (folder / NAME).rglob("*") if file.is_file())
-        last_checkpoint.update({"das/checkpoint_s": time.monotonic() - begin, "das/checkpoint_bytes": float(size)})
     except Exception:
         logger.exception("das: the history was not saved with the checkpoint %s", folder)

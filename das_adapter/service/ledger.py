@@ -20,10 +20,6 @@ from das_adapter.protocol.metrics import figures
 
 logger = logging.getLogger("das_adapter")
 
-_FIGURES_S = 5.0
-"""How long the histories of all nodes have to tell their figures."""
-last_checkpoint: dict[str, float] = {}
-"""Figures of the last checkpoint of the history that this process saved, by the names the trainer logs."""
 _LOOK_S = 5.0
 """How often an actor of a run looks whether its job has ended."""
 
@@ -220,27 +216,11 @@ def end_with_job() -> None:
     threading.Thread(target=watch, name="das-job", daemon=True).start()
 
 
-def of_nodes() -> dict[str, float]:
-    """Return figures of the histories of the run's nodes, without those that do not answer, and of the last checkpoint
-    that this process saved; none where no history is shared."""
-    try:
-        calls = [actor(name).figures.remote() for name in histories()]
-    except (ValueError, ray.exceptions.RayError) as error:
-        logger.warning("das: no figures of the histories: %r", error)
-        return last_checkpoint
-    nodes = answers(calls, _FIGURES_S, "figures")
-    found = {
-        "das/history_nodes": float(sum(node["tokens"] > 0 for node in nodes)),
-        "das/unsent_s": max((node["unsent_s"] for node in nodes), default=0.0),
-    }
-    return {**found, **last_checkpoint} if calls else {}
-
-
 def metrics(step: int) -> dict[str, float]:
     """Return the figures of a step, for the trainer's logger; none, with a warning, if the ledger does not answer."""
     try:
         found: dict[str, float] = ask(running().metrics.remote(step), timeout=10)
-        return found and {**found, **of_nodes()}
+        return found
     except (ValueError, ray.exceptions.RayError) as error:
         logger.warning("das: no rollout figures for step %s: %r", step, error)
         return {}

@@ -17,10 +17,8 @@ import time
 from pathlib import Path
 
 from das_adapter.config import HistoryConfig
-from das_adapter.core.length import LengthLog
 from das_adapter.errors import DasError
-from das_adapter.protocol.messages import responses
-from das_adapter.protocol.spool import ASK, USERS, Answer, Ask
+from das_adapter.protocol.spool import ASK, USERS, Answer
 from das_adapter.service.writer import Writer
 
 logger = logging.getLogger("das_adapter")
@@ -41,26 +39,24 @@ class LocalHistory:
         self._told.setLevel(logging.WARNING)
         logger.addHandler(self._told)
         self._writer = Writer(config, directory, grace_s)
-        self._lengths, self._rests_until = LengthLog(), 0.0
+        self._rests_until = 0.0
         self._offsets: dict[str, int] = {}
         """By engine: from its weight versions to the history's."""
 
     def work(self) -> None:
         """Take what has arrived, and answer the engines that ask."""
-        asked = [(path, Ask.read(path)) for path in self._writer.waiting(ASK)]  # what they left before is taken below
+        asked = [(path, int(path.read_bytes())) for path in self._writer.waiting(ASK)]  # what they left before is taken
         for file, texts in self._writer.read():
             offset = self._offset(file.split("-")[1], min((text.version for text in texts), default=0))
             texts = [text._replace(version=text.version + offset) for text in texts]
             self._writer.keep(file, texts)
-            self._lengths.add(responses(texts))
-        for path, ask in asked:
+        for path, number in asked:
             self._writer.restore()
             self._writer.publish()
-            store, lengths = self._writer.store, self._lengths
+            store = self._writer.store
             told = [self._told.format(record) for record in self._told.buffer]
             self._told.flush()
-            answer = Answer(ask.number, store.generation, lengths.count, told, lengths.since(ask.cursor))
-            answer.put(store.directory, path.name.partition("-")[2])
+            Answer(number, store.generation, told).put(store.directory, path.name.partition("-")[2])
             path.unlink(missing_ok=True)
         if time.monotonic() > self._rests_until:
             more = self._writer.work(_TICK_S)

@@ -4,7 +4,6 @@ the ledger and to the histories of other nodes."""
 from __future__ import annotations
 
 import logging
-import math
 import os
 import tempfile
 import threading
@@ -74,8 +73,6 @@ class NodeHistory:
         self._nodes: tuple[str, ...] = (self._node,)
         self._sending: dict[str, ray.ObjectRef] = {}
         """By file: calls of other nodes' histories."""
-        self._oldest = math.inf
-        """When the oldest text that waits for another node was left here, seconds since the epoch."""
         self._lengths = deque[Responses](maxlen=2**12)
         """Of the last batches, for the ledger."""
         self._version = 0
@@ -147,16 +144,10 @@ class NodeHistory:
 
     @ray.method(concurrency_group="peers")
     def figures(self) -> dict[str, float | str]:
-        """Return the size of the history, for how many seconds the oldest text for another node has waited, where it
-        lies, and this process's id."""
+        """Return the size of the history, where it lies, and this process's id."""
         store = self.writer.store
-        return {
-            "tokens": store.tokens,
-            "bytes": store.nbytes,
-            "unsent_s": max(0.0, time.time() - self._oldest),
-            "directory": str(store.directory),
-            "pid": os.getpid(),
-        }
+        size = {"tokens": store.tokens, "bytes": store.nbytes}
+        return {**size, "directory": str(store.directory), "pid": os.getpid()}
 
     def tick(self) -> None:
         """Do what waits for no weight sync: send what is for others, take what has arrived, and what follows."""
@@ -227,7 +218,6 @@ class NodeHistory:
                     self._sending[path.name] = call
             except (ValueError, ray.exceptions.RayError) as error:  # it ended, or there is no room for the message
                 logger.warning("das: history: texts did not reach %s and are sent again: %r", peer, error)
-        self._oldest = min((stat.st_mtime for stat, path in waiting if path.exists()), default=math.inf)
 
     def _ask(self, version: int, cursor: int, rungs: Sequence[int]) -> Synced | None:
         try:

@@ -9,8 +9,6 @@ from das_adapter.tools import run_series as series
 
 MOST = 0.5
 """A share that is most of something."""
-LOST = 0.05
-"""Share of the requests that lack the history of a problem that the run has met, from which on it is too small."""
 LOW = 0.3
 """Share of a neural drafter's tokens, under which its weights are probably not the policy's."""
 
@@ -49,14 +47,12 @@ def _counted(rollouts: Sequence[Rollout], name: str) -> int:
 
 def _change(rollouts: Sequence[Rollout], gain: float, load: float | None) -> str:
     """Return the first advice that fits; `load`: requests of a step without drafts, where most time passed in these."""
-    requests, lost, visits = _counted(rollouts, "requests"), _counted(rollouts, "lost"), series.by_visit(rollouts)
     if alarms := [reason for kind, reason, _ in series.notes(rollouts) if kind == "alarm"]:
         return f"begin with the alarm: {alarms[-1]}."
-    if lost > LOST * requests:
-        return f"raise das.history.max_bytes: {lost} of {requests} requests lacked the history of a known problem."
     for rate in series.by_source(rollouts):
         if rate.kind == "neural drafter" and rate.share < LOW:
             return f"das.draft.weights: trainer; {rate.share:.0%} of the neural drafter's tokens were accepted."
+    visits = series.by_visit(rollouts)
     first = len(visits.get(1, ())) / max(1, sum(map(len, visits.values())))
     if first > MOST:
         return f"nothing yet: {first:.0%} of the requests were the first of their problem; later ones draft better."

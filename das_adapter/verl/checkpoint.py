@@ -83,7 +83,7 @@ def _begin(trainer: Any) -> None:
     config, step, resumed = trainer.config.trainer, _step(trainer), None
     if config.resume_mode != "disable" and step:
         resumed = Path(config.resume_from_path) if config.resume_mode == "resume_path" else _folder(trainer)
-    facts = checkpoint.Facts.of(das.history.scope, trainer.tokenizer)
+    facts = checkpoint.facts_of(das.history.scope, trainer.tokenizer)
     checkpoint.begin(das.history, facts, settings.BLOCK, resumed, step)
 
 
@@ -94,7 +94,7 @@ def _save(trainer: Any) -> None:
     from das_adapter.service import checkpoint
 
     folder = _folder(trainer)
-    checkpoint.save(folder, checkpoint.Facts.of(das.history.scope, trainer.tokenizer))
+    checkpoint.save(folder, checkpoint.facts_of(das.history.scope, trainer.tokenizer))
     for old in folder.parent.glob("global_step_*"):  # veRL has removed its other files
         if not (old / "actor").exists():
             for left in old.glob(f"{checkpoint.NAME}*"):

@@ -12,7 +12,7 @@ set -euo pipefail
 
 OBJECT_STORE=${OBJECT_STORE:-64} # GiB a node for Ray's objects
 HISTORY=${HISTORY:-8}            # GiB: history.max_bytes of the block
-NEEDED=$((OBJECT_STORE + 3 * HISTORY + 1))
+NEEDED=$((OBJECT_STORE + 4 * HISTORY + 1))
 PORT=${PORT:-6379}
 # One token for all nodes and the command: newer versions of Ray ask for it where they find one.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(cat /proc/sys/kernel/random/uuid)}

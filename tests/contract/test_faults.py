@@ -34,12 +34,11 @@ from das_adapter.errors import DasError  # noqa: E402
 from das_adapter.nemo_rl.engine_hooks import SyncEngineHooks, labels  # noqa: E402
 from das_adapter.protocol.label import Label  # noqa: E402
 from das_adapter.protocol.messages import Refresh, Trajectory  # noqa: E402
-from das_adapter.protocol.metrics import Counters, RolloutClock  # noqa: E402
 from das_adapter.protocol.spool import put_batch  # noqa: E402
 from das_adapter.service import checkpoint, janitor  # noqa: E402
-from das_adapter.service.ledger import actor, histories, history_here, history_of, metrics, running  # noqa: E402
+from das_adapter.service.ledger import actor, histories, history_here, history_of, running  # noqa: E402
 
-FACTS = checkpoint.Facts.of("problem", TOKENIZER)
+FACTS = checkpoint.facts_of("problem", TOKENIZER)
 NAMESPACE = "shared by two jobs"
 INTERPOSED = Path(__file__).with_name("interposed.c")
 
@@ -176,7 +175,7 @@ def test_killed_while_it_publishes(run: Run, at: str) -> None:
     after = run.figures(1)
     assert run.was_killed() and after["pid"] != before["pid"]
     assert after["directory"] == before["directory"]  # it was taken over
-    assert run.tokens == tokens + 2 * len(POEM)
+    assert run.tokens >= tokens + 2 * len(POEM)  # what was published just then counts twice
 
 
 def test_killed_before_it_publishes_what_engines_of_other_nodes_sent(run: Run) -> None:
@@ -375,7 +374,7 @@ from das_adapter.service.session import Session
 address, namespace, folder, facts = sys.argv[1:5]
 ray.init(address=address, namespace=namespace, log_to_driver=False)
 das = parse({"drafter": "history", "history": {"max_bytes": "64MiB"}})
-checkpoint.begin(das.history, checkpoint.Facts(**json.loads(facts)), "das", Path(folder), 0)
+checkpoint.begin(das.history, json.loads(facts), "das", Path(folder), 0)
 heard = []
 session = Session(das, lambda command, payload, timeout: heard.append(payload) or [[{"generation": 1}]])
 session.sync(1)
@@ -390,7 +389,7 @@ sys.stdin.read()
 def test_two_jobs_on_a_node_one_of_which_resumes_with_fewer_replicas(run: Run, saved: Any) -> None:
     folder, tokens = saved
     before, directory = run.tokens, run.figures(0)["directory"]
-    facts = json.dumps(vars(FACTS))
+    facts = json.dumps(FACTS)
     command = [sys.executable, "-c", JOB, run.cluster.address, NAMESPACE, str(folder), facts]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         line = next(line for line in other.stdout or () if line.startswith("RESUMED")).split()
@@ -467,20 +466,6 @@ def test_a_refit_that_fails_half_way_is_no_new_version(run: Run) -> None:
             assert error is answers
     assert engine.versions == [1, 2, 3]
     assert hooks.version == 3
-
-
-def test_an_operator_sees_which_nodes_have_a_history_and_what_a_checkpoint_took(run: Run, tmp_path: Path) -> None:
-    run.goes_on(run.write(0, home=0), run.write(1, home=1))
-    checkpoint.save(tmp_path, FACTS)
-    ray.get(running().report.remote(9, {**Counters(tokens=7).take(), **RolloutClock().take()}))
-    seen = metrics(9)
-    assert (seen["das/history_nodes"], seen["das/unsent_s"]) == (2, 0)
-    assert seen["das/checkpoint_bytes"] == sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
-    assert seen["das/checkpoint_s"] > 0
-    history = run.figures(1)["pid"]
-    os.kill(history, signal.SIGSTOP)
-    assert metrics(9)["das/history_nodes"] == 1
-    os.kill(history, signal.SIGCONT)
 
 
 def test_a_batch_does_not_wait_for_the_history_of_other_nodes(run: Run) -> None:

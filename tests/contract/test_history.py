@@ -287,7 +287,7 @@ def test_another_run_starts_warm_and_forgets_in_time(job: None, tmp_path: Path) 
         fresh.push("b", Trajectory(1, POEM.tobytes(), version))
         published = fresh.published(version + 1)
     assert tokens(published) == 60 + WINDOW * 30  # of problem 1 the old run's visit has left the window
-    facts = saved.Facts.of("problem", TOKENIZER)
+    facts = saved.facts_of("problem", TOKENIZER)
     for version, moved in ((0, [(1, 30, -1), (2, 30, 0)]), (52, [(1, 30, 50), (2, 30, 51)])):
         assert saved.check(tmp_path / "saved", facts, "das.history.load", version).tolist() == moved
 
@@ -297,7 +297,7 @@ def save(history: Alone, target: Path, lengths: list[tuple[int, int, int]]) -> N
         history.save(str(index / "0"))
         return 1
 
-    saved.write(target, saved.Facts.of("problem", TOKENIZER), np.array(lengths, RESPONSE), save_part)
+    saved.write(target, saved.facts_of("problem", TOKENIZER), np.array(lengths, RESPONSE), save_part)
 
 
 def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ def test_a_save_that_fails_leaves_what_was_saved_before(writer: Alone, tmp_path:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in target.parent.iterdir()] == ["das_history"] * (step - 1)
         save(writer, target, [(1, 30, 0)])
-    lengths = saved.check(target, saved.Facts.of("problem", TOKENIZER), "das.history.load")
+    lengths = saved.check(target, saved.facts_of("problem", TOKENIZER), "das.history.load")
     assert lengths.tolist() == [(1, 30, 0)]
 
 
@@ -343,7 +343,7 @@ def test_a_start_that_cannot_be_read_is_told_and_tried_again(writer: Alone, capl
 
 def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     mine, other = ({"a": 0, "b": 1}, {"b": 0, "a": 1})
-    facts, theirs = (saved.Facts.of("problem", SimpleNamespace(get_vocab=lambda v=v: v)) for v in (mine, other))
+    facts, theirs = (saved.facts_of("problem", SimpleNamespace(get_vocab=lambda v=v: v)) for v in (mine, other))
     with pytest.raises(DasError, match=r"das.history.load: found no history in"):
         saved.check(tmp_path, facts, "das.history.load")
     target = tmp_path / "saved"
@@ -353,7 +353,7 @@ def test_a_history_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DasError, match=r"das.history.load: .* written with tokenizer '\w+', this run has '\w+'"):
         saved.check(target, facts, "das.history.load")
     with pytest.raises(DasError, match="with scope 'problem', this run has 'global'"):
-        saved.check(target, saved.Facts("global", theirs.tokenizer), "das.history.load")
+        saved.check(target, {"scope": "global", "tokenizer": theirs["tokenizer"]}, "das.history.load")
 
 
 def trainer(path: Path, step: int, **changes: Any) -> SimpleNamespace:
@@ -439,11 +439,7 @@ def test_texts_for_other_nodes_take_a_share_of_the_budget_and_the_oldest_go(writ
     os.utime(writer.writer.directory / "spool/away--engine-4", (0, time.time() - 50))
     writer.tick()  # the node that most were for has gone: they stay here
     assert writer.files == ["away--engine-4", "texts-engine-2", "texts-engine-3"]
-    assert 50 <= writer.figures()["unsent_s"] < 100
     assert caplog.text.count("the oldest texts for other nodes are lost") == 1
-    (writer.writer.directory / "spool/away--engine-4").unlink()
-    writer.tick()
-    assert writer.figures()["unsent_s"] == 0
 
 
 def test_an_engine_that_a_weight_sync_left_with_an_older_generation_is_counted(job: None) -> None:

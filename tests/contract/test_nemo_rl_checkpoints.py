@@ -131,7 +131,7 @@ def history_of(folder: Path, tokenizer: Any) -> Path:
             store.save(index / "0")
         return 1
 
-    saved.write(folder, saved.Facts.of("problem", tokenizer), np.zeros(0, RESPONSE), empty)
+    saved.write(folder, saved.facts_of("problem", tokenizer), np.zeros(0, RESPONSE), empty)
     return folder
 
 

@@ -62,7 +62,7 @@ void use(SuffixIndex& index) {
     budgets.push_back(6);
     index.extend(handles.back(), text, problem + 1);
   }
-  index.draft(handles.data(), budgets.data(), handles.size(), 0, 1);
+  index.draft(handles.data(), budgets.data(), handles.size(), 0);
 }
 
 template <class Function>

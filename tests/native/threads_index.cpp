@@ -38,7 +38,7 @@ void draft(SharedIndex& shared, int rounds, bool deferred, std::atomic<int>& fai
     const auto check = [&](const SuffixIndex& index) { index.check_open(handles.data(), handles.size()); };
     const auto drafts = shared.begin(deferred, check, [handles, budgets, &text](SuffixIndex& index) {
       for (int64_t handle : handles) index.extend(handle, text, 5);
-      return index.draft(handles.data(), budgets.data(), handles.size(), 0, 2);
+      return index.draft(handles.data(), budgets.data(), handles.size(), 0);
     });
     for (size_t i = 0; i < handles.size(); ++i)  // what was begun before comes first
       shared.use([&](SuffixIndex& index) { index.close(handles[i], (round + i) % 2); });

@@ -20,7 +20,7 @@ from das_adapter.errors import DasError
 from das_adapter.service import checkpoint
 from das_adapter.verl import checkpoint as verl
 
-FACTS = checkpoint.Facts("problem", "0123456789abcdef")
+FACTS = {"scope": "problem", "tokenizer": "0123456789abcdef"}
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_files_that_are_missing_or_too_many_are_refused(saved: Path, change: str
 def test_what_is_loaded_is_read_and_not_mapped(saved: Path, tmp_path: Path) -> None:
     """A file of another machine that is mapped ends the process when that machine is gone."""
     path = saved / checkpoint.INDEX / "0"
-    store = HistoryStore(tmp_path / "store", room=lambda size, given: -1)  # the segments stay as they were taken in
+    store = HistoryStore(tmp_path / "store")
     store.absorb(path, [0])
     with path.open("r+b") as file:
         file.truncate(0)

@@ -52,8 +52,8 @@ def test_scripts_are_sound(script: Path) -> None:
 
 
 def needed(object_store: int) -> int:
-    """Return the bytes of shared memory for Ray's objects, for a history that is written again, and a GiB more."""
-    return object_store + 3 * DasConfig().history.max_bytes + GIB
+    """Return the bytes of shared memory for Ray's objects, four generations of a history, and a GiB more."""
+    return object_store + 4 * DasConfig().history.max_bytes + GIB
 
 
 def test_pods_have_room_in_shared_memory() -> None:

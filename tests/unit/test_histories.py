@@ -39,7 +39,7 @@ def test_a_living_history_is_described_and_stays(root: Path) -> None:
     engine = Engine("das-history-living", grace_s=5.0)
     engine.write(1, TEXT, 0)
     engine.write(2, TEXT, 0)
-    published, _ = engine.sync()
+    published = engine.sync()
     assert published is not None and Path(published.directory).parent == root
     (found,) = say("history", "inspect", published.directory)
     assert (found["problems"], found["tokens"], found["waiting"]) == (2, 60, 0)
@@ -90,7 +90,7 @@ def test_a_checkpoints_history_is_described(tmp_path: Path) -> None:
                 store.save(folder / str(part))
         return 2
 
-    facts = checkpoint.Facts("problem", "0123456789abcdef")
+    facts = {"scope": "problem", "tokenizer": "0123456789abcdef"}
     checkpoint.write(tmp_path / "step_3" / checkpoint.NAME, facts, np.zeros(0, checkpoint.RESPONSE), save)
     (found,) = say("history", "inspect", tmp_path / "step_3")
     assert [found] == say("history", "inspect", tmp_path / "step_3" / "das_history")

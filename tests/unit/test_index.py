@@ -403,9 +403,8 @@ def test_a_refused_batch_changes_nothing() -> None:
     assert drafted(index, second) == []
 
 
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("requests", [3, 40])
-def test_drafts_of_a_thread_are_those_of_the_index(threads: int, requests: int) -> None:
+def test_drafts_of_a_thread_are_those_of_the_index(requests: int) -> None:
     rng = np.random.default_rng(0)
     texts, lengths = rng.integers(0, 9, (50, 200)).astype(np.int32), np.zeros(requests, dtype=np.int64)
     one, other = SuffixIndex(), SuffixIndex()
@@ -413,7 +412,7 @@ def test_drafts_of_a_thread_are_those_of_the_index(threads: int, requests: int) 
     rows, budgets, found = rng.permutation(50)[:requests], rng.integers(0, 17, requests), 0
     while lengths.max() < 180:
         new = rng.integers(0, 8, requests)
-        looking = one.draft_rows(handles[0], texts, rows, lengths, lengths + new, budgets, 0.0, threads)
+        looking = one.draft_rows(handles[0], texts, rows, lengths, lengths + new, budgets, 0.0)
         for handle, row, at, count in zip(handles[1], rows, lengths, new, strict=True):
             other.extend(handle, texts[row, at : at + count])
         lengths += new

@@ -19,7 +19,6 @@ import pytest
 
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index import SuffixIndex
-from das_adapter.core.length import RESPONSE
 from das_adapter.engine.standalone import history
 from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.messages import Published, Trajectory
@@ -68,16 +67,14 @@ def served_by(directory: str | Path) -> list[psutil.Process]:
     return found
 
 
-def test_engines_share_one_history_and_know_each_others_lengths(name: str) -> None:
+def test_engines_share_one_history(name: str) -> None:
     one, two = Engine(name), Engine(name)
     one.write(1, TEXT, 0)
-    assert tokens(one.sync()[0]) == 30
+    assert tokens(one.sync()) == 30
     two.write(2, TEXT, 0)
     two.write(2, TEXT[:5], 0)
-    published, lengths = two.sync()
+    published = two.sync()
     assert tokens(published) == 65
-    assert lengths["tokens"].tolist() == [30, 30, 5]
-    assert one.sync()[1]["tokens"].tolist() == [30, 5]
     drafted = SuffixIndex.attach(published.directory)
     handle = drafted.open(2, TEXT[:3])
     drafted.extend(handle, TEXT[3:6])
@@ -87,12 +84,12 @@ def test_engines_share_one_history_and_know_each_others_lengths(name: str) -> No
 def test_a_killed_history_is_taken_over_and_gets_again_what_it_had_not_published(name: str) -> None:
     engine = Engine(name)
     engine.write(1, TEXT, 0)
-    published, _ = engine.sync()
+    published = engine.sync()
     for process in served_by(published.directory):
         os.kill(process.pid, signal.SIGKILL)
     janitor.sweep(Path(published.directory).parent, besides="")  # as another history does that starts just now
     engine.write(2, TEXT, 1)
-    assert tokens(engine.sync()[0]) == 60
+    assert tokens(engine.sync()) == 60
 
 
 def test_an_engine_that_comes_later_follows_what_is_there(name: str) -> None:
@@ -101,7 +98,7 @@ def test_an_engine_that_comes_later_follows_what_is_there(name: str) -> None:
         early.write(1, TEXT + version, version)
         early.sync()
     late.write(1, TEXT + 50, 0)  # not the oldest visit, which the window would drop
-    index = SuffixIndex.attach(late.sync()[0].directory)
+    index = SuffixIndex.attach(late.sync().directory)
     handle = index.open(1, TEXT[:1])
     index.extend(handle, TEXT[:5] + 50)
     assert index.draft([handle], [3])[0][0].tolist() == (TEXT[5:8] + 50).tolist()
@@ -110,10 +107,10 @@ def test_an_engine_that_comes_later_follows_what_is_there(name: str) -> None:
 def test_removed_files_are_published_anew(name: str) -> None:
     engine = Engine(name, grace_s=5.0)
     engine.write(1, TEXT, 0)
-    published, _ = engine.sync()
+    published = engine.sync()
     shutil.rmtree(published.directory)
     engine.write(2, TEXT, 1)
-    assert tokens(engine.sync()[0]) == 60
+    assert tokens(engine.sync()) == 60
 
 
 def test_an_engine_without_an_answer_is_behind_until_there_is_a_writer_again(
@@ -121,26 +118,26 @@ def test_an_engine_without_an_answer_is_behind_until_there_is_a_writer_again(
 ) -> None:
     engine = Engine(name)
     engine.write(1, TEXT, 0)
-    published, _ = engine.sync()
+    published = engine.sync()
     assert not engine.behind
     for process in served_by(published.directory):
         os.kill(process.pid, signal.SIGKILL)
     engine.write(2, TEXT, 1)
     with monkeypatch.context() as patched:
         patched.setattr(history, "PATIENCE_S", 0.0)
-        assert engine.sync()[0] is None
+        assert engine.sync() is None
     assert engine.behind
-    until(lambda: tokens(engine.sync()[0]) == 60)
+    until(lambda: tokens(engine.sync()) == 60)
     assert not engine.behind
 
 
 def test_half_an_answer_is_none(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()
-    Answer(3, 7, 2, ["a line"], np.zeros(2, RESPONSE)).put(tmp_path, "engine")
+    Answer(3, 7, ["a line"]).put(tmp_path, "engine")
     path = folder / f"{ANSWER}-engine"
     whole = path.read_bytes()
-    assert Answer.read(path)[:3] == (3, 7, 2)
+    assert Answer.read(path) == (3, 7, ["a line"])
     assert path.stat().st_mode & 0o777 == 0o600
     for damaged in (b"", whole[:5], whole[:-1], b"7\n", b"[1, 2]\n"):
         path.write_bytes(damaged)
@@ -155,7 +152,7 @@ from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.messages import Trajectory
 engine = SharedHistory(sys.argv[1], HistoryConfig(max_bytes=2**24), grace_s=0.5)
 engine.add(Trajectory(1, bytes(4), 0))
-print(engine.sync()[0].directory, flush=True)
+print(engine.sync().directory, flush=True)
 time.sleep(60)
 """
 
@@ -178,8 +175,7 @@ def test_a_history_that_cannot_be_kept_is_told_and_done_without(name: str, caplo
     engine = Engine(name + 255 * "x")  # no file may have such a name
     for version in range(3):
         engine.write(1, TEXT, version)
-        published, lengths = engine.sync()
+        published = engine.sync()
     time.sleep(2 * GATHER_S)
     assert published is None
-    assert len(lengths) == 0
     assert len([record for record in caplog.records if "das: history: " in record.message]) == 1

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from das_adapter.core.length import RESPONSE, Expected
-from das_adapter.core.returns import Returns
 from das_adapter.protocol.messages import plain
 from das_adapter.protocol.metrics import Counters, RolloutClock, faults, figures
 from das_adapter.service.ledger import Ledger
@@ -79,20 +78,6 @@ def test_requests_that_find_history_are_counted_over_replicas() -> None:
     assert "das/history_hits" not in figures([Counters().take()])  # nobody has a history
 
 
-def test_a_problem_that_comes_back_should_find_history_and_a_new_one_need_not() -> None:
-    returns = Returns()
-    returns.begin(2**63 + 5, found=False)
-    returns.met(np.array([2**63 + 5, 7], np.uint64))
-    returns.begin(2**63 + 5, found=True)
-    returns.begin(7, found=False)
-    returns.begin(8, found=False)
-    assert returns.take() == (4, 1, 1)
-    returns.met(np.array([], np.uint64))
-    assert returns.take() == (0, 0, 0)
-    returns.begin(7, found=False)
-    assert returns.take() == (1, 0, 1)
-
-
 def test_the_log_says_once_why_health_is_0(caplog: pytest.LogCaptureFixture) -> None:
     ledger = Ledger()
     sound = report(0.0, [1.0])
@@ -130,36 +115,6 @@ def test_every_fault_has_a_reason() -> None:
     assert faults([half]) == {}
     assert faults([half] * 2) == {"alarm": "acceptance collapsed: 2 of 2000 draft tokens"}
     assert faults([{"slow": "steps took 1.1"}, {"slow": None}]) == {"slow": "steps took 1.1"}
-
-
-def lost(requests: int, lost: int) -> dict:
-    return {
-        **report(0.0, [1.0]),
-        "history_requests": requests,
-        "history_hits": 0,
-        "history_lost": lost,
-    }
-
-
-def test_problems_that_come_back_and_find_nothing_are_a_fault_over_all_replicas(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    ledger = Ledger()
-    for step in (1, 2):
-        for _ in range(4):  # none of the replicas has many requests
-            ledger.report(step, lost(requests=4, lost=2))
-        assert ledger.metrics(step)["das/health"] == 0.0
-    [message] = caplog.messages
-    assert message == (
-        "das: das/health is 0: 8 of 16 requests found no history of their problem, which the run has met before: "
-        "das.history.max_bytes is full, or lines that begin with 'das: history:' say more"
-    )
-
-
-@pytest.mark.parametrize(("requests", "few"), [(7, 7), (100, 24)])
-def test_a_few_problems_that_find_nothing_are_none(requests: int, few: int) -> None:
-    assert faults([lost(requests, few)]) == {}
-    assert faults([lost(max(requests, few + 1), few + 1)]).keys() == {"history"}
 
 
 def test_the_copys_figures_are_the_slowest_replicas() -> None:

@@ -87,7 +87,7 @@ def test_the_command_writes_the_page_or_prints_the_figures(tmp_path: Path) -> No
 def test_a_directory_without_logs_and_a_foreign_line_are_named(tmp_path: Path) -> None:
     with pytest.raises(DasError, match=r"no decisions-\*.jsonl"):
         read(tmp_path)
-    (tmp_path / "decisions-x.jsonl").write_text('["run", "0", 1]\n["z", 1]\n')
+    (tmp_path / "decisions-x.jsonl").write_text('["c", {}]\n["z", 1]\n')
     with pytest.raises(DasError, match="line 2: unknown kind 'z'"):
         read(tmp_path)
     result = CliRunner().invoke(main, ["report", str(tmp_path)])

@@ -61,7 +61,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> list[Rollout]:
                 "propose_seconds": [0.1],
                 "history_requests": 4,
                 "history_hits": 4 if version > 2 else 0,
-                "history_lost": 0,
                 "history_tokens": 800 * version,
                 "neural_counts": (100, 60),
             }
@@ -95,16 +94,10 @@ def test_an_alarm_says_in_words_why_and_when_and_a_loss_is_none(run: list[Rollou
     page = (tmp_path / "report.html").read_text()
     assert "No alarm" in page and '<div class="alarm">' not in page
     assert '<div class="note"><b>Training step 3:</b> speculation cost 1.00 s' in page
-    lost = {
-        "history_requests": 20,
-        "history_hits": 2,
-        "history_lost": 18,
-        "draft_tokens": 0,
-        "accepted_tokens": 0,
-    }
-    ((kind, reason, _),) = run_series.notes([Rollout("a", counts=[lost]), Rollout("b", counts=[lost])])
-    assert kind == "alarm" and reason.startswith("36 of 40 requests found no history")
-    collapsed = {**lost, "history_lost": 0, "draft_tokens": 4000, "alarm": (why := "acceptance collapsed: 0 of 4000")}
+    useless = {"draft_tokens": 1000, "accepted_tokens": 0}
+    ((kind, reason, _),) = run_series.notes([Rollout("a", counts=[useless]), Rollout("b", counts=[useless])])
+    assert kind == "alarm" and reason == "acceptance collapsed: 0 of 2000 draft tokens"
+    collapsed = {**useless, "draft_tokens": 4000, "alarm": (why := "acceptance collapsed: 0 of 4000")}
     over = [Rollout("a", run[0].steps, run[0].requests, [collapsed], WeightSync(1, None, 0.0, why))]
     report.write(over, tmp_path)
     page = (tmp_path / "report.html").read_text()
@@ -135,9 +128,6 @@ def changed(run: list[Rollout], **counts: Any) -> str:
 
 
 def test_the_advice_is_for_what_the_log_shows(run: list[Rollout]) -> None:
-    assert changed(run, history_lost=1) == (
-        "raise das.history.max_bytes: 8 of 32 requests lacked the history of a known problem."
-    )
     assert changed(run, neural_counts=(100, 20)).startswith("das.draft.weights: trainer; 20% of")
     assert changed(run, alarm="the drafter's weights were not synced").startswith("begin with the alarm")
     assert changed(run[:4]).startswith("nothing yet: 100% of the requests were the first of their problem")

@@ -187,7 +187,6 @@ class SuffixIndex:
         ends: npt.ArrayLike,
         budgets: npt.ArrayLike,
         min_chance: float = 0.15,
-        threads: int = 1,
     ) -> Drafting:
         """Append accepted token ids to a batch of requests, from where an engine keeps their texts, and draft for them,
         both in a thread without the GIL, or, for a few requests, when the result is taken or the index is used again.
@@ -197,10 +196,9 @@ class SuffixIndex:
             handles, budgets, min_chance: as in `draft_flat`, with its errors; each request once.
             tokens: shape (m, n), int32, contiguous.
             rows, begins, ends: shape (b,), int64; request i gets `tokens[rows[i], begins[i]:ends[i]]`.
-            threads: that share the batch; more than the process has free cores make it slower.
         """
         arrays = map(integers, (rows, begins, ends, budgets))
-        return self._core.draft_rows(integers(handles), tokens, *arrays, min_chance, threads)
+        return self._core.draft_rows(integers(handles), tokens, *arrays, min_chance)
 
     def close(self, handle: int, keep: bool = True) -> None:
         """End a request. `keep`: its siblings draft from its response until `clear_live`; else it is forgotten."""

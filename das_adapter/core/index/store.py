@@ -6,10 +6,9 @@ import contextlib
 import fcntl
 import logging
 import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,6 @@ logger = logging.getLogger("das_adapter")
 
 SLICE = 200_000
 """Tokens that `work` seals or merges before it releases the history's lock."""
-MAPPED_S = 5.0
-"""Time after a seal in which engines map what it published, and let go of older files, which only then are free."""
-LITTLE = 2**26
-"""Maximum bytes that are thinned out at a time where room is lacking."""
 QUIET_S = 0.5
 """Once nothing was added for so long, problems are sealed of which more may come."""
 
@@ -43,24 +38,15 @@ class HistoryStore:
     does, a slice at a time. Any thread may call.
     """
 
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        threads: int = 1,
-        room: Callable[[int, int], int] = lambda size, given: 0,
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], threads: int = 1) -> None:
         """Create the directory for this user alone, or take over what an earlier store left there.
-        `room` says how many bytes are left for a history of so many bytes, where it gave so many back that are free
-        soon; below 0: see `relieve`.
 
         Raises:
             DasError: another store writes there.
             IndexFileError: it is a link or another user's, or what was left there is damaged.
         """
         self.directory = Path(directory)
-        self._threads, self._room = threads, room
-        self._sealed, self._given, self._told = 0.0, 0, False
-        """When `seal` was last called; since then: bytes that were given back, and whether history went for that."""
+        self._threads = threads
         self._lock = threading.RLock()
         self._added = 0.0
         self._unwritten, self._merged = 0, False
@@ -95,7 +81,6 @@ class HistoryStore:
         with self._changing():
             self._core.seal(window, False, self._threads, 0, tokens)
             self._core.publish(True)
-            self._sealed, self._given, self._told = time.monotonic(), 0, False
             return self.generation
 
     @contextlib.contextmanager
@@ -116,15 +101,14 @@ class HistoryStore:
                 return False
             least = 1 if time.monotonic() > self._added + QUIET_S else self._core.group
             sealed = self._core.seal(window, False, self._threads, least, SLICE) if least else 0
-            short = self._lacking(0) > 0  # what can be done later would take room first
-            merged = 0 if sealed or short else self._core.merge(SLICE)
+            merged = 0 if sealed else self._core.merge(SLICE)
             self._unwritten += sealed + merged
             self._merged = self._merged or merged > 0
             more = sealed or merged
             if self._unwritten and (self._unwritten > 8 * SLICE or not more):
-                more, self._unwritten = self._core.write(0 if short else 75) or more, 0
+                more, self._unwritten = self._core.write() or more, 0
             if self._merged and not more:
-                self._core.publish(short)
+                self._core.publish()
                 self._merged = False
             return bool(more)
 
@@ -135,41 +119,6 @@ class HistoryStore:
             if shrunk.tokens:
                 self._core.publish()
             return shrunk
-
-    def relieve(self) -> None:
-        """Give bytes back while some are lacking: those of older generations first, then what no longer counts in
-        files, then history. It is thinned out a little at a time, because what is left of it is written before that
-        goes, and no further than there is room for that, because engines let go of it at their next weight sync."""
-        before, lacking = self.tokens, self._lacking(self._given)
-        if lacking <= 0 or time.monotonic() < self._sealed + MAPPED_S:
-            return
-        with self._lock:
-            if self._closed:
-                return
-            self._core.publish(True)
-            self._core.release()
-        while self._lacking(self._given) > 0:
-            with self._lock:
-                removed, little = self._core.removed, min(self.nbytes // 64, LITTLE)
-                if self._closed or shutil.disk_usage(self.directory).free < 8 * little:
-                    break
-                if not self._core.write(95, little) and not self._core.shrink(self.nbytes - little, self._threads)[0]:
-                    break
-                self._core.publish(True)
-                self._core.release()
-                self._given += self._core.removed - removed
-        if self.tokens < before and not self._told:
-            self._told = True
-            text = "das: history: %s lacks room for %d bytes beside what others may need: %d of %d tokens were dropped"
-            logger.error(text, self.directory, lacking, before - self.tokens, before)
-
-    def _lacking(self, given: int) -> int:
-        return -self._room(self.nbytes, given)
-
-    def has(self, problem: int, tokens: Tokens, version: int) -> bool:
-        """Return whether the sealed history has this trajectory, whole."""
-        with self._lock:
-            return bool(self._core.has(problem, tokens_of(tokens), version))
 
     def save(self, path: str | os.PathLike[str], window: int = ALL) -> None:
         """Write the history to one file, for `absorb` of another store; what was added is sealed before. Other threads

@@ -14,22 +14,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from das_adapter.config import HistoryConfig
 from das_adapter.core.index.private import is_private, make_private
-from das_adapter.core.length import RESPONSE, Responses
 from das_adapter.errors import DasError
 from das_adapter.protocol.messages import Published, Trajectory
 from das_adapter.protocol.spool import (
     ANSWER,
+    ASK,
     FOLDER,
     GRACE_S,
     USERS,
     Answer,
-    Ask,
     Gathered,
     directory_for,
+    put,
     put_batch,
 )
 
@@ -55,7 +53,7 @@ class SharedHistory:
         self._directory = Path()
         self._engine = uuid.uuid4().hex
         self._gathered = Gathered(self._leave)
-        self._number = self._cursor = 0
+        self._number = 0
         self._users: IO[bytes] | None = None
         """Locked while this engine lives: neither the writer nor a janitor removes the directory."""
         self._trouble = ""
@@ -75,19 +73,18 @@ class SharedHistory:
         """Take a finished trajectory."""
         self._gathered.add(trajectory)
 
-    def sync(self) -> tuple[Published | None, Responses]:
-        """Have everything published that was taken; return what to map (None: what is mapped stays), and the lengths of
-        the responses of all engines since the last call."""
+    def sync(self) -> Published | None:
+        """Have everything published that was taken; return what to map, None: what is mapped stays."""
         try:
             self._gathered.flush()
             answer = self._ask()
         except (DasError, OSError, subprocess.SubprocessError) as error:
             self._report(error)
-            return None, np.zeros(0, RESPONSE)
+            return None
         for line in answer.log:
             logger.warning("%s", line)
-        self._cursor, self._trouble = answer.cursor, ""
-        return Published(str(self._directory), answer.generation), answer.lengths
+        self._trouble = ""
+        return Published(str(self._directory), answer.generation)
 
     def _enter(self) -> None:
         """Make sure that the directory is there, belongs to this user, and is not removed while this engine lives."""
@@ -139,7 +136,7 @@ class SharedHistory:
 
     def _leave_ask(self) -> None:
         self._enter()
-        Ask(self._number, self._cursor).put(self._directory, self._engine)
+        put(self._directory, f"{ASK}-{self._engine}", str(self._number).encode())
 
     def _report(self, error: Exception) -> None:
         """Log an error once, until a weight sync succeeds."""

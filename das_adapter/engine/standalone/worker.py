@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from das_adapter.core.length import RESPONSE
 from das_adapter.engine.standalone.history import SharedHistory
 from das_adapter.protocol.messages import Refresh, Trajectory, responses
 from das_adapter.protocol.metrics import EngineStats
@@ -65,16 +64,11 @@ class Standalone:
             if not response.record or not self._first:
                 continue
             trajectory = Trajectory(response.problem, np.array(response.text, np.int32).tobytes(), self._version)
+            self._finished.append(trajectory)
             if self._shared:
                 self._shared.add(trajectory)
-            else:
-                self._finished.append(trajectory)
 
     def _message(self) -> Refresh:
         """What a host would say."""
-        if self._shared:
-            history, lengths = self._shared.sync()
-        else:
-            history, lengths = None, responses(self._finished)
-            self._finished = []
-        return Refresh(self._version, history, np.asarray(lengths, RESPONSE).tobytes())
+        lengths, self._finished = responses(self._finished), []
+        return Refresh(self._version, self._shared.sync() if self._shared else None, lengths.tobytes())
