@@ -222,6 +222,12 @@ void bind_suffix_index(nb::module_& m) {
       .def("attach", method(&SuffixIndex::attach), unlocked())
       .def("refresh", method(&SuffixIndex::refresh), unlocked())
       .def("write", method(&SuffixIndex::write), unlocked(), nb::arg("hurry") = false)
+      .def("has",
+           [](SharedIndex& shared, uint64_t problem, const Tokens& tokens, int64_t version) {
+             return das::unlocked(shared, [&](const SuffixIndex& index) {
+               return index.has(problem, tokens.data(), tokens.size(), version);
+             });
+           })
       .def("publish", method(&SuffixIndex::publish), unlocked(), nb::arg("hurry") = false)
       .def("open",
            [](SharedIndex& shared, uint64_t problem, const Tokens& prompt, const Tokens& prefix, const Tokens& ahead) {

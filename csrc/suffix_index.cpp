@@ -452,6 +452,23 @@ void SuffixIndex::draft(Request& r, int64_t budget, double min_chance, Scratch& 
   }
 }
 
+bool SuffixIndex::has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const {
+  const auto it = problems_.find(problem);
+  if (it == problems_.end()) return false;
+  for (const Segment& s : it->second.history) {
+    check(s);
+    for (const Segment::Run& run : s.runs) {
+      if (run.version != version) continue;
+      const Stored* const end = &s.tokens[s.end(run)];
+      for (const Stored *text = &s.tokens[run.start], *next; text != end; text = next) {
+        next = std::find_if(text + 1, end, [](Token token) { return token < 0; });
+        if (*text == kStart && std::equal(text + 1, next, tokens, tokens + count)) return true;
+      }
+    }
+  }
+  return false;
+}
+
 Saving SuffixIndex::saving() const {
   Saving found{header(), {}};
   for (const auto& [id, problem] : problems_)

@@ -42,6 +42,8 @@ class SuffixIndex {
     uint64_t tokens, thinned, dropped;  // tokens that went, problems thinned out, and dropped whole
   };
   Shrunk shrink(uint64_t max_bytes, size_t threads);
+  // Whether the sealed history has this text, whole, of this version.
+  bool has(uint64_t problem, const Token* tokens, size_t count, int64_t version) const;
   Saving saving() const;
   // Some problems' history, to be used by another index: written to a file for this user alone, and taken in as older
   // than what there is already.

@@ -66,6 +66,11 @@ class HistoryPolicy:
                 refused[0],
             )
 
+    def has(self, store: HistoryStore, trajectory: tuple[int, bytes, int]) -> bool:
+        """Return whether a trajectory, as in `take`, is sealed in a store."""
+        problem, text, version = trajectory
+        return len(text) % 4 == 0 and store.has(self.key(problem), np.frombuffer(text, dtype=np.int32), version)
+
     def tidy(self, store: HistoryStore, room: float = math.inf) -> None:
         """Thin out what exceeds the byte budget, and say so in the log. `room`: bytes that the store's files may take,
         which are at most four times as many as the history's: engines map three generations, and the next is written.

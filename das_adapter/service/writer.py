@@ -24,8 +24,8 @@ logger = logging.getLogger("das_adapter")
 
 
 class Writer:
-    """The one writer of a directory. A file of the spool is removed when its texts are published; one that a writer
-    leaves that is killed before is taken again, and its texts may count twice. Any thread may call."""
+    """The one writer of a directory. A file of the spool is removed when its texts are published: one that is left by a
+    writer that was killed is taken again, without the texts that are published. Any thread may call."""
 
     def __init__(self, config: HistoryConfig, directory: Path, grace_s: float = GRACE_S, beside: int = 0):
         """Take over the history that an earlier writer left in the directory, or begin one; `beside`: see `room`. Where
@@ -51,6 +51,8 @@ class Writer:
             logger.error("das: history: %s; the history begins anew", error)
             _remove_files(directory)
             self.store = self._opened(directory)
+        self._found = {path.name for path in self.waiting(BATCH, TEXTS)} if self.store.tokens else set()
+        """Files that an earlier writer left: it may have published some of their texts."""
 
     @property
     def directory(self) -> Path:
@@ -80,9 +82,11 @@ class Writer:
     def keep(self, file: str, texts: Sequence[Trajectory]) -> None:
         """Put texts of a file into the store."""
         with self.lock:
+            if file in self._found:
+                texts = [text for text in texts if not self.policy.has(self.store, text)]
             self.policy.take(self.store, texts)
             self._kept.append(file)
-            if not texts:  # they go elsewhere
+            if not texts:  # they go elsewhere, or are published
                 self._done([file])
 
     def work(self, seconds: float) -> bool:

@@ -104,6 +104,25 @@ def test_texts_that_come_twice_are_kept_once(tmp_path: Path) -> None:
     writer.store.close()
 
 
+def test_a_writer_that_ended_before_it_removed_a_file_has_its_texts_once(tmp_path: Path) -> None:
+    writer = opened(tmp_path)
+    put_batch(writer.directory, "engine", [written(1), written(2)])
+    (file,) = writer.waiting(BATCH)
+    content = file.read_bytes()
+    assert take(writer) == 60
+    writer.store.close()
+    longer = Trajectory(1, np.arange(31, dtype=np.int32).tobytes(), 0)
+    newer = written(2)._replace(version=1)
+    file.write_bytes(content)
+    put_batch(writer.directory, "engine", [longer, newer])  # these are other texts
+    again = opened(tmp_path)
+    assert take(again) == 60 + 31 + 30
+    assert not again.waiting(BATCH)
+    put_batch(writer.directory, "engine", [written(1)])  # another sample that is the same
+    assert take(again) == 60 + 31 + 30 + 30
+    again.store.close()
+
+
 @pytest.mark.parametrize("left", [b"", b"half of a", pack(SOME)[:-1]])
 def test_a_damaged_file_is_told_and_dropped(tmp_path: Path, caplog: Any, left: bytes) -> None:
     writer = opened(tmp_path)

@@ -120,6 +120,11 @@ class HistoryStore:
                 self._core.publish()
             return shrunk
 
+    def has(self, problem: int, tokens: Tokens, version: int) -> bool:
+        """Return whether the sealed history has this trajectory, whole."""
+        with self._lock:
+            return bool(self._core.has(problem, tokens_of(tokens), version))
+
     def save(self, path: str | os.PathLike[str], window: int = ALL) -> None:
         """Write the history to one file, for `absorb` of another store; what was added is sealed before. Other threads
         may change the history while it is written."""
