@@ -176,7 +176,7 @@ def test_a_parallel_drafter_is_refused_where_the_engine_runs_v1(newest: pytest.M
     config = parse(block)
     assert config is not None
     expected = args.v2_speculative_config(config)
-    assert choose(block) == Choice(None, True, {"speculative_config": expected})
+    assert choose(block) == Choice(None, {"speculative_config": expected})
     assert expected is not None and expected["method"] == "dflash"
     assert expected["draft_load_config"] == {"load_format": "auto"}
     says = "das.drafter: found 'history\\+dflash', allowed on vLLM's V2 model runner alone, from vLLM 0.32.0 on, but"
