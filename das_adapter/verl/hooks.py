@@ -59,8 +59,15 @@ def route_requests(stock: Any) -> Any:
 
 
 HOOKS = (
-    *(check_at_start, identity.name_batches, identity.follow_samples, identity.label_requests, write_ahead),
-    *(route_requests, checkpoint.save_history, checkpoint.load_history, tracking.log_figures),
+    *(check_at_start, identity.name_batches, identity.name_awaited_batches, identity.follow_samples),
+    *(
+        identity.label_requests,
+        write_ahead,
+        route_requests,
+        checkpoint.save_history,
+        checkpoint.load_history,
+        tracking.log_figures,
+    ),
 )
 """Applied in every process that imports veRL, each when its module is imported."""
 

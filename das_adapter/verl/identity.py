@@ -52,7 +52,6 @@ _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
 
 
 @patch(
-    "verl.experimental.agent_loop.agent_loop:AgentLoopManager.generate_sequences",
     "verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ.generate_sequences",
     "verl.experimental.fully_async_policy.fully_async_rollouter:FullyAsyncAgentLoopManager.generate_sequences_single",
     since="0.9.1",
@@ -61,6 +60,20 @@ _current: ContextVar[Sample | None] = ContextVar("das_sample", default=None)
 def name_batches(stock: Any) -> Any:
     """Without it rows of a step that have one prompt, and no index or equal ones, draw the same samples. Remove this
     patch when veRL gives each row of a step a name that is the same in every run."""
+    return _naming(stock)
+
+
+@patch("verl.experimental.agent_loop.agent_loop:AgentLoopManager.generate_sequences", since="0.9.1", needs="prompts")
+def name_awaited_batches(stock: Any) -> Any:
+    """As `name_batches`, where veRL looks at its caller: it returns what can be awaited to one that awaits, and the
+    batch to another. Remove this patch when `name_batches` is removed."""
+    from verl.utils.ray_utils import auto_await
+
+    return auto_await(_naming(stock.__wrapped__))
+
+
+def _naming(stock: Any) -> Any:
+    """Return what names the rows of a batch and hands it on to `stock`."""
 
     @functools.wraps(stock)
     def dispatch(self: Any, prompts: Any, *args: Any, **kwargs: Any) -> Any:

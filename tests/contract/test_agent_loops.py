@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 pytest.importorskip("verl")
 import ray
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopManager, AgentLoopWorker, DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser
@@ -100,10 +102,23 @@ def samples() -> Iterator[list[tuple[Any, list[tuple[list[int], Label]]]]]:
 
 
 def test_the_hooks_are_in() -> None:
-    for dispatches in (AgentLoopManager.generate_sequences, AgentLoopManagerTQ.generate_sequences):
-        assert dispatches.__das_patch__ == "name_batches"
+    assert AgentLoopManagerTQ.generate_sequences.__das_patch__ == "name_batches"
+    assert AgentLoopManager.generate_sequences.__das_patch__ == "name_awaited_batches"
     assert hasattr(AgentLoopWorker._run_agent_loop, "__wrapped__")
     assert hasattr(LLMServerClient.generate, "__wrapped__")
+
+
+def test_a_trainer_that_awaits_a_batch_gets_what_can_be_awaited() -> None:
+    """As the pipeline that is one step off."""
+    manager = object.__new__(AgentLoopManager)
+    manager.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {}}})
+
+    async def asked() -> Any:
+        return manager.generate_sequences(None)
+
+    called = asyncio.run(asked())
+    assert inspect.iscoroutine(called)
+    called.close()
 
 
 def test_every_turn_is_of_the_first_turns_problem(samples: Any) -> None:
