@@ -61,8 +61,10 @@ def _composed(path: Path, overrides: Sequence[str]) -> Any:
 
 def _merged(path: Path, overrides: Sequence[str]) -> Any:
     """Merge a NeMo-RL config over its parents."""
-    from nemo_rl.utils.config import OverridesError, load_config, parse_hydra_overrides
-
+    try:
+        from nemo_rl.utils.config import OverridesError, load_config, parse_hydra_overrides
+    except ImportError as error:
+        raise ConfigError(f"{path}: found NeMo-RL's config, which NeMo-RL's own code reads: {error}") from None
     try:
         return parse_hydra_overrides(load_config(path), list(overrides))
     except (OSError, OverridesError) as error:

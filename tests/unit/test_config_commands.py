@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from das_adapter import compat
 from das_adapter.cli import main
 from das_adapter.config import NEEDS, DasConfig, parse
+from das_adapter.errors import ConfigError
 from das_adapter.tools import configs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +108,12 @@ def test_a_verl_config_is_composed_and_checked_as_verl_does() -> None:
     ):
         done = CliRunner().invoke(main, ["config", str(VERL), override])
         assert done.exit_code == 1 and words in " ".join(done.output.split()), done.output
+
+
+def test_a_nemo_rl_config_is_not_guessed_at_without_nemo_rl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nemo_rl.utils.config", None)
+    with pytest.raises(ConfigError, match="which NeMo-RL's own code reads"):
+        configs.load(ROOT / "configs/nemo_rl/das.yaml")
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "configs/nemo_rl/recipes").glob("*.yaml")), ids=lambda p: p.stem)
