@@ -13,7 +13,8 @@ RESULTS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q
 ON_GPU := VLLM_USE_V2_MODEL_RUNNER=0 DAS_TEST_DTYPE=bfloat16 $(PYTHON) -m pytest -m ""
-PYTEST := $(if $(NEMO_RL),PYTHONPATH=$(abspath $(NEMO_RL)):$(abspath $(VENV)/nemo_rl)) $(BIN)/python -m pytest
+WITH_NEMO_RL := $(if $(NEMO_RL),PYTHONPATH=$(abspath $(NEMO_RL)):$(abspath $(VENV)/nemo_rl))
+PYTEST := $(WITH_NEMO_RL) $(BIN)/python -m pytest
 TESTED := $(VENV)/newest $(if $(NEMO_RL),$(VENV)/nemo_rl)
 TORCH := $(shell sed -n 's/^\(torch==.*\)/\1/p' constraints-cpu.txt)
 
@@ -38,7 +39,7 @@ gputests:  # run contract tests on a GPU, in the environment of PYTHON (with pyt
 	VLLM_BATCH_INVARIANT=1 DAS_TEST_COPY=fp8 $(ON_GPU) tests/contract/test_ranks.py -k default
 
 figures: env  # list the results of which the measured code has changed since; RESULTS="A.json B.json" makes these anew
-	$(BIN)/python benchmarks/stale.py $(RESULTS)
+	$(WITH_NEMO_RL) $(BIN)/python benchmarks/stale.py $(RESULTS)
 
 test: quality $(TESTED)  # run the quality checks and every test; NeMo-RL's with NEMO_RL=CHECKOUT
 	$(PYTEST) -n 2 --no-loadscope-reorder

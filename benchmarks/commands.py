@@ -38,6 +38,8 @@ COMMANDS = {
     "index.json": "benchmarks/index.py --traces TRACES --every 16 --out OUT",
     "long_responses.json": f"{_DRAFTERS} --arms off history --cells 256/16 --repeats 1 --forced"
     " --lengths 6.6 1.32 --tokens 8192 --out OUT",
+    "nemo_rl.json": "examples/nemo_rl/cpu_sync.py --problems 16 --steps 24 --epoch 4 --out FOLDER"
+    f" policy.model_name={POLICY}",
     "noise_acceptance.json": "benchmarks/noise_acceptance.py --drafters runs/drafters --out OUT",
     "pipelines.json": "benchmarks/pipelines.py --out OUT",
     "published.json": "benchmarks/published.py --out OUT",
@@ -61,7 +63,7 @@ COMMANDS = {
 }
 """By result, from the repository's root; there is no other result. OUT: where it is written; FOLDER: a directory, in
 which it is written under its name or as `summary.json`. TRACES, a directory of recorded rollouts, is an environment
-variable."""
+variable. NeMo-RL's needs NeMo-RL in PYTHONPATH."""
 
 
 def words(name: str) -> tuple[dict[str, str], list[str]]:

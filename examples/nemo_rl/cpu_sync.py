@@ -6,10 +6,13 @@ PYTHONPATH=/path/to/NeMo-RL python examples/nemo_rl/cpu_sync.py
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from arms import ARMS, ROOT, run, show
+
+from das_adapter.tools.compare import compare
+from das_adapter.tools.provenance import RUN, provenance, save
+from das_adapter.tools.run_logs import read
 
 
 def main() -> None:
@@ -17,11 +20,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "nemo_rl_sync")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--epoch", type=int, default=2, help="training steps of a row of the comparison")
     args, overrides = parser.parse_known_args()
     common = [f"grpo.max_num_steps={args.steps}", *overrides]
-    arms = {name: run(name, [*arm, *common], args.out) for name, arm in ARMS.items()}
-    (args.out / "summary.json").write_text(json.dumps(arms, indent=1) + "\n")
-    show(args.out, epoch=2)
+    for name, arm in ARMS.items():
+        run(name, [*arm, *common], args.out)
+    off, history = (read(args.out / f"{name}.jsonl") for name in ARMS)
+    made = provenance([*RUN, "das_adapter/nemo_rl"])
+    save(args.out / "summary.json", {"provenance": made, "comparison": compare(off, history, args.epoch)})
+    show(args.out, args.epoch)
 
 
 if __name__ == "__main__":

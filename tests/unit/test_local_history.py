@@ -131,6 +131,20 @@ def test_an_engine_without_an_answer_is_behind_until_there_is_a_writer_again(
     assert not engine.behind
 
 
+def test_the_first_weight_sync_waits_for_a_writer_that_could_not_be_started_before(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("no process can be started")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", fails)
+        engine = Engine(name)
+    monkeypatch.setattr(history, "IMPATIENCE_S", 0.0)
+    engine.write(1, TEXT, 0)
+    assert tokens(engine.sync()) == 30
+
+
 def test_half_an_answer_is_none(tmp_path: Path) -> None:
     folder = tmp_path / FOLDER
     folder.mkdir()

@@ -62,7 +62,7 @@ class SharedHistory:
             self._enter()
             self._start_writer()
         except (DasError, OSError, subprocess.SubprocessError) as error:
-            self._report(error)
+            logger.error("das: history: %r; the first weight sync tries again", error)
 
     @property
     def behind(self) -> bool:
