@@ -31,6 +31,7 @@ COMMANDS = {
     "controller.json": "benchmarks/controller.py --out OUT",
     "controller_overhead.json": "benchmarks/controller_overhead.py --steps 6000 --out OUT",
     "demo.json": "examples/verl/demo.py --out FOLDER",
+    "demo_not_strict.json": "examples/verl/demo.py --not-strict --out FOLDER",
     "drafters.json": f"{_DRAFTERS} {_MODELS} --prefix-caching --repeats 1 --least 4 --arms off history self:int4"
     " history+self ngram draft_model eagle3 history+eagle3 --cells 256/1 256/8 256/64 1700/1 1700/8 --out OUT",
     "epochs.json": "examples/verl/demo.py --problems 100 --batch 4 --epochs 3 --out FOLDER",

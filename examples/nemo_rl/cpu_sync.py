@@ -20,9 +20,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "nemo_rl_sync")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--problems", type=int, default=8)
     parser.add_argument("--epoch", type=int, default=2, help="training steps of a row of the comparison")
     args, overrides = parser.parse_known_args()
-    common = [f"grpo.max_num_steps={args.steps}", *overrides]
+    common = ["--problems", str(args.problems), f"grpo.max_num_steps={args.steps}", *overrides]
     for name, arm in ARMS.items():
         run(name, [*arm, *common], args.out)
     off, history = (read(args.out / f"{name}.jsonl") for name in ARMS)

@@ -39,7 +39,7 @@ IMPATIENCE_S = 1.0
 """As `PATIENCE_S`, while the last sync had no answer."""
 AGAIN_S = 2.0
 """Time after which a request is left again, and another writer started: the last one may have been killed. At once,
-where the last sync had no answer."""
+where the last sync had no answer, or the first writer did not start."""
 
 
 class SharedHistory:
@@ -57,12 +57,12 @@ class SharedHistory:
         self._users: IO[bytes] | None = None
         """Locked while this engine lives: neither the writer nor a janitor removes the directory."""
         self._trouble = ""
-        """Why the last weight sync had no answer; empty: it had one."""
+        """Why the last weight sync had no answer, or the writer did not start; empty: it had one."""
         try:
             self._enter()
             self._start_writer()
         except (DasError, OSError, subprocess.SubprocessError) as error:
-            logger.error("das: history: %r; the first weight sync tries again", error)
+            self._report(error)
 
     @property
     def behind(self) -> bool:
@@ -118,7 +118,8 @@ class SharedHistory:
         self._number += 1
         self._leave_ask()
         path = self._directory / FOLDER / f"{ANSWER}-{self._engine}"
-        patience, again = (IMPATIENCE_S, 0.0) if self._trouble else (PATIENCE_S, AGAIN_S)
+        patience = IMPATIENCE_S if self._trouble and self._number > 1 else PATIENCE_S
+        again = 0.0 if self._trouble else AGAIN_S
         begin = asked = time.monotonic()
         while (now := time.monotonic()) < begin + patience:
             if now > asked + again:
