@@ -50,8 +50,9 @@ class DraftWeights:
         for name in SHARED:
             if getattr(self.drafter, f"has_own_{name}", False):
                 self._part_from_policy(name)
-        if hasattr(self.drafter.model, "_build_fused_kv_buffers"):
-            keep_addresses.apply(self.drafter.model, owner=self.drafter.model)
+        inner = getattr(self.drafter, "model", None)  # which some draft models call otherwise
+        if hasattr(inner, "_build_fused_kv_buffers"):
+            keep_addresses.apply(inner, owner=inner)
         if self._config.draft.weights == "checkpoint":
             if self._runner.load_config.load_format == "dummy":  # the trainer sends the policy's weights only
                 self._read_checkpoint()

@@ -119,7 +119,7 @@ def label_requests(stock: Any) -> Any:
         if not hasattr(self, LABELS):
             config = settings(self.vllm_config)
             labels = RequestLabels(config, self.vllm_config, hosted(self.vllm_config)) if config else None
-            setattr(self, LABELS, labels)
+            vars(self).setdefault(LABELS, labels)  # several threads may begin together, and one counts
         made = stock(self, request_id, prompt, params, *args, **kwargs)
         if getattr(self, LABELS) is not None:
             try:

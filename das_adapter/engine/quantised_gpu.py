@@ -8,7 +8,6 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.quantization.utils.marlin_utils import (
     get_scale_perms,
-    marlin_make_empty_g_idx,
     marlin_make_workspace_new,
     marlin_permute_scales,
 )
@@ -85,7 +84,7 @@ class Int4:
         self.rows, self.inputs = rows, inputs
         self.kept: list[torch.Tensor] = []
         self._workspace = marlin_make_workspace_new(weight.device)
-        none = marlin_make_empty_g_idx(weight.device)
+        none = torch.empty(0, dtype=torch.int32, device=weight.device)
         unordered = {"g_idx": none, "perm": none}  # vLLM 0.32 no longer has them
         self._unordered = {k: v for k, v in unordered.items() if k in inspect.signature(ops.marlin_gemm).parameters}
 

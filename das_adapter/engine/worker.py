@@ -94,9 +94,10 @@ class WorkerState:
     def refresh(self, message: Refresh) -> Refreshed:
         """Bring everything up to date that depends on the weights or on the history."""
         answer: Refreshed = Refreshed() if self._decides is None else self._decides.refresh(message)
-        self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
-        if self.counters.alarm:
-            logger.error("das: %s", self.counters.alarm)
+        if not self.draft_weights or self.standalone is None or self.standalone.synced:
+            self.counters.alarm = self.draft_weights.refresh() if self.draft_weights else None
+            if self.counters.alarm:
+                logger.error("das: %s", self.counters.alarm)
         return answer
 
     def visit(self, files: list[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +122,9 @@ def test_the_model_runner_is_chosen_where_nobody_has(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     assert not engine_config().use_v2_model_runner
     assert os.environ.pop("VLLM_USE_V2_MODEL_RUNNER") == "0"
+
+
+def test_what_a_gpu_alone_imports_is_in_every_build(vllm_env: dict[str, str]) -> None:
+    """No engine on a CPU imports the kernels of the policy copy."""
+    command = [sys.executable, "-c", "import das_adapter.engine.quantised_gpu"]
+    subprocess.run(command, check=True, env={**os.environ, **vllm_env})

@@ -107,6 +107,7 @@ def test_requests_that_end_at_max_model_len_or_are_preempted_disturb_nobody(
     result = lossless_v2(v2_engine, block(method, drafters), rounds, engine=small, sabotage="any draft length")
     assert all(len(r.prompt) + len(t) == 128 for r, t in zip(asked, result[0]["tokens"], strict=True))
     assert result[-1]["preemptions"] > 0
+    assert [r["stats"]["error"] for r in result] == [None, None]
     assert result[1]["stats"]["accepted_tokens"] > (3 if method in PARALLEL else 20)
     assert method != "self" or all(accepted(r) > 0.8 for r in result)
 

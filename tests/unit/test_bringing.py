@@ -83,6 +83,14 @@ def test_what_was_on_its_way_at_a_weight_sync_is_brought_anew(monkeypatch: pytes
     assert device.arena.used == sum(len(device.text(problem)[0]) for problem in range(PROBLEMS))
 
 
+def test_text_that_comes_from_another_node_while_it_is_looked_for_is_found() -> None:
+    device = Device(beside=True)
+    device.step(SuffixIndex())  # where there is none yet
+    device.bringer.look_again()
+    until_all_is_there(device, history())
+    assert all(device.text(problem)[1] > 0 for problem in range(PROBLEMS))
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_a_full_arena_says_so_until_the_weight_sync_and_searches_what_it_has(beside: bool) -> None:
     index, device = history(), Device(beside, words=900)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from das_adapter.config import DasConfig
+from das_adapter.engine import front_end as vllm_front_end
 from das_adapter.engine.labels import RequestLabels
 from das_adapter.protocol.label import Label, Labeller
 from das_adapter.protocol.metrics import RolloutClock, faults
@@ -135,9 +138,13 @@ def test_rows_of_verl_draw_apart_whatever_their_index(rows: list[tuple[str, Any]
 
 
 def front_end(seed: int = 0, rank: int = 0, process: int = 0) -> RequestLabels:
+    return RequestLabels(DasConfig(), engine_config(seed, rank, process), hosted=False)
+
+
+def engine_config(seed: int = 0, rank: int = 0, process: int = 0) -> Any:
+    """What is read of vLLM's config of an engine without a host."""
     parallel = SimpleNamespace(data_parallel_rank=rank, _api_process_rank=process)
-    config = SimpleNamespace(model_config=SimpleNamespace(seed=seed), parallel_config=parallel)
-    return RequestLabels(DasConfig(), config, hosted=False)
+    return SimpleNamespace(model_config=SimpleNamespace(seed=seed), parallel_config=parallel, additional_config={})
 
 
 def drawn(labels: RequestLabels, times: int, samples: int = 1) -> list[int]:
@@ -156,6 +163,32 @@ def test_servers_and_ranks_that_count_the_same_prompt_draw_apart() -> None:
     seeds = [seed for server in servers for seed in drawn(server, 20, samples=3)]
     assert len(set(seeds)) == len(seeds) == 4 * 20 * 3
     assert drawn(front_end(), 5) == drawn(front_end(), 5)
+
+
+def test_threads_of_a_front_end_that_begin_together_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them finds that nobody counts, as with vLLM's `renderer_num_workers`; then they go on one by one."""
+    together, turn = threading.Barrier(3), threading.Lock()
+
+    def in_turn(_: Any) -> DasConfig:
+        together.wait()
+        turn.acquire()
+        return DasConfig()
+
+    def process_inputs(_: Any, request_id: str, prompt: list[int], params: Any) -> Any:
+        about = dict(prompt_token_ids=prompt, prompt_embeds=None, cache_salt=None)
+        return SimpleNamespace(sampling_params=params, request_id=request_id, **about)
+
+    def seed(number: int) -> int:
+        params = SimpleNamespace(extra_args=None, seed=None, n=1)
+        process(processor, f"{number}", PROMPT, params)
+        turn.release()
+        return int(params.seed)
+
+    monkeypatch.setattr(vllm_front_end, "settings", in_turn)
+    processor = SimpleNamespace(vllm_config=engine_config())
+    process = vllm_front_end.label_requests.replacement(process_inputs)
+    with ThreadPoolExecutor(3) as threads:
+        assert len(set(threads.map(seed, range(3)))) == 3
 
 
 def test_labellers_of_nemo_rl_and_of_strangers_draw_apart() -> None:

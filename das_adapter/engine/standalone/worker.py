@@ -28,6 +28,8 @@ class Standalone:
         self._version = 0
         self._due = False
         """Whether the weights have changed since the last step."""
+        self.synced = False
+        """Whether they had before the last refresh; else that sealed what was written."""
         self._unread = state.config.shares_history
         """Whether there may be a history that an earlier engine has left."""
         self._finished: list[Trajectory] = []
@@ -51,7 +53,7 @@ class Standalone:
         if not scheduled.total_num_scheduled_tokens or updating:
             return
         if self._due or self._unread or self._live_tokens > MOST_LIVE_TOKENS:
-            self._version += self._due
+            self._version, self.synced = self._version + self._due, self._due
             self._due, self._unread, self._live_tokens = False, False, 0
             self._state.refresh(self._message())
 

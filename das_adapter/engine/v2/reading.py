@@ -61,9 +61,11 @@ class MissedText:
 
     def read_up(self, inputs: Inputs) -> Inputs:
         """Return what the drafter reads instead, where each request's part begins with what was missed; `inputs` if
-        nothing was."""
+        nothing was. It never reads what finds no room beside the step's own tokens: drafts are worse then."""
         batch = inputs.batch
         missed = np.array([self._missed.get(req_id, 0) for req_id in batch.req_ids], dtype=np.int64)
+        missed[batch.is_prefilling_np] = 0  # it was preempted since, and is read anew
+        missed[missed.cumsum() > self._speculator.max_num_tokens - batch.num_tokens] = 0
         kept, self._missed, self._kept = self._kept, {}, []
         if not missed.any():
             return inputs
@@ -90,25 +92,26 @@ class MissedText:
         )
         if not self._reads_hidden:
             return inputs._replace(batch=longer)
-        read = inputs._replace(batch=longer, hidden=self._hidden_of(inputs, kept, counts), layers=None)
+        read = inputs._replace(batch=longer, hidden=self._hidden_of(inputs, kept, missed), layers=None)
         if type(self._speculator).__name__ in _PARALLEL:
             return read
         attention, slots = self._attention(longer)
         return read._replace(attention=attention, slots=slots)
 
     def _hidden_of(
-        self, inputs: Inputs, kept: list[tuple[list[str], torch.Tensor]], counts: np.ndarray
+        self, inputs: Inputs, kept: list[tuple[list[str], torch.Tensor]], missed: np.ndarray
     ) -> torch.Tensor:
-        parts: dict[str, list[torch.Tensor]] = {req_id: [] for req_id in inputs.batch.req_ids}
+        counts = dict(zip(inputs.batch.req_ids, missed.tolist(), strict=True))
+        parts: dict[str, list[torch.Tensor]] = {req_id: [] for req_id in counts}
         for req_ids, hidden in kept:
             for i, req_id in enumerate(req_ids):
-                if req_id in parts:
+                if counts.get(req_id):
                     parts[req_id].append(hidden[i : i + 1])
         present, ends = _hidden(inputs), inputs.batch.query_start_loc_np.tolist()
         for mine, begin, end in zip(parts.values(), ends, ends[1:], strict=False):
             mine.append(present[begin:end])
         everything = torch.cat([part for mine in parts.values() for part in mine])
-        assert len(everything) == counts.sum()
+        assert len(everything) == missed.sum() + ends[len(counts)]
         return self._speculator.model.combine_hidden_states(everything) if inputs.layers else everything
 
     def _attention(self, batch: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -192,7 +192,7 @@ class DeviceWorkerState(WorkerState):
         """As `WorkerState.visit`; what arrived is brought to the device before the next steps."""
         super().visit(files)
         if self.index is not None:
-            self.index.arena.look_again()
+            self.index.bringer.look_again()
 
     def own_stats(self) -> EngineStats:
         """Return the figures of the device's memory and of the policy copy."""
