@@ -237,8 +237,7 @@ def add_writing(stock: None) -> Callable[..., Awaitable[None]]:
 
     async def das_write_ahead(self: Any, batch: Any) -> None:
         try:
-            texts.append({})
-            jobs, step = await jobs_of(self, batch, texts[-1])
+            jobs, step = await jobs_of(self, batch)
             self.das_writing = getattr(self, "das_writing", None) or Writing(self)
             self.das_writing.add(step, jobs)
         except Exception:
@@ -254,10 +253,12 @@ def stop(worker: Any, step: int) -> None:
         writing.stop(step)
 
 
-async def jobs_of(worker: Any, batch: Any, written: dict[int, array[int]]) -> tuple[list[Job], int]:
-    """Return the samples of a batch, and its step: as veRL's workers make them. `written`: takes their texts."""
+async def jobs_of(worker: Any, batch: Any) -> tuple[list[Job], int]:
+    """Return the samples of a batch, and its step: as veRL's workers make them."""
     from verl.experimental.agent_loop.agent_loop import get_trajectory_info
 
+    written: dict[int, array[int]] = {}
+    texts.append(written)  # here: a method of the worker's class is pickled with what it names
     rollout, tensors = worker.rollout_config, not hasattr(batch, "non_tensor_batch")
     params = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k}
     params |= {"repetition_penalty": 1.0, "logprobs": False}

@@ -131,7 +131,7 @@ def test_the_first_samples_of_all_rows_come_first() -> None:
     for make in (tensors, proto):
         batch = make(ROWS, 2, False)
         identity.name_rows(batch)
-        jobs, step = asyncio.run(ahead.jobs_of(Worker(), batch, {}))
+        jobs, step = asyncio.run(ahead.jobs_of(Worker(), batch))
         assert step == 2
         numbers = [job.fields.get("session_id", job.trajectory["rollout_n"]) for job in jobs]
         assert len(jobs) == 8
